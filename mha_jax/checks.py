@@ -1,0 +1,260 @@
+"""Checks of what a caller passes in, made before any work: `<what> must <rule>, got <name>=<value>`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array
+
+if TYPE_CHECKING:
+    from mha_jax.cache_mha import KVCache
+
+
+def check_count(name: str, value: object, minimum: int = 1) -> None:
+    """Refuse what is not an integer of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {name}={value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {name}={value}")
+
+
+def check_rate(name: str, value: float) -> None:
+    """Refuse a dropout rate outside [0, 1)."""
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {name}={value}")
+
+
+def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
+    """Refuse query heads that do not divide into groups of equal size, one for each key/value head."""
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads} and num_kv_heads={num_kv_heads}"
+        )
+
+
+def check_rope(head_dim: int, theta: float) -> None:
+    """Refuse heads that cannot be rotated in pairs."""
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even for RoPE, got head_dim={head_dim}")
+    if not theta > 0:
+        raise ValueError(f"rope_theta must be positive, got rope_theta={theta}")
+
+
+def check_floating(name: str, x: Array, rank: int) -> None:
+    """Refuse an array of another rank, or one that does not hold floating-point numbers."""
+    if x.ndim != rank:
+        raise ValueError(f"{name} must have {rank} axes, got {name}.shape={x.shape}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must be floating point, got {name}.dtype={x.dtype}")
+
+
+def check_attention(query: Array, key: Array, value: Array, mask: Array | None, bias: Array | None) -> None:
+    """Refuse split heads, query (B, N, T, H), key and value (B, K, S, H), a mask or a bias that do not fit."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_floating(name, x, rank=4)
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
+    if key.shape != value.shape:
+        raise ValueError(f"value must have the shape of key, got {value.shape} and {key.shape}")
+    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
+        raise ValueError(
+            f"key must have the batch size and head_dim of query, got key.shape={key.shape} "
+            f"and query.shape={query.shape}"
+        )
+    check_head_groups(query.shape[1], key.shape[1])
+    scores_shape = (*query.shape[:3], key.shape[2])
+    check_mask(mask, scores_shape)
+    check_bias(bias, scores_shape, query.dtype)
+
+
+def check_mask(mask: Array | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if mask is None:
+        return
+    if mask.dtype != jnp.bool_:
+        raise TypeError(
+            f"mask must be boolean (True = masked), got mask.dtype={mask.dtype}; an additive term is passed as bias"
+        )
+    check_broadcasts("mask", mask.shape, scores_shape)
+
+
+def check_bias(bias: Array | None, scores_shape: tuple[int, ...], dtype: jnp.dtype) -> None:
+    """Refuse a bias of another dtype than the query's, or one that does not broadcast to the scores (B, N, T, S)."""
+    if bias is None:
+        return
+    if bias.dtype != dtype:
+        raise TypeError(f"bias must have the dtype of query, got bias.dtype={bias.dtype} and {dtype}")
+    check_broadcasts("bias", bias.shape, scores_shape)
+
+
+def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
+    """Refuse a shape that does not broadcast to the scores, or that would stretch them."""
+    fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(scores_shape), strict=False))
+    if not fits:
+        raise ValueError(f"{name} must broadcast to the scores (B, N, T, S) = {scores_shape}, got {name}.shape={shape}")
+
+
+def check_lengths(name: str, lengths: Array | Sequence[int], batch_size: int | None, maximum: int) -> None:
+    """Refuse lengths that are not one integer in 0..maximum for each sequence."""
+    array = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {name}.dtype={array.dtype}")
+    if array.ndim != 1 or (batch_size is not None and len(array) != batch_size):
+        expected = "(B,)" if batch_size is None else f"(B,) = ({batch_size},)"
+        raise ValueError(f"{name} must have shape {expected}, got {name}.shape={array.shape}")
+    if isinstance(array, Tracer):  # values are not known under jit
+        return
+    if bool(((array < 0) | (array > maximum)).any()):
+        raise ValueError(f"{name} must lie in 0..{maximum}, got {name}={array.tolist()}")
+
+
+def check_positions(positions: Array, batch_size: int, seq_len: int) -> None:
+    """Refuse positions that are not integers of shape (B, T) or (1, T)."""
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"positions must be integers, got positions.dtype={positions.dtype}")
+    if positions.shape not in ((batch_size, seq_len), (1, seq_len)):
+        raise ValueError(
+            f"positions must have shape (B or 1, T) = ({batch_size} or 1, {seq_len}), "
+            f"got positions.shape={positions.shape}"
+        )
+
+
+def check_config(
+    *,
+    d_model: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    d_in: int | None,
+    d_kv: int | None,
+    fused_qkv: bool,
+    rope_theta: float | None,
+    dropout: float,
+    output_dropout: float,
+) -> None:
+    """Refuse keywords of a module that do not fit each other."""
+    check_count("d_model", d_model)
+    check_count("num_heads", num_heads)
+    sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "d_in": d_in, "d_kv": d_kv}
+    for name, value in sizes.items():
+        if value is not None:
+            check_count(name, value)
+    check_head_groups(num_heads, num_kv_heads or num_heads)
+    if head_dim is None and d_model % num_heads:
+        raise ValueError(
+            f"d_model must be a multiple of num_heads, got d_model={d_model} and num_heads={num_heads} without head_dim"
+        )
+    if fused_qkv and d_kv not in (None, d_in or d_model):
+        raise ValueError(f"d_kv must equal d_in with fused_qkv, got d_kv={d_kv} and d_in={d_in or d_model}")
+    if rope_theta is not None:
+        check_rope(head_dim or d_model // num_heads, rope_theta)
+    check_rate("dropout", dropout)
+    check_rate("output_dropout", output_dropout)
+
+
+def check_layer_inputs(
+    query: Array, key: Array | None, value: Array | None, positions: Array | None, rope_theta: float | None
+) -> None:
+    """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other."""
+    check_floating("query", query, rank=3)
+    if key is None and value is not None:
+        raise ValueError("value must come with a key, got key=None and a value")
+    if key is not None and rope_theta is not None:
+        raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope_theta={rope_theta}")
+    if positions is not None and rope_theta is None:
+        raise ValueError("positions must come with RoPE, got positions and rope_theta=None")
+    for name, x in (("key", key), ("value", value)):
+        if x is None:
+            continue
+        check_floating(name, x, rank=3)
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
+        if x.shape[0] != query.shape[0]:
+            raise ValueError(f"{name} must have the batch size of query, got {x.shape[0]} and {query.shape[0]}")
+    if key is not None and value is not None and key.shape[1] != value.shape[1]:
+        raise ValueError(f"value must have as many tokens as key, got {value.shape[1]} and {key.shape[1]}")
+
+
+def check_weights(weights: Mapping[str, Mapping[str, Array]], num_heads: int, num_kv_heads: int) -> None:
+    """Refuse weights with missing or unexpected names, or whose shapes do not fit the heads."""
+    packed = "qkv_proj" in weights
+    required = {"qkv_proj"} if packed else {"q_proj", "k_proj", "v_proj"}
+    given = {f"{name}.{leaf}" for name, leaves in weights.items() for leaf in leaves}
+    needed = {f"{name}.kernel" for name in required | ({"out_proj"} & weights.keys())}
+    optional = {name.replace("kernel", "bias") for name in needed}
+    missing, unexpected = sorted(needed - given), sorted(given - needed - optional)
+    if missing or unexpected:
+        raise ValueError(f"weights must have the names of the layer, missing {missing}, unexpected {unexpected}")
+    groups = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
+    groups = {"qkv_proj": num_heads + 2 * num_kv_heads} if packed else groups
+    head_dims = set()
+    for name, heads in groups.items():
+        kernel = weights[name]["kernel"]
+        if kernel.ndim != 2 or kernel.shape[1] % heads:
+            raise ValueError(
+                f"{name}.kernel must have 2 axes and columns for {heads} heads, got {name}.kernel.shape={kernel.shape}"
+            )
+        head_dims.add(kernel.shape[1] // heads)
+    if len(head_dims) != 1:
+        raise ValueError(f"q_proj, k_proj and v_proj must have one head_dim, got head_dim={sorted(head_dims)}")
+    context_width = num_heads * head_dims.pop()
+    if "out_proj" in weights and weights["out_proj"]["kernel"].shape[:-1] != (context_width,):
+        raise ValueError(
+            f"out_proj.kernel must have shape (N * H, E) = ({context_width}, E), "
+            f"got out_proj.kernel.shape={weights['out_proj']['kernel'].shape}"
+        )
+    for name, leaves in weights.items():
+        columns = leaves["kernel"].shape[1]
+        if "bias" in leaves and leaves["bias"].shape != (columns,):
+            raise ValueError(f"{name}.bias must have shape ({columns},), got {name}.bias.shape={leaves['bias'].shape}")
+
+
+def check_projected(name: str, x: Array, kernel: Array) -> None:
+    """Refuse an input whose width or dtype is not that of the projection it goes into."""
+    if x.shape[-1] != kernel.shape[0]:
+        raise ValueError(f"the input of {name} must have {kernel.shape[0]} features, got shape={x.shape}")
+    if x.dtype != kernel.dtype:
+        raise TypeError(f"the input of {name} must have the dtype of its kernel, got {x.dtype} and {kernel.dtype}")
+
+
+def check_cache(cache_k: Array, cache_v: Array, key: Array) -> None:
+    """Refuse cached keys and values (B, K, S, H) that new keys (B, K, T, H) cannot join."""
+    for name, x in (("cache_k", cache_k), ("cache_v", cache_v)):
+        check_floating(name, x, rank=4)
+        expected = (*key.shape[:2], cache_k.shape[2], key.shape[3])
+        if x.shape != expected:
+            raise ValueError(f"{name} must have shape (B, K, S, H) = {expected}, got {name}.shape={x.shape}")
+        if x.dtype != key.dtype:
+            raise TypeError(f"{name} must have the dtype of the new keys, got {x.dtype} and {key.dtype}")
+
+
+def check_cached_input(x: Array, cache: KVCache) -> None:
+    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
+    check_floating("x", x, rank=3)
+    if x.shape[0] != cache.lengths.shape[0]:
+        raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
+
+
+def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array | Sequence[int] | None) -> None:
+    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
+    check_floating("key", key, rank=4)
+    check_cache(cache.keys, cache.values, key)
+    if key.shape != value.shape:
+        raise ValueError(f"value must have the shape of key, got {value.shape} and {key.shape}")
+    seq_len = key.shape[2]
+    if new_lengths is not None:
+        check_lengths("new_lengths", new_lengths, key.shape[0], seq_len)
+    added = seq_len if new_lengths is None else new_lengths
+    if isinstance(cache.lengths, Tracer) or isinstance(added, Tracer):  # values are not known under jit
+        return
+    lengths, added = np.asarray(cache.lengths), np.asarray(added)
+    if bool((lengths + added > cache.capacity).any()):
+        raise ValueError(
+            f"lengths + new tokens must not exceed the {cache.capacity} slots of the cache, "
+            f"got lengths={lengths.tolist()} and new_lengths={added.tolist()}"
+        )

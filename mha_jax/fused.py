@@ -1,0 +1,44 @@
+"""The fast path: the same function without attention weights. It takes the plain path for now."""
+
+import jax
+from jaxtyping import Array, Bool, Float
+
+from mha_jax import mha
+
+
+def scaled_dot_product_attention(
+    query: Float[Array, "B N T H"],
+    key: Float[Array, "B K S H"],
+    value: Float[Array, "B K S H"],
+    *,
+    mask: Bool[Array, "..."] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    need_weights: bool = False,
+    dropout: float = 0.0,
+    dropout_keep: Bool[Array, "B N T S"] | None = None,
+    dropout_rng: jax.Array | None = None,
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T S"] | None]:
+    """Attention of split heads without the attention weights: the function of `mha`, in the fastest form there is.
+
+    Args:
+        query: (B, N, T, H).
+        key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+        bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
+        need_weights: must be False, the weights are never stored here.
+        dropout: rate at which attention weights are dropped; 0 outside training.
+        dropout_keep: must be absent, a fused kernel draws its own.
+        dropout_rng: random key to draw what is dropped from.
+
+    Returns:
+        The context (B, N, T, H), in the dtype of query, and None.
+
+    Raises:
+        TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
+        ValueError: if the shapes do not fit, or the weights or a given dropout are asked for.
+    """
+    if need_weights or dropout_keep is not None:
+        raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
+    return mha.scaled_dot_product_attention(
+        query, key, value, mask=mask, bias=bias, dropout=dropout, dropout_rng=dropout_rng
+    )

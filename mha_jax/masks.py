@@ -1,0 +1,173 @@
+"""Masks: boolean, True = masked (cannot attend), and they broadcast against the scores (B, N, T, S)."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mha_jax.checks import check_count, check_lengths
+
+
+def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[Array, "T S"]:
+    """True where a query may not see a key: every key after its own position, counted from the first key.
+
+    Aligned top-left: query i sees keys 0..i, however many keys there are.
+
+    Args:
+        seq_len_q: number of queries, T.
+        seq_len_k: number of keys, S; as many as queries when absent.
+
+    Returns:
+        Mask that broadcasts against the scores (B, N, T, S).
+
+    Raises:
+        ValueError: if a length is below 1.
+
+    Example: create_causal_mask(2, 3)
+        [[False, True,  True],
+         [False, False, True]]
+    """
+    seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
+    return _positions(seq_len_k)[None, :] > _positions(seq_len_q)[:, None]
+
+
+def create_padding_mask(lengths: Int[Array, " B"] | Sequence[int], seq_len_k: int) -> Bool[Array, "B 1 1 S"]:
+    """True at the padding: the keys at or after the length of their sequence.
+
+    Args:
+        lengths: number of real keys of each sequence, 0..S, (B,); the padding is on the right.
+        seq_len_k: number of keys, padding included, S.
+
+    Returns:
+        Mask that broadcasts against the scores (B, N, T, S).
+
+    Raises:
+        TypeError: if the lengths are not integers.
+        ValueError: if a length lies outside 0..S.
+
+    Example: create_padding_mask([1, 3], 3)
+        [[[[False, True,  True ]]],
+         [[[False, False, False]]]]
+    """
+    check_count("seq_len_k", seq_len_k)
+    check_lengths("lengths", lengths, None, seq_len_k)
+    lengths = jnp.asarray(lengths)
+    return (_positions(seq_len_k)[None, :] >= lengths[:, None])[:, None, None, :]
+
+
+def create_attention_mask(
+    seq_len_q: int,
+    seq_len_k: int | None = None,
+    *,
+    is_causal: bool = False,
+    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
+) -> Bool[Array, "#B 1 T S"]:
+    """True where a query may not see a key, for causality, for padding, or for both.
+
+    Args:
+        seq_len_q: number of queries, T.
+        seq_len_k: number of keys, S; as many as queries when absent.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
+
+    Returns:
+        Mask of shape (B or 1, 1, T, S).
+
+    Raises:
+        TypeError: if the lengths are not integers.
+        ValueError: if a length lies outside its range.
+
+    Example: create_attention_mask(2, is_causal=True, key_padding_lengths=[1])
+        [[[[False, True],
+           [False, True]]]]
+    """
+    seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
+    mask = jnp.zeros((1, 1, seq_len_q, seq_len_k), dtype=bool)
+    if is_causal:
+        mask = mask | create_causal_mask(seq_len_q, seq_len_k)[None, None]
+    if key_padding_lengths is not None:
+        mask = mask | create_padding_mask(key_padding_lengths, seq_len_k)
+    return mask
+
+
+def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> Bool[Array, "T S"]:
+    """True where a new token may not see a key: every key after its own position, counted from the first cached key.
+
+    Aligned to the end of the cache: the queries are the newest tokens, at positions cache_len, cache_len + 1, …,
+    and query i sees keys 0..cache_len + i.
+
+    Args:
+        seq_len_q: number of new tokens, T.
+        seq_len_k: number of keys, S = cache_len + T.
+        cache_len: number of tokens already in the cache.
+
+    Returns:
+        Mask that broadcasts against the scores (B, N, T, S).
+
+    Raises:
+        ValueError: if seq_len_k is not cache_len + seq_len_q.
+
+    Example: create_causal_mask_with_cache(2, 3, 1)
+        [[False, False, True ],
+         [False, False, False]]
+    """
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
+    check_count("cache_len", cache_len, minimum=0)
+    if seq_len_k != cache_len + seq_len_q:
+        raise ValueError(
+            f"seq_len_k must be cache_len + seq_len_q, "
+            f"got seq_len_k={seq_len_k}, cache_len={cache_len} and seq_len_q={seq_len_q}"
+        )
+    return _positions(seq_len_k)[None, :] > cache_len + _positions(seq_len_q)[:, None]
+
+
+def create_sliding_window_mask(seq_len_q: int, seq_len_k: int | None = None, *, window_size: int) -> Bool[Array, "T S"]:
+    """True where a query may not see a key: every key but the last window_size up to its own position.
+
+    Aligned top-left: query i sees keys i - window_size + 1..i. With window_size >= S it is the causal mask.
+
+    Args:
+        seq_len_q: number of queries, T.
+        seq_len_k: number of keys, S; as many as queries when absent.
+        window_size: how many keys a query sees at most, its own position among them.
+
+    Returns:
+        Mask that broadcasts against the scores (B, N, T, S).
+
+    Raises:
+        ValueError: if a length or the window is below 1.
+
+    Example: create_sliding_window_mask(3, window_size=2)
+        [[False, True,  True ],
+         [False, False, True ],
+         [True,  False, False]]
+
+    Source: Longformer, arXiv:2004.05150, section 3.1; causal as in Mistral 7B, arXiv:2310.06825, section 2.
+    """
+    seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
+    check_count("window_size", window_size)
+    distance = _positions(seq_len_q)[:, None] - _positions(seq_len_k)[None, :]
+    return (distance < 0) | (distance >= window_size)
+
+
+def hide_infinite_bias(mask: Bool[Array, "..."] | None, bias: Float[Array, "..."] | None) -> Bool[Array, "..."] | None:
+    """The mask, joined with the keys that a bias of -inf hides, so that a row of -inf is as empty as a masked one."""
+    if bias is None:
+        return mask
+    return jnp.isneginf(bias) if mask is None else to_scores_rank(mask) | to_scores_rank(jnp.isneginf(bias))
+
+
+def to_scores_rank(x: Array) -> Array:
+    """x with leading axes of length 1, so that it has the four axes of the scores."""
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _positions(seq_len: int) -> Int[Array, " L"]:
+    return jnp.arange(seq_len, dtype=jnp.int32)

@@ -1,0 +1,778 @@
+"""Multi-head attention: stage functions, the functions made of them, and the modules that hold weights.
+
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, E d_model.
+A mask is boolean and True where a query may not see a key; an additive term is a bias.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from mha_jax import fused
+from mha_jax.checks import (
+    check_attention,
+    check_config,
+    check_count,
+    check_floating,
+    check_head_groups,
+    check_layer_inputs,
+    check_lengths,
+    check_projected,
+    check_rate,
+    check_weights,
+)
+from mha_jax.masks import create_attention_mask, hide_infinite_bias, to_scores_rank
+from mha_jax.rope import apply_rope
+
+Project = Callable[[str, Array], Array]
+"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input."""
+
+
+# ---- Stages, in the order of the data flow ---------------------------------------------------------------------------
+
+
+def split_heads(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B N T H"]:
+    """Split the last axis into heads, outermost first, and move them before the tokens.
+
+    Raises:
+        ValueError: if the width is not a multiple of num_heads.
+    """
+    check_floating("x", x, rank=3)
+    check_count("num_heads", num_heads)
+    if x.shape[-1] % num_heads:
+        raise ValueError(
+            f"the width must be a multiple of num_heads, got width={x.shape[-1]} and num_heads={num_heads}"
+        )
+    return x.reshape(*x.shape[:2], num_heads, -1).swapaxes(1, 2)
+
+
+def combine_heads(x: Float[Array, "B N T H"]) -> Float[Array, "B T NH"]:
+    """Put the heads side by side again: the inverse of `split_heads`."""
+    check_floating("x", x, rank=4)
+    x = x.swapaxes(1, 2)
+    return x.reshape(*x.shape[:2], -1)
+
+
+def repeat_kv_heads(x: Float[Array, "B K S H"], num_heads: int) -> Float[Array, "B N S H"]:
+    """Repeat each key/value head for its group of query heads: query head n uses head n // (N // K).
+
+    Raises:
+        ValueError: if num_heads is not a multiple of the key/value heads.
+
+    Source: grouped-query attention, arXiv:2305.13245, section 2.2.
+    """
+    check_floating("x", x, rank=4)
+    check_head_groups(num_heads, x.shape[1])
+    return jnp.repeat(x, num_heads // x.shape[1], axis=1)  # repeat, not tile
+
+
+def project_qkv(
+    project: Project,
+    query: Float[Array, "B T d_in"],
+    key: Float[Array, "B S d_kv"],
+    value: Float[Array, "B S d_kv"],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    fused_qkv: bool = False,
+    positions: Int[Array, "#B T"] | None = None,
+    rope_theta: float | None = None,
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+    """Project the inputs, split the heads, and turn queries and keys by their positions where RoPE is asked for.
+
+    Args:
+        project: applies a projection by its name.
+        query, key, value: inputs of the layer; the same array three times for self-attention.
+        num_heads, num_kv_heads: N and K.
+        fused_qkv: one `qkv_proj`, its rows q, then k, then v, in place of three projections.
+        positions: place of each token, (B or 1, T); 0, 1, … when absent. Used with RoPE only.
+        rope_theta: base of the RoPE frequencies, or None for no RoPE.
+
+    Returns:
+        q (B, N, T, H), k and v (B, K, S, H).
+    """
+    if not fused_qkv:
+        q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
+    elif key is query and value is query:
+        q, k, v = _unpack_qkv(project("qkv_proj", query), num_heads, num_kv_heads)
+    else:
+        q, k, v = (
+            _unpack_qkv(project("qkv_proj", x), num_heads, num_kv_heads)[i] for i, x in enumerate((query, key, value))
+        )
+    q, k, v = split_heads(q, num_heads), split_heads(k, num_kv_heads), split_heads(v, num_kv_heads)
+    if rope_theta is not None:
+        positions = jnp.arange(q.shape[2], dtype=jnp.int32)[None] if positions is None else positions
+        q, k = apply_rope(q, positions, rope_theta), apply_rope(k, positions, rope_theta)
+    return q, k, v
+
+
+def attention_scores(
+    query: Float[Array, "B N T H"], key: Float[Array, "B K S H"], bias: Float[Array, "..."] | None = None
+) -> Float[Array, "B N T S"]:
+    """Dot products of queries and keys, divided by sqrt(head_dim), plus the bias; in at least float32.
+
+    Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
+    """
+    scale = query.shape[-1] ** -0.5
+    key = repeat_kv_heads(key, query.shape[1])
+    scores = jnp.einsum("bnth,bnsh->bnts", _in_float32(query) * scale, _in_float32(key))
+    return scores if bias is None else scores + to_scores_rank(_in_float32(bias))
+
+
+def masked_softmax(scores: Float[Array, "B N T S"], mask: Bool[Array, "..."] | None = None) -> Float[Array, "B N T S"]:
+    """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0."""
+    scores = _in_float32(scores)
+    if mask is None:
+        return jax.nn.softmax(scores, axis=-1)
+    # A finite fill keeps the row without a key, and its gradient, free of NaN; the second `where` empties that row.
+    mask = to_scores_rank(mask)
+    lowest = jnp.finfo(scores.dtype).min
+    attn_weights = jax.nn.softmax(jnp.where(mask, lowest, scores), axis=-1)
+    return jnp.where(mask, 0.0, attn_weights)
+
+
+def attention_context(attn_weights: Float[Array, "B N T S"], value: Float[Array, "B K S H"]) -> Float[Array, "B N T H"]:
+    """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
+    value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
+    context = jnp.einsum("bnts,bnsh->bnth", _in_float32(attn_weights), _in_float32(value_per_head))
+    return context.astype(value.dtype)
+
+
+def apply_dropout(
+    attn_weights: Float[Array, "B N T S"],
+    rate: float,
+    keep: Bool[Array, "B N T S"] | None = None,
+    *,
+    rng: jax.Array | None = None,
+) -> Float[Array, "B N T S"]:
+    """Drop each attention weight with probability `rate` and divide the others by 1 - rate.
+
+    Args:
+        attn_weights: weights after the softmax.
+        rate: probability of being dropped, 0 <= rate < 1.
+        keep: True where a weight is kept; drawn at random when absent.
+        rng: random key to draw from.
+
+    Raises:
+        ValueError: if the rate is out of range, or there is neither `keep` nor `rng` to drop by.
+    """
+    check_rate("dropout", rate)
+    if rate == 0.0:
+        return attn_weights
+    if keep is None:
+        if rng is None:
+            raise ValueError(f"dropout must come with a random key, got dropout={rate} and dropout_rng=None")
+        keep = jax.random.bernoulli(rng, 1.0 - rate, attn_weights.shape)
+    return jnp.where(keep, attn_weights / (1.0 - rate), 0.0)
+
+
+def _unpack_qkv(packed: Array, num_heads: int, num_kv_heads: int) -> list[Array]:
+    head_dim = packed.shape[-1] // (num_heads + 2 * num_kv_heads)
+    return jnp.split(packed, [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim], axis=-1)
+
+
+def _in_float32(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+# ---- Functions -------------------------------------------------------------------------------------------------------
+
+
+def scaled_dot_product_attention(
+    query: Float[Array, "B N T H"],
+    key: Float[Array, "B K S H"],
+    value: Float[Array, "B K S H"],
+    *,
+    mask: Bool[Array, "..."] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    need_weights: bool = False,
+    dropout: float = 0.0,
+    dropout_keep: Bool[Array, "B N T S"] | None = None,
+    dropout_rng: jax.Array | None = None,
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T S"] | None]:
+    """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
+
+    Args:
+        query: (B, N, T, H).
+        key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+        bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
+        need_weights: also return the attention weights.
+        dropout: rate at which attention weights are dropped; 0 outside training.
+        dropout_keep: True where a weight is kept, in place of a random draw.
+        dropout_rng: random key to draw what is dropped from.
+
+    Returns:
+        The context (B, N, T, H), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
+
+    Raises:
+        TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
+        ValueError: if the shapes do not fit.
+
+    Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
+    """
+    check_attention(query, key, value, mask, bias)
+    scores = attention_scores(query, key, bias)
+    attn_weights = masked_softmax(scores, hide_infinite_bias(mask, bias)).astype(query.dtype)
+    context = attention_context(apply_dropout(attn_weights, dropout, dropout_keep, rng=dropout_rng), value)
+    return context, attn_weights if need_weights else None
+
+
+def multi_head_attention_core(
+    query: Float[Array, "B T E"],
+    key: Float[Array, "B S E"],
+    value: Float[Array, "B S E"],
+    num_heads: int,
+    mask: Bool[Array, "..."] | None = None,
+) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
+    """Multi-head attention of inputs that are projected already: split, attend, combine.
+
+    Args:
+        query: (B, T, E).
+        key, value: (B, S, E).
+        num_heads: number of heads, N, a divisor of E.
+        mask: boolean, True = masked; broadcasts to (B, N, T, S).
+
+    Returns:
+        The output (B, T, E), before any output projection, and the attention weights (B, N, T, S).
+
+    Raises:
+        TypeError: if an input is not floating point or the mask is not boolean.
+        ValueError: if the shapes do not fit.
+    """
+    q, k, v = (split_heads(x, num_heads) for x in (query, key, value))
+    context, attn_weights = scaled_dot_product_attention(q, k, v, mask=mask, need_weights=True)
+    return combine_heads(context), attn_weights
+
+
+def multi_head_attention(
+    query: Float[Array, "B T d_in"],
+    weights: Mapping[str, Mapping[str, Array]],
+    key: Float[Array, "B S d_kv"] | None = None,
+    value: Float[Array, "B S d_kv"] | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    need_weights: bool = False,
+    positions: Int[Array, "#B T"] | None = None,
+    rope_theta: float | None = None,
+    dropout: float = 0.0,
+    dropout_keep: Bool[Array, "B N T S"] | None = None,
+    dropout_rng: jax.Array | None = None,
+) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
+    """Multi-head attention with weights from outside: project, split, attend, combine, project.
+
+    Args:
+        query: (B, T, d_in).
+        weights: `q_proj`, `k_proj`, `v_proj` (or one `qkv_proj`) and, where there is one, `out_proj`: the parameters of
+            `MultiHeadAttention`, each a `kernel` (in, out) and a `bias` (out,); every bias may be absent.
+        key: (B, S, d_kv); absent for self-attention.
+        value: (B, S, d_kv); the key when absent.
+        num_heads: number of query heads, N.
+        num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
+        need_weights: also return the attention weights, which takes the plain path.
+        positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
+        rope_theta: base of the RoPE frequencies, or None for no RoPE.
+        dropout: rate at which attention weights are dropped; 0 outside training.
+        dropout_keep: True where a weight is kept, in place of a random draw; takes the plain path.
+        dropout_rng: random key to draw what is dropped from.
+
+    Returns:
+        The output (B, T, E), or (B, T, N * H) without `out_proj`, and the attention weights (B, N, T, S) or None.
+
+    Raises:
+        TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
+        ValueError: if names or shapes of the weights, or the shapes of the inputs, do not fit.
+
+    Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    check_weights(weights, num_heads, num_kv_heads)
+    return _attention_layer(
+        project_with(weights),
+        query,
+        key,
+        value,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        fused_qkv="qkv_proj" in weights,
+        out_proj="out_proj" in weights,
+        mask=mask,
+        bias=bias,
+        need_weights=need_weights,
+        positions=positions,
+        rope_theta=rope_theta,
+        dropout=dropout,
+        dropout_keep=dropout_keep,
+        dropout_rng=dropout_rng,
+    )
+
+
+def project_with(weights: Mapping[str, Mapping[str, Array]]) -> Project:
+    """Projections that read their weights from a parameter tree: x @ kernel + bias."""
+
+    def project(name: str, x: Array) -> Array:
+        leaves = weights[name]
+        check_projected(name, x, leaves["kernel"])
+        projected = jnp.einsum("bti,io->bto", x, leaves["kernel"])
+        return projected + leaves["bias"][None, None] if "bias" in leaves else projected
+
+    return project
+
+
+def _attention_layer(
+    project: Project,
+    query: Array,
+    key: Array | None,
+    value: Array | None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    fused_qkv: bool,
+    out_proj: bool,
+    mask: Array | None,
+    bias: Array | None,
+    need_weights: bool,
+    positions: Array | None,
+    rope_theta: float | None,
+    dropout: float,
+    dropout_keep: Array | None = None,
+    dropout_rng: jax.Array | None = None,
+) -> tuple[Array, Array | None]:
+    check_layer_inputs(query, key, value, positions, rope_theta)
+    key = query if key is None else key
+    value = key if value is None else value
+    q, k, v = project_qkv(
+        project,
+        query,
+        key,
+        value,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        fused_qkv=fused_qkv,
+        positions=positions,
+        rope_theta=rope_theta,
+    )
+    if need_weights or dropout_keep is not None:
+        context, attn_weights = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            bias=bias,
+            need_weights=need_weights,
+            dropout=dropout,
+            dropout_keep=dropout_keep,
+            dropout_rng=dropout_rng,
+        )
+    else:
+        context, attn_weights = fused.scaled_dot_product_attention(
+            q, k, v, mask=mask, bias=bias, dropout=dropout, dropout_rng=dropout_rng
+        )
+    output = combine_heads(context)
+    return project("out_proj", output) if out_proj else output, attn_weights
+
+
+# ---- Modules ---------------------------------------------------------------------------------------------------------
+
+
+class AttentionLayer(nnx.Module):
+    """The configuration and the projections that every attention module of this package holds.
+
+    Args:
+        d_model: width of the output, E.
+        num_heads: number of query heads, N.
+        num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
+        head_dim: features of a head, H; d_model // num_heads when absent.
+        d_in: width of the query input; d_model when absent.
+        d_kv: width of the key and value input; d_in when absent.
+        qkv_bias: give q_proj, k_proj and v_proj a bias.
+        out_bias: give out_proj a bias.
+        out_proj: project the combined heads, N * H wide, to d_model; without it they are the output.
+        fused_qkv: hold one qkv_proj, its rows q, then k, then v, in place of three projections; the results are equal.
+        rope_theta: base of the RoPE frequencies, or None for no RoPE.
+        dropout: rate at which attention weights are dropped in training.
+        output_dropout: rate at which outputs are dropped in training.
+        param_dtype: dtype of the weights.
+        rngs: draws the weights from `params` and, in training, what is dropped from `dropout`.
+
+    Raises:
+        TypeError: if a width or a number of heads is not an integer.
+        ValueError: if the widths, heads or rates do not fit.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        d_in: int | None = None,
+        d_kv: int | None = None,
+        qkv_bias: bool = True,
+        out_bias: bool = True,
+        out_proj: bool = True,
+        fused_qkv: bool = False,
+        rope_theta: float | None = None,
+        dropout: float = 0.0,
+        output_dropout: float = 0.0,
+        param_dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        check_config(
+            d_model=d_model,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            d_in=d_in,
+            d_kv=d_kv,
+            fused_qkv=fused_qkv,
+            rope_theta=rope_theta,
+            dropout=dropout,
+            output_dropout=output_dropout,
+        )
+        self.d_model = d_model
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = d_model // num_heads if head_dim is None else head_dim
+        self.d_in = d_model if d_in is None else d_in
+        self.d_kv = self.d_in if d_kv is None else d_kv
+        self.qkv_bias = qkv_bias
+        self.out_bias = out_bias
+        self.fused_qkv = fused_qkv
+        self.rope_theta = rope_theta
+        self.dropout = dropout
+        self.output_dropout = output_dropout
+        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        if fused_qkv:
+            widths = [q_width, kv_width, kv_width]
+            self.qkv_proj = _linear(self.d_in, widths, qkv_bias, param_dtype, rngs)
+        else:
+            self.q_proj = _linear(self.d_in, [q_width], qkv_bias, param_dtype, rngs)
+            self.k_proj = _linear(self.d_kv, [kv_width], qkv_bias, param_dtype, rngs)
+            self.v_proj = _linear(self.d_kv, [kv_width], qkv_bias, param_dtype, rngs)
+        self.out_proj = _linear(q_width, [d_model], out_bias, param_dtype, rngs) if out_proj else None
+        self.deterministic = False  # as `train()` and `eval()` of nnx set it
+        self.dropout_rngs = rngs["dropout"].fork() if dropout or output_dropout else None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The keywords that make a module like this one, all of them resolved."""
+        return {
+            "d_model": self.d_model,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "d_in": self.d_in,
+            "d_kv": self.d_kv,
+            "qkv_bias": self.qkv_bias,
+            "out_bias": self.out_bias,
+            "out_proj": self.out_proj is not None,
+            "fused_qkv": self.fused_qkv,
+            "rope_theta": self.rope_theta,
+            "dropout": self.dropout,
+            "output_dropout": self.output_dropout,
+        }
+
+    def project(name: str, x: Array) -> Array:
+        leaves = weights[name]
+        check_projected(name, x, leaves["kernel"])
+        projected = jnp.einsum("bti,io->bto", x, leaves["kernel"])
+        return projected + leaves["bias"][None, None] if "bias" in leaves else projected
+
+    return project
+
+
+def _attention_layer(
+    project: Project,
+    query: Array,
+    key: Array | None,
+    value: Array | None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    fused_qkv: bool,
+    out_proj: bool,
+    mask: Array | None,
+    bias: Array | None,
+    need_weights: bool,
+    positions: Array | None,
+    rope_theta: float | None,
+    dropout: float,
+    dropout_keep: Array | None = None,
+    dropout_rng: jax.Array | None = None,
+) -> tuple[Array, Array | None]:
+    check_layer_inputs(query, key, value, positions, rope_theta)
+    key = query if key is None else key
+    value = key if value is None else value
+    q, k, v = project_qkv(
+        project,
+        query,
+        key,
+        value,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        fused_qkv=fused_qkv,
+        positions=positions,
+        rope_theta=rope_theta,
+    )
+    if need_weights or dropout_keep is not None:
+        context, attn_weights = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            bias=bias,
+            need_weights=need_weights,
+            dropout=dropout,
+            dropout_keep=dropout_keep,
+            dropout_rng=dropout_rng,
+        )
+    else:
+        context, attn_weights = fused.scaled_dot_product_attention(
+            q, k, v, mask=mask, bias=bias, dropout=dropout, dropout_rng=dropout_rng
+        )
+    output = combine_heads(context)
+    return project("out_proj", output) if out_proj else output, attn_weights
+
+
+# ---- Modules ---------------------------------------------------------------------------------------------------------
+
+
+class AttentionLayer(nnx.Module):
+    """The configuration and the projections that every attention module of this package holds.
+
+    Args:
+        d_model: width of the output, E.
+        num_heads: number of query heads, N.
+        num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
+        head_dim: features of a head, H; d_model // num_heads when absent.
+        d_in: width of the query input; d_model when absent.
+        d_kv: width of the key and value input; d_in when absent.
+        qkv_bias: give q_proj, k_proj and v_proj a bias.
+        out_bias: give out_proj a bias.
+        out_proj: project the combined heads, N * H wide, to d_model; without it they are the output.
+        fused_qkv: hold one qkv_proj, its rows q, then k, then v, in place of three projections; the results are equal.
+        rope_theta: base of the RoPE frequencies, or None for no RoPE.
+        dropout: rate at which attention weights are dropped in training.
+        output_dropout: rate at which outputs are dropped in training.
+        param_dtype: dtype of the weights.
+        rngs: draws the weights from `params` and, in training, what is dropped from `dropout`.
+
+    Raises:
+        TypeError: if a width or a number of heads is not an integer.
+        ValueError: if the widths, heads or rates do not fit.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        d_in: int | None = None,
+        d_kv: int | None = None,
+        qkv_bias: bool = True,
+        out_bias: bool = True,
+        out_proj: bool = True,
+        fused_qkv: bool = False,
+        rope_theta: float | None = None,
+        dropout: float = 0.0,
+        output_dropout: float = 0.0,
+        param_dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        check_config(
+            d_model=d_model,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            d_in=d_in,
+            d_kv=d_kv,
+            fused_qkv=fused_qkv,
+            rope_theta=rope_theta,
+            dropout=dropout,
+            output_dropout=output_dropout,
+        )
+        self.d_model = d_model
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = d_model // num_heads if head_dim is None else head_dim
+        self.d_in = d_model if d_in is None else d_in
+        self.d_kv = self.d_in if d_kv is None else d_kv
+        self.qkv_bias = qkv_bias
+        self.out_bias = out_bias
+        self.fused_qkv = fused_qkv
+        self.rope_theta = rope_theta
+        self.dropout = dropout
+        self.output_dropout = output_dropout
+        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        if fused_qkv:
+            widths = [q_width, kv_width, kv_width]
+            self.qkv_proj = _linear(self.d_in, widths, qkv_bias, param_dtype, rngs)
+        else:
+            self.q_proj = _linear(self.d_in, [q_width], qkv_bias, param_dtype, rngs)
+            self.k_proj = _linear(self.d_kv, [kv_width], qkv_bias, param_dtype, rngs)
+            self.v_proj = _linear(self.d_kv, [kv_width], qkv_bias, param_dtype, rngs)
+        self.out_proj = _linear(q_width, [d_model], out_bias, param_dtype, rngs) if out_proj else None
+        self.deterministic = False  # as `train()` and `eval()` of nnx set it
+        self.dropout_rngs = rngs["dropout"].fork() if dropout or output_dropout else None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The keywords that make a module like this one, all of them resolved."""
+        return {
+            "d_model": self.d_model,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "d_in": self.d_in,
+            "d_kv": self.d_kv,
+            "qkv_bias": self.qkv_bias,
+            "out_bias": self.out_bias,
+            "out_proj": self.out_proj is not None,
+            "fused_qkv": self.fused_qkv,
+            "rope_theta": self.rope_theta,
+            "dropout": self.dropout,
+            "output_dropout": self.output_dropout,
+        }
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.config.items())})"
+
+    def project(self, name: str, x: Float[Array, "B T d_in"]) -> Float[Array, "B T d_out"]:
+        """Apply the projection of that name, as a module, so that replaced layers take part."""
+        linear: nnx.Linear = getattr(self, name)
+        check_projected(name, x, linear.kernel[...])
+        return linear(x)
+
+    def attend(
+        self,
+        query: Float[Array, "B T d_in"],
+        key: Float[Array, "B S d_kv"] | None = None,
+        value: Float[Array, "B S d_kv"] | None = None,
+        *,
+        mask: Bool[Array, "..."] | None = None,
+        bias: Float[Array, "..."] | None = None,
+        need_weights: bool = False,
+        positions: Int[Array, "#B T"] | None = None,
+    ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
+        """`multi_head_attention` with the weights and the configuration of this module."""
+        output, attn_weights = _attention_layer(
+            self.project,
+            query,
+            key,
+            value,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            fused_qkv=self.fused_qkv,
+            out_proj=self.out_proj is not None,
+            mask=mask,
+            bias=bias,
+            need_weights=need_weights,
+            positions=positions,
+            rope_theta=self.rope_theta,
+            dropout=0.0 if self.deterministic else self.dropout,
+            dropout_rng=self.dropout_rng(self.dropout),
+        )
+        return self.drop_output(output), attn_weights
+
+    def dropout_rng(self, rate: float) -> jax.Array | None:
+        """A fresh random key where something is dropped, in training and at a rate above 0."""
+        return self.dropout_rngs() if rate and not self.deterministic and self.dropout_rngs is not None else None
+
+    def drop_output(self, output: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+        """The output with some of it dropped, in training and at a rate above 0."""
+        rng = self.dropout_rng(self.output_dropout)
+        return output if rng is None else apply_dropout(output, self.output_dropout, rng=rng)
+
+
+def _linear(d_in: int, widths: list[int], use_bias: bool, param_dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:
+    """A projection with Xavier-uniform weights, those of q, k and v each on their own, and a bias of 0."""
+    xavier = nnx.initializers.xavier_uniform()
+
+    def kernel_init(rng: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+        rngs = jax.random.split(rng, len(widths))
+        parts = [xavier(part_rng, (shape[0], width), dtype) for part_rng, width in zip(rngs, widths, strict=True)]
+        return jnp.concatenate(parts, axis=1)
+
+    return nnx.Linear(d_in, sum(widths), use_bias=use_bias, kernel_init=kernel_init, param_dtype=param_dtype, rngs=rngs)
+
+
+class MultiHeadAttention(AttentionLayer):
+    """Multi-head attention of any queries over any keys and values; keywords as in `AttentionLayer`."""
+
+    def __call__(
+        self,
+        query: Float[Array, "B T d_in"],
+        key: Float[Array, "B S d_kv"] | None = None,
+        value: Float[Array, "B S d_kv"] | None = None,
+        *,
+        mask: Bool[Array, "..."] | None = None,
+        bias: Float[Array, "..."] | None = None,
+        need_weights: bool = False,
+        positions: Int[Array, "#B T"] | None = None,
+    ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
+        """Attend from each query token to the key tokens.
+
+        Args:
+            query: (B, T, d_in).
+            key: (B, S, d_kv); absent for self-attention.
+            value: (B, S, d_kv); the key when absent.
+            mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+            bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
+            need_weights: also return the attention weights, which takes the plain path.
+            positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
+
+        Returns:
+            The output (B, T, E), and the attention weights before dropout (B, N, T, S) or None.
+
+        Raises:
+            TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
+            ValueError: if the shapes do not fit.
+        """
+        return self.attend(query, key, value, mask=mask, bias=bias, need_weights=need_weights, positions=positions)
+
+
+class MultiHeadSelfAttention(AttentionLayer):
+    """Multi-head attention of a sequence over itself, causal or not; keywords as in `AttentionLayer`."""
+
+    def __call__(
+        self,
+        x: Float[Array, "B T d_in"],
+        *,
+        is_causal: bool = False,
+        key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
+    ) -> Float[Array, "B T E"]:
+        """Attend from each token to the tokens of its own sequence.
+
+        Args:
+            x: (B, T, d_in).
+            is_causal: hide every token after the query's own position.
+            key_padding_lengths: number of real tokens of each sequence, (B,); the padding is on the right.
+
+        Returns:
+            The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.
+
+        Raises:
+            TypeError: if x is not floating point or the lengths are not integers.
+            ValueError: if the shapes do not fit or a length lies outside 0..T.
+        """
+        mask = None
+        if is_causal or key_padding_lengths is not None:
+            check_floating("x", x, rank=3)
+            if key_padding_lengths is not None:
+                check_lengths("key_padding_lengths", key_padding_lengths, x.shape[0], x.shape[1])
+            mask = create_attention_mask(x.shape[1], is_causal=is_causal, key_padding_lengths=key_padding_lengths)
+        output, _ = self.attend(x, mask=mask)
+        return output

@@ -1,0 +1,70 @@
+"""Multi-head attention in PyTorch: masks, plain and fused attention, and a key/value cache."""
+
+from mha_torch import fused
+from mha_torch.cache_mha import (
+    KVCache,
+    MultiHeadAttentionWithCache,
+    append_to_cache,
+    create_cache_mask,
+    init_cache,
+    kv_cache_nbytes,
+    multi_head_attention_with_cache,
+    multi_head_attention_with_static_cache,
+)
+from mha_torch.masks import (
+    create_attention_mask,
+    create_causal_mask,
+    create_causal_mask_with_cache,
+    create_padding_mask,
+    create_sliding_window_mask,
+)
+from mha_torch.mha import (
+    MultiHeadAttention,
+    MultiHeadSelfAttention,
+    apply_dropout,
+    attention_context,
+    attention_scores,
+    combine_heads,
+    masked_softmax,
+    multi_head_attention,
+    multi_head_attention_core,
+    project_qkv,
+    project_with,
+    repeat_kv_heads,
+    scaled_dot_product_attention,
+    split_heads,
+)
+from mha_torch.rope import apply_rope, rope_frequencies
+
+__all__ = [
+    "KVCache",
+    "MultiHeadAttention",
+    "MultiHeadAttentionWithCache",
+    "MultiHeadSelfAttention",
+    "append_to_cache",
+    "apply_dropout",
+    "apply_rope",
+    "attention_context",
+    "attention_scores",
+    "combine_heads",
+    "create_attention_mask",
+    "create_cache_mask",
+    "create_causal_mask",
+    "create_causal_mask_with_cache",
+    "create_padding_mask",
+    "create_sliding_window_mask",
+    "fused",
+    "init_cache",
+    "kv_cache_nbytes",
+    "masked_softmax",
+    "multi_head_attention",
+    "multi_head_attention_core",
+    "multi_head_attention_with_cache",
+    "multi_head_attention_with_static_cache",
+    "project_qkv",
+    "project_with",
+    "repeat_kv_heads",
+    "rope_frequencies",
+    "scaled_dot_product_attention",
+    "split_heads",
+]

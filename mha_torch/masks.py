@@ -1,0 +1,185 @@
+"""Masks: boolean, True = masked (cannot attend), and they broadcast against the scores (B, N, T, S)."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mha_torch.checks import check_count, check_lengths
+
+
+def create_causal_mask(
+    seq_len_q: int, seq_len_k: int | None = None, *, device: torch.device | str | None = None
+) -> Bool[Tensor, "T S"]:
+    """True where a query may not see a key: every key after its own position, counted from the first key.
+
+    Aligned top-left: query i sees keys 0..i, however many keys there are.
+
+    Args:
+        seq_len_q: number of queries, T.
+        seq_len_k: number of keys, S; as many as queries when absent.
+        device: where the mask lies.
+
+    Returns:
+        Mask that broadcasts against the scores (B, N, T, S).
+
+    Raises:
+        ValueError: if a length is below 1.
+
+    Example: create_causal_mask(2, 3)
+        [[False, True,  True],
+         [False, False, True]]
+    """
+    seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
+    return _positions(seq_len_k, device)[None, :] > _positions(seq_len_q, device)[:, None]
+
+
+def create_padding_mask(
+    lengths: Int[Tensor, " B"] | Sequence[int], seq_len_k: int, *, device: torch.device | str | None = None
+) -> Bool[Tensor, "B 1 1 S"]:
+    """True at the padding: the keys at or after the length of their sequence.
+
+    Args:
+        lengths: number of real keys of each sequence, 0..S, (B,); the padding is on the right.
+        seq_len_k: number of keys, padding included, S.
+        device: where the mask lies; by default where `lengths` lies.
+
+    Returns:
+        Mask that broadcasts against the scores (B, N, T, S).
+
+    Raises:
+        TypeError: if the lengths are not integers.
+        ValueError: if a length lies outside 0..S.
+
+    Example: create_padding_mask([1, 3], 3)
+        [[[[False, True,  True ]]],
+         [[[False, False, False]]]]
+    """
+    check_count("seq_len_k", seq_len_k)
+    check_lengths("lengths", lengths, None, seq_len_k)
+    lengths = torch.as_tensor(lengths, device=device)
+    return (_positions(seq_len_k, lengths.device)[None, :] >= lengths[:, None])[:, None, None, :]
+
+
+def create_attention_mask(
+    seq_len_q: int,
+    seq_len_k: int | None = None,
+    *,
+    is_causal: bool = False,
+    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+) -> Bool[Tensor, "#B 1 T S"]:
+    """True where a query may not see a key, for causality, for padding, or for both.
+
+    Args:
+        seq_len_q: number of queries, T.
+        seq_len_k: number of keys, S; as many as queries when absent.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
+        device: where the mask lies.
+
+    Returns:
+        Mask of shape (B or 1, 1, T, S).
+
+    Raises:
+        TypeError: if the lengths are not integers.
+        ValueError: if a length lies outside its range.
+
+    Example: create_attention_mask(2, is_causal=True, key_padding_lengths=[1])
+        [[[[False, True],
+           [False, True]]]]
+    """
+    seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
+    mask = torch.zeros(1, 1, seq_len_q, seq_len_k, dtype=torch.bool, device=device)
+    if is_causal:
+        mask = mask | create_causal_mask(seq_len_q, seq_len_k, device=device)
+    if key_padding_lengths is not None:
+        mask = mask | create_padding_mask(key_padding_lengths, seq_len_k, device=device)
+    return mask
+
+
+def create_causal_mask_with_cache(
+    seq_len_q: int, seq_len_k: int, cache_len: int, *, device: torch.device | str | None = None
+) -> Bool[Tensor, "T S"]:
+    """True where a new token may not see a key: every key after its own position, counted from the first cached key.
+
+    Aligned to the end of the cache: the queries are the newest tokens, at positions cache_len, cache_len + 1, …,
+    and query i sees keys 0..cache_len + i.
+
+    Args:
+        seq_len_q: number of new tokens, T.
+        seq_len_k: number of keys, S = cache_len + T.
+        cache_len: number of tokens already in the cache.
+        device: where the mask lies.
+
+    Returns:
+        Mask that broadcasts against the scores (B, N, T, S).
+
+    Raises:
+        ValueError: if seq_len_k is not cache_len + seq_len_q.
+
+    Example: create_causal_mask_with_cache(2, 3, 1)
+        [[False, False, True ],
+         [False, False, False]]
+    """
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
+    check_count("cache_len", cache_len, minimum=0)
+    if seq_len_k != cache_len + seq_len_q:
+        raise ValueError(
+            f"seq_len_k must be cache_len + seq_len_q, "
+            f"got seq_len_k={seq_len_k}, cache_len={cache_len} and seq_len_q={seq_len_q}"
+        )
+    return _positions(seq_len_k, device)[None, :] > cache_len + _positions(seq_len_q, device)[:, None]
+
+
+def create_sliding_window_mask(
+    seq_len_q: int, seq_len_k: int | None = None, *, window_size: int, device: torch.device | str | None = None
+) -> Bool[Tensor, "T S"]:
+    """True where a query may not see a key: every key but the last window_size up to its own position.
+
+    Aligned top-left: query i sees keys i - window_size + 1..i. With window_size >= S it is the causal mask.
+
+    Args:
+        seq_len_q: number of queries, T.
+        seq_len_k: number of keys, S; as many as queries when absent.
+        window_size: how many keys a query sees at most, its own position among them.
+        device: where the mask lies.
+
+    Returns:
+        Mask that broadcasts against the scores (B, N, T, S).
+
+    Raises:
+        ValueError: if a length or the window is below 1.
+
+    Example: create_sliding_window_mask(3, window_size=2)
+        [[False, True,  True ],
+         [False, False, True ],
+         [True,  False, False]]
+
+    Source: Longformer, arXiv:2004.05150, section 3.1; causal as in Mistral 7B, arXiv:2310.06825, section 2.
+    """
+    seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
+    check_count("window_size", window_size)
+    distance = _positions(seq_len_q, device)[:, None] - _positions(seq_len_k, device)[None, :]
+    return (distance < 0) | (distance >= window_size)
+
+
+def hide_infinite_bias(
+    mask: Bool[Tensor, "..."] | None, bias: Float[Tensor, "..."] | None
+) -> Bool[Tensor, "..."] | None:
+    """The mask, joined with the keys that a bias of -inf hides, so that a row of -inf is as empty as a masked one."""
+    if bias is None:
+        return mask
+    return torch.isneginf(bias) if mask is None else mask | torch.isneginf(bias)
+
+
+def _positions(seq_len: int, device: torch.device | str | None) -> Int[Tensor, " L"]:
+    return torch.arange(seq_len, device=device)

@@ -1,0 +1,576 @@
+"""Multi-head attention: stage functions, the functions made of them, and the modules that hold weights.
+
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, E d_model.
+A mask is boolean and True where a query may not see a key; an additive term is a bias.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from mha_torch import fused
+from mha_torch.checks import (
+    check_attention,
+    check_config,
+    check_count,
+    check_floating,
+    check_head_groups,
+    check_layer_inputs,
+    check_lengths,
+    check_projected,
+    check_rate,
+    check_weights,
+)
+from mha_torch.masks import create_attention_mask, hide_infinite_bias
+from mha_torch.rope import apply_rope
+
+Project = Callable[[str, Tensor], Tensor]
+"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input."""
+
+
+# ---- Stages, in the order of the data flow ---------------------------------------------------------------------------
+
+
+def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
+    """Split the last axis into heads, outermost first, and move them before the tokens.
+
+    Raises:
+        ValueError: if the width is not a multiple of num_heads.
+    """
+    check_floating("x", x, rank=3)
+    check_count("num_heads", num_heads)
+    if x.shape[-1] % num_heads:
+        raise ValueError(
+            f"the width must be a multiple of num_heads, got width={x.shape[-1]} and num_heads={num_heads}"
+        )
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
+    """Put the heads side by side again: the inverse of `split_heads`."""
+    check_floating("x", x, rank=4)
+    return x.transpose(1, 2).flatten(-2)
+
+
+def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor, "B N S H"]:
+    """Repeat each key/value head for its group of query heads: query head n uses head n // (N // K).
+
+    Raises:
+        ValueError: if num_heads is not a multiple of the key/value heads.
+
+    Source: grouped-query attention, arXiv:2305.13245, section 2.2.
+    """
+    check_floating("x", x, rank=4)
+    check_head_groups(num_heads, x.shape[1])
+    return x.repeat_interleave(num_heads // x.shape[1], dim=1)  # repeat, not tile
+
+
+def project_qkv(
+    project: Project,
+    query: Float[Tensor, "B T d_in"],
+    key: Float[Tensor, "B S d_kv"],
+    value: Float[Tensor, "B S d_kv"],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    fused_qkv: bool = False,
+    positions: Int[Tensor, "#B T"] | None = None,
+    rope_theta: float | None = None,
+) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
+    """Project the inputs, split the heads, and turn queries and keys by their positions where RoPE is asked for.
+
+    Args:
+        project: applies a projection by its name.
+        query, key, value: inputs of the layer; the same array three times for self-attention.
+        num_heads, num_kv_heads: N and K.
+        fused_qkv: one `qkv_proj`, its rows q, then k, then v, in place of three projections.
+        positions: place of each token, (B or 1, T); 0, 1, … when absent. Used with RoPE only.
+        rope_theta: base of the RoPE frequencies, or None for no RoPE.
+
+    Returns:
+        q (B, N, T, H), k and v (B, K, S, H).
+    """
+    if not fused_qkv:
+        q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
+    elif key is query and value is query:
+        q, k, v = _unpack_qkv(project("qkv_proj", query), num_heads, num_kv_heads)
+    else:
+        q, k, v = (
+            _unpack_qkv(project("qkv_proj", x), num_heads, num_kv_heads)[i] for i, x in enumerate((query, key, value))
+        )
+    q, k, v = split_heads(q, num_heads), split_heads(k, num_kv_heads), split_heads(v, num_kv_heads)
+    if rope_theta is not None:
+        positions = torch.arange(q.shape[2], device=q.device)[None] if positions is None else positions
+        q, k = apply_rope(q, positions, rope_theta), apply_rope(k, positions, rope_theta)
+    return q, k, v
+
+
+def attention_scores(
+    query: Float[Tensor, "B N T H"], key: Float[Tensor, "B K S H"], bias: Float[Tensor, "..."] | None = None
+) -> Float[Tensor, "B N T S"]:
+    """Dot products of queries and keys, divided by sqrt(head_dim), plus the bias; in at least float32.
+
+    Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
+    """
+    scale = query.shape[-1] ** -0.5
+    key = repeat_kv_heads(key, query.shape[1])
+    scores = torch.einsum("bnth,bnsh->bnts", _in_float32(query) * scale, _in_float32(key))
+    return scores if bias is None else scores + _in_float32(bias)
+
+
+def masked_softmax(
+    scores: Float[Tensor, "B N T S"], mask: Bool[Tensor, "..."] | None = None
+) -> Float[Tensor, "B N T S"]:
+    """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0."""
+    scores = _in_float32(scores)
+    if mask is None:
+        return torch.softmax(scores, dim=-1)
+    # A finite fill keeps the row without a key, and its gradient, free of NaN; the second `where` empties that row.
+    lowest = torch.finfo(scores.dtype).min
+    attn_weights = torch.softmax(torch.where(mask, lowest, scores), dim=-1)
+    return torch.where(mask, 0.0, attn_weights)
+
+
+def attention_context(
+    attn_weights: Float[Tensor, "B N T S"], value: Float[Tensor, "B K S H"]
+) -> Float[Tensor, "B N T H"]:
+    """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
+    value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
+    context = torch.einsum("bnts,bnsh->bnth", _in_float32(attn_weights), _in_float32(value_per_head))
+    return context.to(value.dtype)
+
+
+def apply_dropout(
+    attn_weights: Float[Tensor, "B N T S"], rate: float, keep: Bool[Tensor, "B N T S"] | None = None
+) -> Float[Tensor, "B N T S"]:
+    """Drop each attention weight with probability `rate` and divide the others by 1 - rate.
+
+    Args:
+        attn_weights: weights after the softmax.
+        rate: probability of being dropped, 0 <= rate < 1.
+        keep: True where a weight is kept; drawn at random when absent.
+    """
+    check_rate("dropout", rate)
+    if keep is None:
+        return F.dropout(attn_weights, rate)
+    return torch.where(keep, attn_weights / (1.0 - rate), 0.0)
+
+
+def _unpack_qkv(packed: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
+    head_dim = packed.shape[-1] // (num_heads + 2 * num_kv_heads)
+    return list(packed.split([heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)], dim=-1))
+
+
+def _in_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+# ---- Functions -------------------------------------------------------------------------------------------------------
+
+
+def scaled_dot_product_attention(
+    query: Float[Tensor, "B N T H"],
+    key: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S H"],
+    *,
+    mask: Bool[Tensor, "..."] | None = None,
+    bias: Float[Tensor, "..."] | None = None,
+    need_weights: bool = False,
+    dropout: float = 0.0,
+    dropout_keep: Bool[Tensor, "B N T S"] | None = None,
+) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B N T S"] | None]:
+    """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
+
+    Args:
+        query: (B, N, T, H).
+        key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+        bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
+        need_weights: also return the attention weights.
+        dropout: rate at which attention weights are dropped; 0 outside training.
+        dropout_keep: True where a weight is kept, in place of a random draw.
+
+    Returns:
+        The context (B, N, T, H), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
+
+    Raises:
+        TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
+        ValueError: if the shapes do not fit.
+
+    Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
+    """
+    check_attention(query, key, value, mask, bias)
+    scores = attention_scores(query, key, bias)
+    attn_weights = masked_softmax(scores, hide_infinite_bias(mask, bias)).to(query.dtype)
+    context = attention_context(apply_dropout(attn_weights, dropout, dropout_keep), value)
+    return context, attn_weights if need_weights else None
+
+
+def multi_head_attention_core(
+    query: Float[Tensor, "B T E"],
+    key: Float[Tensor, "B S E"],
+    value: Float[Tensor, "B S E"],
+    num_heads: int,
+    mask: Bool[Tensor, "..."] | None = None,
+) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
+    """Multi-head attention of inputs that are projected already: split, attend, combine.
+
+    Args:
+        query: (B, T, E).
+        key, value: (B, S, E).
+        num_heads: number of heads, N, a divisor of E.
+        mask: boolean, True = masked; broadcasts to (B, N, T, S).
+
+    Returns:
+        The output (B, T, E), before any output projection, and the attention weights (B, N, T, S).
+
+    Raises:
+        TypeError: if an input is not floating point or the mask is not boolean.
+        ValueError: if the shapes do not fit.
+    """
+    q, k, v = (split_heads(x, num_heads) for x in (query, key, value))
+    context, attn_weights = scaled_dot_product_attention(q, k, v, mask=mask, need_weights=True)
+    return combine_heads(context), attn_weights
+
+
+def multi_head_attention(
+    query: Float[Tensor, "B T d_in"],
+    weights: Mapping[str, Tensor],
+    key: Float[Tensor, "B S d_kv"] | None = None,
+    value: Float[Tensor, "B S d_kv"] | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    mask: Bool[Tensor, "..."] | None = None,
+    bias: Float[Tensor, "..."] | None = None,
+    need_weights: bool = False,
+    positions: Int[Tensor, "#B T"] | None = None,
+    rope_theta: float | None = None,
+    dropout: float = 0.0,
+    dropout_keep: Bool[Tensor, "B N T S"] | None = None,
+) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
+    """Multi-head attention with weights from outside: project, split, attend, combine, project.
+
+    Args:
+        query: (B, T, d_in).
+        weights: `q_proj`, `k_proj`, `v_proj` (or one `qkv_proj`) and, where there is one, `out_proj`: the state dict of
+            `MultiHeadAttention`, `<name>.weight` (out, in) and `<name>.bias` (out,); every bias may be absent.
+        key: (B, S, d_kv); absent for self-attention.
+        value: (B, S, d_kv); the key when absent.
+        num_heads: number of query heads, N.
+        num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
+        need_weights: also return the attention weights, which takes the plain path.
+        positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
+        rope_theta: base of the RoPE frequencies, or None for no RoPE.
+        dropout: rate at which attention weights are dropped; 0 outside training.
+        dropout_keep: True where a weight is kept, in place of a random draw; takes the plain path.
+
+    Returns:
+        The output (B, T, E), or (B, T, N * H) without `out_proj`, and the attention weights (B, N, T, S) or None.
+
+    Raises:
+        TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
+        ValueError: if names or shapes of the weights, or the shapes of the inputs, do not fit.
+
+    Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    check_weights(weights, num_heads, num_kv_heads)
+    return _attention_layer(
+        project_with(weights),
+        query,
+        key,
+        value,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        fused_qkv="qkv_proj.weight" in weights,
+        out_proj="out_proj.weight" in weights,
+        mask=mask,
+        bias=bias,
+        need_weights=need_weights,
+        positions=positions,
+        rope_theta=rope_theta,
+        dropout=dropout,
+        dropout_keep=dropout_keep,
+    )
+
+
+def project_with(weights: Mapping[str, Tensor]) -> Project:
+    """Projections that read their weights from a state dict: x @ weight.T + bias."""
+
+    def project(name: str, x: Tensor) -> Tensor:
+        weight = weights[f"{name}.weight"]
+        check_projected(name, x, weight)
+        return F.linear(x, weight, weights.get(f"{name}.bias"))
+
+    return project
+
+
+def _attention_layer(
+    project: Project,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    fused_qkv: bool,
+    out_proj: bool,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    need_weights: bool,
+    positions: Tensor | None,
+    rope_theta: float | None,
+    dropout: float,
+    dropout_keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    check_layer_inputs(query, key, value, positions, rope_theta)
+    key = query if key is None else key
+    value = key if value is None else value
+    q, k, v = project_qkv(
+        project,
+        query,
+        key,
+        value,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        fused_qkv=fused_qkv,
+        positions=positions,
+        rope_theta=rope_theta,
+    )
+    if need_weights or dropout_keep is not None:
+        context, attn_weights = scaled_dot_product_attention(
+            q, k, v, mask=mask, bias=bias, need_weights=need_weights, dropout=dropout, dropout_keep=dropout_keep
+        )
+    else:
+        context, attn_weights = fused.scaled_dot_product_attention(q, k, v, mask=mask, bias=bias, dropout=dropout)
+    output = combine_heads(context)
+    return project("out_proj", output) if out_proj else output, attn_weights
+
+
+# ---- Modules ---------------------------------------------------------------------------------------------------------
+
+
+class AttentionLayer(nn.Module):
+    """The configuration and the projections that every attention module of this package holds.
+
+    Args:
+        d_model: width of the output, E.
+        num_heads: number of query heads, N.
+        num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
+        head_dim: features of a head, H; d_model // num_heads when absent.
+        d_in: width of the query input; d_model when absent.
+        d_kv: width of the key and value input; d_in when absent.
+        qkv_bias: give q_proj, k_proj and v_proj a bias.
+        out_bias: give out_proj a bias.
+        out_proj: project the combined heads, N * H wide, to d_model; without it they are the output.
+        fused_qkv: hold one qkv_proj, its rows q, then k, then v, in place of three projections; the results are equal.
+        rope_theta: base of the RoPE frequencies, or None for no RoPE.
+        dropout: rate at which attention weights are dropped in training.
+        output_dropout: rate at which outputs are dropped in training.
+        device, dtype: where and how the weights are kept.
+
+    Raises:
+        TypeError: if a width or a number of heads is not an integer.
+        ValueError: if the widths, heads or rates do not fit.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        d_in: int | None = None,
+        d_kv: int | None = None,
+        qkv_bias: bool = True,
+        out_bias: bool = True,
+        out_proj: bool = True,
+        fused_qkv: bool = False,
+        rope_theta: float | None = None,
+        dropout: float = 0.0,
+        output_dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_config(
+            d_model=d_model,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            d_in=d_in,
+            d_kv=d_kv,
+            fused_qkv=fused_qkv,
+            rope_theta=rope_theta,
+            dropout=dropout,
+            output_dropout=output_dropout,
+        )
+        self.d_model = d_model
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = d_model // num_heads if head_dim is None else head_dim
+        self.d_in = d_model if d_in is None else d_in
+        self.d_kv = self.d_in if d_kv is None else d_kv
+        self.qkv_bias = qkv_bias
+        self.out_bias = out_bias
+        self.fused_qkv = fused_qkv
+        self.rope_theta = rope_theta
+        self.dropout = dropout
+        self.output_dropout = output_dropout
+        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        factory = {"device": device, "dtype": dtype}
+        if fused_qkv:
+            self.qkv_proj = nn.Linear(self.d_in, q_width + 2 * kv_width, bias=qkv_bias, **factory)
+        else:
+            self.q_proj = nn.Linear(self.d_in, q_width, bias=qkv_bias, **factory)
+            self.k_proj = nn.Linear(self.d_kv, kv_width, bias=qkv_bias, **factory)
+            self.v_proj = nn.Linear(self.d_kv, kv_width, bias=qkv_bias, **factory)
+        self.out_proj = nn.Linear(q_width, d_model, bias=out_bias, **factory) if out_proj else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw Xavier-uniform weights, those of q, k and v each on their own, and set the biases to 0."""
+        widths = [self.num_heads * self.head_dim, *2 * [self.num_kv_heads * self.head_dim]]
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            else:
+                for part in parameter.detach().split(widths) if name == "qkv_proj.weight" else [parameter]:
+                    nn.init.xavier_uniform_(part)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The keywords that make a module like this one, all of them resolved."""
+        return {
+            "d_model": self.d_model,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "d_in": self.d_in,
+            "d_kv": self.d_kv,
+            "qkv_bias": self.qkv_bias,
+            "out_bias": self.out_bias,
+            "out_proj": self.out_proj is not None,
+            "fused_qkv": self.fused_qkv,
+            "rope_theta": self.rope_theta,
+            "dropout": self.dropout,
+            "output_dropout": self.output_dropout,
+        }
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.config.items())
+
+    def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
+        """Apply the projection of that name, as a module, so that hooks and replaced layers take part."""
+        linear: nn.Linear = getattr(self, name)
+        check_projected(name, x, linear.weight)
+        return linear(x)
+
+    def attend(
+        self,
+        query: Float[Tensor, "B T d_in"],
+        key: Float[Tensor, "B S d_kv"] | None = None,
+        value: Float[Tensor, "B S d_kv"] | None = None,
+        *,
+        mask: Bool[Tensor, "..."] | None = None,
+        bias: Float[Tensor, "..."] | None = None,
+        need_weights: bool = False,
+        positions: Int[Tensor, "#B T"] | None = None,
+    ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
+        """`multi_head_attention` with the weights and the configuration of this module."""
+        output, attn_weights = _attention_layer(
+            self.project,
+            query,
+            key,
+            value,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            fused_qkv=self.fused_qkv,
+            out_proj=self.out_proj is not None,
+            mask=mask,
+            bias=bias,
+            need_weights=need_weights,
+            positions=positions,
+            rope_theta=self.rope_theta,
+            dropout=self.dropout if self.training else 0.0,
+        )
+        return F.dropout(output, self.output_dropout, self.training), attn_weights
+
+
+class MultiHeadAttention(AttentionLayer):
+    """Multi-head attention of any queries over any keys and values; keywords as in `AttentionLayer`."""
+
+    def forward(
+        self,
+        query: Float[Tensor, "B T d_in"],
+        key: Float[Tensor, "B S d_kv"] | None = None,
+        value: Float[Tensor, "B S d_kv"] | None = None,
+        *,
+        mask: Bool[Tensor, "..."] | None = None,
+        bias: Float[Tensor, "..."] | None = None,
+        need_weights: bool = False,
+        positions: Int[Tensor, "#B T"] | None = None,
+    ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
+        """Attend from each query token to the key tokens.
+
+        Args:
+            query: (B, T, d_in).
+            key: (B, S, d_kv); absent for self-attention.
+            value: (B, S, d_kv); the key when absent.
+            mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+            bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
+            need_weights: also return the attention weights, which takes the plain path.
+            positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
+
+        Returns:
+            The output (B, T, E), and the attention weights before dropout (B, N, T, S) or None.
+
+        Raises:
+            TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
+            ValueError: if the shapes do not fit.
+        """
+        return self.attend(query, key, value, mask=mask, bias=bias, need_weights=need_weights, positions=positions)
+
+
+class MultiHeadSelfAttention(AttentionLayer):
+    """Multi-head attention of a sequence over itself, causal or not; keywords as in `AttentionLayer`."""
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T d_in"],
+        *,
+        is_causal: bool = False,
+        key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+    ) -> Float[Tensor, "B T E"]:
+        """Attend from each token to the tokens of its own sequence.
+
+        Args:
+            x: (B, T, d_in).
+            is_causal: hide every token after the query's own position.
+            key_padding_lengths: number of real tokens of each sequence, (B,); the padding is on the right.
+
+        Returns:
+            The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.
+
+        Raises:
+            TypeError: if x is not floating point or the lengths are not integers.
+            ValueError: if the shapes do not fit or a length lies outside 0..T.
+        """
+        mask = None
+        if is_causal or key_padding_lengths is not None:
+            check_floating("x", x, rank=3)
+            if key_padding_lengths is not None:
+                check_lengths("key_padding_lengths", key_padding_lengths, x.shape[0], x.shape[1])
+            mask = create_attention_mask(
+                x.shape[1], is_causal=is_causal, key_padding_lengths=key_padding_lengths, device=x.device
+            )
+        output, _ = self.attend(x, mask=mask)
+        return output
