@@ -1,0 +1,65 @@
+"""What the tests share: the siblings behind one small adapter, and strict settings of the frameworks."""
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+import mha_jax
+import mha_torch
+from parity.backends import jax as jax_backend
+from parity.backends import torch as torch_backend
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+torch.set_num_threads(1)  # two workers share two cores
+
+
+@dataclass(frozen=True)
+class Sibling:
+    """One of the sibling packages, driven with NumPy arrays."""
+
+    name: str
+    package: ModuleType
+    backend: ModuleType
+
+    def array(self, x: Any) -> Any:
+        """The framework's array of the same values and dtype; lists become int32 arrays or boolean ones."""
+        if not isinstance(x, np.ndarray):
+            x = np.asarray(x)
+            x = x.astype(np.int32) if np.issubdtype(x.dtype, np.integer) else x
+        return self.backend.from_numpy(x)
+
+    def numpy(self, x: Any) -> np.ndarray:
+        """The NumPy array of the same values and dtype."""
+        return self.backend.to_numpy(x)
+
+    def module(self, kind: str, *args: Any, seed: int = 0, **kwargs: Any) -> Any:
+        """A module of the package, `kind` being its class name, with weights drawn from the seed."""
+        if self.name == "jax":
+            return getattr(self.package, kind)(*args, rngs=nnx.Rngs(seed), **kwargs)
+        torch.manual_seed(seed)
+        return getattr(self.package, kind)(*args, **kwargs)
+
+
+SIBLINGS = {
+    "jax": Sibling("jax", mha_jax, jax_backend),
+    "torch": Sibling("torch", mha_torch, torch_backend),
+}
+
+
+@pytest.fixture(params=list(SIBLINGS))
+def sibling(request: pytest.FixtureRequest) -> Sibling:
+    """Each sibling package in turn."""
+    return SIBLINGS[request.param]
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Random numbers, the same in every run."""
+    return np.random.default_rng(0)
