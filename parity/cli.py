@@ -1,0 +1,217 @@
+"""The command line, `mha-parity`: exit status 0 all well, 1 a mismatch, 2 bad usage or something missing."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parity.spec import Case
+
+# Everything else is imported by the command that needs it, so that --help answers at once.
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: as on the command line; those of the process when absent.
+
+    Returns:
+        The exit status.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        _check_destination(options.json)
+        return options.command(options)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        return 0
+    except KeyboardInterrupt:
+        print("mha-parity: interrupted", file=sys.stderr)
+        return 130
+    except (OSError, ValueError, TypeError, ModuleNotFoundError) as error:
+        print(f"mha-parity: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mha-parity",
+        description="Prove that attention layers in JAX, PyTorch and TTNN agree, or see where they do not.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {metadata.version('mha-parity')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="run cases on backends and judge every stage")
+    run.add_argument("--backends", type=_names, metavar="A,B", help="jax, torch, tt; all that are there by default")
+    run.add_argument("--cases", default="*", metavar="GLOB", help="names of the cases to run, such as 'rope*'")
+    run.add_argument("--random", type=int, default=0, metavar="N", help="also run N cases drawn at random")
+    run.add_argument("--dtypes", type=_names, default=["float32"], metavar="A,B", help="float32 by default")
+    run.add_argument("--grad", action="store_true", help="also compare gradients")
+    run.add_argument("--weights", metavar="FILE", help="run the layer of this file of canonical weights instead")
+    run.add_argument("--save-traces", metavar="DIR", help="keep every stage as a file, for `compare`")
+    run.add_argument("--verbose", action="store_true", help="print every comparison")
+    run.set_defaults(command=_run)
+
+    compare = commands.add_parser("compare", help="judge saved traces, also from other machines")
+    compare.add_argument("traces", nargs="+", metavar="DIR", help="folders of traces, or single files")
+    compare.add_argument("--verbose", action="store_true", help="print every comparison")
+    compare.set_defaults(command=_compare)
+
+    doctor = commands.add_parser("doctor", help="what is installed, and what would be skipped and why")
+    doctor.set_defaults(command=_doctor)
+
+    cache_size = commands.add_parser("cache-size", help="memory of a key/value cache")
+    cache_size.add_argument("--batch", type=int, default=1, metavar="B")
+    cache_size.add_argument("--num-kv-heads", type=int, required=True, metavar="K")
+    cache_size.add_argument("--head-dim", type=int, required=True, metavar="H")
+    cache_size.add_argument("--seq-len", type=int, required=True, metavar="S", help="tokens, or slots, a sequence")
+    cache_size.add_argument("--num-layers", type=int, default=1, metavar="L")
+    cache_size.add_argument("--dtype", default="float16")
+    cache_size.set_defaults(command=_cache_size)
+
+    for command in (run, compare, doctor, cache_size):
+        command.add_argument("--json", metavar="PATH", help="also write the result as JSON")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _check_destination(path: str | None) -> None:
+    """Refuse a place that cannot be written to before the work, not after it."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"--json must name a file in a folder that is there, got {path}")
+
+
+# ---- Commands --------------------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> int:
+    from parity import report
+    from parity.backends import NEEDS, why_missing
+    from parity.run import run_cases
+    from parity.weights import load_weights
+
+    weights, cases = None, _chosen_cases(options)
+    if options.weights is not None:
+        weights, spec = load_weights(options.weights)
+        cases = _weight_cases(Path(options.weights).stem, spec)
+    backends = options.backends or [name for name in NEEDS if why_missing(name) is None]
+    with report.progress_bar(len(cases) * len(backends) * len(options.dtypes)) as on_case:
+        results = run_cases(
+            cases,
+            options.backends,
+            options.dtypes,
+            with_gradients=options.grad,
+            weights=weights,
+            traces=options.save_traces,
+            on_case=on_case,
+        )
+    return _finish(options, results)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from parity.run import compare_traces
+
+    return _finish(options, compare_traces(options.traces))
+
+
+def _finish(options: argparse.Namespace, results: Any) -> int:
+    from parity import report
+
+    report.print_report(results, report.console(), verbose=options.verbose)
+    if options.json is not None:
+        report.write_json(options.json, results.to_dict())
+    return 1 if results.failed else 0
+
+
+def _chosen_cases(options: argparse.Namespace) -> list[Case]:
+    from parity.spec import CASES, random_case
+
+    if options.random < 0:
+        raise ValueError(f"--random must be at least 0, got {options.random}")
+    drawn = {case.name: case for case in map(random_case, range(options.random))}
+    cases = {name: case for name, case in CASES.items() if fnmatch.fnmatchcase(name, options.cases)} | drawn
+    if not cases:
+        raise ValueError(f"--cases must match a case, got {options.cases!r}; there are {', '.join(CASES)}")
+    return list(cases.values())
+
+
+def _weight_cases(name: str, spec: Any) -> list[Case]:
+    """What a layer of unknown purpose is tried on: all keys seen, causal and cached; or, if it must be, across."""
+    from parity.spec import Case
+
+    if spec.d_kv != spec.d_in:
+        return [Case(f"{name}-cross", spec, "queries over keys of another width", seq_len=6, seq_len_k=9)]
+    return [
+        Case(f"{name}-full", spec, "every token sees every token", seq_len=9),
+        Case(f"{name}-causal", spec, "no token sees a later one", seq_len=9, is_causal=True),
+        Case(f"{name}-decode", spec, "a prompt, then token by token", seq_len=7, chunks=(5, 1, 1), capacity=8),
+    ]
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from rich.table import Table
+
+    from parity import report
+    from parity.backends import NEEDS, why_missing
+    from parity.numerics import environment
+
+    missing = {name: reason for name in NEEDS if (reason := why_missing(name))}
+    found = environment(name for name in NEEDS if name not in missing)
+    out = report.console()
+    table = Table(title="Environment", title_justify="left", show_header=False, pad_edge=False)
+    table.add_row("python", found["python"])
+    table.add_row("platform", found["platform"])
+    table.add_row("cpus", str(found["cpus"]))
+    for package, version in found["packages"].items():
+        table.add_row(package, version)
+    out.print(table)
+    backends = Table(title="Backends", title_justify="left", pad_edge=False)
+    for column in ("backend", "runs here", "device", "numerics while a case runs"):
+        backends.add_column(column, overflow="fold")
+    for name in NEEDS:
+        if name in missing:
+            backends.add_row(name, "[yellow]no[/]", "", f"skipped: {missing[name]}")
+            continue
+        facts = found["backends"][name]
+        devices = facts.get("cuda_devices") or facts.get("devices") or [facts["device"]]
+        numerics = ", ".join(f"{key}={value}" for key, value in facts["numerics"].items())
+        backends.add_row(name, "[green]yes[/]", f"{facts['device']} ({', '.join(devices)})", numerics)
+    out.print(backends)
+    if options.json is not None:
+        report.write_json(options.json, {"format": 1, "environment": found, "missing": missing})
+    return 0
+
+
+def _cache_size(options: argparse.Namespace) -> int:
+    from parity import report
+    from parity.spec import DTYPES, AttentionSpec
+    from parity.weights import dtype_named
+
+    if options.dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {options.dtype}")
+    for name in ("batch", "num_kv_heads", "head_dim", "seq_len", "num_layers"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    spec = AttentionSpec(options.num_kv_heads * options.head_dim, options.num_kv_heads)
+    nbytes = spec.cache_nbytes(
+        options.batch, options.seq_len, dtype_named(options.dtype), num_layers=options.num_layers
+    )
+    out = report.console()
+    out.print(
+        f"2 x {options.batch} sequences x {options.num_kv_heads} heads x {options.seq_len} tokens x "
+        f"{options.head_dim} features x {options.num_layers} layers in {options.dtype}: "
+        f"{nbytes} bytes = {nbytes / 2**30:.3g} GiB",
+        soft_wrap=True,
+    )
+    if options.json is not None:
+        report.write_json(options.json, {"format": 1, "nbytes": nbytes})
+    return 0

@@ -1,0 +1,242 @@
+"""The verdict: how far an implementation is from float64, how far it may be, and where it is worst.
+
+Two correct implementations differ by their rounding, and how much that is depends on the case: 1e-7 with small random
+weights, 1e-2 with trained ones whose logits are large. So no fixed tolerance decides, but the case's own noise: a stage
+passes if its error against the float64 reference is at most `FACTOR` times the error of the same-precision reference,
+plus one unit of rounding. The idea is that of FlashAttention's tests, which allow a kernel twice the error of a plain
+implementation of the same precision (Dao-AILab/flash-attention#446).
+
+The error is measured in two norms, and the worse ratio decides: the root mean square sees a small error everywhere,
+which the largest element would hide; the maximum sees one wrong element, which the mean would hide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from parity.spec import EXACT_STAGES, stage_axes, stage_kind
+from parity.weights import dtype_named
+
+FACTOR = 4.0
+"""How many times the error of the same-precision reference is allowed.
+
+MEASURE
+"""
+
+SAME_PRECISION = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float32"}
+"""The dtype of the same-precision reference. For float64 that is float32, its error scaled by the units of rounding."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One stage of one case, as an implementation computed it, against the float64 reference.
+
+    Attributes:
+        case, backend, dtype, stage: what was compared.
+        status: `passed` or `failed`.
+        error: distance from float64, in the norm that decides.
+        budget: what that distance may be.
+        ratio: error / budget; at most 1 passes. Infinite where nothing is allowed or nothing can be measured.
+        norm: the norm that decides, `rms` or `max`.
+        max_abs: largest absolute error.
+        max_ulp: largest error in units in the last place of the expected value, in the stage's dtype.
+        pcc: Pearson correlation. Shown because it is customary; it cannot see a wrong scale and decides nothing.
+        worst_index: place of the largest error, by axis letter.
+        worst_values: actual and expected value there.
+        mismatched, size: number of elements beyond the budget, and of all.
+        shape: of the expected array.
+        local_ratio: error / budget of the stage computed from the reference's own values of the stages before it: the
+            first stage where this exceeds 1 is the culprit. None where there is nothing before it.
+        reason: why it failed, in words.
+    """
+
+    case: str
+    backend: str
+    dtype: str
+    stage: str
+    status: str
+    error: float
+    budget: float
+    ratio: float
+    norm: str
+    max_abs: float
+    max_ulp: float
+    pcc: float | None
+    worst_index: dict[str, int]
+    worst_values: tuple[float, float] | None
+    mismatched: int
+    size: int
+    shape: tuple[int, ...]
+    local_ratio: float | None = None
+    reason: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the stage is within its budget, and its own step is too."""
+        return self.status == "passed"
+
+    @property
+    def is_culprit(self) -> bool:
+        """Whether this stage's own computation is wrong, whatever came before it."""
+        return not self.passed and (self.local_ratio is None or self.local_ratio > 1.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them: an infinity or NaN becomes null."""
+        return {name: _finite(value) for name, value in asdict(self).items()}
+
+    def __str__(self) -> str:
+        axes = " ".join(stage_axes(self.stage))
+        lines = [f"{self.case}/{self.stage}: {self.backend} differs from the reference ({self.dtype})"]
+        lines.append(f"  shape       ({axes}) = {self.shape}")
+        if self.size:
+            lines.append(f"  mismatched  {self.mismatched} / {self.size} ({self.mismatched / self.size:.1%})")
+        if self.worst_values is not None:
+            place = ", ".join(f"{axis.lower()}={index}" for axis, index in self.worst_index.items())
+            actual, expected = self.worst_values
+            lines.append(f"  worst       {self.max_abs:.2e} at ({place}): {actual:.6g}, expected {expected:.6g}")
+        lines.append(f"  allowed     {self.budget:.1e} ({self.norm}); the error is {self.error:.1e}")
+        if self.reason:
+            lines.append(f"  reason      {self.reason}")
+        return "\n".join(lines)
+
+
+def compare(
+    actual: np.ndarray,
+    expected: np.ndarray,
+    same_precision: np.ndarray,
+    *,
+    case: str,
+    backend: str,
+    dtype: str,
+    stage: str,
+) -> Comparison:
+    """Judge one stage.
+
+    Args:
+        actual: what the implementation gives.
+        expected: the float64 reference.
+        same_precision: the reference in the dtype that `SAME_PRECISION` names.
+        case, backend, dtype, stage: what is compared; the dtype is that of the inputs.
+    """
+    about: dict[str, Any] = {"case": case, "backend": backend, "dtype": dtype, "stage": stage}
+    if actual.shape != expected.shape:  # NumPy would broadcast, and compare nonsense
+        return failure(expected, f"shape {actual.shape}, expected {expected.shape}", **about)
+    if actual.size == 0:
+        return failure(expected, "there are no elements to compare", **about)
+    exact = stage_kind(stage) in EXACT_STAGES
+    if exact != (actual.dtype.kind in "bi"):
+        return failure(expected, f"dtype {actual.dtype}, expected one like {expected.dtype}", **about)
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    errors = np.abs(actual - expected)
+    errors = np.where(np.isnan(errors), np.inf, errors)
+    allowed = {"rms": 0.0, "max": 0.0} if exact else budget(expected, same_precision, dtype)
+    measured = {"rms": float(np.sqrt(np.mean(errors**2))), "max": float(errors.max())}
+    ratios = {norm: _ratio(measured[norm], allowed[norm]) for norm in measured}
+    norm = max(ratios, key=ratios.__getitem__)
+    worst = np.unravel_index(int(errors.argmax()), errors.shape)
+    not_finite = np.count_nonzero(~np.isfinite(actual))
+    reason = f"{not_finite} elements are NaN or infinite" if not_finite else ""
+    return Comparison(
+        **about,
+        status="passed" if ratios[norm] <= 1.0 else "failed",
+        error=measured[norm],
+        budget=allowed[norm],
+        ratio=ratios[norm],
+        norm=norm,
+        max_abs=measured["max"],
+        max_ulp=float((errors / _spacing(expected, "float32" if exact else dtype, stage)).max()),
+        pcc=_correlation(actual, expected),
+        worst_index=dict(zip(stage_axes(stage), map(int, worst), strict=True)),
+        worst_values=(float(actual[worst]), float(expected[worst])),
+        mismatched=int(np.count_nonzero(errors > allowed["max"])),
+        size=actual.size,
+        shape=actual.shape,
+        reason=reason,
+    )
+
+
+def budget(expected: np.ndarray, same_precision: np.ndarray, dtype: str) -> dict[str, float]:
+    """How far a stage may be from float64, by norm: `FACTOR` times the same-precision reference's error, and a floor.
+
+    The floor is one unit of rounding of the stage's scale, for a reference that happens to be exact.
+    """
+    shrink = unit_of_rounding(dtype) / unit_of_rounding(SAME_PRECISION[dtype])
+    errors = np.abs(same_precision.astype(np.float64) - expected)
+    scale = {"rms": float(np.sqrt(np.mean(expected**2))), "max": float(np.abs(expected).max())}
+    noise = {"rms": float(np.sqrt(np.mean(errors**2))), "max": float(errors.max())}
+    return {norm: FACTOR * shrink * noise[norm] + floor(dtype) * scale[norm] for norm in noise}
+
+
+def floor(dtype: str) -> float:
+    """The part of a budget that does not depend on the noise, relative to the stage's scale."""
+    return unit_of_rounding("float64" if dtype == "float64" else "float32")
+
+
+def unit_of_rounding(dtype: str) -> float:
+    """Distance from 1 to the next number of a dtype."""
+    return float(ml_dtypes.finfo(dtype_named(dtype)).eps)
+
+
+def first_difference(comparisons: Iterable[Comparison]) -> Comparison | None:
+    """The place to start looking: the first stage whose own computation is wrong, else the first that differs."""
+    failed = [comparison for comparison in comparisons if not comparison.passed]
+    return next((comparison for comparison in failed if comparison.is_culprit), failed[0] if failed else None)
+
+
+def failure(expected: np.ndarray, reason: str, *, case: str, backend: str, dtype: str, stage: str) -> Comparison:
+    """A stage that cannot be measured, and so fails."""
+    return Comparison(
+        case=case,
+        backend=backend,
+        dtype=dtype,
+        stage=stage,
+        status="failed",
+        error=math.inf,
+        budget=0.0,
+        ratio=math.inf,
+        norm="max",
+        max_abs=math.inf,
+        max_ulp=math.inf,
+        pcc=None,
+        worst_index={},
+        worst_values=None,
+        mismatched=expected.size,
+        size=expected.size,
+        shape=expected.shape,
+        reason=reason,
+    )
+
+
+def _ratio(error: float, allowed: float) -> float:
+    if error == 0.0:
+        return 0.0
+    return error / allowed if allowed > 0.0 and math.isfinite(allowed) else math.inf
+
+
+def _spacing(expected: np.ndarray, dtype: str, stage: str) -> np.ndarray:
+    """Distance between neighbouring numbers of the stage's dtype at the expected values; scores are kept in float32."""
+    if stage_kind(stage) == "scores" and dtype != "float64":
+        dtype = "float32"
+    info = ml_dtypes.finfo(dtype_named(dtype))
+    exponents = np.floor(np.log2(np.maximum(np.abs(expected), float(info.smallest_normal))))
+    return np.exp2(exponents) * float(info.eps)
+
+
+def _correlation(actual: np.ndarray, expected: np.ndarray) -> float | None:
+    x, y = actual - actual.mean(), expected - expected.mean()
+    norms = float(np.linalg.norm(x) * np.linalg.norm(y))
+    return float((x * y).sum() / norms) if norms > 0.0 and math.isfinite(norms) else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,202 @@
+"""Results for people and for machines: tables on a terminal, plain lines in a pipe, JSON in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from parity.compare import Comparison, first_difference
+from parity.run import Report
+from parity.spec import stage_kind
+
+DETAILED_FAILURES = 5  # shown whole on the terminal; all are in the JSON
+
+
+def console() -> Console:
+    """Standard output: colour and tables on a terminal, plain text 100 columns wide in a pipe."""
+    piped = Console()
+    return piped if piped.is_terminal else Console(width=100, highlight=False)
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Any]:
+    """A bar on standard error that shows what runs now; only on a terminal.
+
+    Yields:
+        A function to call before each item, with what it is.
+    """
+    errors = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description:<46}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task("", total=total)
+        started = False
+
+        def begin(*what: str) -> None:
+            nonlocal started
+            progress.update(task, description=" ".join(what), advance=1 if started else 0)
+            started = True
+
+        yield begin
+
+
+def print_report(report: Report, out: Console, *, verbose: bool = False) -> None:
+    """Print a report: cases, stages, what is wrong and where, what was skipped and why, and a last line.
+
+    Args:
+        report: what to print.
+        out: where to.
+        verbose: also print every comparison.
+    """
+    if verbose:
+        out.print(_comparison_table(report))
+    out.print(_case_table(report))
+    out.print(_stage_table(report))
+    differences = report.first_differences()
+    for comparison in differences[:DETAILED_FAILURES]:
+        out.print()
+        out.print(Text(str(comparison), style="red"))
+        print_reproduction(comparison, out)
+    if len(differences) > DETAILED_FAILURES:
+        out.print(f"\n… and {len(differences) - DETAILED_FAILURES} more; --json holds them all")
+    out.print()
+    for warning in report.warnings:
+        out.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    for reason in report.skipped.values():
+        out.print(Text(f"skipped: {reason}", style="yellow"), soft_wrap=True)
+    out.print(summary_line(report), soft_wrap=True)
+
+
+def print_reproduction(comparison: Comparison, out: Console) -> None:
+    """Print the command that runs a comparison's case again."""
+    command = f"mha-parity run --backends {comparison.backend} --cases {comparison.case} --dtypes {comparison.dtype}"
+    out.print(f"  again       {command}{' --grad' if 'grad.' in comparison.stage else ''}", soft_wrap=True)
+
+
+def summary_line(report: Report) -> Text:
+    """One line: how many stages agree, how many do not, and what did not run."""
+    summary, groups = report.summary, report.groups()
+    backends = sorted({backend for _, _, backend in groups})
+    cases = len({case for case, _, _ in groups})
+    verdict = "agree" if not summary["failed"] else "do NOT agree"
+    counts = f"{summary['passed']} stages passed, {summary['failed']} failed"
+    skipped = f", {summary['skipped']} backend skipped" if summary["skipped"] else ""
+    return Text(
+        f"{' and '.join(backends)} {verdict} with the float64 reference: {cases} cases, {counts}{skipped}",
+        style="bold red" if summary["failed"] else "bold green",
+    )
+
+
+def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
+    """Write JSON to a file, whole or not at all.
+
+    Raises:
+        OSError: if the file cannot be written.
+        ValueError: if a number is NaN or infinite, which JSON does not have.
+    """
+    path = Path(path)
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _case_table(report: Report) -> Table:
+    """One row a case and dtype, one column a backend: the worst stage and how much of its budget it uses."""
+    groups = report.groups()
+    backends = list(dict.fromkeys(backend for _, _, backend in groups))
+    dtypes = {dtype for _, dtype, _ in groups}
+    table = Table(title="Worst error / budget of each case (1.00 is the limit)", title_justify="left", pad_edge=False)
+    table.add_column("case", no_wrap=True)
+    if len(dtypes) > 1:
+        table.add_column("dtype", no_wrap=True)
+    table.add_column("stages", justify="right")
+    for backend in backends:
+        table.add_column(backend, no_wrap=True)
+    for case, dtype in dict.fromkeys((case, dtype) for case, dtype, _ in groups):
+        of_backends = [groups.get((case, dtype, backend), []) for backend in backends]
+        row = [case, *([dtype] if len(dtypes) > 1 else []), str(max(map(len, of_backends)))]
+        table.add_row(*row, *(_verdict(comparisons) for comparisons in of_backends))
+    return table
+
+
+def _verdict(comparisons: list[Comparison]) -> Text:
+    if not comparisons:
+        return Text("—", style="dim")
+    difference = first_difference(comparisons)
+    if difference is not None:
+        return Text(f"FAIL {_short(_worse_ratio(difference))}  {difference.stage}", style="bold red")
+    worst = max(comparisons, key=_worse_ratio)
+    return Text(f"ok   {_short(worst.ratio)}  {worst.stage}", style="green")
+
+
+def _stage_table(report: Report) -> Table:
+    """One row a stage: over all cases, the worst error / budget, and the largest absolute error, of each backend."""
+    backends = list(dict.fromkeys(comparison.backend for comparison in report.comparisons))
+    table = Table(title="Stage by stage, over all cases", title_justify="left", pad_edge=False)
+    table.add_column("stage", no_wrap=True)
+    for backend in backends:
+        table.add_column(f"{backend}: ratio", justify="right")
+        table.add_column("max abs", justify="right")
+        table.add_column("in", no_wrap=True, style="dim", max_width=26)
+    kinds: dict[str, dict[str, list[Comparison]]] = {}
+    for comparison in report.comparisons:
+        of_backend = kinds.setdefault(stage_kind(comparison.stage), {})
+        of_backend.setdefault(comparison.backend, []).append(comparison)
+    for kind, of_backend in kinds.items():
+        row: list[str | Text] = [kind]
+        for backend in backends:
+            comparisons = of_backend.get(backend, [])
+            if not comparisons:
+                row += ["—", "—", ""]
+                continue
+            worst = max(comparisons, key=_worse_ratio)
+            style = "red" if not all(comparison.passed for comparison in comparisons) else ""
+            row += [Text(_short(_worse_ratio(worst)), style=style), f"{worst.max_abs:.1e}", worst.case]
+        table.add_row(*row)
+    return table
+
+
+def _comparison_table(report: Report) -> Table:
+    table = Table(title="Every comparison", title_justify="left", pad_edge=False)
+    for name in ("case", "stage"):
+        table.add_column(name, overflow="fold")
+    table.add_column("backend")
+    for name in ("error", "budget", "ratio", "local", "max abs", "max ulp"):
+        table.add_column(name, justify="right")
+    for comparison in report.comparisons:
+        local = "—" if comparison.local_ratio is None else _short(comparison.local_ratio)
+        numbers = (f"{comparison.error:.0e}", f"{comparison.budget:.0e}", _short(comparison.ratio), local)
+        sizes = (f"{comparison.max_abs:.0e}", f"{comparison.max_ulp:.0f}")
+        style = "" if comparison.passed else "red"
+        table.add_row(comparison.case, comparison.stage, comparison.backend, *numbers, *sizes, style=style)
+    return table
+
+
+def _worse_ratio(comparison: Comparison) -> float:
+    return max(comparison.ratio, comparison.local_ratio or 0.0)
+
+
+def _short(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0e}"

@@ -1,0 +1,239 @@
+"""Canonical weights: their names and shapes, random ones, and safetensors files that are written whole or not at all.
+
+Canonical weights are a dict of NumPy arrays by name: `q_proj.weight` (N*H, d_in), `q_proj.bias` (N*H,), `k_proj.weight`
+(K*H, d_kv) … `out_proj.weight` (E, N*H): torch's (out, in), heads outermost in `out`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from parity.spec import AttentionSpec
+
+Weights = dict[str, np.ndarray]
+
+FORMAT = "1"  # of the files; raised when a reader of the old one could misread the new one
+
+# safetensors' own NumPy reader does not know bfloat16 (0.8.0), so the bytes are read with the names of its format.
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "BOOL": np.dtype(np.bool_),
+}
+
+
+def dtype_named(name: str) -> np.dtype:
+    """The NumPy dtype of that name, bfloat16 among them."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def is_floating(dtype: np.dtype) -> bool:
+    """Whether a dtype holds floating-point numbers, bfloat16 among them."""
+    return np.issubdtype(dtype, np.floating) or dtype == ml_dtypes.bfloat16
+
+
+def weight_shapes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
+    """The canonical names of a layer's weights and their shapes, in order."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    widths = {"q_proj": (spec.q_width, spec.d_in), "k_proj": (spec.kv_width, spec.d_kv)}
+    widths["v_proj"] = widths["k_proj"]
+    if spec.out_proj:
+        widths["out_proj"] = (spec.d_model, spec.q_width)
+    for name, shape in widths.items():
+        shapes[f"{name}.weight"] = shape
+        if spec.out_bias if name == "out_proj" else spec.qkv_bias:
+            shapes[f"{name}.bias"] = shape[:1]
+    return shapes
+
+
+def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
+    """Xavier-uniform weights and, so that a lost bias shows, biases between -1/2 and 1/2; float32.
+
+    Args:
+        spec: the layer.
+        seed: the same seed gives the same weights on every machine.
+    """
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in weight_shapes(spec).items():
+        limit = 0.5 if len(shape) == 1 else np.sqrt(6.0 / sum(shape))
+        weights[name] = (limit * (2.0 * rng.random(shape) - 1.0)).astype(np.float32)
+    return weights
+
+
+def check_weights(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> None:
+    """Refuse weights that are not exactly those of the layer.
+
+    Raises:
+        TypeError: if an entry is not a floating-point array, or the dtypes differ.
+        ValueError: if names are missing or unexpected, a shape is another one, or a value is not finite.
+    """
+    shapes = weight_shapes(spec)
+    missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
+    if missing or unexpected:
+        raise ValueError(f"weights must have exactly the names of the spec, missing {missing}, unexpected {unexpected}")
+    dtypes = set()
+    for name, shape in shapes.items():
+        weight = weights[name]
+        if not isinstance(weight, np.ndarray) or not is_floating(weight.dtype):
+            kind = getattr(weight, "dtype", type(weight).__name__)
+            raise TypeError(f"{name} must be a floating-point NumPy array, got {kind}")
+        if weight.shape != shape:
+            hint = "; it looks transposed" if weight.shape == shape[::-1] else ""
+            raise ValueError(f"{name} must have shape {shape}, got {name}.shape={weight.shape}{hint}")
+        if not np.isfinite(weight.astype(np.float32, copy=False)).all() and not np.isfinite(weight).all():
+            raise ValueError(f"{name} must be finite, got {np.count_nonzero(~np.isfinite(weight))} NaN or infinities")
+        dtypes.add(weight.dtype.name)
+    if len(dtypes) > 1:
+        raise TypeError(f"weights must have one dtype, got {sorted(dtypes)}")
+
+
+def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    """Write arrays to a safetensors file: whole and verified, or not at all.
+
+    The bytes depend on nothing but the arguments. They are written to a temporary file beside `path`, read back,
+    compared, and only then moved into place; a file that was there before stays until that moment.
+
+    Args:
+        path: file to write.
+        tensors: arrays by name; of any memory order.
+        metadata: text by name, kept in the file's header.
+
+    Raises:
+        OSError: if the file cannot be written, or what is read back is not what was written.
+    """
+    path = Path(path)
+    # safetensors writes wrong values for arrays that are not contiguous (huggingface/safetensors#825).
+    tensors = {name: np.ascontiguousarray(tensor).reshape(tensor.shape) for name, tensor in tensors.items()}
+    data = _sorted_header(safetensors.numpy.save(tensors, dict(metadata)))
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        written, _ = load_tensors(temporary)
+        for name, tensor in tensors.items():
+            read = written[name]
+            if (read.dtype, read.shape, read.tobytes()) != (tensor.dtype, tensor.shape, tensor.tobytes()):
+                raise OSError(f"{path} must read back as it was written, {name} does not")
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Read a safetensors file: its arrays, bfloat16 among them, and its metadata.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is no safetensors file, is cut off, or holds a dtype that no NumPy array has.
+    """
+    data = Path(path).read_bytes()
+    try:
+        entries = safetensors.deserialize(data)
+        header = json.loads(data[8 : 8 + struct.unpack_from("<Q", data)[0]])
+    except (safetensors.SafetensorError, struct.error, ValueError) as error:
+        raise ValueError(f"{path} must be a whole safetensors file, got {len(data)} bytes: {error}") from None
+    tensors = {}
+    for name, entry in entries:
+        if entry["dtype"] not in _DTYPES:
+            raise ValueError(f"{path} must hold one of {sorted(_DTYPES)}, got {entry['dtype']} for {name}")
+        tensor = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        tensors[name] = tensor.copy()  # writable, and free of the buffer
+    return tensors, header.get("__metadata__", {})
+
+
+def save_weights(path: str | os.PathLike[str], weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> None:
+    """Write canonical weights and their specification to a safetensors file, whole or not at all.
+
+    Raises:
+        OSError: if the file cannot be written.
+        TypeError, ValueError: if the weights are not those of the spec.
+    """
+    check_weights(weights, spec)
+    save_tensors(path, weights, {"format": FORMAT, "spec": spec.to_json()})
+
+
+def load_weights(path: str | os.PathLike[str]) -> tuple[Weights, AttentionSpec]:
+    """Read canonical weights and their specification.
+
+    Raises:
+        OSError: if the file cannot be read.
+        TypeError, ValueError: if it is not a whole file of canonical weights that fit their specification.
+    """
+    tensors, metadata = load_tensors(path)
+    spec = read_spec(path, metadata)
+    check_weights(tensors, spec)
+    return tensors, spec
+
+
+def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> AttentionSpec:
+    """The specification in a file's metadata.
+
+    Raises:
+        ValueError: if there is none, or the file is of another format.
+    """
+    if metadata.get("format") != FORMAT or "spec" not in metadata:
+        raise ValueError(
+            f"{path} must hold a spec in format {FORMAT} in its metadata, got format={metadata.get('format')} "
+            f"and {sorted(metadata)}"
+        )
+    try:
+        return AttentionSpec.from_json(metadata["spec"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} must hold a valid spec: {error}") from None
+
+
+def _sorted_header(data: bytes) -> bytes:
+    """The same safetensors file with its header in sorted order: the library's varies from run to run."""
+    (length,) = struct.unpack_from("<Q", data)
+    text = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # keeps the arrays aligned
+    return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+
+def _umask() -> int:
+    """The process's umask, which can only be read by setting it."""
+    umask = os.umask(0o022)
+    os.umask(umask)
+    return umask
+
+
+def pack_qkv(weights: Mapping[str, np.ndarray]) -> Weights:
+    """Canonical weights with q_proj, k_proj and v_proj stacked into one qkv_proj, as a fused module holds them."""
+    packed = {}
+    for leaf in ("weight", "bias"):
+        if f"q_proj.{leaf}" in weights:
+            packed[f"qkv_proj.{leaf}"] = np.concatenate([weights[f"{name}_proj.{leaf}"] for name in "qkv"])
+    return packed | {name: weight for name, weight in weights.items() if name.startswith("out_proj")}
+
+
+def unpack_qkv(packed: Mapping[str, np.ndarray], spec: AttentionSpec) -> Weights:
+    """Canonical weights from those of a fused module: the inverse of `pack_qkv`."""
+    weights = {}
+    for name in weight_shapes(spec):
+        projection, leaf = name.split(".")
+        if projection == "out_proj":
+            weights[name] = packed[name]
+        else:
+            ends = np.cumsum([spec.q_width, spec.kv_width])
+            parts = np.split(packed[f"qkv_proj.{leaf}"], ends)
+            weights[name] = np.ascontiguousarray(parts["qkv".index(projection[0])])
+    return weights

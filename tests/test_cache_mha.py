@@ -1,0 +1,759 @@
+"""The key/value cache: however the tokens arrive, the results are those of one full causal pass."""
+
+from dataclasses import asdict
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import mha_jax
+import parity
+
+NUM_TOKENS = 6  # and slots; few and always the same shapes, for JAX compiles each operation once a shape
+CHUNKS = [4, 1, 1]
+
+SPECS = {
+    "mha": parity.AttentionSpec(24, 4),
+    "gqa-rope": parity.AttentionSpec(24, 4, num_kv_heads=2, rope_theta=10000.0),
+    "mqa-no-out-proj": parity.AttentionSpec(24, 4, num_kv_heads=1, qkv_bias=False, out_proj=False),
+    "fused-qkv-head-dim": parity.AttentionSpec(24, 4, num_kv_heads=2, head_dim=10, fused_qkv=True, rope_theta=500.0),
+}
+GQA_ROPE = SPECS["gqa-rope"]
+
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+only_jax = pytest.mark.parametrize("sibling", ["jax"], indirect=True)
+only_torch = pytest.mark.parametrize("sibling", ["torch"], indirect=True)
+drawn = settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients():
+    """As one decodes in torch, where the cache's storage is then updated in place."""
+    with torch.no_grad():
+        yield
+
+
+def layer(sibling, kind, spec, dtype=np.float32):
+    """A module of that class and dtype; equal specs give equal weights."""
+    keyword = {"jax": "param_dtype", "torch": "dtype"}[sibling.name]
+    module = sibling.module(kind, **asdict(spec), **{keyword: sibling.array(np.zeros(1, dtype)).dtype})
+    parity.load_into(module, {name: weight.astype(dtype) for name, weight in parity.random_weights(spec).items()})
+    return module
+
+
+def cached_layer(sibling, spec, dtype=np.float32):
+    return layer(sibling, "MultiHeadAttentionWithCache", spec, dtype)
+
+
+def framework_weights(sibling, module):
+    """The weights in the container that the functional forms take."""
+    return module.state_dict() if sibling.name == "torch" else nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def random_tokens(spec, batch=3, num_tokens=NUM_TOKENS, dtype=np.float32):
+    return np.random.default_rng(1).standard_normal((batch, num_tokens, spec.d_in)).astype(dtype)
+
+
+def full_pass(sibling, spec, x):
+    """The output of one causal pass over all tokens, without a cache."""
+    module = layer(sibling, "MultiHeadSelfAttention", spec, x.dtype)
+    return sibling.numpy(module(sibling.array(x), is_causal=True))
+
+
+def feed(sibling, module, x, chunks, capacity=NUM_TOKENS):
+    """The outputs of all tokens, and the cache, after feeding them in chunks of these sizes."""
+    cache = module.init_cache(len(x), capacity)
+    outputs = []
+    for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
+        output, cache = module(sibling.array(chunk), cache)
+        outputs.append(sibling.numpy(output))
+    return np.concatenate(outputs, axis=1), cache
+
+
+def feed_ragged(sibling, module, x, steps):
+    """The outputs of the tokens fed, at their places in x, and how many each sequence was fed: at most 2 a step."""
+    cache = module.init_cache(len(x), x.shape[1])
+    outputs, num_fed = np.zeros_like(x), np.zeros(len(x), int)
+    for new_lengths in steps:
+        is_new = np.arange(2) < np.array(new_lengths)[:, None]
+        rows, columns = np.nonzero(is_new)
+        places = rows, num_fed[rows] + columns
+        new_tokens = np.full_like(x[:, :2], 1e3)  # padding that would show, were it looked at
+        new_tokens[is_new] = x[places]
+        output, cache = module(sibling.array(new_tokens), cache, new_lengths=list(new_lengths))
+        outputs[places] = sibling.numpy(output)[is_new]
+        num_fed += new_lengths
+    return outputs, num_fed
+
+
+def filled_cache(sibling, module, lengths, capacity=NUM_TOKENS):
+    """A cache that holds the first few random tokens of each sequence."""
+    x = random_tokens(module, batch=len(lengths), num_tokens=max(*lengths, 1))
+    return module(sibling.array(x), module.init_cache(len(lengths), capacity), new_lengths=lengths)[1]
+
+
+def contents(sibling, cache):
+    """Copies of the keys, values and lengths: torch updates its own in place."""
+    return [np.array(sibling.numpy(x)) for x in (cache.keys, cache.values, cache.lengths)]
+
+
+def projected(x, weights, name, spec, rope_theta=None):
+    """Keys or values (B, K, T, H) from the formulas, in float64; RoPE as a rotation of complex numbers."""
+    y = x @ weights[f"{name}.weight"].T.astype(np.float64) + weights.get(f"{name}.bias", 0.0)
+    y = y.reshape(*x.shape[:2], spec.num_kv_heads, spec.head_dim).swapaxes(1, 2)
+    if rope_theta is None:
+        return y
+    first, second = np.split(y, 2, axis=-1)
+    frequencies = rope_theta ** (-2 * np.arange(spec.head_dim // 2) / spec.head_dim)
+    turned = (first + 1j * second) * np.exp(1j * np.arange(x.shape[1])[:, None] * frequencies)
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def assert_same_up_to_rounding(actual, expected):
+    """Equal but for the order of the sums.
+
+    Shapes of matrix products differ, and with them the order in which a kernel adds: measured at most 2.6 units of
+    rounding (`eps`, of the largest element) over every test here, in all three dtypes; 8 are allowed.
+    """
+    __tracebackhide__ = True
+    assert actual.shape == expected.shape
+    actual, expected, eps = actual.astype(np.float64), expected.astype(np.float64), ml_dtypes.finfo(actual.dtype).eps
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=8 * float(eps) * np.abs(expected).max())
+
+
+# ---- However the tokens arrive ---------------------------------------------------------------------------------------
+
+
+@every_spec
+def test_decoding_token_by_token_equals_the_full_pass_at_every_position(sibling, spec):
+    x = random_tokens(spec)
+    output, _ = feed(sibling, cached_layer(sibling, spec), x, [1] * NUM_TOKENS)
+    assert_same_up_to_rounding(output, full_pass(sibling, spec, x))
+
+
+@drawn
+@given(cuts=st.sets(st.integers(1, NUM_TOKENS - 1)))
+def test_any_chunking_equals_the_full_pass(sibling, cuts):
+    x = random_tokens(GQA_ROPE)
+    chunks = np.diff([0, *sorted(cuts), NUM_TOKENS])
+    output, _ = feed(sibling, cached_layer(sibling, GQA_ROPE), x, chunks)
+    assert_same_up_to_rounding(output, full_pass(sibling, GQA_ROPE, x))
+
+
+@drawn
+@given(steps=st.lists(st.tuples(*3 * [st.integers(0, 2)]), min_size=1, max_size=3))
+def test_ragged_batch_equals_each_sequence_alone(sibling, steps):
+    x = random_tokens(GQA_ROPE)
+    output, num_fed = feed_ragged(sibling, cached_layer(sibling, GQA_ROPE), x, steps)
+    alone = np.concatenate([full_pass(sibling, GQA_ROPE, sequence[None]) for sequence in x])
+    is_fed = np.arange(NUM_TOKENS) < num_fed[:, None]
+    assert_same_up_to_rounding(output, np.where(is_fed[..., None], alone, 0))
+
+
+def test_batch_equals_single(sibling):
+    x = random_tokens(GQA_ROPE)
+    module = cached_layer(sibling, GQA_ROPE)
+    together, _ = feed(sibling, module, x, CHUNKS)
+    alone = np.concatenate([feed(sibling, module, sequence[None], CHUNKS)[0] for sequence in x])
+    assert_same_up_to_rounding(together, alone)
+
+
+@pytest.mark.parametrize("capacity", [7, 64])
+def test_capacity_changes_nothing(sibling, capacity):
+    x = random_tokens(GQA_ROPE)
+    module = cached_layer(sibling, GQA_ROPE)
+    output, _ = feed(sibling, module, x, CHUNKS, capacity)
+    expected, _ = feed(sibling, module, x, CHUNKS, NUM_TOKENS)
+    assert_same_up_to_rounding(output, expected)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+def test_half_precision_decoding_equals_the_full_pass(sibling, dtype):
+    x = random_tokens(GQA_ROPE, dtype=dtype)
+    output, _ = feed(sibling, cached_layer(sibling, GQA_ROPE, dtype), x, CHUNKS)
+    assert_same_up_to_rounding(output, full_pass(sibling, GQA_ROPE, x))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+def test_half_precision_cache_keeps_its_dtype(sibling, dtype):
+    x = random_tokens(GQA_ROPE, dtype=dtype)
+    output, cache = feed(sibling, cached_layer(sibling, GQA_ROPE, dtype), x, CHUNKS)
+    assert {output.dtype, sibling.numpy(cache.keys).dtype, sibling.numpy(cache.values).dtype} == {np.dtype(dtype)}
+
+
+# ---- The growing form ------------------------------------------------------------------------------------------------
+
+
+def grow(sibling, spec, x, chunks):
+    """The outputs, keys and values of the growing form, fed in chunks of these sizes."""
+    weights = framework_weights(sibling, cached_layer(sibling, spec))
+    keys = values = None
+    outputs = []
+    for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
+        output, keys, values = sibling.package.multi_head_attention_with_cache(
+            sibling.array(chunk),
+            weights,
+            keys,
+            values,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            rope_theta=spec.rope_theta,
+        )
+        outputs.append(sibling.numpy(output))
+    return np.concatenate(outputs, axis=1), sibling.numpy(keys), sibling.numpy(values)
+
+
+@every_spec
+def test_growing_cache_equals_the_full_pass(sibling, spec):
+    x = random_tokens(spec)
+    output, _, _ = grow(sibling, spec, x, CHUNKS)
+    assert_same_up_to_rounding(output, full_pass(sibling, spec, x))
+
+
+@every_spec
+def test_growing_cache_equals_the_static_one(sibling, spec):
+    x = random_tokens(spec)
+    _, cache = feed(sibling, cached_layer(sibling, spec), x, CHUNKS)
+    _, keys, values = grow(sibling, spec, x, CHUNKS)
+    assert_same_up_to_rounding(keys, sibling.numpy(cache.keys))
+    assert_same_up_to_rounding(values, sibling.numpy(cache.values))
+
+
+def test_growing_cache_equals_the_static_one_token_by_token(sibling):
+    x = random_tokens(GQA_ROPE)
+    output, _, _ = grow(sibling, GQA_ROPE, x, [1] * NUM_TOKENS)
+    assert_same_up_to_rounding(output, feed(sibling, cached_layer(sibling, GQA_ROPE), x, [1] * NUM_TOKENS)[0])
+
+
+@every_spec
+def test_static_functional_form_equals_the_module(sibling, spec):
+    x = sibling.array(random_tokens(spec, num_tokens=4))
+    module = cached_layer(sibling, spec)
+    output, _ = sibling.package.multi_head_attention_with_static_cache(
+        x,
+        framework_weights(sibling, module),
+        module.init_cache(3, NUM_TOKENS),
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        rope_theta=spec.rope_theta,
+        new_lengths=[4, 0, 3],
+    )
+    expected, _ = module(x, module.init_cache(3, NUM_TOKENS), new_lengths=[4, 0, 3])
+    assert_same_up_to_rounding(sibling.numpy(output), sibling.numpy(expected))
+
+
+@pytest.mark.parametrize("given", ["cache_k", "cache_v"])
+def test_growing_cache_takes_both_or_none(sibling, given):
+    weights = framework_weights(sibling, cached_layer(sibling, GQA_ROPE))
+    cached = {given: sibling.array(np.zeros((3, 2, 5, 6), np.float32))}
+    with pytest.raises(ValueError, match="cache_k and cache_v must be given together"):
+        sibling.package.multi_head_attention_with_cache(
+            sibling.array(random_tokens(GQA_ROPE)), weights, **cached, num_heads=4, num_kv_heads=2
+        )
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 2, 5), (3, 4, 5, 6), (1, 2, 5, 6), (3, 2, 5, 4)], ids=str)
+def test_growing_cache_refuses_other_shapes(sibling, shape):
+    weights = framework_weights(sibling, cached_layer(sibling, GQA_ROPE))
+    cache = sibling.array(np.zeros(shape, np.float32))
+    with pytest.raises(ValueError, match="cache_k must have"):
+        sibling.package.multi_head_attention_with_cache(
+            sibling.array(random_tokens(GQA_ROPE)), weights, cache, cache, num_heads=4, num_kv_heads=2
+        )
+
+
+# ---- What the cache holds --------------------------------------------------------------------------------------------
+
+
+@every_spec
+def test_cache_holds_the_projected_keys(sibling, spec):
+    x = random_tokens(spec)
+    _, cache = feed(sibling, cached_layer(sibling, spec), x, CHUNKS)
+    expected = projected(x, parity.random_weights(spec), "k_proj", spec, spec.rope_theta)
+    assert_same_up_to_rounding(sibling.numpy(cache.keys), expected)
+
+
+@every_spec
+def test_cache_holds_the_projected_values(sibling, spec):
+    x = random_tokens(spec)
+    _, cache = feed(sibling, cached_layer(sibling, spec), x, CHUNKS)
+    assert_same_up_to_rounding(sibling.numpy(cache.values), projected(x, parity.random_weights(spec), "v_proj", spec))
+
+
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_no_cached_token_is_empty(sibling, part):
+    _, cache = feed(sibling, cached_layer(sibling, GQA_ROPE), random_tokens(GQA_ROPE), CHUNKS)
+    assert np.abs(sibling.numpy(getattr(cache, part))).max(axis=-1).min() > 0
+
+
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_slots_beyond_the_length_stay_zero(sibling, part):
+    cache = filled_cache(sibling, cached_layer(sibling, GQA_ROPE), [2, 4, 0])
+    is_beyond = np.arange(NUM_TOKENS) >= np.array([2, 4, 0])[:, None]
+    slots = np.moveaxis(sibling.numpy(getattr(cache, part)), 1, 2)  # (B, S, K, H)
+    np.testing.assert_array_equal(slots[is_beyond], 0)
+
+
+def test_lengths_count_the_real_tokens_after_each_step(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=2))
+    cache = module.init_cache(3, NUM_TOKENS)
+    lengths = []
+    for new_lengths in ([2, 0, 1], None, [0, 1, 2]):
+        _, cache = module(x, cache, new_lengths=new_lengths)
+        lengths.append(np.array(sibling.numpy(cache.lengths)).tolist())
+    assert lengths == [[2, 0, 1], [4, 2, 3], [4, 3, 5]]
+
+
+@pytest.mark.parametrize("new_lengths", [None, [1, 2, 0]], ids=["all", "ragged"])
+def test_lengths_are_int32(sibling, new_lengths):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=2))
+    _, cache = module(x, module.init_cache(3, NUM_TOKENS), new_lengths=new_lengths)
+    assert sibling.numpy(cache.lengths).dtype == np.int32
+
+
+def test_new_lengths_may_be_an_array_of_the_framework(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=2))
+    _, cache = module(x, module.init_cache(3, NUM_TOKENS), new_lengths=sibling.array([1, 2, 0]))
+    assert sibling.numpy(cache.lengths).tolist() == [1, 2, 0]
+
+
+def test_output_of_padding_is_zero(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=4))
+    output, _ = module(x, filled_cache(sibling, module, [2, 0, 4]), new_lengths=[1, 4, 0])
+    is_padding = np.arange(4) >= np.array([1, 4, 0])[:, None]
+    np.testing.assert_array_equal(sibling.numpy(output)[is_padding], 0)
+
+
+def test_sequence_without_new_tokens_keeps_its_cache(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    cache = filled_cache(sibling, module, [2, 0, 4])
+    keys, values, _ = contents(sibling, cache)
+    _, cache = module(sibling.array(random_tokens(GQA_ROPE, num_tokens=4)), cache, new_lengths=[0, 4, 0])
+    np.testing.assert_array_equal(sibling.numpy(cache.keys)[[0, 2]], keys[[0, 2]])
+    np.testing.assert_array_equal(sibling.numpy(cache.values)[[0, 2]], values[[0, 2]])
+
+
+# ---- What may not matter ---------------------------------------------------------------------------------------------
+
+# With the largest of these a dot product of a query and a key is still finite in float32.
+junk = pytest.mark.parametrize("value", [1.0, -65504.0, 1e30])
+
+
+@junk
+def test_a_later_token_changes_no_earlier_output(sibling, value):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = random_tokens(GQA_ROPE)
+    before, _ = feed(sibling, module, x, [NUM_TOKENS])
+    x[:, 4] = value
+    after, _ = feed(sibling, module, x, [NUM_TOKENS])
+    np.testing.assert_array_equal(after[:, :4], before[:, :4])
+
+
+def test_a_token_changes_every_later_output(sibling):  # the control of the test above
+    module = cached_layer(sibling, GQA_ROPE)
+    x = random_tokens(GQA_ROPE)
+    before, _ = feed(sibling, module, x, [NUM_TOKENS])
+    x[:, 4] = 1.0
+    after, _ = feed(sibling, module, x, [NUM_TOKENS])
+    assert (after[:, 4:] != before[:, 4:]).any(axis=-1).all()
+
+
+@junk
+@pytest.mark.parametrize("num_new", [1, 2])
+def test_stale_slots_change_nothing(sibling, value, num_new):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=num_new))
+    cache = filled_cache(sibling, module, [2, 4, 0])
+    keys, values, lengths = contents(sibling, cache)
+    expected, _ = module(x, cache)
+    is_stale = np.arange(NUM_TOKENS)[:, None] >= lengths[:, None, None, None]
+    keys, values = (np.where(is_stale, np.float32(value), held) for held in (keys, values))
+    output, _ = module(x, sibling.package.KVCache(*map(sibling.array, (keys, values, lengths))))
+    np.testing.assert_array_equal(sibling.numpy(output), sibling.numpy(expected))
+
+
+@junk
+def test_padding_tokens_change_nothing(sibling, value):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = random_tokens(GQA_ROPE, num_tokens=4)
+    expected, expected_cache = module(sibling.array(x), module.init_cache(3, NUM_TOKENS), new_lengths=[1, 4, 0])
+    x[np.arange(4) >= np.array([1, 4, 0])[:, None]] = value
+    output, cache = module(sibling.array(x), module.init_cache(3, NUM_TOKENS), new_lengths=[1, 4, 0])
+    np.testing.assert_array_equal(sibling.numpy(output), sibling.numpy(expected))
+    np.testing.assert_array_equal(contents(sibling, cache)[0], contents(sibling, expected_cache)[0])
+
+
+# ---- Capacity --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [[6], [3, 3], [5, 1]], ids=str)
+def test_cache_may_be_filled_to_the_last_slot(sibling, chunks):
+    x = random_tokens(GQA_ROPE)
+    output, cache = feed(sibling, cached_layer(sibling, GQA_ROPE), x, chunks, capacity=6)
+    assert sibling.numpy(cache.lengths).tolist() == [6, 6, 6]
+    assert_same_up_to_rounding(output, full_pass(sibling, GQA_ROPE, x))
+
+
+overflowing = pytest.mark.parametrize(
+    ("filled", "num_new", "new_lengths"),
+    [
+        ([0, 0, 0], 7, None),
+        ([5, 5, 5], 2, None),
+        ([6, 6, 6], 1, None),
+        ([6, 0, 0], 1, None),
+        ([2, 5, 4], 2, None),
+        ([2, 5, 4], 2, [1, 2, 0]),
+        ([0, 1, 6], 2, [0, 0, 1]),
+    ],
+    ids=["prefill", "by-one", "full", "one-full", "one-by-one", "ragged", "ragged-full"],
+)
+
+
+@overflowing
+def test_overflow_is_refused(sibling, filled, num_new, new_lengths):
+    module = cached_layer(sibling, GQA_ROPE)
+    cache = filled_cache(sibling, module, filled, capacity=6)
+    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=num_new))
+    with pytest.raises(ValueError, match="must not exceed the 6 slots of the cache"):
+        module(x, cache, new_lengths=new_lengths)
+
+
+@overflowing
+def test_overflow_leaves_the_cache_as_it_was(sibling, filled, num_new, new_lengths):
+    module = cached_layer(sibling, GQA_ROPE)
+    cache = filled_cache(sibling, module, filled, capacity=6)
+    before = contents(sibling, cache)
+    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=num_new))
+    with pytest.raises(ValueError, match="must not exceed"):
+        module(x, cache, new_lengths=new_lengths)
+    assert [held.tobytes() for held in contents(sibling, cache)] == [held.tobytes() for held in before]
+
+
+def test_padding_may_reach_past_the_capacity(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=4))
+    output, cache = module(x, filled_cache(sibling, module, [5, 2, 6], capacity=6), new_lengths=[1, 4, 0])
+    expected, _ = module(x, filled_cache(sibling, module, [5, 2, 6], capacity=10), new_lengths=[1, 4, 0])
+    assert sibling.numpy(cache.lengths).tolist() == [6, 6, 6]
+    assert_same_up_to_rounding(sibling.numpy(output), sibling.numpy(expected))
+
+
+@pytest.mark.parametrize(
+    ("new_lengths", "error"),
+    [
+        ([-1, 2, 2], ValueError),
+        ([5, 0, 0], ValueError),
+        ([1, 2], ValueError),
+        ([[1, 2, 0]], ValueError),
+        ([1.0, 2.0, 0.0], TypeError),
+    ],
+    ids=["negative", "too-long", "too-few", "rank", "float"],
+)
+def test_new_lengths_must_be_an_integer_within_the_new_tokens_for_each_sequence(sibling, new_lengths, error):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=4))
+    with pytest.raises(error, match="new_lengths must"):
+        module(x, module.init_cache(3, NUM_TOKENS), new_lengths=new_lengths)
+
+
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_append_refuses_another_dtype_before_any_work(sibling, part):
+    cache = sibling.package.init_cache(1, 1, 4, 2)
+    arrays = {"key": np.ones((1, 1, 3, 2), np.float32), "value": np.ones((1, 1, 3, 2), np.float32)}
+    arrays[part] = arrays[part].astype(np.float16)
+    with pytest.raises(TypeError, match="must have the dtype"):
+        sibling.package.append_to_cache(cache, **{name: sibling.array(x) for name, x in arrays.items()})
+    np.testing.assert_array_equal(sibling.numpy(cache.keys), 0)
+
+
+# ---- jit -------------------------------------------------------------------------------------------------------------
+
+
+def decode_step(params, x, cache, new_lengths=None):
+    """One functional step of `GQA_ROPE`."""
+    return mha_jax.multi_head_attention_with_static_cache(
+        x, params, cache, num_heads=4, num_kv_heads=2, rope_theta=10000.0, new_lengths=new_lengths
+    )
+
+
+jitted_step = jax.jit(decode_step)
+
+
+@only_jax
+@pytest.mark.parametrize("form", ["function", "module"])
+def test_step_is_traced_once_for_64_steps(sibling, form):
+    module = cached_layer(sibling, GQA_ROPE)
+    params = framework_weights(sibling, module)
+    traces = []
+
+    @jax.jit
+    def step(weights, x, cache):
+        traces.append(form)
+        return weights(x, cache) if form == "module" else decode_step(weights, x, cache)
+
+    x, cache = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=1)), module.init_cache(3, 64)
+    for _ in range(64):
+        _, cache = step(module if form == "module" else params, x, cache)
+    assert len(traces) == 1
+    assert cache.lengths.tolist() == [64, 64, 64]
+
+
+@only_jax
+def test_jitted_ragged_step_equals_the_eager_one(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2))
+    cache, new_lengths = filled_cache(sibling, module, [4, 1, 0]), jnp.array([2, 0, 1], jnp.int32)
+    output, appended = jitted_step(framework_weights(sibling, module), x, cache, new_lengths)
+    expected, expected_cache = module(x, cache, new_lengths=new_lengths)
+    assert appended.lengths.tolist() == [6, 1, 1]
+    assert_same_up_to_rounding(np.asarray(output), np.asarray(expected))
+    assert_same_up_to_rounding(np.asarray(appended.keys), np.asarray(expected_cache.keys))
+
+
+@only_jax
+@pytest.mark.parametrize("new_lengths", [None, [1, 2, 2]], ids=["all", "ragged"])
+def test_jitted_overflow_gives_nan(sibling, new_lengths):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2))
+    cache = filled_cache(sibling, module, [6, 1, 5])
+    new_lengths = None if new_lengths is None else jnp.array(new_lengths, jnp.int32)
+    output, _ = jitted_step(framework_weights(sibling, module), x, cache, new_lengths)
+    assert np.isnan(output).all(axis=(1, 2)).tolist() == [True, False, True]
+
+
+@only_jax
+def test_jitted_overflow_keeps_the_tokens_of_its_sequence(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2))
+    cache = filled_cache(sibling, module, [6, 1, 5])
+    _, appended = jitted_step(framework_weights(sibling, module), x, cache)
+    assert appended.lengths.tolist() == [6, 3, 5]
+    np.testing.assert_array_equal(appended.keys[jnp.array([0, 2])], cache.keys[jnp.array([0, 2])])
+    np.testing.assert_array_equal(appended.values[jnp.array([0, 2])], cache.values[jnp.array([0, 2])])
+
+
+@only_jax
+def test_jitted_overflow_spares_the_other_sequences(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2))
+    params = framework_weights(sibling, module)
+    output, appended = jitted_step(params, x, filled_cache(sibling, module, [6, 1, 5]))
+    expected, expected_cache = jitted_step(params, x, filled_cache(sibling, module, [0, 1, 0]))
+    np.testing.assert_array_equal(output[1], expected[1])
+    np.testing.assert_array_equal(appended.keys[1], expected_cache.keys[1])
+
+
+@only_jax
+@pytest.mark.parametrize("new_lengths", [[3, 1, 0], [-1, 1, 0]], ids=["too-long", "negative"])
+def test_jitted_new_lengths_out_of_range_give_nan_and_keep_the_tokens(sibling, new_lengths):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2))
+    cache = filled_cache(sibling, module, [2, 2, 2])
+    output, appended = jitted_step(framework_weights(sibling, module), x, cache, jnp.array(new_lengths, jnp.int32))
+    assert np.isnan(output).all(axis=(1, 2)).tolist() == [True, False, False]
+    assert appended.lengths.tolist() == [2, 3, 2]
+
+
+@only_jax
+def test_cache_is_a_pytree_of_three_arrays(sibling):
+    cache = jax.tree.map(lambda held: held + 1, mha_jax.init_cache(2, 1, 3, 4))
+    assert [leaf.shape for leaf in jax.tree.leaves(cache)] == [(2, 1, 3, 4), (2, 1, 3, 4), (2,)]
+    assert isinstance(cache, mha_jax.KVCache)
+
+
+@only_jax
+def test_cache_may_be_donated(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    x, cache = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2)), module.init_cache(3, NUM_TOKENS)
+    _, appended = jax.jit(decode_step, donate_argnums=2)(framework_weights(sibling, module), x, cache)
+    assert [leaf.is_deleted() for leaf in jax.tree.leaves((cache, appended))] == [True] * 3 + [False] * 3
+
+
+@only_jax
+def test_decoding_in_a_scan_equals_the_full_pass(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = random_tokens(GQA_ROPE)
+
+    def step(cache, token):
+        output, cache = module(token[:, None], cache)
+        return cache, output[:, 0]
+
+    _, output = jax.lax.scan(step, module.init_cache(3, NUM_TOKENS), jnp.asarray(x.swapaxes(0, 1)))
+    assert_same_up_to_rounding(np.asarray(output).swapaxes(0, 1), full_pass(sibling, GQA_ROPE, x))
+
+
+@only_jax
+def test_vmapped_step_equals_the_batched_one(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    params = framework_weights(sibling, module)
+    inputs = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2)), filled_cache(sibling, module, [4, 1, 0])
+    each_a_batch = jax.tree.map(lambda array: array[:, None], inputs)
+    output, _ = jax.jit(jax.vmap(decode_step, in_axes=(None, 0, 0)))(params, *each_a_batch)
+    assert_same_up_to_rounding(np.asarray(output)[:, 0], np.asarray(jitted_step(params, *inputs)[0]))
+
+
+# ---- Gradients and storage -------------------------------------------------------------------------------------------
+
+
+def assert_same_gradients(actual, expected):
+    """As `assert_same_up_to_rounding`, of all together: that of `k_proj.bias` is 0 by the formula, and all rounding."""
+    __tracebackhide__ = True
+    assert actual.keys() == expected.keys()
+    flat = [np.concatenate([gradients[name].ravel() for name in expected]) for gradients in (actual, expected)]
+    assert_same_up_to_rounding(*flat)
+
+
+def torch_gradients(sibling, module, loss, x):
+    """Gradients of the loss of a module and its input, of the input and of every weight."""
+    with torch.enable_grad():
+        x = sibling.array(x).requires_grad_()
+        inputs = {"x": x, **dict(module.named_parameters())}
+        gradients = torch.autograd.grad(loss(module, x), list(inputs.values()))
+    return dict(zip(inputs, map(sibling.numpy, gradients), strict=True))
+
+
+@only_torch
+@every_spec
+def test_torch_gradients_through_a_cached_prefill_equal_those_of_the_full_pass(sibling, spec):
+    def cached_loss(module, x):
+        first, cache = module(x[:, :4], module.init_cache(3, NUM_TOKENS))
+        return torch.cat([first, module(x[:, 4:], cache)[0]], dim=1).square().sum()
+
+    x = random_tokens(spec)
+    expected = torch_gradients(
+        sibling,
+        layer(sibling, "MultiHeadSelfAttention", spec),
+        lambda module, x: module(x, is_causal=True).square().sum(),
+        x,
+    )
+    assert_same_gradients(torch_gradients(sibling, cached_layer(sibling, spec), cached_loss, x), expected)
+
+
+def jax_gradients(module, loss, x):
+    """Gradients of the loss of a module and its input, of the input and of every weight."""
+    gradients = nnx.jit(nnx.grad(loss, argnums=(0, 1)))(module, jnp.asarray(x))
+    return {str(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(gradients)}
+
+
+@only_jax
+@every_spec
+def test_jax_gradients_through_a_cached_prefill_equal_those_of_the_full_pass(sibling, spec):
+    def cached_loss(module, x):
+        first, cache = module(x[:, :4], module.init_cache(3, NUM_TOKENS))
+        return jnp.square(jnp.concatenate([first, module(x[:, 4:], cache)[0]], axis=1)).sum()
+
+    x = random_tokens(spec)
+    expected = jax_gradients(
+        layer(sibling, "MultiHeadSelfAttention", spec),
+        lambda module, x: jnp.square(module(x, is_causal=True)).sum(),
+        x,
+    )
+    assert_same_gradients(jax_gradients(cached_layer(sibling, spec), cached_loss, x), expected)
+
+
+@only_torch
+def test_torch_decoding_without_gradients_updates_the_storage_in_place(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    cache = module.init_cache(3, NUM_TOKENS)
+    _, appended = module(sibling.array(random_tokens(GQA_ROPE)), cache)
+    assert (appended.keys.data_ptr(), appended.values.data_ptr()) == (cache.keys.data_ptr(), cache.values.data_ptr())
+
+
+@only_torch
+def test_torch_decoding_with_gradients_leaves_the_old_cache_alone(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    cache = module.init_cache(3, NUM_TOKENS)
+    with torch.enable_grad():
+        module(sibling.array(random_tokens(GQA_ROPE)), cache)
+    assert not cache.keys.any()
+
+
+@only_torch
+def test_torch_inference_mode_decodes_as_well(sibling):
+    x = random_tokens(GQA_ROPE)
+    with torch.inference_mode():
+        output, _ = feed(sibling, cached_layer(sibling, GQA_ROPE), x, CHUNKS)
+    assert_same_up_to_rounding(output, full_pass(sibling, GQA_ROPE, x))
+
+
+# ---- Making and measuring caches -------------------------------------------------------------------------------------
+
+every_dtype = pytest.mark.parametrize(
+    "dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=["float32", "bfloat16", "float16"]
+)
+
+
+def framework_dtype(sibling, dtype):
+    return sibling.array(np.zeros(1, dtype)).dtype
+
+
+@every_dtype
+def test_init_cache_gives_zeros_of_the_dtype(sibling, dtype):
+    keys, values, lengths = contents(sibling, sibling.package.init_cache(2, 3, 5, 4, framework_dtype(sibling, dtype)))
+    np.testing.assert_array_equal(keys, np.zeros((2, 3, 5, 4), dtype), strict=True)
+    np.testing.assert_array_equal(values, np.zeros((2, 3, 5, 4), dtype), strict=True)
+    np.testing.assert_array_equal(lengths, np.zeros(2, np.int32), strict=True)
+
+
+@every_dtype
+def test_init_cache_of_a_module_has_the_dtype_of_its_weights(sibling, dtype):
+    cache = cached_layer(sibling, GQA_ROPE, dtype).init_cache(3, 5)
+    assert cache.capacity == 5
+    np.testing.assert_array_equal(sibling.numpy(cache.keys), np.zeros((3, 2, 5, 6), dtype), strict=True)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1, 1), (1, -1, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)], ids=str)
+def test_init_cache_refuses_sizes_below_one(sibling, sizes):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        sibling.package.init_cache(*sizes)
+
+
+def test_init_cache_refuses_integer_dtypes(sibling):
+    with pytest.raises(TypeError, match="dtype must be floating point"):
+        sibling.package.init_cache(1, 1, 1, 1, framework_dtype(sibling, np.int32))
+
+
+@pytest.mark.parametrize(("num_kv_heads", "gib"), [(64, 20), (8, 2.5)])
+def test_kv_cache_nbytes_of_a_large_model(sibling, num_kv_heads, gib):
+    dtype = framework_dtype(sibling, np.float16)
+    nbytes = sibling.package.kv_cache_nbytes(1, num_kv_heads, 8192, 128, num_layers=80, dtype=dtype)
+    assert nbytes == gib * 2**30
+
+
+@every_dtype
+def test_kv_cache_nbytes_are_those_of_a_cache(sibling, dtype):
+    dtype = framework_dtype(sibling, dtype)
+    keys, values, _ = contents(sibling, sibling.package.init_cache(2, 3, 5, 4, dtype))
+    assert sibling.package.kv_cache_nbytes(2, 3, 5, 4, dtype=dtype) == keys.nbytes + values.nbytes
+
+
+@pytest.mark.parametrize(
+    ("lengths", "seq_len_q", "capacity", "expected"),
+    [
+        ([1, 0], 1, 3, [["..#"], [".##"]]),
+        ([0], 3, 4, [[".###", "..##", "...#"]]),
+        ([2, 0], 2, 4, [["...#", "...."], [".###", "..##"]]),
+        ([3], 1, 4, [["...."]]),
+        ([3], 2, 4, [["....", "...."]]),
+    ],
+    ids=["one-token", "prefill", "ragged", "last-slot", "past-the-end"],
+)
+def test_create_cache_mask_hides_every_slot_after_the_token(sibling, lengths, seq_len_q, capacity, expected):
+    mask = sibling.package.create_cache_mask(sibling.array(lengths), seq_len_q, capacity)
+    table = np.array([[[[slot == "#" for slot in row] for row in rows]] for rows in expected])
+    np.testing.assert_array_equal(sibling.numpy(mask), table, strict=True)
+
+
+def test_create_cache_mask_takes_a_list_as_in_its_example(sibling):
+    mask = sibling.package.create_cache_mask([1, 0], 1, 3)
+    assert sibling.numpy(mask).tolist() == [[[[False, False, True]]], [[[False, True, True]]]]
