@@ -158,8 +158,6 @@ def _weight_cases(name: str, spec: Any) -> list[Case]:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from rich.table import Table
-
     from parity import report
     from parity.backends import NEEDS, why_missing
     from parity.numerics import environment
@@ -167,14 +165,14 @@ def _doctor(options: argparse.Namespace) -> int:
     missing = {name: reason for name in NEEDS if (reason := why_missing(name))}
     found = environment(name for name in NEEDS if name not in missing)
     out = report.console()
-    table = Table(title="Environment", title_justify="left", show_header=False, pad_edge=False)
+    table = report.new_table(out, "Environment", show_header=False)
     table.add_row("python", found["python"])
     table.add_row("platform", found["platform"])
     table.add_row("cpus", str(found["cpus"]))
     for package, version in found["packages"].items():
         table.add_row(package, version)
     out.print(table)
-    backends = Table(title="Backends", title_justify="left", pad_edge=False)
+    backends = report.new_table(out, "Backends")
     for column in ("backend", "runs here", "device", "numerics while a case runs"):
         backends.add_column(column, overflow="fold")
     for name in NEEDS:

@@ -38,15 +38,17 @@ class Arithmetic:
         """x, rounded as it is kept in memory."""
         return x.astype(self.dtype)
 
-    def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """The matrix product of wide arrays, (…, m, k) and (…, k, n), summed one product after the other.
+    def matmul(self, a: np.ndarray, b: np.ndarray, start: np.ndarray | float = 0.0) -> np.ndarray:
+        """The product of wide matrices, (…, m, k) and (…, k, n), added to `start` one term after the other.
 
         An implementation may sum in any order. This is the plainest, and of the common ones the one with the largest
-        error: a cleverer order here would ask every implementation to be as clever. float64 may take any.
+        error (matrix libraries begin with the bias, too): a cleverer order here would ask every implementation to be as
+        clever. float64 may take any.
         """
         if self.wide == np.float64:
-            return a @ b
+            return a @ b + start
         total = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), self.wide)
+        total += start
         for k in range(a.shape[-1]):
             total += a[..., :, k, None] * b[..., None, k, :]
         return total
@@ -161,7 +163,7 @@ class _Layer:
             for stage in (self.scores, self.attn_weights, self.context, self.output):
                 own |= stage(own)
             is_real = np.arange(case.chunks[index]) < added[:, None]
-            return {"module.output": np.where(is_real[:, :, None], own["output"], 0.0).astype(x.dtype), **grown}
+            return {"module.output": self.arithmetic.keep(np.where(is_real[:, :, None], own["output"], 0.0)), **grown}
 
         def of_cache(stage: Step) -> Step:
             return lambda values: stage({**values, "k": values["cache.keys"], "v": values["cache.values"]})
@@ -186,11 +188,9 @@ class _Layer:
     # ---- Parts -------------------------------------------------------------------------------------------------------
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        weights = self.problem.weights
-        y = self.arithmetic.matmul(self.arithmetic.widen(x), self.arithmetic.widen(weights[f"{name}.weight"]).T)
-        if f"{name}.bias" in weights:
-            y = y + self.arithmetic.widen(weights[f"{name}.bias"])
-        return self.arithmetic.keep(y)
+        weights, widen = self.problem.weights, self.arithmetic.widen
+        bias = widen(weights[f"{name}.bias"]) if f"{name}.bias" in weights else 0.0
+        return self.arithmetic.keep(self.arithmetic.matmul(widen(x), widen(weights[f"{name}.weight"]).T, bias))
 
     def project(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> dict[str, np.ndarray]:
         projected = {"q": self.linear("q_proj", query), "k": self.linear("k_proj", key)}

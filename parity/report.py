@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -20,12 +21,19 @@ from parity.run import Report
 from parity.spec import stage_kind
 
 DETAILED_FAILURES = 5  # shown whole on the terminal; all are in the JSON
+PIPE_WIDTH = 100
 
 
 def console() -> Console:
-    """Standard output: colour and tables on a terminal, plain text 100 columns wide in a pipe."""
-    piped = Console()
-    return piped if piped.is_terminal else Console(width=100, highlight=False)
+    """Standard output: colour and tables on a terminal, plain lines in a pipe."""
+    terminal = Console(highlight=False)
+    return terminal if terminal.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
+def new_table(out: Console, title: str, **options: Any) -> Table:
+    """A table: with lines and colours on a terminal, columns of plain text elsewhere."""
+    lines = box.ROUNDED if out.is_terminal else None
+    return Table(title=title, title_justify="left", title_style="bold", box=lines, padding=(0, 1), **options)
 
 
 @contextmanager
@@ -63,9 +71,9 @@ def print_report(report: Report, out: Console, *, verbose: bool = False) -> None
         verbose: also print every comparison.
     """
     if verbose:
-        out.print(_comparison_table(report))
-    out.print(_case_table(report))
-    out.print(_stage_table(report))
+        out.print(_comparison_table(report, out))
+    out.print(_case_table(report, out))
+    out.print(_stage_table(report, out))
     differences = report.first_differences()
     for comparison in differences[:DETAILED_FAILURES]:
         out.print()
@@ -122,18 +130,18 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
         raise
 
 
-def _case_table(report: Report) -> Table:
+def _case_table(report: Report, out: Console) -> Table:
     """One row a case and dtype, one column a backend: the worst stage and how much of its budget it uses."""
     groups = report.groups()
     backends = list(dict.fromkeys(backend for _, _, backend in groups))
     dtypes = {dtype for _, dtype, _ in groups}
-    table = Table(title="Worst error / budget of each case (1.00 is the limit)", title_justify="left", pad_edge=False)
+    table = new_table(out, "Worst error / budget of each case (1.00 is the limit)")
     table.add_column("case", no_wrap=True)
     if len(dtypes) > 1:
         table.add_column("dtype", no_wrap=True)
-    table.add_column("stages", justify="right")
+    table.add_column("stages", justify="right", no_wrap=True, min_width=6)
     for backend in backends:
-        table.add_column(backend, no_wrap=True)
+        table.add_column(backend, no_wrap=True, min_width=12)
     for case, dtype in dict.fromkeys((case, dtype) for case, dtype, _ in groups):
         of_backends = [groups.get((case, dtype, backend), []) for backend in backends]
         row = [case, *([dtype] if len(dtypes) > 1 else []), str(max(map(len, of_backends)))]
@@ -151,35 +159,32 @@ def _verdict(comparisons: list[Comparison]) -> Text:
     return Text(f"ok   {_short(worst.ratio)}  {worst.stage}", style="green")
 
 
-def _stage_table(report: Report) -> Table:
-    """One row a stage: over all cases, the worst error / budget, and the largest absolute error, of each backend."""
+def _stage_table(report: Report, out: Console) -> Table:
+    """One row a stage: over all cases, the worst error / budget and largest absolute error of each backend."""
     backends = list(dict.fromkeys(comparison.backend for comparison in report.comparisons))
-    table = Table(title="Stage by stage, over all cases", title_justify="left", pad_edge=False)
+    table = new_table(out, "Stage by stage, over all cases (worst error / budget, largest absolute error)")
     table.add_column("stage", no_wrap=True)
     for backend in backends:
-        table.add_column(f"{backend}: ratio", justify="right")
-        table.add_column("max abs", justify="right")
-        table.add_column("in", no_wrap=True, style="dim", max_width=26)
-    kinds: dict[str, dict[str, list[Comparison]]] = {}
+        table.add_column(backend, justify="right", no_wrap=True, min_width=5)
+        table.add_column("max abs", justify="right", no_wrap=True, min_width=7)
+    table.add_column("worst in", no_wrap=True, style="dim")
+    kinds: dict[str, list[Comparison]] = {}
     for comparison in report.comparisons:
-        of_backend = kinds.setdefault(stage_kind(comparison.stage), {})
-        of_backend.setdefault(comparison.backend, []).append(comparison)
-    for kind, of_backend in kinds.items():
+        kinds.setdefault(stage_kind(comparison.stage), []).append(comparison)
+    for kind, comparisons in kinds.items():
         row: list[str | Text] = [kind]
         for backend in backends:
-            comparisons = of_backend.get(backend, [])
-            if not comparisons:
-                row += ["—", "—", ""]
-                continue
-            worst = max(comparisons, key=_worse_ratio)
-            style = "red" if not all(comparison.passed for comparison in comparisons) else ""
-            row += [Text(_short(_worse_ratio(worst)), style=style), f"{worst.max_abs:.1e}", worst.case]
-        table.add_row(*row)
+            of_backend = [comparison for comparison in comparisons if comparison.backend == backend]
+            style = "" if all(comparison.passed for comparison in of_backend) else "bold red"
+            row.append(Text(_short(max(map(_worse_ratio, of_backend))), style=style) if of_backend else "—")
+            row.append(f"{max(comparison.max_abs for comparison in of_backend):.1e}" if of_backend else "—")
+        worst = max(comparisons, key=_worse_ratio)
+        table.add_row(*row, f"{worst.case} ({worst.backend})" if _worse_ratio(worst) else "")
     return table
 
 
-def _comparison_table(report: Report) -> Table:
-    table = Table(title="Every comparison", title_justify="left", pad_edge=False)
+def _comparison_table(report: Report, out: Console) -> Table:
+    table = new_table(out, "Every comparison")
     for name in ("case", "stage"):
         table.add_column(name, overflow="fold")
     table.add_column("backend")

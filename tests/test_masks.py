@@ -54,7 +54,12 @@ TABLES = {
         [[0, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 1], [1, 1, 0, 0]],
     ),
     "window-2x4": ("create_sliding_window_mask", (2, 4), {"window_size": 2}, [[0, 1, 1, 1], [0, 0, 1, 1]]),
-    "window-past-the-keys": ("create_sliding_window_mask", (4, 2), {"window_size": 2}, [[0, 1], [0, 0], [1, 0], [1, 1]]),
+    "window-past-the-keys": (
+        "create_sliding_window_mask",
+        (4, 2),
+        {"window_size": 2},
+        [[0, 1], [0, 0], [1, 0], [1, 1]],
+    ),
     "window-3-of-3": ("create_sliding_window_mask", (3,), {"window_size": 3}, [[0, 1, 1], [0, 0, 1], [0, 0, 0]]),
     "window-9-of-3": ("create_sliding_window_mask", (3,), {"window_size": 9}, [[0, 1, 1], [0, 0, 1], [0, 0, 0]]),
 }
@@ -62,6 +67,7 @@ LENGTHS = {
     "list": lambda sibling: [2, 0],
     "tuple": lambda sibling: (2, 0),
     "int32": lambda sibling: sibling.array(np.array([2, 0], np.int32)),
+    "uint8": lambda sibling: sibling.array(np.array([2, 0], np.uint8)),
     "numpy-int64": lambda sibling: np.array([2, 0]),
 }
 
@@ -69,7 +75,9 @@ LENGTHS = {
 @pytest.mark.parametrize("name", TABLES)
 def test_mask_is_its_table(sibling, name):
     function, args, keywords, table = TABLES[name]
-    assert sibling.numpy(getattr(sibling.package, function)(*args, **keywords)).tolist() == np.array(table, bool).tolist()
+    assert (
+        sibling.numpy(getattr(sibling.package, function)(*args, **keywords)).tolist() == np.array(table, bool).tolist()
+    )
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -1,7 +1,7 @@
 """Multi-head attention: on paper, by its properties, and through every way in.
 
-A layer is reached by four paths: the function or the module, with attention weights (the plain path) or without them (the
-fused one). What must hold on every path is tested on all four.
+A layer is reached by four paths: the function or the module, with attention weights (the plain path) or without them
+(the fused one). What must hold on every path is tested on all four.
 """
 
 import copy
@@ -43,6 +43,8 @@ SPECS = {
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 every_path = pytest.mark.parametrize("path", PATHS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+only_jax = pytest.mark.parametrize("sibling", ["jax"], indirect=True)
+only_torch = pytest.mark.parametrize("sibling", ["torch"], indirect=True)
 both_forms = pytest.mark.parametrize("form", ["plain", "fused"])
 
 # Query 1 of the first sequence sees no key, and nobody sees key 3.
@@ -99,7 +101,7 @@ def gradients(sibling, function, arrays):
     """Gradients of the sum of what the function of these NumPy arrays, by name, gives."""
     arrays = {name: sibling.array(x) for name, x in arrays.items()}
     if sibling.name == "jax":
-        found = jax.jit(jax.grad(lambda arrays: function(arrays).astype(jnp.float32).sum()))(arrays)
+        found = jax.grad(lambda arrays: function(arrays).astype(jnp.float32).sum())(arrays)
     else:
         leaves = {name: x.requires_grad_() for name, x in arrays.items()}
         function(leaves).float().sum().backward()
@@ -373,12 +375,25 @@ def test_gradients_are_finite_beside_a_row_of_infinite_biases(sibling, path, dty
     assert [name for name, gradient in found.items() if not np.isfinite(gradient.astype(np.float32)).all()] == []
 
 
+@both_forms
+def test_no_keys_at_all_give_zero(sibling, form):
+    query, nothing = np.ones((2, 2, 3, 4), np.float32), np.zeros((2, 2, 0, 4), np.float32)
+    assert not dot_product_attention(sibling, form, query, nothing, nothing).any()
+
+
+@every_path
+def test_empty_batch_gives_an_empty_output(sibling, path):
+    arrays = {name: x if "." in name else x[:0] for name, x in problem(SPEC).items()}
+    assert attended(sibling, path, SPEC, arrays).shape == (0, 3, 8)
+
+
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_torch_empty_row_gives_zero_in_every_mode(need_weights, training, mode):
+@only_torch
+def test_empty_row_gives_zero_in_every_mode(sibling, need_weights, training, mode):
     arrays = problem(BARE)
-    module = mha_torch.MultiHeadAttention(**asdict(BARE)).train(training)
+    module = filled(sibling, "MultiHeadAttention", BARE).train(training)
     query, key = torch.from_numpy(arrays["query"]), torch.from_numpy(arrays["key"])
 
     with mode():
@@ -616,9 +631,7 @@ def test_permuting_keys_values_and_mask_together_changes_rounding_only(sibling, 
     order = [3, 1, 0, 2]
 
     before = dot_product_attention(sibling, "fused", query, key, value, mask=MASK)
-    after = dot_product_attention(
-        sibling, "fused", query, key[:, :, order], value[:, :, order], mask=MASK[..., order]
-    )
+    after = dot_product_attention(sibling, "fused", query, key[:, :, order], value[:, :, order], mask=MASK[..., order])
 
     assert np.abs(before - after).max() <= 8 * EPSILON  # sums of 4 numbers of order 1 in another order
 
@@ -630,8 +643,9 @@ def test_key_heads_are_repeated_not_tiled(sibling):
 
 
 @pytest.mark.parametrize(
-    ("num_kv_heads", "expected"), [(6, [0, 1, 2, 3, 4, 5]), (3, [0, 0, 1, 1, 2, 2]), (2, [0, 0, 0, 1, 1, 1]), (1, [0] * 6)]
-)  # fmt: skip
+    ("num_kv_heads", "expected"),
+    [(6, [0, 1, 2, 3, 4, 5]), (3, [0, 0, 1, 1, 2, 2]), (2, [0, 0, 0, 1, 1, 1]), (1, [0, 0, 0, 0, 0, 0])],
+)
 @both_forms
 def test_query_heads_use_the_value_head_of_their_group(sibling, rng, form, num_kv_heads, expected):
     query, key = (rng.standard_normal((1, heads, 3, 4)).astype(np.float32) for heads in (6, num_kv_heads))
@@ -646,12 +660,12 @@ def test_query_heads_use_the_value_head_of_their_group(sibling, rng, form, num_k
 def test_query_heads_use_the_key_head_of_their_group(sibling, form):
     # Key head 0 looks at token 0, key head 1 at token 1; the value is the number of the token.
     query = np.ones((1, 6, 1, 1), np.float32)
-    key = np.array([[[[50.0], [-50.0]], [[-50.0], [50.0]]]], np.float32)
+    key = np.array([[[[99.0], [-99.0]], [[-99.0], [99.0]]]], np.float32)
     value = np.array([[[[0.0], [1.0]], [[0.0], [1.0]]]], np.float32)
 
     context = dot_product_attention(sibling, form, query, key, value)
 
-    assert context.ravel().tolist() == [0, 0, 0, 1, 1, 1]  # exp(-100) is lost beside 1
+    assert context.ravel().tolist() == [0, 0, 0, 1, 1, 1]  # exp(-198) is 0 in float32
 
 
 @pytest.mark.parametrize("spec", [SPECS["gqa"], SPECS["mqa"]], ids=["gqa", "mqa"])
@@ -669,7 +683,8 @@ def test_grouped_layer_is_the_full_layer_with_repeated_key_heads(sibling, path, 
     grouped = attended(sibling, path, spec, arrays, mask=MASK)
 
     ungrouped = attended(sibling, path, parity.AttentionSpec(spec.d_model, spec.num_heads), full, mask=MASK)
-    assert np.abs(grouped - ungrouped).max() <= spec.d_model * EPSILON  # projections of other widths sum in another order
+    # Projections of another width may sum their d_model products of order 1 in another order.
+    assert np.abs(grouped - ungrouped).max() <= spec.d_model * EPSILON
 
 
 @pytest.mark.parametrize(
@@ -853,9 +868,7 @@ def test_layer_takes_a_given_dropout(sibling):
     keep = np.ones((2, 2, 3, 4), bool)
     keep[0, 1, 2] = False  # all keys of one query, in the second head
 
-    output, _ = attend(
-        sibling, "function-plain", BARE, arrays, dropout=0.5, dropout_keep=sibling.array(keep)
-    )
+    output, _ = attend(sibling, "function-plain", BARE, arrays, dropout=0.5, dropout_keep=sibling.array(keep))
 
     dropped = sibling.numpy(output).reshape(2, 3, 2, 4) == 0.0
     assert np.array_equal(dropped.all(axis=-1).swapaxes(1, 2), ~keep.any(axis=-1))
@@ -991,7 +1004,8 @@ def float64_in_jax():
 
 
 @pytest.mark.parametrize("spec", [SPECS["plain"], SPECS["gqa"], SPECS["cross"]], ids=["plain", "gqa", "cross"])
-def test_jax_gradients_are_finite_differences(float64_in_jax, spec):
+@pytest.mark.usefixtures("float64_in_jax")
+def test_jax_gradients_are_finite_differences(spec):
     arrays = {name: jnp.asarray(x) for name, x in {**problem(spec, np.float64), "bias": np.ones((3, 4))}.items()}
 
     def output(arrays):
@@ -1013,12 +1027,12 @@ def test_torch_gradients_are_finite_differences(spec, need_weights):
         named = dict(zip(arrays, leaves, strict=True))
         weights = {name: x for name, x in named.items() if "." in name}
         heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "need_weights": need_weights}
-        inputs = {"key": named["key"], "bias": named["bias"]}
-        return mha_torch.multi_head_attention(named["query"], weights, **inputs, **heads, mask=torch.from_numpy(MASK))[0]
+        inputs = {"key": named["key"], "bias": named["bias"], "mask": torch.from_numpy(MASK)}
+        return mha_torch.multi_head_attention(named["query"], weights, **inputs, **heads)[0]
 
-    # The steps and tolerances of JAX's test above.
+    # The step and the tolerance of JAX's test above.
     leaves = [x.requires_grad_() for x in arrays.values()]
-    assert torch.autograd.gradcheck(output, leaves, eps=1e-5, atol=1e-8, rtol=1e-6, fast_mode=True)
+    assert torch.autograd.gradcheck(output, leaves, eps=1e-5, atol=1e-8, rtol=1e-8, fast_mode=True)
 
 
 # ---- JAX: functions first --------------------------------------------------------------------------------------------
@@ -1080,18 +1094,20 @@ def test_jax_layer_is_traced_once(jax_layer):
 
 
 @pytest.mark.parametrize("spec", [SPEC, DROPPING], ids=["plain", "dropout"])
-def test_jax_module_jits(spec):
+@only_jax
+def test_jax_module_jits(sibling, spec):
     query = jnp.asarray(problem(SPEC)["query"])
-    eager, jitted = (mha_jax.MultiHeadAttention(**asdict(spec), rngs=nnx.Rngs(0)) for _ in range(2))
+    eager, jitted = (filled(sibling, "MultiHeadAttention", spec) for _ in range(2))
 
     output = nnx.jit(lambda module, query: module(query)[0])(jitted, query)
 
     assert np.abs(output - eager(query)[0]).max() <= 2 * 8 * EPSILON  # as above, and doubled by the dropout
 
 
-def test_jax_jitted_module_drops_other_weights_at_each_call():
+@only_jax
+def test_jax_jitted_module_drops_other_weights_at_each_call(sibling):
     query = jnp.asarray(problem(SPEC)["query"])
-    module = mha_jax.MultiHeadAttention(**asdict(DROPPING), rngs=nnx.Rngs(0))
+    module = filled(sibling, "MultiHeadAttention", DROPPING)
     call = nnx.jit(lambda module, query: module(query)[0])
     assert not np.array_equal(call(module, query), call(module, query))
 
@@ -1103,8 +1119,9 @@ def test_jax_dropout_needs_a_random_key():
 
 
 @pytest.mark.parametrize("spec", [SPEC, DROPPING], ids=["plain", "dropout"])
-def test_jax_module_holds_the_parameters_of_the_function(spec):
-    module = mha_jax.MultiHeadAttention(**asdict(spec), rngs=nnx.Rngs(0))
+@only_jax
+def test_jax_module_holds_the_parameters_of_the_function(sibling, spec):
+    module = sibling.module("MultiHeadAttention", **asdict(spec))
     assert jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(module, nnx.Param))) == {
         "q_proj": {"kernel": (8, 8), "bias": (8,)},
         "k_proj": {"kernel": (8, 8), "bias": (8,)},
@@ -1114,13 +1131,12 @@ def test_jax_module_holds_the_parameters_of_the_function(spec):
 
 
 @pytest.mark.parametrize("as_function_takes_them", [nnx.to_pure_dict, lambda state: state], ids=["dict", "state"])
-def test_jax_function_takes_the_state_of_the_module(as_function_takes_them):
-    module = mha_jax.MultiHeadAttention(8, 2, rngs=nnx.Rngs(0))
+@only_jax
+def test_jax_function_takes_the_state_of_the_module(sibling, as_function_takes_them):
+    module = filled(sibling, "MultiHeadAttention", SPEC)
     query = jnp.asarray(problem(SPEC)["query"])
 
-    output, _ = mha_jax.multi_head_attention(
-        query, as_function_takes_them(nnx.state(module, nnx.Param)), num_heads=2
-    )
+    output, _ = mha_jax.multi_head_attention(query, as_function_takes_them(nnx.state(module, nnx.Param)), num_heads=2)
 
     assert np.abs(output - module(query)[0]).max() <= 8 * EPSILON  # sums of 8 products, maybe in another order
 
@@ -1143,8 +1159,9 @@ def test_jax_function_takes_parameters_of_linen():
 # ---- torch: a module like any other ----------------------------------------------------------------------------------
 
 
-def test_torch_state_dict_has_the_canonical_names():
-    assert sorted(mha_torch.MultiHeadAttention(8, 2).state_dict()) == [
+@only_torch
+def test_torch_state_dict_has_the_canonical_names(sibling):
+    assert sorted(sibling.module("MultiHeadAttention", 8, 2).state_dict()) == [
         "k_proj.bias",
         "k_proj.weight",
         "out_proj.bias",
@@ -1156,16 +1173,18 @@ def test_torch_state_dict_has_the_canonical_names():
     ]
 
 
-def test_torch_state_dict_holds_the_canonical_weights():
-    module = mha_torch.MultiHeadAttention(8, 2)
+@only_torch
+def test_torch_state_dict_holds_the_canonical_weights(sibling):
+    module = filled(sibling, "MultiHeadAttention", SPEC)
     weights = parity.weights_of(module)
     assert [name for name, x in module.state_dict().items() if not np.array_equal(x.numpy(), weights[name])] == []
 
 
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
-def test_torch_hooks_on_a_projection_fire(name, need_weights):
-    module = mha_torch.MultiHeadAttention(8, 2)
+@only_torch
+def test_torch_hooks_on_a_projection_fire(sibling, name, need_weights):
+    module = sibling.module("MultiHeadAttention", 8, 2)
     calls = []
     getattr(module, name).register_forward_hook(lambda *_: calls.append(name))
 
@@ -1174,21 +1193,24 @@ def test_torch_hooks_on_a_projection_fire(name, need_weights):
     assert calls == [name]
 
 
-def test_torch_replaced_projection_takes_part():
-    module = mha_torch.MultiHeadAttention(8, 2)
+@only_torch
+def test_torch_replaced_projection_takes_part(sibling):
+    module = sibling.module("MultiHeadAttention", 8, 2)
     module.out_proj = torch.nn.Linear(8, 3)
     assert module(torch.ones(1, 2, 8))[0].shape == (1, 2, 3)
 
 
-def test_torch_module_can_be_copied():
-    module = mha_torch.MultiHeadAttention(8, 2, rope_theta=100.0)
+@only_torch
+def test_torch_module_can_be_copied(sibling):
+    module = sibling.module("MultiHeadAttention", 8, 2, rope_theta=100.0)
     x = torch.ones(1, 2, 8)
     assert torch.equal(copy.deepcopy(module)(x)[0], module(x)[0])
 
 
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
-def test_torch_module_compiles_to_one_graph(need_weights):
-    module = mha_torch.MultiHeadAttention(**asdict(SPEC))
+@only_torch
+def test_torch_module_compiles_to_one_graph(sibling, need_weights):
+    module = filled(sibling, "MultiHeadAttention", SPEC)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     query, key, mask = *(torch.from_numpy(problem(SPEC)[name]) for name in ("query", "key")), torch.from_numpy(MASK)
 
@@ -1197,8 +1219,9 @@ def test_torch_module_compiles_to_one_graph(need_weights):
     assert torch.equal(output, module(query, key, mask=mask, need_weights=need_weights)[0])
 
 
-def test_torch_self_attention_compiles_to_one_graph():
-    module = mha_torch.MultiHeadSelfAttention(8, 2, rope_theta=100.0)
+@only_torch
+def test_torch_self_attention_compiles_to_one_graph(sibling):
+    module = sibling.module("MultiHeadSelfAttention", 8, 2, rope_theta=100.0)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     x, lengths = torch.from_numpy(problem(SPEC)["query"]), torch.tensor([2, 3])
 
@@ -1209,13 +1232,14 @@ def test_torch_self_attention_compiles_to_one_graph():
 
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 @pytest.mark.parametrize("option", ["mask", "bias"])
-def test_torch_module_runs_under_autocast(option, need_weights):
-    module = mha_torch.MultiHeadAttention(**asdict(SPEC))
+@only_torch
+def test_torch_module_runs_under_autocast(sibling, option, need_weights):
+    module = filled(sibling, "MultiHeadAttention", SPEC)
     query = torch.from_numpy(problem(SPEC)["query"])
     options = {"mask": torch.zeros(3, 3, dtype=torch.bool), "bias": torch.zeros(3, 3)}
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output, _ = module(query, **{option: options[option]}, need_weights=need_weights)
 
-    # bfloat16 rounds inputs, projections and output, each to half an epsilon of numbers of order 1.
-    assert (output - module(query)[0]).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps
+    # bfloat16 rounds input, weights, projections, context and output, each to half an epsilon of numbers of order 1.
+    assert (output - module(query)[0]).abs().max() <= 5 * torch.finfo(torch.bfloat16).eps
