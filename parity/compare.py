@@ -140,6 +140,8 @@ def compare(
     ratios = {norm: _ratio(measured[norm], allowed[norm]) for norm in measured}
     norm = max(ratios, key=ratios.__getitem__)
     worst = np.unravel_index(int(errors.argmax()), errors.shape)
+    with np.errstate(over="ignore"):  # an error beside an expected 0 may be beyond counting
+        ulps = errors / _spacing(expected, "float32" if exact else dtype, stage)
     not_finite = np.count_nonzero(~np.isfinite(actual))
     reason = f"{not_finite} elements are NaN or infinite" if not_finite else ""
     return Comparison(
@@ -150,7 +152,7 @@ def compare(
         ratio=ratios[norm],
         norm=norm,
         max_abs=measured["max"],
-        max_ulp=float((errors / _spacing(expected, "float32" if exact else dtype, stage)).max()),
+        max_ulp=float(ulps.max()),
         pcc=_correlation(actual, expected),
         worst_index=dict(zip(stage_axes(stage), map(int, worst), strict=True)),
         worst_values=(float(actual[worst]), float(expected[worst])),

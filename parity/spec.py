@@ -294,7 +294,7 @@ def _cases() -> dict[str, Case]:
         Case("one-token", mha, "a single token", seq_len=1, batch=1),
         Case("odd-sizes", tiny, "nothing is a multiple of anything", batch=3, seq_len=6, is_causal=True),
         Case("strided", mha, "inputs that are not contiguous in memory", strided=True, is_causal=True),
-        Case("large-logits", mha, "logits beyond 65504, the end of float16", seq_len=6, gain=256.0, is_causal=True),
+        Case("large-logits", mha, "logits beyond 65504, the end of float16", seq_len=6, gain=2.0**18, is_causal=True),
         Case("wide", AttentionSpec(256, 4), "64 features a head, 48 tokens", seq_len=48, is_causal=True),
         Case("decode", mha, "a prompt, then token by token", seq_len=8, chunks=(5, 1, 1, 1), capacity=10),
         Case("chunked-prefill", rope, "a prompt in pieces", seq_len=9, chunks=(4, 3, 2), capacity=9),

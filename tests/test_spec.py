@@ -1,0 +1,126 @@
+"""The specification of a layer, and the list of cases."""
+
+import json
+
+import numpy as np
+import pytest
+
+from parity import CASES, AttentionSpec, pretrained, random_case
+from parity.spec import STAGES, stage_axes, stage_kind
+from parity.weights import load_tensors, weight_shapes
+
+
+def test_spec_fills_in_the_sizes_left_out():
+    spec = AttentionSpec(32, 4)
+    assert (spec.num_kv_heads, spec.head_dim, spec.d_in, spec.d_kv) == (4, 8, 32, 32)
+
+
+def test_spec_takes_the_key_width_from_the_query_width():
+    assert AttentionSpec(32, 4, d_in=24).d_kv == 24
+
+
+def test_spec_never_derives_a_head_dim_that_is_given():
+    assert AttentionSpec(30, 4, head_dim=12).q_width == 48
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"d_model": 10, "num_heads": 4}, ValueError, "d_model must be a multiple of num_heads, got d_model=10"),
+        ({"d_model": 0, "num_heads": 4}, ValueError, "d_model must be at least 1"),
+        ({"d_model": 8.0, "num_heads": 4}, TypeError, "d_model must be an integer"),
+        ({"d_model": 8, "num_heads": True}, TypeError, "num_heads must be an integer"),
+        ({"d_model": 8, "num_heads": 4, "num_kv_heads": 3}, ValueError, "num_heads must be a multiple"),
+        ({"d_model": 8, "num_heads": 4, "head_dim": -1}, ValueError, "head_dim must be at least 1"),
+        ({"d_model": 6, "num_heads": 2, "rope_theta": 1e4}, ValueError, "head_dim must be even for RoPE"),
+        ({"d_model": 8, "num_heads": 2, "rope_theta": 0.0}, ValueError, "rope_theta must be positive"),
+        ({"d_model": 8, "num_heads": 2, "dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1"),
+        ({"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True}, ValueError, "d_kv must equal d_in"),
+    ],
+)
+def test_spec_refuses_what_does_not_fit(keywords, error, message):
+    with pytest.raises(error, match=message):
+        AttentionSpec(**keywords)
+
+
+def test_spec_survives_json():
+    spec = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope_theta=10000.0, out_bias=False)
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+
+
+@pytest.mark.parametrize("text", ["[]", '{"d_model": 8}', '{"d_model": 8, "num_heads": 2, "colour": 1}', "{", "null"])
+def test_spec_refuses_json_that_is_no_spec(text):
+    with pytest.raises(ValueError, match=r"specification|Expecting"):
+        AttentionSpec.from_json(text)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.trained])
+def test_trained_case_has_the_spec_of_its_file(name):
+    case = CASES[name]
+    assert case.trained is not None
+    tensors, metadata = load_tensors(pretrained.path(case.trained))
+    assert case.spec == AttentionSpec(**json.loads(metadata["spec"]))
+    assert tensors["inputs.query"].shape == (case.batch, case.seq_len, case.spec.d_in)
+    lengths = json.loads(metadata["key_padding_lengths"])
+    assert case.key_padding_lengths == (None if lengths is None else tuple(lengths))
+    assert case.is_cached or case.is_causal == (metadata["is_causal"] == "true")
+
+
+def test_every_cached_case_uses_all_its_tokens_and_fits():
+    cached = [case for case in CASES.values() if case.is_cached]
+    assert cached
+    assert all(sum(case.chunks) == case.seq_len for case in cached)
+    assert all(max(case.lengths_before(len(case.chunks))) <= case.capacity for case in cached)
+
+
+def test_random_case_is_the_same_every_time():
+    assert random_case(3) == random_case(3)
+    assert random_case(3) != random_case(4)
+
+
+def test_cases_cover_what_attention_can_do():
+    cases = CASES.values()
+    covered = {
+        "causal": any(case.is_causal for case in cases),
+        "empty row": any(0 in (case.key_padding_lengths or ()) for case in cases),
+        "cross": any(case.spec.d_kv != case.spec.d_in for case in cases),
+        "grouped": any(1 < case.spec.num_kv_heads < case.spec.num_heads for case in cases),
+        "single key/value head": any(case.spec.num_kv_heads == 1 < case.spec.num_heads for case in cases),
+        "groups that differ from heads": any(
+            len({case.spec.num_heads, case.spec.num_kv_heads, case.spec.num_heads // case.spec.num_kv_heads}) == 3
+            for case in cases
+        ),
+        "free head_dim": any(case.spec.q_width != case.spec.d_model for case in cases),
+        "one query": any(case.seq_len == 1 for case in cases),
+        "one key": any(case.seq_len_k == 1 for case in cases),
+        "ragged": any(case.new_lengths for case in cases),
+        "trained": sum(case.trained is not None for case in cases) >= 5,
+    }
+    assert [name for name, is_covered in covered.items() if not is_covered] == []
+
+
+def test_stage_names_know_their_step_and_axes():
+    assert stage_kind("step12.cache.keys") == "cache.keys"
+    assert stage_axes("step12.cache.keys") == STAGES["cache.keys"]
+    assert stage_axes("fused.grad.q_proj.weight") == ("out", "in")
+    assert stage_axes("grad.q_proj.bias") == ("out",)
+    assert stage_axes("fused.grad.query") == ("B", "T", "d_in")
+
+
+def test_weight_shapes_are_in_torch_order():
+    spec = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7, d_kv=9)
+    assert weight_shapes(spec) == {
+        "q_proj.weight": (24, 7),
+        "q_proj.bias": (24,),
+        "k_proj.weight": (8, 9),
+        "k_proj.bias": (8,),
+        "v_proj.weight": (8, 9),
+        "v_proj.bias": (8,),
+        "out_proj.weight": (10, 24),
+        "out_proj.bias": (10,),
+    }
+
+
+def test_cache_nbytes_is_20_gib_for_64_heads_and_80_layers():
+    spec = AttentionSpec(64 * 128, 64)
+    assert spec.cache_nbytes(1, 8192, np.dtype(np.float16), num_layers=80) == 20 * 2**30

@@ -1,0 +1,256 @@
+"""Canonical weights: what is refused, and files that are whole or not there."""
+
+import contextlib
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import parity
+from parity import AttentionSpec, check_weights, load_tensors, load_weights, random_weights, save_tensors, save_weights
+from parity.weights import pack_qkv, unpack_qkv
+
+SPEC = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7)
+DTYPES = [np.float32, np.float16, np.float64, ml_dtypes.bfloat16]
+
+
+@pytest.fixture
+def weights():
+    return random_weights(SPEC, seed=1)
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def test_weights_of_the_spec_are_accepted(weights):
+    check_weights(weights, SPEC)
+
+
+def test_a_missing_and_an_unexpected_name_are_both_told(weights):
+    weights["o_proj.bias"] = weights.pop("out_proj.bias")
+    with pytest.raises(ValueError, match=r"missing \['out_proj.bias'\], unexpected \['o_proj.bias'\]"):
+        check_weights(weights, SPEC)
+
+
+def test_a_transposed_weight_is_refused_and_said_to_look_so(weights):
+    weights["q_proj.weight"] = weights["q_proj.weight"].T
+    with pytest.raises(ValueError, match=r"q_proj.weight must have shape \(24, 7\), got .*\(7, 24\); it looks transp"):
+        check_weights(weights, SPEC)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_value_that_is_not_finite_is_refused(weights, value):
+    weights["k_proj.weight"][1, 2] = value
+    with pytest.raises(ValueError, match=r"k_proj.weight must be finite, got 1 NaN or infinities"):
+        check_weights(weights, SPEC)
+
+
+@pytest.mark.parametrize("wrong", [np.zeros((8, 7), np.int32), [[0.0]], None])
+def test_an_entry_that_is_no_floating_point_array_is_refused(weights, wrong):
+    weights["k_proj.weight"] = wrong
+    with pytest.raises(TypeError, match=r"k_proj.weight must be a floating-point NumPy array"):
+        check_weights(weights, SPEC)
+
+
+def test_mixed_dtypes_are_refused(weights):
+    weights["k_proj.weight"] = weights["k_proj.weight"].astype(np.float16)
+    with pytest.raises(TypeError, match=r"one dtype, got \['float16', 'float32'\]"):
+        check_weights(weights, SPEC)
+
+
+# ---- In and out of modules -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("fused_qkv", [False, True])
+@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
+def test_weights_survive_a_module_bit_for_bit(sibling, kind, fused_qkv, dtype):
+    spec = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7, fused_qkv=fused_qkv)
+    weights = {name: weight.astype(dtype) for name, weight in random_weights(spec, seed=2).items()}
+    module = parity.load_into(new_module(sibling, kind, spec, dtype), weights)
+    back = parity.weights_of(module)
+    assert list(back) == list(weights)
+    assert all(same_bits(back[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected", "transposed", "nan", "dtype"])
+def test_a_refused_load_leaves_the_module_as_it_was(sibling, weights, change):
+    module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
+    before = parity.weights_of(module)
+    if change == "missing":
+        del weights["out_proj.bias"]
+    elif change == "unexpected":
+        weights["in_proj.bias"] = weights["out_proj.bias"]
+    elif change == "transposed":
+        weights["out_proj.weight"] = weights["out_proj.weight"].T
+    elif change == "nan":
+        weights["out_proj.bias"][0] = np.nan
+    else:
+        weights = {name: weight.astype(np.float16) for name, weight in weights.items()}
+    with pytest.raises((ValueError, TypeError)):
+        parity.load_into(module, weights)
+    after = parity.weights_of(module)
+    assert all(same_bits(before[name], after[name]) for name in before)
+
+
+def test_weights_of_are_a_copy(sibling, weights):
+    module = parity.load_into(new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights)
+    parity.weights_of(module)["q_proj.weight"][:] = 0.0
+    assert same_bits(parity.weights_of(module)["q_proj.weight"], weights["q_proj.weight"])
+
+
+def test_a_subclass_of_a_users_own_is_known(sibling, weights):
+    base = getattr(sibling.package, "MultiHeadAttention")  # noqa: B009  (a name that pyright cannot follow)
+    module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
+    module.__class__ = type("Mine", (base,), {"__module__": "elsewhere"})
+    parity.load_into(module, weights)
+    assert same_bits(parity.weights_of(module)["q_proj.weight"], weights["q_proj.weight"])
+
+
+def test_a_module_of_somebody_else_is_refused():
+    with pytest.raises(TypeError, match="module must be one of mha_jax, mha_torch or mha_tt, got dict"):
+        parity.load_into({}, {})
+
+
+@pytest.mark.parametrize("spec", [SPEC, AttentionSpec(8, 2, qkv_bias=False, out_proj=False), AttentionSpec(9, 3)])
+def test_packing_and_unpacking_gives_the_weights_back(spec):
+    weights = random_weights(spec, seed=3)
+    back = unpack_qkv(pack_qkv(weights), spec)
+    assert list(back) == list(weights)
+    assert all(same_bits(back[name], weights[name]) for name in weights)
+
+
+# ---- Files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_survive_a_file_bit_for_bit(tmp_path, weights, dtype):
+    weights = {name: weight.astype(dtype) for name, weight in weights.items()}
+    save_weights(tmp_path / "w.safetensors", weights, SPEC)
+    back, spec = load_weights(tmp_path / "w.safetensors")
+    assert spec == SPEC
+    assert back.keys() == weights.keys()
+    assert all(same_bits(back[name], weights[name]) for name in weights)
+
+
+# The folder is made once for all examples, and each overwrites its file.
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    array=hnp.arrays(
+        st.sampled_from([np.float32, np.float16, np.float64, np.int32, np.bool_]),
+        hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4),
+    ),
+    order=st.sampled_from(["C", "transposed", "reversed"]),
+)
+def test_any_array_survives_a_file_whatever_its_memory_order(tmp_path, array, order):
+    array = {"C": array, "transposed": array.T, "reversed": array[..., ::-1] if array.ndim else array}[order]
+    save_tensors(tmp_path / "a.safetensors", {"a": array}, {})
+    back, _ = load_tensors(tmp_path / "a.safetensors")
+    assert same_bits(back["a"], np.ascontiguousarray(array).reshape(array.shape))
+
+
+def test_a_file_depends_on_nothing_but_its_content(tmp_path, weights):
+    metadata = {name: name for name in "zyxwvutsrq"}
+    save_tensors(tmp_path / "a", weights, metadata)
+    save_tensors(tmp_path / "b", weights, dict(reversed(metadata.items())))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_metadata_survives_a_file(tmp_path):
+    save_tensors(tmp_path / "a", {"a": np.zeros(1)}, {"what": "ein Maß, 测量"})
+    assert load_tensors(tmp_path / "a")[1] == {"what": "ein Maß, 测量"}
+
+
+@pytest.mark.parametrize("culprit", ["os.replace", "os.fsync", "parity.weights.load_tensors"])
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, weights, culprit):
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(b"the old content")
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(culprit, fail)
+    with pytest.raises(OSError, match="No space left"):
+        save_weights(path, weights, SPEC)
+    assert os.listdir(tmp_path) == ["w.safetensors"]
+    assert path.read_bytes() == b"the old content"
+
+
+def test_a_write_that_does_not_read_back_is_an_error(tmp_path, monkeypatch, weights):
+    def misread(_):
+        return {name: weight * 2 for name, weight in weights.items()}, {}
+
+    monkeypatch.setattr("parity.weights.load_tensors", misread)
+    with pytest.raises(OSError, match="must read back as it was written"):
+        save_weights(tmp_path / "w.safetensors", weights, SPEC)
+    assert os.listdir(tmp_path) == []
+
+
+def test_weights_that_do_not_fit_are_not_written(tmp_path, weights):
+    del weights["out_proj.bias"]
+    with pytest.raises(ValueError, match="missing"):
+        save_weights(tmp_path / "w.safetensors", weights, SPEC)
+    assert os.listdir(tmp_path) == []
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
+@given(part=st.floats(0.0, 1.0, exclude_max=True))
+def test_a_file_cut_off_anywhere_is_refused(tmp_path, part):
+    save_weights(tmp_path / "w", random_weights(SPEC), SPEC)
+    whole = (tmp_path / "w").read_bytes()
+    (tmp_path / "w").write_bytes(whole[: int(part * len(whole))])
+    with pytest.raises(ValueError, match="must be a whole safetensors file"):
+        load_weights(tmp_path / "w")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
+@given(position=st.integers(0, 10_000), byte=st.integers(0, 255))
+def test_a_damaged_header_never_raises_anything_but_a_refusal(tmp_path, position, byte):
+    path = tmp_path / "w"
+    save_weights(path, random_weights(SPEC), SPEC)
+    data = bytearray(path.read_bytes())
+    data[position % (8 + int.from_bytes(data[:8], "little"))] = byte
+    path.write_bytes(data)
+    with contextlib.suppress(ValueError, TypeError):
+        check_weights(*load_weights(path))  # what is not refused must be whole
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\xff" * 64, b"PK\x03\x04" + bytes(100), bytes(4096)])
+def test_a_file_of_another_kind_is_refused(tmp_path, data):
+    (tmp_path / "w").write_bytes(data)
+    with pytest.raises(ValueError, match="must be a whole safetensors file"):
+        load_weights(tmp_path / "w")
+
+
+def test_a_safetensors_file_without_a_spec_is_refused(tmp_path, weights):
+    save_tensors(tmp_path / "w", weights, {"format": "1"})
+    with pytest.raises(ValueError, match="must hold a spec"):
+        load_weights(tmp_path / "w")
+
+
+def test_a_file_of_a_later_format_is_refused(tmp_path, weights):
+    save_tensors(tmp_path / "w", weights, {"format": "2", "spec": SPEC.to_json()})
+    with pytest.raises(ValueError, match="format 1"):
+        load_weights(tmp_path / "w")
+
+
+def test_a_file_that_is_not_there_is_an_os_error(tmp_path):
+    with pytest.raises(OSError, match="nowhere"):
+        load_weights(tmp_path / "nowhere")
+
+
+def test_random_weights_have_biases_that_are_not_zero(weights):
+    assert all(np.count_nonzero(weight) == weight.size for weight in weights.values())
+
+
+def new_module(sibling, kind, spec, dtype):
+    keyword = "dtype" if sibling.name == "torch" else "param_dtype"
+    return sibling.module(kind, **spec.keywords, **{keyword: sibling.array(np.zeros(1, dtype)).dtype})
