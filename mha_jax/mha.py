@@ -322,10 +322,16 @@ def project_with(weights: Mapping[str, Mapping[str, Array]]) -> Project:
     def project(name: str, x: Array) -> Array:
         leaves = weights[name]
         check_projected(name, x, leaves["kernel"])
-        projected = jnp.einsum("bti,io->bto", x, leaves["kernel"])
-        return projected + leaves["bias"][None, None] if "bias" in leaves else projected
+        return _linear(x, leaves["kernel"], leaves.get("bias"))
 
     return project
+
+
+def _linear(x: Array, kernel: Array, bias: Array | None) -> Array:
+    # The sum stays in float32 until the bias is added: its gradient is then summed in float32 too.
+    projected = jnp.einsum("bti,io->bto", x, kernel, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+    projected = projected if bias is None else projected + _in_float32(bias)[None, None]
+    return projected.astype(x.dtype)
 
 
 def _attention_layer(
@@ -382,6 +388,26 @@ def _attention_layer(
 
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------
+
+
+class Projection(nnx.Linear):
+    """x @ kernel + bias, summed in at least float32. Xavier-uniform weights, each part on its own, and a bias of 0."""
+
+    def __init__(self, d_in: int, widths: list[int], *, use_bias: bool, param_dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        xavier = nnx.initializers.xavier_uniform()
+
+        def kernel_init(rng: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+            part_rngs = jax.random.split(rng, len(widths))
+            parts = [xavier(part, (shape[0], width), dtype) for part, width in zip(part_rngs, widths, strict=True)]
+            return jnp.concatenate(parts, axis=1)
+
+        super().__init__(
+            d_in, sum(widths), use_bias=use_bias, kernel_init=kernel_init, param_dtype=param_dtype, rngs=rngs
+        )
+
+    def __call__(self, inputs: Float[Array, "B T d_in"], out_sharding: Any = None) -> Float[Array, "B T d_out"]:
+        del out_sharding  # of nnx.Linear; the placement follows from the inputs
+        return _linear(inputs, self.kernel[...], None if self.bias is None else self.bias[...])
 
 
 class AttentionLayer(nnx.Module):
@@ -453,14 +479,14 @@ class AttentionLayer(nnx.Module):
         self.dropout = dropout
         self.output_dropout = output_dropout
         q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        factory = {"param_dtype": param_dtype, "rngs": rngs}
         if fused_qkv:
-            widths = [q_width, kv_width, kv_width]
-            self.qkv_proj = _linear(self.d_in, widths, qkv_bias, param_dtype, rngs)
+            self.qkv_proj = Projection(self.d_in, [q_width, kv_width, kv_width], use_bias=qkv_bias, **factory)
         else:
-            self.q_proj = _linear(self.d_in, [q_width], qkv_bias, param_dtype, rngs)
-            self.k_proj = _linear(self.d_kv, [kv_width], qkv_bias, param_dtype, rngs)
-            self.v_proj = _linear(self.d_kv, [kv_width], qkv_bias, param_dtype, rngs)
-        self.out_proj = _linear(q_width, [d_model], out_bias, param_dtype, rngs) if out_proj else None
+            self.q_proj = Projection(self.d_in, [q_width], use_bias=qkv_bias, **factory)
+            self.k_proj = Projection(self.d_kv, [kv_width], use_bias=qkv_bias, **factory)
+            self.v_proj = Projection(self.d_kv, [kv_width], use_bias=qkv_bias, **factory)
+        self.out_proj = Projection(q_width, [d_model], use_bias=out_bias, **factory) if out_proj else None
         self.deterministic = False  # as `train()` and `eval()` of nnx set it
         self.dropout_rngs = rngs["dropout"].fork() if dropout or output_dropout else None
 
@@ -485,7 +511,7 @@ class AttentionLayer(nnx.Module):
 
     def project(self, name: str, x: Float[Array, "B T d_in"]) -> Float[Array, "B T d_out"]:
         """Apply the projection of that name, as a module, so that replaced layers take part."""
-        linear: nnx.Linear = getattr(self, name)
+        linear: Projection = getattr(self, name)
         check_projected(name, x, linear.kernel[...])
         return linear(x)
 
@@ -528,18 +554,6 @@ class AttentionLayer(nnx.Module):
         """The output with some of it dropped, in training and at a rate above 0."""
         rng = self.dropout_rng(self.output_dropout)
         return output if rng is None else apply_dropout(output, self.output_dropout, rng=rng)
-
-
-def _linear(d_in: int, widths: list[int], use_bias: bool, param_dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:
-    """A projection with Xavier-uniform weights, those of q, k and v each on their own, and a bias of 0."""
-    xavier = nnx.initializers.xavier_uniform()
-
-    def kernel_init(rng: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-        rngs = jax.random.split(rng, len(widths))
-        parts = [xavier(part_rng, (shape[0], width), dtype) for part_rng, width in zip(rngs, widths, strict=True)]
-        return jnp.concatenate(parts, axis=1)
-
-    return nnx.Linear(d_in, sum(widths), use_bias=use_bias, kernel_init=kernel_init, param_dtype=param_dtype, rngs=rngs)
 
 
 class MultiHeadAttention(AttentionLayer):

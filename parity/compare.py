@@ -115,6 +115,7 @@ def compare(
     backend: str,
     dtype: str,
     stage: str,
+    terms: np.ndarray | None = None,
 ) -> Comparison:
     """Judge one stage.
 
@@ -123,6 +124,7 @@ def compare(
         expected: the float64 reference.
         same_precision: the reference in the dtype that `SAME_PRECISION` names.
         case, backend, dtype, stage: what is compared; the dtype is that of the inputs.
+        terms: size of the terms that the stage is a sum of, where they may cancel; the expected value when absent.
     """
     about: dict[str, Any] = {"case": case, "backend": backend, "dtype": dtype, "stage": stage}
     if actual.shape != expected.shape:  # NumPy would broadcast, and compare nonsense
@@ -135,7 +137,7 @@ def compare(
     actual, expected = actual.astype(np.float64), expected.astype(np.float64)
     errors = np.abs(actual - expected)
     errors = np.where(np.isnan(errors), np.inf, errors)
-    allowed = {"rms": 0.0, "max": 0.0} if exact else budget(expected, same_precision, dtype)
+    allowed = {"rms": 0.0, "max": 0.0} if exact else budget(expected, same_precision, dtype, terms)
     measured = {"rms": float(np.sqrt(np.mean(errors**2))), "max": float(errors.max())}
     ratios = {norm: _ratio(measured[norm], allowed[norm]) for norm in measured}
     norm = max(ratios, key=ratios.__getitem__)
@@ -163,14 +165,17 @@ def compare(
     )
 
 
-def budget(expected: np.ndarray, same_precision: np.ndarray, dtype: str) -> dict[str, float]:
+def budget(
+    expected: np.ndarray, same_precision: np.ndarray, dtype: str, terms: np.ndarray | None = None
+) -> dict[str, float]:
     """How far a stage may be from float64, by norm: `FACTOR` times the same-precision reference's error, and a floor.
 
     The floor is one unit of rounding of the stage's scale, for a reference that happens to be exact.
     """
     shrink = unit_of_rounding(dtype) / unit_of_rounding(SAME_PRECISION[dtype])
     errors = np.abs(same_precision.astype(np.float64) - expected)
-    scale = {"rms": float(np.sqrt(np.mean(expected**2))), "max": float(np.abs(expected).max())}
+    terms = expected if terms is None else terms
+    scale = {"rms": float(np.sqrt(np.mean(terms**2))), "max": float(np.abs(terms).max())}
     noise = {"rms": float(np.sqrt(np.mean(errors**2))), "max": float(errors.max())}
     return {norm: FACTOR * shrink * noise[norm] + floor(dtype) * scale[norm] for norm in noise}
 
@@ -231,9 +236,11 @@ def _spacing(expected: np.ndarray, dtype: str, stage: str) -> np.ndarray:
 
 
 def _correlation(actual: np.ndarray, expected: np.ndarray) -> float | None:
+    if not np.isfinite(actual).all():
+        return None
     x, y = actual - actual.mean(), expected - expected.mean()
     norms = float(np.linalg.norm(x) * np.linalg.norm(y))
-    return float((x * y).sum() / norms) if norms > 0.0 and math.isfinite(norms) else None
+    return float((x * y).sum() / norms) if norms > 0.0 else None
 
 
 def _finite(value: Any) -> Any:

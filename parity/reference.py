@@ -66,9 +66,26 @@ def steps(problem: Problem, dtype: str) -> list[Step]:
     return [in_step(index, step) for index in range(len(problem.case.chunks)) for step in layer.cached_steps(index)]
 
 
-def gradients(problem: Problem, dtype: str) -> dict[str, np.ndarray]:
-    """Gradients of sum(output * cotangent) by the chain rule: `grad.query`, `grad.q_proj.weight`, …"""
-    return _Layer(problem, Arithmetic(dtype_named(dtype))).backward()
+def gradients(problem: Problem, dtype: str, *, fused: bool = False) -> dict[str, np.ndarray]:
+    """Gradients of sum(output * cotangent) by the chain rule: `grad.query`, `grad.q_proj.weight`, …
+
+    Args:
+        problem: what to differentiate.
+        dtype: what to compute in.
+        fused: recompute the scores, summed in another order, and from them the attention weights as exp(score - log sum
+            exp), as fused kernels do because they never store them. In float64 that is the same. In float32 the two
+            roundings of a score no longer cancel: where logits reach 70 000 a weight of 1 becomes 1 +- 0.02.
+    """
+    return _Layer(problem, Arithmetic(dtype_named(dtype))).backward(fused=fused)
+
+
+def gradient_magnitudes(problem: Problem) -> dict[str, np.ndarray]:
+    """The gradients with every term of every sum and difference taken as positive.
+
+    Rounding is relative to these, not to the gradients: the gradient of a key's bias, for one, is 0 whatever the input,
+    because its terms cancel, and what an implementation gives in its place is the rounding of those terms.
+    """
+    return _Layer(problem, Arithmetic(np.dtype(np.float64))).backward(fused=False, magnitude=True)
 
 
 @dataclass(frozen=True)
@@ -225,9 +242,12 @@ class _Layer:
 
     # ---- Backward ----------------------------------------------------------------------------------------------------
 
-    def backward(self) -> dict[str, np.ndarray]:
+    def backward(self, *, fused: bool, magnitude: bool = False) -> dict[str, np.ndarray]:
         spec, inputs, a = self.problem.spec, self.problem.inputs, self.arithmetic
         values = self.forward()
+        if magnitude:
+            values = {name: np.abs(value) for name, value in values.items()}
+            inputs = {name: np.abs(value) for name, value in inputs.items()}
         query = inputs["query"]
         key = inputs.get("key", query)
         batch, seq_len, _ = query.shape
@@ -236,15 +256,20 @@ class _Layer:
         d_output = inputs["cotangent"]
         if spec.out_proj:
             combined = values["context"].swapaxes(1, 2).reshape(batch, seq_len, -1)
-            d_output = self.linear_backward("out_proj", combined, d_output, grads)
+            d_output = self.linear_backward("out_proj", combined, d_output, grads, magnitude)
         d_context = a.widen(d_output).reshape(batch, seq_len, spec.num_heads, -1).swapaxes(1, 2)
 
         q, k, v = (a.widen(values[name]) for name in "qkv")
-        attn_weights = a.widen(values["attn_weights"])
-        d_attn_weights = a.widen(a.matmul(d_context, self.per_query_head(v).swapaxes(2, 3)))
+        d_attn_weights = a.matmul(d_context, self.per_query_head(v).swapaxes(2, 3))
+        if fused:
+            attn_weights = self.recomputed_attn_weights(values)
+            weighed = (d_context * a.widen(values["context"])).sum(axis=-1, keepdims=True)
+        else:
+            attn_weights, d_attn_weights = a.widen(values["attn_weights"]), a.widen(d_attn_weights)
+            weighed = (attn_weights * d_attn_weights).sum(axis=-1, keepdims=True)
         d_v = self.per_kv_head(a.matmul(attn_weights.swapaxes(2, 3), d_context))
-        # The softmax's derivative, in which a masked weight of 0 gives 0.
-        d_scores = attn_weights * (d_attn_weights - (attn_weights * d_attn_weights).sum(axis=-1, keepdims=True))
+        difference = d_attn_weights + weighed if magnitude else d_attn_weights - weighed
+        d_scores = attn_weights * difference  # a masked weight is 0, and so is what it passes on
         if "bias" in inputs:
             grads["grad.bias"] = a.keep(d_scores)
         scale = a.wide.type(np.sqrt(spec.head_dim))
@@ -255,10 +280,10 @@ class _Layer:
         positions = np.arange(seq_len)[None]
         for name, x, side, d_heads in (("q", query, "query", d_q), ("k", key, "key", d_k), ("v", key, "key", d_v)):
             d_heads = a.keep(d_heads)
-            if spec.rope_theta is not None and name != "v":
+            if spec.rope_theta is not None and name != "v" and not magnitude:
                 d_heads = self.rotate(d_heads, positions, direction=-1)
             d_projected = d_heads.swapaxes(1, 2).reshape(batch, x.shape[1], -1)
-            d_inputs[side] += a.widen(self.linear_backward(f"{name}_proj", x, d_projected, grads))
+            d_inputs[side] += a.widen(self.linear_backward(f"{name}_proj", x, d_projected, grads, magnitude))
         if "key" in inputs:
             grads["grad.key"] = a.keep(d_inputs["key"])
         else:
@@ -266,13 +291,26 @@ class _Layer:
         grads["grad.query"] = a.keep(d_inputs["query"])
         return grads
 
-    def linear_backward(self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray]) -> np.ndarray:
+    def recomputed_attn_weights(self, values: Values) -> np.ndarray:
+        """exp(score - log sum exp), the score summed again from its last feature to its first."""
+        shown = np.where(values["mask"], -np.inf, values["scores"])
+        highest = shown.max(axis=-1, keepdims=True, initial=-np.inf)
+        highest = np.where(np.isfinite(highest), highest, 0.0).astype(shown.dtype)
+        total = np.exp(shown - highest).sum(axis=-1, keepdims=True)
+        log_sum_exp = highest + np.log(np.where(total == 0.0, 1.0, total)).astype(shown.dtype)
+        again = self.scores({name: values[name][..., ::-1] for name in "qk"})["scores"]
+        return np.exp(np.where(values["mask"], -np.inf, again) - log_sum_exp)
+
+    def linear_backward(
+        self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray], magnitude: bool
+    ) -> np.ndarray:
         a = self.arithmetic
         flat_x, flat_d_y = (a.widen(array).reshape(-1, array.shape[-1]) for array in (x, d_y))
         grads[f"grad.{name}.weight"] = a.keep(a.matmul(flat_d_y.T, flat_x))
         if f"{name}.bias" in self.problem.weights:
             grads[f"grad.{name}.bias"] = a.keep(flat_d_y.sum(axis=0))
-        return a.keep(a.matmul(a.widen(d_y), a.widen(self.problem.weights[f"{name}.weight"])))
+        weight = a.widen(self.problem.weights[f"{name}.weight"])
+        return a.keep(a.matmul(a.widen(d_y), np.abs(weight) if magnitude else weight))
 
 
 def in_step(index: int, step: Step) -> Step:

@@ -67,6 +67,14 @@ class Reference:
         return self._same_local if local else self._same
 
     @cached_property
+    def magnitudes(self) -> dict[str, np.ndarray]:
+        """Of each gradient, the size of the terms it is a sum of."""
+        if not self.with_gradients:
+            return {}
+        magnitudes = reference.gradient_magnitudes(self.problem)
+        return magnitudes | {f"fused.{name}": magnitude for name, magnitude in magnitudes.items()}
+
+    @cached_property
     def _local(self) -> dict[str, np.ndarray]:
         return self._stages("float64", self.given)
 
@@ -82,8 +90,9 @@ class Reference:
         with np.errstate(over="ignore", invalid="ignore"):  # float16 may overflow; that is then part of the verdict
             values = run_steps(reference.steps(self.problem, dtype), given)
             if self.with_gradients and given is None:
-                gradients = reference.gradients(self.problem, dtype)
-                values |= gradients | {f"fused.{name}": gradient for name, gradient in gradients.items()}
+                values |= reference.gradients(self.problem, dtype)
+                fused = reference.gradients(self.problem, dtype, fused=True)
+                values |= {f"fused.{name}": gradient for name, gradient in fused.items()}
         return values
 
 
@@ -128,7 +137,7 @@ def judge(trace: Trace, reference: Reference) -> list[Comparison]:
         expected, same = reference.expected(local=local)[stage], reference.same_precision(local=local)[stage]
         if stage not in values:
             return failure(expected, "the trace lacks this stage", **about, stage=stage)
-        return compare(values[stage], expected, same, **about, stage=stage)
+        return compare(values[stage], expected, same, **about, stage=stage, terms=reference.magnitudes.get(stage))
 
     comparisons = []
     for stage in reference.accumulated:

@@ -1,0 +1,353 @@
+"""The comparison: what it passes, and, the control, that what is broken on purpose is reported, at the right stage."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import parity.backends
+from parity import CASES, first_difference, make_problem
+from parity.compare import FACTOR, budget, compare
+from parity.run import Reference, judge, record
+
+ABOUT = {"case": "c", "backend": "b", "dtype": "float32", "stage": "context"}
+
+
+@pytest.fixture
+def expected(rng):
+    return rng.standard_normal((2, 3, 4, 5))
+
+
+def noisy(expected, rng, relative=2**-24):
+    return expected * (1.0 + relative * rng.standard_normal(expected.shape))
+
+
+# ---- One stage -------------------------------------------------------------------------------------------------------
+
+
+def test_rounding_alone_passes(expected, rng):
+    same = noisy(expected, rng)
+    assert compare(noisy(expected, rng).astype(np.float32), expected, same, **ABOUT).passed
+
+
+def test_an_error_of_a_millionth_everywhere_is_seen(expected, rng):
+    same = expected.astype(np.float32)
+    comparison = compare((expected * (1 + 1e-6)).astype(np.float32), expected, same, **ABOUT)
+    assert not comparison.passed
+    assert comparison.norm == "rms"
+
+
+def test_one_wrong_element_among_many_is_seen(rng):
+    expected = rng.standard_normal((4, 10, 50, 50))
+    actual = expected.astype(np.float32)
+    actual[1, 2, 3, 4] += 1e-5
+    comparison = compare(actual, expected, expected.astype(np.float32), **ABOUT)
+    assert not comparison.passed
+    assert comparison.norm == "max"
+    assert comparison.worst_index == {"B": 1, "N": 2, "T": 3, "H": 4}
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_one_element_that_is_not_finite_fails(expected, rng, wrong):
+    actual = expected.copy()
+    actual[0, 1, 2, 3] = wrong
+    comparison = compare(actual, expected, noisy(expected, rng), **ABOUT)
+    assert not comparison.passed
+    assert comparison.reason == "1 elements are NaN or infinite"
+    assert comparison.worst_index == {"B": 0, "N": 1, "T": 2, "H": 3}
+
+
+@pytest.mark.parametrize("index", [np.s_[:, :1], np.s_[:1], np.s_[..., :1], np.s_[0], np.s_[:, :, :, None]])
+def test_a_shape_that_would_broadcast_fails(expected, index):
+    comparison = compare(expected[index], expected, expected, **ABOUT)
+    assert not comparison.passed
+    assert "shape" in comparison.reason
+
+
+def test_an_empty_array_fails():
+    empty = np.empty((2, 0, 3, 4))
+    comparison = compare(empty, empty, empty, **ABOUT)
+    assert not comparison.passed
+    assert "no elements" in comparison.reason
+
+
+def test_numbers_in_place_of_a_mask_fail(expected):
+    comparison = compare(expected, expected > 0, expected > 0, **{**ABOUT, "stage": "mask"})
+    assert not comparison.passed
+    assert "dtype" in comparison.reason
+
+
+def test_one_flipped_mask_element_fails(expected):
+    mask = expected > 0
+    flipped = mask.copy()
+    flipped[1, 2, 3, 4] ^= True
+    comparison = compare(flipped, mask, mask, **{**ABOUT, "stage": "mask"})
+    assert not comparison.passed
+    assert (comparison.budget, comparison.mismatched) == (0.0, 1)
+
+
+def test_equal_masks_pass(expected):
+    assert compare(expected > 0, expected > 0, expected > 0, **{**ABOUT, "stage": "mask"}).passed
+
+
+def test_correlation_decides_nothing(expected, rng):
+    comparison = compare(2.0 * expected + 0.5, expected, noisy(expected, rng), **ABOUT)
+    assert comparison.pcc == pytest.approx(1.0)
+    assert not comparison.passed
+
+
+def test_correlation_of_a_constant_is_not_made_up():
+    ones = np.ones((1, 1, 2, 2))
+    assert compare(ones, ones, ones, **ABOUT).pcc is None
+
+
+def test_the_budget_grows_with_the_case_own_noise(expected, rng):
+    little, much = (budget(expected, noisy(expected, rng, relative), "float32") for relative in (1e-7, 1e-4))
+    assert all(much[norm] > 100 * little[norm] for norm in much)
+
+
+def test_the_budget_of_an_exact_reference_is_one_unit_of_rounding(expected):
+    assert budget(expected, expected, "float32")["max"] == pytest.approx(2**-23 * np.abs(expected).max())
+
+
+def test_an_error_beyond_the_factor_fails_and_one_within_passes(expected, rng):
+    noise = 1e-3 * rng.standard_normal(expected.shape)
+    same = expected + noise
+    assert compare(expected + 0.99 * FACTOR * noise, expected, same, **ABOUT).passed
+    assert not compare(expected + 1.01 * FACTOR * noise, expected, same, **ABOUT).passed
+
+
+def test_float64_is_held_to_the_noise_of_float32_scaled_down(expected, rng):
+    about = {**ABOUT, "dtype": "float64"}
+    same = noisy(expected, rng)  # of the float32 reference
+    assert compare(noisy(expected, rng, 2**-53), expected, same, **about).passed
+    assert not compare(noisy(expected, rng, 2**-40), expected, same, **about).passed
+
+
+def test_ulps_are_counted_in_the_stage_own_dtype():
+    expected = np.ones((1, 1, 1, 2))
+    actual = expected + 2**-7
+    assert compare(actual, expected, expected, **{**ABOUT, "dtype": "bfloat16"}).max_ulp == 1.0
+    assert compare(actual, expected, expected, **ABOUT).max_ulp == 2**16
+
+
+def test_the_message_says_what_where_and_how_much(expected, rng):
+    actual = expected.copy()
+    actual[1, 2, 3, 4] = 7.0
+    text = str(compare(actual, expected, noisy(expected, rng), **ABOUT))
+    assert text.splitlines()[0] == "c/context: b differs from the reference (float32)"
+    assert "(B N T H) = (2, 3, 4, 5)" in text
+    assert "1 / 120 (0.8%)" in text
+    assert f"at (b=1, n=2, t=3, h=4): 7, expected {expected[1, 2, 3, 4]:.6g}" in text
+
+
+def test_json_of_a_failure_has_no_infinity(expected):
+    comparison = compare(expected[:1], expected, expected, **ABOUT)
+    assert math.isinf(comparison.ratio)
+    assert json.loads(json.dumps(comparison.to_dict(), allow_nan=False))["ratio"] is None
+
+
+# ---- The control: broken on purpose, and seen at the right stage -----------------------------------------------------
+
+
+# Each takes the function it breaks and the sibling, and gives the broken function.
+
+
+def interleaved_rope(apply_rope, _):
+    """RoPE over the pairs (2 i, 2 i + 1)."""
+
+    def broken(x, positions, theta):
+        order = np.array([*range(0, x.shape[-1], 2), *range(1, x.shape[-1], 2)])
+        return apply_rope(x[..., order], positions, theta)[..., np.argsort(order)]
+
+    return broken
+
+
+def swapped_kv(project_qkv, _):
+    def broken(*inputs, **options):
+        q, k, v = project_qkv(*inputs, **options)
+        return q, v, k
+
+    return broken
+
+
+def transposed_out_proj(project_with, _):
+    def transposed(weights):
+        if "out_proj" in weights:
+            return {**weights, "out_proj": {**weights["out_proj"], "kernel": weights["out_proj"]["kernel"].T}}
+        return {**weights, "out_proj.weight": weights["out_proj.weight"].T}
+
+    return lambda weights: project_with(transposed(weights))
+
+
+def one_nan(attention_context, sibling):
+    def broken(attn_weights, value):
+        context = attention_context(attn_weights, value)
+        addend = np.zeros(context.shape, np.float32)
+        addend[1, 2, 3, 4] = np.nan
+        return context + sibling.array(addend)
+
+    return broken
+
+
+def late_keys(append_to_cache, _):
+    def broken(cache, key, value, **options):
+        return append_to_cache(cache, key[:, :, np.roll(np.arange(key.shape[2]), 1)], value, **options)
+
+    return broken
+
+
+MUTATIONS = {
+    # name: (function, its broken form, case, the stage at which it must be reported)
+    "scores x 1.01": ("attention_scores", lambda f, _: lambda *a: f(*a) * 1.01, "causal", "scores"),
+    "scores x (1 + 1e-6)": ("attention_scores", lambda f, _: lambda *a: f(*a) * (1 + 1e-6), "causal", "scores"),
+    "no scale": ("attention_scores", lambda f, _: lambda q, *a: f(q, *a) * q.shape[-1] ** 0.5, "full", "scores"),
+    "no bias": ("attention_scores", lambda f, _: lambda q, k, bias=None: f(q, k), "bias", "scores"),
+    "causal one late": (
+        "create_causal_mask",
+        lambda f, _: lambda t, s, **options: f(t + 1, s, **options)[1:],
+        "causal",
+        "mask",
+    ),
+    "causal aligned to the end": (
+        "create_causal_mask",
+        lambda f, _: lambda t, s, **options: f(s, s, **options)[s - t :],
+        "causal-cross",
+        "mask",
+    ),
+    "window one wider": (
+        "create_sliding_window_mask",
+        lambda f, _: lambda t, s, window_size: f(t, s, window_size=window_size + 1),
+        "sliding-window",
+        "mask",
+    ),
+    "padding one shorter": (
+        "create_padding_mask",
+        lambda f, _: lambda lengths, s, **options: f([min(n + 1, s) for n in lengths], s, **options),
+        "padding",
+        "mask",
+    ),
+    "mask flipped": ("masked_softmax", lambda f, _: lambda s, m: f(s, ~m), "causal", "attn_weights"),
+    "mask ignored": ("masked_softmax", lambda f, _: lambda s, m: f(s), "causal", "attn_weights"),
+    "softmax over queries": (
+        "masked_softmax",
+        lambda f, _: lambda s, m: f(s.swapaxes(2, 3)).swapaxes(2, 3),
+        "full",
+        "attn_weights",
+    ),
+    "heads tiled, not repeated": (
+        "repeat_kv_heads",
+        lambda f, _: lambda x, n: x[:, np.arange(n) % x.shape[1]],
+        "gqa",
+        "scores",
+    ),
+    "k and v swapped": ("project_qkv", swapped_kv, "full", "k"),
+    "heads not moved back": (
+        "combine_heads",
+        lambda f, _: lambda x: x.reshape(x.shape[0], x.shape[2], -1),
+        "full",
+        "output",
+    ),
+    "out_proj transposed": ("project_with", transposed_out_proj, "full", "output"),
+    "one NaN": ("attention_context", one_nan, "full", "context"),
+    "RoPE one position late": ("apply_rope", lambda f, _: lambda x, p, theta: f(x, p + 1, theta), "rope", "q"),
+    "RoPE of another theta": ("apply_rope", lambda f, _: lambda x, p, theta: f(x, p, 2 * theta), "rope", "q"),
+    "RoPE interleaved": ("apply_rope", interleaved_rope, "rope", "q"),
+    "no RoPE": ("apply_rope", lambda f, _: lambda x, p, theta: x, "rope-gqa", "q"),
+    "k in the cache of v": (
+        "append_to_cache",
+        lambda f, _: lambda cache, k, v, **options: f(cache, k, k, **options),
+        "decode",
+        "step0.cache.values",
+    ),
+    "keys one slot late": ("append_to_cache", late_keys, "chunked-prefill", "step0.cache.keys"),
+    "cache mask one late": (
+        "create_cache_mask",
+        lambda f, _: lambda lengths, t, s: f(lengths, t + 1, s)[:, :, 1:],
+        "decode",
+        "step0.mask",
+    ),
+    "padding cached": (
+        "append_to_cache",
+        lambda f, _: lambda cache, k, v, **options: f(cache, k, v),
+        "ragged",
+        "step0.cache.keys",
+    ),
+}
+
+
+def mutate(monkeypatch, sibling, name, broken):
+    """Replace a function wherever a sibling's modules hold it."""
+    package = sibling.package
+    original = getattr(package, name)
+    replacement = broken(original, sibling)
+    holders = [package, *(getattr(package, part) for part in ("masks", "rope", "mha", "cache_mha"))]
+    for holder in holders:
+        if getattr(holder, name, None) is original:
+            monkeypatch.setattr(holder, name, replacement)
+
+
+def difference_in(case, backend):
+    expected = Reference(make_problem(CASES[case], "float32"))
+    return first_difference(judge(record(backend, expected), expected))
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_what_is_broken_is_reported_at_its_stage(sibling, monkeypatch, mutation):
+    function, broken, case, stage = MUTATIONS[mutation]
+    assert difference_in(case, sibling.name) is None
+    mutate(monkeypatch, sibling, function, broken)
+    difference = difference_in(case, sibling.name)
+    assert difference is not None, "the harness did not see it"
+    assert difference.stage == stage
+
+
+def test_a_wrong_module_over_right_stages_is_reported(sibling, monkeypatch):
+    """The stage functions are right, and what users call is not: only `module.*` and `fused.*` can see that."""
+    original = sibling.package.MultiHeadAttention.attend
+
+    def attend(self, query, key=None, value=None, **options):
+        return original(self, query * 1.001, key, value, **options)
+
+    monkeypatch.setattr(sibling.package.MultiHeadAttention, "attend", attend)
+    difference = difference_in("causal", sibling.name)
+    assert difference is not None
+    assert difference.stage == "module.attn_weights"
+
+
+def test_a_fused_path_without_the_mask_is_reported(sibling, monkeypatch):
+    original = sibling.package.fused.scaled_dot_product_attention
+
+    def forgetful(query, key, value, *, mask=None, **options):
+        return original(query, key, value, **options)
+
+    monkeypatch.setattr(sibling.package.fused, "scaled_dot_product_attention", forgetful)
+    difference = difference_in("causal", sibling.name)
+    assert difference is not None
+    assert difference.stage == "fused.output"
+
+
+def test_a_stage_that_a_trace_lacks_is_a_failure(sibling):
+    expected = Reference(make_problem(CASES["full"], "float32"))
+    trace = record(sibling.name, expected)
+    del trace.accumulated["context"]
+    difference = first_difference(judge(trace, expected))
+    assert difference is not None
+    assert (difference.stage, difference.reason) == ("context", "the trace lacks this stage")
+
+
+def test_the_culprit_is_named_and_not_its_victims(sibling, monkeypatch):
+    """A wrong k spoils everything after it; the stages after it are right by their own inputs and say so."""
+    mutate(monkeypatch, sibling, "project_qkv", swapped_kv)
+    expected = Reference(make_problem(CASES["full"], "float32"))
+    comparisons = {c.stage: c for c in judge(record(sibling.name, expected), expected)}
+    assert comparisons["k"].is_culprit
+    assert not comparisons["scores"].passed
+    assert not comparisons["scores"].is_culprit
+    assert comparisons["scores"].local_ratio <= 1.0
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match=r"backend must be one of \['jax', 'torch', 'tt'\], got backend='numpy'"):
+        parity.backends.load_backend("numpy")
