@@ -1,0 +1,206 @@
+"""The command line: exit status, files, and what a person reads."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import mha_torch
+from parity import AttentionSpec, random_weights, save_weights
+from parity.cli import main
+
+RESULT_KEYS = {"case", "backend", "dtype", "stage", "status", "error", "budget", "ratio", "max_abs", "max_ulp", "pcc"}
+RESULT_KEYS |= {"worst_index", "reason"}
+
+
+def run_in_a_pipe(*arguments):
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
+    command = [sys.executable, "-m", "parity", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def break_the_softmax(monkeypatch):
+    """Hides every token from itself, in the stage function and wherever the module uses it."""
+    original = mha_torch.masked_softmax
+
+    def broken(scores, mask=None):
+        return original(scores, None if mask is None else mask.roll(1, dims=-1))
+
+    monkeypatch.setattr(mha_torch, "masked_softmax", broken)
+    monkeypatch.setattr(mha_torch.mha, "masked_softmax", broken)
+
+
+def test_run_agrees_and_exits_0(capsys):
+    assert main(["run", "--cases", "textbook", "--backends", "jax,torch"]) == 0
+    assert (
+        "jax and torch agree with the float64 reference: 1 cases, 22 stages passed, 0 failed" in capsys.readouterr().out
+    )
+
+
+def test_run_in_a_pipe_gives_plain_lines_of_at_most_100_columns():
+    result = run_in_a_pipe("run", "--cases", "trained-smollm2-causal", "--backends", "torch", "--verbose")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert result.stdout.isprintable() or all(line.isprintable() for line in result.stdout.splitlines())
+    assert "\x1b" not in result.stdout
+    assert "│" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_a_wrong_backend_exits_1_and_names_stage_and_place(monkeypatch, capsys):
+    break_the_softmax(monkeypatch)
+    assert main(["run", "--cases", "causal", "--backends", "torch"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL" in out
+    assert "causal/attn_weights: torch differs from the reference (float32)" in out
+    assert "worst       1.00e+00 at (b=" in out
+    assert "torch do NOT agree" in out
+    assert "mha-parity run --backends torch --cases causal --dtypes float32" in out
+
+
+def test_a_wrong_backend_is_told_in_the_json_too(monkeypatch, tmp_path):
+    break_the_softmax(monkeypatch)
+    assert main(["run", "--cases", "causal", "--backends", "torch", "--json", str(tmp_path / "r.json")]) == 1
+    content = json.loads((tmp_path / "r.json").read_text())
+    failed = [result for result in content["results"] if result["status"] == "failed"]
+    assert content["summary"]["failed"] == len(failed) > 0
+    assert failed[0]["stage"] == "attn_weights"
+    assert failed[0]["worst_index"].keys() == {"B", "N", "T", "S"}
+
+
+def test_json_has_the_form_that_is_promised(tmp_path):
+    path = tmp_path / "r.json"
+    assert main(["run", "--cases", "textbook", "--backends", "torch", "--grad", "--json", str(path)]) == 0
+    content = json.loads(path.read_text())
+    assert content.keys() >= {"format", "environment", "summary", "results"}
+    assert content["format"] == 1
+    assert content["summary"] == {"passed": len(content["results"]), "failed": 0, "skipped": 0}
+    assert all(result.keys() >= RESULT_KEYS for result in content["results"])
+
+
+def test_skipped_backends_are_in_the_json_with_their_reason(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("parity.backends").backends.NEEDS, "tt", ("ttnn_is_not_here",))
+    monkeypatch.setitem(__import__("parity.backends").backends.NEEDS, "jax", ("jax_is_not_here",))
+    assert main(["run", "--cases", "textbook", "--json", str(tmp_path / "r.json")]) == 0
+    results = json.loads((tmp_path / "r.json").read_text())["results"]
+    skipped = [(result["backend"], result["reason"]) for result in results if result["status"] == "skipped"]
+    assert skipped == [
+        ("jax", "jax needs jax_is_not_here, not installed here"),
+        ("tt", "tt needs ttnn_is_not_here, not installed here"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--backends", "numpy"], "backend must be one of"),
+        (["run", "--cases", "no-such-*"], "--cases must match a case"),
+        (["run", "--dtypes", "int8", "--cases", "textbook"], "dtype must be one of"),
+        (["run", "--json", "/no/such/folder/r.json"], "--json must name a file in a folder that is there"),
+        (["run", "--weights", "/no/such/file"], "No such file"),
+        (["run", "--random", "-1"], "--random must be at least 0"),
+        (["compare", "/no/such/folder"], "must be a trace or a folder of traces"),
+        (["cache-size", "--num-kv-heads", "0", "--head-dim", "1", "--seq-len", "1"], "--num-kv-heads must be at least"),
+        (["cache-size", "--num-kv-heads", "1", "--head-dim", "1", "--seq-len", "1", "--dtype", "x"], "--dtype must be"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exits_2(capsys, arguments, message):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("mha-parity: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_backend_that_is_not_there_exits_2_with_the_reason(capsys, monkeypatch):
+    monkeypatch.setitem(__import__("parity.backends").backends.NEEDS, "tt", ("ttnn_is_not_here",))
+    assert main(["run", "--backends", "tt"]) == 2
+    assert capsys.readouterr().err == "mha-parity: tt needs ttnn_is_not_here, not installed here\n"
+
+
+@pytest.mark.parametrize("spec", [AttentionSpec(12, 3, rope_theta=1e4, head_dim=8), AttentionSpec(12, 3, d_kv=7)])
+def test_run_takes_a_file_of_weights(tmp_path, capsys, spec):
+    save_weights(tmp_path / "mine.safetensors", random_weights(spec, seed=4), spec)
+    assert main(["run", "--weights", str(tmp_path / "mine.safetensors"), "--backends", "torch"]) == 0
+    assert "mine-" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damage", ["truncated", "other", "nan", "transposed"])
+def test_a_bad_weight_file_is_one_line_and_no_traceback(tmp_path, capsys, damage):
+    spec = AttentionSpec(12, 3, d_in=7)
+    path = tmp_path / "w.safetensors"
+    weights = random_weights(spec)
+    save_weights(path, weights, spec)
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-5])
+    elif damage == "other":
+        path.write_bytes(b"PK\x03\x04 not a safetensors file")
+    else:
+        from parity import load_tensors, save_tensors
+
+        tensors, metadata = load_tensors(path)
+        weight = tensors["q_proj.weight"]
+        tensors["q_proj.weight"] = weight.T if damage == "transposed" else weight * np.float32(np.nan)
+        save_tensors(path, tensors, metadata)
+    assert main(["run", "--weights", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("mha-parity: ")
+
+
+def test_traces_are_saved_and_compared(tmp_path, capsys):
+    folder = tmp_path / "traces"
+    assert main(["run", "--cases", "textbook", "--backends", "torch", "--save-traces", str(folder)]) == 0
+    assert main(["compare", str(folder), "--json", str(tmp_path / "r.json")]) == 0
+    assert "torch agree with the float64 reference" in capsys.readouterr().out
+    assert json.loads((tmp_path / "r.json").read_text())["summary"]["failed"] == 0
+
+
+def test_doctor_says_what_is_there_and_what_is_not(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("parity.backends").backends.NEEDS, "tt", ("ttnn_is_not_here",))
+    assert main(["doctor", "--json", str(tmp_path / "d.json")]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "matmul_precision=highest" in out
+    assert "skipped: tt needs ttnn_is_not_here" in out
+    content = json.loads((tmp_path / "d.json").read_text())
+    assert content["missing"].keys() == {"tt"}
+    assert content["environment"]["backends"].keys() == {"jax", "torch"}
+
+
+def test_cache_size_of_the_published_example(capsys):
+    arguments = ["--head-dim", "128", "--seq-len", "8192", "--num-layers", "80", "--dtype", "float16"]
+    assert main(["cache-size", "--num-kv-heads", "64", *arguments]) == 0
+    assert "21474836480 bytes = 20 GiB" in capsys.readouterr().out
+    assert main(["cache-size", "--num-kv-heads", "8", *arguments]) == 0
+    assert "= 2.5 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])
+def test_help_imports_no_framework(arguments):
+    code = (
+        "import sys, contextlib, io\n"
+        "from parity.cli import main\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
+        f"    main({arguments})\n"
+        "print(sorted({'jax', 'torch', 'numpy'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"jax", "torch"} & set(json.loads(result.stdout.replace("'", '"')))
+
+
+def test_a_failed_json_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "r.json"
+    path.write_text("old")
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    assert main(["run", "--cases", "textbook", "--backends", "torch", "--json", str(path)]) == 2
+    assert path.read_text() == "old"
+    assert [entry.name for entry in pathlib.Path(tmp_path).iterdir()] == ["r.json"]

@@ -1,0 +1,106 @@
+"""The main job: every case on every backend, stage by stage, in every dtype, gradients included."""
+
+import numpy as np
+import pytest
+
+import parity.run
+from parity import CASES, make_problem, random_case, run_cases
+from parity.run import Reference, judge, record
+from parity.spec import DTYPES
+
+
+def failures(case, backend, dtype, with_gradients):
+    expected = Reference(make_problem(case, dtype), with_gradients=with_gradients and not case.is_cached)
+    return [str(comparison) for comparison in judge(record(backend, expected), expected) if not comparison.passed]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_jax_agrees_with_the_reference(case):
+    assert failures(case, "jax", "float32", with_gradients=True) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_torch_agrees_with_the_reference(case, dtype):
+    assert failures(case, "torch", dtype, with_gradients=True) == []
+
+
+# Compiling takes most of JAX's time, so that its other dtypes run a choice of cases.
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float32"])
+@pytest.mark.parametrize(
+    "name",
+    ["causal-padding-empty", "bias-causal", "cross", "rope-gqa", "large-logits", "ragged", "trained-anarcii-cross"],
+)
+def test_jax_agrees_with_the_reference_in_other_dtypes(name, dtype):
+    assert failures(CASES[name], "jax", dtype, with_gradients=True) == []
+
+
+@pytest.mark.parametrize("seed", range(6, 26))
+def test_torch_agrees_on_more_random_cases(seed):
+    assert failures(random_case(seed), "torch", "float32", with_gradients=True) == []
+
+
+def test_every_stage_of_a_case_is_compared():
+    report = run_cases([CASES["bias-causal"]], ["torch"], with_gradients=True)
+    stages = {comparison.stage for comparison in report.comparisons}
+    forward = {"mask", "q", "k", "v", "scores", "attn_weights", "context", "output"}
+    modules = {"module.attn_weights", "module.output", "fused.output"}
+    weights = {f"{name}_proj.{leaf}" for name in ("q", "k", "v", "out") for leaf in ("weight", "bias")}
+    gradients = {f"{path}grad.{name}" for path in ("", "fused.") for name in {*weights, "query", "bias"}}
+    assert stages == forward | modules | gradients
+
+
+def test_every_step_of_a_cached_case_is_compared():
+    report = run_cases([CASES["decode"]], ["torch"])
+    stages = {comparison.stage for comparison in report.comparisons}
+    per_step = {"mask", "q", "k", "v", "cache.keys", "cache.values", "cache.lengths", "scores", "attn_weights"}
+    per_step |= {"context", "output", "module.output"}
+    per_step |= {"module.cache.keys", "module.cache.values", "module.cache.lengths"}
+    assert stages == {f"step{index}.{stage}" for index in range(4) for stage in per_step}
+
+
+def test_what_is_compared_in_a_cache_is_not_empty():
+    expected = Reference(make_problem(CASES["ragged"], "float32")).accumulated
+    assert np.count_nonzero(expected["step0.cache.keys"]) > 0
+    assert expected["step3.cache.lengths"].tolist() == [6, 7, 4]
+
+
+def test_a_backend_that_is_missing_is_skipped_with_its_reason(monkeypatch):
+    monkeypatch.setitem(parity.run.NEEDS, "tt", ("a_package_that_is_not_there",))
+    report = run_cases([CASES["textbook"]])
+    assert report.skipped == {"tt": "tt needs a_package_that_is_not_there, not installed here"}
+    assert report.summary["skipped"] == 1
+
+
+def test_a_backend_asked_for_by_name_must_be_there(monkeypatch):
+    monkeypatch.setitem(parity.run.NEEDS, "tt", ("a_package_that_is_not_there",))
+    with pytest.raises(ModuleNotFoundError, match="tt needs a_package_that_is_not_there"):
+        run_cases([CASES["textbook"]], ["jax", "tt"])
+
+
+def test_a_backend_that_raises_fails_its_case_and_no_other(monkeypatch):
+    original = parity.run.record
+
+    def record_or_raise(backend, reference):
+        if reference.problem.case.name == "full":
+            raise RuntimeError("out of something")
+        return original(backend, reference)
+
+    monkeypatch.setattr(parity.run, "record", record_or_raise)
+    report = run_cases([CASES["full"], CASES["causal"]], ["torch"])
+    assert [(c.case, c.stage, c.reason) for c in report.failed] == [("full", "run", "RuntimeError: out of something")]
+    assert report.summary["passed"] == 11
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cases": []}, "there must be something to run"),
+        ({"dtypes": ["int8"]}, "dtype must be one of"),
+        ({"dtypes": []}, "there must be something to run"),
+        ({"backends": ["numpy"]}, "backend must be one of"),
+    ],
+)
+def test_nothing_to_run_is_an_error_and_no_success(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        run_cases(**arguments)
