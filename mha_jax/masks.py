@@ -53,7 +53,7 @@ def create_padding_mask(lengths: Int[Array, " B"] | Sequence[int], seq_len_k: in
     """
     check_count("seq_len_k", seq_len_k)
     check_lengths("lengths", lengths, None, seq_len_k)
-    lengths = jnp.asarray(lengths)
+    lengths = jnp.asarray(lengths, jnp.int32)
     return (_positions(seq_len_k)[None, :] >= lengths[:, None])[:, None, None, :]
 
 

@@ -26,7 +26,7 @@ from mha_jax.checks import (
     check_weights,
 )
 from mha_jax.masks import create_attention_mask, hide_infinite_bias, to_scores_rank
-from mha_jax.rope import apply_rope
+from mha_jax.rope import apply_rope, at_least_float32
 
 Project = Callable[[str, Array], Array]
 """Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input."""
@@ -119,13 +119,13 @@ def attention_scores(
     """
     scale = query.shape[-1] ** -0.5
     key = repeat_kv_heads(key, query.shape[1])
-    scores = jnp.einsum("bnth,bnsh->bnts", _in_float32(query) * scale, _in_float32(key))
-    return scores if bias is None else scores + to_scores_rank(_in_float32(bias))
+    scores = jnp.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
+    return scores if bias is None else scores + to_scores_rank(at_least_float32(bias))
 
 
 def masked_softmax(scores: Float[Array, "B N T S"], mask: Bool[Array, "..."] | None = None) -> Float[Array, "B N T S"]:
     """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0."""
-    scores = _in_float32(scores)
+    scores = at_least_float32(scores)
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
     # A finite fill keeps the row without a key, and its gradient, free of NaN; the second `where` empties that row.
@@ -138,7 +138,7 @@ def masked_softmax(scores: Float[Array, "B N T S"], mask: Bool[Array, "..."] | N
 def attention_context(attn_weights: Float[Array, "B N T S"], value: Float[Array, "B K S H"]) -> Float[Array, "B N T H"]:
     """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
-    context = jnp.einsum("bnts,bnsh->bnth", _in_float32(attn_weights), _in_float32(value_per_head))
+    context = jnp.einsum("bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head))
     return context.astype(value.dtype)
 
 
@@ -173,10 +173,6 @@ def apply_dropout(
 def _unpack_qkv(packed: Array, num_heads: int, num_kv_heads: int) -> list[Array]:
     head_dim = packed.shape[-1] // (num_heads + 2 * num_kv_heads)
     return jnp.split(packed, [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim], axis=-1)
-
-
-def _in_float32(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
@@ -329,8 +325,8 @@ def project_with(weights: Mapping[str, Mapping[str, Array]]) -> Project:
 
 def _linear(x: Array, kernel: Array, bias: Array | None) -> Array:
     # The sum stays in float32 until the bias is added: its gradient is then summed in float32 too.
-    projected = jnp.einsum("bti,io->bto", x, kernel, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
-    projected = projected if bias is None else projected + _in_float32(bias)[None, None]
+    projected = jnp.einsum("bti,io->bto", x, kernel, preferred_element_type=at_least_float32(x).dtype)
+    projected = projected if bias is None else projected + at_least_float32(bias)[None, None]
     return projected.astype(x.dtype)
 
 

@@ -46,9 +46,13 @@ def apply_rope(
     """
     check_floating("x", x, rank=4)
     check_positions(positions, x.shape[0], x.shape[2])
-    compute_dtype = jnp.promote_types(x.dtype, jnp.float32)
-    frequencies = jnp.asarray(rope_frequencies(x.shape[-1], theta), dtype=compute_dtype)
-    angles = positions[:, None, :, None].astype(compute_dtype) * frequencies[None, None, None]  # (B or 1, 1, T, H/2)
+    first, second = jnp.split(at_least_float32(x), 2, axis=-1)
+    frequencies = jnp.asarray(rope_frequencies(x.shape[-1], theta), dtype=first.dtype)
+    angles = positions[:, None, :, None].astype(first.dtype) * frequencies[None, None, None]  # (B or 1, 1, T, H/2)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = jnp.split(x.astype(compute_dtype), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def at_least_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x in the dtype that sums are made in: float64 stays, anything narrower becomes float32."""
+    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)

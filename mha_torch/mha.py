@@ -26,7 +26,7 @@ from mha_torch.checks import (
     check_weights,
 )
 from mha_torch.masks import create_attention_mask, hide_infinite_bias
-from mha_torch.rope import apply_rope
+from mha_torch.rope import apply_rope, at_least_float32
 
 Project = Callable[[str, Tensor], Tensor]
 """Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input."""
@@ -118,15 +118,15 @@ def attention_scores(
     """
     scale = query.shape[-1] ** -0.5
     key = repeat_kv_heads(key, query.shape[1])
-    scores = torch.einsum("bnth,bnsh->bnts", _in_float32(query) * scale, _in_float32(key))
-    return scores if bias is None else scores + _in_float32(bias)
+    scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
+    return scores if bias is None else scores + at_least_float32(bias)
 
 
 def masked_softmax(
     scores: Float[Tensor, "B N T S"], mask: Bool[Tensor, "..."] | None = None
 ) -> Float[Tensor, "B N T S"]:
     """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0."""
-    scores = _in_float32(scores)
+    scores = at_least_float32(scores)
     if mask is None:
         return torch.softmax(scores, dim=-1)
     # A finite fill keeps the row without a key, and its gradient, free of NaN; the second `where` empties that row.
@@ -140,7 +140,7 @@ def attention_context(
 ) -> Float[Tensor, "B N T H"]:
     """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
-    context = torch.einsum("bnts,bnsh->bnth", _in_float32(attn_weights), _in_float32(value_per_head))
+    context = torch.einsum("bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head))
     return context.to(value.dtype)
 
 
@@ -163,10 +163,6 @@ def apply_dropout(
 def _unpack_qkv(packed: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
     head_dim = packed.shape[-1] // (num_heads + 2 * num_kv_heads)
     return list(packed.split([heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)], dim=-1))
-
-
-def _in_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 # ---- Functions -------------------------------------------------------------------------------------------------------

@@ -47,9 +47,13 @@ def apply_rope(
     """
     check_floating("x", x, rank=4)
     check_positions(positions, x.shape[0], x.shape[2])
-    compute_dtype = torch.promote_types(x.dtype, torch.float32)
-    frequencies = torch.as_tensor(rope_frequencies(x.shape[-1], theta), dtype=compute_dtype, device=x.device)
-    angles = positions[:, None, :, None].to(compute_dtype) * frequencies  # (B or 1, 1, T, H/2)
+    first, second = at_least_float32(x).chunk(2, dim=-1)
+    frequencies = torch.as_tensor(rope_frequencies(x.shape[-1], theta), dtype=first.dtype, device=x.device)
+    angles = positions[:, None, :, None].to(first.dtype) * frequencies  # (B or 1, 1, T, H/2)
     cos, sin = torch.cos(angles), torch.sin(angles)
-    first, second = x.to(compute_dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """x in the dtype that sums are made in: float64 stays, anything narrower becomes float32."""
+    return x if x.dtype == torch.float64 else x.to(torch.float32)
