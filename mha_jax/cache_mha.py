@@ -25,7 +25,7 @@ from mha_jax.mha import AttentionLayer, Project, combine_heads, project_qkv, pro
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
 class KVCache:
     """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
 
@@ -103,7 +103,7 @@ def append_to_cache(
     check_appended(cache, key, value, new_lengths)
     batch_size, _, seq_len, _ = key.shape
     added = _added(cache, seq_len, new_lengths)
-    added = jnp.where(_fits(cache, added), added, 0)
+    added = jnp.where(_fits(cache, added, seq_len), added, 0)
     is_real = jnp.arange(seq_len, dtype=jnp.int32)[None] < added[:, None]
     rows = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
     slots = jnp.where(is_real, _token_positions(cache.lengths, seq_len), cache.capacity)  # (B, T), beyond = dropped
@@ -114,7 +114,9 @@ def append_to_cache(
     )
 
 
-def create_cache_mask(lengths: Int[Array, " B"], seq_len_q: int, capacity: int) -> Bool[Array, "B 1 T S"]:
+def create_cache_mask(
+    lengths: Int[Array, " B"] | Sequence[int], seq_len_q: int, capacity: int
+) -> Bool[Array, "B 1 T S"]:
     """True where a new token may not see a cache slot: every slot after its own.
 
     Args:
@@ -132,6 +134,7 @@ def create_cache_mask(lengths: Int[Array, " B"], seq_len_q: int, capacity: int) 
     check_count("seq_len_q", seq_len_q)
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
+    lengths = jnp.asarray(lengths, jnp.int32)
     query_positions = _token_positions(lengths, seq_len_q)
     return jnp.arange(capacity, dtype=jnp.int32)[None, None, None] > query_positions[:, None, :, None]
 
@@ -170,6 +173,8 @@ def multi_head_attention_with_cache(
     check_floating("x", x, rank=3)
     if (cache_k is None) != (cache_v is None):
         raise ValueError("cache_k and cache_v must be given together, got only one of them")
+    if cache_k is not None:
+        check_floating("cache_k", cache_k, rank=4)
     cache_len = 0 if cache_k is None else cache_k.shape[2]
     seq_len = x.shape[1]
     project = project_with(weights)
@@ -276,7 +281,7 @@ def _cached_layer(
     is_real = jnp.arange(seq_len, dtype=jnp.int32)[None] < added[:, None]
     output = jnp.where(is_real[:, :, None], output, 0.0)
     # Outside jit a sequence that does not fit was refused above; under jit NaN is the only way to say so.
-    return jnp.where(_fits(cache, added)[:, None, None], output, jnp.nan), appended
+    return jnp.where(_fits(cache, added, seq_len)[:, None, None], output, jnp.nan), appended
 
 
 def _token_positions(lengths: Array, seq_len: int) -> Array:
@@ -287,15 +292,15 @@ def _added(cache: KVCache, seq_len: int, new_lengths: Array | Sequence[int] | No
     return jnp.full_like(cache.lengths, seq_len) if new_lengths is None else jnp.asarray(new_lengths, jnp.int32)  # (B,)
 
 
-def _fits(cache: KVCache, added: Array) -> Array:
-    return cache.lengths + added <= cache.capacity  # (B,)
+def _fits(cache: KVCache, added: Array, seq_len: int) -> Array:
+    return (added >= 0) & (added <= seq_len) & (cache.lengths + added <= cache.capacity)  # (B,)
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
     """Causal multi-head self-attention over everything cached; keywords as in `AttentionLayer`."""
 
     def init_cache(self, batch_size: int, capacity: int) -> KVCache:
-        """An empty cache for this module, in the dtype of its weights."""
+        """An empty cache for this module, in the dtype of its weights and beside them."""
         kernel = (self.qkv_proj if self.fused_qkv else self.k_proj).kernel
         return init_cache(batch_size, self.num_kv_heads, capacity, self.head_dim, kernel.dtype)
 

@@ -246,6 +246,8 @@ def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array 
     check_cache(cache.keys, cache.values, key)
     if key.shape != value.shape:
         raise ValueError(f"value must have the shape of key, got {value.shape} and {key.shape}")
+    if value.dtype != key.dtype:
+        raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
     seq_len = key.shape[2]
     if new_lengths is not None:
         check_lengths("new_lengths", new_lengths, key.shape[0], seq_len)

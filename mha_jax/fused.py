@@ -1,4 +1,7 @@
-"""The fast path: the same function without attention weights. It takes the plain path for now."""
+"""The fast path: the same function without attention weights.
+
+It takes the plain path for now.
+"""
 
 import jax
 from jaxtyping import Array, Bool, Float
@@ -17,7 +20,7 @@ def scaled_dot_product_attention(
     dropout: float = 0.0,
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T S"] | None]:
+) -> tuple[Float[Array, "B N T H"], None]:
     """Attention of split heads without the attention weights: the function of `mha`, in the fastest form there is.
 
     Args:
@@ -39,6 +42,7 @@ def scaled_dot_product_attention(
     """
     if need_weights or dropout_keep is not None:
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
-    return mha.scaled_dot_product_attention(
+    context, _ = mha.scaled_dot_product_attention(
         query, key, value, mask=mask, bias=bias, dropout=dropout, dropout_rng=dropout_rng
     )
+    return context, None

@@ -313,7 +313,7 @@ def multi_head_attention(
 
 
 def project_with(weights: Mapping[str, Mapping[str, Array]]) -> Project:
-    """Projections that read their weights from a parameter tree: x @ kernel + bias."""
+    """Projections whose weights lie in the container that `multi_head_attention` takes."""
 
     def project(name: str, x: Array) -> Array:
         leaves = weights[name]
@@ -402,6 +402,7 @@ class Projection(nnx.Linear):
         )
 
     def __call__(self, inputs: Float[Array, "B T d_in"], out_sharding: Any = None) -> Float[Array, "B T d_out"]:
+        """x @ kernel + bias, in the dtype of x."""
         del out_sharding  # of nnx.Linear; the placement follows from the inputs
         return _linear(inputs, self.kernel[...], None if self.bias is None else self.bias[...])
 

@@ -25,7 +25,7 @@ from mha_torch.masks import create_causal_mask_with_cache
 from mha_torch.mha import AttentionLayer, Project, combine_heads, project_qkv, project_with
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
 class KVCache:
     """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
 
@@ -122,7 +122,9 @@ def append_to_cache(
     return KVCache(keys, values, cache.lengths + new_lengths)
 
 
-def create_cache_mask(lengths: Int[Tensor, " B"], seq_len_q: int, capacity: int) -> Bool[Tensor, "B 1 T S"]:
+def create_cache_mask(
+    lengths: Int[Tensor, " B"] | Sequence[int], seq_len_q: int, capacity: int
+) -> Bool[Tensor, "B 1 T S"]:
     """True where a new token may not see a cache slot: every slot after its own.
 
     Args:
@@ -140,6 +142,7 @@ def create_cache_mask(lengths: Int[Tensor, " B"], seq_len_q: int, capacity: int)
     check_count("seq_len_q", seq_len_q)
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
+    lengths = torch.as_tensor(lengths)
     query_positions = lengths[:, None] + torch.arange(seq_len_q, device=lengths.device)  # (B, T)
     return torch.arange(capacity, device=lengths.device) > query_positions[:, None, :, None]
 
@@ -178,6 +181,8 @@ def multi_head_attention_with_cache(
     check_floating("x", x, rank=3)
     if (cache_k is None) != (cache_v is None):
         raise ValueError("cache_k and cache_v must be given together, got only one of them")
+    if cache_k is not None:
+        check_floating("cache_k", cache_k, rank=4)
     cache_len = 0 if cache_k is None else cache_k.shape[2]
     seq_len = x.shape[1]
     project = project_with(weights)
@@ -286,7 +291,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
     """Causal multi-head self-attention over everything cached; keywords as in `AttentionLayer`."""
 
     def init_cache(self, batch_size: int, capacity: int) -> KVCache:
-        """An empty cache for this module, in the dtype and on the device of its weights."""
+        """An empty cache for this module, in the dtype of its weights and beside them."""
         weight = next(self.parameters())
         return init_cache(batch_size, self.num_kv_heads, capacity, self.head_dim, weight.dtype, device=weight.device)
 

@@ -245,6 +245,8 @@ def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: Tens
     check_cache(cache.keys, cache.values, key)
     if key.shape != value.shape:
         raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
+    if value.dtype != key.dtype:
+        raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
     seq_len = key.shape[2]
     if new_lengths is not None:
         check_lengths("new_lengths", new_lengths, key.shape[0], seq_len)

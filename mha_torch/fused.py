@@ -1,4 +1,7 @@
-"""The fast path: PyTorch's own scaled_dot_product_attention behind the masks and the empty rows of this package."""
+"""The fast path: the same function without attention weights.
+
+It is PyTorch's own scaled_dot_product_attention behind the masks and the empty rows of this package.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +23,9 @@ def scaled_dot_product_attention(
     dropout: float = 0.0,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], None]:
-    """Attention of split heads without the attention weights: the function of `mha`, computed by a fused kernel.
+    """Attention of split heads without the attention weights: the function of `mha`, in the fastest form there is.
+
+    The scores of masked keys must be finite too: to the kernel a mask is -inf added to a score, and inf - inf is NaN.
 
     Args:
         query: (B, N, T, H).

@@ -298,7 +298,7 @@ def multi_head_attention(
 
 
 def project_with(weights: Mapping[str, Tensor]) -> Project:
-    """Projections that read their weights from a state dict: x @ weight.T + bias."""
+    """Projections whose weights lie in the container that `multi_head_attention` takes."""
 
     def project(name: str, x: Tensor) -> Tensor:
         weight = weights[f"{name}.weight"]
@@ -465,7 +465,7 @@ class AttentionLayer(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in self.config.items())
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
-        """Apply the projection of that name, as a module, so that hooks and replaced layers take part."""
+        """Apply the projection of that name, as a module, so that replaced layers take part."""
         linear: nn.Linear = getattr(self, name)
         check_projected(name, x, linear.weight)
         return linear(x)

@@ -58,12 +58,13 @@ def framework_weights(sibling, module):
     return module.state_dict() if sibling.name == "torch" else nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
-def random_tokens(spec, batch=3, num_tokens=NUM_TOKENS, dtype=np.float32):
-    return np.random.default_rng(1).standard_normal((batch, num_tokens, spec.d_in)).astype(dtype)
+def random_tokens(spec, num_tokens=NUM_TOKENS, dtype=np.float32, seed=1):
+    """The first tokens, as many as asked for, of three sequences."""
+    return np.random.default_rng(seed).standard_normal((3, NUM_TOKENS + 1, spec.d_in))[:, :num_tokens].astype(dtype)
 
 
-def call(module, *inputs, is_causal=None):
-    return module(*inputs) if is_causal is None else module(*inputs, is_causal=is_causal)
+def call(module, *inputs, **options):
+    return module(*inputs, **options)
 
 
 jitted_call = jax.jit(call, static_argnames="is_causal")
@@ -108,8 +109,9 @@ def feed_ragged(sibling, module, x, steps):
 
 def filled_cache(sibling, module, lengths, capacity=NUM_TOKENS):
     """A cache that holds the first few random tokens of each sequence."""
-    x = random_tokens(module, batch=len(lengths), num_tokens=max(*lengths, 1))
-    return module(sibling.array(x), module.init_cache(len(lengths), capacity), new_lengths=lengths)[1]
+    x = random_tokens(module, num_tokens=max(*lengths, 1), seed=2)
+    cache = module.init_cache(len(lengths), capacity)
+    return called(sibling)(module, sibling.array(x), cache, new_lengths=sibling.array(lengths))[1]
 
 
 def contents(sibling, cache):
@@ -132,13 +134,13 @@ def projected(x, weights, name, spec, rope_theta=None):
 def assert_same_up_to_rounding(actual, expected):
     """Equal but for the order of the sums.
 
-    Shapes of matrix products differ, and with them the order in which a kernel adds: measured at most 2.6 units of
-    rounding (`eps`, of the largest element) over every test here, in all three dtypes; 8 are allowed.
+    Shapes of matrix products differ, and with them the order in which a kernel adds. Measured over every test here
+    and all dtypes: at most 2.0 units of rounding (`eps` times the largest element); 4 are allowed.
     """
     __tracebackhide__ = True
     assert actual.shape == expected.shape
     actual, expected, eps = actual.astype(np.float64), expected.astype(np.float64), ml_dtypes.finfo(actual.dtype).eps
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=8 * float(eps) * np.abs(expected).max())
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=4 * float(eps) * np.abs(expected).max())
 
 
 # ---- However the tokens arrive ---------------------------------------------------------------------------------------
@@ -204,21 +206,21 @@ def test_half_precision_cache_keeps_its_dtype(sibling, dtype):
 # ---- The growing form ------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def growing_step(sibling, spec):
+    """The growing form with the sizes of the spec: (x, weights, cache_k, cache_v) -> (output, cache_k, cache_v)."""
+    sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "rope_theta": spec.rope_theta}
+    step = functools.partial(sibling.package.multi_head_attention_with_cache, **sizes)
+    return jax.jit(step) if sibling.name == "jax" else step
+
+
 def grow(sibling, spec, x, chunks):
     """The outputs, keys and values of the growing form, fed in chunks of these sizes."""
     weights = framework_weights(sibling, cached_layer(sibling, spec))
     keys = values = None
     outputs = []
     for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
-        output, keys, values = sibling.package.multi_head_attention_with_cache(
-            sibling.array(chunk),
-            weights,
-            keys,
-            values,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            rope_theta=spec.rope_theta,
-        )
+        output, keys, values = growing_step(sibling, spec)(sibling.array(chunk), weights, keys, values)
         outputs.append(sibling.numpy(output))
     return np.concatenate(outputs, axis=1), sibling.numpy(keys), sibling.numpy(values)
 
@@ -258,7 +260,8 @@ def test_static_functional_form_equals_the_module(sibling, spec):
         rope_theta=spec.rope_theta,
         new_lengths=[4, 0, 3],
     )
-    expected, _ = module(x, module.init_cache(3, NUM_TOKENS), new_lengths=[4, 0, 3])
+    new_lengths = sibling.array([4, 0, 3])
+    expected, _ = called(sibling)(module, x, module.init_cache(3, NUM_TOKENS), new_lengths=new_lengths)
     assert_same_up_to_rounding(sibling.numpy(output), sibling.numpy(expected))
 
 
@@ -483,10 +486,10 @@ def test_new_lengths_must_be_an_integer_within_the_new_tokens_for_each_sequence(
 @pytest.mark.parametrize("part", ["key", "value"])
 def test_append_refuses_another_dtype_before_any_work(sibling, part):
     cache = sibling.package.init_cache(1, 1, 4, 2)
-    arrays = {"key": np.ones((1, 1, 3, 2), np.float32), "value": np.ones((1, 1, 3, 2), np.float32)}
-    arrays[part] = arrays[part].astype(np.float16)
+    x = np.ones((1, 1, 3, 2), np.float32)
+    arrays = {"key": sibling.array(x), "value": sibling.array(x), part: sibling.array(x.astype(np.float16))}
     with pytest.raises(TypeError, match="must have the dtype"):
-        sibling.package.append_to_cache(cache, **{name: sibling.array(x) for name, x in arrays.items()})
+        sibling.package.append_to_cache(cache, **arrays)
     np.testing.assert_array_equal(sibling.numpy(cache.keys), 0)
 
 
@@ -660,12 +663,13 @@ def jax_gradients(module, loss, x):
 
 
 @only_jax
-@every_spec
-def test_jax_gradients_through_a_cached_prefill_equal_those_of_the_full_pass(sibling, spec):
+@pytest.mark.parametrize("name", ["mha", "fused-qkv-head-dim"])  # of every spec they would take 4 s more to compile
+def test_jax_gradients_through_a_cached_prefill_equal_those_of_the_full_pass(sibling, name):
     def cached_loss(module, x):
         first, cache = module(x[:, :4], module.init_cache(3, NUM_TOKENS))
         return jnp.square(jnp.concatenate([first, module(x[:, 4:], cache)[0]], axis=1)).sum()
 
+    spec = SPECS[name]
     x = random_tokens(spec)
     expected = jax_gradients(
         layer(sibling, "MultiHeadSelfAttention", spec),

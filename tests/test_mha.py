@@ -23,7 +23,8 @@ import mha_torch
 import parity
 
 PATHS = ("function-plain", "function-fused", "module-plain", "module-fused")
-DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+HALVES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+DTYPES = {"float32": np.float32, **HALVES}
 EPSILON = float(np.finfo(np.float32).eps)
 
 SPEC = parity.AttentionSpec(8, 2)
@@ -34,7 +35,6 @@ SPECS = {
     "gqa": parity.AttentionSpec(24, 6, num_kv_heads=2),
     "mqa": parity.AttentionSpec(8, 4, num_kv_heads=1),
     "head-dim": parity.AttentionSpec(8, 2, head_dim=6),
-    "d-in": parity.AttentionSpec(8, 2, d_in=5),
     "cross": parity.AttentionSpec(8, 2, d_in=5, d_kv=7),
     "no-biases": parity.AttentionSpec(8, 2, qkv_bias=False, out_bias=False),
     "qkv-bias-only": parity.AttentionSpec(8, 2, out_bias=False),
@@ -42,6 +42,11 @@ SPECS = {
 }
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 every_path = pytest.mark.parametrize("path", PATHS)
+every_path_and_dtype = pytest.mark.parametrize(  # modules in half precision take the same steps as functions
+    ("path", "dtype"),
+    [(path, np.float32) for path in PATHS] + [(path, dtype) for path in PATHS[:2] for dtype in HALVES.values()],
+    ids=[f"{path}-float32" for path in PATHS] + [f"{path}-{name}" for path in PATHS[:2] for name in HALVES],
+)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 only_jax = pytest.mark.parametrize("sibling", ["jax"], indirect=True)
 only_torch = pytest.mark.parametrize("sibling", ["torch"], indirect=True)
@@ -326,8 +331,7 @@ def test_empty_row_gives_the_bias_of_the_output_projection(sibling, path):
     assert np.array_equal(attended(sibling, path, SPEC, arrays, mask=MASK)[0, 1], arrays["out_proj.bias"])
 
 
-@every_dtype
-@every_path
+@every_path_and_dtype
 def test_gradients_are_finite_beside_an_empty_row(sibling, path, dtype):
     mask = sibling.array(MASK)
     found = gradients(sibling, lambda arrays: attend(sibling, path, SPEC, arrays, mask=mask)[0], problem(SPEC, dtype))
@@ -367,8 +371,7 @@ def test_infinite_bias_and_mask_empty_a_row_together(sibling, path):
     assert not context[0, 1].any()
 
 
-@every_dtype
-@every_path
+@every_path_and_dtype
 def test_gradients_are_finite_beside_a_row_of_infinite_biases(sibling, path, dtype):
     arrays = {**problem(SPEC, dtype), "bias": np.where(MASK, -np.inf, 0.5).astype(dtype)}
     found = gradients(sibling, lambda arrays: attend(sibling, path, SPEC, arrays)[0], arrays)
@@ -764,7 +767,7 @@ def test_query_is_the_key_when_there_is_none(sibling):
 # ---- Large numbers and long sequences in half precision --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", HALVES.values(), ids=list(HALVES))
 @both_forms
 def test_logits_beyond_half_precision_choose_one_key(sibling, form, dtype):
     # Scores 8 * 200 * 200 / sqrt(8) = 113137 and half of it, where float16 ends at 65504.
@@ -774,7 +777,7 @@ def test_logits_beyond_half_precision_choose_one_key(sibling, form, dtype):
     assert (dot_product_attention(sibling, form, query, key, value) == 1.0).all()
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", HALVES.values(), ids=list(HALVES))
 @both_forms
 def test_gradients_of_logits_beyond_half_precision_are_finite(sibling, form, dtype):
     package = sibling.package if form == "plain" else sibling.package.fused
@@ -910,6 +913,7 @@ def test_output_dropout_doubles_or_drops_each_output(sibling):
     query = sibling.array(problem(SPEC)["query"])
     dropped = sibling.numpy(filled(sibling, "MultiHeadAttention", spec)(query)[0])
     whole = sibling.numpy(filled(sibling, "MultiHeadAttention", SPEC)(query)[0])
+    assert dropped.shape == whole.shape
     assert np.array_equal(dropped, np.where(dropped == 0.0, 0.0, 2 * whole))
 
 
@@ -996,6 +1000,9 @@ def test_config_makes_a_module_of_the_same_config(sibling, spec, kind):
 # ---- Gradients -------------------------------------------------------------------------------------------------------
 
 
+GROUPED_CROSS = parity.AttentionSpec(8, 4, num_kv_heads=2, head_dim=3, d_in=5, d_kv=7)
+
+
 @pytest.fixture
 def float64_in_jax():
     jax.config.update("jax_enable_x64", True)
@@ -1003,9 +1010,9 @@ def float64_in_jax():
     jax.config.update("jax_enable_x64", False)
 
 
-@pytest.mark.parametrize("spec", [SPECS["plain"], SPECS["gqa"], SPECS["cross"]], ids=["plain", "gqa", "cross"])
 @pytest.mark.usefixtures("float64_in_jax")
-def test_jax_gradients_are_finite_differences(spec):
+def test_jax_gradients_are_finite_differences():
+    spec = GROUPED_CROSS
     arrays = {name: jnp.asarray(x) for name, x in {**problem(spec, np.float64), "bias": np.ones((3, 4))}.items()}
 
     def output(arrays):
@@ -1019,8 +1026,8 @@ def test_jax_gradients_are_finite_differences(spec):
 
 
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
-@pytest.mark.parametrize("spec", [SPECS["plain"], SPECS["gqa"], SPECS["cross"]], ids=["plain", "gqa", "cross"])
-def test_torch_gradients_are_finite_differences(spec, need_weights):
+def test_torch_gradients_are_finite_differences(need_weights):
+    spec = GROUPED_CROSS
     arrays = {name: torch.from_numpy(x) for name, x in {**problem(spec, np.float64), "bias": np.ones((3, 4))}.items()}
 
     def output(*leaves):

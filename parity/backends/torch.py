@@ -27,7 +27,7 @@ def from_numpy(x: np.ndarray) -> Tensor:
 
 def to_numpy(x: Tensor) -> np.ndarray:
     """The NumPy array of the same values and dtype."""
-    x = x.detach().cpu().contiguous()
+    x = x.detach().cpu().contiguous().clone()  # a cache is written to in place
     if x.dtype == torch.bfloat16:
         return x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
     return x.numpy()

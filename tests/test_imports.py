@@ -1,0 +1,79 @@
+"""Each package works where the other frameworks are not installed, and `parity` imports none before it is asked to."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# A finder that comes first and says that these packages are not installed, as Python itself would.
+BLOCKER = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked}:
+            raise ModuleNotFoundError(f"No module named {{name!r}} (blocked by the test)", name=name)
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+USE_JAX = """
+import mha_jax
+from flax import nnx
+import jax.numpy as jnp
+
+module = mha_jax.MultiHeadAttentionWithCache(8, 2, rngs=nnx.Rngs(0))
+output, cache = module(jnp.ones((1, 3, 8)), module.init_cache(1, 4))
+assert output.shape == (1, 3, 8)
+"""
+
+USE_TORCH = """
+import mha_torch
+import torch
+
+module = mha_torch.MultiHeadAttentionWithCache(8, 2)
+output, cache = module(torch.ones(1, 3, 8), module.init_cache(1, 4))
+assert output.shape == (1, 3, 8)
+"""
+
+NOTHING_OF = """
+imported = {{module.partition(".")[0] for module in sys.modules}} & {packages}
+assert not imported, imported
+"""
+
+FRAMEWORKS = {"jax", "jaxlib", "flax", "torch", "ttnn"}
+
+
+def run(*pieces):
+    """Run the pieces as one program in a fresh interpreter, in the root of the repository."""
+    program = [sys.executable, "-c", "\n".join(pieces)]
+    return subprocess.run(program, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+
+
+@pytest.mark.parametrize(
+    ("program", "blocked"),
+    [(USE_JAX, {"torch", "ttnn", "mha_torch", "mha_tt", "parity"}), (USE_TORCH, FRAMEWORKS - {"torch"} | {"parity"})],
+    ids=["mha_jax", "mha_torch"],
+)
+def test_sibling_works_without_the_other_frameworks(program, blocked):
+    result = run(BLOCKER.format(blocked=blocked), program)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_blocked_package_cannot_be_imported():  # the control of the tests above
+    result = run(BLOCKER.format(blocked={"torch"}), USE_TORCH)
+    assert "No module named 'torch' (blocked by the test)" in result.stderr
+
+
+@pytest.mark.parametrize("module", ["parity", "parity.cli"])
+def test_parity_imports_no_framework_and_no_sibling(module):
+    packages = FRAMEWORKS | {"mha_jax", "mha_torch", "mha_tt"}
+    result = run(f"import sys, {module}", NOTHING_OF.format(packages=packages))
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("module", ["parity", "parity.cli"])
+def test_parity_is_imported_where_no_framework_is(module):
+    result = run(BLOCKER.format(blocked=FRAMEWORKS), f"import {module}")
+    assert result.returncode == 0, result.stderr
