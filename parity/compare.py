@@ -24,9 +24,10 @@ from parity.spec import EXACT_STAGES, stage_axes, stage_kind
 from parity.weights import dtype_named
 
 FACTOR = 4.0
-"""How many times the error of the same-precision reference is allowed.
+"""How many times the error of the same-precision reference is allowed (for a stage of few elements, see `factor`).
 
-MEASURE
+Two correct implementations are not equally lucky. Over the case list and 60 random layers, torch and JAX on a CPU need at
+most the part of it that `docs/parity.md` shows; `tests/test_compare.py` shows what it still sees.
 """
 
 SAME_PRECISION = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float32"}
@@ -168,7 +169,7 @@ def compare(
 def budget(
     expected: np.ndarray, same_precision: np.ndarray, dtype: str, terms: np.ndarray | None = None
 ) -> dict[str, float]:
-    """How far a stage may be from float64, by norm: `FACTOR` times the same-precision reference's error, and a floor.
+    """How far a stage may be from float64, by norm: some multiple of the same-precision reference's error, and a floor.
 
     The floor is one unit of rounding of the stage's scale, for a reference that happens to be exact.
     """
@@ -177,7 +178,12 @@ def budget(
     terms = expected if terms is None else terms
     scale = {"rms": float(np.sqrt(np.mean(terms**2))), "max": float(np.abs(terms).max())}
     noise = {"rms": float(np.sqrt(np.mean(errors**2))), "max": float(errors.max())}
-    return {norm: FACTOR * shrink * noise[norm] + floor(dtype) * scale[norm] for norm in noise}
+    return {norm: factor(expected.size) * shrink * noise[norm] + floor(dtype) * scale[norm] for norm in noise}
+
+
+def factor(size: int) -> float:
+    """How many times the noise is allowed: `FACTOR`, and more where few elements make a poor estimate of the noise."""
+    return FACTOR * (1.0 + 4.0 / size)
 
 
 def floor(dtype: str) -> float:

@@ -162,7 +162,7 @@ def _verdict(comparisons: list[Comparison]) -> Text:
 def _stage_table(report: Report, out: Console) -> Table:
     """One row a stage: over all cases, the worst error / budget and largest absolute error of each backend."""
     backends = list(dict.fromkeys(comparison.backend for comparison in report.comparisons))
-    table = new_table(out, "Stage by stage, over all cases (worst error / budget, largest absolute error)")
+    table = new_table(out, "Stage by stage: worst error / budget, and largest absolute error")
     table.add_column("stage", no_wrap=True)
     for backend in backends:
         table.add_column(backend, justify="right", no_wrap=True, min_width=5)

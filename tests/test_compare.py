@@ -8,7 +8,7 @@ import pytest
 
 import parity.backends
 from parity import CASES, first_difference, make_problem
-from parity.compare import FACTOR, budget, compare
+from parity.compare import FACTOR, budget, compare, factor
 from parity.run import Reference, judge, record
 
 ABOUT = {"case": "c", "backend": "b", "dtype": "float32", "stage": "context"}
@@ -114,8 +114,14 @@ def test_the_budget_of_an_exact_reference_is_one_unit_of_rounding(expected):
 def test_an_error_beyond_the_factor_fails_and_one_within_passes(expected, rng):
     noise = 1e-3 * rng.standard_normal(expected.shape)
     same = expected + noise
-    assert compare(expected + 0.99 * FACTOR * noise, expected, same, **ABOUT).passed
-    assert not compare(expected + 1.01 * FACTOR * noise, expected, same, **ABOUT).passed
+    allowed = factor(expected.size)
+    assert compare(expected + 0.99 * allowed * noise, expected, same, **ABOUT).passed
+    assert not compare(expected + 1.01 * allowed * noise, expected, same, **ABOUT).passed
+
+
+def test_the_factor_is_4_but_for_a_handful_of_elements():
+    assert factor(10_000) == pytest.approx(FACTOR, rel=1e-3)
+    assert factor(4) == 2 * FACTOR
 
 
 def test_float64_is_held_to_the_noise_of_float32_scaled_down(expected, rng):
