@@ -26,8 +26,8 @@ from parity.weights import dtype_named
 FACTOR = 4.0
 """How many times the error of the same-precision reference is allowed (for a stage of few elements, see `factor`).
 
-Two correct implementations are not equally lucky. Over the case list and 60 random layers, torch and JAX on a CPU need at
-most the part of it that `docs/parity.md` shows; `tests/test_compare.py` shows what it still sees.
+Two correct implementations are not equally lucky. Over the case list and 60 random layers torch and JAX on a CPU need
+the part of it that `docs/parity.md` shows; `tests/test_compare.py` shows what it still sees.
 """
 
 SAME_PRECISION = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float32"}

@@ -10,8 +10,12 @@ import parity
 ONLY_TORCH = pytest.mark.parametrize("sibling", ["torch"], indirect=True)
 
 
-def ones(*shape, dtype=np.float32):
-    return np.ones(shape, dtype)
+def ones(*shape):
+    return np.ones(shape, np.float32)
+
+
+def booleans(*shape):
+    return np.ones(shape, np.bool_)
 
 
 def integers(*shape):
@@ -159,7 +163,7 @@ STAGES = {
     "softmax rank": ("masked_softmax", (ones(3, 4),), {}, ValueError, "scores must have 4 axes"),
     "softmax integers": ("masked_softmax", (integers(2, 2, 3, 4),), {}, TypeError, "scores must be floating point"),
     "softmax float mask": ("masked_softmax", (HEADS, ones(3, 4)), {}, TypeError, "mask must be boolean"),
-    "softmax mask": ("masked_softmax", (HEADS, ones(5, dtype=bool)), {}, ValueError, "mask must broadcast"),
+    "softmax mask": ("masked_softmax", (HEADS, booleans(5)), {}, ValueError, "mask must broadcast"),
     "context rank": ("attention_context", (ones(2, 3, 3), HEADS), {}, ValueError, "attn_weights must have 4 axes"),
     "context value rank": ("attention_context", (ones(2, 2, 3, 3), ones(2, 3, 4)), {}, ValueError, "value must have 4"),
     "context integers": (
@@ -173,7 +177,7 @@ STAGES = {
     "dropout rate 1": ("apply_dropout", (HEADS, 1.0), {}, ValueError, "dropout=1.0"),
     "dropout rate negative": ("apply_dropout", (HEADS, -0.5), {}, ValueError, "dropout=-0.5"),
     "dropout float keep": ("apply_dropout", (HEADS, 0.5, HEADS), {}, TypeError, "keep must be boolean"),
-    "dropout keep": ("apply_dropout", (HEADS, 0.5, ones(5, dtype=bool)), {}, ValueError, "keep must"),
+    "dropout keep": ("apply_dropout", (HEADS, 0.5, booleans(5)), {}, ValueError, "keep must"),
     "project_qkv heads": (
         "project_qkv",
         (lambda sibling: lambda name, x: x, ones(2, 3, 8), ones(2, 3, 8), ones(2, 3, 8)),
@@ -208,11 +212,11 @@ DOT_PRODUCTS = {
     "float mask": ({"mask": ones(3, 3)}, TypeError, "mask must be boolean .*passed as bias"),
     "integer mask": ({"mask": integers(3, 3)}, TypeError, "mask must be boolean"),
     "mask list": ({"mask": [[True]]}, TypeError, "mask must be"),
-    "mask keys": ({"mask": ones(3, 4, dtype=bool)}, ValueError, r"mask must broadcast.*mask.shape=\(3, 4\)"),
-    "mask of a batch": ({"mask": ones(2, 3, 3, dtype=bool)[:1].repeat(3, axis=0)}, ValueError, "mask must broadcast"),
-    "mask that stretches": ({"mask": ones(4, 1, 3, 3, dtype=bool)}, ValueError, "mask must broadcast"),
-    "mask of 5 axes": ({"mask": ones(1, 1, 1, 3, 3, dtype=bool)}, ValueError, "mask must broadcast"),
-    "boolean bias": ({"bias": ones(3, 3, dtype=bool)}, TypeError, "bias must have the dtype of query"),
+    "mask keys": ({"mask": booleans(3, 4)}, ValueError, r"mask must broadcast.*mask.shape=\(3, 4\)"),
+    "mask of a batch": ({"mask": booleans(3, 3, 3)}, ValueError, "mask must broadcast"),
+    "mask that stretches": ({"mask": booleans(4, 1, 3, 3)}, ValueError, "mask must broadcast"),
+    "mask of 5 axes": ({"mask": booleans(1, 1, 1, 3, 3)}, ValueError, "mask must broadcast"),
+    "boolean bias": ({"bias": booleans(3, 3)}, TypeError, "bias must have the dtype of query"),
     "bias dtype": ({"bias": halves(3, 3)}, TypeError, "bias must have the dtype of query"),
     "bias keys": ({"bias": ones(3, 4)}, ValueError, "bias must broadcast"),
     "bias of 5 axes": ({"bias": ones(1, 1, 1, 3, 3)}, ValueError, "bias must broadcast"),
@@ -221,11 +225,11 @@ DOT_PRODUCTS = {
 }
 KEEPS = {
     "float keep": ({"dropout": 0.5, "dropout_keep": HEADS}, TypeError, "keep must be boolean"),
-    "keep shape": ({"dropout": 0.5, "dropout_keep": ones(5, dtype=bool)}, ValueError, "keep must"),
+    "keep shape": ({"dropout": 0.5, "dropout_keep": booleans(5)}, ValueError, "keep must"),
 }
 FUSED = {
     "need_weights": ({"need_weights": True}, ValueError, "need_weights"),
-    "dropout_keep": ({"dropout_keep": ones(2, 2, 3, 3, dtype=bool)}, ValueError, "dropout_keep"),
+    "dropout_keep": ({"dropout_keep": booleans(2, 2, 3, 3)}, ValueError, "dropout_keep"),
 }
 SPLIT = {"query": HEADS, "key": HEADS, "value": HEADS}
 
@@ -291,8 +295,8 @@ LAYERS = {
     "value length": ({"value": ones(2, 3, 5)}, ValueError, "value must have as many tokens as key, got 3 and 4"),
     "value batch": ({"value": ones(1, 4, 5)}, ValueError, "value must have the batch size"),
     "float mask": ({"mask": ones(3, 4)}, TypeError, "mask must be boolean"),
-    "mask that stretches": ({"mask": ones(4, 1, 3, 4, dtype=bool)}, ValueError, "mask must broadcast"),
-    "mask of S, T": ({"mask": ones(4, 3, dtype=bool)}, ValueError, "mask must broadcast"),
+    "mask that stretches": ({"mask": booleans(4, 1, 3, 4)}, ValueError, "mask must broadcast"),
+    "mask of S, T": ({"mask": booleans(4, 3)}, ValueError, "mask must broadcast"),
     "bias keys": ({"bias": ones(3, 3)}, ValueError, "bias must broadcast"),
     "bias dtype": ({"bias": halves(3, 4)}, TypeError, "bias must have the dtype of query"),
     "positions without RoPE": ({"positions": lengths(0, 1, 2)[None]}, ValueError, "positions must come with RoPE"),
@@ -374,7 +378,7 @@ def test_self_attention_refuses(sibling, name, is_causal):
 @ONLY_TORCH
 @pytest.mark.parametrize("name", ["query", "key", "value", "mask", "bias"])
 def test_torch_module_refuses_numpy(sibling, name):
-    inputs = {"query": ones(2, 3, 8), "key": ones(2, 3, 8), "value": ones(2, 3, 8), "mask": ones(3, 3, dtype=bool)}
+    inputs = {"query": ones(2, 3, 8), "key": ones(2, 3, 8), "value": ones(2, 3, 8), "mask": booleans(3, 3)}
     given = {**{other: sibling.array(x) for other, x in inputs.items()}, name: inputs.get(name, ones(3, 3))}
     with pytest.raises(TypeError, match=f"{name} must be"):
         sibling.module("MultiHeadAttention", 8, 2)(**given)

@@ -7,6 +7,7 @@ A layer is reached by four paths: the function or the module, with attention wei
 import copy
 import math
 from dataclasses import asdict
+from typing import Any
 
 import flax.linen
 import jax
@@ -63,7 +64,7 @@ MASK = np.array(
 EMPTY = (0, slice(None), 1)  # the empty row: of weights (B, N, T, S) and contexts (B, N, T, H)
 
 
-def problem(spec, dtype=np.float32):
+def problem(spec, dtype: Any = np.float32):
     """Weights by canonical name, two sequences of three queries, and four keys each."""
     rng = np.random.default_rng(1)
     inputs = {"query": rng.standard_normal((2, 3, spec.d_in)), "key": rng.standard_normal((2, 4, spec.d_kv))}
@@ -1012,14 +1013,14 @@ def float64_in_jax():
 
 @pytest.mark.usefixtures("float64_in_jax")
 def test_jax_gradients_are_finite_differences():
-    spec = GROUPED_CROSS
-    arrays = {name: jnp.asarray(x) for name, x in {**problem(spec, np.float64), "bias": np.ones((3, 4))}.items()}
+    arrays = {
+        name: jnp.asarray(x) for name, x in {**problem(GROUPED_CROSS, np.float64), "bias": np.ones((3, 4))}.items()
+    }
 
     def output(arrays):
         weights = parameter_tree({name: x for name, x in arrays.items() if "." in name})
-        heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
-        inputs = {"key": arrays["key"], "bias": arrays["bias"]}
-        return mha_jax.multi_head_attention(arrays["query"], weights, **inputs, **heads, mask=jnp.asarray(MASK))[0]
+        options = {"num_heads": 4, "num_kv_heads": 2, "bias": arrays["bias"], "mask": jnp.asarray(MASK)}
+        return mha_jax.multi_head_attention(arrays["query"], weights, arrays["key"], **options)[0]
 
     # Central differences of step 1e-5 are off by about step**2 and by epsilon / step: 1e-10 and 2e-11.
     jax.test_util.check_grads(jax.jit(output), (arrays,), order=1, modes=["rev"], eps=1e-5, atol=1e-8, rtol=1e-8)
@@ -1027,15 +1028,16 @@ def test_jax_gradients_are_finite_differences():
 
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 def test_torch_gradients_are_finite_differences(need_weights):
-    spec = GROUPED_CROSS
-    arrays = {name: torch.from_numpy(x) for name, x in {**problem(spec, np.float64), "bias": np.ones((3, 4))}.items()}
+    arrays = {
+        name: torch.from_numpy(x) for name, x in {**problem(GROUPED_CROSS, np.float64), "bias": np.ones((3, 4))}.items()
+    }
 
     def output(*leaves):
         named = dict(zip(arrays, leaves, strict=True))
         weights = {name: x for name, x in named.items() if "." in name}
-        heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "need_weights": need_weights}
-        inputs = {"key": named["key"], "bias": named["bias"], "mask": torch.from_numpy(MASK)}
-        return mha_torch.multi_head_attention(named["query"], weights, **inputs, **heads)[0]
+        options = {"num_heads": 4, "num_kv_heads": 2, "bias": named["bias"], "mask": torch.from_numpy(MASK)}
+        options["need_weights"] = need_weights
+        return mha_torch.multi_head_attention(named["query"], weights, named["key"], **options)[0]
 
     # The step and the tolerance of JAX's test above.
     leaves = [x.requires_grad_() for x in arrays.values()]
@@ -1149,18 +1151,19 @@ def test_jax_function_takes_the_state_of_the_module(sibling, as_function_takes_t
 
 
 def test_jax_function_takes_parameters_of_linen():
-    arrays = problem(SPEC)
-    query = jnp.asarray(arrays["query"])
+    query = jnp.asarray(problem(SPEC)["query"])
+    dense = flax.linen.Dense(8)
     names = ("q_proj", "k_proj", "v_proj", "out_proj")
-    dense = {name: flax.linen.Dense(8, name=name) for name in names}
-    params = {name: layer.init(jax.random.key(i), query)["params"] for i, (name, layer) in enumerate(dense.items())}
+    params = {name: dense.init(jax.random.key(i), query)["params"] for i, name in enumerate(names)}
 
     output, _ = mha_jax.multi_head_attention(query, params, num_heads=2)
 
-    q, k, v = (dense[name].apply({"params": params[name]}, query) for name in names[:3])
+    def project(name: str, x: jax.Array) -> Any:
+        return dense.apply({"params": params[name]}, x)
+
+    q, k, v = (project(name, query) for name in names[:3])
     context, _ = mha_jax.multi_head_attention_core(q, k, v, 2)
-    expected = dense["out_proj"].apply({"params": params["out_proj"]}, context)
-    assert np.abs(output - expected).max() <= 8 * EPSILON  # as above
+    assert np.abs(output - project("out_proj", context)).max() <= 8 * EPSILON  # as above
 
 
 # ---- torch: a module like any other ----------------------------------------------------------------------------------

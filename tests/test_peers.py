@@ -1,6 +1,7 @@
 """With copied weights the siblings equal the attention layers that the frameworks come with."""
 
 from dataclasses import asdict
+from typing import Any
 
 import flax.linen
 import jax
@@ -40,7 +41,7 @@ def inputs(spec, rng):
     return query, key
 
 
-def ours(sibling, spec, weights, inputs, need_weights=True, **options):
+def ours(sibling, spec, weights, inputs, need_weights=True, **options) -> Any:
     """Output and attention weights of the sibling's module."""
     module = parity.load_into(sibling.module("MultiHeadAttention", **asdict(spec)), weights)
     options = {name: sibling.array(x) for name, x in options.items()}
@@ -84,7 +85,7 @@ def flax_params(spec, weights):
     return jax.tree.map(jnp.asarray, params)
 
 
-def of_linen(spec, weights, inputs, **options):
+def of_linen(spec, weights, inputs, **options) -> tuple[Any, Any]:
     """Output and attention weights of `flax.linen.MultiHeadDotProductAttention`."""
     peer = flax.linen.MultiHeadDotProductAttention(
         spec.num_heads, qkv_features=64, out_features=64, use_bias=spec.qkv_bias
@@ -95,7 +96,7 @@ def of_linen(spec, weights, inputs, **options):
     return output, state["intermediates"]["attention_weights"][0]
 
 
-def of_nnx(spec, weights, inputs, **options):
+def of_nnx(spec, weights, inputs, **options) -> tuple[Any, None]:
     """Output of `flax.nnx.MultiHeadAttention`, which gives its attention weights by a deprecated way only."""
     sizes = {"num_kv_heads": spec.num_kv_heads, "in_kv_features": spec.d_kv}
     peer = nnx.MultiHeadAttention(
