@@ -778,11 +778,10 @@ def test_logits_beyond_half_precision_choose_one_key(sibling, form, dtype):
     assert (dot_product_attention(sibling, form, query, key, value) == 1.0).all()
 
 
-@pytest.mark.parametrize("dtype", HALVES.values(), ids=list(HALVES))
 @both_forms
-def test_gradients_of_logits_beyond_half_precision_are_finite(sibling, form, dtype):
+def test_gradients_of_logits_beyond_half_precision_are_finite(sibling, form):
     package = sibling.package if form == "plain" else sibling.package.fused
-    arrays = {name: np.full((1, 1, 3, 8), 200.0, dtype) for name in ("query", "key", "value")}
+    arrays = {name: np.full((1, 1, 3, 8), 200.0, np.float16) for name in ("query", "key", "value")}
     found = gradients(sibling, lambda arrays: package.scaled_dot_product_attention(**arrays)[0], arrays)
     assert [name for name, gradient in found.items() if not np.isfinite(gradient.astype(np.float32)).all()] == []
 
