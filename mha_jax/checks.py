@@ -17,20 +17,29 @@ if TYPE_CHECKING:
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
     """Refuse what is not an integer of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an integer, got {name}={value!r}")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {name}={value}")
 
 
+def check_number(name: str, value: object) -> None:
+    """Refuse what is not a real number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name} must be a number, got {name}={value!r}")
+
+
 def check_rate(name: str, value: float) -> None:
     """Refuse a dropout rate outside [0, 1)."""
+    check_number(name, value)
     if not 0.0 <= value < 1.0:
         raise ValueError(f"{name} must be at least 0 and below 1, got {name}={value}")
 
 
 def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
     """Refuse query heads that do not divide into groups of equal size, one for each key/value head."""
+    check_count("num_heads", num_heads)
+    check_count("num_kv_heads", num_kv_heads)
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads} and num_kv_heads={num_kv_heads}"
@@ -39,14 +48,23 @@ def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
 
 def check_rope(head_dim: int, theta: float) -> None:
     """Refuse heads that cannot be rotated in pairs."""
+    check_count("head_dim", head_dim)
+    check_number("rope_theta", theta)
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for RoPE, got head_dim={head_dim}")
     if not theta > 0:
         raise ValueError(f"rope_theta must be positive, got rope_theta={theta}")
 
 
+def check_array(name: str, x: object) -> None:
+    """Refuse what is not an array of the framework."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+
+
 def check_floating(name: str, x: Array, rank: int) -> None:
     """Refuse an array of another rank, or one that does not hold floating-point numbers."""
+    check_array(name, x)
     if x.ndim != rank:
         raise ValueError(f"{name} must have {rank} axes, got {name}.shape={x.shape}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -61,21 +79,50 @@ def check_attention(query: Array, key: Array, value: Array, mask: Array | None, 
             raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
     if key.shape != value.shape:
         raise ValueError(f"value must have the shape of key, got {value.shape} and {key.shape}")
+    check_scored(query, key, bias)
+    check_mask(mask, (*query.shape[:3], key.shape[2]))
+
+
+def check_scored(query: Array, key: Array, bias: Array | None) -> None:
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
+    check_floating("query", query, rank=4)
+    check_floating("key", key, rank=4)
     if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
         raise ValueError(
             f"key must have the batch size and head_dim of query, got key.shape={key.shape} "
             f"and query.shape={query.shape}"
         )
     check_head_groups(query.shape[1], key.shape[1])
-    scores_shape = (*query.shape[:3], key.shape[2])
-    check_mask(mask, scores_shape)
-    check_bias(bias, scores_shape, query.dtype)
+    check_bias(bias, (*query.shape[:3], key.shape[2]), query.dtype)
+
+
+def check_weighed(attn_weights: Array, value: Array) -> None:
+    """Refuse attention weights (B, N, T, S) and values (B, K, S, H) that do not fit each other."""
+    check_floating("attn_weights", attn_weights, rank=4)
+    check_floating("value", value, rank=4)
+    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
+        raise ValueError(
+            f"value must have the batch size and the keys of attn_weights, got value.shape={value.shape} "
+            f"and attn_weights.shape={attn_weights.shape}"
+        )
+    check_head_groups(attn_weights.shape[1], value.shape[1])
+
+
+def check_keep(keep: Array | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if keep is None:
+        return
+    check_array("keep", keep)
+    if keep.dtype != jnp.bool_:
+        raise TypeError(f"keep must be boolean (True = kept), got keep.dtype={keep.dtype}")
+    check_broadcasts("keep", keep.shape, scores_shape)
 
 
 def check_mask(mask: Array | None, scores_shape: tuple[int, ...]) -> None:
     """Refuse a mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
     if mask is None:
         return
+    check_array("mask", mask)
     if mask.dtype != jnp.bool_:
         raise TypeError(
             f"mask must be boolean (True = masked), got mask.dtype={mask.dtype}; an additive term is passed as bias"
@@ -87,6 +134,7 @@ def check_bias(bias: Array | None, scores_shape: tuple[int, ...], dtype: jnp.dty
     """Refuse a bias of another dtype than the query's, or one that does not broadcast to the scores (B, N, T, S)."""
     if bias is None:
         return
+    check_array("bias", bias)
     if bias.dtype != dtype:
         raise TypeError(f"bias must have the dtype of query, got bias.dtype={bias.dtype} and {dtype}")
     check_broadcasts("bias", bias.shape, scores_shape)
@@ -115,6 +163,7 @@ def check_lengths(name: str, lengths: Array | Sequence[int], batch_size: int | N
 
 def check_positions(positions: Array, batch_size: int, seq_len: int) -> None:
     """Refuse positions that are not integers of shape (B, T) or (1, T)."""
+    check_array("positions", positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"positions must be integers, got positions.dtype={positions.dtype}")
     if positions.shape not in ((batch_size, seq_len), (1, seq_len)):
@@ -151,6 +200,8 @@ def check_config(
         )
     if fused_qkv and d_kv not in (None, d_in or d_model):
         raise ValueError(f"d_kv must equal d_in with fused_qkv, got d_kv={d_kv} and d_in={d_in or d_model}")
+    if rope_theta is not None and d_kv not in (None, d_in or d_model):
+        raise ValueError(f"d_kv must equal d_in with RoPE, got d_kv={d_kv} and d_in={d_in or d_model}")
     if rope_theta is not None:
         check_rope(head_dim or d_model // num_heads, rope_theta)
     check_rate("dropout", dropout)
@@ -181,7 +232,13 @@ def check_layer_inputs(
 
 
 def check_weights(weights: Mapping[str, Mapping[str, Array]], num_heads: int, num_kv_heads: int) -> None:
-    """Refuse weights with missing or unexpected names, or whose shapes do not fit the heads."""
+    """Refuse weights with missing or unexpected names, or whose dtypes or shapes do not fit each other or the heads."""
+    check_head_groups(num_heads, num_kv_heads)
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights must be a mapping of projections to their arrays, got {type(weights).__name__}")
+    flat = sorted(name for name, leaves in weights.items() if not isinstance(leaves, Mapping))
+    if flat:
+        raise TypeError(f"weights must map each projection to its kernel and bias, got arrays for {flat}")
     packed = "qkv_proj" in weights
     required = {"qkv_proj"} if packed else {"q_proj", "k_proj", "v_proj"}
     given = {f"{name}.{leaf}" for name, leaves in weights.items() for leaf in leaves}
@@ -190,6 +247,13 @@ def check_weights(weights: Mapping[str, Mapping[str, Array]], num_heads: int, nu
     missing, unexpected = sorted(needed - given), sorted(given - needed - optional)
     if missing or unexpected:
         raise ValueError(f"weights must have the names of the layer, missing {missing}, unexpected {unexpected}")
+    first, dtype = next((f"{name}.kernel", leaves["kernel"].dtype) for name, leaves in weights.items())
+    for name, leaves in weights.items():
+        for leaf, array in leaves.items():
+            if not jnp.issubdtype(array.dtype, jnp.floating):
+                raise TypeError(f"{name}.{leaf} must be floating point, got {name}.{leaf}.dtype={array.dtype}")
+            if array.dtype != dtype:
+                raise TypeError(f"{name}.{leaf} must have the dtype of {first}, got {array.dtype} and {dtype}")
     groups = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
     groups = {"qkv_proj": num_heads + 2 * num_kv_heads} if packed else groups
     head_dims = set()
@@ -233,8 +297,15 @@ def check_cache(cache_k: Array, cache_v: Array, key: Array) -> None:
             raise TypeError(f"{name} must have the dtype of the new keys, got {x.dtype} and {key.dtype}")
 
 
+def check_is_cache(cache: object) -> None:
+    """Refuse what is not a cache."""
+    if not all(hasattr(cache, name) for name in ("keys", "values", "lengths", "capacity")):
+        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
+
+
 def check_cached_input(x: Array, cache: KVCache) -> None:
     """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
+    check_is_cache(cache)
     check_floating("x", x, rank=3)
     if x.shape[0] != cache.lengths.shape[0]:
         raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
@@ -242,7 +313,9 @@ def check_cached_input(x: Array, cache: KVCache) -> None:
 
 def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array | Sequence[int] | None) -> None:
     """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
+    check_is_cache(cache)
     check_floating("key", key, rank=4)
+    check_floating("value", value, rank=4)
     check_cache(cache.keys, cache.values, key)
     if key.shape != value.shape:
         raise ValueError(f"value must have the shape of key, got {value.shape} and {key.shape}")

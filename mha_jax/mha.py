@@ -19,10 +19,14 @@ from mha_jax.checks import (
     check_count,
     check_floating,
     check_head_groups,
+    check_keep,
     check_layer_inputs,
     check_lengths,
+    check_mask,
     check_projected,
     check_rate,
+    check_scored,
+    check_weighed,
     check_weights,
 )
 from mha_jax.masks import create_attention_mask, hide_infinite_bias, to_scores_rank
@@ -47,14 +51,14 @@ def split_heads(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B N 
         raise ValueError(
             f"the width must be a multiple of num_heads, got width={x.shape[-1]} and num_heads={num_heads}"
         )
-    return x.reshape(*x.shape[:2], num_heads, -1).swapaxes(1, 2)
+    return x.reshape(*x.shape[:2], num_heads, x.shape[-1] // num_heads).swapaxes(1, 2)
 
 
 def combine_heads(x: Float[Array, "B N T H"]) -> Float[Array, "B T NH"]:
     """Put the heads side by side again: the inverse of `split_heads`."""
     check_floating("x", x, rank=4)
-    x = x.swapaxes(1, 2)
-    return x.reshape(*x.shape[:2], -1)
+    batch_size, num_heads, seq_len, head_dim = x.shape
+    return x.swapaxes(1, 2).reshape(batch_size, seq_len, num_heads * head_dim)
 
 
 def repeat_kv_heads(x: Float[Array, "B K S H"], num_heads: int) -> Float[Array, "B N S H"]:
@@ -117,6 +121,7 @@ def attention_scores(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
+    check_scored(query, key, bias)
     scale = query.shape[-1] ** -0.5
     key = repeat_kv_heads(key, query.shape[1])
     scores = jnp.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
@@ -125,18 +130,22 @@ def attention_scores(
 
 def masked_softmax(scores: Float[Array, "B N T S"], mask: Bool[Array, "..."] | None = None) -> Float[Array, "B N T S"]:
     """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0."""
+    check_floating("scores", scores, rank=4)
+    check_mask(mask, scores.shape)
     scores = at_least_float32(scores)
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
-    # A finite fill keeps the row without a key, and its gradient, free of NaN; the second `where` empties that row.
+    # -inf, since a score may be as low as any finite fill (a bias of finfo.min). A row without a key is all 0 instead,
+    # which keeps it and its gradient free of NaN; the last `where` empties it.
     mask = to_scores_rank(mask)
-    lowest = jnp.finfo(scores.dtype).min
-    attn_weights = jax.nn.softmax(jnp.where(mask, lowest, scores), axis=-1)
+    empty_rows = mask.all(axis=-1, keepdims=True)
+    attn_weights = jax.nn.softmax(jnp.where(empty_rows, 0.0, jnp.where(mask, -jnp.inf, scores)), axis=-1)
     return jnp.where(mask, 0.0, attn_weights)
 
 
 def attention_context(attn_weights: Float[Array, "B N T S"], value: Float[Array, "B K S H"]) -> Float[Array, "B N T H"]:
     """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
+    check_weighed(attn_weights, value)
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
     context = jnp.einsum("bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head))
     return context.astype(value.dtype)
@@ -161,12 +170,14 @@ def apply_dropout(
         ValueError: if the rate is out of range, or there is neither `keep` nor `rng` to drop by.
     """
     check_rate("dropout", rate)
-    if rate == 0.0:
-        return attn_weights
+    check_keep(keep, attn_weights.shape)
     if keep is None:
+        if not rate:
+            return attn_weights
         if rng is None:
             raise ValueError(f"dropout must come with a random key, got dropout={rate} and dropout_rng=None")
         keep = jax.random.bernoulli(rng, 1.0 - rate, attn_weights.shape)
+    keep = keep.reshape((1,) * (attn_weights.ndim - keep.ndim) + keep.shape)
     return jnp.where(keep, attn_weights / (1.0 - rate), 0.0)
 
 
@@ -506,6 +517,9 @@ class AttentionLayer(nnx.Module):
             "output_dropout": self.output_dropout,
         }
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.config.items())})"
+
     def project(self, name: str, x: Float[Array, "B T d_in"]) -> Float[Array, "B T d_out"]:
         """Apply the projection of that name, as a module, so that replaced layers take part."""
         linear: Projection = getattr(self, name)
@@ -612,9 +626,9 @@ class MultiHeadSelfAttention(AttentionLayer):
             TypeError: if x is not floating point or the lengths are not integers.
             ValueError: if the shapes do not fit or a length lies outside 0..T.
         """
+        check_floating("x", x, rank=3)
         mask = None
         if is_causal or key_padding_lengths is not None:
-            check_floating("x", x, rank=3)
             if key_padding_lengths is not None:
                 check_lengths("key_padding_lengths", key_padding_lengths, x.shape[0], x.shape[1])
             mask = create_attention_mask(x.shape[1], is_causal=is_causal, key_padding_lengths=key_padding_lengths)

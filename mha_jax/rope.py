@@ -46,8 +46,9 @@ def apply_rope(
     """
     check_floating("x", x, rank=4)
     check_positions(positions, x.shape[0], x.shape[2])
+    frequencies = rope_frequencies(x.shape[-1], theta)
     first, second = jnp.split(at_least_float32(x), 2, axis=-1)
-    frequencies = jnp.asarray(rope_frequencies(x.shape[-1], theta), dtype=first.dtype)
+    frequencies = jnp.asarray(frequencies, dtype=first.dtype)
     angles = positions[:, None, :, None].astype(first.dtype) * frequencies[None, None, None]  # (B or 1, 1, T, H/2)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

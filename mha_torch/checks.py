@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,20 +15,29 @@ if TYPE_CHECKING:
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
     """Refuse what is not an integer of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an integer, got {name}={value!r}")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {name}={value}")
 
 
+def check_number(name: str, value: object) -> None:
+    """Refuse what is not a real number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name} must be a number, got {name}={value!r}")
+
+
 def check_rate(name: str, value: float) -> None:
     """Refuse a dropout rate outside [0, 1)."""
+    check_number(name, value)
     if not 0.0 <= value < 1.0:
         raise ValueError(f"{name} must be at least 0 and below 1, got {name}={value}")
 
 
 def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
     """Refuse query heads that do not divide into groups of equal size, one for each key/value head."""
+    check_count("num_heads", num_heads)
+    check_count("num_kv_heads", num_kv_heads)
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads} and num_kv_heads={num_kv_heads}"
@@ -36,14 +46,23 @@ def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
 
 def check_rope(head_dim: int, theta: float) -> None:
     """Refuse heads that cannot be rotated in pairs."""
+    check_count("head_dim", head_dim)
+    check_number("rope_theta", theta)
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for RoPE, got head_dim={head_dim}")
     if not theta > 0:
         raise ValueError(f"rope_theta must be positive, got rope_theta={theta}")
 
 
+def check_array(name: str, x: object) -> None:
+    """Refuse what is not an array of the framework."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
 def check_floating(name: str, x: Tensor, rank: int) -> None:
     """Refuse an array of another rank, or one that does not hold floating-point numbers."""
+    check_array(name, x)
     if x.ndim != rank:
         raise ValueError(f"{name} must have {rank} axes, got {name}.shape={tuple(x.shape)}")
     if not x.is_floating_point():
@@ -58,21 +77,50 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
             raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
     if key.shape != value.shape:
         raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
+    check_scored(query, key, bias)
+    check_mask(mask, (*query.shape[:3], key.shape[2]))
+
+
+def check_scored(query: Tensor, key: Tensor, bias: Tensor | None) -> None:
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
+    check_floating("query", query, rank=4)
+    check_floating("key", key, rank=4)
     if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
         raise ValueError(
             f"key must have the batch size and head_dim of query, got key.shape={tuple(key.shape)} "
             f"and query.shape={tuple(query.shape)}"
         )
     check_head_groups(query.shape[1], key.shape[1])
-    scores_shape = (*query.shape[:3], key.shape[2])
-    check_mask(mask, scores_shape)
-    check_bias(bias, scores_shape, query.dtype)
+    check_bias(bias, (*query.shape[:3], key.shape[2]), query.dtype)
+
+
+def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
+    """Refuse attention weights (B, N, T, S) and values (B, K, S, H) that do not fit each other."""
+    check_floating("attn_weights", attn_weights, rank=4)
+    check_floating("value", value, rank=4)
+    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
+        raise ValueError(
+            f"value must have the batch size and the keys of attn_weights, got value.shape={tuple(value.shape)} "
+            f"and attn_weights.shape={tuple(attn_weights.shape)}"
+        )
+    check_head_groups(attn_weights.shape[1], value.shape[1])
+
+
+def check_keep(keep: Tensor | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if keep is None:
+        return
+    check_array("keep", keep)
+    if keep.dtype != torch.bool:
+        raise TypeError(f"keep must be boolean (True = kept), got keep.dtype={keep.dtype}")
+    check_broadcasts("keep", tuple(keep.shape), scores_shape)
 
 
 def check_mask(mask: Tensor | None, scores_shape: tuple[int, ...]) -> None:
     """Refuse a mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
     if mask is None:
         return
+    check_array("mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(
             f"mask must be boolean (True = masked), got mask.dtype={mask.dtype}; an additive term is passed as bias"
@@ -84,7 +132,8 @@ def check_bias(bias: Tensor | None, scores_shape: tuple[int, ...], dtype: torch.
     """Refuse a bias of another dtype than the query's, or one that does not broadcast to the scores (B, N, T, S)."""
     if bias is None:
         return
-    if bias.dtype != dtype:
+    check_array("bias", bias)
+    if bias.dtype != dtype and not (bias.is_floating_point() and torch.is_autocast_enabled(bias.device.type)):
         raise TypeError(f"bias must have the dtype of query, got bias.dtype={bias.dtype} and {dtype}")
     check_broadcasts("bias", tuple(bias.shape), scores_shape)
 
@@ -112,6 +161,7 @@ def check_lengths(name: str, lengths: Tensor | Sequence[int], batch_size: int | 
 
 def check_positions(positions: Tensor, batch_size: int, seq_len: int) -> None:
     """Refuse positions that are not integers of shape (B, T) or (1, T)."""
+    check_array("positions", positions)
     if positions.is_floating_point() or positions.dtype == torch.bool:
         raise TypeError(f"positions must be integers, got positions.dtype={positions.dtype}")
     if tuple(positions.shape) not in ((batch_size, seq_len), (1, seq_len)):
@@ -148,6 +198,8 @@ def check_config(
         )
     if fused_qkv and d_kv not in (None, d_in or d_model):
         raise ValueError(f"d_kv must equal d_in with fused_qkv, got d_kv={d_kv} and d_in={d_in or d_model}")
+    if rope_theta is not None and d_kv not in (None, d_in or d_model):
+        raise ValueError(f"d_kv must equal d_in with RoPE, got d_kv={d_kv} and d_in={d_in or d_model}")
     if rope_theta is not None:
         check_rope(head_dim or d_model // num_heads, rope_theta)
     check_rate("dropout", dropout)
@@ -178,7 +230,10 @@ def check_layer_inputs(
 
 
 def check_weights(weights: Mapping[str, Tensor], num_heads: int, num_kv_heads: int) -> None:
-    """Refuse weights with missing or unexpected names, or whose shapes do not fit the heads."""
+    """Refuse weights with missing or unexpected names, or whose dtypes or shapes do not fit each other or the heads."""
+    check_head_groups(num_heads, num_kv_heads)
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights must be a mapping of names to tensors, got {type(weights).__name__}")
     packed = "qkv_proj.weight" in weights
     required = {"qkv_proj.weight"} if packed else {"q_proj.weight", "k_proj.weight", "v_proj.weight"}
     optional = {name.replace("weight", "bias") for name in required} | {"out_proj.weight"}
@@ -187,6 +242,13 @@ def check_weights(weights: Mapping[str, Tensor], num_heads: int, num_kv_heads: i
     missing, unexpected = sorted(required - weights.keys()), sorted(weights.keys() - required - optional)
     if missing or unexpected:
         raise ValueError(f"weights must have the names of the layer, missing {missing}, unexpected {unexpected}")
+    first = next(iter(weights))
+    for name, weight in weights.items():
+        check_array(name, weight)
+        if not weight.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {name}.dtype={weight.dtype}")
+        if weight.dtype != weights[first].dtype:
+            raise TypeError(f"{name} must have the dtype of {first}, got {weight.dtype} and {weights[first].dtype}")
     groups = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
     groups = {"qkv_proj": num_heads + 2 * num_kv_heads} if packed else groups
     head_dims = set()
@@ -232,8 +294,15 @@ def check_cache(cache_k: Tensor, cache_v: Tensor, key: Tensor) -> None:
             raise TypeError(f"{name} must have the dtype of the new keys, got {x.dtype} and {key.dtype}")
 
 
+def check_is_cache(cache: object) -> None:
+    """Refuse what is not a cache."""
+    if not all(hasattr(cache, name) for name in ("keys", "values", "lengths", "capacity")):
+        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
+
+
 def check_cached_input(x: Tensor, cache: KVCache) -> None:
     """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
+    check_is_cache(cache)
     check_floating("x", x, rank=3)
     if x.shape[0] != cache.lengths.shape[0]:
         raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
@@ -241,7 +310,9 @@ def check_cached_input(x: Tensor, cache: KVCache) -> None:
 
 def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: Tensor | Sequence[int] | None) -> None:
     """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
+    check_is_cache(cache)
     check_floating("key", key, rank=4)
+    check_floating("value", value, rank=4)
     check_cache(cache.keys, cache.values, key)
     if key.shape != value.shape:
         raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")

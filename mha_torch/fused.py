@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mha_torch.checks import check_attention
+from mha_torch.checks import check_attention, check_rate
 from mha_torch.masks import hide_infinite_bias
 
 
@@ -46,6 +46,7 @@ def scaled_dot_product_attention(
     Source: torch.nn.functional.scaled_dot_product_attention.
     """
     check_attention(query, key, value, mask, bias)
+    check_rate("dropout", dropout)
     if need_weights or dropout_keep is not None:
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
     scores_shape = (*query.shape[:3], key.shape[2])

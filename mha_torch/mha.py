@@ -19,10 +19,14 @@ from mha_torch.checks import (
     check_count,
     check_floating,
     check_head_groups,
+    check_keep,
     check_layer_inputs,
     check_lengths,
+    check_mask,
     check_projected,
     check_rate,
+    check_scored,
+    check_weighed,
     check_weights,
 )
 from mha_torch.masks import create_attention_mask, hide_infinite_bias
@@ -116,6 +120,7 @@ def attention_scores(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
+    check_scored(query, key, bias)
     scale = query.shape[-1] ** -0.5
     key = repeat_kv_heads(key, query.shape[1])
     scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
@@ -126,12 +131,15 @@ def masked_softmax(
     scores: Float[Tensor, "B N T S"], mask: Bool[Tensor, "..."] | None = None
 ) -> Float[Tensor, "B N T S"]:
     """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0."""
+    check_floating("scores", scores, rank=4)
+    check_mask(mask, tuple(scores.shape))
     scores = at_least_float32(scores)
     if mask is None:
         return torch.softmax(scores, dim=-1)
-    # A finite fill keeps the row without a key, and its gradient, free of NaN; the second `where` empties that row.
-    lowest = torch.finfo(scores.dtype).min
-    attn_weights = torch.softmax(torch.where(mask, lowest, scores), dim=-1)
+    # -inf, since a score may be as low as any finite fill (a bias of finfo.min). A row without a key is all 0 instead,
+    # which keeps it and its gradient free of NaN; the last `where` empties it.
+    empty_rows = mask.all(dim=-1, keepdim=True)
+    attn_weights = torch.softmax(torch.where(empty_rows, 0.0, torch.where(mask, -torch.inf, scores)), dim=-1)
     return torch.where(mask, 0.0, attn_weights)
 
 
@@ -139,6 +147,7 @@ def attention_context(
     attn_weights: Float[Tensor, "B N T S"], value: Float[Tensor, "B K S H"]
 ) -> Float[Tensor, "B N T H"]:
     """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
+    check_weighed(attn_weights, value)
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
     context = torch.einsum("bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head))
     return context.to(value.dtype)
@@ -155,8 +164,9 @@ def apply_dropout(
         keep: True where a weight is kept; drawn at random when absent.
     """
     check_rate("dropout", rate)
+    check_keep(keep, tuple(attn_weights.shape))
     if keep is None:
-        return F.dropout(attn_weights, rate)
+        return F.dropout(attn_weights, rate) if rate else attn_weights
     return torch.where(keep, attn_weights / (1.0 - rate), 0.0)
 
 
@@ -560,9 +570,9 @@ class MultiHeadSelfAttention(AttentionLayer):
             TypeError: if x is not floating point or the lengths are not integers.
             ValueError: if the shapes do not fit or a length lies outside 0..T.
         """
+        check_floating("x", x, rank=3)
         mask = None
         if is_causal or key_padding_lengths is not None:
-            check_floating("x", x, rank=3)
             if key_padding_lengths is not None:
                 check_lengths("key_padding_lengths", key_padding_lengths, x.shape[0], x.shape[1])
             mask = create_attention_mask(

@@ -57,10 +57,11 @@ class AttentionSpec:
             value = getattr(self, name)
             if value is None and name not in ("d_model", "num_heads"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
                 raise TypeError(f"{name} must be an integer, got {name}={value!r}")
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {name}={value}")
+            object.__setattr__(self, name, int(value))
         self._fill_in("num_kv_heads", self.num_heads)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -78,6 +79,8 @@ class AttentionSpec:
         if self.fused_qkv and self.d_kv != self.d_in:
             raise ValueError(f"d_kv must equal d_in with fused_qkv, got d_kv={self.d_kv} and d_in={self.d_in}")
         if self.rope_theta is not None:
+            if self.d_kv != self.d_in:
+                raise ValueError(f"d_kv must equal d_in with RoPE, got d_kv={self.d_kv} and d_in={self.d_in}")
             if self.head_dim % 2:
                 raise ValueError(f"head_dim must be even for RoPE, got head_dim={self.head_dim}")
             if not self.rope_theta > 0:

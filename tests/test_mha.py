@@ -983,7 +983,7 @@ def test_weights_differ_for_another_seed(sibling):
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
 def test_repr_shows_the_configuration(sibling, kind):
     spec = parity.AttentionSpec(
-        16, 4, num_kv_heads=2, head_dim=6, d_in=5, d_kv=7, qkv_bias=False, rope_theta=500.0, dropout=0.1
+        16, 4, num_kv_heads=2, head_dim=6, d_in=5, qkv_bias=False, rope_theta=500.0, dropout=0.1
     )
     text = repr(sibling.module(kind, **asdict(spec)))
     shown = [kind, *(f"{name}={value!r}" for name, value in asdict(spec).items())]

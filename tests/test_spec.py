@@ -34,6 +34,7 @@ def test_spec_never_derives_a_head_dim_that_is_given():
         ({"d_model": 8, "num_heads": 4, "head_dim": -1}, ValueError, "head_dim must be at least 1"),
         ({"d_model": 6, "num_heads": 2, "rope_theta": 1e4}, ValueError, "head_dim must be even for RoPE"),
         ({"d_model": 8, "num_heads": 2, "rope_theta": 0.0}, ValueError, "rope_theta must be positive"),
+        ({"d_model": 8, "num_heads": 2, "d_kv": 4, "rope_theta": 1e4}, ValueError, "d_kv must equal d_in with RoPE"),
         ({"d_model": 8, "num_heads": 2, "dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1"),
         ({"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True}, ValueError, "d_kv must equal d_in"),
     ],
