@@ -136,12 +136,12 @@ def _case_table(report: Report, out: Console) -> Table:
     backends = list(dict.fromkeys(backend for _, _, backend in groups))
     dtypes = {dtype for _, dtype, _ in groups}
     table = new_table(out, "Worst error / budget of each case (1.00 is the limit)")
-    table.add_column("case", no_wrap=True)
+    table.add_column("case", no_wrap=True, min_width=max((len(case) for case, _, _ in groups), default=0))
     if len(dtypes) > 1:
-        table.add_column("dtype", no_wrap=True)
+        table.add_column("dtype", no_wrap=True, min_width=8)
     table.add_column("stages", justify="right", no_wrap=True, min_width=6)
     for backend in backends:
-        table.add_column(backend, no_wrap=True, min_width=12)
+        table.add_column(backend, no_wrap=True, min_width=9)
     for case, dtype in dict.fromkeys((case, dtype) for case, dtype, _ in groups):
         of_backends = [groups.get((case, dtype, backend), []) for backend in backends]
         row = [case, *([dtype] if len(dtypes) > 1 else []), str(max(map(len, of_backends)))]
