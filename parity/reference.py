@@ -49,8 +49,10 @@ class Arithmetic:
             return a @ b + start
         total = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), self.wide)
         total += start
+        term = np.empty_like(total)
         for k in range(a.shape[-1]):
-            total += a[..., :, k, None] * b[..., None, k, :]
+            np.multiply(a[..., :, k, None], b[..., None, k, :], out=term)
+            total += term
         return total
 
 

@@ -110,12 +110,15 @@ class _Layer:
         )
         module.eval()
         self.module = load_into(module, problem.weights)
+        self.jit_mask = jax.jit(self.build_mask)
         self.jit_project = jax.jit(self.project)
         self.jit_scores = jax.jit(lambda q, k: mha_jax.attention_scores(q, k, self.inputs.get("bias")))
         self.jit_softmax = jax.jit(lambda scores, mask: mha_jax.masked_softmax(scores, mask).astype(self.dtype))
         self.jit_context = jax.jit(lambda attn_weights, v: mha_jax.attention_context(attn_weights, v))
         self.jit_output = jax.jit(self.project_output)
+        self.jit_cache_mask = jax.jit(self.build_cache_mask, static_argnums=1)
         self.jit_append = jax.jit(lambda cache, k, v, n: mha_jax.append_to_cache(cache, k, v, new_lengths=n))
+        self.jit_both = nnx.jit(self.both_paths)
         self.jit_step = nnx.jit(lambda module, x, cache, n: module(x, cache, new_lengths=n))
 
     @property
@@ -124,9 +127,8 @@ class _Layer:
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         case = self.problem.case
-        return {
-            "mask": np.broadcast_to(self.build_mask(), (case.batch, self.spec.num_heads, case.seq_len, case.key_len))
-        }
+        shape = (case.batch, self.spec.num_heads, case.seq_len, case.key_len)
+        return {"mask": np.broadcast_to(self.jit_mask(), shape)}
 
     def build_mask(self) -> Array:
         case = self.problem.case
@@ -138,6 +140,9 @@ class _Layer:
             window = mha_jax.create_sliding_window_mask(case.seq_len, case.key_len, window_size=case.window_size)
             mask = mask | window[None, None]
         return mask | self.inputs["mask"] if "mask" in self.inputs else mask
+
+    def build_cache_mask(self, lengths: Array, seq_len: int) -> Array:
+        return mha_jax.create_cache_mask(lengths, seq_len, self.problem.case.capacity)
 
     def project(self, query: Array, key: Array | None, positions: Array | None) -> dict[str, Array]:
         key = query if key is None else key
@@ -173,17 +178,15 @@ class _Layer:
     def output(self, values: Values) -> dict[str, np.ndarray]:
         return _to_numpy({"output": self.jit_output(values["context"])})
 
-    def whole(self, _: Values) -> dict[str, np.ndarray]:
+    def both_paths(self, module: mha_jax.MultiHeadAttention, query: Array) -> dict[str, Array | None]:
         key, bias = self.inputs.get("key"), self.inputs.get("bias")
         mask = self.build_mask() if self.problem.case.has_mask else None
+        output, attn_weights = module(query, key, mask=mask, bias=bias, need_weights=True)
+        fused, _ = module(query, key, mask=mask, bias=bias)
+        return {"module.attn_weights": attn_weights, "module.output": output, "fused.output": fused}
 
-        @nnx.jit
-        def both(module: mha_jax.MultiHeadAttention, query: Array) -> dict[str, Array | None]:
-            output, attn_weights = module(query, key, mask=mask, bias=bias, need_weights=True)
-            fused, _ = module(query, key, mask=mask, bias=bias)
-            return {"module.attn_weights": attn_weights, "module.output": output, "fused.output": fused}
-
-        return _to_numpy(both(self.module, self.inputs["query"]))
+    def whole(self, _: Values) -> dict[str, np.ndarray]:
+        return _to_numpy(self.jit_both(self.module, self.inputs["query"]))
 
     def cached_steps(self, index: int) -> list[Step]:
         case = self.problem.case
@@ -202,7 +205,7 @@ class _Layer:
             return _to_numpy({f"{name}.{part}": array for part, array in parts.items()})
 
         def mask(_: Values) -> dict[str, np.ndarray]:
-            mask = mha_jax.create_cache_mask(from_numpy(lengths), case.chunks[index], case.capacity)
+            mask = self.jit_cache_mask(lengths, case.chunks[index])
             shape = (case.batch, case.spec.num_heads, case.chunks[index], case.capacity)
             return {"mask": np.broadcast_to(mask, shape)}
 
