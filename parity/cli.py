@@ -165,14 +165,14 @@ def _doctor(options: argparse.Namespace) -> int:
     missing = {name: reason for name in NEEDS if (reason := why_missing(name))}
     found = environment(name for name in NEEDS if name not in missing)
     out = report.console()
-    table = report.new_table(out, "Environment", show_header=False)
+    table = report.begin_table(out, "Environment", show_header=False)
     table.add_row("python", found["python"])
     table.add_row("platform", found["platform"])
     table.add_row("cpus", str(found["cpus"]))
     for package, version in found["packages"].items():
         table.add_row(package, version)
     out.print(table)
-    backends = report.new_table(out, "Backends")
+    backends = report.begin_table(out, "Backends")
     for column in ("backend", "runs here", "device", "numerics while a case runs"):
         backends.add_column(column, overflow="fold")
     for name in NEEDS:

@@ -30,10 +30,10 @@ def console() -> Console:
     return terminal if terminal.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
-def new_table(out: Console, title: str, **options: Any) -> Table:
-    """A table: with lines and colours on a terminal, columns of plain text elsewhere."""
-    lines = box.ROUNDED if out.is_terminal else None
-    return Table(title=title, title_justify="left", title_style="bold", box=lines, padding=(0, 1), **options)
+def begin_table(out: Console, title: str, **options: Any) -> Table:
+    """Print a title and begin a table: with lines on a terminal, columns of plain text elsewhere."""
+    out.print(Text(title, style="bold"))
+    return Table(box=box.ROUNDED if out.is_terminal else None, padding=(0, 1), **options)
 
 
 @contextmanager
@@ -99,12 +99,13 @@ def summary_line(report: Report) -> Text:
     """One line: how many stages agree, how many do not, and what did not run."""
     summary, groups = report.summary, report.groups()
     backends = sorted({backend for _, _, backend in groups})
-    cases = len({case for case, _, _ in groups})
+    count = len({case for case, _, _ in groups})
+    cases = f"{count} case{'s' if count != 1 else ''}"
     verdict = "agree" if not summary["failed"] else "do NOT agree"
     counts = f"{summary['passed']} stages passed, {summary['failed']} failed"
     skipped = f", {summary['skipped']} backend skipped" if summary["skipped"] else ""
     return Text(
-        f"{' and '.join(backends)} {verdict} with the float64 reference: {cases} cases, {counts}{skipped}",
+        f"{' and '.join(backends)} {verdict} with the float64 reference: {cases}, {counts}{skipped}",
         style="bold red" if summary["failed"] else "bold green",
     )
 
@@ -135,7 +136,7 @@ def _case_table(report: Report, out: Console) -> Table:
     groups = report.groups()
     backends = list(dict.fromkeys(backend for _, _, backend in groups))
     dtypes = {dtype for _, dtype, _ in groups}
-    table = new_table(out, "Worst error / budget of each case (1.00 is the limit)")
+    table = begin_table(out, "Worst error / budget of each case (1.00 is the limit)")
     table.add_column("case", no_wrap=True, min_width=max((len(case) for case, _, _ in groups), default=0))
     if len(dtypes) > 1:
         table.add_column("dtype", no_wrap=True, min_width=8)
@@ -162,7 +163,7 @@ def _verdict(comparisons: list[Comparison]) -> Text:
 def _stage_table(report: Report, out: Console) -> Table:
     """One row a stage: over all cases, the worst error / budget and largest absolute error of each backend."""
     backends = list(dict.fromkeys(comparison.backend for comparison in report.comparisons))
-    table = new_table(out, "Stage by stage: worst error / budget, and largest absolute error")
+    table = begin_table(out, "Stage by stage: worst error / budget, and largest absolute error")
     table.add_column("stage", no_wrap=True)
     for backend in backends:
         table.add_column(backend, justify="right", no_wrap=True, min_width=5)
@@ -184,7 +185,7 @@ def _stage_table(report: Report, out: Console) -> Table:
 
 
 def _comparison_table(report: Report, out: Console) -> Table:
-    table = new_table(out, "Every comparison")
+    table = begin_table(out, "Every comparison")
     for name in ("case", "stage"):
         table.add_column(name, overflow="fold")
     table.add_column("backend")

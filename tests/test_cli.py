@@ -37,7 +37,7 @@ def break_the_softmax(monkeypatch):
 def test_run_agrees_and_exits_0(capsys):
     assert main(["run", "--cases", "textbook", "--backends", "jax,torch"]) == 0
     assert (
-        "jax and torch agree with the float64 reference: 1 cases, 22 stages passed, 0 failed" in capsys.readouterr().out
+        "jax and torch agree with the float64 reference: 1 case, 22 stages passed, 0 failed" in capsys.readouterr().out
     )
 
 
