@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -19,6 +17,7 @@ from rich.text import Text
 from parity.compare import Comparison, first_difference
 from parity.run import Report
 from parity.spec import stage_kind
+from parity.weights import write_whole
 
 DETAILED_FAILURES = 5  # shown whole on the terminal; all are in the JSON
 PIPE_WIDTH = 100
@@ -117,18 +116,7 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
         OSError: if the file cannot be written.
         ValueError: if a number is NaN or infinite, which JSON does not have.
     """
-    path = Path(path)
-    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, f"{json.dumps(content, indent=1, allow_nan=False)}\n".encode())
 
 
 def _case_table(report: Report, out: Console) -> Table:

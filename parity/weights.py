@@ -10,7 +10,7 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -116,25 +116,55 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray]
     Raises:
         OSError: if the file cannot be written, or what is read back is not what was written.
     """
+
+    def verify(written: Path) -> None:
+        found, _ = load_tensors(written)
+        for name, tensor in tensors.items():
+            read = found[name]
+            if (read.dtype, read.shape, read.tobytes()) != (tensor.dtype, tensor.shape, tensor.tobytes()):
+                raise OSError(f"{path} must read back as it was written, {name} does not")
+
+    write_whole(path, safetensors_bytes(tensors, metadata), verify)
+
+
+def safetensors_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file that depends on nothing but its content, whatever the arrays' order in memory."""
+    # The library writes wrong values for arrays that are not contiguous (huggingface/safetensors#825) …
+    contiguous = {name: np.ascontiguousarray(tensor).reshape(tensor.shape) for name, tensor in tensors.items()}
+    data = safetensors.numpy.save(contiguous, dict(metadata))
+    # … and its header in an order that varies from run to run.
+    (length,) = struct.unpack_from("<Q", data)
+    text = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # keeps the arrays aligned
+    return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+
+def write_whole(
+    path: str | os.PathLike[str], data: bytes, verify: Callable[[Path], None] = lambda written: None
+) -> None:
+    """Write a file whole or not at all: under another name beside it, and moved into place once it is on the disk.
+
+    Args:
+        path: file to write; one that was there before stays until the last moment.
+        data: its content.
+        verify: called with the written file before it is moved; an error it raises leaves all as it was.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
     path = Path(path)
-    # safetensors writes wrong values for arrays that are not contiguous (huggingface/safetensors#825).
-    tensors = {name: np.ascontiguousarray(tensor).reshape(tensor.shape) for name, tensor in tensors.items()}
-    data = _sorted_header(safetensors.numpy.save(tensors, dict(metadata)))
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    written = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        written, _ = load_tensors(temporary)
-        for name, tensor in tensors.items():
-            read = written[name]
-            if (read.dtype, read.shape, read.tobytes()) != (tensor.dtype, tensor.shape, tensor.tobytes()):
-                raise OSError(f"{path} must read back as it was written, {name} does not")
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+        verify(written)
+        written.chmod(0o666 & ~_umask())  # temporary files are private, this one is not
+        written.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        written.unlink(missing_ok=True)
         raise
 
 
@@ -199,14 +229,6 @@ def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Atte
         return AttentionSpec.from_json(metadata["spec"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} must hold a valid spec: {error}") from None
-
-
-def _sorted_header(data: bytes) -> bytes:
-    """The same safetensors file with its header in sorted order: the library's varies from run to run."""
-    (length,) = struct.unpack_from("<Q", data)
-    text = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # keeps the arrays aligned
-    return struct.pack("<Q", len(text)) + text + data[8 + length :]
 
 
 def _umask() -> int:

@@ -169,7 +169,7 @@ def test_metadata_survives_a_file(tmp_path):
     assert load_tensors(tmp_path / "a")[1] == {"what": "ein Maß, 测量"}
 
 
-@pytest.mark.parametrize("culprit", ["os.replace", "os.fsync", "parity.weights.load_tensors"])
+@pytest.mark.parametrize("culprit", ["pathlib.Path.replace", "os.fsync", "parity.weights.load_tensors"])
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, weights, culprit):
     path = tmp_path / "w.safetensors"
     path.write_bytes(b"the old content")

@@ -20,9 +20,7 @@ import io
 import itertools
 import json
 import math
-import os
 import re
-import struct
 import subprocess
 import sys
 import tempfile
@@ -33,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save
+
+from parity.weights import safetensors_bytes, write_whole
 
 Weights = dict[str, np.ndarray]
 
@@ -480,25 +479,7 @@ def serialise(layer: Layer) -> bytes:
         "source": layer.source,
         "description": layer.description,
     }
-    # safetensors stores wrong values for non-contiguous arrays (issue 825)
-    data = save({name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()}, metadata)
-    # and writes the metadata in an order that changes from run to run
-    (header_bytes,) = struct.unpack_from("<Q", data)
-    header: dict[str, Any] = json.loads(data[8 : 8 + header_bytes])
-    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # keeps the arrays aligned
-    return struct.pack("<Q", len(text)) + text + data[8 + header_bytes :]
-
-
-def write(path: Path, data: bytes) -> None:
-    """Write a whole file or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    return safetensors_bytes({name: array.astype(np.float32) for name, array in tensors.items()}, metadata)
 
 
 def provenance(wheel: Wheel, how: str, layers: list[Layer], files: Mapping[str, bytes]) -> str:
@@ -552,7 +533,8 @@ def cut(wheels: Path, out: Path) -> None:
         sections.append(provenance(wheel, inspect.getdoc(cut_layers) or "", layers, files))
     files["PROVENANCE.md"] = "\n".join(sections).encode()
     for name, data in files.items():
-        write(out / name, data)
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out / name, data)
         print(f"{hashlib.sha256(data).hexdigest()}  {len(data):>8}  {name}")
 
 
