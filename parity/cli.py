@@ -29,8 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _check_destination(options.json)
         return options.command(options)
-    except BrokenPipeError:  # the reader of a pipe has seen enough
-        return 0
     except KeyboardInterrupt:
         print("mha-parity: interrupted", file=sys.stderr)
         return 130
@@ -81,12 +79,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise argparse.ArgumentTypeError("must name at least one")
+    return names
 
 
 def _check_destination(path: str | None) -> None:
     """Refuse a place that cannot be written to before the work, not after it."""
-    if path is not None and not Path(path).absolute().parent.is_dir():
+    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
         raise ValueError(f"--json must name a file in a folder that is there, got {path}")
 
 

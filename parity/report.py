@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,10 +24,17 @@ DETAILED_FAILURES = 5  # shown whole on the terminal; all are in the JSON
 PIPE_WIDTH = 100
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Go on in silence when the reader of a pipe has seen enough: the exit status is still that of the work."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def console() -> Console:
     """Standard output: colour and tables on a terminal, plain lines in a pipe."""
-    terminal = Console(highlight=False)
-    return terminal if terminal.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+    terminal = _Console(highlight=False)
+    return terminal if terminal.is_terminal else _Console(highlight=False, width=PIPE_WIDTH)
 
 
 def begin_table(out: Console, title: str, **options: Any) -> Table:
@@ -100,7 +108,8 @@ def summary_line(report: Report) -> Text:
     backends = sorted({backend for _, _, backend in groups})
     count = len({case for case, _, _ in groups})
     cases = f"{count} case{'s' if count != 1 else ''}"
-    verdict = "agree" if not summary["failed"] else "do NOT agree"
+    one = len(backends) == 1
+    verdict = ("agrees" if one else "agree") if not summary["failed"] else ("does" if one else "do") + " NOT agree"
     counts = f"{summary['passed']} stages passed, {summary['failed']} failed"
     skipped = f", {summary['skipped']} backend skipped" if summary["skipped"] else ""
     return Text(

@@ -51,6 +51,24 @@ def test_run_in_a_pipe_gives_plain_lines_of_at_most_100_columns():
     assert max(map(len, result.stdout.splitlines())) <= 100
 
 
+def test_a_reader_that_stops_reading_does_not_change_the_exit_status():
+    command = [sys.executable, "-m", "parity", "run", "--cases", "textbook", "--backends", "torch", "--verbose"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("option", ["--backends", "--dtypes"])
+def test_an_empty_list_is_refused_and_not_taken_for_all(capsys, option):
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", option, ","])
+    assert exit_.value.code == 2
+    assert "must name at least one" in capsys.readouterr().err
+
+
 def test_a_wrong_backend_exits_1_and_names_stage_and_place(monkeypatch, capsys):
     break_the_softmax(monkeypatch)
     assert main(["run", "--cases", "causal", "--backends", "torch"]) == 1
@@ -58,7 +76,7 @@ def test_a_wrong_backend_exits_1_and_names_stage_and_place(monkeypatch, capsys):
     assert "FAIL" in out
     assert "causal/attn_weights: torch differs from the reference (float32)" in out
     assert "worst       1.00e+00 at (b=" in out
-    assert "torch do NOT agree" in out
+    assert "torch does NOT agree" in out
     assert "mha-parity run --backends torch --cases causal --dtypes float32" in out
 
 
@@ -101,6 +119,7 @@ def test_skipped_backends_are_in_the_json_with_their_reason(tmp_path, monkeypatc
         (["run", "--cases", "no-such-*"], "--cases must match a case"),
         (["run", "--dtypes", "int8", "--cases", "textbook"], "dtype must be one of"),
         (["run", "--json", "/no/such/folder/r.json"], "--json must name a file in a folder that is there"),
+        (["run", "--json", "/"], "--json must name a file in a folder that is there"),
         (["run", "--weights", "/no/such/file"], "No such file"),
         (["run", "--random", "-1"], "--random must be at least 0"),
         (["compare", "/no/such/folder"], "must be a trace or a folder of traces"),
@@ -157,7 +176,7 @@ def test_traces_are_saved_and_compared(tmp_path, capsys):
     folder = tmp_path / "traces"
     assert main(["run", "--cases", "textbook", "--backends", "torch", "--save-traces", str(folder)]) == 0
     assert main(["compare", str(folder), "--json", str(tmp_path / "r.json")]) == 0
-    assert "torch agree with the float64 reference" in capsys.readouterr().out
+    assert "torch agrees with the float64 reference" in capsys.readouterr().out
     assert json.loads((tmp_path / "r.json").read_text())["summary"]["failed"] == 0
 
 
