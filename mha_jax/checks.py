@@ -157,6 +157,7 @@ def check_lengths(name: str, lengths: Array | Sequence[int], batch_size: int | N
         raise ValueError(f"{name} must have shape {expected}, got {name}.shape={array.shape}")
     if isinstance(array, Tracer):  # values are not known under jit
         return
+    array = np.asarray(array).astype(np.int64)  # a narrow dtype cannot hold every maximum
     if bool(((array < 0) | (array > maximum)).any()):
         raise ValueError(f"{name} must lie in 0..{maximum}, got {name}={array.tolist()}")
 
@@ -322,6 +323,7 @@ def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array 
     if value.dtype != key.dtype:
         raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
     seq_len = key.shape[2]
+    check_lengths("cache.lengths", cache.lengths, key.shape[0], cache.capacity)
     if new_lengths is not None:
         check_lengths("new_lengths", new_lengths, key.shape[0], seq_len)
     added = seq_len if new_lengths is None else new_lengths

@@ -523,7 +523,8 @@ class AttentionLayer(nnx.Module):
     def project(self, name: str, x: Float[Array, "B T d_in"]) -> Float[Array, "B T d_out"]:
         """Apply the projection of that name, as a module, so that replaced layers take part."""
         linear: Projection = getattr(self, name)
-        check_projected(name, x, linear.kernel[...])
+        if isinstance(getattr(linear, "kernel", None), nnx.Param):  # a replaced layer may keep its weights elsewhere
+            check_projected(name, x, linear.kernel[...])
         return linear(x)
 
     def attend(

@@ -90,7 +90,7 @@ def append_to_cache(
     """Append the keys and values of new tokens to those in the cache.
 
     Args:
-        cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage may be reused.
+        cache: holds `cache.lengths` tokens. Do not use it afterwards; under `torch.no_grad()` its storage is reused.
         key, value: (B, K, T, H), in the cache's dtype.
         new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding and is
             not cached. All of them when absent.
@@ -108,8 +108,8 @@ def append_to_cache(
     token = torch.arange(seq_len, device=key.device)
     slots = cache.lengths[:, None] + token  # (B, T)
     keys, values = cache.keys, cache.values
-    if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad or keys.requires_grad):
-        keys, values = keys.clone(), values.clone()  # autograd needs the old contents
+    if torch.is_grad_enabled():
+        keys, values = keys.clone(), values.clone()  # the graph of an earlier step may need the old contents
     if new_lengths is None:
         rows = torch.arange(batch_size, device=key.device)[:, None]
         keys[rows, :, slots] = key.transpose(1, 2)

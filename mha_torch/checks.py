@@ -155,6 +155,7 @@ def check_lengths(name: str, lengths: Tensor | Sequence[int], batch_size: int | 
         raise ValueError(f"{name} must have shape {expected}, got {name}.shape={tuple(lengths.shape)}")
     if torch.compiler.is_compiling():  # values are not known while a graph is traced
         return
+    lengths = lengths.long()  # a narrow dtype cannot hold every maximum
     if bool(((lengths < 0) | (lengths > maximum)).any()):
         raise ValueError(f"{name} must lie in 0..{maximum}, got {name}={lengths.tolist()}")
 
@@ -319,6 +320,7 @@ def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: Tens
     if value.dtype != key.dtype:
         raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
     seq_len = key.shape[2]
+    check_lengths("cache.lengths", cache.lengths, key.shape[0], cache.capacity)
     if new_lengths is not None:
         check_lengths("new_lengths", new_lengths, key.shape[0], seq_len)
     if torch.compiler.is_compiling():  # values are not known while a graph is traced

@@ -123,7 +123,8 @@ def attention_scores(
     check_scored(query, key, bias)
     scale = query.shape[-1] ** -0.5
     key = repeat_kv_heads(key, query.shape[1])
-    scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
+    with torch.autocast(query.device.type, enabled=False):  # it would take these sums in half precision
+        scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
     return scores if bias is None else scores + at_least_float32(bias)
 
 
@@ -149,7 +150,8 @@ def attention_context(
     """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
     check_weighed(attn_weights, value)
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
-    context = torch.einsum("bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head))
+    with torch.autocast(value.device.type, enabled=False):
+        context = torch.einsum("bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head))
     return context.to(value.dtype)
 
 
@@ -477,7 +479,8 @@ class AttentionLayer(nn.Module):
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
         """Apply the projection of that name, as a module, so that replaced layers take part."""
         linear: nn.Linear = getattr(self, name)
-        check_projected(name, x, linear.weight)
+        if isinstance(getattr(linear, "weight", None), Tensor):  # a replaced layer may keep its weights elsewhere
+            check_projected(name, x, linear.weight)
         return linear(x)
 
     def attend(

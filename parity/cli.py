@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("mha-parity: interrupted", file=sys.stderr)
         return 130
-    except (OSError, ValueError, TypeError, ModuleNotFoundError) as error:
+    except (OSError, ValueError, TypeError, ImportError, RuntimeError) as error:
         print(f"mha-parity: {error}", file=sys.stderr)
         return 2
 
@@ -102,10 +102,13 @@ def _run(options: argparse.Namespace) -> int:
 
     weights, cases = None, _chosen_cases(options)
     if options.weights is not None:
+        if options.cases != "*" or options.random or options.save_traces:
+            raise ValueError("--weights must stand without --cases, --random and --save-traces")
         weights, spec = load_weights(options.weights)
         cases = _weight_cases(Path(options.weights).stem, spec)
     backends = options.backends or [name for name in NEEDS if why_missing(name) is None]
-    with report.progress_bar(len(cases) * len(backends) * len(options.dtypes)) as on_case:
+    runs = sum(1 if case.dtype else len(options.dtypes) for case in cases) * len(backends)
+    with report.progress_bar(runs) as on_case:
         results = run_cases(
             cases,
             options.backends,
@@ -134,12 +137,14 @@ def _finish(options: argparse.Namespace, results: Any) -> int:
 
 
 def _chosen_cases(options: argparse.Namespace) -> list[Case]:
-    from parity.spec import CASES, random_case
+    from parity.spec import CASES, find_case, random_case
 
     if options.random < 0:
         raise ValueError(f"--random must be at least 0, got {options.random}")
     drawn = {case.name: case for case in map(random_case, range(options.random))}
     cases = {name: case for name, case in CASES.items() if fnmatch.fnmatchcase(name, options.cases)} | drawn
+    if not cases and (case := find_case(options.cases)):
+        cases = {case.name: case}
     if not cases:
         raise ValueError(f"--cases must match a case, got {options.cases!r}; there are {', '.join(CASES)}")
     return list(cases.values())
@@ -150,11 +155,11 @@ def _weight_cases(name: str, spec: Any) -> list[Case]:
     from parity.spec import Case
 
     if spec.d_kv != spec.d_in:
-        return [Case(f"{name}-cross", spec, "queries over keys of another width", seq_len=6, seq_len_k=9)]
+        return [Case(f"weights-{name}-cross", spec, "queries over keys of another width", seq_len=6, seq_len_k=9)]
     return [
-        Case(f"{name}-full", spec, "every token sees every token", seq_len=9),
-        Case(f"{name}-causal", spec, "no token sees a later one", seq_len=9, is_causal=True),
-        Case(f"{name}-decode", spec, "a prompt, then token by token", seq_len=7, chunks=(5, 1, 1), capacity=8),
+        Case(f"weights-{name}-full", spec, "every token sees every token", seq_len=9),
+        Case(f"weights-{name}-causal", spec, "no token sees a later one", seq_len=9, is_causal=True),
+        Case(f"weights-{name}-decode", spec, "a prompt, then token by token", seq_len=7, chunks=(5, 1, 1), capacity=8),
     ]
 
 
@@ -164,6 +169,11 @@ def _doctor(options: argparse.Namespace) -> int:
     from parity.numerics import environment
 
     missing = {name: reason for name in NEEDS if (reason := why_missing(name))}
+    for name in NEEDS:
+        try:
+            environment([] if name in missing else [name])
+        except Exception as error:  # a doctor that dies of the illness is of no use
+            missing[name] = f"{name} does not start: {type(error).__name__}: {error}"
     found = environment(name for name in NEEDS if name not in missing)
     out = report.console()
     table = report.begin_table(out, "Environment", show_header=False)

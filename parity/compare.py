@@ -132,9 +132,9 @@ def compare(
         return failure(expected, f"shape {actual.shape}, expected {expected.shape}", **about)
     if actual.size == 0:
         return failure(expected, "there are no elements to compare", **about)
+    if actual.dtype != kept_dtype(stage, dtype):
+        return failure(expected, f"dtype {actual.dtype}, expected {kept_dtype(stage, dtype)}", **about)
     exact = stage_kind(stage) in EXACT_STAGES
-    if exact != (actual.dtype.kind in "bi"):
-        return failure(expected, f"dtype {actual.dtype}, expected one like {expected.dtype}", **about)
     actual, expected = actual.astype(np.float64), expected.astype(np.float64)
     errors = np.abs(actual - expected)
     errors = np.where(np.isnan(errors), np.inf, errors)
@@ -164,6 +164,14 @@ def compare(
         shape=actual.shape,
         reason=reason,
     )
+
+
+def kept_dtype(stage: str, dtype: str) -> np.dtype:
+    """The dtype in which implementations keep a stage: that of the inputs, but scores in at least float32."""
+    kind = stage_kind(stage)
+    if kind in EXACT_STAGES:
+        return np.dtype(bool if kind == "mask" else np.int32)
+    return dtype_named("float32" if kind == "scores" and dtype != "float64" else dtype)
 
 
 def budget(

@@ -61,7 +61,7 @@ class Problem:
         dtype: of weights and inputs, by name.
         weights: canonical weights.
         inputs: `query` (B, T, d_in); `key` (B, S, d_kv), which is also the value, for cross-attention; `bias`
-            (B, N, T, S) and `mask` (B, 1, T, S) where the case has them; `cotangent`, in the shape of the output.
+            (B, N, T, S) and `mask` (B, N, T, S) where the case has them; `cotangent`, in the shape of the output.
     """
 
     case: Case
@@ -106,8 +106,8 @@ def make_problem(case: Case, dtype: str, weights: Weights | None = None) -> Prob
     if case.bias:
         inputs["bias"] = _draw(rng, (case.batch, spec.num_heads, case.seq_len, case.key_len))
     if case.random_mask:
-        mask = rng.random((case.batch, 1, case.seq_len, case.key_len)) < 0.4
-        mask[np.arange(case.batch), 0, rng.integers(0, case.seq_len, case.batch)] = True  # one empty row each
+        mask = rng.random((case.batch, spec.num_heads, case.seq_len, case.key_len)) < 0.4
+        mask[np.arange(case.batch), :, rng.integers(0, case.seq_len, case.batch)] = True  # one empty row each
         inputs["mask"] = mask
     inputs["cotangent"] = _draw(rng, (case.batch, case.seq_len, spec.output_width))
     if weights is None:

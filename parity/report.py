@@ -17,7 +17,7 @@ from rich.text import Text
 
 from parity.compare import Comparison, first_difference
 from parity.run import Report
-from parity.spec import stage_kind
+from parity.spec import find_case, stage_kind
 from parity.weights import write_whole
 
 DETAILED_FAILURES = 5  # shown whole on the terminal; all are in the JSON
@@ -97,7 +97,9 @@ def print_report(report: Report, out: Console, *, verbose: bool = False) -> None
 
 
 def print_reproduction(comparison: Comparison, out: Console) -> None:
-    """Print the command that runs a comparison's case again."""
+    """Print the command that runs a comparison's case again, if its name is enough."""
+    if find_case(comparison.case) is None:
+        return
     command = f"mha-parity run --backends {comparison.backend} --cases {comparison.case} --dtypes {comparison.dtype}"
     out.print(f"  again       {command}{' --grad' if 'grad.' in comparison.stage else ''}", soft_wrap=True)
 

@@ -14,12 +14,12 @@ import numpy as np
 
 from parity import reference
 from parity.backends import NEEDS, load_backend, why_missing
-from parity.compare import SAME_PRECISION, Comparison, compare, failure, first_difference
+from parity.compare import SAME_PRECISION, Comparison, compare, failure, first_difference, kept_dtype
 from parity.numerics import environment
 from parity.problem import Problem, make_problem
 from parity.reference import Step
-from parity.spec import CASES, DTYPES, EXACT_STAGES, Case, stage_kind
-from parity.weights import FORMAT, Weights, dtype_named, load_tensors, save_tensors
+from parity.spec import CASES, DTYPES, Case, find_case
+from parity.weights import FORMAT, Weights, load_tensors, save_tensors
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,6 @@ class Reference:
                 fused = reference.gradients(self.problem, dtype, fused=True)
                 values |= {f"fused.{name}": gradient for name, gradient in fused.items()}
         return values
-
-
-def kept_dtype(stage: str, dtype: str) -> np.dtype:
-    """The dtype in which implementations keep a stage: that of the inputs, but scores in at least float32."""
-    kind = stage_kind(stage)
-    if kind in EXACT_STAGES:
-        return np.dtype(bool if kind == "mask" else np.int32)
-    return dtype_named("float32" if kind == "scores" and dtype != "float64" else dtype)
 
 
 def run_steps(steps: Iterable[Step], given: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
@@ -254,7 +246,7 @@ def run_cases(
     where = environment(runnable)
     comparisons = []
     for case in cases:
-        for dtype in dtypes:
+        for dtype in (case.dtype,) if case.dtype else dtypes:
             expected = Reference(make_problem(case, dtype, weights), with_gradients and not case.is_cached)
             for backend in runnable:
                 on_case(case.name, dtype, backend)
@@ -269,7 +261,9 @@ def run_cases(
                 comparisons.extend(judge(trace, expected))
                 if traces is not None:
                     save_trace(traces, trace)
-    return Report(comparisons, skipped, where)
+    cached = [case.name for case in cases if case.is_cached]
+    warnings = [f"gradients are not compared with a cache: {', '.join(cached)}"] if with_gradients and cached else []
+    return Report(comparisons, skipped, where, warnings)
 
 
 # ---- Traces as files -------------------------------------------------------------------------------------------------
@@ -311,9 +305,11 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     wanted = {"format", "kind", "case", "dtype", "backend", "digest", "environment"}
     if metadata.get("kind") != "trace" or metadata.get("format") != FORMAT or not wanted <= metadata.keys():
         raise ValueError(f"{path} must be a trace in format {FORMAT}, got metadata {sorted(metadata)}")
-    if metadata["case"] not in CASES or metadata["dtype"] not in DTYPES:
-        raise ValueError(f"{path} must be of a known case, got case={metadata['case']!r} in {metadata['dtype']!r}")
-    problem = make_problem(CASES[metadata["case"]], metadata["dtype"])
+    case = find_case(metadata["case"])
+    if case is None or metadata["dtype"] not in DTYPES or metadata["backend"] not in NEEDS:
+        got = {name: metadata[name] for name in ("case", "dtype", "backend")}
+        raise ValueError(f"{path} must be of a known case, dtype and backend, got {got}")
+    problem = make_problem(case, metadata["dtype"])
     if problem.digest != metadata["digest"]:
         raise ValueError(
             f"{path} must come from the weights and inputs of case {problem.case.name}, its digest differs"
@@ -326,7 +322,8 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         parts[part][stage] = value
     try:
         where = json.loads(metadata["environment"])
-    except ValueError:
+        _lock_of(where, metadata["backend"])
+    except (ValueError, RecursionError, AttributeError):
         raise ValueError(f"{path} must tell its environment in JSON, got {metadata['environment'][:80]!r}") from None
     return Trace(problem, metadata["backend"], parts["accumulated"], parts["local"], where)
 
@@ -342,23 +339,36 @@ def compare_traces(folders: Iterable[str | os.PathLike[str]]) -> Report:
         ValueError: if there is no trace, or a file is no trace of a case known here.
     """
     comparisons: list[Comparison] = []
+    seen: dict[tuple[str, str, str], str] = {}
     locks: dict[str, dict[str, Any]] = {}
     environments: dict[str, Any] = {}
     for path in _trace_files(folders):
         trace = load_trace(path)
+        folder = str(path.parent)
+        if seen.setdefault((trace.problem.case.name, trace.problem.dtype, trace.backend), folder) != folder:
+            trace = replace(trace, backend=f"{trace.backend} ({folder})")  # the same backend from elsewhere
         with_gradients = any("grad." in stage for stage in trace.accumulated)
         comparisons.extend(judge(trace, Reference(trace.problem, with_gradients)))
-        environments[str(path.parent)] = trace.environment
-        held = trace.environment.get("backends", {}).get(trace.backend, {}).get("numerics", {})
-        locks.setdefault(trace.backend, {})[str(path.parent)] = held
+        environments[folder] = trace.environment
+        backend = trace.backend.split(" ")[0]
+        locks.setdefault(backend, {})[folder] = _lock_of(trace.environment, backend)
     order = {name: index for index, name in enumerate(CASES)}
-    comparisons.sort(key=lambda comparison: order[comparison.case])
+    comparisons.sort(key=lambda comparison: order.get(comparison.case, len(order)))
     warnings = [
         f"traces of {backend} were made under different numerics locks: {held}"
         for backend, held in locks.items()
         if len({json.dumps(settings, sort_keys=True) for settings in held.values()}) > 1
     ]
+    ran = {(comparison.case, comparison.dtype, comparison.backend) for comparison in comparisons}
+    for backend in sorted({backend for _, _, backend in ran}):
+        lacking = sorted({(case, dtype) for case, dtype, _ in ran if (case, dtype, backend) not in ran})
+        if lacking:
+            warnings.append(f"{backend} has no trace of {', '.join(f'{case} in {dtype}' for case, dtype in lacking)}")
     return Report(comparisons, {}, environments, warnings)
+
+
+def _lock_of(environment: dict[str, Any], backend: str) -> dict[str, Any]:
+    return environment.get("backends", {}).get(backend, {}).get("numerics", {})
 
 
 def _trace_files(folders: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:

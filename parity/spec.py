@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
@@ -156,7 +157,7 @@ class Case:
         is_causal: hide every key after the query's own position.
         key_padding_lengths: number of real keys of each sequence.
         window_size: hide all but this many last keys.
-        random_mask: hide keys at random, one row of each sequence entirely.
+        random_mask: hide keys at random, other ones for each head, and one row of each sequence entirely.
         bias: add a random bias to the scores.
         gain: factor on the query and key projections; large ones make large logits.
         strided: inputs that are not contiguous in memory.
@@ -164,6 +165,7 @@ class Case:
         new_lengths: with a cache: how many of them are real, for each call and sequence.
         capacity: with a cache: its number of slots.
         trained: name of the trained layer that gives weights and inputs.
+        dtype: the only dtype that the case runs in, where it is about one.
     """
 
     name: str
@@ -183,6 +185,7 @@ class Case:
     new_lengths: tuple[tuple[int, ...], ...] = ()
     capacity: int = 0
     trained: str | None = None
+    dtype: str | None = None
 
     @property
     def is_cached(self) -> bool:
@@ -270,10 +273,12 @@ def _cases() -> dict[str, Case]:
         Case("full", mha, "every token sees every token"),
         Case("causal", mha, "no token sees a later one", is_causal=True),
         Case("causal-cross", mha, "causal, more keys than queries: aligned top-left", seq_len_k=8, is_causal=True),
+        Case("causal-tall", mha, "causal, fewer keys than queries", seq_len=8, seq_len_k=5, is_causal=True),
         Case("padding", mha, "right padding is hidden", key_padding_lengths=(3, 5)),
         Case("causal-padding-empty", mha, "an empty sequence gives 0", is_causal=True, key_padding_lengths=(0, 4)),
         Case("random-mask", mha, "any mask, with empty rows", seq_len=7, random_mask=True),
         Case("sliding-window", mha, "the last three keys only", seq_len=9, window_size=3),
+        Case("window-cross", mha, "a window over more keys than queries", seq_len_k=9, window_size=3),
         Case("bias", mha, "an additive term on the scores", bias=True),
         Case("bias-causal", mha, "an additive term beside a mask", bias=True, is_causal=True),
         Case("cross", cross, "keys of another width and length", seq_len=4, seq_len_k=7),
@@ -290,17 +295,36 @@ def _cases() -> dict[str, Case]:
             AttentionSpec(32, 8, num_kv_heads=2, fused_qkv=True, qkv_bias=False),
             "one projection whose parts differ in width",
         ),
+        Case("fused-qkv-cross", AttentionSpec(32, 4, fused_qkv=True), "its parts from different inputs", seq_len_k=7),
         Case("rope", rope, "rotary positions", seq_len=11, is_causal=True),
         Case("rope-gqa", gqa_rope, "rotary positions, shared heads, a free head_dim", seq_len=9, is_causal=True),
+        Case("rope-far", rope, "positions that bfloat16 cannot tell apart", batch=1, seq_len=300, is_causal=True),
         Case("one-query", cross, "a single query", seq_len=1, seq_len_k=6),
         Case("one-key", mha, "a single key", seq_len=4, seq_len_k=1),
         Case("one-token", mha, "a single token", seq_len=1, batch=1),
         Case("odd-sizes", tiny, "nothing is a multiple of anything", batch=3, seq_len=6, is_causal=True),
         Case("strided", mha, "inputs that are not contiguous in memory", strided=True, is_causal=True),
         Case("large-logits", mha, "logits beyond 65504, the end of float16", seq_len=6, gain=2.0**18, is_causal=True),
+        Case(
+            "large-logits-float16",
+            mha,
+            "the same in float16, whatever dtypes are asked for",
+            seq_len=6,
+            gain=2.0**18,
+            is_causal=True,
+            dtype="float16",
+        ),
         Case("wide", AttentionSpec(256, 4), "64 features a head, 48 tokens", seq_len=48, is_causal=True),
         Case("decode", mha, "a prompt, then token by token", seq_len=8, chunks=(5, 1, 1, 1), capacity=10),
         Case("chunked-prefill", rope, "a prompt in pieces", seq_len=9, chunks=(4, 3, 2), capacity=9),
+        Case(
+            "decode-fused-qkv",
+            AttentionSpec(32, 4, fused_qkv=True, out_proj=False),
+            "decode, one projection in and none out",
+            seq_len=6,
+            chunks=(4, 1, 1),
+            capacity=6,
+        ),
         Case("decode-gqa-rope", gqa_rope, "decode, rotary, shared", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
         Case(
             "ragged",
@@ -407,6 +431,12 @@ def random_case(seed: int) -> Case:
         bias=bool(choose(True, False, False)),
         gain=choose(1.0, 3.0, 12.0),
     )
+
+
+def find_case(name: str) -> Case | None:
+    """The case of that name: one of `CASES`, or `random-N` for any N."""
+    drawn = re.fullmatch(r"random-(\d{1,6})", name)
+    return CASES.get(name) or (random_case(int(drawn[1])) if drawn else None)
 
 
 CASES: dict[str, Case] = _cases()

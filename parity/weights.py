@@ -152,7 +152,10 @@ def write_whole(
     Raises:
         OSError: if the file cannot be written.
     """
-    path = Path(path)
+    path = Path(path).resolve()  # the file that a link leads to, not the link
+    if path.exists() and not path.is_file():  # a device or a pipe, which nothing can be moved onto
+        path.write_bytes(data)
+        return
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     written = Path(name)
     try:
@@ -179,7 +182,7 @@ def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], d
     try:
         entries = safetensors.deserialize(data)
         header = json.loads(data[8 : 8 + struct.unpack_from("<Q", data)[0]])
-    except (safetensors.SafetensorError, struct.error, ValueError) as error:
+    except (safetensors.SafetensorError, struct.error, ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be a whole safetensors file, got {len(data)} bytes: {error}") from None
     tensors = {}
     for name, entry in entries:
@@ -187,7 +190,7 @@ def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], d
             raise ValueError(f"{path} must hold one of {sorted(_DTYPES)}, got {entry['dtype']} for {name}")
         tensor = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
         tensors[name] = tensor.copy()  # writable, and free of the buffer
-    return tensors, header.get("__metadata__", {})
+    return tensors, header.get("__metadata__") or {}
 
 
 def save_weights(path: str | os.PathLike[str], weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> None:
@@ -227,7 +230,7 @@ def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Atte
         )
     try:
         return AttentionSpec.from_json(metadata["spec"])
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} must hold a valid spec: {error}") from None
 
 

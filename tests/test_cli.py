@@ -172,6 +172,38 @@ def test_a_bad_weight_file_is_one_line_and_no_traceback(tmp_path, capsys, damage
     assert captured.err.startswith("mha-parity: ")
 
 
+@pytest.mark.parametrize("others", [["--cases", "rope*"], ["--random", "3"], ["--save-traces", "traces"]])
+def test_weights_stand_alone(tmp_path, capsys, others):
+    spec = AttentionSpec(12, 3)
+    save_weights(tmp_path / "w.safetensors", random_weights(spec), spec)
+    assert main(["run", "--weights", str(tmp_path / "w.safetensors"), *others]) == 2
+    assert "--weights must stand without" in capsys.readouterr().err
+
+
+def test_the_command_that_runs_a_random_case_again_does_so(capsys):
+    assert main(["run", "--cases", "random-17", "--backends", "torch"]) == 0
+    assert "random-17" in capsys.readouterr().out
+
+
+def test_gradients_that_are_not_compared_are_told(capsys):
+    assert main(["run", "--cases", "decode", "--backends", "torch", "--grad"]) == 0
+    assert "gradients are not compared with a cache: decode" in capsys.readouterr().out
+
+
+def test_json_to_a_link_writes_the_file_it_leads_to(tmp_path):
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    arguments = ["cache-size", "--num-kv-heads", "1", "--head-dim", "1", "--seq-len", "1"]
+    assert main([*arguments, "--json", str(tmp_path / "link.json")]) == 0
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "real.json").read_text())["nbytes"] == 4
+
+
+def test_json_to_a_device_leaves_the_device(tmp_path):
+    arguments = ["cache-size", "--num-kv-heads", "1", "--head-dim", "1", "--seq-len", "1"]
+    assert main([*arguments, "--json", os.devnull]) == 0
+    assert pathlib.Path(os.devnull).is_char_device()
+
+
 def test_traces_are_saved_and_compared(tmp_path, capsys):
     folder = tmp_path / "traces"
     assert main(["run", "--cases", "textbook", "--backends", "torch", "--save-traces", str(folder)]) == 0

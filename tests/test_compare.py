@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import parity.backends
+import parity.compare
 from parity import CASES, first_difference, make_problem
-from parity.compare import FACTOR, budget, compare, factor
+from parity.compare import FACTOR, budget, factor
 from parity.run import Reference, judge, record
 
 ABOUT = {"case": "c", "backend": "b", "dtype": "float32", "stage": "context"}
@@ -17,6 +18,12 @@ ABOUT = {"case": "c", "backend": "b", "dtype": "float32", "stage": "context"}
 @pytest.fixture
 def expected(rng):
     return rng.standard_normal((2, 3, 4, 5))
+
+
+def compare(actual, expected, same_precision, **about):
+    """The comparison of an array that is kept in the dtype that the stage is kept in."""
+    kept = parity.compare.kept_dtype(about["stage"], about["dtype"])
+    return parity.compare.compare(actual.astype(kept), expected, same_precision, **about)
 
 
 def noisy(expected, rng, relative=2**-24):
@@ -72,8 +79,15 @@ def test_an_empty_array_fails():
     assert "no elements" in comparison.reason
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32, np.complex64, np.bool_])
+def test_a_stage_kept_in_another_dtype_fails(expected, dtype):
+    comparison = parity.compare.compare(expected.astype(dtype), expected, expected, **ABOUT)
+    assert not comparison.passed
+    assert comparison.reason == f"dtype {np.dtype(dtype)}, expected float32"
+
+
 def test_numbers_in_place_of_a_mask_fail(expected):
-    comparison = compare(expected, expected > 0, expected > 0, **{**ABOUT, "stage": "mask"})
+    comparison = parity.compare.compare(expected, expected > 0, expected > 0, **{**ABOUT, "stage": "mask"})
     assert not comparison.passed
     assert "dtype" in comparison.reason
 

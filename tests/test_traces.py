@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from parity import CASES, load_tensors, run_cases, save_tensors
+from parity import CASES, load_tensors, random_case, run_cases, save_tensors
 from parity.run import compare_traces, load_trace
 
 
@@ -84,6 +84,10 @@ def test_traces_made_under_one_lock_are_not_warned_of(traces):
     [
         ({"digest": "0" * 64}, "its digest differs"),
         ({"case": "nowhere"}, "must be of a known case"),
+        ({"backend": "\x1b[31mred"}, "must be of a known case, dtype and backend"),
+        ({"environment": "[]"}, "must tell its environment"),
+        ({"environment": '{"backends": {"torch": null}}'}, "must tell its environment"),
+        ({"environment": "[" * 100_000}, "must tell its environment"),
         ({"kind": "weights"}, "must be a trace"),
         ({"format": "9"}, "must be a trace in format 1"),
         ({"environment": "{"}, "must tell its environment in JSON"),
@@ -108,6 +112,27 @@ def test_a_trace_cut_off_is_refused(traces):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="must be a whole safetensors file"):
         compare_traces([traces])
+
+
+def test_the_same_backend_from_two_places_is_judged_twice(traces, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(traces, other)
+    path = other / "causal-float32-torch.safetensors"
+    change(path, {"accumulated/scores": load_tensors(path)[0]["accumulated/scores"] * np.float32(1.01)})
+    failed = compare_traces([traces, other]).failed
+    assert [(c.case, c.stage, c.backend) for c in failed] == [("causal", "scores", f"torch ({other})")]
+
+
+def test_a_trace_that_others_have_is_missed(traces, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(traces, other)
+    (other / "decode-bfloat16-torch.safetensors").unlink()
+    assert f"torch ({other}) has no trace of decode in bfloat16" in compare_traces([traces, other]).warnings
+
+
+def test_traces_of_random_cases_are_judged(tmp_path):
+    run_cases([random_case(31)], ["torch"], traces=tmp_path)
+    assert compare_traces([tmp_path]).summary["passed"] == 11
 
 
 def test_a_folder_without_traces_is_an_error_and_no_success(tmp_path):

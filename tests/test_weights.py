@@ -223,6 +223,19 @@ def test_a_damaged_header_never_raises_anything_but_a_refusal(tmp_path, position
         check_weights(*load_weights(path))  # what is not refused must be whole
 
 
+@pytest.mark.parametrize("spec", ["[" * 100_000, "7", '{"d_model": "8", "num_heads": 2}'])
+def test_a_hostile_spec_is_refused(tmp_path, weights, spec):
+    save_tensors(tmp_path / "w", weights, {"format": "1", "spec": spec})
+    with pytest.raises(ValueError, match=r"must hold a valid spec"):
+        load_weights(tmp_path / "w")
+
+
+def test_weights_of_another_dtype_are_refused_and_not_narrowed(sibling, weights):
+    module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
+    with pytest.raises(TypeError, match="weights must have the dtype of the module"):
+        parity.load_into(module, {name: weight.astype(np.float64) for name, weight in weights.items()})
+
+
 @pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\xff" * 64, b"PK\x03\x04" + bytes(100), bytes(4096)])
 def test_a_file_of_another_kind_is_refused(tmp_path, data):
     (tmp_path / "w").write_bytes(data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import flax
@@ -39,15 +39,11 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     """Fill a module of `mha_jax` from canonical weights, bit for bit, or leave it as it was."""
     spec = AttentionSpec(**module.config)
     check_weights(weights, spec)
-    params = to_params(weights, spec)
-    for name, leaves in params.items():
-        for leaf, array in leaves.items():
-            held = getattr(getattr(module, name), leaf)
-            if array.dtype != held.dtype:
-                raise TypeError(
-                    f"weights must have the dtype of the module, got {array.dtype} and {held.dtype} for {name}.{leaf}"
-                )
-    nnx.update(module, params)
+    (dtype,) = {weight.dtype for weight in weights.values()}  # one, as checked; before JAX can narrow it
+    held = (module.qkv_proj if spec.fused_qkv else module.q_proj).kernel.dtype
+    if dtype != held:
+        raise TypeError(f"weights must have the dtype of the module, got {dtype} and {held}")
+    nnx.update(module, to_params(weights, spec))
     return module
 
 
@@ -266,8 +262,16 @@ def _to_numpy(arrays: Mapping[str, Array | None]) -> dict[str, np.ndarray]:
 @contextmanager
 def lock(dtype: str) -> Iterator[dict[str, Any]]:
     """Hold still what changes JAX's numbers, tell what is set, and put everything back afterwards."""
-    with jax.default_matmul_precision("highest"), jax.enable_x64(dtype == "float64"):
+    with jax.default_matmul_precision("highest"), _enable_x64(dtype == "float64"):
         yield {"matmul_precision": "highest", "x64": dtype == "float64", "platform": jax.default_backend()}
+
+
+def _enable_x64(enabled: bool) -> AbstractContextManager[Any]:
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(enabled)
+    from jax.experimental import enable_x64  # pyright: ignore[reportAttributeAccessIssue]  (before JAX 0.8)
+
+    return enable_x64(enabled)
 
 
 def environment() -> dict[str, Any]:
