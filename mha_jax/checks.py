@@ -273,10 +273,21 @@ def check_weights(weights: Mapping[str, Mapping[str, Array]], num_heads: int, nu
             f"out_proj.kernel must have shape (N * H, E) = ({context_width}, E), "
             f"got out_proj.kernel.shape={weights['out_proj']['kernel'].shape}"
         )
+    check_finite(weights)
     for name, leaves in weights.items():
         columns = leaves["kernel"].shape[1]
         if "bias" in leaves and leaves["bias"].shape != (columns,):
             raise ValueError(f"{name}.bias must have shape ({columns},), got {name}.bias.shape={leaves['bias'].shape}")
+
+
+def check_finite(weights: Mapping[str, Mapping[str, Array]]) -> None:
+    """Refuse weights with a NaN or an infinity, wherever their values are known."""
+    arrays = {f"{name}.{leaf}": array for name, leaves in weights.items() for leaf, array in leaves.items()}
+    if any(isinstance(array, Tracer) for array in arrays.values()):  # values are not known under jit
+        return
+    wrong = [name for name, array in arrays.items() if not bool(jnp.isfinite(array).all())]
+    if wrong:
+        raise ValueError(f"weights must be finite, got NaN or infinities in {wrong}")
 
 
 def check_projected(name: str, x: Array, kernel: Array) -> None:

@@ -269,10 +269,24 @@ def check_weights(weights: Mapping[str, Tensor], num_heads: int, num_kv_heads: i
             f"out_proj.weight must have shape (E, N * H) = (E, {context_width}), "
             f"got out_proj.weight.shape={tuple(weights['out_proj.weight'].shape)}"
         )
+    check_finite(weights)
     for name, weight in weights.items():
         rows = weights[name.replace("bias", "weight")].shape[0]
         if name.endswith("bias") and tuple(weight.shape) != (rows,):
             raise ValueError(f"{name} must have shape ({rows},), got {name}.shape={tuple(weight.shape)}")
+
+
+def check_finite(weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights with a NaN or an infinity, wherever their values are known."""
+    if torch.compiler.is_compiling():
+        return
+    try:
+        finite = torch.stack([torch.isfinite(weight).all() for weight in weights.values()]).tolist()
+    except RuntimeError:  # under vmap values are not known
+        return
+    wrong = [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
+    if wrong:
+        raise ValueError(f"weights must be finite, got NaN or infinities in {wrong}")
 
 
 def check_projected(name: str, x: Tensor, weight: Tensor) -> None:

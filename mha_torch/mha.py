@@ -284,7 +284,8 @@ def multi_head_attention(
 
     Raises:
         TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
-        ValueError: if names or shapes of the weights, or the shapes of the inputs, do not fit.
+        ValueError: if names or shapes of the weights, or the shapes of the inputs, do not fit, or a weight is not
+            finite (where values are known: not in a compiled graph or under vmap).
 
     Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
     """

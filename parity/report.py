@@ -187,6 +187,7 @@ def _comparison_table(report: Report, out: Console) -> Table:
     table = begin_table(out, "Every comparison")
     for name in ("case", "stage"):
         table.add_column(name, overflow="fold")
+    table.add_column("dtype")
     table.add_column("backend")
     for name in ("error", "budget", "ratio", "local", "max abs", "max ulp"):
         table.add_column(name, justify="right")
@@ -195,7 +196,9 @@ def _comparison_table(report: Report, out: Console) -> Table:
         numbers = (f"{comparison.error:.0e}", f"{comparison.budget:.0e}", _short(comparison.ratio), local)
         sizes = (f"{comparison.max_abs:.0e}", f"{comparison.max_ulp:.0f}")
         style = "" if comparison.passed else "red"
-        table.add_row(comparison.case, comparison.stage, comparison.backend, *numbers, *sizes, style=style)
+        table.add_row(
+            comparison.case, comparison.stage, comparison.dtype, comparison.backend, *numbers, *sizes, style=style
+        )
     return table
 
 

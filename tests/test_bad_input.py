@@ -688,3 +688,36 @@ def test_growing_cache_function_refuses(sibling, name):
     cached = {"cache_k": ones(2, 2, 5, 4), "cache_v": ones(2, 2, 5, 4)}
     keywords = {"x": ones(2, 3, 8), **cached, **keywords, "weights": weights, "num_heads": 2}
     refused(sibling, "multi_head_attention_with_cache", (), keywords, error, message)
+
+
+# ---- Weights that are not finite -------------------------------------------------------------------------------------
+
+FINITE_SPEC = parity.AttentionSpec(8, 2)
+
+
+def spoilt(value):
+    weights = parity.random_weights(FINITE_SPEC)
+    weights["k_proj.weight"][1, 2] = value
+    return weights
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("function", ["multi_head_attention", "multi_head_attention_with_cache"])
+def test_weights_that_are_not_finite_are_refused(sibling, function, value):
+    weights = converted(sibling, spoilt(value))
+    with pytest.raises(ValueError, match=r"weights must be finite, got NaN or infinities in \['k_proj\."):
+        getattr(sibling.package, function)(sibling.array(ones(1, 3, 8)), weights, num_heads=2)
+
+
+def test_weights_may_be_mapped_over_in_torch():
+    import torch
+
+    import mha_torch
+
+    weights = {name: torch.from_numpy(w)[None].repeat(2, *[1] * w.ndim) for name, w in spoilt(0.0).items()}
+    x = torch.ones(1, 3, 8)
+    outputs = torch.func.vmap(lambda w: mha_torch.multi_head_attention(x, w, num_heads=2, need_weights=True)[0])(
+        weights
+    )
+    assert outputs.shape == (2, 1, 3, 8)
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)
