@@ -169,9 +169,9 @@ def _doctor(options: argparse.Namespace) -> int:
     from parity.numerics import environment
 
     missing = {name: reason for name in NEEDS if (reason := why_missing(name))}
-    for name in NEEDS:
+    for name in NEEDS.keys() - missing.keys():
         try:
-            environment([] if name in missing else [name])
+            environment([name])
         except Exception as error:  # a doctor that dies of the illness is of no use
             missing[name] = f"{name} does not start: {type(error).__name__}: {error}"
     found = environment(name for name in NEEDS if name not in missing)
