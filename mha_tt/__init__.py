@@ -1,0 +1,109 @@
+"""Multi-head attention in TTNN: masks, plain and fused attention, and a key/value cache."""
+
+import importlib.util
+import platform
+
+if importlib.util.find_spec("ttnn") is None:
+    raise ImportError(
+        "mha_tt needs ttnn (pip install ttnn), which has wheels for CPython 3.10 and 3.12 on x86-64 Linux; "
+        f"this is {platform.python_implementation()} {platform.python_version()} on {platform.machine()}"
+    )
+
+from mha_tt import fused, mock
+from mha_tt.cache_mha import (
+    KVCache,
+    MultiHeadAttentionWithCache,
+    append_to_cache,
+    create_cache_mask,
+    init_cache,
+    kv_cache_nbytes,
+    multi_head_attention_with_cache,
+    multi_head_attention_with_static_cache,
+)
+from mha_tt.device import (
+    accurate_config,
+    describe_config,
+    describe_target,
+    download,
+    download_weights,
+    fast_config,
+    head_slots,
+    open_device,
+    padded_head_dim,
+    target,
+    upload,
+    upload_weights,
+)
+from mha_tt.masks import (
+    DeviceMask,
+    create_attention_mask,
+    create_causal_mask,
+    create_causal_mask_with_cache,
+    create_padding_mask,
+    create_sliding_window_mask,
+)
+from mha_tt.mha import (
+    MultiHeadAttention,
+    MultiHeadSelfAttention,
+    apply_dropout,
+    attention_context,
+    attention_scores,
+    combine_heads,
+    masked_softmax,
+    multi_head_attention,
+    multi_head_attention_core,
+    project_qkv,
+    project_with,
+    repeat_kv_heads,
+    scaled_dot_product_attention,
+    split_heads,
+)
+from mha_tt.rope import Rotation, apply_rope, rope_frequencies
+
+__all__ = [
+    "DeviceMask",
+    "KVCache",
+    "MultiHeadAttention",
+    "MultiHeadAttentionWithCache",
+    "MultiHeadSelfAttention",
+    "Rotation",
+    "accurate_config",
+    "append_to_cache",
+    "apply_dropout",
+    "apply_rope",
+    "attention_context",
+    "attention_scores",
+    "combine_heads",
+    "create_attention_mask",
+    "create_cache_mask",
+    "create_causal_mask",
+    "create_causal_mask_with_cache",
+    "create_padding_mask",
+    "create_sliding_window_mask",
+    "describe_config",
+    "describe_target",
+    "download",
+    "download_weights",
+    "fast_config",
+    "fused",
+    "head_slots",
+    "init_cache",
+    "kv_cache_nbytes",
+    "masked_softmax",
+    "mock",
+    "multi_head_attention",
+    "multi_head_attention_core",
+    "multi_head_attention_with_cache",
+    "multi_head_attention_with_static_cache",
+    "open_device",
+    "padded_head_dim",
+    "project_qkv",
+    "project_with",
+    "repeat_kv_heads",
+    "rope_frequencies",
+    "scaled_dot_product_attention",
+    "split_heads",
+    "target",
+    "upload",
+    "upload_weights",
+]

@@ -1,0 +1,478 @@
+"""Multi-head attention with a key/value cache: an argument and a result, growing or of fixed capacity.
+
+Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim, E d_model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ttnn
+from jaxtyping import Bool, Float, Int
+from ttnn import Tensor
+
+from mha_tt import fused
+from mha_tt.checks import (
+    check_appended,
+    check_cache,
+    check_cached_input,
+    check_count,
+    check_dtype,
+    check_floating,
+    check_lengths,
+    check_room,
+    check_weights,
+)
+from mha_tt.device import TILE, padded_head_dim, round_up, upload, upload_integers
+from mha_tt.masks import DeviceMask, create_attention_mask, create_causal_mask_with_cache
+from mha_tt.mha import AttentionLayer, Project, combine_heads, project_qkv, project_with, scaled_dot_product_attention
+
+TILE_NBYTES = {ttnn.float32: 4096, ttnn.bfloat16: 2048, ttnn.bfloat8_b: 1088}
+"""Bytes of a tile of 32 x 32: bfloat8_b has a byte an element, and one for each 16 that share an exponent."""
+
+
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+class KVCache:
+    """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
+
+    Attributes:
+        keys, values: (B, K, S, H), S being the capacity and H the head_dim, both in whole tiles; keys after RoPE. A
+            slot at or beyond its sequence's length holds nothing.
+        lengths: number of tokens each sequence has cached, (B,), int32, on the host.
+        capacity: number of slots of each sequence.
+    """
+
+    keys: Float[Tensor, "B K S H"]
+    values: Float[Tensor, "B K S H"]
+    lengths: Int[np.ndarray, " B"]
+    capacity: int
+
+
+def init_cache(
+    batch_size: int,
+    num_kv_heads: int,
+    capacity: int,
+    head_dim: int,
+    dtype: ttnn.DataType = ttnn.bfloat16,
+    *,
+    device: ttnn.MeshDevice,
+) -> KVCache:
+    """An empty cache: zeros in every slot, every length 0.
+
+    Args:
+        batch_size: number of sequences, B.
+        num_kv_heads: number of key/value heads, K.
+        capacity: number of slots of each sequence.
+        head_dim: features of a head, H, as many as keys and values will have.
+        dtype: of keys and values: `ttnn.bfloat16`, `ttnn.bfloat8_b` or `ttnn.float32`.
+        device: where the cache lies.
+
+    Raises:
+        TypeError: if a size is not an integer or the dtype not floating point.
+        ValueError: if a size is below 1.
+    """
+    sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
+    for name, size in sizes.items():
+        check_count(name, size)
+    check_dtype("dtype", dtype)
+    shape = (batch_size, num_kv_heads, round_up(capacity), round_up(head_dim))
+    return KVCache(
+        keys=ttnn.zeros(shape, dtype=dtype, layout=ttnn.TILE_LAYOUT, device=device),
+        values=ttnn.zeros(shape, dtype=dtype, layout=ttnn.TILE_LAYOUT, device=device),
+        lengths=np.zeros(batch_size, np.int32),
+        capacity=capacity,
+    )
+
+
+def append_to_cache(
+    cache: KVCache,
+    key: Float[Tensor, "B K T H"],
+    value: Float[Tensor, "B K T H"],
+    *,
+    new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
+) -> KVCache:
+    """Append the keys and values of new tokens to those in the cache.
+
+    Args:
+        cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage is reused.
+        key, value: (B, K, T, H), in the cache's dtype or, for a bfloat8_b cache, bfloat16.
+        new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding and is
+            not cached. All of them when absent.
+
+    Returns:
+        The cache, holding `cache.lengths + new_lengths` tokens.
+
+    Raises:
+        TypeError: if the dtypes differ or the lengths are not integers.
+        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
+    """
+    check_appended(cache, key, value, new_lengths)
+    added = _added(cache, key.shape[2], new_lengths)
+    # The device writes whole tiles, or single rows. So single rows up to the next tile, for all sequences at once, …
+    single = np.minimum(added, -cache.lengths % TILE) if key.shape[2] > 1 else added
+    for token in range(single.max()):
+        slots = np.where(token < single, cache.lengths + token, -1)
+        keys, values = (ttnn.permute(x[:, :, token : token + 1], (2, 0, 1, 3)) for x in (key, value))
+        _write_rows(cache, keys, values, slots)
+    # … and then tiles, one sequence at a time.
+    for sequence in np.flatnonzero(added > single).tolist():
+        first, last = int(single[sequence]), int(added[sequence])
+        for slots, x in ((cache.keys, key), (cache.values, value)):
+            tokens = _as_cached(x[sequence : sequence + 1, :, first:last], slots)
+            ttnn.fill_cache(slots, tokens, sequence, update_idx=int(cache.lengths[sequence]) + first)
+    return KVCache(cache.keys, cache.values, cache.lengths + added, cache.capacity)
+
+
+def create_cache_mask(
+    lengths: Int[np.ndarray, " B"] | Sequence[int], seq_len_q: int, capacity: int
+) -> Bool[np.ndarray, "B 1 T S"]:
+    """True where a new token may not see a cache slot: every slot after its own.
+
+    Args:
+        lengths: number of tokens each sequence had cached before the new ones, (B,).
+        seq_len_q: number of new tokens, T.
+        capacity: number of slots, S.
+
+    Returns:
+        Mask that broadcasts against the scores (B, N, T, S), on the host.
+
+    Example: create_cache_mask([1, 0], 1, 3)
+        [[[[False, False, True ]]],
+         [[[False, True,  True ]]]]
+    """
+    check_count("seq_len_q", seq_len_q)
+    check_count("capacity", capacity)
+    check_lengths("lengths", lengths, None, capacity)
+    query_positions = np.asarray(lengths)[:, None] + np.arange(seq_len_q)  # (B, T)
+    return np.arange(capacity) > query_positions[:, None, :, None]
+
+
+def multi_head_attention_with_cache(
+    x: Float[Tensor, "B T d_in"],
+    weights: Mapping[str, Tensor],
+    cache_k: Float[Tensor, "B K P H"] | None = None,
+    cache_v: Float[Tensor, "B K P H"] | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    rope_theta: float | None = None,
+    head_dim: int | None = None,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
+    """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
+
+    The plain definition of a cache; `multi_head_attention_with_static_cache` is the one of fixed capacity.
+
+    Args:
+        x: the new tokens, (B, T, d_in).
+        weights: as `multi_head_attention` takes them.
+        cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H); None at first.
+        num_heads: number of query heads, N.
+        num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
+        rope_theta: base of the RoPE frequencies, or None for no RoPE.
+        head_dim: features of a head before padding; those it has in the weights when absent.
+        compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
+
+    Returns:
+        The output (B, T, E), and the keys and values of all S = P + T tokens.
+
+    Raises:
+        TypeError: if x is not floating point or dtypes differ.
+        ValueError: if the weights or the shapes do not fit, or only one of cache_k and cache_v is given.
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    check_weights(weights, num_heads, num_kv_heads)
+    check_floating("x", x, rank=3)
+    if (cache_k is None) != (cache_v is None):
+        raise ValueError("cache_k and cache_v must be given together, got only one of them")
+    if cache_k is not None:
+        check_floating("cache_k", cache_k, rank=4)
+    cache_len = 0 if cache_k is None else cache_k.shape[2]
+    seq_len = x.shape[1]
+    project = project_with(weights, compute_kernel_config=compute_kernel_config)
+    q, k, v = project_qkv(
+        project,
+        x,
+        x,
+        x,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        fused_qkv="qkv_proj.weight" in weights,
+        positions=cache_len + np.arange(seq_len)[None],
+        rope_theta=rope_theta,
+        head_dim=head_dim,
+    )
+    if cache_k is not None and cache_v is not None:
+        check_cache(cache_k, cache_v, k)
+        k, v = ttnn.concat([cache_k, k], dim=2), ttnn.concat([cache_v, v], dim=2)
+    mask = create_causal_mask_with_cache(seq_len, cache_len + seq_len, cache_len)
+    attend = scaled_dot_product_attention if q.dtype == ttnn.float32 else fused.scaled_dot_product_attention
+    context, _ = attend(q, k, v, mask=mask, head_dim=head_dim, compute_kernel_config=compute_kernel_config)
+    output = combine_heads(context)
+    return project("out_proj", output) if "out_proj.weight" in weights else output, k, v
+
+
+def multi_head_attention_with_static_cache(
+    x: Float[Tensor, "B T d_in"],
+    weights: Mapping[str, Tensor],
+    cache: KVCache,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    rope_theta: float | None = None,
+    new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
+    head_dim: int | None = None,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> tuple[Float[Tensor, "B T E"], KVCache]:
+    """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
+
+    Args:
+        x: the new tokens, (B, T, d_in).
+        weights: as `multi_head_attention` takes them.
+        cache: the tokens so far. Do not use it afterwards; its storage is reused.
+        num_heads: number of query heads, N.
+        num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
+        rope_theta: base of the RoPE frequencies, or None for no RoPE.
+        new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding: not
+            cached, output 0. All of them when absent.
+        head_dim: features of a head before padding; those it has in the weights when absent.
+        compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
+
+    Returns:
+        The output (B, T, E) and the cache with the new tokens.
+
+    Raises:
+        TypeError: if x is not floating point, dtypes differ or the lengths are not integers.
+        ValueError: if the weights or the shapes do not fit, or the new tokens do not fit into the capacity.
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    check_weights(weights, num_heads, num_kv_heads)
+    return _cached_layer(
+        project_with(weights, compute_kernel_config=compute_kernel_config),
+        x,
+        cache,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        fused_qkv="qkv_proj.weight" in weights,
+        out_proj="out_proj.weight" in weights,
+        rope_theta=rope_theta,
+        new_lengths=new_lengths,
+        head_dim=head_dim,
+        compute_kernel_config=compute_kernel_config,
+    )
+
+
+def _cached_layer(
+    project: Project,
+    x: Tensor,
+    cache: KVCache,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    fused_qkv: bool,
+    out_proj: bool,
+    rope_theta: float | None,
+    new_lengths: np.ndarray | Sequence[int] | None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    head_dim: int | None,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
+) -> tuple[Tensor, KVCache]:
+    check_cached_input(x, cache)
+    batch_size, seq_len, _ = x.shape
+    check_room(cache, seq_len, new_lengths)
+    is_step = seq_len == 1
+    positions = cache.lengths[:, None] + np.arange(seq_len)
+    if is_step:  # one token of each sequence: side by side they fill the tiles that they would each begin
+        x, positions = ttnn.reshape(x, (1, batch_size, x.shape[2])), positions.T
+    q, k, v = project_qkv(
+        project,
+        x,
+        x,
+        x,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        fused_qkv=fused_qkv,
+        positions=positions,
+        rope_theta=rope_theta,
+        head_dim=head_dim,
+    )
+    arithmetic: Any = {"head_dim": head_dim, "compute_kernel_config": compute_kernel_config}
+    attend = _attend_in_step if is_step else _attend_in_prefill
+    context, cache = attend(q, k, v, cache, new_lengths, dropout, seed, arithmetic)
+    output = combine_heads(context)
+    output = project("out_proj", output) if out_proj else output
+    if is_step:
+        output = ttnn.reshape(output, (batch_size, 1, output.shape[2]))
+    if new_lengths is not None and (np.asarray(new_lengths) < seq_len).any():
+        is_real = np.arange(seq_len) < np.asarray(new_lengths)[:, None]
+        output = ttnn.multiply(output, upload(is_real[:, :, None], device=output.device()))
+    return output, cache
+
+
+def _attend_in_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KVCache,
+    new_lengths: np.ndarray | Sequence[int] | None,
+    dropout: float,
+    seed: int,
+    arithmetic: dict[str, Any],
+) -> tuple[Tensor, KVCache]:
+    """Append one token of each sequence, q (1, N, B, H), k and v (1, K, B, H), and attend to everything up to it."""
+    added = _added(cache, 1, new_lengths)
+    _write_rows(cache, ttnn.transpose(k, 1, 2), ttnn.transpose(v, 1, 2), np.where(added > 0, cache.lengths, -1))
+    before, cache = cache.lengths, KVCache(cache.keys, cache.values, cache.lengths + added, cache.capacity)
+    if q.dtype == ttnn.float32 or dropout:
+        mask = create_cache_mask(before, 1, cache.keys.shape[2])
+        q = ttnn.permute(q, (2, 1, 0, 3))
+        context, _ = scaled_dot_product_attention(
+            q, cache.keys, cache.values, mask=mask, dropout=dropout, seed=seed, **arithmetic
+        )
+        return ttnn.permute(context, (2, 1, 0, 3)), cache
+    # A sequence without a new token sees a slot that is there, so that its output, 0 in the end, is finite before.
+    last_positions = np.minimum(before, cache.capacity - 1)
+    context = fused.attend_to_cache(ttnn.transpose(q, 1, 2), cache.keys, cache.values, last_positions, **arithmetic)
+    return ttnn.transpose(context, 1, 2), cache
+
+
+def _attend_in_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KVCache,
+    new_lengths: np.ndarray | Sequence[int] | None,
+    dropout: float,
+    seed: int,
+    arithmetic: dict[str, Any],
+) -> tuple[Tensor, KVCache]:
+    """Append tokens, q (B, N, T, H), k and v (B, K, T, H), and attend from each to everything up to it."""
+    before, seq_len = cache.lengths, q.shape[2]
+    cache = append_to_cache(cache, k, v, new_lengths=new_lengths)
+    if before.any():
+        filled = round_up(int((before + seq_len).max()))  # may pass the capacity where the last tokens are padding
+        k, v = (x[:, :, : min(filled, x.shape[2])] for x in (cache.keys, cache.values))
+        mask = DeviceMask(create_cache_mask(before, seq_len, k.shape[2]), device=q.device())
+    else:  # right padding needs no mask of its own: no real token sees what comes after it
+        mask = DeviceMask(create_attention_mask(seq_len, is_causal=True), device=q.device())
+    if q.dtype == ttnn.float32 or dropout:
+        context, _ = scaled_dot_product_attention(q, k, v, mask=mask, dropout=dropout, seed=seed, **arithmetic)
+    else:
+        context, _ = fused.scaled_dot_product_attention(q, k, v, mask=mask, **arithmetic)
+    return context, cache
+
+
+def _added(cache: KVCache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> np.ndarray:
+    added = np.full(len(cache.lengths), seq_len) if new_lengths is None else np.asarray(new_lengths)
+    return added.astype(np.int32)
+
+
+def _as_cached(x: Tensor, slots: Tensor) -> Tensor:
+    """Tokens as `fill_cache` copies them: in the dtype of the cache, zeros after the last token of the last tile."""
+    x = x if x.dtype == slots.dtype else ttnn.typecast(x, slots.dtype)
+    return ttnn.fill_implicit_tile_padding(x, 0.0) if x.shape[2] % TILE else x
+
+
+def _write_rows(cache: KVCache, keys: Tensor, values: Tensor, slots: np.ndarray) -> None:
+    """Write one token of each sequence, (1, B, K, H), into a slot of its own; -1 writes nothing."""
+    device, batch_size = keys.device(), keys.shape[1]
+    grid = device.compute_with_storage_grid_size()
+    if batch_size > grid.x * grid.y:
+        raise ValueError(
+            f"the batch must not exceed the {grid.x * grid.y} cores of the device, got {batch_size} sequences"
+        )
+    one_core_each = ttnn.create_sharded_memory_config(
+        (round_up(keys.shape[2]), keys.shape[3]),
+        core_grid=ttnn.num_cores_to_corerangeset(batch_size, grid, row_wise=True),
+        strategy=ttnn.ShardStrategy.HEIGHT,
+        use_height_and_width_as_shard_shape=True,
+    )
+    where = upload_integers(slots, device=device)
+    for held, rows in ((cache.keys, keys), (cache.values, values)):
+        rows = ttnn.typecast(rows, ttnn.bfloat16) if rows.dtype == ttnn.bfloat8_b else rows
+        rows = ttnn.to_memory_config(rows, one_core_each)
+        ttnn.experimental.paged_update_cache(held, rows, update_idxs_tensor=where)
+
+
+class MultiHeadAttentionWithCache(AttentionLayer):
+    """Causal multi-head self-attention over everything cached; keywords as in `AttentionLayer`."""
+
+    def init_cache(self, batch_size: int, capacity: int, dtype: ttnn.DataType | None = None) -> KVCache:
+        """An empty cache for this module, in the dtype of its weights and beside them."""
+        dtype = self.dtype if dtype is None else dtype
+        padded = padded_head_dim(self.head_dim, rope=self.rope_theta is not None)
+        return init_cache(batch_size, self.num_kv_heads, capacity, padded, dtype, device=self.device)
+
+    def __call__(
+        self,
+        x: Float[Tensor, "B T d_in"],
+        cache: KVCache,
+        *,
+        new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
+    ) -> tuple[Float[Tensor, "B T E"], KVCache]:
+        """Append the new tokens to the cache and attend from each to everything up to it.
+
+        Args:
+            x: the new tokens, (B, T, d_in): a prompt, a part of one, or one token each. On the device, in the dtype of
+                the module.
+            cache: the tokens so far. Do not use it afterwards; its storage is reused.
+            new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding:
+                not cached, output 0. All of them when absent.
+
+        Returns:
+            The output (B, T, E) and the cache with the new tokens.
+
+        Raises:
+            TypeError: if x is not on the device, dtypes differ or the lengths are not integers.
+            ValueError: if the shapes do not fit, or the new tokens do not fit into the capacity.
+        """
+        output, cache = _cached_layer(
+            self.project,
+            x,
+            cache,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            fused_qkv=self.fused_qkv,
+            out_proj=self.out_proj,
+            rope_theta=self.rope_theta,
+            new_lengths=new_lengths,
+            dropout=self.dropout if self.training else 0.0,
+            seed=self._draw_seed(),
+            head_dim=self.head_dim,
+            compute_kernel_config=self.compute_kernel_config,
+        )
+        return self._drop_output(output), cache
+
+
+def kv_cache_nbytes(
+    batch: int, num_kv_heads: int, seq_len: int, head_dim: int, *, num_layers: int = 1, dtype: ttnn.DataType
+) -> int:
+    """Bytes that the keys and values of all layers take: 2 * batch * heads * tokens * head_dim * bytes per layer.
+
+    On the device tokens and features take whole tiles of 32; with RoPE count the features of a head as
+    `padded_head_dim(head_dim, rope=True)`.
+
+    Args:
+        batch: number of sequences, B.
+        num_kv_heads: number of key/value heads, K.
+        seq_len: number of tokens, or slots, of each sequence.
+        head_dim: features of a head, H.
+        num_layers: number of layers.
+        dtype: dtype of the cache.
+
+    Raises:
+        TypeError: if a size is not an integer.
+        ValueError: if a size is below 1.
+
+    Example: kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=ttnn.bfloat16) == 2684354560 (2.5 GiB)
+    """
+    sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "seq_len": seq_len, "head_dim": head_dim}
+    for name, size in {**sizes, "num_layers": num_layers}.items():
+        check_count(name, size)
+    check_dtype("dtype", dtype)
+    tiles = round_up(seq_len) // TILE * round_up(head_dim) // TILE
+    return 2 * batch * num_kv_heads * tiles * num_layers * TILE_NBYTES[dtype]

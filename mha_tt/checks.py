@@ -1,0 +1,373 @@
+"""Checks of what a caller passes in, made before any work: `<what> must <rule>, got <name>=<value>`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import ttnn
+from ttnn import Tensor
+
+if TYPE_CHECKING:
+    from mha_tt.cache_mha import KVCache
+    from mha_tt.masks import DeviceMask
+    from mha_tt.rope import Rotation
+
+
+def check_count(name: str, value: object, minimum: int = 1) -> None:
+    """Refuse what is not an integer of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an integer, got {name}={value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {name}={value}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Refuse what is not a real number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name} must be a number, got {name}={value!r}")
+
+
+def check_rate(name: str, value: float) -> None:
+    """Refuse a dropout rate outside [0, 1)."""
+    check_number(name, value)
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {name}={value}")
+
+
+def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
+    """Refuse query heads that do not divide into groups of equal size, one for each key/value head."""
+    check_count("num_heads", num_heads)
+    check_count("num_kv_heads", num_kv_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads} and num_kv_heads={num_kv_heads}"
+        )
+
+
+def check_rope(head_dim: int, theta: float) -> None:
+    """Refuse heads that cannot be rotated in pairs."""
+    check_count("head_dim", head_dim)
+    check_number("rope_theta", theta)
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even for RoPE, got head_dim={head_dim}")
+    if not theta > 0:
+        raise ValueError(f"rope_theta must be positive, got rope_theta={theta}")
+
+
+def check_array(name: str, x: object) -> None:
+    """Refuse what is not an array of the framework."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a ttnn.Tensor, got {type(x).__name__}")
+
+
+def check_on_device(name: str, x: Tensor) -> None:
+    """Refuse a tensor that lies on the host, which several operations answer with a crash."""
+    check_array(name, x)
+    if x.storage_type() != ttnn.StorageType.DEVICE:
+        raise TypeError(f"{name} must lie on a device (mha_tt.upload), got {name}.storage_type()={x.storage_type()}")
+
+
+def check_dtype(name: str, dtype: object) -> None:
+    """Refuse a dtype that this package does not compute in."""
+    if dtype not in (ttnn.bfloat16, ttnn.bfloat8_b, ttnn.float32):
+        raise TypeError(f"{name} must be ttnn.bfloat16, ttnn.bfloat8_b or ttnn.float32, got {name}={dtype}")
+
+
+def check_head_dim(head_dim: int | None, padded: int) -> None:
+    """Refuse a head_dim that does not fit into the features that a head has on the device."""
+    if head_dim is None:
+        return
+    check_count("head_dim", head_dim)
+    if head_dim > padded:
+        raise ValueError(f"head_dim must be at most the {padded} features of a head, got head_dim={head_dim}")
+
+
+def check_floating(name: str, x: Tensor, rank: int) -> None:
+    """Refuse an array of another rank, or one that does not hold floating-point numbers."""
+    check_on_device(name, x)
+    if len(x.shape) != rank:
+        raise ValueError(f"{name} must have {rank} axes, got {name}.shape={tuple(x.shape)}")
+    check_dtype(f"{name}.dtype", x.dtype)
+    if x.layout != ttnn.TILE_LAYOUT:
+        raise TypeError(f"{name} must be in tiles (mha_tt.upload), got {name}.layout={x.layout}")
+
+
+def check_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: np.ndarray | DeviceMask | None,
+    bias: np.ndarray | Tensor | None,
+) -> None:
+    """Refuse split heads, query (B, N, T, H), key and value (B, K, S, H), a mask or a bias that do not fit."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_floating(name, x, rank=4)
+        if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower than its queries
+            raise TypeError(f"{name} must be float32 if query is, got {name}.dtype={x.dtype} and {query.dtype}")
+    if tuple(key.shape) != tuple(value.shape):
+        raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
+    check_scored(query, key, bias)
+    check_mask(mask, (*tuple(query.shape)[:3], key.shape[2]))
+
+
+def check_scored(query: Tensor, key: Tensor, bias: np.ndarray | Tensor | None) -> None:
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
+    check_floating("query", query, rank=4)
+    check_floating("key", key, rank=4)
+    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
+        raise ValueError(
+            f"key must have the batch size and head_dim of query, got key.shape={tuple(key.shape)} "
+            f"and query.shape={tuple(query.shape)}"
+        )
+    check_head_groups(query.shape[1], key.shape[1])
+    check_bias(bias, (*tuple(query.shape)[:3], key.shape[2]))
+
+
+def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
+    """Refuse attention weights (B, N, T, S) and values (B, K, S, H) that do not fit each other."""
+    check_floating("attn_weights", attn_weights, rank=4)
+    check_floating("value", value, rank=4)
+    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
+        raise ValueError(
+            f"value must have the batch size and the keys of attn_weights, got value.shape={tuple(value.shape)} "
+            f"and attn_weights.shape={tuple(attn_weights.shape)}"
+        )
+    check_head_groups(attn_weights.shape[1], value.shape[1])
+
+
+def check_keep(keep: np.ndarray | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if keep is None:
+        return
+    if not isinstance(keep, np.ndarray):
+        raise TypeError(f"keep must be a NumPy array, got {type(keep).__name__}")
+    if keep.dtype != np.bool_:
+        raise TypeError(f"keep must be boolean (True = kept), got keep.dtype={keep.dtype}")
+    check_broadcasts("keep", keep.shape, scores_shape)
+
+
+def check_mask(mask: np.ndarray | DeviceMask | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if mask is None:
+        return
+    if not isinstance(mask, np.ndarray) and not hasattr(mask, "additive"):
+        raise TypeError(f"mask must be a NumPy array or a DeviceMask, got {type(mask).__name__}")
+    if isinstance(mask, np.ndarray) and mask.dtype != np.bool_:
+        raise TypeError(
+            f"mask must be boolean (True = masked), got mask.dtype={mask.dtype}; an additive term is passed as bias"
+        )
+    check_broadcasts("mask", tuple(mask.shape), scores_shape)
+
+
+def check_bias(bias: np.ndarray | Tensor | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a bias that is not floating point, or one that does not broadcast to the scores (B, N, T, S)."""
+    if bias is None:
+        return
+    if isinstance(bias, np.ndarray):
+        if bias.dtype.kind != "f" and bias.dtype.name != "bfloat16":
+            raise TypeError(f"bias must be floating point, got bias.dtype={bias.dtype}")
+    else:
+        check_floating("bias", bias, rank=len(bias.shape) if isinstance(bias, Tensor) else 0)
+    check_broadcasts("bias", tuple(bias.shape), scores_shape)
+
+
+def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
+    """Refuse a shape that does not broadcast to the scores, or that would stretch them."""
+    fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(scores_shape), strict=False))
+    if not fits:
+        raise ValueError(f"{name} must broadcast to the scores (B, N, T, S) = {scores_shape}, got {name}.shape={shape}")
+
+
+def check_lengths(name: str, lengths: np.ndarray | Sequence[int], batch_size: int | None, maximum: int) -> None:
+    """Refuse lengths that are not one integer in 0..maximum for each sequence."""
+    lengths = np.asarray(lengths)
+    if lengths.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers, got {name}.dtype={lengths.dtype}")
+    if lengths.ndim != 1 or (batch_size is not None and len(lengths) != batch_size):
+        expected = "(B,)" if batch_size is None else f"(B,) = ({batch_size},)"
+        raise ValueError(f"{name} must have shape {expected}, got {name}.shape={lengths.shape}")
+    if ((lengths < 0) | (lengths > maximum)).any():
+        raise ValueError(f"{name} must lie in 0..{maximum}, got {name}={lengths.tolist()}")
+
+
+def check_positions(positions: np.ndarray, batch_size: int, seq_len: int) -> None:
+    """Refuse positions that are not integers of shape (B, T) or (1, T)."""
+    if not isinstance(positions, np.ndarray):
+        raise TypeError(f"positions must be a NumPy array, got {type(positions).__name__}")
+    if positions.dtype.kind not in "iu":
+        raise TypeError(f"positions must be integers, got positions.dtype={positions.dtype}")
+    if positions.shape not in ((batch_size, seq_len), (1, seq_len)):
+        raise ValueError(
+            f"positions must have shape (B or 1, T) = ({batch_size} or 1, {seq_len}), "
+            f"got positions.shape={positions.shape}"
+        )
+
+
+def check_config(
+    *,
+    d_model: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    d_in: int | None,
+    d_kv: int | None,
+    fused_qkv: bool,
+    rope_theta: float | None,
+    dropout: float,
+    output_dropout: float,
+) -> None:
+    """Refuse keywords of a module that do not fit each other."""
+    check_count("d_model", d_model)
+    check_count("num_heads", num_heads)
+    sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "d_in": d_in, "d_kv": d_kv}
+    for name, value in sizes.items():
+        if value is not None:
+            check_count(name, value)
+    check_head_groups(num_heads, num_kv_heads or num_heads)
+    if head_dim is None and d_model % num_heads:
+        raise ValueError(
+            f"d_model must be a multiple of num_heads, got d_model={d_model} and num_heads={num_heads} without head_dim"
+        )
+    if fused_qkv and d_kv not in (None, d_in or d_model):
+        raise ValueError(f"d_kv must equal d_in with fused_qkv, got d_kv={d_kv} and d_in={d_in or d_model}")
+    if rope_theta is not None and d_kv not in (None, d_in or d_model):
+        raise ValueError(f"d_kv must equal d_in with RoPE, got d_kv={d_kv} and d_in={d_in or d_model}")
+    if rope_theta is not None:
+        check_rope(head_dim or d_model // num_heads, rope_theta)
+    check_rate("dropout", dropout)
+    check_rate("output_dropout", output_dropout)
+
+
+def check_layer_inputs(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    positions: np.ndarray | Rotation | None,
+    rope_theta: float | None,
+) -> None:
+    """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other."""
+    check_floating("query", query, rank=3)
+    if key is None and value is not None:
+        raise ValueError("value must come with a key, got key=None and a value")
+    if key is not None and rope_theta is not None:
+        raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope_theta={rope_theta}")
+    if positions is not None and rope_theta is None:
+        raise ValueError("positions must come with RoPE, got positions and rope_theta=None")
+    if isinstance(positions, np.ndarray):
+        check_positions(positions, query.shape[0], query.shape[1])
+    for name, x in (("key", key), ("value", value)):
+        if x is None:
+            continue
+        check_floating(name, x, rank=3)
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
+        if x.shape[0] != query.shape[0]:
+            raise ValueError(f"{name} must have the batch size of query, got {x.shape[0]} and {query.shape[0]}")
+    if key is not None and value is not None and key.shape[1] != value.shape[1]:
+        raise ValueError(f"value must have as many tokens as key, got {value.shape[1]} and {key.shape[1]}")
+
+
+def check_weights(weights: Mapping[str, Tensor], num_heads: int, num_kv_heads: int) -> None:
+    """Refuse weights with missing or unexpected names, or whose dtypes or shapes do not fit each other or the heads."""
+    check_head_groups(num_heads, num_kv_heads)
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights must be a mapping of names to tensors, got {type(weights).__name__}")
+    packed = "qkv_proj.weight" in weights
+    required = {"qkv_proj.weight"} if packed else {"q_proj.weight", "k_proj.weight", "v_proj.weight"}
+    optional = {name.replace("weight", "bias") for name in required} | {"out_proj.weight"}
+    if "out_proj.weight" in weights:
+        optional.add("out_proj.bias")
+    missing, unexpected = sorted(required - weights.keys()), sorted(weights.keys() - required - optional)
+    if missing or unexpected:
+        raise ValueError(f"weights must have the names of the layer, missing {missing}, unexpected {unexpected}")
+    for name, weight in weights.items():
+        check_floating(name, weight, rank=2)
+    groups = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
+    groups = {"qkv_proj": num_heads + 2 * num_kv_heads} if packed else groups
+    head_dims = set()
+    for name, heads in groups.items():
+        columns = weights[f"{name}.weight"].shape[1]
+        if columns % heads:
+            raise ValueError(
+                f"{name}.weight must have columns for {heads} heads, "
+                f"got {name}.weight.shape={tuple(weights[f'{name}.weight'].shape)}"
+            )
+        head_dims.add(columns // heads)
+    if len(head_dims) != 1:
+        raise ValueError(f"q_proj, k_proj and v_proj must have one head_dim, got head_dim={sorted(head_dims)}")
+    context_width = num_heads * head_dims.pop()
+    if "out_proj.weight" in weights and weights["out_proj.weight"].shape[0] != context_width:
+        raise ValueError(
+            f"out_proj.weight must have shape (N * H, E) = ({context_width}, E), "
+            f"got out_proj.weight.shape={tuple(weights['out_proj.weight'].shape)}"
+        )
+    for name, weight in weights.items():
+        columns = weights[name.replace("bias", "weight")].shape[1]
+        if name.endswith("bias") and tuple(weight.shape) != (1, columns):
+            raise ValueError(f"{name} must have shape (1, {columns}), got {name}.shape={tuple(weight.shape)}")
+
+
+def check_finite(weights: Mapping[str, np.ndarray]) -> None:
+    """Refuse weights with a NaN or an infinity, wherever their values are known."""
+    wrong = [name for name, weight in weights.items() if not np.isfinite(np.asarray(weight, np.float32)).all()]
+    if wrong:
+        raise ValueError(f"weights must be finite, got NaN or infinities in {wrong}")
+
+
+def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
+    """Refuse an input whose width or dtype is not that of the projection it goes into."""
+    if x.shape[-1] != weight.shape[0]:
+        raise ValueError(f"the input of {name} must have {weight.shape[0]} features, got shape={tuple(x.shape)}")
+
+
+def check_cache(cache_k: Tensor, cache_v: Tensor, key: Tensor) -> None:
+    """Refuse cached keys and values (B, K, S, H) that new keys (B, K, T, H) cannot join."""
+    for name, x in (("cache_k", cache_k), ("cache_v", cache_v)):
+        check_floating(name, x, rank=4)
+        expected = (key.shape[0], key.shape[1], cache_k.shape[2], key.shape[3])
+        if tuple(x.shape) != expected:
+            raise ValueError(f"{name} must have shape (B, K, S, H) = {expected}, got {name}.shape={tuple(x.shape)}")
+        if (x.dtype == ttnn.float32) != (key.dtype == ttnn.float32):
+            raise TypeError(f"{name} must be float32 if the new keys are, got {x.dtype} and {key.dtype}")
+
+
+def check_is_cache(cache: object) -> None:
+    """Refuse what is not a cache."""
+    if not all(hasattr(cache, name) for name in ("keys", "values", "lengths", "capacity")):
+        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
+
+
+def check_cached_input(x: Tensor, cache: KVCache) -> None:
+    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
+    check_is_cache(cache)
+    check_floating("x", x, rank=3)
+    if x.shape[0] != cache.lengths.shape[0]:
+        raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
+
+
+def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.ndarray | Sequence[int] | None) -> None:
+    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
+    check_is_cache(cache)
+    check_floating("key", key, rank=4)
+    check_floating("value", value, rank=4)
+    check_cache(cache.keys, cache.values, key)
+    if tuple(key.shape) != tuple(value.shape):
+        raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
+    if value.dtype != key.dtype:
+        raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
+    check_room(cache, key.shape[2], new_lengths)
+
+
+def check_room(cache: KVCache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> None:
+    """Refuse more new tokens than the cache has slots left: the device would write outside of it."""
+    check_lengths("cache.lengths", cache.lengths, cache.keys.shape[0], cache.capacity)
+    if new_lengths is not None:
+        check_lengths("new_lengths", new_lengths, cache.keys.shape[0], seq_len)
+    added = np.asarray(seq_len if new_lengths is None else new_lengths)
+    if (cache.lengths + added > cache.capacity).any():
+        raise ValueError(
+            f"lengths + new tokens must not exceed the {cache.capacity} slots of the cache, "
+            f"got lengths={cache.lengths.tolist()} and new_lengths={added.tolist()}"
+        )

@@ -1,0 +1,296 @@
+"""Where the code runs, and the places where arrays and weights enter a device and leave it."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import ttnn
+
+from mha_tt.checks import check_count, check_dtype, check_finite, check_head_groups, check_on_device
+
+TILE = 32
+"""Rows and columns of a tile, the unit in which tensors are kept and computed."""
+
+DTYPES = (ttnn.bfloat16, ttnn.bfloat8_b, ttnn.float32)
+"""The dtypes that this package takes."""
+
+_observers: list[Callable[[ttnn.Tensor, np.ndarray, float], None]] = []  # told of every upload: see `mha_tt.mock`
+_readers: list[Callable[[ttnn.Tensor], np.ndarray]] = []  # asked for values that a device does not have
+
+
+# ---- The device ------------------------------------------------------------------------------------------------------
+
+
+def target() -> str | None:
+    """What a device opened now would be: `mock`, `simulator`, `silicon`, or None for nothing at all.
+
+    ttnn answers the same for a mock board as for a card, so the environment decides, in the order in which ttnn reads
+    it.
+    """
+    if os.environ.get("TT_METAL_MOCK_CLUSTER_DESC_PATH"):
+        return "mock"
+    if os.environ.get("TT_METAL_SIMULATOR"):
+        return "simulator"
+    return "silicon" if _cards() else None
+
+
+def describe_target() -> str:
+    """What a device opened now would be, and why, in words."""
+    found = target()
+    if found == "mock":
+        board = Path(os.environ["TT_METAL_MOCK_CLUSTER_DESC_PATH"]).stem
+        return f"mock {board} (no hardware: ttnn validates every program and computes nothing)"
+    if found == "simulator":
+        return f"simulator (TT_METAL_SIMULATOR={os.environ['TT_METAL_SIMULATOR']})"
+    if found == "silicon":
+        return f"silicon ({', '.join(_cards())})"
+    return "nothing (no /dev/tenstorrent/*, TT_METAL_SIMULATOR is not set, no mock board is in use)"
+
+
+@contextmanager
+def open_device(device_id: int = 0) -> Iterator[ttnn.MeshDevice]:
+    """Open a device for the time of a `with` block.
+
+    Args:
+        device_id: which of several cards.
+
+    Yields:
+        The device, which is silicon, a simulator or a mock board: see `target`.
+
+    Raises:
+        RuntimeError: if there is none or it does not open; says what was looked for.
+    """
+    where = describe_target()
+    if target() is None:
+        raise RuntimeError(f"a device must be there to be opened, found {where}; mha_tt.mock.board() needs none")
+    try:
+        device = ttnn.open_device(device_id=device_id)
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise RuntimeError(f"device {device_id} must open, looked for {where}, got: {reason}") from error
+    try:
+        yield device
+    finally:
+        ttnn.close_device(device)
+
+
+def accurate_config(device: ttnn.MeshDevice) -> ttnn.DeviceComputeKernelConfig:
+    """The most exact arithmetic of a device: the default of everything in this package.
+
+    Every bit of bfloat16 operands (float32 operands enter the matrix engine as TF32 whatever is chosen), sums in
+    float32, no approximations. HiFi4 with float32 sums gives occasional wrong results on Wormhole (tt-metal#38306), so
+    HiFi3 there.
+    """
+    fidelity = ttnn.MathFidelity.HiFi3 if device.arch() == ttnn.Arch.WORMHOLE_B0 else ttnn.MathFidelity.HiFi4
+    return ttnn.init_device_compute_kernel_config(
+        device.arch(), math_fidelity=fidelity, math_approx_mode=False, fp32_dest_acc_en=True, packer_l1_acc=True
+    )
+
+
+def fast_config(device: ttnn.MeshDevice) -> ttnn.DeviceComputeKernelConfig:
+    """Speed instead of accuracy: HiFi2, which cuts a bit of each operand, bfloat16 sums, approximate exponentials."""
+    return ttnn.init_device_compute_kernel_config(
+        device.arch(),
+        math_fidelity=ttnn.MathFidelity.HiFi2,
+        math_approx_mode=True,
+        fp32_dest_acc_en=False,
+        packer_l1_acc=True,
+    )
+
+
+def describe_config(config: ttnn.DeviceComputeKernelConfig) -> str:
+    """A compute-kernel configuration in words, such as `HiFi3, float32 sums, no approximations`."""
+    fidelity = str(config.math_fidelity).rpartition(".")[2]
+    sums = "float32" if config.fp32_dest_acc_en else "bfloat16"
+    return f"{fidelity}, {sums} sums, {'approximations' if config.math_approx_mode else 'no approximations'}"
+
+
+def _cards() -> list[str]:
+    return sorted(str(path) for path in Path("/dev/tenstorrent").glob("[0-9]*"))
+
+
+# ---- Arrays ----------------------------------------------------------------------------------------------------------
+
+
+def upload(
+    array: np.ndarray, *, device: ttnn.MeshDevice, dtype: ttnn.DataType = ttnn.bfloat16, pad_value: float = 0.0
+) -> ttnn.Tensor:
+    """Put an array on a device, in tiles.
+
+    Args:
+        array: numbers of any floating-point dtype, or booleans (True becomes 1), of one axis or more.
+        device: where to.
+        dtype: `ttnn.bfloat16`, `ttnn.bfloat8_b` or `ttnn.float32`; rounded to it, to the nearest even.
+        pad_value: what fills the last tiles beyond the array. Some kernels read it, a mask's for one.
+
+    Raises:
+        TypeError: if the array does not hold such numbers, or the dtype is another.
+        ValueError: if it has no axis.
+    """
+    check_dtype("dtype", dtype)
+    array = np.asarray(array)
+    if array.ndim < 1:
+        raise ValueError(f"array must have at least 1 axis, got shape={array.shape}")
+    if array.dtype.kind not in "fb" and array.dtype.name != "bfloat16":
+        raise TypeError(f"array must be floating point or boolean, got dtype={array.dtype}")
+    # ttnn takes no float16 and no read-only array, and float64 aborts the process. Tiles made here are padded with what
+    # was asked for.
+    array = np.array(array, dtype=np.float32, order="C")
+    tensor = ttnn.to_device(ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT, pad_value=pad_value), device)
+    for observe in _observers:
+        observe(tensor, array, pad_value)
+    return tensor
+
+
+def upload_integers(array: np.ndarray | Sequence[int], *, device: ttnn.MeshDevice) -> ttnn.Tensor:
+    """Put integers on a device, as int32 in rows, the form in which operations take positions."""
+    array = np.array(array, dtype=np.int32, order="C")
+    tensor = ttnn.to_device(ttnn.Tensor(array, ttnn.int32, None, ttnn.ROW_MAJOR_LAYOUT), device)
+    for observe in _observers:
+        observe(tensor, array, 0.0)
+    return tensor
+
+
+def download(tensor: ttnn.Tensor) -> np.ndarray:
+    """Read a tensor back, exactly, as float32.
+
+    Raises:
+        TypeError: if it is no tensor on a device.
+        RuntimeError: if the device is a mock one whose values nobody computes: see `mha_tt.mock`.
+    """
+    check_on_device("tensor", tensor)
+    if _readers:
+        return _readers[-1](tensor)
+    if target() == "mock":
+        raise RuntimeError(
+            "values must come from a device that computes, got a mock one; mha_tt.mock.shadow() gives them"
+        )
+    return ttnn.to_dtype(ttnn.from_device(tensor), ttnn.float32).to_numpy()
+
+
+# ---- Weights ---------------------------------------------------------------------------------------------------------
+
+
+def round_up(count: int, multiple: int = TILE) -> int:
+    """The smallest multiple that is not below the count."""
+    return -(-count // multiple) * multiple
+
+
+def padded_head_dim(head_dim: int, *, rope: bool = False) -> int:
+    """Features that a head has on the device: whole tiles, and with RoPE two halves of whole tiles."""
+    return 2 * round_up(-(-head_dim // 2)) if rope else round_up(head_dim)
+
+
+def head_slots(head_dim: int, *, rope: bool = False) -> np.ndarray:
+    """Where the features of a head lie among those that it has on the device, (H,); zeros lie between and after them.
+
+    With RoPE each half begins at a tile, so that the pairs (i, i + H/2) are found by cutting between tiles.
+    """
+    if not rope:
+        return np.arange(head_dim)
+    half = head_dim // 2
+    second = padded_head_dim(head_dim, rope=True) // 2
+    return np.concatenate([np.arange(half), second + np.arange(half)])
+
+
+def upload_weights(
+    weights: Mapping[str, np.ndarray],
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    rope: bool = False,
+    device: ttnn.MeshDevice,
+    dtype: ttnn.DataType = ttnn.bfloat16,
+) -> dict[str, ttnn.Tensor]:
+    """Put the weights of a layer on a device, once, in the form that its products take.
+
+    Every head is padded with zeros to whole tiles. That changes no result, costs nothing, since tiles are computed
+    whole anyway, and lets every operation take any head_dim.
+
+    Args:
+        weights: canonical arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,), `k_proj.weight`
+            (K * H, d_kv), …, or one `qkv_proj`, its rows q, then k, then v; `out_proj.weight` (E, N * H) where there is
+            one.
+        num_heads, num_kv_heads: N and K; K = N when absent.
+        rope: whether queries and keys will be turned by position.
+        device: where to.
+        dtype: of the weights; biases are kept in bfloat16 where that is `ttnn.bfloat8_b`.
+
+    Returns:
+        Tensors by the same names. P being the padded head_dim: `q_proj.weight` (d_in, N * P), `q_proj.bias` (1, N * P),
+        …, `out_proj.weight` (N * P, E), `out_proj.bias` (1, E).
+
+    Raises:
+        ValueError: if shapes do not fit the heads, or a value is not finite.
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    check_head_groups(num_heads, num_kv_heads)
+    check_dtype("dtype", dtype)
+    check_finite(weights)
+    heads = _heads_of(num_heads, num_kv_heads)
+    held = {}
+    for name, weight in weights.items():
+        projection, _, kind = name.partition(".")
+        weight = np.asarray(weight, dtype=np.float32)
+        if projection in heads:
+            weight = _pad_heads(name, weight, heads[projection], rope=rope)
+        elif kind == "weight":
+            weight = _pad_heads(name, weight.T, num_heads, rope=rope).T
+        narrow = dtype == ttnn.bfloat8_b and kind == "bias"  # one row of a block format is as coarse as its largest
+        held[name] = upload(
+            weight.T if kind == "weight" else weight[None], device=device, dtype=ttnn.bfloat16 if narrow else dtype
+        )
+    return held
+
+
+def download_weights(
+    weights: Mapping[str, ttnn.Tensor],
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    head_dim: int,
+    rope: bool = False,
+) -> dict[str, np.ndarray]:
+    """The canonical arrays that `upload_weights` was given, as the device holds them, in float32.
+
+    Args:
+        weights: tensors by name.
+        num_heads, num_kv_heads: N and K; K = N when absent.
+        head_dim: features of a head, H.
+        rope: as they were uploaded.
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    check_head_groups(num_heads, num_kv_heads)
+    check_count("head_dim", head_dim)
+    heads = _heads_of(num_heads, num_kv_heads)
+    slots = head_slots(head_dim, rope=rope)
+    canonical = {}
+    for name, tensor in weights.items():
+        projection, _, kind = name.partition(".")
+        weight = download(tensor)
+        weight = weight.T if kind == "weight" else weight[0]
+        if projection in heads:
+            weight = weight.reshape(heads[projection], -1, *weight.shape[1:])[:, slots]
+            weight = weight.reshape(-1, *weight.shape[2:])
+        elif kind == "weight":
+            weight = weight.reshape(len(weight), num_heads, -1)[:, :, slots].reshape(len(weight), -1)
+        canonical[name] = np.ascontiguousarray(weight)
+    return canonical
+
+
+def _heads_of(num_heads: int, num_kv_heads: int) -> dict[str, int]:
+    """The projections whose rows are heads, and how many."""
+    groups = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
+    return {**groups, "qkv_proj": num_heads + 2 * num_kv_heads}
+
+
+def _pad_heads(name: str, rows: np.ndarray, num_heads: int, *, rope: bool) -> np.ndarray:
+    """(heads * H, …) -> (heads * P, …), zeros where a head has no feature."""
+    if not rows.ndim or rows.shape[0] % num_heads:
+        raise ValueError(f"{name} must have features for {num_heads} heads, got {name}.shape={rows.shape}")
+    head_dim = rows.shape[0] // num_heads
+    padded = np.zeros((num_heads, padded_head_dim(head_dim, rope=rope), *rows.shape[1:]), rows.dtype)
+    padded[:, head_slots(head_dim, rope=rope)] = rows.reshape(num_heads, head_dim, *rows.shape[1:])
+    return padded.reshape(-1, *rows.shape[1:])

@@ -1,0 +1,149 @@
+"""The fast path: the same function without attention weights.
+
+It is ttnn's own flash attention behind the masks and the empty rows of this package, in bfloat16 and bfloat8_b.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import ttnn
+from jaxtyping import Bool, Float, Int
+from ttnn import Tensor
+
+from mha_tt.checks import check_attention, check_floating, check_head_dim, check_rate
+from mha_tt.device import TILE, accurate_config, round_up, upload_integers
+from mha_tt.masks import MASKED, DeviceMask, bias_on_device, hide_infinite_bias, on_device
+
+LARGEST_CHUNK = 128
+"""Queries and keys that the kernel takes at a time: what fits a core in every arithmetic, up to a head_dim of 256."""
+
+
+def scaled_dot_product_attention(
+    query: Float[Tensor, "B N T H"],
+    key: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S H"],
+    *,
+    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+    bias: Float[np.ndarray, "..."] | Tensor | None = None,
+    need_weights: bool = False,
+    dropout: float = 0.0,
+    dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
+    head_dim: int | None = None,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> tuple[Float[Tensor, "B N T H"], None]:
+    """Attention of split heads without the attention weights: the function of `mha`, in the fastest form there is.
+
+    The scores of masked keys must be far below 1e9 in size: to the kernel a mask is -1e9 added to a score.
+
+    Args:
+        query: (B, N, T, H), bfloat16 or bfloat8_b, H whole tiles.
+        key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0. The causal
+            mask of as many queries as keys costs nothing: it is never uploaded.
+        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device it is not read: there a
+            row of nothing but -inf gives the mean of the values.
+        need_weights: must be False, the weights are never stored here.
+        dropout: must be 0, the kernel has none.
+        dropout_keep: must be absent, for the same reason.
+        head_dim: features of a head before padding; those it has when absent.
+        compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
+
+    Returns:
+        The context (B, N, T, H), in the dtype of query, and None.
+
+    Raises:
+        TypeError: if an input is not floating point, the dtypes differ or are float32, or the mask is not boolean.
+        ValueError: if the shapes do not fit, or the weights or dropout are asked for.
+
+    Source: ttnn.transformer.scaled_dot_product_attention.
+    """
+    check_attention(query, key, value, mask, bias)
+    _check_kernel_takes(query, head_dim)
+    check_rate("dropout", dropout)
+    if need_weights or dropout or dropout_keep is not None:
+        raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
+    device, (_, _, seq_len_q, padded), seq_len_k = query.device(), query.shape, key.shape[2]
+    mask = on_device(hide_infinite_bias(mask, bias), device)
+    is_causal = mask is not None and mask.is_causal and mask.shape[2] == seq_len_q == seq_len_k and bias is None
+    attn_mask = None
+    if not is_causal:
+        attn_mask = _attn_mask(mask, bias, seq_len_q, seq_len_k, device)
+    config = compute_kernel_config or accurate_config(device)
+    context = ttnn.transformer.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=(head_dim or padded) ** -0.5,
+        program_config=_program_config(device, config, seq_len_q, seq_len_k),
+        compute_kernel_config=config,
+    )
+    return context if mask is None or mask.keep is None else ttnn.multiply(context, mask.keep), None
+
+
+def attend_to_cache(
+    query: Float[Tensor, "1 B N H"],
+    keys: Float[Tensor, "B K S H"],
+    values: Float[Tensor, "B K S H"],
+    last_positions: Int[np.ndarray, " B"],
+    *,
+    head_dim: int | None = None,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> Float[Tensor, "1 B N H"]:
+    """Attention of one new token of each sequence over its cached tokens; reads the filled part of the cache only.
+
+    Args:
+        query: (1, B, N, H), bfloat16 or bfloat8_b, H whole tiles.
+        keys, values: the cache, (B, K, S, H), bfloat16 or bfloat8_b; S whole tiles.
+        last_positions: the last slot that each sequence sees, (B,), on the host.
+        head_dim: features of a head before padding; those it has when absent.
+        compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
+
+    Source: ttnn.transformer.scaled_dot_product_attention_decode.
+    """
+    check_floating("query", query, rank=4)
+    _check_kernel_takes(query, head_dim)
+    config = compute_kernel_config or accurate_config(query.device())
+    context = ttnn.transformer.scaled_dot_product_attention_decode(
+        query if query.dtype == ttnn.bfloat16 else ttnn.typecast(query, ttnn.bfloat16),  # it takes no other with groups
+        keys,
+        values,
+        cur_pos_tensor=upload_integers(last_positions, device=query.device()),
+        scale=(head_dim or query.shape[3]) ** -0.5,
+        # 0 lets the operation choose its chunks. Without a configuration it divides the keys among more cores than its
+        # tree of sums has room for, on Blackhole with few heads.
+        program_config=_program_config(query.device(), config, 0, 0),
+        compute_kernel_config=config,
+    )
+    return context if query.dtype == ttnn.bfloat16 else ttnn.typecast(context, query.dtype)
+
+
+def _check_kernel_takes(query: Tensor, head_dim: int | None) -> None:
+    if query.dtype == ttnn.float32:
+        raise TypeError("query must be bfloat16 or bfloat8_b on the fused path, got query.dtype=float32")
+    if query.shape[3] % TILE:
+        raise ValueError(f"heads must have whole tiles of {TILE} features, got query.shape={tuple(query.shape)}")
+    check_head_dim(head_dim, query.shape[3])
+
+
+def _attn_mask(
+    mask: DeviceMask | None, bias: np.ndarray | Tensor | None, seq_len_q: int, seq_len_k: int, device: ttnn.MeshDevice
+) -> Tensor | None:
+    """What the kernel adds to the scores, (B or 1, N or 1, T, S), with `MASKED` beyond the last key."""
+    if bias is None:
+        return None if mask is None else mask.additive(seq_len_q, seq_len_k)
+    mask = mask or DeviceMask(np.zeros((1, 1, seq_len_q, seq_len_k), bool), device=device)
+    attn_mask = ttnn.add(bias_on_device(bias, device, ttnn.bfloat16), mask.additive(seq_len_q, seq_len_k))
+    return ttnn.fill_implicit_tile_padding(attn_mask, MASKED)
+
+
+def _program_config(
+    device: ttnn.MeshDevice, config: ttnn.DeviceComputeKernelConfig, seq_len_q: int, seq_len_k: int
+) -> ttnn.SDPAProgramConfig:
+    return ttnn.SDPAProgramConfig(
+        compute_with_storage_grid_size=device.compute_with_storage_grid_size(),
+        q_chunk_size=min(LARGEST_CHUNK, round_up(seq_len_q)),
+        k_chunk_size=min(LARGEST_CHUNK, round_up(seq_len_k)),
+        exp_approx_mode=config.math_approx_mode,
+    )

@@ -1,0 +1,257 @@
+"""Masks: boolean, True = masked (cannot attend), and they broadcast against the scores (B, N, T, S)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import ttnn
+from jaxtyping import Bool, Float, Int
+from ttnn import Tensor
+
+from mha_tt.checks import check_count, check_lengths, check_mask
+from mha_tt.device import upload
+
+MASKED = -1e9
+"""What stands for minus infinity on the device: a kernel that meets a block of nothing but -inf makes NaN of it."""
+
+LOWEST_BIAS = -1e8
+"""What a lower bias is raised to, so that a key with a bias of finfo.min still weighs more than a masked one."""
+
+
+def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[np.ndarray, "T S"]:
+    """True where a query may not see a key: every key after its own position, counted from the first key.
+
+    Aligned top-left: query i sees keys 0..i, however many keys there are.
+
+    Args:
+        seq_len_q: number of queries, T.
+        seq_len_k: number of keys, S; as many as queries when absent.
+
+    Returns:
+        Mask that broadcasts against the scores (B, N, T, S), on the host.
+
+    Raises:
+        ValueError: if a length is below 1.
+
+    Example: create_causal_mask(2, 3)
+        [[False, True,  True],
+         [False, False, True]]
+    """
+    seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
+    return np.arange(seq_len_k)[None, :] > np.arange(seq_len_q)[:, None]
+
+
+def create_padding_mask(lengths: Int[np.ndarray, " B"] | Sequence[int], seq_len_k: int) -> Bool[np.ndarray, "B 1 1 S"]:
+    """True at the padding: the keys at or after the length of their sequence.
+
+    Args:
+        lengths: number of real keys of each sequence, 0..S, (B,); the padding is on the right.
+        seq_len_k: number of keys, padding included, S.
+
+    Returns:
+        Mask that broadcasts against the scores (B, N, T, S), on the host.
+
+    Raises:
+        TypeError: if the lengths are not integers.
+        ValueError: if a length lies outside 0..S.
+
+    Example: create_padding_mask([1, 3], 3)
+        [[[[False, True,  True ]]],
+         [[[False, False, False]]]]
+    """
+    check_count("seq_len_k", seq_len_k)
+    check_lengths("lengths", lengths, None, seq_len_k)
+    return (np.arange(seq_len_k)[None, :] >= np.asarray(lengths)[:, None])[:, None, None, :]
+
+
+def create_attention_mask(
+    seq_len_q: int,
+    seq_len_k: int | None = None,
+    *,
+    is_causal: bool = False,
+    key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
+) -> Bool[np.ndarray, "#B 1 T S"]:
+    """True where a query may not see a key, for causality, for padding, or for both.
+
+    Args:
+        seq_len_q: number of queries, T.
+        seq_len_k: number of keys, S; as many as queries when absent.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
+
+    Returns:
+        Mask of shape (B or 1, 1, T, S), on the host.
+
+    Raises:
+        TypeError: if the lengths are not integers.
+        ValueError: if a length lies outside its range.
+
+    Example: create_attention_mask(2, is_causal=True, key_padding_lengths=[1])
+        [[[[False, True],
+           [False, True]]]]
+    """
+    seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
+    mask = np.zeros((1, 1, seq_len_q, seq_len_k), dtype=bool)
+    if is_causal:
+        mask = mask | create_causal_mask(seq_len_q, seq_len_k)
+    if key_padding_lengths is not None:
+        mask = mask | create_padding_mask(key_padding_lengths, seq_len_k)
+    return mask
+
+
+def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> Bool[np.ndarray, "T S"]:
+    """True where a new token may not see a key: every key after its own position, counted from the first cached key.
+
+    Aligned to the end of the cache: the queries are the newest tokens, at positions cache_len, cache_len + 1, …,
+    and query i sees keys 0..cache_len + i.
+
+    Args:
+        seq_len_q: number of new tokens, T.
+        seq_len_k: number of keys, S = cache_len + T.
+        cache_len: number of tokens already in the cache.
+
+    Returns:
+        Mask that broadcasts against the scores (B, N, T, S), on the host.
+
+    Raises:
+        ValueError: if seq_len_k is not cache_len + seq_len_q.
+
+    Example: create_causal_mask_with_cache(2, 3, 1)
+        [[False, False, True ],
+         [False, False, False]]
+    """
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
+    check_count("cache_len", cache_len, minimum=0)
+    if seq_len_k != cache_len + seq_len_q:
+        raise ValueError(
+            f"seq_len_k must be cache_len + seq_len_q, "
+            f"got seq_len_k={seq_len_k}, cache_len={cache_len} and seq_len_q={seq_len_q}"
+        )
+    return np.arange(seq_len_k)[None, :] > cache_len + np.arange(seq_len_q)[:, None]
+
+
+def create_sliding_window_mask(
+    seq_len_q: int, seq_len_k: int | None = None, *, window_size: int
+) -> Bool[np.ndarray, "T S"]:
+    """True where a query may not see a key: every key but the last window_size up to its own position.
+
+    Aligned top-left: query i sees keys i - window_size + 1..i. With window_size >= S it is the causal mask.
+
+    Args:
+        seq_len_q: number of queries, T.
+        seq_len_k: number of keys, S; as many as queries when absent.
+        window_size: how many keys a query sees at most, its own position among them.
+
+    Returns:
+        Mask that broadcasts against the scores (B, N, T, S), on the host.
+
+    Raises:
+        ValueError: if a length or the window is below 1.
+
+    Example: create_sliding_window_mask(3, window_size=2)
+        [[False, True,  True ],
+         [False, False, True ],
+         [True,  False, False]]
+
+    Source: Longformer, arXiv:2004.05150, section 3.1; causal as in Mistral 7B, arXiv:2310.06825, section 2.
+    """
+    seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
+    check_count("window_size", window_size)
+    distance = np.arange(seq_len_q)[:, None] - np.arange(seq_len_k)[None, :]
+    return (distance < 0) | (distance >= window_size)
+
+
+def hide_infinite_bias(
+    mask: Bool[np.ndarray, "..."] | DeviceMask | None, bias: Float[np.ndarray, "..."] | Tensor | None
+) -> Bool[np.ndarray, "..."] | DeviceMask | None:
+    """The mask, joined with the keys that a bias of -inf hides, so that a row of -inf is as empty as a masked one."""
+    if not isinstance(bias, np.ndarray):  # what lies on the device is not read back
+        return mask
+    hidden = np.isneginf(bias.astype(np.float32))
+    if not hidden.any():
+        return mask
+    return hidden if mask is None else np.asarray(hidden | (mask.mask if isinstance(mask, DeviceMask) else mask))
+
+
+class DeviceMask:
+    """A mask whose forms on the device are uploaded once, when they are first needed, and serve any number of calls.
+
+    Attributes:
+        mask: the boolean mask on the host, with four axes, True = masked.
+        is_causal: whether it is the causal mask of T queries and T keys, which the fused kernel needs no tensor for.
+    """
+
+    def __init__(self, mask: Bool[np.ndarray, "..."], *, device: ttnn.MeshDevice) -> None:
+        """Keep a mask for a device.
+
+        Args:
+            mask: boolean, True = masked; broadcasts to (B, N, T, S).
+            device: where it will be used.
+
+        Raises:
+            TypeError: if the mask is not boolean.
+            ValueError: if it has more than 4 axes.
+        """
+        check_mask(mask, np.shape(mask))
+        self.mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        self.device = device
+        causal = self.mask.shape[:2] == (1, 1) and self.mask.shape[2] == self.mask.shape[3]
+        self.is_causal = causal and np.array_equal(self.mask[0, 0], create_causal_mask(self.mask.shape[2]))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(B or 1, N or 1, T or 1, S or 1)."""
+        return self.mask.shape
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        """1 where a key is masked, else 0, in float32. Rows without a key show every key, and are emptied by `keep`."""
+        return upload(self.mask & ~self._empty_rows, device=self.device, dtype=ttnn.float32)
+
+    @cached_property
+    def keep(self) -> Tensor | None:
+        """0 in rows without a key, else 1, (…, T, 1); None if there is no such row."""
+        if not self._empty_rows.any():
+            return None
+        return upload(~self._empty_rows, device=self.device, dtype=ttnn.bfloat16)
+
+    def additive(self, seq_len_q: int, seq_len_k: int) -> Tensor:
+        """`MASKED` where a key is masked, else 0, in bfloat16, (B or 1, N or 1, T, S): what the fused kernel adds.
+
+        The kernel takes no broadcast queries, and it reads what fills the last tiles, so these hold `MASKED` too
+        (tt-metal#54833).
+        """
+        if self._additive is None or tuple(self._additive.shape)[2:] != (seq_len_q, seq_len_k):
+            hidden = np.broadcast_to(self.mask & ~self._empty_rows, (*self.shape[:2], seq_len_q, seq_len_k))
+            self._additive = upload(np.where(hidden, np.float32(MASKED), 0), device=self.device, pad_value=MASKED)
+        return self._additive
+
+    _additive: Tensor | None = None
+
+    @cached_property
+    def _empty_rows(self) -> np.ndarray:
+        return self.mask.all(axis=-1, keepdims=True)
+
+
+def on_device(mask: np.ndarray | DeviceMask | None, device: ttnn.MeshDevice) -> DeviceMask | None:
+    """The mask in the forms that the device takes; one that is so already comes back itself."""
+    return mask if mask is None or isinstance(mask, DeviceMask) else DeviceMask(mask, device=device)
+
+
+def bias_on_device(bias: np.ndarray | Tensor, device: ttnn.MeshDevice, dtype: ttnn.DataType) -> Tensor:
+    """The bias with four axes, in a dtype, nowhere below `LOWEST_BIAS`: -inf there is the mask's to hide."""
+    shape = (1,) * (4 - len(bias.shape)) + tuple(bias.shape)
+    if isinstance(bias, np.ndarray):
+        return upload(np.maximum(bias.astype(np.float32), LOWEST_BIAS).reshape(shape), device=device, dtype=dtype)
+    bias = bias if len(bias.shape) == 4 else ttnn.reshape(bias, shape)
+    bias = bias if bias.dtype == dtype else ttnn.typecast(bias, dtype)
+    return ttnn.maximum(bias, LOWEST_BIAS)

@@ -1,0 +1,776 @@
+"""Multi-head attention: stage functions, the functions made of them, and the modules that hold weights.
+
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, E d_model.
+A mask is boolean and True where a query may not see a key; an additive term is a bias.
+
+On the device H is the padded head_dim: see `mha_tt.upload_weights`. Wherever the true one matters, it is a keyword.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import ttnn
+from jaxtyping import Bool, Float, Int
+from ttnn import Tensor
+
+from mha_tt import fused
+from mha_tt.checks import (
+    check_attention,
+    check_config,
+    check_count,
+    check_dtype,
+    check_floating,
+    check_head_dim,
+    check_head_groups,
+    check_keep,
+    check_layer_inputs,
+    check_lengths,
+    check_mask,
+    check_projected,
+    check_rate,
+    check_scored,
+    check_weighed,
+    check_weights,
+)
+from mha_tt.device import TILE, accurate_config, describe_config, padded_head_dim, upload, upload_weights
+from mha_tt.masks import MASKED, DeviceMask, bias_on_device, create_attention_mask, hide_infinite_bias, on_device
+from mha_tt.rope import Rotation, at_least_float32
+
+Project = Callable[[str, Tensor], Tensor]
+"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input."""
+
+
+# ---- Stages, in the order of the data flow ---------------------------------------------------------------------------
+
+
+def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
+    """Split the last axis into heads, outermost first, and move them before the tokens.
+
+    Raises:
+        ValueError: if the width is not a multiple of num_heads.
+    """
+    check_floating("x", x, rank=3)
+    check_count("num_heads", num_heads)
+    batch_size, seq_len, width = x.shape
+    if width % num_heads:
+        raise ValueError(f"the width must be a multiple of num_heads, got width={width} and num_heads={num_heads}")
+    if width // num_heads % TILE:  # the operation below would take this, and give heads of another width
+        return ttnn.transpose(ttnn.reshape(x, (batch_size, seq_len, num_heads, width // num_heads)), 1, 2)
+    x = ttnn.reshape(x, (batch_size, 1, seq_len, width))
+    heads, _, _ = ttnn.experimental.nlp_create_qkv_heads(
+        x, num_heads=num_heads, num_kv_heads=0, transpose_k_heads=False
+    )
+    return heads
+
+
+def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
+    """Put the heads side by side again: the inverse of `split_heads`."""
+    check_floating("x", x, rank=4)
+    batch_size, num_heads, seq_len, head_dim = x.shape
+    if head_dim % TILE:
+        return ttnn.reshape(ttnn.transpose(x, 1, 2), (batch_size, seq_len, num_heads * head_dim))
+    return ttnn.transformer.concatenate_heads(x)
+
+
+def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor, "B N S H"]:
+    """Repeat each key/value head for its group of query heads: query head n uses head n // (N // K).
+
+    Raises:
+        ValueError: if num_heads is not a multiple of the key/value heads.
+
+    Source: grouped-query attention, arXiv:2305.13245, section 2.2.
+    """
+    check_floating("x", x, rank=4)
+    check_head_groups(num_heads, x.shape[1])
+    repeats = num_heads // x.shape[1]
+    return x if repeats == 1 else ttnn.repeat_interleave(x, repeats, dim=1)  # repeat, not tile
+
+
+def project_qkv(
+    project: Project,
+    query: Float[Tensor, "B T d_in"],
+    key: Float[Tensor, "B S d_kv"],
+    value: Float[Tensor, "B S d_kv"],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    fused_qkv: bool = False,
+    positions: Int[np.ndarray, "#B T"] | Rotation | None = None,
+    rope_theta: float | None = None,
+    head_dim: int | None = None,
+) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
+    """Project the inputs, split the heads, and turn queries and keys by their positions where RoPE is asked for.
+
+    Args:
+        project: applies a projection by its name.
+        query, key, value: inputs of the layer; the same array three times for self-attention.
+        num_heads, num_kv_heads: N and K.
+        fused_qkv: one `qkv_proj`, its rows q, then k, then v, in place of three projections.
+        positions: place of each token, (B or 1, T); 0, 1, … when absent. Used with RoPE only. A `Rotation` made of them
+            is uploaded once for many calls.
+        rope_theta: base of the RoPE frequencies, or None for no RoPE.
+        head_dim: features of a head before padding; those it has when absent.
+
+    Returns:
+        q (B, N, T, H), k and v (B, K, S, H).
+    """
+    if not fused_qkv:
+        q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
+        q, k, v = split_heads(q, num_heads), split_heads(k, num_kv_heads), split_heads(v, num_kv_heads)
+    elif key is query and value is query:
+        q, k, v = _unpack_qkv(project("qkv_proj", query), num_heads, num_kv_heads)
+    else:
+        q, k, v = (
+            _unpack_qkv(project("qkv_proj", x), num_heads, num_kv_heads)[i] for i, x in enumerate((query, key, value))
+        )
+    if rope_theta is not None:
+        if not isinstance(positions, Rotation):
+            positions = np.arange(q.shape[2])[None] if positions is None else positions
+            positions = Rotation(positions, rope_theta, head_dim=head_dim, padded=q.shape[3], device=q.device())
+        q, k = positions.turn(q), positions.turn(k)
+    return q, k, v
+
+
+def attention_scores(
+    query: Float[Tensor, "B N T H"],
+    key: Float[Tensor, "B K S H"],
+    bias: Float[np.ndarray, "..."] | Tensor | None = None,
+    *,
+    head_dim: int | None = None,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> Float[Tensor, "B N T S"]:
+    """Dot products of queries and keys, divided by sqrt(head_dim), plus the bias; in at least float32.
+
+    Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
+    """
+    check_scored(query, key, bias)
+    check_head_dim(head_dim, query.shape[3])
+    scores = ttnn.matmul(
+        query,
+        repeat_kv_heads(key, query.shape[1]),  # a product of matrices broadcasts no batch axis
+        transpose_b=True,
+        dtype=ttnn.float32,
+        compute_kernel_config=compute_kernel_config or accurate_config(query.device()),
+    )
+    scores = ttnn.multiply(scores, (head_dim or query.shape[3]) ** -0.5)
+    return scores if bias is None else ttnn.add(scores, bias_on_device(bias, query.device(), ttnn.float32))
+
+
+def masked_softmax(
+    scores: Float[Tensor, "B N T S"],
+    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+    *,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> Float[Tensor, "B N T S"]:
+    """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0."""
+    check_floating("scores", scores, rank=4)
+    check_mask(mask, tuple(scores.shape))
+    scores, mask = at_least_float32(scores), on_device(mask, scores.device())
+    if mask is not None:
+        scores = ttnn.where(mask.hidden, MASKED, scores)
+    config = compute_kernel_config or accurate_config(scores.device())
+    attn_weights = ttnn.softmax(scores, dim=-1, numeric_stable=True, compute_kernel_config=config)
+    return attn_weights if mask is None or mask.keep is None else ttnn.multiply(attn_weights, mask.keep)
+
+
+def attention_context(
+    attn_weights: Float[Tensor, "B N T S"],
+    value: Float[Tensor, "B K S H"],
+    *,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> Float[Tensor, "B N T H"]:
+    """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
+    check_weighed(attn_weights, value)
+    return ttnn.matmul(
+        attn_weights,
+        repeat_kv_heads(value, attn_weights.shape[1]),
+        dtype=value.dtype,
+        compute_kernel_config=compute_kernel_config or accurate_config(value.device()),
+    )
+
+
+def apply_dropout(
+    attn_weights: Float[Tensor, "B N T S"],
+    rate: float,
+    keep: Bool[np.ndarray, "B N T S"] | None = None,
+    *,
+    seed: int = 0,
+) -> Float[Tensor, "B N T S"]:
+    """Drop each attention weight with probability `rate` and divide the others by 1 - rate.
+
+    Args:
+        attn_weights: weights after the softmax.
+        rate: probability of being dropped, 0 <= rate < 1.
+        keep: True where a weight is kept; drawn at random when absent, which the device does in bfloat16 only.
+        seed: of the draw.
+
+    Raises:
+        TypeError: if there is something to draw and the weights are not bfloat16.
+    """
+    check_rate("dropout", rate)
+    check_keep(keep, tuple(attn_weights.shape))
+    if keep is not None:
+        kept = keep.reshape((1,) * (4 - keep.ndim) + keep.shape) / (1.0 - rate)
+        return ttnn.multiply(attn_weights, upload(kept, device=attn_weights.device(), dtype=ttnn.float32))
+    return _drop("attn_weights", attn_weights, rate, seed)
+
+
+def _drop(name: str, x: Tensor, rate: float, seed: int) -> Tensor:
+    if not rate:
+        return x
+    if x.dtype != ttnn.bfloat16:
+        raise TypeError(f"{name} must be bfloat16 to be dropped at random (ttnn has no other), got dtype={x.dtype}")
+    return ttnn.experimental.dropout(x, probability=rate, scale=1.0 / (1.0 - rate), seed=seed)
+
+
+def _unpack_qkv(packed: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    head_dim = packed.shape[2] // (num_heads + 2 * num_kv_heads)
+    if head_dim % TILE == 0:
+        return ttnn.transformer.split_query_key_value_and_split_heads(
+            packed, num_heads=num_heads, num_kv_heads=num_kv_heads, transpose_key=False
+        )
+    heads = split_heads(packed, num_heads + 2 * num_kv_heads)
+    values_begin = num_heads + num_kv_heads
+    return heads[:, :num_heads], heads[:, num_heads:values_begin], heads[:, values_begin:]
+
+
+# ---- Functions -------------------------------------------------------------------------------------------------------
+
+
+def scaled_dot_product_attention(
+    query: Float[Tensor, "B N T H"],
+    key: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S H"],
+    *,
+    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+    bias: Float[np.ndarray, "..."] | Tensor | None = None,
+    need_weights: bool = False,
+    dropout: float = 0.0,
+    dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
+    seed: int = 0,
+    head_dim: int | None = None,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B N T S"] | None]:
+    """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
+
+    Args:
+        query: (B, N, T, H).
+        key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device it is not read: there a
+            row of nothing but -inf gives the mean of the values.
+        need_weights: also return the attention weights.
+        dropout: rate at which attention weights are dropped; 0 outside training.
+        dropout_keep: True where a weight is kept, in place of a random draw.
+        seed: of that draw.
+        head_dim: features of a head before padding; those it has when absent.
+        compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
+
+    Returns:
+        The context (B, N, T, H), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
+
+    Raises:
+        TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
+        ValueError: if the shapes do not fit.
+
+    Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
+    """
+    check_attention(query, key, value, mask, bias)
+    config = compute_kernel_config or accurate_config(query.device())
+    scores = attention_scores(query, key, bias, head_dim=head_dim, compute_kernel_config=config)
+    attn_weights = masked_softmax(scores, hide_infinite_bias(mask, bias), compute_kernel_config=config)
+    attn_weights = _as_dtype(attn_weights, query.dtype)
+    dropped = apply_dropout(attn_weights, dropout, dropout_keep, seed=seed)
+    context = _as_dtype(attention_context(dropped, value, compute_kernel_config=config), query.dtype)
+    return context, attn_weights if need_weights else None
+
+
+def multi_head_attention_core(
+    query: Float[Tensor, "B T E"],
+    key: Float[Tensor, "B S E"],
+    value: Float[Tensor, "B S E"],
+    num_heads: int,
+    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
+    """Multi-head attention of inputs that are projected already: split, attend, combine.
+
+    Args:
+        query: (B, T, E).
+        key, value: (B, S, E).
+        num_heads: number of heads, N, a divisor of E.
+        mask: boolean, True = masked; broadcasts to (B, N, T, S).
+
+    Returns:
+        The output (B, T, E), before any output projection, and the attention weights (B, N, T, S).
+
+    Raises:
+        TypeError: if an input is not floating point or the mask is not boolean.
+        ValueError: if the shapes do not fit.
+    """
+    q, k, v = (split_heads(x, num_heads) for x in (query, key, value))
+    context, attn_weights = scaled_dot_product_attention(q, k, v, mask=mask, need_weights=True)
+    return combine_heads(context), attn_weights
+
+
+def multi_head_attention(
+    query: Float[Tensor, "B T d_in"],
+    weights: Mapping[str, Tensor],
+    key: Float[Tensor, "B S d_kv"] | None = None,
+    value: Float[Tensor, "B S d_kv"] | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+    bias: Float[np.ndarray, "..."] | Tensor | None = None,
+    need_weights: bool = False,
+    positions: Int[np.ndarray, "#B T"] | None = None,
+    rope_theta: float | None = None,
+    dropout: float = 0.0,
+    dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
+    seed: int = 0,
+    head_dim: int | None = None,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
+    """Multi-head attention with weights from outside: project, split, attend, combine, project.
+
+    Args:
+        query: (B, T, d_in).
+        weights: `q_proj`, `k_proj`, `v_proj` (or one `qkv_proj`) and, where there is one, `out_proj`, as
+            `upload_weights` gives them; every bias may be absent.
+        key: (B, S, d_kv); absent for self-attention.
+        value: (B, S, d_kv); the key when absent.
+        num_heads: number of query heads, N.
+        num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0. A
+            `DeviceMask` made of it is uploaded once for many calls.
+        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
+        need_weights: also return the attention weights, which takes the plain path.
+        positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
+        rope_theta: base of the RoPE frequencies, or None for no RoPE.
+        dropout: rate at which attention weights are dropped, which takes the plain path; 0 outside training.
+        dropout_keep: True where a weight is kept, in place of a random draw; takes the plain path.
+        seed: of that draw.
+        head_dim: features of a head before padding; those it has in the weights when absent.
+        compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
+
+    Returns:
+        The output (B, T, E), or (B, T, N * H) without `out_proj`, and the attention weights (B, N, T, S) or None.
+
+    Raises:
+        TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
+        ValueError: if names or shapes of the weights, or the shapes of the inputs, do not fit.
+
+    Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    check_weights(weights, num_heads, num_kv_heads)
+    return _attention_layer(
+        project_with(weights, compute_kernel_config=compute_kernel_config),
+        query,
+        key,
+        value,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        fused_qkv="qkv_proj.weight" in weights,
+        out_proj="out_proj.weight" in weights,
+        mask=mask,
+        bias=bias,
+        need_weights=need_weights,
+        positions=positions,
+        rope_theta=rope_theta,
+        dropout=dropout,
+        dropout_keep=dropout_keep,
+        seed=seed,
+        head_dim=head_dim,
+        compute_kernel_config=compute_kernel_config,
+    )
+
+
+def project_with(
+    weights: Mapping[str, Tensor], *, compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None
+) -> Project:
+    """Projections whose weights lie in the container that `multi_head_attention` takes."""
+
+    def project(name: str, x: Tensor) -> Tensor:
+        weight = weights[f"{name}.weight"]
+        check_projected(name, x, weight)
+        return ttnn.linear(
+            x,
+            weight,
+            bias=weights.get(f"{name}.bias"),
+            dtype=x.dtype,
+            compute_kernel_config=compute_kernel_config or accurate_config(x.device()),
+        )
+
+    return project
+
+
+def _attention_layer(
+    project: Project,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    fused_qkv: bool,
+    out_proj: bool,
+    mask: np.ndarray | DeviceMask | None,
+    bias: np.ndarray | Tensor | None,
+    need_weights: bool,
+    positions: np.ndarray | Rotation | None,
+    rope_theta: float | None,
+    dropout: float,
+    dropout_keep: np.ndarray | None = None,
+    seed: int,
+    head_dim: int | None,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
+) -> tuple[Tensor, Tensor | None]:
+    check_layer_inputs(query, key, value, positions, rope_theta)
+    key = query if key is None else key
+    value = key if value is None else value
+    q, k, v = project_qkv(
+        project,
+        query,
+        key,
+        value,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        fused_qkv=fused_qkv,
+        positions=positions,
+        rope_theta=rope_theta,
+        head_dim=head_dim,
+    )
+    arithmetic: Any = {"head_dim": head_dim, "compute_kernel_config": compute_kernel_config}
+    if need_weights or dropout or dropout_keep is not None or q.dtype == ttnn.float32:  # what the kernel does not offer
+        context, attn_weights = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            bias=bias,
+            need_weights=need_weights,
+            dropout=dropout,
+            dropout_keep=dropout_keep,
+            seed=seed,
+            **arithmetic,
+        )
+    else:
+        context, attn_weights = fused.scaled_dot_product_attention(q, k, v, mask=mask, bias=bias, **arithmetic)
+    output = combine_heads(context)
+    return project("out_proj", output) if out_proj else output, attn_weights
+
+
+def _as_dtype(x: Tensor, dtype: ttnn.DataType) -> Tensor:
+    return x if x.dtype == dtype else ttnn.typecast(x, dtype)
+
+
+# ---- Modules ---------------------------------------------------------------------------------------------------------
+
+
+class AttentionLayer:
+    """The configuration and the projections that every attention module of this package holds.
+
+    Args:
+        d_model: width of the output, E.
+        num_heads: number of query heads, N.
+        num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
+        head_dim: features of a head, H; d_model // num_heads when absent.
+        d_in: width of the query input; d_model when absent.
+        d_kv: width of the key and value input; d_in when absent.
+        qkv_bias: give q_proj, k_proj and v_proj a bias.
+        out_bias: give out_proj a bias.
+        out_proj: project the combined heads, N * H wide, to d_model; without it they are the output.
+        fused_qkv: hold one qkv_proj, its rows q, then k, then v, in place of three projections; the results are equal,
+            and one product takes less time than three.
+        rope_theta: base of the RoPE frequencies, or None for no RoPE.
+        dropout: rate at which attention weights are dropped in training.
+        output_dropout: rate at which outputs are dropped in training.
+        device: where the weights are kept.
+        dtype: of inputs and outputs: `ttnn.bfloat16` or `ttnn.bfloat8_b`, which take the fused kernel, or
+            `ttnn.float32`, which takes the plain path.
+        weight_dtype: of the weights; dtype when absent.
+        compute_kernel_config: arithmetic of the device; `accurate_config` when absent. `fast_config` gives accuracy
+            away for speed.
+        rng: draws the weights, and the seeds of dropout.
+
+    Raises:
+        TypeError: if a width or a number of heads is not an integer.
+        ValueError: if the widths, heads or rates do not fit.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        d_in: int | None = None,
+        d_kv: int | None = None,
+        qkv_bias: bool = True,
+        out_bias: bool = True,
+        out_proj: bool = True,
+        fused_qkv: bool = False,
+        rope_theta: float | None = None,
+        dropout: float = 0.0,
+        output_dropout: float = 0.0,
+        device: ttnn.MeshDevice,
+        dtype: ttnn.DataType = ttnn.bfloat16,
+        weight_dtype: ttnn.DataType | None = None,
+        compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        check_config(
+            d_model=d_model,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            d_in=d_in,
+            d_kv=d_kv,
+            fused_qkv=fused_qkv,
+            rope_theta=rope_theta,
+            dropout=dropout,
+            output_dropout=output_dropout,
+        )
+        check_dtype("dtype", dtype)
+        check_dtype("weight_dtype", dtype if weight_dtype is None else weight_dtype)
+        self.d_model = d_model
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = d_model // num_heads if head_dim is None else head_dim
+        self.d_in = d_model if d_in is None else d_in
+        self.d_kv = self.d_in if d_kv is None else d_kv
+        self.qkv_bias = qkv_bias
+        self.out_bias = out_bias
+        self.out_proj = out_proj
+        self.fused_qkv = fused_qkv
+        self.rope_theta = rope_theta
+        self.dropout = dropout
+        self.output_dropout = output_dropout
+        self.device = device
+        self.dtype = dtype
+        self.weight_dtype = dtype if weight_dtype is None else weight_dtype
+        self.compute_kernel_config = compute_kernel_config or accurate_config(device)
+        self.rng = np.random.default_rng() if rng is None else rng
+        self.training = True
+        self._rotation: Rotation | None = None
+        self._causal_mask: DeviceMask | None = None
+        self.load_weights(self._draw_weights())
+
+    def _weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        widths = {"q_proj": (q_width, self.d_in), "k_proj": (kv_width, self.d_kv), "v_proj": (kv_width, self.d_kv)}
+        if self.out_proj:
+            widths["out_proj"] = (self.d_model, q_width)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in widths.items():
+            shapes[f"{name}.weight"] = shape
+            if self.out_bias if name == "out_proj" else self.qkv_bias:
+                shapes[f"{name}.bias"] = shape[:1]
+        return shapes
+
+    def _draw_weights(self) -> dict[str, np.ndarray]:
+        """Xavier-uniform weights, those of q, k and v each on their own, and biases of 0."""
+        limits = {name: (6.0 / sum(shape)) ** 0.5 * (len(shape) == 2) for name, shape in self._weight_shapes().items()}
+        return {
+            name: self.rng.uniform(-limits[name], limits[name], shape) for name, shape in self._weight_shapes().items()
+        }
+
+    def load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Upload canonical weights in the place of those held now.
+
+        Args:
+            weights: arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,), …, `out_proj.weight`
+                (E, N * H); also for a layer that holds one qkv_proj.
+
+        Raises:
+            ValueError: if names or shapes do not fit the layer, or a value is not finite; nothing is changed then.
+        """
+        shapes = {name: np.shape(weight) for name, weight in weights.items()}
+        if shapes != self._weight_shapes():
+            raise ValueError(f"weights must have the names and shapes {self._weight_shapes()}, got {shapes}")
+        weights = dict(weights)
+        for kind in ("weight", "bias"):
+            if self.fused_qkv and f"q_proj.{kind}" in weights:
+                parts = [weights.pop(f"{part}_proj.{kind}") for part in "qkv"]
+                weights[f"qkv_proj.{kind}"] = np.concatenate(parts)
+        self.weights = upload_weights(
+            weights,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            rope=self.rope_theta is not None,
+            device=self.device,
+            dtype=self.weight_dtype,
+        )
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The keywords that make a module like this one, all of them resolved."""
+        return {
+            "d_model": self.d_model,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "d_in": self.d_in,
+            "d_kv": self.d_kv,
+            "qkv_bias": self.qkv_bias,
+            "out_bias": self.out_bias,
+            "out_proj": self.out_proj,
+            "fused_qkv": self.fused_qkv,
+            "rope_theta": self.rope_theta,
+            "dropout": self.dropout,
+            "output_dropout": self.output_dropout,
+        }
+
+    def train(self, mode: bool = True) -> AttentionLayer:
+        """Switch dropout on, or off, and return the module."""
+        self.training = mode
+        return self
+
+    def eval(self) -> AttentionLayer:
+        """Switch dropout off, and return the module."""
+        return self.train(False)
+
+    def __repr__(self) -> str:
+        dtypes = {"dtype": self.dtype, "weight_dtype": self.weight_dtype}
+        words = [f"{name}={value!r}" for name, value in self.config.items()]
+        words += [f"{name}={str(dtype).rpartition('.')[2].lower()}" for name, dtype in dtypes.items()]
+        words.append(f"compute_kernel_config=({describe_config(self.compute_kernel_config)})")
+        return f"{type(self).__name__}({', '.join(words)})"
+
+    def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
+        """Apply the projection of that name, as a module, so that replaced layers take part."""
+        return project_with(self.weights, compute_kernel_config=self.compute_kernel_config)(name, x)
+
+    def attend(
+        self,
+        query: Float[Tensor, "B T d_in"],
+        key: Float[Tensor, "B S d_kv"] | None = None,
+        value: Float[Tensor, "B S d_kv"] | None = None,
+        *,
+        mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+        bias: Float[np.ndarray, "..."] | Tensor | None = None,
+        need_weights: bool = False,
+        positions: Int[np.ndarray, "#B T"] | None = None,
+    ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
+        """`multi_head_attention` with the weights and the configuration of this module."""
+        output, attn_weights = _attention_layer(
+            self.project,
+            query,
+            key,
+            value,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            fused_qkv=self.fused_qkv,
+            out_proj=self.out_proj,
+            mask=mask,
+            bias=bias,
+            need_weights=need_weights,
+            positions=self._first_rotation(query.shape[1]) if positions is None else positions,
+            rope_theta=self.rope_theta,
+            dropout=self.dropout if self.training else 0.0,
+            seed=self._draw_seed(),
+            head_dim=self.head_dim,
+            compute_kernel_config=self.compute_kernel_config,
+        )
+        return self._drop_output(output), attn_weights
+
+    def _first_rotation(self, seq_len: int) -> Rotation | None:
+        """The turns of positions 0, 1, …, kept for the next call of as many tokens."""
+        if self.rope_theta is None:
+            return None
+        if self._rotation is None or self._rotation.cos.shape[2] != seq_len:
+            padded = padded_head_dim(self.head_dim, rope=True)
+            positions = np.arange(seq_len)[None]
+            self._rotation = Rotation(
+                positions, self.rope_theta, head_dim=self.head_dim, padded=padded, device=self.device
+            )
+        return self._rotation
+
+    def _drop_output(self, output: Tensor) -> Tensor:
+        return _drop("output", output, self.output_dropout if self.training else 0.0, self._draw_seed())
+
+    def _draw_seed(self) -> int:
+        return int(self.rng.integers(2**31)) if self.training and (self.dropout or self.output_dropout) else 0
+
+
+class MultiHeadAttention(AttentionLayer):
+    """Multi-head attention of any queries over any keys and values; keywords as in `AttentionLayer`."""
+
+    def __call__(
+        self,
+        query: Float[Tensor, "B T d_in"],
+        key: Float[Tensor, "B S d_kv"] | None = None,
+        value: Float[Tensor, "B S d_kv"] | None = None,
+        *,
+        mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+        bias: Float[np.ndarray, "..."] | Tensor | None = None,
+        need_weights: bool = False,
+        positions: Int[np.ndarray, "#B T"] | None = None,
+    ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
+        """Attend from each query token to the key tokens.
+
+        Args:
+            query: (B, T, d_in), on the device, in the dtype of the module.
+            key: (B, S, d_kv); absent for self-attention.
+            value: (B, S, d_kv); the key when absent.
+            mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0. A
+                `DeviceMask` made of it is uploaded once for many calls.
+            bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key; on the device it is not read: there
+                a row of nothing but -inf gives the mean of the values.
+            need_weights: also return the attention weights, which takes the plain path.
+            positions: place of each token for RoPE, (B or 1, T), on the host; 0, 1, … when absent.
+
+        Returns:
+            The output (B, T, E), and the attention weights before dropout (B, N, T, S) or None.
+
+        Raises:
+            TypeError: if an input is not on the device, not of the dtype, or the mask is not boolean.
+            ValueError: if the shapes do not fit.
+        """
+        return self.attend(query, key, value, mask=mask, bias=bias, need_weights=need_weights, positions=positions)
+
+
+class MultiHeadSelfAttention(AttentionLayer):
+    """Multi-head attention of a sequence over itself, causal or not; keywords as in `AttentionLayer`."""
+
+    def __call__(
+        self,
+        x: Float[Tensor, "B T d_in"],
+        *,
+        is_causal: bool = False,
+        key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
+    ) -> Float[Tensor, "B T E"]:
+        """Attend from each token to the tokens of its own sequence.
+
+        Args:
+            x: (B, T, d_in), on the device, in the dtype of the module.
+            is_causal: hide every token after the query's own position.
+            key_padding_lengths: number of real tokens of each sequence, (B,); the padding is on the right.
+
+        Returns:
+            The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.
+
+        Raises:
+            TypeError: if x is not on the device, not of the dtype, or the lengths are not integers.
+            ValueError: if the shapes do not fit or a length lies outside 0..T.
+        """
+        check_floating("x", x, rank=3)
+        mask = None
+        if key_padding_lengths is not None:
+            check_lengths("key_padding_lengths", key_padding_lengths, x.shape[0], x.shape[1])
+            mask = create_attention_mask(x.shape[1], is_causal=is_causal, key_padding_lengths=key_padding_lengths)
+        elif is_causal:
+            mask = self._causal(x.shape[1])
+        output, _ = self.attend(x, mask=mask)
+        return output
+
+    def _causal(self, seq_len: int) -> DeviceMask:
+        """The causal mask, kept for the next call of as many tokens."""
+        if self._causal_mask is None or self._causal_mask.shape[2] != seq_len:
+            self._causal_mask = DeviceMask(create_attention_mask(seq_len, is_causal=True), device=self.device)
+        return self._causal_mask
