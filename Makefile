@@ -1,14 +1,30 @@
 # make parity: set up what is needed and show that the siblings agree.   make test: set up and run every test.
+#
+# There are two environments, for JAX needs numpy>=2 and ttnn numpy<2; they meet in trace files. The second one, for tt, is
+# left out where no CPython 3.12 is found, and then a line says so.
 PYTHON ?= python3
+PYTHON_TT ?= $(shell tools/find-python312)
 BIN := .venv/bin
+BIN_TT := .venv-tt/bin
+IF_TT := [ ! -e .venv-tt/installed ] ||
 
-.PHONY: parity test lint clean
+.PHONY: parity test test-tt lint clean
 
-parity: .venv/installed
-	$(BIN)/mha-parity run
+parity: .venv/installed .venv-tt/installed
+	rm -rf build/traces/tt
+	@# Exit status 1 is a mismatch, which the report of all three shows.
+	$(IF_TT) $(BIN_TT)/mha-parity run --backends tt --save-traces build/traces/tt --quiet || [ $$? -eq 1 ]
+	$(BIN)/mha-parity run $$($(IF_TT) echo --join build/traces/tt)
 
 test: .venv/installed
 	$(BIN)/pytest --numprocesses 2
+	$(MAKE) --no-print-directory test-tt
+
+# Where there is no card, once on the mock of each board: they differ in what they accept.
+test-tt: .venv-tt/installed
+	rm -f build/tt-*.xml
+	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest tests/tt --confcutdir tests/tt --junit-xml build/tt-n150.xml
+	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest tests/tt --confcutdir tests/tt --junit-xml build/tt-p150.xml
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .
@@ -19,6 +35,12 @@ lint: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[jax,torch,dev]'
 	touch $@
+
+.venv-tt/installed: pyproject.toml constraints-tt.txt
+	@python="$(PYTHON_TT)"; [ -z "$$python" ] || { set -ex; \
+		"$$python" -m venv .venv-tt; \
+		$(BIN_TT)/python -m pip install --quiet --constraint constraints-tt.txt --editable '.[tt,torch,test]'; \
+		touch $@; }
 
 clean:
 	rm -rf .venv .venv-tt build *.egg-info .pytest_cache .ruff_cache .hypothesis

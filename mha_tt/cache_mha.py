@@ -22,6 +22,7 @@ from mha_tt.checks import (
     check_count,
     check_dtype,
     check_floating,
+    check_input_dtype,
     check_lengths,
     check_room,
     check_weights,
@@ -80,8 +81,8 @@ def init_cache(
     check_dtype("dtype", dtype)
     shape = (batch_size, num_kv_heads, round_up(capacity), round_up(head_dim))
     return KVCache(
-        keys=ttnn.zeros(shape, dtype=dtype, layout=ttnn.TILE_LAYOUT, device=device),
-        values=ttnn.zeros(shape, dtype=dtype, layout=ttnn.TILE_LAYOUT, device=device),
+        keys=_zeros(shape, dtype, device),
+        values=_zeros(shape, dtype, device),
         lengths=np.zeros(batch_size, np.int32),
         capacity=capacity,
     )
@@ -159,7 +160,7 @@ def multi_head_attention_with_cache(
     num_heads: int,
     num_kv_heads: int | None = None,
     rope_theta: float | None = None,
-    head_dim: int | None = None,
+    head_dim: int,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
     """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
@@ -173,7 +174,7 @@ def multi_head_attention_with_cache(
         num_heads: number of query heads, N.
         num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
         rope_theta: base of the RoPE frequencies, or None for no RoPE.
-        head_dim: features of a head before padding; those it has in the weights when absent.
+        head_dim: features of a head, H, before padding: the weights do not tell.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
@@ -207,7 +208,7 @@ def multi_head_attention_with_cache(
     )
     if cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k)
-        k, v = ttnn.concat([cache_k, k], dim=2), ttnn.concat([cache_v, v], dim=2)
+        k, v = _joined(cache_k, k), _joined(cache_v, v)
     mask = create_causal_mask_with_cache(seq_len, cache_len + seq_len, cache_len)
     attend = scaled_dot_product_attention if q.dtype == ttnn.float32 else fused.scaled_dot_product_attention
     context, _ = attend(q, k, v, mask=mask, head_dim=head_dim, compute_kernel_config=compute_kernel_config)
@@ -224,7 +225,7 @@ def multi_head_attention_with_static_cache(
     num_kv_heads: int | None = None,
     rope_theta: float | None = None,
     new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
-    head_dim: int | None = None,
+    head_dim: int,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
@@ -238,7 +239,7 @@ def multi_head_attention_with_static_cache(
         rope_theta: base of the RoPE frequencies, or None for no RoPE.
         new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding: not
             cached, output 0. All of them when absent.
-        head_dim: features of a head before padding; those it has in the weights when absent.
+        head_dim: features of a head, H, before padding: the weights do not tell.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
@@ -278,7 +279,7 @@ def _cached_layer(
     new_lengths: np.ndarray | Sequence[int] | None,
     dropout: float = 0.0,
     seed: int = 0,
-    head_dim: int | None,
+    head_dim: int,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
 ) -> tuple[Tensor, KVCache]:
     check_cached_input(x, cache)
@@ -366,6 +367,19 @@ def _attend_in_prefill(
     return context, cache
 
 
+def _zeros(shape: tuple[int, ...], dtype: ttnn.DataType, device: ttnn.MeshDevice) -> Tensor:
+    """Zeros; those of bfloat8_b are narrowed on the device, since the host takes seconds to make a large cache."""
+    made_as = ttnn.bfloat16 if dtype == ttnn.bfloat8_b else dtype
+    zeros = ttnn.zeros(shape, dtype=made_as, layout=ttnn.TILE_LAYOUT, device=device)
+    return zeros if made_as == dtype else ttnn.typecast(zeros, dtype)
+
+
+def _joined(cached: Tensor, new: Tensor) -> Tensor:
+    """Cached tokens and new ones, in the dtype of the cache, which concatenation may widen."""
+    joined = ttnn.concat([cached, new], dim=2)
+    return joined if joined.dtype == cached.dtype else ttnn.typecast(joined, cached.dtype)
+
+
 def _added(cache: KVCache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> np.ndarray:
     added = np.full(len(cache.lengths), seq_len) if new_lengths is None else np.asarray(new_lengths)
     return added.astype(np.int32)
@@ -402,7 +416,10 @@ class MultiHeadAttentionWithCache(AttentionLayer):
     """Causal multi-head self-attention over everything cached; keywords as in `AttentionLayer`."""
 
     def init_cache(self, batch_size: int, capacity: int, dtype: ttnn.DataType | None = None) -> KVCache:
-        """An empty cache for this module, in the dtype of its weights and beside them."""
+        """An empty cache for this module, in the dtype of its weights and beside them.
+
+        Or rather of its inputs, where the two differ. bfloat8_b halves the memory of a module that takes bfloat16.
+        """
         dtype = self.dtype if dtype is None else dtype
         padded = padded_head_dim(self.head_dim, rope=self.rope_theta is not None)
         return init_cache(batch_size, self.num_kv_heads, capacity, padded, dtype, device=self.device)
@@ -430,6 +447,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             TypeError: if x is not on the device, dtypes differ or the lengths are not integers.
             ValueError: if the shapes do not fit, or the new tokens do not fit into the capacity.
         """
+        check_input_dtype("x", x, self.dtype)
         output, cache = _cached_layer(
             self.project,
             x,

@@ -75,6 +75,13 @@ def check_dtype(name: str, dtype: object) -> None:
         raise TypeError(f"{name} must be ttnn.bfloat16, ttnn.bfloat8_b or ttnn.float32, got {name}={dtype}")
 
 
+def check_input_dtype(name: str, x: Tensor, dtype: ttnn.DataType) -> None:
+    """Refuse an input of another dtype than the module's."""
+    check_on_device(name, x)
+    if x.dtype != dtype:
+        raise TypeError(f"{name} must have the dtype of the module, got {name}.dtype={x.dtype} and {dtype}")
+
+
 def check_head_dim(head_dim: int | None, padded: int) -> None:
     """Refuse a head_dim that does not fit into the features that a head has on the device."""
     if head_dim is None:
@@ -343,6 +350,8 @@ def check_cached_input(x: Tensor, cache: KVCache) -> None:
     """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
     check_is_cache(cache)
     check_floating("x", x, rank=3)
+    if (x.dtype == ttnn.float32) != (cache.keys.dtype == ttnn.float32):
+        raise TypeError(f"x must be float32 if the cache is, got x.dtype={x.dtype} and {cache.keys.dtype}")
     if x.shape[0] != cache.lengths.shape[0]:
         raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
 

@@ -13,9 +13,6 @@ from mha_tt.checks import check_count, check_dtype, check_finite, check_head_gro
 TILE = 32
 """Rows and columns of a tile, the unit in which tensors are kept and computed."""
 
-DTYPES = (ttnn.bfloat16, ttnn.bfloat8_b, ttnn.float32)
-"""The dtypes that this package takes."""
-
 _observers: list[Callable[[ttnn.Tensor, np.ndarray, float], None]] = []  # told of every upload: see `mha_tt.mock`
 _readers: list[Callable[[ttnn.Tensor], np.ndarray]] = []  # asked for values that a device does not have
 
@@ -206,8 +203,8 @@ def upload_weights(
 ) -> dict[str, ttnn.Tensor]:
     """Put the weights of a layer on a device, once, in the form that its products take.
 
-    Every head is padded with zeros to whole tiles. That changes no result, costs nothing, since tiles are computed
-    whole anyway, and lets every operation take any head_dim.
+    Every head is padded with zeros to whole tiles, which changes no result and lets every operation take any head_dim.
+    Tiles are computed whole anyway; only with RoPE, where each half is padded, may a head become larger.
 
     Args:
         weights: canonical arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,), `k_proj.weight`

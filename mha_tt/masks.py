@@ -179,7 +179,7 @@ def hide_infinite_bias(
     hidden = np.isneginf(bias.astype(np.float32))
     if not hidden.any():
         return mask
-    return hidden if mask is None else np.asarray(hidden | (mask.mask if isinstance(mask, DeviceMask) else mask))
+    return hidden if mask is None else hidden | (mask.mask if isinstance(mask, DeviceMask) else mask)
 
 
 class DeviceMask:
@@ -239,7 +239,7 @@ class DeviceMask:
 
     @cached_property
     def _empty_rows(self) -> np.ndarray:
-        return self.mask.all(axis=-1, keepdims=True)
+        return np.asarray(self.mask.all(axis=-1, keepdims=True))
 
 
 def on_device(mask: np.ndarray | DeviceMask | None, device: ttnn.MeshDevice) -> DeviceMask | None:

@@ -25,6 +25,7 @@ from mha_tt.checks import (
     check_floating,
     check_head_dim,
     check_head_groups,
+    check_input_dtype,
     check_keep,
     check_layer_inputs,
     check_lengths,
@@ -112,11 +113,16 @@ def project_qkv(
         positions: place of each token, (B or 1, T); 0, 1, … when absent. Used with RoPE only. A `Rotation` made of them
             is uploaded once for many calls.
         rope_theta: base of the RoPE frequencies, or None for no RoPE.
-        head_dim: features of a head before padding; those it has when absent.
+        head_dim: features of a head before padding; RoPE needs to know.
 
     Returns:
         q (B, N, T, H), k and v (B, K, S, H).
+
+    Raises:
+        ValueError: if head_dim is absent with RoPE.
     """
+    if rope_theta is not None and head_dim is None and not isinstance(positions, Rotation):
+        raise ValueError("head_dim must be given with RoPE, got head_dim=None")
     if not fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
         q, k, v = split_heads(q, num_heads), split_heads(k, num_kv_heads), split_heads(v, num_kv_heads)
@@ -331,7 +337,7 @@ def multi_head_attention(
     dropout: float = 0.0,
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
     seed: int = 0,
-    head_dim: int | None = None,
+    head_dim: int,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
     """Multi-head attention with weights from outside: project, split, attend, combine, project.
@@ -353,7 +359,7 @@ def multi_head_attention(
         dropout: rate at which attention weights are dropped, which takes the plain path; 0 outside training.
         dropout_keep: True where a weight is kept, in place of a random draw; takes the plain path.
         seed: of that draw.
-        head_dim: features of a head before padding; those it has in the weights when absent.
+        head_dim: features of a head, H, before padding: the weights do not tell.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
@@ -658,6 +664,7 @@ class AttentionLayer:
         positions: Int[np.ndarray, "#B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
         """`multi_head_attention` with the weights and the configuration of this module."""
+        check_input_dtype("query", query, self.dtype)
         output, attn_weights = _attention_layer(
             self.project,
             query,

@@ -21,7 +21,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +134,7 @@ def board(name: str = "n150", *, values: bool = True) -> Iterator[ttnn.MeshDevic
     Args:
         name: `n150`, `n300` (a mesh of 1 x 2), `p100` or `p150`.
         values: also compute values, by golden functions, which needs torch. Without them a program is validated in any
-            size, and reading a tensor back is an error.
+            size, and reading a tensor back is an error. On n300 they are those of each chip, both having the same.
 
     Yields:
         The device.
@@ -144,21 +144,19 @@ def board(name: str = "n150", *, values: bool = True) -> Iterator[ttnn.MeshDevic
         RuntimeError: if the board does not open, or the process uses another already.
     """
     use(name)
-    if name == "n300":
-        device = ttnn.open_mesh_device(
-            ttnn.MeshShape(1, 2), dispatch_core_config=ttnn.DispatchCoreConfig(ttnn.DispatchCoreType.WORKER)
-        )
-        try:
-            yield device
-        finally:
-            ttnn.close_mesh_device(device)
-        return
-    with devices.open_device() as device:
-        if not values:
-            yield device
-            return
-        with shadow():
-            yield device
+    opened = _open_mesh() if name == "n300" else devices.open_device()
+    with opened as device, shadow() if values else nullcontext():
+        yield device
+
+
+@contextmanager
+def _open_mesh() -> Iterator[ttnn.MeshDevice]:
+    dispatch = ttnn.DispatchCoreConfig(ttnn.DispatchCoreType.WORKER)  # the default is not validated on this mock
+    device = ttnn.open_mesh_device(ttnn.MeshShape(1, 2), dispatch_core_config=dispatch)
+    try:
+        yield device
+    finally:
+        ttnn.close_mesh_device(device)
 
 
 def _ttnn_folder() -> Path:

@@ -52,14 +52,17 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--dtypes", type=_names, default=["float32"], metavar="A,B", help="float32 by default")
     run.add_argument("--grad", action="store_true", help="also compare gradients")
     run.add_argument("--weights", metavar="FILE", help="run the layer of this file of canonical weights instead")
-    run.add_argument("--save-traces", metavar="DIR", help="keep every stage as a file, for `compare`")
-    run.add_argument("--verbose", action="store_true", help="print every comparison")
+    run.add_argument("--save-traces", metavar="DIR", help="keep every stage as a file, for `compare` and --join")
+    run.add_argument("--join", action="append", default=[], metavar="DIR", help="also judge the traces of this folder")
+    length = run.add_mutually_exclusive_group()
+    length.add_argument("--verbose", action="store_true", help="print every comparison")
+    length.add_argument("--quiet", action="store_true", help="print failures and the last line only")
     run.set_defaults(command=_run)
 
     compare = commands.add_parser("compare", help="judge saved traces, also from other machines")
     compare.add_argument("traces", nargs="+", metavar="DIR", help="folders of traces, or single files")
     compare.add_argument("--verbose", action="store_true", help="print every comparison")
-    compare.set_defaults(command=_compare)
+    compare.set_defaults(command=_compare, quiet=False)
 
     doctor = commands.add_parser("doctor", help="what is installed, and what would be skipped and why")
     doctor.set_defaults(command=_doctor)
@@ -102,11 +105,11 @@ def _run(options: argparse.Namespace) -> int:
 
     weights, cases = None, _chosen_cases(options)
     if options.weights is not None:
-        if options.cases != "*" or options.random or options.save_traces:
-            raise ValueError("--weights must stand without --cases, --random and --save-traces")
+        if options.cases != "*" or options.random or options.save_traces or options.join:
+            raise ValueError("--weights must stand without --cases, --random, --save-traces and --join")
         weights, spec = load_weights(options.weights)
         cases = _weight_cases(Path(options.weights).stem, spec)
-    backends = options.backends or [name for name in NEEDS if why_missing(name) is None]
+    backends = [name for name in options.backends or NEEDS if name in NEEDS and why_missing(name) is None]
     runs = sum(1 if case.dtype else len(options.dtypes) for case in cases) * len(backends)
     with report.progress_bar(runs) as on_case:
         results = run_cases(
@@ -116,6 +119,7 @@ def _run(options: argparse.Namespace) -> int:
             with_gradients=options.grad,
             weights=weights,
             traces=options.save_traces,
+            join=options.join,
             on_case=on_case,
         )
     return _finish(options, results)
@@ -130,7 +134,7 @@ def _compare(options: argparse.Namespace) -> int:
 def _finish(options: argparse.Namespace, results: Any) -> int:
     from parity import report
 
-    report.print_report(results, report.console(), verbose=options.verbose)
+    report.print_report(results, report.console(), verbose=options.verbose, quiet=options.quiet)
     if options.json is not None:
         report.write_json(options.json, results.to_dict())
     return 1 if results.failed else 0
@@ -191,9 +195,10 @@ def _doctor(options: argparse.Namespace) -> int:
             backends.add_row(name, "[yellow]no[/]", "", f"skipped: {missing[name]}")
             continue
         facts = found["backends"][name]
-        devices = facts.get("cuda_devices") or facts.get("devices") or [facts["device"]]
+        device, devices = facts["device"], facts.get("cuda_devices") or facts.get("devices") or []
+        others = ", ".join(name for name in devices if name != device)
         numerics = ", ".join(f"{key}={value}" for key, value in facts["numerics"].items())
-        backends.add_row(name, "[green]yes[/]", f"{facts['device']} ({', '.join(devices)})", numerics)
+        backends.add_row(name, "[green]yes[/]", f"{device} ({others})" if others else device, numerics)
     out.print(backends)
     if options.json is not None:
         report.write_json(options.json, {"format": 1, "environment": found, "missing": missing})

@@ -1,7 +1,8 @@
 """The specification itself: attention in NumPy, written straight from the formulas, in float64.
 
-It shares no code with the siblings. The same lines run in float32, bfloat16 and float16, with sums in float32: that is
-the same-precision reference, whose error against float64 says how much rounding a correct implementation may show.
+It shares no code with the siblings. The same lines run in float32, bfloat16 and float16, with sums in float32, and in
+the arithmetic of the hardware: that is the same-precision reference, whose error against float64 says how much rounding
+a correct implementation may show.
 """
 
 from __future__ import annotations
@@ -19,11 +20,20 @@ Step = Callable[[Values], dict[str, np.ndarray]]
 """Computes one or more stages from the stages before them, all by name."""
 
 
+ARITHMETICS = ("ieee", "tensix")
+"""How hardware computes: as IEEE 754 says, or as Tenstorrent's matrix engine does, where float32 enters as TF32."""
+
+
 @dataclass(frozen=True)
 class Arithmetic:
-    """How numbers are kept and how they are summed: `dtype` in memory, `wide` inside a stage."""
+    """How numbers are kept and how they are summed: `dtype` in memory, `wide` inside a stage, `kind` of hardware."""
 
     dtype: np.dtype
+    kind: str = "ieee"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ARITHMETICS:
+            raise ValueError(f"arithmetic must be one of {list(ARITHMETICS)}, got arithmetic={self.kind!r}")
 
     @property
     def wide(self) -> np.dtype:
@@ -38,6 +48,15 @@ class Arithmetic:
         """x, rounded as it is kept in memory."""
         return x.astype(self.dtype)
 
+    def enter(self, x: np.ndarray) -> np.ndarray:
+        """x, wide, as it enters the matrix engine: whole, or as TF32 with 10 explicit mantissa bits, the rest cut off.
+
+        bfloat16 has 7 and float16 10, so that only float32 loses any.
+        """
+        if self.kind == "ieee":
+            return x
+        return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
     def matmul(self, a: np.ndarray, b: np.ndarray, start: np.ndarray | float = 0.0) -> np.ndarray:
         """The product of wide matrices, (…, m, k) and (…, k, n), added to `start` one term after the other.
 
@@ -47,6 +66,7 @@ class Arithmetic:
         """
         if self.wide == np.float64:
             return a @ b + start
+        a, b = self.enter(a), self.enter(b)
         total = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), self.wide)
         total += start
         term = np.empty_like(total)
@@ -56,13 +76,13 @@ class Arithmetic:
         return total
 
 
-def steps(problem: Problem, dtype: str) -> list[Step]:
-    """The stages of a problem as functions, in the order of the data flow, computed in a dtype.
+def steps(problem: Problem, dtype: str, arithmetic: str = "ieee") -> list[Step]:
+    """The stages of a problem as functions, in the order of the data flow, computed in a dtype and an arithmetic.
 
     Each takes the values of the stages before it by name, so that it can run on its own implementation's values
     (accumulated) or on somebody else's (local).
     """
-    layer = _Layer(problem, Arithmetic(dtype_named(dtype)))
+    layer = _Layer(problem, Arithmetic(dtype_named(dtype), arithmetic))
     if not problem.case.is_cached:
         return [layer.mask, layer.qkv, layer.scores, layer.attn_weights, layer.context, layer.output, layer.whole]
     return [in_step(index, step) for index in range(len(problem.case.chunks)) for step in layer.cached_steps(index)]
@@ -126,10 +146,11 @@ class _Layer:
         return {"scores": scores}
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
-        scores, mask = values["scores"].astype(self.arithmetic.wide), values["mask"]
+        enter = self.arithmetic.enter  # ttnn's softmax takes scores and exponentials through the matrix engine
+        scores, mask = enter(values["scores"].astype(self.arithmetic.wide)), values["mask"]
         shown = np.where(mask, -np.inf, scores)
         highest = shown.max(axis=-1, keepdims=True, initial=-np.inf)
-        exponentials = np.exp(shown - np.where(np.isfinite(highest), highest, 0.0).astype(scores.dtype))
+        exponentials = enter(np.exp(shown - np.where(np.isfinite(highest), highest, 0.0).astype(scores.dtype)))
         total = exponentials.sum(axis=-1, keepdims=True)
         return {"attn_weights": self.arithmetic.keep(exponentials / np.where(total == 0.0, 1.0, total))}
 
@@ -182,7 +203,8 @@ class _Layer:
             for stage in (self.scores, self.attn_weights, self.context, self.output):
                 own |= stage(own)
             is_real = np.arange(case.chunks[index]) < added[:, None]
-            return {"module.output": self.arithmetic.keep(np.where(is_real[:, :, None], own["output"], 0.0)), **grown}
+            zero = np.zeros((), self.arithmetic.dtype)  # a plain 0.0 has no common dtype with bfloat16 in NumPy 1
+            return {"module.output": np.where(is_real[:, :, None], own["output"], zero), **grown}
 
         def of_cache(stage: Step) -> Step:
             return lambda values: stage({**values, "k": values["cache.keys"], "v": values["cache.values"]})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -69,18 +70,20 @@ def progress_bar(total: int) -> Iterator[Any]:
         yield begin
 
 
-def print_report(report: Report, out: Console, *, verbose: bool = False) -> None:
+def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: bool = False) -> None:
     """Print a report: cases, stages, what is wrong and where, what was skipped and why, and a last line.
 
     Args:
         report: what to print.
         out: where to.
         verbose: also print every comparison.
+        quiet: print only what is wrong and the last line.
     """
     if verbose:
         out.print(_comparison_table(report, out))
-    out.print(_case_table(report, out))
-    out.print(_stage_table(report, out))
+    if not quiet:
+        out.print(_case_table(report, out))
+        out.print(_stage_table(report, out))
     differences = report.first_differences()
     for comparison in differences[:DETAILED_FAILURES]:
         out.print()
@@ -88,19 +91,31 @@ def print_report(report: Report, out: Console, *, verbose: bool = False) -> None
         print_reproduction(comparison, out)
     if len(differences) > DETAILED_FAILURES:
         out.print(f"\n… and {len(differences) - DETAILED_FAILURES} more; --json holds them all")
-    out.print()
-    for warning in report.warnings:
-        out.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
-    for reason in report.skipped.values():
-        out.print(Text(f"skipped: {reason}", style="yellow"), soft_wrap=True)
+    if differences or not quiet:
+        out.print()
+    if not quiet:
+        for warning in report.warnings:
+            out.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+        for reason in _skipped(report):
+            out.print(Text(f"skipped: {reason}", style="yellow"), soft_wrap=True)
     out.print(summary_line(report), soft_wrap=True)
+
+
+def _skipped(report: Report) -> list[str]:
+    """Each reason for which something was skipped, once."""
+    reasons = Counter((skipped.backend, skipped.dtype, skipped.reason) for skipped in report.skipped_cases)
+    return [
+        *report.skipped.values(),
+        *(f"{backend}, {dtype}: {why} ({_counted(n, 'case')})" for (backend, dtype, why), n in reasons.items()),
+    ]
 
 
 def print_reproduction(comparison: Comparison, out: Console) -> None:
     """Print the command that runs a comparison's case again, if its name is enough."""
     if find_case(comparison.case) is None:
         return
-    command = f"mha-parity run --backends {comparison.backend} --cases {comparison.case} --dtypes {comparison.dtype}"
+    backend = comparison.backend.split(" ")[0]
+    command = f"mha-parity run --backends {backend} --cases {comparison.case} --dtypes {comparison.dtype}"
     out.print(f"  again       {command}{' --grad' if 'grad.' in comparison.stage else ''}", soft_wrap=True)
 
 
@@ -109,15 +124,21 @@ def summary_line(report: Report) -> Text:
     summary, groups = report.summary, report.groups()
     backends = sorted({backend for _, _, backend in groups})
     count = len({case for case, _, _ in groups})
-    cases = f"{count} case{'s' if count != 1 else ''}"
     one = len(backends) == 1
     verdict = ("agrees" if one else "agree") if not summary["failed"] else ("does" if one else "do") + " NOT agree"
     counts = f"{summary['passed']} stages passed, {summary['failed']} failed"
-    skipped = f", {summary['skipped']} backend skipped" if summary["skipped"] else ""
+    numbers = {"backend": len(report.skipped), "case": len(report.skipped_cases)}
+    skipped = " and ".join(_counted(number, what) for what, number in numbers.items() if number)
+    counts += f", {skipped} skipped" if skipped else ""
+    names = " and ".join(filter(None, (", ".join(backends[:-1]), backends[-1])))
     return Text(
-        f"{' and '.join(backends)} {verdict} with the float64 reference: {cases}, {counts}{skipped}",
+        f"{names} {verdict} with the float64 reference: {_counted(count, 'case')}, {counts}",
         style="bold red" if summary["failed"] else "bold green",
     )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
@@ -132,31 +153,37 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
 
 def _case_table(report: Report, out: Console) -> Table:
     """One row a case and dtype, one column a backend: the worst stage and how much of its budget it uses."""
-    groups = report.groups()
+    skipped = {(skipped.case, skipped.dtype, skipped.backend) for skipped in report.skipped_cases}
+    groups = {**report.groups(), **{key: [] for key in sorted(skipped)}}
     backends = list(dict.fromkeys(backend for _, _, backend in groups))
-    dtypes = {dtype for _, dtype, _ in groups}
+    # A case that has one dtype of its own has it in its name.
+    dtypes = {dtype for case, dtype, _ in groups if (known := find_case(case)) is None or known.dtype is None}
+    longest = max(len(case) for case, _, _ in groups)
     table = begin_table(out, "Worst error / budget of each case (1.00 is the limit)")
-    table.add_column("case", no_wrap=True, min_width=max((len(case) for case, _, _ in groups), default=0))
+    table.add_column("case", no_wrap=True, min_width=longest)
     if len(dtypes) > 1:
         table.add_column("dtype", no_wrap=True, min_width=8)
     table.add_column("stages", justify="right", no_wrap=True, min_width=6)
+    between = 3 if out.is_terminal else 2  # columns
+    taken = longest + 6 + 2 * between + (8 + between if len(dtypes) > 1 else 0)
     for backend in backends:
-        table.add_column(backend, no_wrap=True, min_width=9)
+        width = (out.width - taken) // len(backends) - between
+        table.add_column(backend, no_wrap=True, min_width=9, max_width=max(width, 9))
     for case, dtype in dict.fromkeys((case, dtype) for case, dtype, _ in groups):
-        of_backends = [groups.get((case, dtype, backend), []) for backend in backends]
-        row = [case, *([dtype] if len(dtypes) > 1 else []), str(max(map(len, of_backends)))]
+        of_backends = [groups.get((case, dtype, backend)) for backend in backends]
+        row = [case, *([dtype] if len(dtypes) > 1 else []), str(max(len(group or []) for group in of_backends))]
         table.add_row(*row, *(_verdict(comparisons) for comparisons in of_backends))
     return table
 
 
-def _verdict(comparisons: list[Comparison]) -> Text:
+def _verdict(comparisons: list[Comparison] | None) -> Text:
     if not comparisons:
-        return Text("—", style="dim")
+        return Text("—" if comparisons is None else "skipped", style="dim")
     difference = first_difference(comparisons)
     if difference is not None:
-        return Text(f"FAIL {_short(_worse_ratio(difference))}  {difference.stage}", style="bold red")
+        return Text(f"FAIL {_short(_worse_ratio(difference))} {difference.stage}", style="bold red")
     worst = max(comparisons, key=_worse_ratio)
-    return Text(f"ok   {_short(worst.ratio)}  {worst.stage}", style="green")
+    return Text(f"ok {_short(worst.ratio)} {worst.stage}", style="green")
 
 
 def _stage_table(report: Report, out: Console) -> Table:
@@ -167,7 +194,9 @@ def _stage_table(report: Report, out: Console) -> Table:
     for backend in backends:
         table.add_column(backend, justify="right", no_wrap=True, min_width=5)
         table.add_column("max abs", justify="right", no_wrap=True, min_width=7)
-    table.add_column("worst in", no_wrap=True, style="dim")
+    room_for_cases = out.width - 24 - 18 * len(backends) >= 20
+    if room_for_cases:
+        table.add_column("worst in", no_wrap=True, style="dim")
     kinds: dict[str, list[Comparison]] = {}
     for comparison in report.comparisons:
         kinds.setdefault(stage_kind(comparison.stage), []).append(comparison)
@@ -179,7 +208,8 @@ def _stage_table(report: Report, out: Console) -> Table:
             row.append(Text(_short(max(map(_worse_ratio, of_backend))), style=style) if of_backend else "—")
             row.append(f"{max(comparison.max_abs for comparison in of_backend):.1e}" if of_backend else "—")
         worst = max(comparisons, key=_worse_ratio)
-        table.add_row(*row, f"{worst.case} ({worst.backend})" if _worse_ratio(worst) else "")
+        place = f"{worst.case} ({worst.backend})" if _worse_ratio(worst) else ""
+        table.add_row(*row, *([place] if room_for_cases else []))
     return table
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,10 @@ class Trace:
         accumulated: every stage by name, computed from the backend's own stages before it.
         local: every stage by name, computed from the reference's stages before it.
         environment: where it was computed, with the numerics lock.
+        with_gradients: whether it has gradients, for which there are no local ones.
+        skipped: why the backend cannot run this case in this dtype; it then has no stages.
+        error: what the backend raised; it then has no stages either.
+        folder: where it was read from; empty if it was made here.
     """
 
     problem: Problem
@@ -39,6 +43,20 @@ class Trace:
     accumulated: dict[str, np.ndarray]
     local: dict[str, np.ndarray]
     environment: dict[str, Any] = field(default_factory=dict)
+    with_gradients: bool = False
+    skipped: str = ""
+    error: str = ""
+    folder: str = ""
+
+    @property
+    def numerics(self) -> dict[str, Any]:
+        """The numerics lock that it was computed under."""
+        return self.environment.get("backends", {}).get(self.backend.split(" ")[0], {}).get("numerics", {})
+
+    @property
+    def arithmetic(self) -> str:
+        """How the hardware computes, one of `reference.ARITHMETICS`."""
+        return self.numerics.get("arithmetic", "ieee")
 
 
 @dataclass(frozen=True)
@@ -62,9 +80,12 @@ class Reference:
         """Every stage in float64, from its own stages before or from the given ones."""
         return self._local if local else self.accumulated
 
-    def same_precision(self, *, local: bool) -> dict[str, np.ndarray]:
-        """Every stage in the same precision, from its own stages before or from the given ones."""
-        return self._same_local if local else self._same
+    def same_precision(self, *, local: bool, arithmetic: str = "ieee") -> dict[str, np.ndarray]:
+        """Every stage in the same precision and arithmetic, from its own stages before or from the given ones."""
+        if (local, arithmetic) not in self._same:
+            given = self.given if local else None
+            self._same[local, arithmetic] = self._stages(SAME_PRECISION[self.problem.dtype], given, arithmetic)
+        return self._same[local, arithmetic]
 
     @cached_property
     def magnitudes(self) -> dict[str, np.ndarray]:
@@ -79,16 +100,14 @@ class Reference:
         return self._stages("float64", self.given)
 
     @cached_property
-    def _same(self) -> dict[str, np.ndarray]:
-        return self._stages(SAME_PRECISION[self.problem.dtype], None)
+    def _same(self) -> dict[tuple[bool, str], dict[str, np.ndarray]]:
+        return {}
 
-    @cached_property
-    def _same_local(self) -> dict[str, np.ndarray]:
-        return self._stages(SAME_PRECISION[self.problem.dtype], self.given)
-
-    def _stages(self, dtype: str, given: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:
+    def _stages(
+        self, dtype: str, given: Mapping[str, np.ndarray] | None, arithmetic: str = "ieee"
+    ) -> dict[str, np.ndarray]:
         with np.errstate(over="ignore", invalid="ignore"):  # float16 may overflow; that is then part of the verdict
-            values = run_steps(reference.steps(self.problem, dtype), given)
+            values = run_steps(reference.steps(self.problem, dtype, arithmetic), given)
             if self.with_gradients and given is None:
                 values |= reference.gradients(self.problem, dtype)
                 fused = reference.gradients(self.problem, dtype, fused=True)
@@ -112,27 +131,36 @@ def record(backend: str, reference: Reference) -> Trace:
     """
     problem = reference.problem
     module = load_backend(backend)
-    with module.lock(problem.dtype):
+    with_gradients = reference.with_gradients and module.HAS_GRADIENTS
+    with module.lock(problem.dtype) as numerics:
         steps = module.steps(problem)
         accumulated = run_steps(steps)
-        if reference.with_gradients:
+        if with_gradients:
             accumulated |= module.gradients(problem)
         local = run_steps(steps, reference.given)
-    return Trace(problem, backend, accumulated, local)
+    where = {"backends": {backend: {"numerics": numerics}}}
+    return Trace(problem, backend, accumulated, local, where, with_gradients)
 
 
 def judge(trace: Trace, reference: Reference) -> list[Comparison]:
     """Compare every stage of a trace with the reference; a stage that the trace lacks is a failure."""
     about = {"case": trace.problem.case.name, "backend": trace.backend, "dtype": trace.problem.dtype}
+    arithmetic = trace.arithmetic
+    if trace.error:
+        return [failure(np.empty(0), trace.error, **about, stage="run")]
 
     def verdict(stage: str, values: Mapping[str, np.ndarray], *, local: bool) -> Comparison:
-        expected, same = reference.expected(local=local)[stage], reference.same_precision(local=local)[stage]
+        expected = reference.expected(local=local)[stage]
         if stage not in values:
             return failure(expected, "the trace lacks this stage", **about, stage=stage)
-        return compare(values[stage], expected, same, **about, stage=stage, terms=reference.magnitudes.get(stage))
+        same = reference.same_precision(local=local, arithmetic=arithmetic)[stage]
+        terms = reference.magnitudes.get(stage)
+        return compare(values[stage], expected, same, **about, stage=stage, terms=terms, arithmetic=arithmetic)
 
     comparisons = []
     for stage in reference.accumulated:
+        if "grad." in stage and not trace.with_gradients:
+            continue
         comparison = verdict(stage, trace.accumulated, local=False)
         if "grad." not in stage:
             local = verdict(stage, trace.local, local=True)
@@ -151,20 +179,32 @@ def judge(trace: Trace, reference: Reference) -> list[Comparison]:
 
 
 @dataclass(frozen=True)
+class SkippedCase:
+    """A case that a backend cannot run in a dtype, and why."""
+
+    case: str
+    dtype: str
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Report:
     """The results of a run: one comparison for each stage of each case, dtype and backend.
 
     Attributes:
         comparisons: in the order of the run.
-        skipped: why a backend did not run, by name.
+        skipped: why a backend did not run at all, by name.
         environment: where the run was made.
         warnings: what makes results less comparable than they look.
+        skipped_cases: what a backend that did run cannot.
     """
 
     comparisons: list[Comparison]
     skipped: dict[str, str]
     environment: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
+    skipped_cases: list[SkippedCase] = field(default_factory=list)
 
     @property
     def failed(self) -> list[Comparison]:
@@ -173,9 +213,9 @@ class Report:
 
     @property
     def summary(self) -> dict[str, int]:
-        """How many comparisons passed and failed, and how many backends were skipped."""
-        failed = len(self.failed)
-        return {"passed": len(self.comparisons) - failed, "failed": failed, "skipped": len(self.skipped)}
+        """How many comparisons passed and failed, and how many backends, and cases of the others, were skipped."""
+        failed, skipped = len(self.failed), len(self.skipped) + len(self.skipped_cases)
+        return {"passed": len(self.comparisons) - failed, "failed": failed, "skipped": skipped}
 
     def groups(self) -> dict[tuple[str, str, str], list[Comparison]]:
         """The comparisons by case, dtype and backend."""
@@ -195,6 +235,7 @@ class Report:
             {"case": None, "backend": backend, "dtype": None, "stage": None, "status": "skipped", "reason": reason}
             for backend, reason in self.skipped.items()
         ]
+        skipped += [{**asdict(case), "stage": None, "status": "skipped"} for case in self.skipped_cases]
         return {
             "format": 1,
             "environment": self.environment,
@@ -212,6 +253,7 @@ def run_cases(
     with_gradients: bool = False,
     weights: Weights | None = None,
     traces: str | os.PathLike[str] | None = None,
+    join: Sequence[str | os.PathLike[str]] = (),
     on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
 ) -> Report:
     """Run cases on backends and judge every stage against the float64 reference.
@@ -223,47 +265,126 @@ def run_cases(
         with_gradients: also compare the gradients of inputs and weights, for cases without a cache.
         weights: canonical weights to take instead of each case's own.
         traces: folder to save the traces in.
+        join: folders of traces made elsewhere; those of the same cases and dtypes are judged, too.
         on_case: called before each case, with its name, the dtype and the backend.
 
     Returns:
         The report. A backend that raises an error in a case fails that case.
 
     Raises:
-        ModuleNotFoundError: if a backend asked for by name cannot run here.
-        OSError: if a trace cannot be saved.
-        ValueError: if there is no backend or dtype of a name, or nothing to run.
+        ModuleNotFoundError: if a backend asked for by name can neither run here nor is joined.
+        OSError: if a trace cannot be read or saved.
+        ValueError: if there is no backend or dtype of a name, nothing to run, also on one backend asked for by name, or
+            a file to join is no trace of a case known here.
     """
     cases = list(CASES.values() if cases is None else cases)
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {list(DTYPES)}, got dtype={dtype!r}")
-    skipped = {name: reason for name in backends or NEEDS if (reason := why_missing(name))}
+    if join and weights is not None:
+        raise ValueError("traces to join must be of the cases' own weights, got weights")
+    missing = {name: reason for name in backends or NEEDS if (reason := why_missing(name))}
+    here = [name for name in backends or NEEDS if name not in missing]
+    joined = _load_traces(join, here)
+    skipped = {name: reason for name, reason in missing.items() if name not in {trace.backend for trace in joined}}
     if backends and skipped:
         raise ModuleNotFoundError("; ".join(skipped.values()))
-    runnable = [name for name in backends or NEEDS if name not in skipped]
-    if not (cases and runnable and dtypes):
-        raise ValueError(f"there must be something to run, got {len(cases)} cases on {runnable} in {list(dtypes)}")
-    where = environment(runnable)
-    comparisons = []
-    for case in cases:
-        for dtype in (case.dtype,) if case.dtype else dtypes:
+    chosen = [(case, dtype) for case in cases for dtype in ((case.dtype,) if case.dtype else dtypes)]
+    if not (chosen and dtypes and (here or joined)):
+        raise ValueError(f"there must be something to run, got {len(cases)} cases on {here} in {list(dtypes)}")
+    for name in here if backends else ():
+        reasons = dict.fromkeys(load_backend(name).why_skipped(case, dtype) for case, dtype in chosen)
+        if None not in reasons:
+            raise ValueError(f"{name} must be able to run one of the cases, got {_listed(map(str, reasons))}")
+    where = environment(here)
+
+    def recorded() -> Iterator[tuple[Trace, Reference]]:
+        for case, dtype in chosen:
             expected = Reference(make_problem(case, dtype, weights), with_gradients and not case.is_cached)
-            for backend in runnable:
-                on_case(case.name, dtype, backend)
-                try:
-                    trace = replace(record(backend, expected), environment=where)
-                except Exception as error:
-                    reason = f"{type(error).__name__}: {error}"
-                    comparisons.append(
-                        failure(np.empty(0), reason, case=case.name, backend=backend, dtype=dtype, stage="run")
-                    )
-                    continue
-                comparisons.extend(judge(trace, expected))
+            for name in here:
+                on_case(case.name, dtype, name)
+                trace = replace(_attempt(name, expected), environment=where)
                 if traces is not None:
                     save_trace(traces, trace)
-    cached = [case.name for case in cases if case.is_cached]
-    warnings = [f"gradients are not compared with a cache: {', '.join(cached)}"] if with_gradients and cached else []
-    return Report(comparisons, skipped, where, warnings)
+                yield trace, expected
+            for trace in joined:
+                if (trace.problem.case, trace.problem.dtype) == (case, dtype):
+                    yield trace, expected
+
+    comparisons, skipped_cases, warnings = _judge_all(recorded(), joined)
+    if with_gradients and (cached := [case.name for case in cases if case.is_cached]):
+        warnings.append(f"gradients are not compared with a cache: {', '.join(cached)}")
+    if joined:
+        where["joined"] = {trace.folder: trace.environment for trace in joined}
+    return Report(comparisons, skipped, where, warnings, skipped_cases)
+
+
+def _attempt(backend: str, reference: Reference) -> Trace:
+    """A trace even where there is nothing to trace: of a case that the backend cannot run, or raises an error in."""
+    nothing = Trace(reference.problem, backend, {}, {})
+    if reason := load_backend(backend).why_skipped(reference.problem.case, reference.problem.dtype):
+        return replace(nothing, skipped=reason)
+    try:
+        return record(backend, reference)
+    except Exception as error:
+        return replace(nothing, error=f"{type(error).__name__}: {error}")
+
+
+def _judge_all(
+    traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace]
+) -> tuple[list[Comparison], list[SkippedCase], list[str]]:
+    """Judge traces, each by its reference, and say what makes them less comparable than they look.
+
+    Args:
+        traces: what to judge.
+        joined: all traces that were read, whether or not they are judged: their backends must lack none.
+
+    Returns:
+        Comparisons, skipped cases and warnings.
+
+    Raises:
+        ValueError: if there is nothing but skipped cases.
+    """
+    comparisons: list[Comparison] = []
+    skipped: list[SkippedCase] = []
+    had: dict[str, set[tuple[str, str]]] = {trace.backend: set() for trace in joined}
+    locks: dict[str, dict[str, Any]] = {}
+    without_hardware: dict[str, str] = {}
+    without_gradients: dict[str, None] = {}  # in order
+    for trace, expected in traces:
+        case, dtype = trace.problem.case.name, trace.problem.dtype
+        had.setdefault(trace.backend, set()).add((case, dtype))
+        locks.setdefault(trace.backend.split(" ")[0], {})[trace.folder or "here"] = trace.numerics
+        if trace.skipped:
+            skipped.append(SkippedCase(case, dtype, trace.backend, trace.skipped))
+            continue
+        comparisons.extend(judge(trace, expected))
+        if (values := trace.numerics.get("values", "device")) != "device":
+            without_hardware[trace.backend] = _printable(str(values))
+        if expected.with_gradients and not (trace.with_gradients or trace.error):
+            without_gradients[trace.backend] = None
+    if not comparisons:
+        raise ValueError(f"there must be something to judge, got {len(skipped)} skipped cases and no other")
+    warnings = [
+        f"traces of {backend} were made under different numerics locks: {held}"
+        for backend, held in locks.items()
+        if len({json.dumps(settings, sort_keys=True) for settings in held.values()}) > 1
+    ]
+    every = set().union(*had.values())
+    for backend in sorted(had):
+        if lacking := sorted(every - had[backend]):
+            warnings.append(f"{backend} has no trace of {_listed(f'{case} in {dtype}' for case, dtype in lacking)}")
+    for backend, values in without_hardware.items():
+        warnings.append(f"{backend} ran without its hardware: its values are those of {values}")
+    warnings.extend(f"{backend} has no gradients: its other stages are compared" for backend in without_gradients)
+    return comparisons, skipped, warnings
+
+
+def _listed(names: Iterable[str], most: int = 8) -> str:
+    """Names in a line, and how many there are beyond some."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 # ---- Traces as files -------------------------------------------------------------------------------------------------
@@ -289,6 +410,8 @@ def save_trace(folder: str | os.PathLike[str], trace: Trace) -> Path:
         "backend": trace.backend,
         "digest": trace.problem.digest,
         "environment": json.dumps(trace.environment, sort_keys=True),
+        "skipped": trace.skipped,
+        "error": trace.error,
     }
     save_tensors(path, tensors, metadata)
     return path
@@ -321,11 +444,23 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
             raise ValueError(f"{path} must hold accumulated and local stages, got {name}")
         parts[part][stage] = value
     try:
-        where = json.loads(metadata["environment"])
-        _lock_of(where, metadata["backend"])
+        trace = Trace(
+            problem,
+            metadata["backend"],
+            parts["accumulated"],
+            parts["local"],
+            json.loads(metadata["environment"]),
+            with_gradients=any("grad." in stage for stage in parts["accumulated"]),
+            skipped=_printable(metadata.get("skipped", "")),
+            error=_printable(metadata.get("error", "")),
+            folder=str(Path(path).parent),
+        )
+        arithmetic = trace.arithmetic
     except (ValueError, RecursionError, AttributeError):
         raise ValueError(f"{path} must tell its environment in JSON, got {metadata['environment'][:80]!r}") from None
-    return Trace(problem, metadata["backend"], parts["accumulated"], parts["local"], where)
+    if arithmetic not in reference.ARITHMETICS:
+        raise ValueError(f"{path} must tell one of {list(reference.ARITHMETICS)}, got arithmetic={arithmetic!r}")
+    return trace
 
 
 def compare_traces(folders: Iterable[str | os.PathLike[str]]) -> Report:
@@ -338,37 +473,38 @@ def compare_traces(folders: Iterable[str | os.PathLike[str]]) -> Report:
         OSError: if a file cannot be read.
         ValueError: if there is no trace, or a file is no trace of a case known here.
     """
-    comparisons: list[Comparison] = []
+    traces = _load_traces(folders)
+    order = {name: index for index, name in enumerate(CASES)}
+    of_cases: dict[tuple[str, str], list[Trace]] = {}
+    for trace in sorted(traces, key=lambda trace: order.get(trace.problem.case.name, len(order))):
+        of_cases.setdefault((trace.problem.case.name, trace.problem.dtype), []).append(trace)
+
+    def read() -> Iterator[tuple[Trace, Reference]]:
+        for of_case in of_cases.values():
+            expected = Reference(of_case[0].problem, any(trace.with_gradients for trace in of_case))
+            for trace in of_case:
+                yield trace, expected
+
+    comparisons, skipped_cases, warnings = _judge_all(read(), traces)
+    return Report(comparisons, {}, {trace.folder: trace.environment for trace in traces}, warnings, skipped_cases)
+
+
+def _load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] = ()) -> list[Trace]:
+    """All traces of folders. A backend that is here or in an earlier folder, too, is named together with its folder."""
+    traces = []
     seen: dict[tuple[str, str, str], str] = {}
-    locks: dict[str, dict[str, Any]] = {}
-    environments: dict[str, Any] = {}
     for path in _trace_files(folders):
         trace = load_trace(path)
-        folder = str(path.parent)
-        if seen.setdefault((trace.problem.case.name, trace.problem.dtype, trace.backend), folder) != folder:
-            trace = replace(trace, backend=f"{trace.backend} ({folder})")  # the same backend from elsewhere
-        with_gradients = any("grad." in stage for stage in trace.accumulated)
-        comparisons.extend(judge(trace, Reference(trace.problem, with_gradients)))
-        environments[folder] = trace.environment
-        backend = trace.backend.split(" ")[0]
-        locks.setdefault(backend, {})[folder] = _lock_of(trace.environment, backend)
-    order = {name: index for index, name in enumerate(CASES)}
-    comparisons.sort(key=lambda comparison: order.get(comparison.case, len(order)))
-    warnings = [
-        f"traces of {backend} were made under different numerics locks: {held}"
-        for backend, held in locks.items()
-        if len({json.dumps(settings, sort_keys=True) for settings in held.values()}) > 1
-    ]
-    ran = {(comparison.case, comparison.dtype, comparison.backend) for comparison in comparisons}
-    for backend in sorted({backend for _, _, backend in ran}):
-        lacking = sorted({(case, dtype) for case, dtype, _ in ran if (case, dtype, backend) not in ran})
-        if lacking:
-            warnings.append(f"{backend} has no trace of {', '.join(f'{case} in {dtype}' for case, dtype in lacking)}")
-    return Report(comparisons, {}, environments, warnings)
+        key = (trace.problem.case.name, trace.problem.dtype, trace.backend)
+        if trace.backend in here or seen.setdefault(key, trace.folder) != trace.folder:
+            trace = replace(trace, backend=f"{trace.backend} ({trace.folder})")
+        traces.append(trace)
+    return traces
 
 
-def _lock_of(environment: dict[str, Any], backend: str) -> dict[str, Any]:
-    return environment.get("backends", {}).get(backend, {}).get("numerics", {})
+def _printable(text: str) -> str:
+    """Text from a file, without what would command a terminal."""
+    return "".join(character if character.isprintable() or character == "\n" else "?" for character in text)
 
 
 def _trace_files(folders: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:

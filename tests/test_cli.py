@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import mha_torch
+import parity.backends.torch
 from parity import AttentionSpec, random_weights, save_weights
 from parity.cli import main
 
@@ -172,7 +173,9 @@ def test_a_bad_weight_file_is_one_line_and_no_traceback(tmp_path, capsys, damage
     assert captured.err.startswith("mha-parity: ")
 
 
-@pytest.mark.parametrize("others", [["--cases", "rope*"], ["--random", "3"], ["--save-traces", "traces"]])
+@pytest.mark.parametrize(
+    "others", [["--cases", "rope*"], ["--random", "3"], ["--save-traces", "traces"], ["--join", "."]]
+)
 def test_weights_stand_alone(tmp_path, capsys, others):
     spec = AttentionSpec(12, 3)
     save_weights(tmp_path / "w.safetensors", random_weights(spec), spec)
@@ -210,6 +213,57 @@ def test_traces_are_saved_and_compared(tmp_path, capsys):
     assert main(["compare", str(folder), "--json", str(tmp_path / "r.json")]) == 0
     assert "torch agrees with the float64 reference" in capsys.readouterr().out
     assert json.loads((tmp_path / "r.json").read_text())["summary"]["failed"] == 0
+
+
+def test_saved_traces_are_joined_into_the_report(tmp_path, capsys):
+    folders = [str(tmp_path / "one"), str(tmp_path / "other")]
+    for folder in folders:
+        assert main(["run", "--cases", "textbook", "--backends", "torch", "--save-traces", folder]) == 0
+    capsys.readouterr()
+    joined = [argument for folder in folders for argument in ("--join", folder)]
+    assert main(["run", "--cases", "textbook", "--backends", "jax", *joined]) == 0
+    assert f"jax, torch and torch ({folders[1]}) agree with the float64 reference" in capsys.readouterr().out
+
+
+def test_skipped_cases_are_shown_and_each_reason_once(monkeypatch, capsys):
+    monkeypatch.setattr(
+        parity.backends.torch, "why_skipped", lambda case, dtype: "torch is tired" if dtype == "float16" else None
+    )
+    assert main(["run", "--cases", "large-logits*", "--backends", "jax,torch", "--dtypes", "float32,float16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.rstrip().endswith("skipped") and line.startswith(" large-logits") for line in lines) == 2
+    assert lines[-2] == "skipped: torch, float16: torch is tired (2 cases)"
+    assert lines[-1].endswith("2 cases, 44 stages passed, 0 failed, 2 cases skipped")
+
+
+def test_a_dtype_that_a_backend_lacks_exits_2_when_asked_for_by_name(monkeypatch, capsys):
+    monkeypatch.setattr(parity.backends.torch, "why_skipped", lambda case, dtype: f"torch has no {dtype}")
+    assert main(["run", "--backends", "torch", "--dtypes", "float16"]) == 2
+    assert capsys.readouterr().err == (
+        "mha-parity: torch must be able to run one of the cases, got torch has no float16\n"
+    )
+
+
+def test_quiet_prints_the_last_line_only(capsys):
+    assert main(["run", "--cases", "textbook", "--backends", "torch", "--quiet"]) == 0
+    assert capsys.readouterr().out == ("torch agrees with the float64 reference: 1 case, 11 stages passed, 0 failed\n")
+
+
+def test_quiet_does_not_hide_a_failure(monkeypatch, capsys):
+    break_the_softmax(monkeypatch)
+    assert main(["run", "--cases", "causal", "--backends", "torch", "--quiet"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("\ncausal/attn_weights: torch differs from the reference (float32)")
+    assert "Worst error" not in out
+
+
+def test_three_backends_fit_into_a_pipe(tmp_path):
+    for folder in ("one", "other"):
+        run_in_a_pipe("run", "--cases", "trained-r*", "--backends", "torch", "--save-traces", str(tmp_path / folder))
+    joined = ("--join", str(tmp_path / "one"), "--join", str(tmp_path / "other"))
+    result = run_in_a_pipe("run", "--cases", "trained-r*", "--backends", "torch", *joined)
+    assert result.stdout.splitlines()[2].count("ok 0.") == 3
+    assert "ok 0.23 context" in result.stdout.splitlines()[2]
 
 
 def test_doctor_says_what_is_there_and_what_is_not(capsys, tmp_path, monkeypatch):

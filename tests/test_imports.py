@@ -1,5 +1,6 @@
 """Each package works where the other frameworks are not installed, and `parity` imports none before it is asked to."""
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,13 @@ output, cache = module(torch.ones(1, 3, 8), module.init_cache(1, 4))
 assert output.shape == (1, 3, 8)
 """
 
+# `mha_tt` asks importlib for ttnn, which then answers as where there is none. (The blocker would answer by raising.)
+WITHOUT_TTNN = """
+import sys
+
+sys.modules["ttnn"] = None
+"""
+
 NOTHING_OF = """
 imported = {{module.partition(".")[0] for module in sys.modules}} & {packages}
 assert not imported, imported
@@ -53,8 +61,11 @@ def run(*pieces):
 
 @pytest.mark.parametrize(
     ("program", "blocked"),
-    [(USE_JAX, {"torch", "ttnn", "mha_torch", "mha_tt", "parity"}), (USE_TORCH, FRAMEWORKS - {"torch"} | {"parity"})],
-    ids=["mha_jax", "mha_torch"],
+    [
+        (USE_JAX, {"torch", "ttnn", "mha_torch", "mha_tt", "parity"}),
+        (USE_TORCH, {"jax", "jaxlib", "flax", "ttnn", "mha_jax", "mha_tt", "parity"}),
+    ],
+    ids=["mha_jax", "mha_torch"],  # mha_tt's is in tests/tt, where ttnn is
 )
 def test_sibling_works_without_the_other_frameworks(program, blocked):
     result = run(BLOCKER.format(blocked=blocked), program)
@@ -64,6 +75,15 @@ def test_sibling_works_without_the_other_frameworks(program, blocked):
 def test_a_blocked_package_cannot_be_imported():  # the control of the tests above
     result = run(BLOCKER.format(blocked={"torch"}), USE_TORCH)
     assert "No module named 'torch' (blocked by the test)" in result.stderr
+
+
+def test_mha_tt_says_which_pythons_have_ttnn():
+    result = run(WITHOUT_TTNN, "import mha_tt")
+    *_, message = result.stderr.splitlines()
+    assert message.startswith("ImportError: mha_tt needs ttnn")
+    assert "CPython 3.10 and 3.12" in message
+    assert f"this is {platform.python_implementation()} {platform.python_version()}" in message
+    assert result.stderr.count("Traceback") == 1  # no other error before it
 
 
 @pytest.mark.parametrize("module", ["parity", "parity.cli"])

@@ -1,11 +1,14 @@
 """The main job: every case on every backend, stage by stage, in every dtype, gradients included."""
 
+import importlib.util
+
 import numpy as np
 import pytest
 
+import parity.backends.torch
 import parity.run
 from parity import CASES, make_problem, random_case, run_cases
-from parity.run import Reference, judge, record
+from parity.run import Reference, SkippedCase, judge, record
 from parity.spec import DTYPES
 
 
@@ -76,6 +79,66 @@ def test_a_backend_asked_for_by_name_must_be_there(monkeypatch):
     monkeypatch.setitem(parity.run.NEEDS, "tt", ("a_package_that_is_not_there",))
     with pytest.raises(ModuleNotFoundError, match="tt needs a_package_that_is_not_there"):
         run_cases([CASES["textbook"]], ["jax", "tt"])
+
+
+@pytest.fixture
+def poor_torch(monkeypatch):
+    """A torch without gradients and without float16."""
+    monkeypatch.setattr(
+        parity.backends.torch, "why_skipped", lambda case, dtype: "no such dtype" if dtype == "float16" else None
+    )
+    monkeypatch.setattr(parity.backends.torch, "HAS_GRADIENTS", False)
+
+
+@pytest.mark.usefixtures("poor_torch")
+def test_a_case_that_a_backend_cannot_run_is_skipped_with_its_reason():
+    report = run_cases([CASES["textbook"]], ["jax", "torch"], ["float32", "float16"])
+    assert report.skipped_cases == [SkippedCase("textbook", "float16", "torch", "no such dtype")]
+    assert report.summary == {"passed": 33, "failed": 0, "skipped": 1}
+    assert report.to_dict()["results"][-1] == {
+        "case": "textbook",
+        "backend": "torch",
+        "dtype": "float16",
+        "stage": None,
+        "status": "skipped",
+        "reason": "no such dtype",
+    }
+
+
+@pytest.mark.usefixtures("poor_torch")
+def test_skipped_backends_and_cases_are_counted_together(monkeypatch):
+    monkeypatch.setitem(parity.run.NEEDS, "tt", ("a_package_that_is_not_there",))
+    assert run_cases([CASES["textbook"]], dtypes=["float16"]).summary["skipped"] == 2
+
+
+@pytest.mark.usefixtures("poor_torch")
+def test_a_backend_asked_for_by_name_must_have_something_to_run(monkeypatch):
+    monkeypatch.setattr(parity.run, "record", None)  # nothing may run before
+    with pytest.raises(ValueError, match="torch must be able to run one of the cases, got no such dtype"):
+        run_cases([CASES["textbook"], CASES["large-logits-float16"]], ["jax", "torch"], ["float16"])
+
+
+@pytest.mark.usefixtures("poor_torch")
+def test_without_gradients_the_other_stages_are_compared_and_that_is_said_once():
+    report = run_cases([CASES["textbook"], CASES["full"]], ["jax", "torch"], with_gradients=True)
+    assert not report.failed
+    assert {c.backend for c in report.comparisons if "grad." in c.stage} == {"jax"}
+    assert sum(c.backend == "torch" for c in report.comparisons) == 2 * 11
+    assert report.warnings == ["torch has no gradients: its other stages are compared"]
+
+
+def test_gradients_that_should_be_there_and_are_not_are_failures(monkeypatch):
+    monkeypatch.setattr(parity.backends.torch, "gradients", lambda problem: {})
+    report = run_cases([CASES["textbook"]], ["torch"], with_gradients=True)
+    assert {c.reason for c in report.failed} == {"the trace lacks this stage"}
+    assert all("grad." in c.stage for c in report.failed)
+
+
+def test_ttnn_that_is_not_here_is_said_to_have_wheels_elsewhere(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ttnn" else find_spec(name))
+    reason = "tt needs ttnn, not installed here; it has wheels for CPython 3.10 and 3.12 on x86-64 Linux"
+    assert parity.backends.why_missing("tt") == reason
 
 
 def test_a_backend_that_raises_fails_its_case_and_no_other(monkeypatch):

@@ -1,10 +1,13 @@
-"""The siblings say the same: the same files, names, order, parameters and summaries, in each framework's words."""
+"""The siblings say the same: the same files, names, order, parameters and summaries, in each framework's words.
+
+They are read as source, for no environment has all three frameworks.
+"""
 
 import ast
 import dataclasses
-import inspect
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,22 +17,54 @@ import mha_jax
 import mha_torch
 import parity
 
-PACKAGES = {"jax": mha_jax, "torch": mha_torch}
-OURS = {"mha_jax", "mha_torch", "mha_tt", "parity"}
+NAMES = ["jax", "torch", "tt"]
+PACKAGES = {"jax": mha_jax, "torch": mha_torch}  # those that are installed beside each other
 
 # ---- What one sibling has and the others have not: the whole list ----------------------------------------------------
 
-FRAMEWORK = {"jax": {"jax", "flax"}, "torch": {"torch"}}
+FRAMEWORK = {"jax": {"jax", "flax"}, "torch": {"torch"}, "tt": {"ttnn"}}
+
+LAZY_IMPORTS = {
+    ("tt", "mock.py"): {"torch"}
+}  # ttnn's golden functions are written in it; without values none is needed
 
 WORDS = {
     "jax": {"JAX": "the framework", "jnp.": "xp.", "jax.": "xp."},
     "torch": {"PyTorch": "the framework", "torch.": "xp."},
+    "tt": {"TTNN": "the framework", "ttnn.": "xp."},
+}
+
+EXTRA_FILES = {
+    "jax": set(),
+    "torch": set(),
+    "tt": {
+        "device.py",  # where arrays and weights enter a device and leave it
+        "mock.py",  # boards that do not exist
+    },
 }
 
 EXTRA_PARAMETERS = {
     "jax": {"rngs", "param_dtype", "rng", "dropout_rng"},  # randomness is explicit, and flax's word for a dtype
     "torch": {"device", "dtype"},  # where tensors lie, and torch's word for a dtype
+    "tt": {
+        "device",  # where tensors lie; there is no default one
+        "dtype",  # of inputs and outputs, and of a module's cache,
+        "weight_dtype",  # which differ: weights may be bfloat8_b where inputs are not
+        "head_dim",  # heads are padded to whole tiles, so that their shape does not tell it
+        "compute_kernel_config",  # the arithmetic of the device is chosen for each operation
+        "rng",  # of NumPy: draws weights and seeds,
+        "seed",  # for the device draws from a seed
+    },
 }
+
+COMMON_PARAMETERS = {  # some of these words mean the same in all siblings
+    "init_cache": {"dtype", "head_dim"},
+    "kv_cache_nbytes": {"dtype", "head_dim"},
+    "rope_frequencies": {"head_dim"},
+    "AttentionLayer.__init__": {"head_dim"},
+}
+
+OTHER_DEFAULTS = {("tt", "init_cache", "dtype"): "xp.bfloat16"}  # what the fused kernels take, where others say float32
 
 EXTRA_NAMES = {
     "jax": {
@@ -42,9 +77,30 @@ EXTRA_NAMES = {
         "AttentionLayer.reset_parameters",  # torch's hook to draw the weights again; nnx makes a new module
         "AttentionLayer.extra_repr",  # torch's hook into its own `__repr__`, which documents it
     },
+    "tt": {
+        "MASKED",  # stands for -inf, of which the kernel makes NaN,
+        "LOWEST_BIAS",  # and what a bias of the user's is raised to, so as to stay above it
+        "DeviceMask",  # masks are made on the host, and uploaded once for many calls,
+        "on_device",  # or for one
+        "bias_on_device",
+        "Rotation",  # turns are computed on the host, in float64, and uploaded once for many calls
+        "attend_to_cache",  # one new token of each sequence has a kernel of its own
+        "LARGEST_CHUNK",  # of the fused kernel, which is told how to divide its work
+        "TILE_NBYTES",  # memory is taken in whole tiles
+        "AttentionLayer.load_weights",  # torch's state dict and nnx's state do this,
+        "AttentionLayer.train",  # and their modules have these two
+        "AttentionLayer.eval",
+        "check_on_device",  # several operations crash on a tensor that lies on the host,
+        "check_input_dtype",  # keep apart the dtype of inputs and that of weights, which differ here,
+        "check_dtype",  # take three dtypes only,
+        "check_head_dim",  # see the padding of heads as features,
+        "check_room",  # and write beyond the end of a cache: also where nothing is appended by `append_to_cache`
+    },
 }
 
-COMMON_PARAMETERS = {"init_cache": {"dtype"}, "kv_cache_nbytes": {"dtype"}}  # of the cache, in both; not torch's extra
+FIELDS = {("tt", "KVCache.capacity")}  # the slots are padded to whole tiles, so that their shape does not tell it
+
+OTHER_SUMMARIES = {("tt", "check_bias")}  # a bias of any floating dtype is converted, on the host or on the device
 
 CALL = {"__call__": "call", "forward": "call"}
 
@@ -52,40 +108,70 @@ CALL = {"__call__": "call", "forward": "call"}
 # ---- Reading the sources ---------------------------------------------------------------------------------------------
 
 
-def is_extra(name, public):
-    """Whether a name, or the class that it belongs to, is in the list."""
-    return not EXTRA_NAMES[name].isdisjoint({public, public.partition(".")[0]})
-
-
 def folder(name):
-    return Path(PACKAGES[name].__path__[0])
+    return Path(__file__).parents[1] / f"mha_{name}"
 
 
+@cache
 def parse(name, file):
     return ast.parse((folder(name) / file).read_text())
+
+
+def files_of(name):
+    return sorted(path.name for path in folder(name).glob("*.py"))
+
+
+def all_of(name):
+    """What a package lists as its public names."""
+    return next(
+        ast.literal_eval(node.value)
+        for node in parse(name, "__init__.py").body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
 
 
 def is_public(name):
     return not name.startswith("_") or name in ("__init__", "__call__")
 
 
+def targets(node):
+    """The names that a statement binds by itself."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    found = [*getattr(node, "targets", []), getattr(node, "target", None)]
+    return [target.id for target in found if isinstance(target, ast.Name)]
+
+
+@cache
 def definitions(name, file):
-    """The public functions, classes and methods of a file by name, in order; `forward` and `__call__` as `call`."""
+    """The public functions, classes, constants, methods and fields of a file by name, in order.
+
+    `forward` and `__call__` are both called `call`.
+    """
     found = {}
     for node in parse(name, file).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names = [node.name]
-        else:
-            names = [target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
-        found |= {public: node for public in names if is_public(public)}
+        found |= {public: node for public in targets(node) if is_public(public)}
         for member in node.body if isinstance(node, ast.ClassDef) else []:
-            if isinstance(member, ast.FunctionDef) and is_public(member.name):
-                found[f"{node.name}.{CALL.get(member.name, member.name)}"] = member
+            found |= {f"{node.name}.{CALL.get(own, own)}": member for own in targets(member) if is_public(own)}
     return found
 
 
 def functions(name, file):
     return {public: node for public, node in definitions(name, file).items() if isinstance(node, ast.FunctionDef)}
+
+
+def is_extra(name, public):
+    """Whether a name, or the class that it belongs to, is in the list, or defined in a file that is."""
+    own = EXTRA_NAMES[name].union(*(definitions(name, file) for file in EXTRA_FILES[name]))
+    return not own.isdisjoint({public, public.partition(".")[0]})
+
+
+def constructor(name, kind):
+    """The constructor of a class, its own or that of its base."""
+    found = definitions(name, "mha.py") | definitions(name, "cache_mha.py")
+    while f"{kind}.__init__" not in found:
+        kind = found[kind].bases[0].id
+    return found[f"{kind}.__init__"]
 
 
 def parameters(name, public, function):
@@ -100,6 +186,12 @@ def parameters(name, public, function):
         for kind, argument, default in zip(kinds, [*positional, *keyword], defaults, strict=True)
         if argument.arg not in extra
     ]
+
+
+def with_other_defaults(name, public, expected):
+    """Parameters with the defaults that a sibling has in their place."""
+    others = {argument: default for (*where, argument), default in OTHER_DEFAULTS.items() if where == [name, public]}
+    return [(kind, argument, others.get(argument, default), axes) for kind, argument, default, axes in expected]
 
 
 def axes(annotation):
@@ -118,81 +210,130 @@ def summary(name, node):
     return in_neutral_words(name, (ast.get_docstring(node) or "").partition("\n")[0])
 
 
-FILES = sorted(path.name for path in folder("torch").glob("*.py"))
-PUBLIC = [  # all but the checks, which no user calls
-    (file, public)
-    for file in FILES
-    if file != "checks.py"
-    for public in functions("torch", file)
-    if not is_extra("torch", public)
-]
-SUMMARISED = [
-    (file, public)
+def imports(tree):
+    """The packages that a file imports when it is imported itself, and those that it imports later or never."""
+    late = set()
+    for node in ast.walk(tree):
+        is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if is_for_types or isinstance(node, ast.FunctionDef):
+            late |= set(ast.walk(node))
+    at_once, lazily = set(), set()
+    for node in ast.walk(tree):
+        found = lazily if node in late else at_once
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            found.add(node.module.partition(".")[0])
+    return at_once - sys.stdlib_module_names, lazily - sys.stdlib_module_names
+
+
+FILES = files_of("torch")
+OWN_FILES = [(name, file) for name in NAMES for file in files_of(name)]
+OTHERS = [name for name in NAMES if name != "torch"]  # torch's is what the others are compared with
+SHARED = [
+    (name, file, public, node)
     for file in FILES
     for public, node in definitions("torch", file).items()
     if isinstance(node, ast.FunctionDef | ast.ClassDef) and not is_extra("torch", public)
+    for name in OTHERS
+    if (name, public) not in FIELDS
+]
+PUBLIC = [  # all but the checks, which no user calls
+    pytest.param(name, file, public, id=f"{name}-{file.removesuffix('.py')}-{public}")
+    for name, file, public, node in SHARED
+    if file != "checks.py" and isinstance(node, ast.FunctionDef)
+]
+SUMMARISED = [
+    pytest.param(name, file, public, id=f"{name}-{file.removesuffix('.py')}-{public}")
+    for name, file, public, _ in SHARED
+    if (name, public) not in OTHER_SUMMARIES
 ]
 
-PUBLIC_IDS = [f"{file.removesuffix('.py')}-{public}" for file, public in PUBLIC]
-SUMMARISED_IDS = [f"{file.removesuffix('.py')}-{public}" for file, public in SUMMARISED]
-
-every_sibling = pytest.mark.parametrize("name", PACKAGES)
+every_sibling = pytest.mark.parametrize("name", NAMES)
+every_other = pytest.mark.parametrize("name", OTHERS)
 every_file = pytest.mark.parametrize("file", FILES)
+every_own_file = pytest.mark.parametrize(("name", "file"), OWN_FILES)
 
 
 # ---- Files and names -------------------------------------------------------------------------------------------------
 
 
-def test_siblings_have_the_same_files():
-    files = {name: sorted(path.name for path in folder(name).iterdir() if path.is_file()) for name in PACKAGES}
-    assert files["jax"] == files["torch"]
+@every_other
+def test_siblings_have_the_same_files(name):
+    files = {sibling: {path.name for path in folder(sibling).iterdir() if path.is_file()} for sibling in NAMES}
+    assert files[name] - files["torch"] == EXTRA_FILES[name]
+    assert not files["torch"] - files[name]
 
 
-def test_siblings_have_the_same_public_names():
-    assert mha_jax.__all__ == mha_torch.__all__
+@every_other
+def test_siblings_have_the_same_public_names(name):
+    extra = {file.removesuffix(".py") for file in EXTRA_FILES[name]}
+    assert [public for public in all_of(name) if public not in extra and not is_extra(name, public)] == all_of("torch")
 
 
 @every_sibling
-def test_public_names_exist(name):
-    missing = [public for public in PACKAGES[name].__all__ if not hasattr(PACKAGES[name], public)]
-    assert not missing
+def test_public_names_are_defined_where_they_are_imported_from(name):
+    imported = set()
+    for node in parse(name, "__init__.py").body:
+        if isinstance(node, ast.ImportFrom):
+            imported |= {alias.name for alias in node.names}
+            _, _, file = node.module.partition(".")
+            there = definitions(name, f"{file}.py") if file else [path.stem for path in folder(name).glob("*.py")]
+            assert not [alias.name for alias in node.names if alias.name not in there]
+    assert imported == set(all_of(name))
 
 
+@every_other
 @every_file
-def test_definitions_have_the_same_names_in_the_same_order(file):
-    names = {name: [public for public in definitions(name, file) if not is_extra(name, public)] for name in PACKAGES}
-    assert names["jax"] == names["torch"]
+def test_definitions_have_the_same_names_in_the_same_order(name, file):
+    names = {
+        sibling: [public for public in definitions(sibling, file) if not is_extra(sibling, public)] for sibling in NAMES
+    }
+    assert names[name] == names["torch"]
+
+
+@every_sibling
+def test_what_the_list_names_is_there(name):
+    found = [definitions(name, file) for file in files_of(name)]
+    arguments = {
+        argument.arg
+        for nodes in found
+        for node in nodes.values()
+        if isinstance(node, ast.FunctionDef)
+        for argument in [*node.args.args, *node.args.kwonlyargs]
+    }
+    assert EXTRA_NAMES[name] <= set().union(*found)
+    assert EXTRA_PARAMETERS[name] <= arguments
 
 
 # ---- Parameters ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("file", "public"), PUBLIC, ids=PUBLIC_IDS)
-def test_parameters_have_the_same_names_kinds_defaults_and_axes(file, public):
+@pytest.mark.parametrize(("name", "file", "public"), PUBLIC)
+def test_parameters_have_the_same_names_kinds_defaults_and_axes(name, file, public):
     expected = parameters("torch", public, functions("torch", file)[public])
-    assert parameters("jax", public, functions("jax", file)[public]) == expected
+    expected = with_other_defaults(name, public, expected)
+    assert parameters(name, public, functions(name, file)[public]) == expected
 
 
-@pytest.mark.parametrize(("file", "public"), PUBLIC, ids=PUBLIC_IDS)
-def test_results_have_the_same_axes(file, public):
-    assert axes(functions("jax", file)[public].returns) == axes(functions("torch", file)[public].returns)
+@pytest.mark.parametrize(("name", "file", "public"), PUBLIC)
+def test_results_have_the_same_axes(name, file, public):
+    assert axes(functions(name, file)[public].returns) == axes(functions("torch", file)[public].returns)
 
 
 @every_sibling
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
 def test_module_keywords_are_the_fields_of_the_spec(name, kind):
-    _, *signature = inspect.signature(getattr(PACKAGES[name], kind).__init__).parameters.values()  # without self
+    _, *keywords = parameters(name, "AttentionLayer.__init__", constructor(name, kind))  # without self
+    defaults = [(keyword, ast.literal_eval(default) if default else ...) for _, keyword, default, _ in keywords]
     fields = {field.name: field.default for field in dataclasses.fields(parity.AttentionSpec)}
-    no_default = {inspect.Parameter.empty: dataclasses.MISSING}
-    keywords = {
-        parameter.name: no_default.get(parameter.default, parameter.default)
-        for parameter in signature
-        if parameter.name not in EXTRA_PARAMETERS[name]
-    }
-    assert list(keywords.items()) == list(fields.items())
+    assert defaults == [
+        (field, ... if default is dataclasses.MISSING else default) for field, default in fields.items()
+    ]
 
 
-@every_sibling
+@pytest.mark.parametrize("name", PACKAGES)
 def test_config_of_a_module_is_a_spec(name):
     extra = {"rngs": nnx.Rngs(0)} if name == "jax" else {}
     module = PACKAGES[name].MultiHeadAttention(12, 4, num_kv_heads=2, rope_theta=100.0, head_dim=4, **extra)
@@ -203,18 +344,18 @@ def test_config_of_a_module_is_a_spec(name):
 # ---- Docstrings ------------------------------------------------------------------------------------------------------
 
 
+@every_other
 @every_file
-def test_files_have_the_same_summary(file):
-    assert summary("jax", parse("jax", file)) == summary("torch", parse("torch", file))
+def test_files_have_the_same_summary(name, file):
+    assert summary(name, parse(name, file)) == summary("torch", parse("torch", file))
 
 
-@pytest.mark.parametrize(("file", "public"), SUMMARISED, ids=SUMMARISED_IDS)
-def test_definitions_have_the_same_summary(file, public):
-    assert summary("jax", definitions("jax", file)[public]) == summary("torch", definitions("torch", file)[public])
+@pytest.mark.parametrize(("name", "file", "public"), SUMMARISED)
+def test_definitions_have_the_same_summary(name, file, public):
+    assert summary(name, definitions(name, file)[public]) == summary("torch", definitions("torch", file)[public])
 
 
-@every_sibling
-@every_file
+@every_own_file
 def test_every_public_definition_has_a_docstring(name, file):
     bare = [
         public
@@ -229,15 +370,9 @@ def test_every_public_definition_has_a_docstring(name, file):
 # ---- Imports ---------------------------------------------------------------------------------------------------------
 
 
-@every_sibling
-@every_file
+@every_own_file
 def test_sibling_imports_only_its_framework_numpy_and_itself(name, file):
-    modules = set()
-    for node in ast.walk(parse(name, file)):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            modules.add(node.module)
-    foreign = {module.split(".")[0] for module in modules} - sys.stdlib_module_names
-    assert foreign <= FRAMEWORK[name] | {f"mha_{name}", "numpy", "jaxtyping"}
+    at_once, lazily = imports(parse(name, file))
+    allowed = FRAMEWORK[name] | {f"mha_{name}", "numpy", "jaxtyping"}
+    assert at_once <= allowed
+    assert lazily <= allowed | LAZY_IMPORTS.get((name, file), set())

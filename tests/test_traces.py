@@ -6,8 +6,10 @@ import shutil
 import numpy as np
 import pytest
 
-from parity import CASES, load_tensors, random_case, run_cases, save_tensors
-from parity.run import compare_traces, load_trace
+import parity.run
+from parity import CASES, AttentionSpec, load_tensors, random_case, random_weights, run_cases, save_tensors
+from parity.backends import torch as torch_backend
+from parity.run import SkippedCase, compare_traces, load_trace
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,8 @@ def test_traces_made_under_one_lock_are_not_warned_of(traces):
         ({"kind": "weights"}, "must be a trace"),
         ({"format": "9"}, "must be a trace in format 1"),
         ({"environment": "{"}, "must tell its environment in JSON"),
+        ({"environment": '{"backends": {"torch": {"numerics": {"arithmetic": "abacus"}}}}'}, "got arithmetic='abacus'"),
+        ({"environment": '{"backends": {"torch": {"numerics": []}}}'}, "must tell its environment"),
     ],
 )
 def test_a_trace_that_cannot_be_judged_is_refused(traces, metadata, message):
@@ -138,3 +142,137 @@ def test_traces_of_random_cases_are_judged(tmp_path):
 def test_a_folder_without_traces_is_an_error_and_no_success(tmp_path):
     with pytest.raises(ValueError, match="must be a trace or a folder of traces"):
         compare_traces([tmp_path])
+
+
+# ---- Joined into a run -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tt_traces(traces):
+    """The traces as if tt had made them, in an environment that has no torch."""
+    for path in list(traces.iterdir()):
+        environment = load_tensors(path)[1]["environment"].replace('"torch": {', '"tt": {')
+        change(path, metadata={"backend": "tt", "environment": environment})
+        path.rename(traces / path.name.replace("torch", "tt"))
+    return traces
+
+
+def joined(folder, names=("textbook",), dtypes=("float32",), **options):
+    return run_cases([CASES[name] for name in names], ["torch"], dtypes, join=[folder], **options)
+
+
+def test_joined_traces_are_further_backends_of_the_run(tt_traces):
+    report = run_cases([CASES["textbook"]], join=[tt_traces])
+    assert list(report.groups()) == [("textbook", "float32", backend) for backend in ("jax", "torch", "tt")]
+    assert (report.summary, report.warnings) == ({"passed": 33, "failed": 0, "skipped": 0}, [])
+    assert "tt" in report.environment["joined"][str(tt_traces)]["backends"]
+
+
+def test_joined_traces_are_judged(tt_traces):
+    path = tt_traces / "textbook-float32-tt.safetensors"
+    scores = load_tensors(path)[0]["accumulated/scores"]
+    change(path, {"accumulated/scores": scores + np.float32(0.001)})
+    assert [(c.case, c.stage, c.backend) for c in joined(tt_traces).failed] == [("textbook", "scores", "tt")]
+
+
+def test_joined_traces_share_the_reference_of_the_run(tt_traces, monkeypatch):
+    made = []
+    steps = parity.run.reference.steps
+    monkeypatch.setattr(parity.run.reference, "steps", lambda *given: made.append(given[1]) or steps(*given))
+    joined(tt_traces)
+    assert sorted(made) == ["float32", "float32", "float64", "float64"]  # accumulated and local, once
+
+
+def test_traces_of_what_does_not_run_are_left_out(tt_traces):
+    report = joined(tt_traces, ["textbook", "causal"], ["bfloat16"])
+    assert {(case, dtype) for case, dtype, _ in report.groups()} == {("textbook", "bfloat16"), ("causal", "bfloat16")}
+    assert report.warnings == []
+
+
+def test_cases_of_the_run_that_the_traces_lack_are_told(tt_traces):
+    report = joined(tt_traces, ["textbook", "full"])
+    assert report.warnings == ["tt has no trace of full in float32"]
+
+
+def test_traces_of_nothing_that_runs_are_told_to_lack_it(tt_traces):
+    report = joined(tt_traces, ["full"])
+    assert report.warnings == ["tt has no trace of full in float32"]
+
+
+def test_a_backend_that_runs_here_too_is_joined_with_its_folder(traces):
+    assert [backend for _, _, backend in joined(traces).groups()] == ["torch", f"torch ({traces})"]
+
+
+def test_a_backend_asked_for_by_name_may_be_joined(tt_traces):
+    report = run_cases([CASES["textbook"]], ["tt"], join=[tt_traces])
+    assert [backend for _, _, backend in report.groups()] == ["tt"]
+
+
+def test_joined_traces_without_gradients_are_told(tt_traces, tmp_path):
+    assert joined(tt_traces, with_gradients=True).warnings == []
+    run_cases([CASES["textbook"]], ["torch"], traces=tmp_path / "other")
+    folder = tmp_path / "other"
+    assert joined(folder, with_gradients=True).warnings == [
+        f"torch ({folder}) has no gradients: its other stages are compared"
+    ]
+
+
+def test_what_was_skipped_where_the_traces_were_made_is_skipped_and_not_lacking(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_backend, "why_skipped", lambda case, dtype: "too full" if case.name == "full" else None)
+    cases = [CASES["textbook"], CASES["full"]]
+    run_cases(cases, ["torch"], traces=tmp_path)
+    report = run_cases(cases, ["jax"], join=[tmp_path])
+    assert report.skipped_cases == [SkippedCase("full", "float32", "torch", "too full")]
+    assert report.warnings == []
+    assert compare_traces([tmp_path]).skipped_cases == report.skipped_cases
+
+
+def test_what_raised_an_error_where_the_traces_were_made_is_a_failure(tmp_path, monkeypatch):
+    def fail(problem):
+        raise RuntimeError("out of \x1b[31msomething")
+
+    monkeypatch.setattr(torch_backend, "steps", fail)
+    run_cases([CASES["textbook"]], ["torch"], traces=tmp_path)
+    report = run_cases([CASES["textbook"]], ["jax"], join=[tmp_path], with_gradients=True)
+    failed = [(c.case, c.stage, c.backend, c.reason) for c in report.failed]
+    assert failed == [("textbook", "run", "torch", "RuntimeError: out of ?[31msomething")]
+    assert report.warnings == []
+
+
+def test_traces_of_nothing_but_skipped_cases_are_no_success(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_backend, "why_skipped", lambda case, dtype: "not today")
+    run_cases([CASES["textbook"]], traces=tmp_path)
+    (tmp_path / "textbook-float32-jax.safetensors").unlink()
+    with pytest.raises(ValueError, match="there must be something to judge"):
+        compare_traces([tmp_path])
+
+
+def test_a_joined_trace_of_other_weights_is_refused_before_the_work(tt_traces, monkeypatch):
+    monkeypatch.setattr(parity.run, "record", None)
+    change(tt_traces / "textbook-float32-tt.safetensors", metadata={"digest": "0" * 64})
+    with pytest.raises(ValueError, match="its digest differs"):
+        joined(tt_traces)
+
+
+def test_traces_cannot_be_joined_to_a_run_with_other_weights(tt_traces):
+    with pytest.raises(ValueError, match="traces to join must be of the cases' own weights"):
+        joined(tt_traces, weights=random_weights(AttentionSpec(4, 2, d_in=3)))
+
+
+def test_values_that_are_not_those_of_the_hardware_are_told(tt_traces):
+    path = tt_traces / "textbook-float32-tt.safetensors"
+    environment = json.loads(load_tensors(path)[1]["environment"])
+    environment["backends"]["tt"]["numerics"]["values"] = "golden functions"
+    change(path, metadata={"environment": json.dumps(environment)})
+    assert joined(tt_traces).warnings == ["tt ran without its hardware: its values are those of golden functions"]
+
+
+def test_the_arithmetic_of_a_trace_decides_what_it_is_allowed(tt_traces):
+    path = tt_traces / "textbook-float32-tt.safetensors"
+    tensors, metadata = load_tensors(path)
+    change(path, {name: x * np.float32(1.0003) for name, x in tensors.items() if x.dtype == np.float32})
+    assert joined(tt_traces).failed
+    environment = json.loads(metadata["environment"])
+    environment["backends"]["tt"]["numerics"]["arithmetic"] = "tensix"
+    change(path, metadata={"environment": json.dumps(environment)})
+    assert not joined(tt_traces).failed

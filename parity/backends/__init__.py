@@ -1,7 +1,7 @@
 """The backends: how canonical weights get into a sibling's modules, and how a case runs there, stage by stage.
 
-Each is a module with the same functions: `from_numpy`, `to_numpy`, `owns`, `load_into`, `weights_of`, `steps`,
-`gradients`, `lock` and `environment`. None is imported before it is asked for.
+Each is a module with the same names: `from_numpy`, `to_numpy`, `load_into`, `weights_of`, `why_skipped`, `steps`,
+`HAS_GRADIENTS` and, where that is true, `gradients`, `lock` and `environment`. None is imported before it is asked for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from parity.problem import Problem
 from parity.reference import Step
+from parity.spec import Case
 
 NEEDS = {"jax": ("jax", "flax", "mha_jax"), "torch": ("torch", "mha_torch"), "tt": ("ttnn", "mha_tt")}
 """The packages that each backend needs."""
@@ -25,9 +26,11 @@ NEEDS = {"jax": ("jax", "flax", "mha_jax"), "torch": ("torch", "mha_torch"), "tt
 class Backend(Protocol):
     """What a backend module offers."""
 
+    HAS_GRADIENTS: bool
+
     def load_into(self, module: Any, weights: Mapping[str, np.ndarray]) -> Any: ...
     def weights_of(self, module: Any) -> dict[str, np.ndarray]: ...
-    def owns(self, module: Any) -> bool: ...
+    def why_skipped(self, case: Case, dtype: str) -> str | None: ...
     def steps(self, problem: Problem) -> list[Step]: ...
     def gradients(self, problem: Problem) -> dict[str, np.ndarray]: ...
     def lock(self, dtype: str) -> AbstractContextManager[dict[str, Any]]: ...
@@ -43,7 +46,10 @@ def why_missing(name: str) -> str | None:
     if name not in NEEDS:
         raise ValueError(f"backend must be one of {list(NEEDS)}, got backend={name!r}")
     missing = [package for package in NEEDS[name] if importlib.util.find_spec(package) is None]
-    return f"{name} needs {' and '.join(missing)}, not installed here" if missing else None
+    if not missing:
+        return None
+    reason = f"{name} needs {' and '.join(missing)}, not installed here"
+    return f"{reason}; it has wheels for CPython 3.10 and 3.12 on x86-64 Linux" if "ttnn" in missing else reason
 
 
 def load_backend(name: str) -> Backend:

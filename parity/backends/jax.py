@@ -16,7 +16,7 @@ from jaxtyping import Array
 import mha_jax
 from parity.problem import Problem
 from parity.reference import Step, Values, in_step
-from parity.spec import AttentionSpec
+from parity.spec import AttentionSpec, Case
 from parity.weights import Weights, check_weights, pack_qkv, unpack_qkv, weight_shapes
 
 Params = dict[str, dict[str, Array]]
@@ -75,6 +75,13 @@ def from_params(params: Mapping[str, Mapping[str, Array]], spec: AttentionSpec) 
 
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
+
+HAS_GRADIENTS = True
+
+
+def why_skipped(case: Case, dtype: str) -> str | None:
+    """Why a case cannot run in a dtype, or None: here all can."""
+    return None
 
 
 def steps(problem: Problem) -> list[Step]:

@@ -14,7 +14,7 @@ from torch import Tensor
 import mha_torch
 from parity.problem import Problem
 from parity.reference import Step, Values, in_step
-from parity.spec import AttentionSpec
+from parity.spec import AttentionSpec, Case
 from parity.weights import Weights, check_weights, pack_qkv, unpack_qkv, weight_shapes
 
 
@@ -71,6 +71,13 @@ def from_state_dict(tensors: Mapping[str, Tensor], spec: AttentionSpec) -> Weigh
 
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
+
+HAS_GRADIENTS = True
+
+
+def why_skipped(case: Case, dtype: str) -> str | None:
+    """Why a case cannot run in a dtype, or None: here all can."""
+    return None
 
 
 def steps(problem: Problem) -> list[Step]:

@@ -1,0 +1,126 @@
+"""Tenstorrent's arithmetic, emulated on torch: what the card may do passes, and what it should not do is reported."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mha_torch
+from parity import CASES, first_difference, make_problem, reference
+from parity.compare import budget, floor
+from parity.reference import Arithmetic
+from parity.run import Reference, judge, record, run_steps
+
+ATEN = torch.ops.aten
+FUSED = ATEN._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def cut(x, bits):
+    """x with so many significant bits, the rest cut off."""
+    return (x.float().contiguous().view(torch.int32) & -(1 << (24 - bits))).view(torch.float32).to(x.dtype)
+
+
+class Card(TorchDispatchMode):
+    """Cuts off the operands of every matrix product and softmax: to the 11 bits of TF32, or more at a low fidelity."""
+
+    def __init__(self, bits_in0=11, bits_in1=11):
+        super().__init__()
+        self.bits = (bits_in0, bits_in1)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        # Where the first and the second operand are.
+        places = {ATEN.mm.default: (0, 1), ATEN.bmm.default: (0, 1), ATEN.addmm.default: (1, 2), FUSED: (0, 1)}
+        args = list(args)
+        for place, bits in zip(places.get(function, ()), self.bits, strict=False):
+            args[place] = cut(args[place], bits)
+        if function is FUSED:
+            args[2] = cut(args[2], self.bits[1])
+        if function is ATEN._softmax.default:
+            args[0] = cut(args[0], 11)
+        return function(*args, **(kwargs or {}))
+
+
+def difference_on(card, case, dtype, arithmetic="tensix"):
+    expected = Reference(make_problem(CASES[case], dtype))
+    with card:
+        trace = record("torch", expected)
+    where = {"backends": {"torch": {"numerics": {"arithmetic": arithmetic}}}}
+    return first_difference(judge(replace(trace, environment=where), expected))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.dtype is None])
+def test_what_the_card_does_passes(case, dtype):
+    difference = difference_on(Card(), case, dtype)
+    assert difference is None, str(difference)
+
+
+@pytest.mark.parametrize("case", ["textbook", "wide", "trained-rxnmapper-self"])
+def test_the_same_is_a_failure_by_ieee_arithmetic(case):
+    difference = difference_on(Card(), case, "float32", arithmetic="ieee")
+    assert difference is not None
+    assert difference.stage == "q"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["textbook", "wide", "trained-rxnmapper-self"])
+def test_a_low_fidelity_is_reported_at_the_first_product(case, dtype):
+    """LoFi: 7 significant bits of the first operand, 5 of the second. Its correlation would pass it."""
+    difference = difference_on(Card(7, 5), case, dtype)
+    assert difference is not None
+    assert difference.stage == "q"
+    assert difference.pcc > 0.999
+
+
+@pytest.mark.parametrize("case", ["textbook", "wide", "trained-rxnmapper-self"])
+def test_a_middling_fidelity_is_reported_in_float32(case):
+    """HiFi2: 7 bits of the first operand, of the 11 that TF32 has."""
+    difference = difference_on(Card(bits_in0=7), case, "float32")
+    assert difference is not None
+    assert difference.stage == "q"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["textbook", "wide", "trained-rxnmapper-self"])
+def test_scores_3_percent_too_large_are_reported_on_a_card(monkeypatch, case, dtype):
+    original = mha_torch.attention_scores
+    for holder in (mha_torch, mha_torch.mha):
+        monkeypatch.setattr(holder, "attention_scores", lambda *arguments: original(*arguments) * 1.03)
+    difference = difference_on(Card(), case, dtype)
+    assert difference is not None
+    assert difference.stage == "scores"
+
+
+def test_float32_enters_as_tf32_cut_off_and_not_rounded():
+    tensix = Arithmetic(np.dtype(np.float32), "tensix")
+    values = np.array([1 + 2**-10, 1 + 2**-11, -(1 + 2**-10 - 2**-23), 2.0**-130, np.inf], np.float32)
+    np.testing.assert_array_equal(tensix.enter(values), np.float32([1 + 2**-10, 1.0, -1.0, 2.0**-130, np.inf]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrower_operands_are_exact(dtype):
+    problem = make_problem(CASES["wide"], dtype)
+    query = Arithmetic(problem.inputs["query"].dtype).widen(problem.inputs["query"])
+    np.testing.assert_array_equal(Arithmetic(query.dtype, "tensix").enter(query), query)
+
+
+def test_masks_and_lengths_are_exact_on_a_card():
+    problem = make_problem(CASES["ragged"], "float32")
+    exact, card = (run_steps(reference.steps(problem, "float32", kind)) for kind in reference.ARITHMETICS)
+    assert not np.array_equal(exact["step0.q"], card["step0.q"])
+    for stage in ("step3.mask", "step3.cache.lengths", "step3.module.cache.lengths"):
+        np.testing.assert_array_equal(exact[stage], card[stage])
+
+
+def test_an_exact_reference_leaves_a_card_what_one_value_loses(rng):
+    expected = rng.standard_normal((2, 3, 4, 5))
+    allowed = budget(expected, expected, "float32", arithmetic="tensix")
+    assert allowed["max"] == pytest.approx(2**-10 * np.abs(expected).max())
+    assert floor("bfloat16", "tensix") == 2**-8
+
+
+def test_an_unknown_arithmetic_is_refused():
+    with pytest.raises(ValueError, match="arithmetic must be one of"):
+        reference.steps(make_problem(CASES["textbook"], "float32"), "float32", "abacus")

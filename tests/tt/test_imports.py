@@ -1,0 +1,58 @@
+"""`mha_tt` works where torch and the other frameworks are not installed, and leaves files in its cache folder only."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+# To importlib these packages are not installed. (ttnn asks it for torch, and imports it where it is.)
+WITHOUT_THE_OTHERS = """
+import sys
+
+for name in ("torch", "jax", "jaxlib", "flax", "parity", "mha_jax", "mha_torch"):
+    sys.modules[name] = None
+"""
+
+USE = """
+import mha_tt
+import numpy as np
+
+with mha_tt.mock.board(values=False) as device:
+    module = mha_tt.MultiHeadAttentionWithCache(8, 2, device=device)
+    x = mha_tt.upload(np.zeros((1, 3, 8)), device=device)
+    output, cache = module(x, module.init_cache(1, 4))
+    assert tuple(output.shape) == (1, 3, 8)
+"""
+
+USE_VALUES = """
+import mha_tt
+
+with mha_tt.mock.board() as device:
+    pass
+"""
+
+
+def run(folder, *pieces):
+    """Run the pieces as one program in a fresh interpreter, in an empty folder and with a cache folder of its own."""
+    (folder / "work").mkdir()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TT_METAL_")}
+    environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    program = [sys.executable, "-c", "\n".join(pieces)]
+    return subprocess.run(program, capture_output=True, text=True, check=False, cwd=folder / "work", env=environment)
+
+
+def test_mha_tt_works_without_torch_and_the_other_siblings(tmp_path):
+    result = run(tmp_path, WITHOUT_THE_OTHERS, USE)
+    assert result.returncode == 0, result.stderr
+
+
+def test_values_without_torch_say_that_they_need_it(tmp_path):  # the control of the test above
+    result = run(tmp_path, WITHOUT_THE_OTHERS, USE_VALUES)
+    assert "ModuleNotFoundError: mha_tt.mock needs torch for values" in result.stderr
+
+
+def test_mock_board_leaves_files_in_its_cache_folder_only(tmp_path):
+    result = run(tmp_path, USE)
+    assert result.returncode == 0, result.stderr
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["mha_tt"]
+    assert not list((tmp_path / "work").iterdir())
