@@ -18,6 +18,7 @@ from mha_tt import fused
 from mha_tt.checks import (
     check_appended,
     check_cache,
+    check_cache_holds,
     check_cached_input,
     check_count,
     check_dtype,
@@ -301,6 +302,7 @@ def _cached_layer(
         rope_theta=rope_theta,
         head_dim=head_dim,
     )
+    check_cache_holds(cache, num_kv_heads, k.shape[3])
     arithmetic: Any = {"head_dim": head_dim, "compute_kernel_config": compute_kernel_config}
     attend = _attend_in_step if is_step else _attend_in_prefill
     context, cache = attend(q, k, v, cache, new_lengths, dropout, seed, arithmetic)
@@ -447,6 +449,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             TypeError: if x is not on the device, dtypes differ or the lengths are not integers.
             ValueError: if the shapes do not fit, or the new tokens do not fit into the capacity.
         """
+        check_floating("x", x, rank=3)
         check_input_dtype("x", x, self.dtype)
         output, cache = _cached_layer(
             self.project,

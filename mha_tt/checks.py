@@ -199,7 +199,7 @@ def check_lengths(name: str, lengths: np.ndarray | Sequence[int], batch_size: in
         raise ValueError(f"{name} must lie in 0..{maximum}, got {name}={lengths.tolist()}")
 
 
-def check_positions(positions: np.ndarray, batch_size: int, seq_len: int) -> None:
+def check_positions(positions: object, batch_size: int, seq_len: int) -> None:
     """Refuse positions that are not integers of shape (B, T) or (1, T)."""
     if not isinstance(positions, np.ndarray):
         raise TypeError(f"positions must be a NumPy array, got {type(positions).__name__}")
@@ -262,7 +262,7 @@ def check_layer_inputs(
         raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope_theta={rope_theta}")
     if positions is not None and rope_theta is None:
         raise ValueError("positions must come with RoPE, got positions and rope_theta=None")
-    if isinstance(positions, np.ndarray):
+    if positions is not None and not hasattr(positions, "turn"):
         check_positions(positions, query.shape[0], query.shape[1])
     for name, x in (("key", key), ("value", value)):
         if x is None:
@@ -344,6 +344,32 @@ def check_is_cache(cache: object) -> None:
     """Refuse what is not a cache."""
     if not all(hasattr(cache, name) for name in ("keys", "values", "lengths", "capacity")):
         raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
+
+
+def check_cached_step(query: Tensor, keys: Tensor, values: Tensor, last_positions: np.ndarray) -> None:
+    """Refuse a query (1, B, N, H), a cache (B, K, S, H) or last positions (B,) that do not fit each other."""
+    for name, x in (("keys", keys), ("values", values)):
+        check_floating(name, x, rank=4)
+        if x.dtype == ttnn.float32:
+            raise TypeError(f"{name} must be bfloat16 or bfloat8_b on the fused path, got {name}.dtype=float32")
+    if tuple(values.shape) != tuple(keys.shape):
+        raise ValueError(f"values must have the shape of keys, got {tuple(values.shape)} and {tuple(keys.shape)}")
+    if (query.shape[0], query.shape[1], query.shape[3]) != (1, keys.shape[0], keys.shape[3]):
+        raise ValueError(
+            f"query must have shape (1, B, N, H) with the batch size and features of the cache, "
+            f"got query.shape={tuple(query.shape)} and keys.shape={tuple(keys.shape)}"
+        )
+    check_head_groups(query.shape[2], keys.shape[1])
+    if keys.shape[2] % 32:
+        raise ValueError(f"keys must have whole tiles of 32 slots, got keys.shape={tuple(keys.shape)}")
+    check_lengths("last_positions", last_positions, keys.shape[0], keys.shape[2] - 1)
+
+
+def check_cache_holds(cache: KVCache, num_kv_heads: int, head_dim: int) -> None:
+    """Refuse a cache that was made for other heads."""
+    expected = (cache.keys.shape[0], num_kv_heads, cache.keys.shape[2], head_dim)
+    if tuple(cache.keys.shape) != expected:
+        raise ValueError(f"cache.keys must have shape {expected}, got cache.keys.shape={tuple(cache.keys.shape)}")
 
 
 def check_cached_input(x: Tensor, cache: KVCache) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import ttnn
 
-from mha_tt.checks import check_count, check_dtype, check_finite, check_head_groups, check_on_device
+from mha_tt.checks import check_count, check_dtype, check_finite, check_head_dim, check_head_groups, check_on_device
 
 TILE = 32
 """Rows and columns of a tile, the unit in which tensors are kept and computed."""
@@ -269,6 +269,7 @@ def download_weights(
         weight = download(tensor)
         weight = weight.T if kind == "weight" else weight[0]
         if projection in heads:
+            check_head_dim(head_dim, weight.shape[0] // heads[projection])
             weight = weight.reshape(heads[projection], -1, *weight.shape[1:])[:, slots]
             weight = weight.reshape(-1, *weight.shape[2:])
         elif kind == "weight":

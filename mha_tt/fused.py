@@ -10,7 +10,7 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_tt.checks import check_attention, check_floating, check_head_dim, check_rate
+from mha_tt.checks import check_attention, check_cached_step, check_floating, check_head_dim, check_rate
 from mha_tt.device import TILE, accurate_config, round_up, upload_integers
 from mha_tt.masks import MASKED, DeviceMask, bias_on_device, hide_infinite_bias, on_device
 
@@ -100,10 +100,15 @@ def attend_to_cache(
         head_dim: features of a head before padding; those it has when absent.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
+    Raises:
+        TypeError: if a tensor is float32 or not in tiles on the device, or positions are not integers.
+        ValueError: if the shapes do not fit, or a position lies outside of the cache.
+
     Source: ttnn.transformer.scaled_dot_product_attention_decode.
     """
     check_floating("query", query, rank=4)
     _check_kernel_takes(query, head_dim)
+    check_cached_step(query, keys, values, last_positions)
     config = compute_kernel_config or accurate_config(query.device())
     context = ttnn.transformer.scaled_dot_product_attention_decode(
         query if query.dtype == ttnn.bfloat16 else ttnn.typecast(query, ttnn.bfloat16),  # it takes no other with groups

@@ -201,7 +201,9 @@ class DeviceMask:
             TypeError: if the mask is not boolean.
             ValueError: if it has more than 4 axes.
         """
-        check_mask(mask, np.shape(mask))
+        if not isinstance(mask, np.ndarray):
+            raise TypeError(f"mask must be a NumPy array, got {type(mask).__name__}")
+        check_mask(mask, mask.shape)
         self.mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         self.device = device
         causal = self.mask.shape[:2] == (1, 1) and self.mask.shape[2] == self.mask.shape[3]

@@ -664,6 +664,7 @@ class AttentionLayer:
         positions: Int[np.ndarray, "#B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
         """`multi_head_attention` with the weights and the configuration of this module."""
+        check_floating("query", query, rank=3)
         check_input_dtype("query", query, self.dtype)
         output, attn_weights = _attention_layer(
             self.project,

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from ttnn import Tensor
 
 from mha_tt.checks import check_floating, check_head_dim, check_positions, check_rope
-from mha_tt.device import head_slots, upload
+from mha_tt.device import head_slots, padded_head_dim, upload
 
 
 def rope_frequencies(head_dim: int, theta: float) -> np.ndarray:
@@ -80,6 +80,11 @@ class Rotation:
     ) -> None:
         """Upload the turns of positions (B or 1, T) for heads of `padded` features, `head_dim` of them real."""
         check_head_dim(head_dim, padded)
+        if head_dim is not None and padded != padded_head_dim(head_dim, rope=True):
+            raise ValueError(
+                f"heads of head_dim={head_dim} must be padded to {padded_head_dim(head_dim, rope=True)} features for "
+                f"RoPE (upload_weights(rope=True)), got {padded}"
+            )
         slots = np.arange(padded) if head_dim is None else head_slots(head_dim, rope=True)
         angles = positions[:, None, :, None] * rope_frequencies(len(slots), theta)
         cos, sin = np.ones((*angles.shape[:3], padded)), np.zeros((*angles.shape[:3], padded))

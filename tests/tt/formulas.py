@@ -1,0 +1,141 @@
+"""Attention in float64, straight from the formulas, and how close to it a device must come."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import ttnn
+
+import mha_tt
+import parity
+
+IS_MOCK = mha_tt.target() in (None, "mock")
+"""Whether the tests run on a mock board, as they do where there is no device."""
+
+TOLERANCES = {
+    # Golden functions compute in float32 and round what they give. Measured over every test here: at most …
+    "mock": {ttnn.float32: 4e-6, ttnn.bfloat16: 2e-2, ttnn.bfloat8_b: 6e-2},
+    # The matrix engine cuts float32 to 11 bits, sums in float32, and its exponential and reciprocal are approximations;
+    # the thresholds of ttnn's own tests of its attention lie between 1e-2 and 5e-2. To be measured on a card.
+    "device": {ttnn.float32: 1e-2, ttnn.bfloat16: 5e-2, ttnn.bfloat8_b: 1e-1},
+}["mock" if IS_MOCK else "device"]
+"""The largest error allowed by dtype, relative to the largest element."""
+
+both_dtypes = pytest.mark.parametrize("dtype", [ttnn.float32, ttnn.bfloat16], ids=["float32", "bfloat16"])
+every_dtype = pytest.mark.parametrize(
+    "dtype", [ttnn.float32, ttnn.bfloat16, ttnn.bfloat8_b], ids=["float32", "bfloat16", "bfloat8_b"]
+)
+
+
+# ---- Attention -------------------------------------------------------------------------------------------------------
+
+
+def attend(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    *,
+    mask: Any = False,
+    bias: Any = 0.0,
+    kept: Any = 1.0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Context and attention weights of split heads; `kept` multiplies the weights before the values are summed."""
+    groups = query.shape[1] // key.shape[1]
+    query, key, value = (x.astype(np.float64) for x in (query, key, value))
+    key, value = np.repeat(key, groups, axis=1), np.repeat(value, groups, axis=1)
+    scores = query @ key.swapaxes(2, 3) / np.sqrt(query.shape[3]) + bias
+    scores = np.where(mask, -np.inf, scores)
+    highest = scores.max(axis=3, keepdims=True)
+    exponentials = np.exp(scores - np.where(np.isfinite(highest), highest, 0.0))
+    total = exponentials.sum(axis=3, keepdims=True)
+    attn_weights = exponentials / np.where(total == 0.0, 1.0, total)
+    return kept * attn_weights @ value, attn_weights
+
+
+def rotate(x: np.ndarray, positions: Any, theta: float) -> np.ndarray:
+    """Each pair (a, b) of features, half a head apart, as (a cos - b sin, b cos + a sin)."""
+    half = x.shape[3] // 2
+    angles = np.asarray(positions)[:, None, :, None] * theta ** (-np.arange(half) / half)
+    turned = (x[..., :half] + 1j * x[..., half:].astype(np.float64)) * np.exp(1j * angles)
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def project(weights: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
+    """x W^T + b."""
+    return x @ weights[f"{name}.weight"].astype(np.float64).T + weights.get(f"{name}.bias", 0.0)
+
+
+def project_heads(
+    spec: parity.AttentionSpec, weights: dict[str, np.ndarray], name: str, x: np.ndarray, positions: Any = None
+) -> np.ndarray:
+    """Queries, keys or values (B, heads, T, H), after RoPE."""
+    heads = project(weights, f"{name}_proj", x)
+    heads = heads.reshape(*x.shape[:2], -1, spec.head_dim).swapaxes(1, 2)
+    if spec.rope_theta is None or name == "v":
+        return heads
+    return rotate(heads, np.arange(x.shape[1])[None] if positions is None else positions, spec.rope_theta)
+
+
+def layer(
+    spec: parity.AttentionSpec,
+    weights: dict[str, np.ndarray],
+    query: np.ndarray,
+    key: np.ndarray | None = None,
+    value: np.ndarray | None = None,
+    *,
+    positions: Any = None,
+    **options: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Output and attention weights of a whole layer; options are those of `attend`."""
+    key = query if key is None else key
+    value = key if value is None else value
+    q, k, v = (
+        project_heads(spec, weights, name, x, positions) for name, x in zip("qkv", (query, key, value), strict=True)
+    )
+    context, attn_weights = attend(q, k, v, **options)
+    combined = context.swapaxes(1, 2).reshape(*query.shape[:2], -1)
+    return project(weights, "out_proj", combined) if spec.out_proj else combined, attn_weights
+
+
+# ---- Between NumPy and the device ------------------------------------------------------------------------------------
+
+
+def rounded(x: np.ndarray, dtype: ttnn.DataType) -> np.ndarray:
+    """x as a tensor of that dtype holds it, in float32."""
+    host = ttnn.Tensor(np.array(x, np.float32, order="C"), dtype, None, ttnn.TILE_LAYOUT)
+    return host.to_torch().float().numpy()
+
+
+def rounded_weights(spec: parity.AttentionSpec, dtype: ttnn.DataType) -> dict[str, np.ndarray]:
+    """Random weights of the layer that a tensor of that dtype holds exactly."""
+    return {name: rounded(weight, dtype) for name, weight in parity.random_weights(spec).items()}
+
+
+def module_of(
+    kind: str,
+    spec: parity.AttentionSpec,
+    device: ttnn.MeshDevice,
+    dtype: ttnn.DataType = ttnn.bfloat16,
+    weights: dict[str, np.ndarray] | None = None,
+    **options: Any,
+) -> Any:
+    """A module of that class, without dropout, with the given weights or those of `rounded_weights`."""
+    module = getattr(mha_tt, kind)(**spec.keywords, device=device, dtype=dtype, **options).eval()
+    module.load_weights(rounded_weights(spec, dtype) if weights is None else weights)
+    return module
+
+
+def without_padding(output: np.ndarray, spec: parity.AttentionSpec) -> np.ndarray:
+    """The output of a layer, without the features that pad its heads where no projection follows."""
+    if spec.out_proj:
+        return output
+    slots = mha_tt.head_slots(spec.head_dim, rope=spec.rope_theta is not None)
+    return output.reshape(*output.shape[:2], spec.num_heads, -1)[..., slots].reshape(*output.shape[:2], -1)
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray, dtype: ttnn.DataType) -> None:
+    """Equal but for the rounding of a dtype: see `TOLERANCES`."""
+    __tracebackhide__ = True
+    assert actual.shape == expected.shape
+    error = np.abs(actual - expected).max() / np.abs(expected).max()
+    assert error <= TOLERANCES[dtype], f"the largest error is {error:.1e} of the largest element"

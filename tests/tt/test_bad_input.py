@@ -1,0 +1,987 @@
+"""Bad input is refused before any work, by every public function, with the argument's name and the rule.
+
+ttnn itself answers some of it with a crash of the process. RoPE refuses in test_rope.py.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+import numpy as np
+import pytest
+import ttnn
+
+import mha_tt
+import parity
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of ones, made when there is a device."""
+
+    shape: tuple[int, ...]
+    dtype: ttnn.DataType = ttnn.bfloat16
+
+    def __call__(self, device):
+        return mha_tt.upload(np.ones(self.shape), device=device, dtype=self.dtype)
+
+
+def ones(*shape):
+    return Tensor(shape)
+
+
+def wide(*shape):
+    return Tensor(shape, ttnn.float32)
+
+
+def booleans(*shape):
+    return np.ones(shape, bool)
+
+
+def lengths(*values):
+    return np.array(values, np.int32)
+
+
+def module(kind, *args, **options):
+    """A module, made when there is a device."""
+    return lambda device: getattr(mha_tt, kind)(*args, **options, device=device)
+
+
+def cache(*sizes, dtype=ttnn.bfloat16):
+    """A cache, made when there is a device."""
+    return lambda device: mha_tt.init_cache(*sizes, dtype, device=device)
+
+
+def weights(*, num_heads=2, **options):
+    """The weights of a layer of 8 features on the device, where there is one."""
+    spec = parity.AttentionSpec(8, num_heads, **options)
+    return lambda device: mha_tt.upload_weights(parity.random_weights(spec), num_heads=num_heads, device=device)
+
+
+def made(x, device):
+    """What is made when there is a device, also within a dict."""
+    if isinstance(x, dict):
+        return {name: made(value, device) for name, value in x.items()}
+    return x(device) if callable(x) else x
+
+
+def refused(device, function, keywords, error, message):
+    """Call a function of the package, by its name, or a module, and expect the error."""
+    function = attrgetter(function)(mha_tt) if isinstance(function, str) else function(device)
+    keywords = made(keywords, device)
+    with pytest.raises(error, match=message):
+        function(**keywords)
+
+
+# ---- What is no tensor on the device ---------------------------------------------------------------------------------
+
+CALLS = {
+    # name: (function, keywords that it takes)
+    "split_heads": ("split_heads", {"x": ones(2, 3, 64), "num_heads": 2}),
+    "combine_heads": ("combine_heads", {"x": ones(2, 2, 3, 32)}),
+    "repeat_kv_heads": ("repeat_kv_heads", {"x": ones(2, 2, 3, 32), "num_heads": 4}),
+    "attention_scores": (
+        "attention_scores",
+        {"query": ones(2, 2, 3, 32), "key": ones(2, 2, 4, 32), "bias": ones(1, 1, 3, 4)},
+    ),
+    "masked_softmax": ("masked_softmax", {"scores": ones(2, 2, 3, 4)}),
+    "attention_context": ("attention_context", {"attn_weights": ones(2, 2, 3, 4), "value": ones(2, 2, 4, 32)}),
+    "apply_rope": ("apply_rope", {"x": ones(2, 2, 3, 64), "positions": lengths(0, 1, 2)[None]}),
+    **{
+        function: (
+            function,
+            {
+                "query": ones(2, 2, 3, 32),
+                "key": ones(2, 2, 4, 32),
+                "value": ones(2, 2, 4, 32),
+                "bias": ones(1, 1, 3, 4),
+            },
+        )
+        for function in ("scaled_dot_product_attention", "fused.scaled_dot_product_attention")
+    },
+    "fused.attend_to_cache": (
+        "fused.attend_to_cache",
+        {
+            "query": ones(1, 2, 2, 32),
+            "keys": ones(2, 2, 32, 32),
+            "values": ones(2, 2, 32, 32),
+            "last_positions": lengths(3, 4),
+        },
+    ),
+    "multi_head_attention_core": (
+        "multi_head_attention_core",
+        {"query": ones(2, 3, 8), "key": ones(2, 4, 8), "value": ones(2, 4, 8), "num_heads": 2},
+    ),
+    "multi_head_attention": (
+        "multi_head_attention",
+        {
+            "query": ones(2, 3, 8),
+            "key": ones(2, 4, 8),
+            "value": ones(2, 4, 8),
+            "bias": ones(1, 1, 3, 4),
+            "weights": weights(),
+            "num_heads": 2,
+            "head_dim": 4,
+        },
+    ),
+    "multi_head_attention_with_cache": (
+        "multi_head_attention_with_cache",
+        {
+            "x": ones(2, 3, 8),
+            "cache_k": ones(2, 2, 5, 32),
+            "cache_v": ones(2, 2, 5, 32),
+            "weights": weights(),
+            "num_heads": 2,
+            "head_dim": 4,
+        },
+    ),
+    "multi_head_attention_with_static_cache": (
+        "multi_head_attention_with_static_cache",
+        {"x": ones(2, 3, 8), "cache": cache(2, 2, 4, 4), "weights": weights(), "num_heads": 2, "head_dim": 4},
+    ),
+    "append_to_cache": (
+        "append_to_cache",
+        {"cache": cache(2, 2, 4, 4), "key": ones(2, 2, 3, 32), "value": ones(2, 2, 3, 32)},
+    ),
+    "MultiHeadAttention": (
+        module("MultiHeadAttention", 8, 2),
+        {"query": ones(2, 3, 8), "key": ones(2, 4, 8), "value": ones(2, 4, 8), "bias": ones(1, 1, 3, 4)},
+    ),
+    "MultiHeadSelfAttention": (module("MultiHeadSelfAttention", 8, 2), {"x": ones(2, 3, 8)}),
+    "MultiHeadAttentionWithCache": (
+        module("MultiHeadAttentionWithCache", 8, 2),
+        {"x": ones(2, 3, 8), "cache": cache(2, 2, 4, 4)},
+    ),
+}
+OPERANDS = [
+    (call, name) for call, (_, keywords) in CALLS.items() for name, x in keywords.items() if isinstance(x, Tensor)
+]
+NOT_TENSORS = {
+    # name: (what is put in the place of a tensor of that shape, words of the refusal)
+    "list": (lambda shape, device: np.ones(shape).tolist(), "{name} must be a ttnn.Tensor, got list"),
+    "array": (lambda shape, device: np.ones(shape, np.float32), "{name} must be a ttnn.Tensor, got ndarray"),
+    "host": (
+        lambda shape, device: ttnn.Tensor(np.ones(shape, np.float32), ttnn.bfloat16, None, ttnn.TILE_LAYOUT),
+        r"{name} must lie on a device \(mha_tt\.upload\), got {name}\.storage_type\(\)=",
+    ),
+    "rows": (
+        lambda shape, device: ttnn.to_device(
+            ttnn.Tensor(np.ones(shape, np.float32), ttnn.bfloat16, None, ttnn.ROW_MAJOR_LAYOUT), device
+        ),
+        r"{name} must be in tiles \(mha_tt\.upload\), got {name}\.layout=",
+    ),
+    "integers": (
+        lambda shape, device: ttnn.to_device(
+            ttnn.Tensor(np.ones(shape, np.int32), ttnn.int32, None, ttnn.TILE_LAYOUT), device
+        ),
+        r"{name}(\.dtype must be ttnn\.bfloat16, .*| must have the dtype of the module), got {name}\.dtype=",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_good_input_is_taken(device, call):  # the control of everything here
+    function, keywords = CALLS[call]
+    function = attrgetter(function)(mha_tt) if isinstance(function, str) else function(device)
+    function(**made(keywords, device))
+
+
+BAD_OPERANDS = [  # a bias may be an array
+    (call, name, kind) for call, name in OPERANDS for kind in NOT_TENSORS if (name, kind) != ("bias", "array")
+]
+
+
+@pytest.mark.parametrize(("call", "name", "kind"), BAD_OPERANDS, ids=map(" ".join, BAD_OPERANDS))
+def test_what_is_no_tensor_in_tiles_on_the_device_is_refused(device, call, name, kind):
+    function, keywords = CALLS[call]
+    make, message = NOT_TENSORS[kind]
+    bad = make(keywords[name].shape, device)
+    message = message.format(name="x" if call == "multi_head_attention_core" else name)  # that of `split_heads`
+    refused(device, function, {**keywords, name: bad}, TypeError, message)
+
+
+RANKED = [operand for operand in OPERANDS if operand[1] != "bias"]
+
+
+@pytest.mark.parametrize("axes", ["fewer", "more", "one"])
+@pytest.mark.parametrize(("call", "name"), RANKED, ids=map(" ".join, RANKED))
+def test_another_number_of_axes_is_refused(device, call, name, axes):
+    function, keywords = CALLS[call]
+    shape = keywords[name].shape
+    bad = {"fewer": ones(*shape[1:]), "more": ones(1, *shape), "one": ones(8)}[axes]
+    refused(device, function, {**keywords, name: bad}, ValueError, f"must have {len(shape)} axes, got")
+
+
+# ---- Arrays ----------------------------------------------------------------------------------------------------------
+
+ARRAYS = {
+    "integers": (np.ones(3, np.int32), {}, TypeError, "array must be floating point or boolean, got dtype=int32"),
+    "list of integers": ([1, 2], {}, TypeError, "array must be floating point or boolean, got dtype=int64"),
+    "complex": (np.ones(3, complex), {}, TypeError, "array must be floating point or boolean, got dtype=complex128"),
+    "text": (np.array(["a"]), {}, TypeError, "array must be floating point or boolean"),
+    "objects": (np.array([None]), {}, TypeError, "array must be floating point or boolean, got dtype=object"),
+    "number": (1.0, {}, ValueError, r"array must have at least 1 axis, got shape=\(\)"),
+    "no dtype": (np.ones(3), {"dtype": None}, TypeError, "dtype must be ttnn.bfloat16, .*got dtype=None"),
+    "NumPy dtype": (np.ones(3), {"dtype": np.float32}, TypeError, "dtype must be ttnn.bfloat16"),
+    "integer dtype": (np.ones(3), {"dtype": ttnn.int32}, TypeError, "dtype must be ttnn.bfloat16"),
+    "narrower dtype": (np.ones(3), {"dtype": ttnn.bfloat4_b}, TypeError, "dtype must be ttnn.bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_upload_refuses(device, name):
+    array, options, error, message = ARRAYS[name]
+    with pytest.raises(error, match=message):
+        mha_tt.upload(array, device=device, **options)
+
+
+@pytest.mark.parametrize("kind", ["list", "array", "host"])
+def test_download_refuses(device, kind):
+    make, message = NOT_TENSORS[kind]
+    with pytest.raises(TypeError, match=message.format(name="tensor")):
+        mha_tt.download(make((3, 5), device))
+
+
+# ---- Weights ---------------------------------------------------------------------------------------------------------
+
+WEIGHTS = parity.random_weights(parity.AttentionSpec(8, 2, d_in=6))
+UPLOADS = {
+    "heads": ({"num_heads": 3}, ValueError, r"q_proj\.weight must have features for 3 heads, got .*shape=\(8, 6\)"),
+    "no heads": ({"num_heads": 0}, ValueError, "num_heads must be at least 1"),
+    "groups": ({"num_kv_heads": 3}, ValueError, "num_heads=2 and num_kv_heads=3"),
+    "key heads": ({"num_heads": 16, "num_kv_heads": 16}, ValueError, "must have features for 16 heads"),
+    "float heads": ({"num_heads": 2.0}, TypeError, "num_heads must be an integer"),
+    "dtype": ({"dtype": np.float32}, TypeError, "dtype must be ttnn.bfloat16"),
+    "NaN": (
+        {"weights": {"q_proj.bias": np.array([math.nan] * 8)}},
+        ValueError,
+        r"finite, got .* in \['q_proj\.bias'\]",
+    ),
+    "infinity": ({"weights": {"o": np.array([math.inf])}}, ValueError, "weights must be finite"),
+    "no axis": ({"weights": {"k_proj.bias": np.float32(1.0)}}, ValueError, r"k_proj\.bias must have features"),
+}
+
+
+@pytest.mark.parametrize("name", UPLOADS)
+def test_upload_weights_refuses(device, name):
+    keywords, error, message = UPLOADS[name]
+    with pytest.raises(error, match=message):
+        mha_tt.upload_weights(**{"weights": WEIGHTS, "num_heads": 2, "device": device, **keywords})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_heads": 0, "head_dim": 4}, ValueError, "num_heads must be at least 1"),
+        ({"num_heads": 2, "num_kv_heads": 3, "head_dim": 4}, ValueError, "num_kv_heads=3"),
+        ({"num_heads": 2, "head_dim": 0}, ValueError, "head_dim must be at least 1"),
+        ({"num_heads": 2, "head_dim": 4.0}, TypeError, "head_dim must be an integer"),
+        ({"num_heads": 2, "head_dim": 40}, ValueError, "head_dim must be at most the 32 features of a head"),
+    ],
+    ids=["no heads", "groups", "0", "float", "too large"],
+)
+def test_download_weights_refuses(device, options, error, message):
+    with pytest.raises(error, match=message):
+        mha_tt.download_weights(weights()(device), **options)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"q_proj.weight": np.ones((6, 8))}, r"must have the names and shapes .*, got .*'q_proj.weight': \(6, 8\)"),
+        ({"o_proj.weight": np.ones((8, 8))}, "must have the names and shapes .*, got .*o_proj"),
+        ({"q_proj.bias": np.ones(7)}, "must have the names and shapes"),
+        ({"k_proj.weight": np.full((8, 6), math.nan)}, r"weights must be finite, got .*\['k_proj\.weight'\]"),
+    ],
+    ids=["transposed", "other name", "bias", "NaN"],
+)
+def test_module_refuses_weights_and_keeps_its_own(device, changed, message):
+    layer = mha_tt.MultiHeadAttention(8, 2, d_in=6, device=device)
+    before = layer.weights
+    with pytest.raises(ValueError, match=message):
+        layer.load_weights({**WEIGHTS, **changed})
+    assert layer.weights is before
+
+
+@pytest.mark.parametrize("missing", list(WEIGHTS))
+def test_module_refuses_weights_that_lack_one(device, missing):
+    layer = mha_tt.MultiHeadAttention(8, 2, d_in=6, device=device)
+    with pytest.raises(ValueError, match="weights must have the names and shapes"):
+        layer.load_weights({name: weight for name, weight in WEIGHTS.items() if name != missing})
+
+
+HELD = {f"{name}_proj.weight": ones(6, 64) for name in "qkv"} | {f"{name}_proj.bias": ones(1, 64) for name in "qkv"}
+HELD |= {"out_proj.weight": ones(64, 8), "out_proj.bias": ones(1, 8)}
+PACKED = {"qkv_proj.weight": ones(6, 192), "qkv_proj.bias": ones(1, 192)}
+
+
+def without(*names):
+    return {name: x for name, x in HELD.items() if name not in names}
+
+
+BAD_WEIGHTS = {
+    "no mapping": ([1], TypeError, "weights must be a mapping of names to tensors, got list"),
+    "nothing": ({}, ValueError, r"weights must .*missing \['k_proj.*q_proj.*v_proj"),
+    "no q_proj": (without("q_proj.weight", "q_proj.bias"), ValueError, r"weights must .*missing \['q_proj"),
+    "bias without weight": (without("v_proj.weight"), ValueError, r"weights must .*missing \['v_proj"),
+    "out_proj bias alone": (without("out_proj.weight"), ValueError, "weights must .*out_proj"),
+    "other name": ({**HELD, "o_proj.weight": ones(8, 8)}, ValueError, r"weights must .*unexpected \['o_proj"),
+    "packed and separate": ({**HELD, **PACKED}, ValueError, r"weights must .*unexpected \['k_proj"),
+    "array": ({**HELD, "q_proj.weight": np.ones((6, 64))}, TypeError, "q_proj.weight must be a ttnn.Tensor"),
+    "transposed q_proj": ({**HELD, "q_proj.weight": ones(64, 6)}, ValueError, "one head_dim"),
+    "transposed out_proj": ({**HELD, "out_proj.weight": ones(8, 64)}, ValueError, "out_proj.weight must have shape"),
+    "flat weight": ({**HELD, "k_proj.weight": ones(64)}, ValueError, "k_proj.weight must have 2 axes"),
+    "bias of another width": (
+        {**HELD, "k_proj.bias": ones(1, 6)},
+        ValueError,
+        r"k_proj.bias must have shape \(1, 64\)",
+    ),
+    "flat bias": ({**HELD, "q_proj.bias": ones(64)}, ValueError, "q_proj.bias must have 2 axes"),
+    "other head_dim": ({**HELD, "k_proj.weight": ones(6, 32)}, ValueError, "one head_dim"),
+    "packed columns": ({"qkv_proj.weight": ones(6, 190)}, ValueError, "qkv_proj.weight must have columns for 6 heads"),
+    "packed bias": ({**PACKED, "qkv_proj.bias": ones(1, 64)}, ValueError, "qkv_proj.bias must have shape"),
+}
+X = ones(2, 3, 6)
+FUNCTIONS = {
+    "plain": ("multi_head_attention", {"query": X, "need_weights": True, "head_dim": 4}),
+    "fused": ("multi_head_attention", {"query": X, "head_dim": 4}),
+    "growing": ("multi_head_attention_with_cache", {"x": X, "head_dim": 4}),
+    "static": ("multi_head_attention_with_static_cache", {"x": X, "cache": cache(2, 2, 4, 4), "head_dim": 4}),
+}
+every_function = pytest.mark.parametrize("function", FUNCTIONS)
+
+
+@every_function
+@pytest.mark.parametrize("name", BAD_WEIGHTS)
+def test_function_refuses_weights(device, name, function):
+    held, error, message = BAD_WEIGHTS[name]
+    function, keywords = FUNCTIONS[function]
+    refused(device, function, {**keywords, "weights": held, "num_heads": 2}, error, message)
+
+
+@every_function
+@pytest.mark.parametrize(
+    ("heads", "error", "message"),
+    [
+        ({"num_heads": 0}, ValueError, "num_heads must be at least 1"),
+        ({"num_heads": 2.0}, TypeError, "num_heads must be an integer"),
+        ({"num_heads": 3}, ValueError, "columns for 3 heads"),
+        ({"num_heads": 2, "num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1"),
+        ({"num_heads": 4, "num_kv_heads": 8}, ValueError, "num_kv_heads=8"),
+        ({"num_heads": 2, "num_kv_heads": 1}, ValueError, "one head_dim"),
+        ({"num_heads": 2, "head_dim": 33}, ValueError, "head_dim must be at most the 32 features of a head"),
+        ({"num_heads": 2, "head_dim": 0}, ValueError, "head_dim must be at least 1"),
+        ({"num_heads": 2, "head_dim": 4.0}, TypeError, "head_dim must be an integer"),
+    ],
+    ids=["0", "float", "not dividing", "no kv", "more kv", "fewer kv", "head_dim 33", "head_dim 0", "head_dim float"],
+)
+def test_function_refuses_heads(device, function, heads, error, message):
+    function, keywords = FUNCTIONS[function]
+    refused(device, function, {**keywords, "weights": HELD, **heads}, error, message)
+
+
+@every_function
+def test_function_refuses_rope_of_heads_that_are_not_padded_for_it(device, function):
+    # With RoPE each half of a head begins at a tile, so that a head of 4 features takes 64 and not 32.
+    function, keywords = FUNCTIONS[function]
+    keywords = {**keywords, "weights": HELD, "num_heads": 2, "rope_theta": 1e4}
+    refused(device, function, keywords, ValueError, "head_dim|rope")
+
+
+# ---- Configurations --------------------------------------------------------------------------------------------------
+
+CONFIGS = {
+    "d_model 0": ({"d_model": 0}, ValueError, "d_model must be at least 1, got d_model=0"),
+    "d_model float": ({"d_model": 8.0}, TypeError, "d_model must be an integer, got d_model=8.0"),
+    "d_model text": ({"d_model": "8"}, TypeError, "d_model must be an integer, got d_model='8'"),
+    "num_heads 0": ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got num_heads=0"),
+    "num_heads True": ({"num_heads": True}, TypeError, "num_heads must be an integer, got num_heads=True"),
+    "num_heads not dividing": (
+        {"num_heads": 3},
+        ValueError,
+        "d_model must be a multiple of num_heads, got d_model=8 and num_heads=3",
+    ),
+    "num_kv_heads 0": ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1, got num_kv_heads=0"),
+    "num_kv_heads not dividing": (
+        {"num_heads": 4, "num_kv_heads": 3},
+        ValueError,
+        "num_heads must be a multiple of num_kv_heads, got num_heads=4 and num_kv_heads=3",
+    ),
+    "head_dim 0": ({"head_dim": 0}, ValueError, "head_dim must be at least 1, got head_dim=0"),
+    "head_dim float": ({"head_dim": 4.0}, TypeError, "head_dim must be an integer, got head_dim=4.0"),
+    "d_in negative": ({"d_in": -1}, ValueError, "d_in must be at least 1, got d_in=-1"),
+    "d_kv 0": ({"d_kv": 0}, ValueError, "d_kv must be at least 1, got d_kv=0"),
+    "fused_qkv with another d_kv": (
+        {"fused_qkv": True, "d_kv": 6},
+        ValueError,
+        "d_kv must equal d_in with fused_qkv, got d_kv=6 and d_in=8",
+    ),
+    "rope on odd heads": (
+        {"rope_theta": 1e4, "head_dim": 3},
+        ValueError,
+        "head_dim must be even for RoPE, got head_dim=3",
+    ),
+    "rope_theta 0": ({"rope_theta": 0.0}, ValueError, "rope_theta must be positive, got rope_theta=0.0"),
+    "rope_theta NaN": ({"rope_theta": math.nan}, ValueError, "rope_theta must be positive, got rope_theta=nan"),
+    "rope_theta text": ({"rope_theta": "1e4"}, TypeError, "rope_theta must be a number, got rope_theta='1e4'"),
+    "rope with another d_kv": (
+        {"rope_theta": 1e4, "d_kv": 6},
+        ValueError,
+        "d_kv must equal d_in with RoPE, got d_kv=6 and d_in=8",
+    ),
+    "dropout 1": ({"dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1, got dropout=1.0"),
+    "dropout negative": ({"dropout": -0.1}, ValueError, "dropout must be at least 0 and below 1, got dropout=-0.1"),
+    "dropout text": ({"dropout": "0.5"}, TypeError, "dropout must be a number, got dropout='0.5'"),
+    "output_dropout 1": ({"output_dropout": 1.0}, ValueError, "output_dropout must be at least 0 and below 1"),
+    "dtype": ({"dtype": np.float32}, TypeError, "dtype must be ttnn.bfloat16, ttnn.bfloat8_b or ttnn.float32"),
+    "dtype None": ({"dtype": None}, TypeError, "dtype must be ttnn.bfloat16"),
+    "weight_dtype": ({"weight_dtype": ttnn.int32}, TypeError, "weight_dtype must be ttnn.bfloat16"),
+}
+
+
+@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_module_refuses_the_configuration(device, kind, name):
+    keywords, error, message = CONFIGS[name]
+    with pytest.raises(error, match=f"^{message}"):
+        getattr(mha_tt, kind)(**{"d_model": 8, "num_heads": 2, "device": device, **keywords})
+
+
+# ---- Stages ----------------------------------------------------------------------------------------------------------
+
+HEADS = ones(2, 2, 3, 32)
+STAGES = {
+    "split_heads width": ("split_heads", {"x": ones(2, 3, 8), "num_heads": 3}, ValueError, "width=8 and num_heads=3"),
+    "split_heads 0": ("split_heads", {"x": ones(2, 3, 8), "num_heads": 0}, ValueError, "num_heads must be at least 1"),
+    "split_heads float": ("split_heads", {"x": ones(2, 3, 8), "num_heads": 2.0}, TypeError, "must be an integer"),
+    "repeat groups": ("repeat_kv_heads", {"x": HEADS, "num_heads": 3}, ValueError, "num_heads=3 and num_kv_heads=2"),
+    "repeat 0": ("repeat_kv_heads", {"x": HEADS, "num_heads": 0}, ValueError, "num_heads must be at least 1"),
+    "scores width": ("attention_scores", {"query": HEADS, "key": ones(2, 2, 3, 64)}, ValueError, "key must .*head_dim"),
+    "scores batch": ("attention_scores", {"query": HEADS, "key": ones(3, 2, 3, 32)}, ValueError, "key must .*batch"),
+    "scores groups": ("attention_scores", {"query": ones(2, 3, 3, 32), "key": HEADS}, ValueError, "num_kv_heads=2"),
+    "scores bias": (
+        "attention_scores",
+        {"query": HEADS, "key": HEADS, "bias": np.ones(5)},
+        ValueError,
+        r"bias must broadcast to the scores .*= \(2, 2, 3, 3\), got bias\.shape=\(5,\)",
+    ),
+    "scores head_dim": (
+        "attention_scores",
+        {"query": HEADS, "key": HEADS, "head_dim": 33},
+        ValueError,
+        "head_dim must be at most the 32 features of a head, got head_dim=33",
+    ),
+    "scores head_dim 0": (
+        "attention_scores",
+        {"query": HEADS, "key": HEADS, "head_dim": 0},
+        ValueError,
+        "head_dim must be at least 1",
+    ),
+    "softmax mask": ("masked_softmax", {"scores": HEADS, "mask": booleans(5)}, ValueError, "mask must broadcast"),
+    "softmax float mask": ("masked_softmax", {"scores": HEADS, "mask": np.ones((3, 32))}, TypeError, "must be boolean"),
+    "softmax tensor mask": (
+        "masked_softmax",
+        {"scores": HEADS, "mask": ones(3, 32)},
+        TypeError,
+        "mask must be a NumPy",
+    ),
+    "context keys": (
+        "attention_context",
+        {"attn_weights": ones(2, 2, 3, 5), "value": HEADS},
+        ValueError,
+        "value must have the batch size and the keys of attn_weights",
+    ),
+    "context groups": (
+        "attention_context",
+        {"attn_weights": ones(2, 3, 3, 3), "value": HEADS},
+        ValueError,
+        "num_heads=3 and num_kv_heads=2",
+    ),
+    "dropout 1": ("apply_dropout", {"attn_weights": HEADS, "rate": 1.0}, ValueError, "dropout=1.0"),
+    "dropout negative": ("apply_dropout", {"attn_weights": HEADS, "rate": -0.5}, ValueError, "dropout=-0.5"),
+    "dropout float keep": (
+        "apply_dropout",
+        {"attn_weights": HEADS, "rate": 0.5, "keep": np.ones((3, 32))},
+        TypeError,
+        "keep must be boolean",
+    ),
+    "dropout keep": (
+        "apply_dropout",
+        {"attn_weights": HEADS, "rate": 0.5, "keep": booleans(5)},
+        ValueError,
+        "keep must broadcast",
+    ),
+    "dropout keep list": (
+        "apply_dropout",
+        {"attn_weights": HEADS, "rate": 0.5, "keep": [True]},
+        TypeError,
+        "keep must be a NumPy array, got list",
+    ),
+    "dropout of float32": (
+        "apply_dropout",
+        {"attn_weights": wide(2, 2, 3, 32), "rate": 0.5},
+        TypeError,
+        "attn_weights must be bfloat16 to be dropped at random",
+    ),
+    "dropout of bfloat8_b": (
+        "apply_dropout",
+        {"attn_weights": replace(HEADS, dtype=ttnn.bfloat8_b), "rate": 0.5},
+        TypeError,
+        "attn_weights must be bfloat16 to be dropped at random",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_stage_refuses(device, name):
+    refused(device, *STAGES[name])
+
+
+# ---- Attention of split heads ----------------------------------------------------------------------------------------
+
+DOT_PRODUCTS = {
+    "key float32": ({"key": wide(2, 2, 3, 32)}, TypeError, "key must be float32 if query is"),
+    "value float32": ({"value": wide(2, 2, 3, 32)}, TypeError, "value must be float32 if query is"),
+    "value shape": ({"value": ones(2, 2, 5, 32)}, ValueError, "value must have the shape of key"),
+    "batch": ({"query": ones(3, 2, 3, 32)}, ValueError, "key must have the batch size and head_dim of query"),
+    "batch of 1": ({"query": ones(1, 2, 3, 32)}, ValueError, "key must have the batch size and head_dim of query"),
+    "head_dim": ({"query": ones(2, 2, 3, 64)}, ValueError, "key must have the batch size and head_dim of query"),
+    "head_dim beyond": ({"head_dim": 33}, ValueError, "head_dim must be at most the 32 features"),
+    "groups": ({"query": ones(2, 3, 3, 32)}, ValueError, "num_heads=3 and num_kv_heads=2"),
+    "float mask": ({"mask": np.ones((3, 3))}, TypeError, "mask must be boolean .*passed as bias"),
+    "integer mask": ({"mask": np.ones((3, 3), int)}, TypeError, "mask must be boolean"),
+    "mask list": ({"mask": [[True]]}, TypeError, "mask must be a NumPy array or a DeviceMask, got list"),
+    "mask tensor": ({"mask": ones(3, 3)}, TypeError, "mask must be a NumPy array or a DeviceMask, got Tensor"),
+    "mask keys": ({"mask": booleans(3, 4)}, ValueError, r"mask must broadcast.*mask.shape=\(3, 4\)"),
+    "mask of a batch": ({"mask": booleans(3, 3, 3)}, ValueError, "mask must broadcast"),
+    "mask that stretches": ({"mask": booleans(4, 1, 3, 3)}, ValueError, "mask must broadcast"),
+    "mask of 5 axes": ({"mask": booleans(1, 1, 1, 3, 3)}, ValueError, "mask must broadcast"),
+    "DeviceMask keys": (
+        {"mask": lambda device: mha_tt.DeviceMask(booleans(3, 4), device=device)},
+        ValueError,
+        "mask must broadcast",
+    ),
+    "boolean bias": ({"bias": booleans(3, 3)}, TypeError, "bias must be floating point, got bias.dtype=bool"),
+    "integer bias": ({"bias": np.ones((3, 3), int)}, TypeError, "bias must be floating point"),
+    "bias keys": ({"bias": np.ones((3, 4))}, ValueError, "bias must broadcast"),
+    "bias on the device": ({"bias": ones(3, 4)}, ValueError, "bias must broadcast"),
+    "bias of 5 axes": ({"bias": np.ones((1, 1, 1, 3, 3))}, ValueError, "bias must broadcast"),
+    "dropout 1": ({"dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1"),
+    "dropout negative": ({"dropout": -0.5}, ValueError, "dropout must be at least 0 and below 1"),
+}
+KEEPS = {
+    "float keep": ({"dropout": 0.5, "dropout_keep": np.ones((3, 3))}, TypeError, "keep must be boolean"),
+    "keep shape": ({"dropout": 0.5, "dropout_keep": booleans(5)}, ValueError, "keep must broadcast"),
+}
+FLOAT32 = {name: wide(2, 2, 3, 32) for name in ("query", "key", "value")}
+FUSED = {
+    "need_weights": ({"need_weights": True}, ValueError, "need_weights and dropout must be left out on the fused path"),
+    "dropout": ({"dropout": 0.5}, ValueError, "need_weights and dropout must be left out on the fused path"),
+    "dropout_keep": ({"dropout_keep": booleans(3, 3)}, ValueError, "need_weights and dropout must be left out"),
+    "float32": (FLOAT32, TypeError, "query must be bfloat16 or bfloat8_b on the fused path, got query.dtype=float32"),
+    "features": (
+        {name: ones(2, 2, 3, 16) for name in FLOAT32},
+        ValueError,
+        r"heads must have whole tiles of 32 features, got query\.shape=\(2, 2, 3, 16\)",
+    ),
+}
+SPLIT = {"query": HEADS, "key": HEADS, "value": HEADS}
+
+
+@pytest.mark.parametrize("function", ["scaled_dot_product_attention", "fused.scaled_dot_product_attention"])
+@pytest.mark.parametrize("name", DOT_PRODUCTS)
+def test_dot_product_attention_refuses(device, name, function):
+    keywords, error, message = DOT_PRODUCTS[name]
+    refused(device, function, {**SPLIT, **keywords}, error, message)
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_dot_product_attention_refuses_to_keep(device, name):
+    keywords, error, message = KEEPS[name]
+    refused(device, "scaled_dot_product_attention", {**SPLIT, **keywords}, error, message)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_path_refuses_what_the_kernel_does_not_offer(device, name):
+    keywords, error, message = FUSED[name]
+    refused(device, "fused.scaled_dot_product_attention", {**SPLIT, **keywords}, error, message)
+
+
+STEP = {
+    "query": ones(1, 2, 2, 32),
+    "keys": ones(2, 2, 32, 32),
+    "values": ones(2, 2, 32, 32),
+    "last_positions": lengths(3, 4),
+}
+STEPS = {
+    "float32": ({"query": wide(1, 2, 2, 32)}, TypeError, "query must be bfloat16 or bfloat8_b on the fused path"),
+    "float32 cache": ({"keys": wide(2, 2, 32, 32)}, TypeError, "keys"),
+    "features": ({"query": ones(1, 2, 2, 16)}, ValueError, "heads must have whole tiles of 32 features"),
+    "head_dim": ({"head_dim": 40}, ValueError, "head_dim must be at most the 32 features"),
+    "batch": ({"query": ones(1, 3, 2, 32)}, ValueError, "batch"),
+    "value slots": ({"values": ones(2, 2, 64, 32)}, ValueError, "values"),
+    "groups": ({"query": ones(1, 2, 3, 32)}, ValueError, "num_heads=3 and num_kv_heads=2"),
+    "slots": ({"keys": ones(2, 2, 40, 32), "values": ones(2, 2, 40, 32)}, ValueError, "whole tiles"),
+    "too few positions": ({"last_positions": lengths(3)}, ValueError, "last_positions"),
+    "position beyond": ({"last_positions": lengths(3, 32)}, ValueError, "last_positions"),
+    "float positions": ({"last_positions": np.array([3.0, 4.0])}, TypeError, "last_positions must be integers"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_attention_to_a_cache_refuses(device, name):
+    keywords, error, message = STEPS[name]
+    refused(device, "fused.attend_to_cache", {**STEP, **keywords}, error, message)
+
+
+CORES = {
+    "heads": ({"num_heads": 3}, ValueError, "num_heads=3"),
+    "key width": ({"key": ones(2, 3, 6), "value": ones(2, 3, 6)}, ValueError, "key must have the batch size and head"),
+    "value length": ({"value": ones(2, 4, 8)}, ValueError, "value must have the shape of key"),
+    "float mask": ({"mask": np.ones((3, 3))}, TypeError, "mask must be boolean"),
+}
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_core_refuses(device, name):
+    keywords, error, message = CORES[name]
+    inputs = {name: ones(2, 3, 8) for name in ("query", "key", "value")}
+    refused(device, "multi_head_attention_core", {**inputs, "num_heads": 2, **keywords}, error, message)
+
+
+# ---- Layers ----------------------------------------------------------------------------------------------------------
+
+LAYERS = {
+    "query width": ({"query": ones(2, 3, 7)}, ValueError, "the input of q_proj must have 6 features"),
+    "no key of that width": ({"key": None}, ValueError, "the input of k_proj must have 5 features"),
+    "key width": ({"key": ones(2, 4, 6)}, ValueError, "the input of k_proj must have 5 features"),
+    "key dtype": ({"key": wide(2, 4, 5)}, TypeError, "key must have the dtype of query"),
+    "key batch": ({"key": ones(3, 4, 5)}, ValueError, "key must have the batch size of query, got 3 and 2"),
+    "key batch of 1": ({"key": ones(1, 4, 5)}, ValueError, "key must have the batch size of query"),
+    "value without key": ({"key": None, "value": ones(2, 4, 5)}, ValueError, "value must come with a key"),
+    "value width": ({"value": ones(2, 4, 6)}, ValueError, "the input of v_proj must have 5 features"),
+    "value length": ({"value": ones(2, 3, 5)}, ValueError, "value must have as many tokens as key, got 3 and 4"),
+    "value batch": ({"value": ones(1, 4, 5)}, ValueError, "value must have the batch size"),
+    "float mask": ({"mask": np.ones((3, 4))}, TypeError, "mask must be boolean"),
+    "mask that stretches": ({"mask": booleans(4, 1, 3, 4)}, ValueError, "mask must broadcast"),
+    "mask of S, T": ({"mask": booleans(4, 3)}, ValueError, "mask must broadcast"),
+    "bias keys": ({"bias": np.ones((3, 3))}, ValueError, "bias must broadcast"),
+    "positions without RoPE": ({"positions": lengths(0, 1, 2)[None]}, ValueError, "positions must come with RoPE"),
+}
+INPUTS = {"query": ones(2, 3, 6), "key": ones(2, 4, 5)}
+every_need = pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
+
+
+@every_need
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_function_refuses(device, name, need_weights):
+    keywords, error, message = LAYERS[name]
+    options = {"weights": weights(d_in=6, d_kv=5), "num_heads": 2, "head_dim": 4, "need_weights": need_weights}
+    refused(device, "multi_head_attention", {**INPUTS, **keywords, **options}, error, message)
+
+
+@every_need
+@pytest.mark.parametrize("name", LAYERS)
+def test_module_refuses(device, name, need_weights):
+    keywords, error, message = LAYERS[name]
+    layer = module("MultiHeadAttention", 8, 2, d_in=6, d_kv=5)
+    refused(device, layer, {**INPUTS, **keywords, "need_weights": need_weights}, error, message)
+
+
+ROPE_LAYERS = {
+    "key": ({"key": ones(2, 3, 8)}, ValueError, "key must be None .*RoPE"),
+    "float positions": ({"positions": np.ones((1, 3))}, TypeError, "positions must be integers"),
+    "flat positions": ({"positions": lengths(0, 1, 2)}, ValueError, "positions must have shape"),
+    "too few positions": ({"positions": lengths(0, 1)[None]}, ValueError, "positions must have shape"),
+    "positions list": ({"positions": [[0, 1, 2]]}, TypeError, "positions must be a NumPy array, got list"),
+    "positions of another batch": ({"positions": np.zeros((3, 3), int)}, ValueError, "positions must have shape"),
+}
+
+
+def rope_weights(device):
+    held = parity.random_weights(parity.AttentionSpec(8, 2))
+    return mha_tt.upload_weights(held, num_heads=2, rope=True, device=device)
+
+
+@pytest.mark.parametrize("name", ROPE_LAYERS)
+def test_layer_function_with_rope_refuses(device, name):
+    keywords, error, message = ROPE_LAYERS[name]
+    options = {"weights": rope_weights, "num_heads": 2, "head_dim": 4, "rope_theta": 1e2}
+    refused(device, "multi_head_attention", {"query": ones(2, 3, 8), **keywords, **options}, error, message)
+
+
+@pytest.mark.parametrize("name", ROPE_LAYERS)
+def test_module_with_rope_refuses(device, name):
+    keywords, error, message = ROPE_LAYERS[name]
+    layer = module("MultiHeadAttention", 8, 2, rope_theta=1e2)
+    refused(device, layer, {"query": ones(2, 3, 8), **keywords}, error, message)
+
+
+def test_projections_with_rope_refuse_heads_of_an_unknown_width(device):
+    keywords = {name: ones(2, 3, 64) for name in ("query", "key", "value")}
+    keywords |= {"num_heads": 1, "num_kv_heads": 1, "rope_theta": 1e4, "project": lambda device: lambda name, x: x}
+    refused(device, "project_qkv", keywords, ValueError, "head_dim must be given with RoPE, got head_dim=None")
+
+
+OTHER_DTYPES = {
+    "wider": (ttnn.bfloat16, ttnn.float32),
+    "narrower": (ttnn.float32, ttnn.bfloat16),
+    "blocks": (ttnn.bfloat16, ttnn.bfloat8_b),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_DTYPES)
+@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
+def test_module_refuses_another_dtype(device, kind, name):
+    dtype, other = OTHER_DTYPES[name]
+    layer = getattr(mha_tt, kind)(8, 2, device=device, dtype=dtype)
+    inputs = [Tensor((2, 3, 8), other)(device)]
+    inputs += [layer.init_cache(2, 4)] if kind.endswith("Cache") else []
+    with pytest.raises(TypeError, match=r"must have the dtype of the module, got .*dtype="):
+        layer(*inputs)
+
+
+SELF_ATTENTIONS = {
+    "width": ({"x": ones(2, 3, 6)}, ValueError, "the input of q_proj must have 8 features"),
+    "too long": ({"key_padding_lengths": [3, 4]}, ValueError, r"key_padding_lengths must lie in 0..3, got .*\[3, 4\]"),
+    "negative": ({"key_padding_lengths": [-1, 3]}, ValueError, "key_padding_lengths must lie in 0..3"),
+    "too few": ({"key_padding_lengths": [3]}, ValueError, "key_padding_lengths must have shape"),
+    "too many": ({"key_padding_lengths": [1, 2, 3]}, ValueError, "key_padding_lengths must have shape"),
+    "floats": ({"key_padding_lengths": [1.0, 2.0]}, TypeError, "key_padding_lengths must be integers"),
+    "booleans": ({"key_padding_lengths": [True, False]}, TypeError, "key_padding_lengths must be integers"),
+    "number": ({"key_padding_lengths": 3}, ValueError, "key_padding_lengths must have shape"),
+    "2 axes": ({"key_padding_lengths": lengths(1, 2)[None]}, ValueError, "key_padding_lengths must have shape"),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", SELF_ATTENTIONS)
+def test_self_attention_refuses(device, name, is_causal):
+    keywords, error, message = SELF_ATTENTIONS[name]
+    layer = module("MultiHeadSelfAttention", 8, 2)
+    refused(device, layer, {"x": ones(2, 3, 8), **keywords, "is_causal": is_causal}, error, message)
+
+
+# ---- Masks -----------------------------------------------------------------------------------------------------------
+
+MASKS = {
+    "causal 0": ("create_causal_mask", (0,), {}, ValueError, "seq_len_q must be at least 1, got seq_len_q=0"),
+    "causal keys 0": ("create_causal_mask", (2, 0), {}, ValueError, "seq_len_k must be at least 1"),
+    "causal float": ("create_causal_mask", (2.0,), {}, TypeError, "seq_len_q must be an integer"),
+    "causal boolean": ("create_causal_mask", (True,), {}, TypeError, "seq_len_q must be an integer"),
+    "padding keys 0": ("create_padding_mask", ([0], 0), {}, ValueError, "seq_len_k must be at least 1"),
+    "padding too long": ("create_padding_mask", ([1, 4], 3), {}, ValueError, r"lengths must lie in 0..3.*\[1, 4\]"),
+    "padding negative": ("create_padding_mask", ([-1], 3), {}, ValueError, "lengths must lie in 0..3"),
+    "padding floats": ("create_padding_mask", ([1.0], 3), {}, TypeError, "lengths must be integers"),
+    "padding booleans": ("create_padding_mask", ([True, False], 2), {}, TypeError, "lengths must be integers"),
+    "padding number": ("create_padding_mask", (2, 3), {}, ValueError, "lengths must have shape"),
+    "padding 2 axes": ("create_padding_mask", ([[1, 2]], 3), {}, ValueError, "lengths must have shape"),
+    "attention 0": ("create_attention_mask", (0,), {}, ValueError, "seq_len_q must be at least 1"),
+    "attention keys": ("create_attention_mask", (2, -1), {}, ValueError, "seq_len_k must be at least 1"),
+    "attention too long": (
+        "create_attention_mask",
+        (2, 3),
+        {"key_padding_lengths": [4]},
+        ValueError,
+        "lengths must lie in 0..3",
+    ),
+    "cached keys": (
+        "create_causal_mask_with_cache",
+        (2, 4, 1),
+        {},
+        ValueError,
+        "seq_len_k must be cache_len .*seq_len_k=4, cache_len=1 and seq_len_q=2",
+    ),
+    "cached negative": ("create_causal_mask_with_cache", (3, 2, -1), {}, ValueError, "cache_len must be at least 0"),
+    "cached nothing new": ("create_causal_mask_with_cache", (0, 2, 2), {}, ValueError, "seq_len_q must be at least 1"),
+    "window 0": ("create_sliding_window_mask", (3,), {"window_size": 0}, ValueError, "window_size must be at least 1"),
+    "window float": ("create_sliding_window_mask", (3,), {"window_size": 1.5}, TypeError, "window_size must be an int"),
+    "slots too long": ("create_cache_mask", ([5], 1, 4), {}, ValueError, "lengths must lie in 0..4"),
+    "slots negative": ("create_cache_mask", ([-1], 1, 4), {}, ValueError, "lengths must lie in 0..4"),
+    "slots floats": ("create_cache_mask", ([1.0], 1, 4), {}, TypeError, "lengths must be integers"),
+    "slots nothing new": ("create_cache_mask", ([1], 0, 4), {}, ValueError, "seq_len_q must be at least 1"),
+    "slots capacity": ("create_cache_mask", ([0], 1, 0), {}, ValueError, "capacity must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_mask_refuses(name):
+    function, args, keywords, error, message = MASKS[name]
+    with pytest.raises(error, match=message):
+        getattr(mha_tt, function)(*args, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        (None, TypeError, "mask must be a NumPy array"),
+        ([[True]], TypeError, "mask must be a NumPy array"),
+        (np.ones((3, 3)), TypeError, "mask must be boolean"),
+        (np.ones((3, 3), int), TypeError, "mask must be boolean"),
+        (booleans(1, 1, 1, 3, 3), ValueError, "mask must broadcast"),
+    ],
+    ids=["None", "list", "float", "integers", "5 axes"],
+)
+def test_device_mask_refuses(device, mask, error, message):
+    with pytest.raises(error, match=message):
+        mha_tt.DeviceMask(mask, device=device)
+
+
+def test_device_mask_refuses_a_device_mask(device):
+    mask = mha_tt.DeviceMask(booleans(3, 3), device=device)
+    with pytest.raises(TypeError, match="mask must be a NumPy array"):
+        mha_tt.DeviceMask(mask, device=device)
+
+
+# ---- Caches ----------------------------------------------------------------------------------------------------------
+
+SIZES = {"batch_size": 2, "num_kv_heads": 2, "capacity": 4, "head_dim": 4}
+NBYTES = {"batch": 1, "num_kv_heads": 2, "seq_len": 3, "head_dim": 4, "num_layers": 5}
+bad_size = pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)]
+)
+
+
+@bad_size
+@pytest.mark.parametrize("size", SIZES)
+def test_init_cache_refuses_size(device, size, value, error):
+    with pytest.raises(error, match=f"{size} must be .*{size}={value}"):
+        mha_tt.init_cache(**{**SIZES, size: value}, device=device)
+
+
+@bad_size
+@pytest.mark.parametrize("size", NBYTES)
+def test_kv_cache_nbytes_refuses_size(size, value, error):
+    with pytest.raises(error, match=f"{size} must be .*={value}"):
+        mha_tt.kv_cache_nbytes(**{**NBYTES, size: value}, dtype=ttnn.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ttnn.int32, ttnn.bfloat4_b, None], ids=str)
+def test_init_cache_refuses_dtype(device, dtype):
+    with pytest.raises(TypeError, match=r"dtype must be ttnn\.bfloat16, ttnn\.bfloat8_b or ttnn\.float32"):
+        mha_tt.init_cache(**SIZES, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ttnn.int32], ids=str)
+def test_kv_cache_nbytes_refuses_dtype(dtype):
+    with pytest.raises(TypeError, match=r"dtype must be ttnn\.bfloat16, ttnn\.bfloat8_b or ttnn\.float32"):
+        mha_tt.kv_cache_nbytes(**NBYTES, dtype=dtype)
+
+
+@pytest.mark.parametrize(("size", "args"), [("batch_size", (0, 4)), ("capacity", (2, 0))])
+def test_module_refuses_cache_of_size(device, size, args):
+    layer = mha_tt.MultiHeadAttentionWithCache(8, 2, device=device)
+    with pytest.raises(ValueError, match=f"{size} must be at least 1"):
+        layer.init_cache(*args)
+
+
+TOKENS = ones(2, 2, 3, 32)
+APPENDS = {
+    "no cache": ({"cache": None}, TypeError, "cache must be a KVCache, got NoneType"),
+    "tuple": ({"cache": (1, 2)}, TypeError, "cache must be a KVCache, got tuple"),
+    "heads": ({"key": ones(2, 1, 3, 32), "value": ones(2, 1, 3, 32)}, ValueError, "must have shape"),
+    "batch": ({"key": ones(1, 2, 3, 32), "value": ones(1, 2, 3, 32)}, ValueError, "must have shape"),
+    "head_dim": ({"key": ones(2, 2, 3, 4), "value": ones(2, 2, 3, 4)}, ValueError, "must have shape"),
+    "float32": ({"key": wide(2, 2, 3, 32), "value": wide(2, 2, 3, 32)}, TypeError, "float32 if the new keys are"),
+    "value shape": ({"value": ones(2, 2, 2, 32)}, ValueError, "value must have the shape of key"),
+    "value dtype": ({"value": wide(2, 2, 3, 32)}, TypeError, "value must have the dtype of key"),
+    "too many tokens": (
+        {"key": ones(2, 2, 5, 32), "value": ones(2, 2, 5, 32)},
+        ValueError,
+        r"must not exceed the 4 slots of the cache, got lengths=\[0, 0\]",
+    ),
+    "new_lengths too long": ({"new_lengths": [3, 4]}, ValueError, r"new_lengths must lie in 0..3, got .*\[3, 4\]"),
+    "new_lengths negative": ({"new_lengths": [-1, 1]}, ValueError, "new_lengths must lie in 0..3"),
+    "new_lengths too few": ({"new_lengths": [3]}, ValueError, "new_lengths must have shape"),
+    "new_lengths 2 axes": ({"new_lengths": [[1, 2]]}, ValueError, "new_lengths must have shape"),
+    "new_lengths floats": ({"new_lengths": [1.0, 2.0]}, TypeError, "new_lengths must be integers"),
+    "new_lengths booleans": ({"new_lengths": [True, False]}, TypeError, "new_lengths must be integers"),
+}
+
+
+@pytest.mark.parametrize("name", APPENDS)
+def test_append_to_cache_refuses(device, name):
+    keywords, error, message = APPENDS[name]
+    keywords = {"cache": cache(2, 2, 4, 4), "key": TOKENS, "value": TOKENS, **keywords}
+    refused(device, "append_to_cache", keywords, error, message)
+
+
+CACHED = {
+    "width": ({"x": ones(2, 3, 6)}, ValueError, "the input of q_proj must have 8 features"),
+    "batch": ({"x": ones(3, 3, 8)}, ValueError, "x must have the batch size of the cache, got 3 and 2"),
+    "too many tokens": ({"x": ones(2, 5, 8)}, ValueError, "must not exceed the 4 slots of the cache"),
+    "no cache": ({"cache": None}, TypeError, "cache must be a KVCache"),
+    "cache heads": ({"cache": cache(2, 1, 4, 4)}, ValueError, "must have shape"),
+    "cache head_dim": ({"cache": cache(2, 2, 4, 40)}, ValueError, "must have shape"),
+    "cache dtype": ({"cache": cache(2, 2, 4, 4, dtype=ttnn.float32)}, TypeError, "must be float32 if the cache is"),
+    "new_lengths too long": ({"new_lengths": [4, 1]}, ValueError, "new_lengths must lie in 0..3"),
+    "new_lengths negative": ({"new_lengths": [-1, 1]}, ValueError, "new_lengths must lie in 0..3"),
+    "new_lengths too few": ({"new_lengths": [1]}, ValueError, "new_lengths must have shape"),
+    "new_lengths floats": ({"new_lengths": [1.0, 2.0]}, TypeError, "new_lengths must be integers"),
+}
+# With one token, which is written in another way: what is 3 above is 1 here.
+CACHED_STEPS = {
+    "cache heads": CACHED["cache heads"],
+    "cache head_dim": CACHED["cache head_dim"],
+    "cache dtype": CACHED["cache dtype"],
+    "batch": ({"x": ones(3, 1, 8)}, *CACHED["batch"][1:]),
+    "new_lengths too long": ({"new_lengths": [2, 1]}, ValueError, "new_lengths must lie in 0..1"),
+}
+CACHED_CALLS = [(name, 3, row) for name, row in CACHED.items()] + [(name, 1, row) for name, row in CACHED_STEPS.items()]
+every_cached_call = pytest.mark.parametrize(
+    ("seq_len", "row"),
+    [(seq_len, row) for _, seq_len, row in CACHED_CALLS],
+    ids=[f"{name}-{seq_len}" for name, seq_len, _ in CACHED_CALLS],
+)
+
+
+@every_cached_call
+def test_static_cache_function_refuses(device, seq_len, row):
+    keywords, error, message = row
+    options = {"weights": weights(), "num_heads": 2, "head_dim": 4}
+    keywords = {"x": ones(2, seq_len, 8), "cache": cache(2, 2, 4, 4), **keywords, **options}
+    refused(device, "multi_head_attention_with_static_cache", keywords, error, message)
+
+
+@every_cached_call
+def test_cached_module_refuses(device, seq_len, row):
+    keywords, error, message = row
+    keywords = {"x": ones(2, seq_len, 8), "cache": cache(2, 2, 4, 4), **keywords}
+    refused(device, module("MultiHeadAttentionWithCache", 8, 2), keywords, error, message)
+
+
+GROWING = {
+    "width": ({"x": ones(2, 3, 6)}, ValueError, "the input of q_proj must have 8 features"),
+    "only keys": ({"cache_v": None}, ValueError, "cache_k and cache_v must be given together"),
+    "only values": ({"cache_k": None}, ValueError, "cache_k and cache_v must be given together"),
+    "cache_k batch": ({"cache_k": ones(1, 2, 5, 32)}, ValueError, "cache_k must have shape"),
+    "cache_k heads": ({"cache_k": ones(2, 1, 5, 32)}, ValueError, "cache_k must have shape"),
+    "cache_k dtype": ({"cache_k": wide(2, 2, 5, 32)}, TypeError, "cache_k must be float32 if the new keys are"),
+    "cache_v length": ({"cache_v": ones(2, 2, 4, 32)}, ValueError, "cache_v must have shape"),
+    "cache_v head_dim": ({"cache_v": ones(2, 2, 5, 64)}, ValueError, "cache_v must have shape"),
+    "cache_v dtype": ({"cache_v": wide(2, 2, 5, 32)}, TypeError, "cache_v must be float32 if the new keys are"),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_growing_cache_function_refuses(device, name):
+    keywords, error, message = GROWING[name]
+    cached = {"cache_k": ones(2, 2, 5, 32), "cache_v": ones(2, 2, 5, 32)}
+    options = {"weights": weights(), "num_heads": 2, "head_dim": 4}
+    refused(
+        device, "multi_head_attention_with_cache", {"x": ones(2, 3, 8), **cached, **keywords, **options}, error, message
+    )
+
+
+# ---- Before any work -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["too many tokens", "no cache", "new_lengths too long", "batch"])
+def test_refused_call_does_not_touch_the_device(device, calls, name):
+    keywords, error, message = CACHED[name]
+    layer = mha_tt.MultiHeadAttentionWithCache(8, 2, device=device)
+    keywords = made({"x": ones(2, 3, 8), "cache": cache(2, 2, 4, 4), **keywords}, device)
+    calls.clear()
+    with pytest.raises(error, match=message):
+        layer(**keywords)
+    assert calls == []

@@ -1,0 +1,578 @@
+"""The key/value cache: however the tokens arrive, the results are those of one full causal pass.
+
+The device writes whole tiles of 32 slots, or single slots, so that what matters is where chunks begin and end.
+"""
+
+import numpy as np
+import pytest
+import ttnn
+
+import mha_tt
+import parity
+from mha_tt import device as devices
+
+from .formulas import (
+    assert_close,
+    attend,
+    both_dtypes,
+    every_dtype,
+    layer,
+    module_of,
+    project_heads,
+    rounded,
+    rounded_weights,
+    without_padding,
+)
+
+SPECS = {
+    "mha": parity.AttentionSpec(24, 4),
+    "gqa-rope": parity.AttentionSpec(24, 4, num_kv_heads=2, rope_theta=10000.0),
+    "mqa-no-out-proj": parity.AttentionSpec(24, 4, num_kv_heads=1, qkv_bias=False, out_proj=False),
+    "fused-qkv-head-dim": parity.AttentionSpec(24, 4, num_kv_heads=2, head_dim=10, fused_qkv=True, rope_theta=500.0),
+    "head-dim-48": parity.AttentionSpec(24, 2, head_dim=48, rope_theta=500.0, out_proj=False),
+}
+GQA_ROPE = SPECS["gqa-rope"]
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+
+
+def random_tokens(num_tokens, dtype=ttnn.bfloat16, batch=3, seed=1, width=24):
+    """The first tokens, as many as asked for, of sequences."""
+    return rounded(np.random.default_rng(seed).standard_normal((batch, 80, width))[:, :num_tokens], dtype)
+
+
+def cached_layer(spec, device, dtype=ttnn.bfloat16, **options):
+    return module_of("MultiHeadAttentionWithCache", spec, device, dtype, **options)
+
+
+def feed(module, x, chunks, capacity, cache=None):
+    """The outputs of all tokens, and the cache, after feeding them in chunks of these sizes."""
+    cache = module.init_cache(len(x), capacity) if cache is None else cache
+    outputs = []
+    for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
+        output, cache = module(mha_tt.upload(chunk, device=module.device, dtype=module.dtype), cache)
+        outputs.append(mha_tt.download(output))
+    return np.concatenate(outputs, axis=1), cache
+
+
+def full_pass(spec, dtype, x):
+    """The output of one causal pass over all tokens, without a cache, in float64."""
+    return layer(spec, rounded_weights(spec, dtype), x, mask=mha_tt.create_causal_mask(x.shape[1]))[0]
+
+
+def filled_cache(module, lengths, capacity):
+    """A cache that holds the first few random tokens of each sequence."""
+    x = random_tokens(max(*lengths, 1), module.dtype, len(lengths), seed=2)
+    cache = module.init_cache(len(lengths), capacity)
+    return module(mha_tt.upload(x, device=module.device, dtype=module.dtype), cache, new_lengths=lengths)[1]
+
+
+def contents(cache):
+    """Keys, values and lengths as arrays of their own."""
+    return mha_tt.download(cache.keys), mha_tt.download(cache.values), cache.lengths.copy()
+
+
+def real_slots(slots, spec, lengths):
+    """The slots that hold something, without the features that pad a head: (tokens of all sequences, K, H)."""
+    features = mha_tt.head_slots(spec.head_dim, rope=spec.rope_theta is not None)
+    is_filled = np.arange(slots.shape[2]) < np.asarray(lengths)[:, None]
+    return slots.swapaxes(1, 2)[is_filled][..., features]
+
+
+# ---- However the tokens arrive ---------------------------------------------------------------------------------------
+
+
+@both_dtypes
+@every_spec
+def test_decoding_token_by_token_equals_the_full_pass_at_every_position(device, spec, dtype):
+    x = random_tokens(6, dtype)
+    output, _ = feed(cached_layer(spec, device, dtype), x, [1] * 6, 6)
+    assert_close(without_padding(output, spec), full_pass(spec, dtype, x), dtype)
+
+
+@both_dtypes
+@every_spec
+def test_prompt_and_then_tokens_equal_the_full_pass(device, spec, dtype):
+    x = random_tokens(9, dtype)
+    output, _ = feed(cached_layer(spec, device, dtype), x, [6, 1, 1, 1], 9)
+    assert_close(without_padding(output, spec), full_pass(spec, dtype, x), dtype)
+
+
+@both_dtypes
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("seq_len", [2, 31, 32, 33, 64, 70])
+def test_prompt_of_any_length_and_batch_and_a_token_equal_the_full_pass(device, seq_len, batch, dtype):
+    x = random_tokens(seq_len + 1, dtype, batch)
+    output, _ = feed(cached_layer(GQA_ROPE, device, dtype), x, [seq_len, 1], seq_len + 1)
+    assert_close(output, full_pass(GQA_ROPE, dtype, x), dtype)
+
+
+CHUNKS = {
+    "within-a-tile": [5, 4, 2],
+    "to-the-tile": [5, 27, 1, 2],
+    "past-the-tile": [5, 28, 2],
+    "past-two-tiles": [5, 60, 4],
+    "one-short": [31, 2, 31, 3],
+    "tile-by-tile": [32, 32, 6],
+    "one-over": [33, 31, 2, 1],
+    "late": [40, 24, 5],
+    "tokens-across-the-tile": [30, 1, 1, 1, 1],
+    "all-at-once": [70],
+    "a-token-first": [1, 33, 6],
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", CHUNKS)
+def test_any_chunking_equals_the_full_pass(device, name, dtype):
+    x = random_tokens(sum(CHUNKS[name]), dtype)
+    output, _ = feed(cached_layer(GQA_ROPE, device, dtype), x, CHUNKS[name], 75)
+    assert_close(output, full_pass(GQA_ROPE, dtype, x), dtype)
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", CHUNKS)
+def test_any_chunking_fills_the_same_cache(device, name, dtype):
+    module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(sum(CHUNKS[name]), dtype)
+    keys, values, lengths = contents(feed(module, x, CHUNKS[name], 75)[1])
+    expected_keys, expected_values, expected_lengths = contents(feed(module, x, [x.shape[1]], 75)[1])
+    # The products of a shorter chunk may be summed in another order.
+    assert_close(keys, expected_keys, dtype)
+    assert_close(values, expected_values, dtype)
+    assert lengths.tolist() == expected_lengths.tolist()
+
+
+RAGGED = {
+    # name: how many tokens each sequence gets in each step
+    "prompts": [(3, 6, 1), (1, 1, 1), (1, 1, 1)],
+    "one-by-one": [(1, 0, 1), (0, 0, 1), (1, 1, 0), (0, 1, 1)],
+    "empty-at-first": [(4, 0, 2), (1, 0, 1), (0, 5, 3), (1, 1, 1)],
+    "around-the-tile": [(31, 32, 33), (2, 1, 0), (1, 1, 1)],
+    "across-the-tile": [(5, 31, 40), (30, 3, 28), (1, 1, 1), (0, 33, 2)],
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", RAGGED)
+def test_ragged_batch_equals_each_sequence_alone(device, name, dtype):
+    steps, x = np.array(RAGGED[name]), random_tokens(80, dtype)
+    module = cached_layer(GQA_ROPE, device, dtype)
+    cache = module.init_cache(3, 80)
+    output, num_fed = np.zeros(x.shape), np.zeros(3, int)
+    for new_lengths in steps:
+        new_tokens = rounded(np.full((3, new_lengths.max(), 24), 1e3), dtype)  # would show, were it looked at
+        is_new = np.arange(new_lengths.max()) < new_lengths[:, None]
+        rows, columns = np.nonzero(is_new)
+        places = rows, num_fed[rows] + columns
+        new_tokens[is_new] = x[places]
+        stepped, cache = module(
+            mha_tt.upload(new_tokens, device=device, dtype=dtype), cache, new_lengths=new_lengths.tolist()
+        )
+        output[places] = mha_tt.download(stepped)[is_new]
+        num_fed += new_lengths
+    is_fed = np.arange(80) < num_fed[:, None]
+    assert cache.lengths.tolist() == num_fed.tolist()
+    assert_close(output, np.where(is_fed[..., None], full_pass(GQA_ROPE, dtype, x), 0.0), dtype)
+
+
+@both_dtypes
+def test_batch_equals_single(device, dtype):
+    x, module = random_tokens(8, dtype), cached_layer(GQA_ROPE, device, dtype)
+    together, _ = feed(module, x, [6, 1, 1], 8)
+    alone = np.concatenate([feed(module, sequence[None], [6, 1, 1], 8)[0] for sequence in x])
+    assert_close(together, alone, dtype)
+
+
+@both_dtypes
+@pytest.mark.parametrize("capacity", [7, 31, 32, 33, 64])
+def test_capacity_changes_nothing(device, capacity, dtype):
+    x, module = random_tokens(7, dtype), cached_layer(GQA_ROPE, device, dtype)
+    output, _ = feed(module, x, [4, 2, 1], capacity)
+    expected, _ = feed(module, x, [4, 2, 1], 7)
+    assert_close(output, expected, dtype)
+
+
+@pytest.mark.parametrize("batch", [33, 40])
+def test_large_batch_decodes(device, batch):
+    x = random_tokens(4, batch=batch)
+    output, _ = feed(cached_layer(GQA_ROPE, device), x, [2, 1, 1], 4)
+    assert_close(output, full_pass(GQA_ROPE, ttnn.bfloat16, x), ttnn.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["mha", "gqa-rope"])
+def test_decoding_in_bfloat8_b_is_close_to_the_full_pass(device, name):
+    module, x = cached_layer(SPECS[name], device, ttnn.bfloat8_b), random_tokens(40, ttnn.bfloat8_b)
+    weights = {name: weight.astype(np.float32) for name, weight in parity.weights_of(module).items()}
+    output, _ = feed(module, x, [5, 33, 1, 1], 40)
+    assert_close(output, layer(SPECS[name], weights, x, mask=mha_tt.create_causal_mask(40))[0], ttnn.bfloat8_b)
+
+
+def test_attention_weights_are_dropped_in_training(device):
+    spec, x = parity.AttentionSpec(24, 4, dropout=0.5), random_tokens(6)
+    dropped, _ = feed(cached_layer(spec, device, rng=np.random.default_rng(0)).train(), x, [4, 1, 1], 6)
+    whole, _ = feed(cached_layer(spec, device), x, [4, 1, 1], 6)
+    assert (dropped != whole).any(axis=2).all()
+
+
+# ---- The growing form ------------------------------------------------------------------------------------------------
+
+
+def grow(module, spec, x, chunks):
+    """The outputs, keys and values of the growing form, fed in chunks of these sizes."""
+    options = {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "rope_theta", "head_dim")}
+    keys = values = None
+    outputs = []
+    for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
+        chunk = mha_tt.upload(chunk, device=module.device, dtype=module.dtype)
+        output, keys, values = mha_tt.multi_head_attention_with_cache(chunk, module.weights, keys, values, **options)
+        outputs.append(mha_tt.download(output))
+    return np.concatenate(outputs, axis=1), mha_tt.download(keys), mha_tt.download(values)
+
+
+@both_dtypes
+@every_spec
+@pytest.mark.parametrize("chunks", [[6, 1, 1], [1] * 4, [33, 7]], ids=str)
+def test_growing_cache_equals_the_full_pass(device, spec, chunks, dtype):
+    x = random_tokens(sum(chunks), dtype)
+    output, _, _ = grow(cached_layer(spec, device, dtype), spec, x, chunks)
+    assert_close(without_padding(output, spec), full_pass(spec, dtype, x), dtype)
+
+
+@both_dtypes
+@every_spec
+def test_growing_cache_equals_the_static_one(device, spec, dtype):
+    module, x = cached_layer(spec, device, dtype), random_tokens(8, dtype)
+    output, keys, values = grow(module, spec, x, [6, 1, 1])
+    expected, cache = feed(module, x, [6, 1, 1], 8)
+    assert_close(output, expected, dtype)
+    assert_close(keys, mha_tt.download(cache.keys)[:, :, :8], dtype)
+    assert_close(values, mha_tt.download(cache.values)[:, :, :8], dtype)
+
+
+@both_dtypes
+@every_spec
+def test_static_functional_form_equals_the_module(device, spec, dtype):
+    module, x = cached_layer(spec, device, dtype), mha_tt.upload(random_tokens(4, dtype), device=device, dtype=dtype)
+    options = {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "rope_theta", "head_dim")}
+    output, _ = mha_tt.multi_head_attention_with_static_cache(
+        x, module.weights, module.init_cache(3, 6), **options, new_lengths=[4, 0, 3]
+    )
+    expected, _ = module(x, module.init_cache(3, 6), new_lengths=[4, 0, 3])
+    assert np.array_equal(mha_tt.download(output), mha_tt.download(expected))
+
+
+# ---- What the cache holds --------------------------------------------------------------------------------------------
+
+
+@both_dtypes
+@every_spec
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_cache_holds_the_projected_keys_and_values(device, part, spec, dtype):
+    x = random_tokens(8, dtype)
+    _, cache = feed(cached_layer(spec, device, dtype), x, [5, 2, 1], 8)
+    held = real_slots(mha_tt.download({"k": cache.keys, "v": cache.values}[part]), spec, [8] * 3)
+    expected = project_heads(spec, rounded_weights(spec, dtype), part, x)
+    assert_close(held, expected.swapaxes(1, 2).reshape(held.shape), dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_slots_beyond_the_length_stay_zero(device, part, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    lengths, x = [2, 33, 0], mha_tt.upload(random_tokens(7, dtype), device=device, dtype=dtype)
+    _, cache = module(x, filled_cache(module, lengths, 40), new_lengths=[7, 0, 5])
+    slots = mha_tt.download(getattr(cache, part)).swapaxes(1, 2)  # (B, S, K, H)
+    assert not slots[np.arange(64) >= np.array([9, 33, 5])[:, None]].any()
+
+
+@every_dtype
+@pytest.mark.parametrize("name", CHUNKS)
+def test_no_token_is_skipped(device, name, dtype):
+    _, cache = feed(cached_layer(GQA_ROPE, device, dtype), random_tokens(70, dtype), [*CHUNKS[name]], 75)
+    slots = [real_slots(slots, GQA_ROPE, cache.lengths) for slots in contents(cache)[:2]]
+    assert min(np.abs(held).max(axis=(1, 2)).min() for held in slots) > 0.0
+
+
+def test_lengths_count_the_real_tokens_after_each_step(device):
+    module = cached_layer(GQA_ROPE, device)
+    x, cache = mha_tt.upload(random_tokens(2), device=device), module.init_cache(3, 6)
+    lengths = []
+    for new_lengths in ([2, 0, 1], None, [0, 1, 2]):
+        _, cache = module(x, cache, new_lengths=new_lengths)
+        lengths.append(cache.lengths.tolist())
+    assert lengths == [[2, 0, 1], [4, 2, 3], [4, 3, 5]]
+
+
+@pytest.mark.parametrize("new_lengths", [None, [1, 2, 0], np.array([1, 2, 0], np.uint8)], ids=["all", "list", "uint8"])
+def test_lengths_are_int32(device, new_lengths):
+    module = cached_layer(GQA_ROPE, device)
+    x = mha_tt.upload(random_tokens(2), device=device)
+    _, cache = module(x, module.init_cache(3, 6), new_lengths=new_lengths)
+    assert cache.lengths.dtype == np.int32
+
+
+@both_dtypes
+@pytest.mark.parametrize("new_lengths", [[1, 4, 0], [0, 0, 0], [4, 4, 3]], ids=str)
+def test_output_of_padding_is_zero(device, new_lengths, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    x = mha_tt.upload(random_tokens(4, dtype), device=device, dtype=dtype)
+    output, _ = module(x, filled_cache(module, [2, 0, 4], 8), new_lengths=new_lengths)
+    is_padding = np.arange(4) >= np.array(new_lengths)[:, None]
+    assert not mha_tt.download(output)[is_padding].any()
+    assert mha_tt.download(output)[~is_padding].all()
+
+
+@both_dtypes
+@pytest.mark.parametrize("seq_len", [1, 4])
+@pytest.mark.parametrize("lengths", [[0, 0, 0], [3, 0, 6], [6, 6, 6]], ids=str)
+def test_sequence_without_new_tokens_gives_zero(device, lengths, seq_len, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    x = mha_tt.upload(random_tokens(seq_len, dtype), device=device, dtype=dtype)
+    output, cache = module(x, filled_cache(module, lengths, 6), new_lengths=[0, 0, 0])
+    assert not mha_tt.download(output).any()
+    assert cache.lengths.tolist() == lengths
+
+
+@both_dtypes
+@pytest.mark.parametrize("seq_len", [1, 4])
+def test_sequence_without_new_tokens_keeps_its_cache(device, seq_len, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    cache = filled_cache(module, [2, 0, 6], 6)
+    keys, values, _ = contents(cache)
+    x = mha_tt.upload(random_tokens(seq_len, dtype), device=device, dtype=dtype)
+    _, cache = module(x, cache, new_lengths=[0, seq_len, 0])
+    assert np.array_equal(mha_tt.download(cache.keys)[[0, 2]], keys[[0, 2]])
+    assert np.array_equal(mha_tt.download(cache.values)[[0, 2]], values[[0, 2]])
+
+
+def test_storage_of_the_cache_is_updated_in_place(device):
+    module = cached_layer(GQA_ROPE, device)
+    cache = module.init_cache(3, 40)
+    _, appended = feed(module, random_tokens(36), [3, 31, 1, 1], 40, cache)
+    assert (appended.keys.buffer_address(), appended.values.buffer_address()) == (
+        cache.keys.buffer_address(),
+        cache.values.buffer_address(),
+    )
+
+
+# ---- What may not matter ---------------------------------------------------------------------------------------------
+
+
+@both_dtypes
+@pytest.mark.parametrize("value", [1.0, -65504.0, 1e30])
+@pytest.mark.parametrize("num_new", [1, 2])
+def test_stale_slots_change_nothing(device, num_new, value, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    x = mha_tt.upload(random_tokens(num_new, dtype), device=device, dtype=dtype)
+    if dtype == ttnn.bfloat16 and num_new > 1:
+        value = min(abs(value), 1e4)  # there a mask is -1e9 added to a score, which must be far below that in size
+    cache = filled_cache(module, [2, 4, 0], 6)
+    keys, values, lengths = contents(cache)
+    expected, _ = module(x, cache)
+    is_stale = np.arange(32)[:, None] >= lengths[:, None, None, None]
+    keys, values = (
+        mha_tt.upload(np.where(is_stale, value, slots), device=device, dtype=dtype) for slots in (keys, values)
+    )
+    output, _ = module(x, mha_tt.KVCache(keys, values, lengths, 6))
+    assert np.array_equal(mha_tt.download(output), mha_tt.download(expected))
+
+
+@both_dtypes
+@pytest.mark.parametrize("value", [1.0, -65504.0])
+def test_padding_tokens_change_nothing(device, value, dtype):
+    module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(4, dtype)
+    results = []
+    for filler in (x, np.full_like(x, value)):
+        tokens = np.where(np.arange(4)[:, None] < np.array([1, 4, 0])[:, None, None], x, filler)
+        tokens = mha_tt.upload(tokens, device=device, dtype=dtype)
+        output, cache = module(tokens, module.init_cache(3, 6), new_lengths=[1, 4, 0])
+        results.append([mha_tt.download(output), *contents(cache)])
+    assert [np.array_equal(*pair) for pair in zip(*results, strict=True)] == [True] * 4
+
+
+# ---- Caches of other dtypes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["all-at-once", "past-the-tile", "one-over"])
+def test_bfloat8_b_cache_holds_the_keys_and_values_rounded(device, name):
+    module, x = cached_layer(GQA_ROPE, device), random_tokens(sum(CHUNKS[name]))
+    wide = contents(feed(module, x, CHUNKS[name], 75)[1])
+    narrow = contents(feed(module, x, CHUNKS[name], 75, module.init_cache(3, 75, ttnn.bfloat8_b))[1])
+    assert not np.array_equal(wide[0], narrow[0])
+    assert [np.array_equal(rounded(held, ttnn.bfloat8_b), other) for held, other in zip(wide, narrow, strict=True)][
+        :2
+    ] == [
+        True,
+        True,
+    ]
+
+
+@pytest.mark.parametrize("num_new", [1, 3])
+def test_output_of_a_bfloat8_b_cache_is_the_formula_of_what_it_holds(device, num_new):
+    spec = parity.AttentionSpec(24, 4, num_kv_heads=2)
+    weights = rounded_weights(spec, ttnn.bfloat16)
+    module, x = cached_layer(spec, device), random_tokens(40 + num_new)
+    _, cache = feed(module, x[:, :40], [40], 50, module.init_cache(3, 50, ttnn.bfloat8_b))
+    output, cache = module(mha_tt.upload(x[:, 40:], device=device), cache)
+    keys, values = (slots[:, :, : 40 + num_new, :6] for slots in contents(cache)[:2])
+    query = project_heads(spec, weights, "q", x[:, 40:])
+    context, _ = attend(query, keys, values, mask=mha_tt.create_causal_mask_with_cache(num_new, 40 + num_new, 40))
+    combined = context.swapaxes(1, 2).reshape(3, num_new, 24)
+    expected = combined @ weights["out_proj.weight"].T + weights["out_proj.bias"]
+    assert_close(mha_tt.download(output), expected, ttnn.bfloat16)
+
+
+@every_dtype
+def test_cache_of_a_module_has_its_dtype(device, dtype):
+    cache = cached_layer(GQA_ROPE, device, dtype).init_cache(3, 5)
+    assert (cache.keys.dtype, cache.values.dtype) == (dtype, dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"), [(ttnn.bfloat16, ttnn.float32), (ttnn.float32, ttnn.bfloat16)], ids=["wider", "narrower"]
+)
+@pytest.mark.parametrize("seq_len", [1, 3])
+def test_cache_is_float32_exactly_where_the_tokens_are(device, seq_len, dtype, cache_dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    x = mha_tt.upload(random_tokens(seq_len, dtype), device=device, dtype=dtype)
+    with pytest.raises(TypeError, match="x must be float32 if the cache is"):
+        module(x, module.init_cache(3, 6, cache_dtype))
+
+
+# ---- Capacity --------------------------------------------------------------------------------------------------------
+
+
+@both_dtypes
+@pytest.mark.parametrize("chunks", [[6], [3, 3], [5, 1]], ids=str)
+def test_cache_may_be_filled_to_the_last_slot(device, chunks, dtype):
+    x = random_tokens(6, dtype)
+    output, cache = feed(cached_layer(GQA_ROPE, device, dtype), x, chunks, 6)
+    assert cache.lengths.tolist() == [6, 6, 6]
+    assert_close(output, full_pass(GQA_ROPE, dtype, x), dtype)
+
+
+overflowing = pytest.mark.parametrize(
+    ("filled", "num_new", "new_lengths"),
+    [
+        ([0, 0, 0], 7, None),
+        ([5, 5, 5], 2, None),
+        ([6, 6, 6], 1, None),
+        ([6, 0, 0], 1, None),
+        ([2, 5, 4], 2, None),
+        ([2, 5, 4], 2, [1, 2, 0]),
+        ([0, 1, 6], 2, [0, 0, 1]),
+        ([0, 1, 6], 1, [0, 1, 1]),
+    ],
+    ids=["prefill", "by-one", "full", "one-full", "one-by-one", "ragged", "ragged-full", "ragged-step"],
+)
+
+
+@both_dtypes
+@overflowing
+def test_overflow_is_refused_and_leaves_the_cache_as_it_was(device, filled, num_new, new_lengths, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    cache = filled_cache(module, filled, 6)
+    before = contents(cache)
+    x = mha_tt.upload(random_tokens(num_new, dtype), device=device, dtype=dtype)
+    with pytest.raises(ValueError, match="must not exceed the 6 slots of the cache, got lengths="):
+        module(x, cache, new_lengths=new_lengths)
+    assert [np.array_equal(*pair) for pair in zip(contents(cache), before, strict=True)] == [True] * 3
+
+
+@pytest.mark.parametrize("num_new", [1, 2])
+def test_appending_too_much_is_refused_and_leaves_the_cache_as_it_was(device, num_new):
+    cache = filled_cache(cached_layer(GQA_ROPE, device), [6, 5, 2], 6)
+    before = contents(cache)
+    new = mha_tt.upload(np.ones((3, 2, num_new, 64)), device=device)
+    with pytest.raises(ValueError, match="must not exceed the 6 slots of the cache"):
+        mha_tt.append_to_cache(cache, new, new)
+    assert [np.array_equal(*pair) for pair in zip(contents(cache), before, strict=True)] == [True] * 3
+
+
+@both_dtypes
+def test_padding_may_reach_past_the_capacity(device, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    x = mha_tt.upload(random_tokens(40, dtype), device=device, dtype=dtype)
+    output, cache = module(x, filled_cache(module, [31, 28, 32], 32), new_lengths=[1, 4, 0])
+    expected, _ = module(x, filled_cache(module, [31, 28, 32], 99), new_lengths=[1, 4, 0])
+    assert cache.lengths.tolist() == [32, 32, 32]
+    assert_close(mha_tt.download(output), mha_tt.download(expected), dtype)
+
+
+@both_dtypes
+@pytest.mark.parametrize("filled", [[0] * 8, [3] * 8], ids=["step", "chunk"])
+def test_batch_beyond_the_cores_is_refused_and_leaves_the_cache_as_it_was(device, filled, dtype):
+    grid = device.compute_with_storage_grid_size()
+    batch = grid.x * grid.y + 1
+    cache = mha_tt.init_cache(batch, 1, 64, 32, dtype, device=device)
+    num_new = 1 if filled[0] == 0 else 4
+    cache = mha_tt.KVCache(cache.keys, cache.values, np.full(batch, filled[0], np.int32), 64)
+    new = mha_tt.upload(np.ones((batch, 1, num_new, 32)), device=device, dtype=dtype)
+    with pytest.raises(ValueError, match=f"must not exceed the {grid.x * grid.y} cores of the device, got {batch}"):
+        mha_tt.append_to_cache(cache, new, new)
+    assert not mha_tt.download(cache.keys).any()
+
+
+def test_prompt_of_a_batch_beyond_the_cores_is_cached(device):
+    grid = device.compute_with_storage_grid_size()
+    batch = grid.x * grid.y + 1
+    new = mha_tt.upload(np.ones((batch, 1, 2, 32)), device=device)
+    cache = mha_tt.append_to_cache(mha_tt.init_cache(batch, 1, 32, 32, device=device), new, new)
+    assert (mha_tt.download(cache.keys)[:, :, :2] == 1.0).all()
+
+
+# ---- Between the host and the device ---------------------------------------------------------------------------------
+
+STEPS = {
+    # name: (layer, shapes that a step of 3 sequences uploads: slots to write and the last slot to see; turns with RoPE)
+    "mha": (SPECS["mha"], [(3,), (3,)]),
+    "gqa-rope": (GQA_ROPE, [(1, 1, 3, 64)] * 2 + [(3,), (3,)]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_step_uploads_positions_only(device, uploads, calls, monkeypatch, name):
+    spec, expected = STEPS[name]
+    module, x = cached_layer(spec, device), mha_tt.upload(random_tokens(1), device=device)
+    cache = filled_cache(module, [3, 1, 0], 40)
+    uploads.clear()
+    calls.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "_readers", [lambda tensor: pytest.fail("a tensor was read back")])
+        module(x, cache)
+    assert [array.shape for array in uploads] == expected
+    assert {"ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"} & {call.name for call in calls} == set()
+
+
+def test_step_reads_the_filled_part_of_the_cache_only(device, calls):
+    module, x = cached_layer(GQA_ROPE, device), mha_tt.upload(random_tokens(1), device=device)
+    cache = filled_cache(module, [3, 1, 0], 40)
+    calls.clear()
+    module(x, cache)
+    names = [call.name for call in calls]
+    assert names.count("ttnn.transformer.scaled_dot_product_attention_decode") == 1
+    assert names.count("ttnn.transformer.scaled_dot_product_attention") == 0
+
+
+# ---- Making and measuring caches -------------------------------------------------------------------------------------
+
+
+@every_dtype
+def test_init_cache_gives_zeros_in_whole_tiles(device, dtype):
+    cache = mha_tt.init_cache(2, 3, 40, 12, dtype, device=device)
+    assert (cache.keys.dtype, cache.values.dtype, cache.capacity) == (dtype, dtype, 40)
+    for slots in (cache.keys, cache.values):
+        np.testing.assert_array_equal(mha_tt.download(slots), np.zeros((2, 3, 64, 32), np.float32), strict=True)
+    np.testing.assert_array_equal(cache.lengths, np.zeros(2, np.int32), strict=True)
+
+
+def test_kv_cache_nbytes_of_a_large_model():
+    nbytes = mha_tt.kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=ttnn.bfloat16)
+    assert nbytes == 2.5 * 2**30
+
+
+@every_dtype
+@pytest.mark.parametrize("sizes", [(2, 3, 40, 12), (1, 1, 1, 1), (2, 1, 64, 96), (1, 2, 33, 80)], ids=str)
+def test_kv_cache_nbytes_are_those_of_a_cache(device, sizes, dtype):
+    cache = mha_tt.init_cache(*sizes, dtype, device=device)
+    held = sum(slots.buffer_num_pages() * slots.buffer_page_size() for slots in (cache.keys, cache.values))
+    assert mha_tt.kv_cache_nbytes(*sizes, dtype=dtype) == held

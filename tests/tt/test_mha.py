@@ -1,0 +1,846 @@
+"""Multi-head attention: on paper, against float64, by its properties, and through every way in.
+
+A layer is reached by four paths: the function or the module, with attention weights (the plain path) or without them
+(the fused one, but in float32, which the kernel does not take). What must hold on every path is tested on all four.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import ttnn
+
+import mha_tt
+import parity
+from mha_tt import device as devices
+from parity.problem import TEXTBOOK_INPUT, TEXTBOOK_OUTPUT, TEXTBOOK_WEIGHTS
+
+from .formulas import (
+    TOLERANCES,
+    assert_close,
+    attend,
+    both_dtypes,
+    every_dtype,
+    layer,
+    module_of,
+    rounded,
+    rounded_weights,
+    without_padding,
+)
+
+PATHS = ("function-plain", "function-fused", "module-plain", "module-fused")
+SPEC = parity.AttentionSpec(8, 2)
+BARE = parity.AttentionSpec(8, 2, out_proj=False)  # the context is the output
+SPECS = {
+    "mha": SPEC,
+    "bare": BARE,
+    "gqa": parity.AttentionSpec(24, 6, num_kv_heads=2),
+    "mqa": parity.AttentionSpec(8, 4, num_kv_heads=1),
+    "head-dim": parity.AttentionSpec(8, 2, head_dim=6),
+    "no-biases": parity.AttentionSpec(8, 2, qkv_bias=False, out_bias=False),
+    "qkv-bias-only": parity.AttentionSpec(8, 2, out_bias=False),
+    "out-bias-only": parity.AttentionSpec(8, 2, qkv_bias=False),
+    "rope": parity.AttentionSpec(16, 2, rope_theta=100.0),
+    "gqa-rope": parity.AttentionSpec(24, 4, num_kv_heads=2, rope_theta=500.0, head_dim=10),
+    "fused-qkv": parity.AttentionSpec(24, 4, num_kv_heads=2, fused_qkv=True),
+    "fused-qkv-rope-bare": parity.AttentionSpec(24, 4, head_dim=48, fused_qkv=True, rope_theta=500.0, out_proj=False),
+    "d-in": parity.AttentionSpec(8, 2, d_in=5),
+    "tiny": parity.AttentionSpec(1, 1, d_in=1),
+}
+CROSS = parity.AttentionSpec(8, 2, d_in=5, d_kv=7)
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+every_path = pytest.mark.parametrize("path", PATHS)
+both_forms = pytest.mark.parametrize("form", ["plain", "fused"])
+
+# Query 1 of the first sequence sees no key, and nobody sees key 3.
+MASK = np.array(
+    [
+        [[[0, 0, 0, 1], [1, 1, 1, 1], [0, 1, 0, 1]]],
+        [[[0, 0, 0, 1], [0, 0, 1, 1], [1, 0, 0, 1]]],
+    ],
+    bool,
+)
+EMPTY = (0, 1)  # the empty row of an output (B, T, E)
+
+
+def draw(rng, dtype, *shape):
+    """Random numbers that a tensor of that dtype holds exactly."""
+    return rounded(rng.standard_normal(shape), dtype)
+
+
+def crossed(dtype, spec=SPEC):
+    """Two sequences of three queries, and four keys each: what `MASK` is for."""
+    rng = np.random.default_rng(1)
+    return {"query": draw(rng, dtype, 2, 3, spec.d_in), "key": draw(rng, dtype, 2, 4, spec.d_kv)}
+
+
+def attended(path, spec, device, dtype, inputs, *, weights=None, **options):
+    """Output and attention weights of a layer on one of the paths, from NumPy to NumPy."""
+    options["need_weights"] = path.endswith("plain")
+    weights = rounded_weights(spec, dtype) if weights is None else weights
+    inputs = {name: mha_tt.upload(x, device=device, dtype=dtype) for name, x in inputs.items()}
+    module = module_of("MultiHeadAttention", spec, device, dtype, weights)
+    if path.startswith("module"):
+        output, attn_weights = module(**inputs, **options)
+    else:
+        query = inputs.pop("query")
+        heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+        options |= {**inputs, **heads, "rope_theta": spec.rope_theta}
+        output, attn_weights = mha_tt.multi_head_attention(query, module.weights, **options)
+    output = without_padding(mha_tt.download(output), spec)
+    return output, None if attn_weights is None else mha_tt.download(attn_weights)
+
+
+def split_attended(form, device, dtype, query, key, value, **options):
+    """Context of split heads, of whole tiles of features on the device, from NumPy to NumPy."""
+    head_dim, function = query.shape[3], mha_tt if form == "plain" else mha_tt.fused
+    width = [(0, 0)] * 3 + [(0, mha_tt.padded_head_dim(head_dim) - head_dim)]
+    arrays = (mha_tt.upload(np.pad(x, width), device=device, dtype=dtype) for x in (query, key, value))
+    context, _ = function.scaled_dot_product_attention(*arrays, head_dim=head_dim, **options)
+    return mha_tt.download(context)[..., :head_dim]
+
+
+def dtype_of(form):
+    """The widest dtype that a form takes."""
+    return ttnn.float32 if form == "plain" else ttnn.bfloat16
+
+
+# ---- On paper --------------------------------------------------------------------------------------------------------
+
+
+def test_split_heads_takes_neighbouring_features(device):
+    x = mha_tt.upload(np.arange(8).reshape(1, 2, 4) * 1.0, device=device)
+    assert mha_tt.download(mha_tt.split_heads(x, 2)).tolist() == [[[[0, 1], [4, 5]], [[2, 3], [6, 7]]]]
+
+
+@both_dtypes
+@pytest.mark.parametrize("head_dim", [2, 12, 16, 32, 48, 64])
+def test_split_heads_moves_every_head_before_the_tokens(device, rng, head_dim, dtype):
+    x = draw(rng, dtype, 2, 5, 3 * head_dim)
+    heads = mha_tt.split_heads(mha_tt.upload(x, device=device, dtype=dtype), 3)
+    assert np.array_equal(mha_tt.download(heads), x.reshape(2, 5, 3, head_dim).swapaxes(1, 2))
+
+
+@both_dtypes
+@pytest.mark.parametrize("head_dim", [2, 12, 16, 32, 48, 64])
+def test_combine_heads_undoes_split_heads(device, rng, head_dim, dtype):
+    x = draw(rng, dtype, 2, 33, 3 * head_dim)
+    heads = mha_tt.split_heads(mha_tt.upload(x, device=device, dtype=dtype), 3)
+    assert np.array_equal(mha_tt.download(mha_tt.combine_heads(heads)), x)
+
+
+@both_dtypes
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
+def test_query_head_uses_the_key_head_of_its_group(device, rng, num_kv_heads, dtype):
+    x = draw(rng, dtype, 2, num_kv_heads, 5, 32)
+    repeated = mha_tt.download(mha_tt.repeat_kv_heads(mha_tt.upload(x, device=device, dtype=dtype), 6))
+    assert np.array_equal(repeated, x[:, np.arange(6) // (6 // num_kv_heads)])
+
+
+@pytest.mark.parametrize(("head_dim", "expected"), [(None, 4 / math.sqrt(16)), (4, 4 / math.sqrt(4))])
+def test_scores_are_scaled_by_the_root_of_head_dim(device, head_dim, expected):
+    ones = np.zeros((1, 1, 1, 16))
+    ones[..., :4] = 1.0
+    ones = mha_tt.upload(ones, device=device, dtype=ttnn.float32)
+    assert mha_tt.download(mha_tt.attention_scores(ones, ones, head_dim=head_dim)).item() == expected
+
+
+@both_dtypes
+def test_scores_are_float32(device, dtype):
+    ones = mha_tt.upload(np.ones((1, 1, 1, 4)), device=device, dtype=dtype)
+    assert mha_tt.attention_scores(ones, ones).dtype == ttnn.float32
+
+
+def test_softmax_of_two_keys_is_one_and_e(device):
+    scores = mha_tt.upload(np.array([[[[0.0, 1.0]]]]), device=device, dtype=ttnn.float32)
+    expected = np.array([1.0, math.e]) / (1.0 + math.e)
+    assert_close(mha_tt.download(mha_tt.masked_softmax(scores))[0, 0, 0], expected, ttnn.float32)
+
+
+@both_forms
+def test_two_keys_are_weighed_by_one_and_e(device, form):
+    arrays = (np.array(x) for x in ([[[[1.0]]]], [[[[0.0], [1.0]]]], [[[[10.0], [20.0]]]]))
+    expected = np.array([[[[(10 + 20 * math.e) / (1 + math.e)]]]])
+    assert_close(split_attended(form, device, dtype_of(form), *arrays), expected, dtype_of(form))
+
+
+def test_masked_key_weighs_nothing_and_the_others_share_its_weight(device):
+    scores = mha_tt.upload(np.zeros((1, 1, 1, 3)), device=device, dtype=ttnn.float32)
+    weights = mha_tt.download(mha_tt.masked_softmax(scores, np.array([[False, True, False]])))[0, 0, 0]
+    assert weights[1] == 0.0
+    assert_close(weights, np.array([0.5, 0.0, 0.5]), ttnn.float32)
+
+
+@both_forms
+def test_bias_multiplies_a_weight_by_its_exponential(device, form):
+    zero, value = np.zeros((1, 1, 1, 1)), np.array([[[[0.0], [4.0]]]])
+    bias = np.array([[0.0, math.log(3.0)]], np.float32)
+    context = split_attended(form, device, dtype_of(form), zero, np.zeros_like(value), value, bias=bias)
+    assert_close(context, np.array([[[[3.0]]]]), dtype_of(form))  # weights 1/4 and 3/4
+
+
+# ---- A published example ---------------------------------------------------------------------------------------------
+
+TEXTBOOK = parity.AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False)
+TEXTBOOK_ARRAYS = {name: np.array(rows, np.float32) for name, rows in TEXTBOOK_WEIGHTS.items()}
+TOKENS = np.array([TEXTBOOK_INPUT] * 2, np.float32)
+FOUR_DECIMALS = 0.5e-4 + TOLERANCES[ttnn.float32]  # half of the last digit printed, and rounding: no value exceeds 1
+
+
+@every_path
+def test_textbook_example_is_reproduced(device, path):
+    inputs, mask = {"query": TOKENS}, mha_tt.create_causal_mask(6)
+    output, _ = attended(path, TEXTBOOK, device, ttnn.float32, inputs, weights=TEXTBOOK_ARRAYS, mask=mask)
+    assert np.abs(output - TEXTBOOK_OUTPUT).max() <= FOUR_DECIMALS
+
+
+@every_path
+def test_textbook_example_is_reproduced_in_bfloat16(device, path):
+    inputs, mask = {"query": TOKENS}, mha_tt.create_causal_mask(6)
+    output, _ = attended(path, TEXTBOOK, device, ttnn.bfloat16, inputs, weights=TEXTBOOK_ARRAYS, mask=mask)
+    assert_close(output, np.array([TEXTBOOK_OUTPUT] * 2), ttnn.bfloat16)
+
+
+def test_textbook_example_is_the_core_of_projected_inputs(device):
+    projected = (TOKENS @ TEXTBOOK_ARRAYS[f"{name}_proj.weight"].T for name in "qkv")
+    q, k, v = (mha_tt.upload(x, device=device, dtype=ttnn.float32) for x in projected)
+    output, _ = mha_tt.multi_head_attention_core(q, k, v, 2, mha_tt.create_causal_mask(6))
+    assert np.abs(mha_tt.download(output) - TEXTBOOK_OUTPUT).max() <= FOUR_DECIMALS
+
+
+def test_textbook_example_is_reproduced_by_the_causal_module(device):
+    module = module_of("MultiHeadSelfAttention", TEXTBOOK, device, ttnn.float32, TEXTBOOK_ARRAYS)
+    output = module(mha_tt.upload(TOKENS, device=device, dtype=ttnn.float32), is_causal=True)
+    assert np.abs(without_padding(mha_tt.download(output), TEXTBOOK) - TEXTBOOK_OUTPUT).max() <= FOUR_DECIMALS
+
+
+# ---- Against float64 -------------------------------------------------------------------------------------------------
+
+
+@both_dtypes
+@every_path
+@every_spec
+def test_self_attention_is_the_formula(device, rng, spec, path, dtype):
+    weights, x = rounded_weights(spec, dtype), draw(rng, dtype, 2, 5, spec.d_in)
+    mask = rng.random((2, 1, 5, 5)) < 0.4
+    mask[0, :, 3] = True
+    output, attn_weights = attended(path, spec, device, dtype, {"query": x}, weights=weights, mask=mask)
+    expected, expected_weights = layer(spec, weights, x, mask=mask)
+    assert_close(output, expected, dtype)
+    if attn_weights is not None:
+        assert_close(attn_weights, expected_weights, dtype)
+
+
+@both_dtypes
+@every_path
+def test_cross_attention_of_another_width_and_length_is_the_formula(device, path, dtype):
+    weights, inputs = rounded_weights(CROSS, dtype), crossed(dtype, CROSS)
+    output, _ = attended(path, CROSS, device, dtype, inputs, weights=weights, mask=MASK)
+    assert_close(output, layer(CROSS, weights, **inputs, mask=MASK)[0], dtype)
+
+
+@both_dtypes
+@every_path
+@pytest.mark.parametrize("fused_qkv", [False, True], ids=["three", "packed"])
+def test_values_may_come_from_elsewhere(device, rng, fused_qkv, path, dtype):
+    spec = parity.AttentionSpec(8, 2, fused_qkv=fused_qkv)
+    weights, inputs = rounded_weights(spec, dtype), crossed(dtype, spec)
+    inputs["value"] = draw(rng, dtype, *inputs["key"].shape)
+    output, _ = attended(path, spec, device, dtype, inputs, weights=weights)
+    assert_close(output, layer(spec, weights, **inputs)[0], dtype)
+
+
+@both_dtypes
+@both_forms
+@pytest.mark.parametrize("head_dim", [2, 12, 16, 48, 80])
+def test_head_of_any_width_is_the_formula(device, rng, head_dim, form, dtype):
+    spec = parity.AttentionSpec(20, 4, num_kv_heads=2, head_dim=head_dim)
+    weights, x = rounded_weights(spec, dtype), draw(rng, dtype, 2, 7, 20)
+    output, _ = attended(f"module-{form}", spec, device, dtype, {"query": x}, weights=weights)
+    assert_close(output, layer(spec, weights, x)[0], dtype)
+
+
+LENGTHS = [(1, 1), (1, 33), (33, 1), (31, 65), (6, 6), (40, 40), (129, 257)]
+MASKS = {
+    "none": lambda rng, t, s: None,
+    "causal": lambda rng, t, s: mha_tt.create_causal_mask(t, s),
+    "padding": lambda rng, t, s: mha_tt.create_padding_mask([s, max(s - 2, 0)], s),
+    "causal-padding": lambda rng, t, s: mha_tt.create_attention_mask(
+        t, s, is_causal=True, key_padding_lengths=[s // 2, s]
+    ),
+    "window": lambda rng, t, s: mha_tt.create_sliding_window_mask(t, s, window_size=3),
+    "of-each-head": lambda rng, t, s: rng.random((2, 4, t, s)) < 0.5,
+    "everything": lambda rng, t, s: np.ones((t, s), bool),
+}
+
+
+@both_forms
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("seq_len_q", "seq_len_k"), LENGTHS)
+def test_any_lengths_under_any_mask_are_the_formula(device, rng, seq_len_q, seq_len_k, mask, form):
+    dtype = dtype_of(form)
+    query, key, value = (
+        draw(rng, dtype, 2, heads, length, 8) for heads, length in ((4, seq_len_q), (2, seq_len_k), (2, seq_len_k))
+    )
+    mask = MASKS[mask](rng, seq_len_q, seq_len_k)
+    context = split_attended(form, device, dtype, query, key, value, mask=mask)
+    expected, _ = attend(query, key, value, mask=False if mask is None else mask)
+    assert context.shape == expected.shape
+    # Of the largest value, for the context of a mask that hides everything is 0.
+    assert np.abs(context - expected).max() <= TOLERANCES[dtype] * np.abs(value).max()
+
+
+@both_dtypes
+def test_core_of_projected_inputs_is_the_formula(device, rng, dtype):
+    query, key, value = draw(rng, dtype, 2, 3, 8), draw(rng, dtype, 2, 4, 8), draw(rng, dtype, 2, 4, 8)
+    tensors = (mha_tt.upload(x, device=device, dtype=dtype) for x in (query, key, value))
+    output, attn_weights = mha_tt.multi_head_attention_core(*tensors, 2, MASK)
+    split = (x.reshape(2, -1, 2, 4).swapaxes(1, 2) for x in (query, key, value))
+    context, expected_weights = attend(*split, mask=MASK)
+    assert_close(mha_tt.download(output), context.swapaxes(1, 2).reshape(2, 3, 8), dtype)
+    assert_close(mha_tt.download(attn_weights), expected_weights, dtype)
+
+
+@every_spec
+def test_fused_path_gives_the_output_of_the_plain_one(device, rng, spec):
+    inputs = {"query": draw(rng, ttnn.bfloat16, 2, 5, spec.d_in)}
+    plain, _ = attended("module-plain", spec, device, ttnn.bfloat16, inputs)
+    fused, _ = attended("module-fused", spec, device, ttnn.bfloat16, inputs)
+    assert_close(fused, plain, ttnn.bfloat16)
+
+
+@every_spec
+@both_dtypes
+@both_forms
+def test_module_gives_the_output_of_the_function(device, rng, spec, dtype, form):
+    inputs = {"query": draw(rng, dtype, 2, 5, spec.d_in)}
+    module, _ = attended(f"module-{form}", spec, device, dtype, inputs)
+    function, _ = attended(f"function-{form}", spec, device, dtype, inputs)
+    assert np.array_equal(module, function)
+
+
+@both_dtypes
+@both_forms
+@pytest.mark.parametrize("rope_theta", [None, 100.0], ids=["no-rope", "rope"])
+def test_one_packed_projection_equals_three(device, rng, rope_theta, form, dtype):
+    inputs = {"query": draw(rng, dtype, 2, 5, 24)}
+    together, apart = (
+        attended(f"module-{form}", parity.AttentionSpec(24, 4, num_kv_heads=2, rope_theta=rope_theta, fused_qkv=packed),
+                 device, dtype, inputs)[0]
+        for packed in (True, False)
+    )  # fmt: skip
+    assert_close(together, apart, dtype)
+
+
+@every_dtype
+@every_path
+def test_output_has_the_dtype_of_the_input(device, path, dtype):
+    module = mha_tt.MultiHeadAttention(8, 2, device=device, dtype=dtype)
+    x = mha_tt.upload(np.ones((2, 3, 8)), device=device, dtype=dtype)
+    need_weights = path.endswith("plain")
+    if path.startswith("module"):
+        output, _ = module(x, need_weights=need_weights)
+    else:
+        output, _ = mha_tt.multi_head_attention(x, module.weights, num_heads=2, head_dim=4, need_weights=need_weights)
+    assert output.dtype == dtype
+
+
+@every_path
+def test_attention_weights_are_given_only_when_needed(device, path):
+    _, attn_weights = attended(path, SPEC, device, ttnn.bfloat16, crossed(ttnn.bfloat16))
+    assert (attn_weights is None) == path.endswith("fused")
+
+
+# ---- Causal modules --------------------------------------------------------------------------------------------------
+
+SELF = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "padded": {"key_padding_lengths": [3, 5]},
+    "causal-padded": {"is_causal": True, "key_padding_lengths": (0, 4)},
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", SELF)
+@pytest.mark.parametrize(
+    "spec", [SPECS["mha"], SPECS["gqa-rope"], SPECS["fused-qkv"]], ids=["mha", "gqa-rope", "packed"]
+)
+def test_self_attention_module_builds_its_mask(device, rng, spec, name, dtype):
+    weights, x = rounded_weights(spec, dtype), draw(rng, dtype, 2, 5, spec.d_in)
+    module = module_of("MultiHeadSelfAttention", spec, device, dtype, weights)
+    output = module(mha_tt.upload(x, device=device, dtype=dtype), **SELF[name])
+    expected, _ = layer(spec, weights, x, mask=mha_tt.create_attention_mask(5, **SELF[name]))
+    assert_close(mha_tt.download(output), expected, dtype)
+
+
+@both_dtypes
+def test_causal_module_takes_another_length_the_next_time(device, rng, dtype):
+    module = module_of("MultiHeadSelfAttention", SPEC, device, dtype)
+    x = draw(rng, dtype, 2, 9, 8)
+    for seq_len in (4, 9):
+        output = module(mha_tt.upload(x[:, :seq_len], device=device, dtype=dtype), is_causal=True)
+    expected, _ = layer(SPEC, rounded_weights(SPEC, dtype), x, mask=mha_tt.create_causal_mask(9))
+    assert_close(mha_tt.download(output), expected, dtype)
+
+
+@both_dtypes
+def test_a_later_token_changes_no_earlier_output(device, rng, dtype):
+    module, x = module_of("MultiHeadSelfAttention", SPEC, device, dtype), draw(rng, dtype, 2, 40, 8)
+    before = mha_tt.download(module(mha_tt.upload(x, device=device, dtype=dtype), is_causal=True))
+    x[:, 33] = 100.0
+    after = mha_tt.download(module(mha_tt.upload(x, device=device, dtype=dtype), is_causal=True))
+    assert np.array_equal(after[:, :33], before[:, :33])
+    assert (after[:, 33:] != before[:, 33:]).any(axis=2).all()
+
+
+# ---- Attention weights -----------------------------------------------------------------------------------------------
+
+
+@both_dtypes
+@pytest.mark.parametrize("path", ["function-plain", "module-plain"])
+def test_attention_weights_sum_to_one_but_for_the_empty_row(device, path, dtype):
+    _, attn_weights = attended(path, SPEC, device, dtype, crossed(dtype), mask=MASK)
+    expected = np.ones((2, 2, 3))
+    expected[0, :, 1] = 0.0
+    assert_close(attn_weights.astype(np.float64).sum(axis=3), expected, dtype)
+
+
+@both_dtypes
+@pytest.mark.parametrize("path", ["function-plain", "module-plain"])
+def test_masked_keys_weigh_exactly_nothing(device, path, dtype):
+    _, attn_weights = attended(path, SPEC, device, dtype, crossed(dtype), mask=MASK)
+    assert np.array_equal(attn_weights == 0.0, np.broadcast_to(MASK, (2, 2, 3, 4)))
+
+
+# ---- Rows without a key ----------------------------------------------------------------------------------------------
+
+
+@both_dtypes
+@every_path
+def test_empty_row_gives_zero(device, path, dtype):
+    output, _ = attended(path, BARE, device, dtype, crossed(dtype), mask=MASK)
+    assert not output[EMPTY].any()
+    assert (np.delete(output[0], 1, axis=0) != 0.0).all()
+
+
+@both_dtypes
+@every_path
+def test_empty_row_gives_the_bias_of_the_output_projection(device, path, dtype):
+    output, _ = attended(path, SPEC, device, dtype, crossed(dtype), mask=MASK)
+    assert np.array_equal(output[EMPTY], rounded_weights(SPEC, dtype)["out_proj.bias"])
+
+
+@both_dtypes
+@every_path
+def test_infinite_bias_empties_a_row(device, path, dtype):
+    bias = np.where(MASK, -np.inf, 0.0).astype(np.float32)
+    output, _ = attended(path, BARE, device, dtype, crossed(dtype), bias=bias)
+    masked, _ = attended(path, BARE, device, dtype, crossed(dtype), mask=MASK)
+    assert not output[EMPTY].any()
+    assert_close(output, masked, dtype)
+
+
+@both_dtypes
+@every_path
+@pytest.mark.parametrize("kind", ["array", "DeviceMask"])
+def test_infinite_bias_and_mask_empty_a_row_together(device, kind, path, dtype):
+    bias = np.zeros((2, 1, 3, 4), np.float32)
+    bias[0, :, 1, :2] = -np.inf
+    mask = np.zeros((2, 1, 3, 4), bool)
+    mask[0, :, 1, 2:] = True
+    mask = mha_tt.DeviceMask(mask, device=device) if kind == "DeviceMask" else mask
+    output, _ = attended(path, BARE, device, dtype, crossed(dtype), bias=bias, mask=mask)
+    assert not output[EMPTY].any()
+
+
+@both_dtypes
+@every_path
+@pytest.mark.parametrize(
+    "mask", [np.ones((1, 1), bool), np.ones((3, 1), bool), np.ones((2, 1, 1, 4), bool)], ids=np.shape
+)
+def test_mask_that_broadcasts_empties_every_row(device, mask, path, dtype):
+    output, _ = attended(path, BARE, device, dtype, crossed(dtype), mask=mask)
+    assert not output.any()
+
+
+@both_dtypes
+@every_path
+def test_lowest_bias_still_weighs_more_than_a_mask(device, path, dtype):
+    # Every key of the first query has the lowest finite bias, and two of them are masked: the other two share.
+    inputs, weights = crossed(dtype), rounded_weights(BARE, dtype)
+    bias = np.zeros((3, 4), np.float32)
+    bias[0] = np.finfo(np.float32).min
+    mask = np.zeros((3, 4), bool)
+    mask[0, :2] = True
+    output, _ = attended(path, BARE, device, dtype, inputs, weights=weights, bias=bias, mask=mask)
+    value = inputs["key"] @ weights["v_proj.weight"].T + weights["v_proj.bias"]
+    assert_close(output[:, 0], value[:, 2:].mean(axis=1), dtype)
+
+
+# ---- Biases ----------------------------------------------------------------------------------------------------------
+
+BIASES = {
+    "(S,)": (4,),
+    "(T, S)": (3, 4),
+    "(T, 1)": (3, 1),
+    "(1, S)": (1, 4),
+    "(N, T, S)": (2, 3, 4),
+    "(N, 1, 1)": (2, 1, 1),
+    "(B, 1, T, S)": (2, 1, 3, 4),
+    "(B, N, 1, S)": (2, 2, 1, 4),
+    "(B, N, T, 1)": (2, 2, 3, 1),
+    "(B, N, T, S)": (2, 2, 3, 4),
+}
+
+
+@both_dtypes
+@both_forms
+@pytest.mark.parametrize("on", ["host", "device"])
+@pytest.mark.parametrize("masked", [False, True], ids=["no-mask", "mask"])
+@pytest.mark.parametrize("axes", BIASES)
+def test_bias_of_any_shape_is_added_to_the_scores(device, rng, axes, masked, on, form, dtype):
+    bias, inputs, weights = draw(rng, dtype, *BIASES[axes]), crossed(dtype), rounded_weights(BARE, dtype)
+    options = {"mask": MASK} if masked else {}
+    given = mha_tt.upload(bias, device=device, dtype=dtype) if on == "device" else bias
+    output, _ = attended(f"module-{form}", BARE, device, dtype, inputs, weights=weights, bias=given, **options)
+    assert_close(output, layer(BARE, weights, **inputs, bias=bias, **options)[0], dtype)
+
+
+@both_forms
+def test_bias_on_the_device_may_have_another_dtype(device, rng, form):
+    bias, inputs = draw(rng, ttnn.bfloat16, 3, 4), crossed(ttnn.bfloat16)
+    other = mha_tt.upload(bias, device=device, dtype=ttnn.float32)
+    output, _ = attended(f"module-{form}", BARE, device, ttnn.bfloat16, inputs, bias=other)
+    expected, _ = attended(f"module-{form}", BARE, device, ttnn.bfloat16, inputs, bias=bias)
+    assert np.array_equal(output, expected)
+
+
+@both_forms
+def test_infinite_bias_on_the_device_hides_its_keys(device, form):
+    bias = np.array([[0.0, -np.inf, 0.5, -np.inf]], np.float32)
+    inputs, weights = crossed(ttnn.bfloat16), rounded_weights(BARE, ttnn.bfloat16)
+    given = mha_tt.upload(bias, device=device)
+    output, _ = attended(f"module-{form}", BARE, device, ttnn.bfloat16, inputs, weights=weights, bias=given)
+    assert_close(output, layer(BARE, weights, **inputs, bias=bias)[0], ttnn.bfloat16)
+
+
+def test_causal_mask_beside_a_bias_is_not_lost(device, rng):
+    # Without a bias the kernel is told in a word that the mask is causal.
+    query, key, value = (draw(rng, ttnn.bfloat16, 1, 2, 40, 8) for _ in range(3))
+    bias, mask = draw(rng, ttnn.bfloat16, 40, 40), mha_tt.create_causal_mask(40)
+    context = split_attended("fused", device, ttnn.bfloat16, query, key, value, bias=bias, mask=mask)
+    assert_close(context, attend(query, key, value, bias=bias, mask=mask)[0], ttnn.bfloat16)
+
+
+# ---- What is masked changes nothing ----------------------------------------------------------------------------------
+
+# On the fused path a mask is -1e9 added to a score, which must be far below that in size.
+VALUES = {"plain": (0.0, -1e18, 1e18), "fused": (0.0, -1e4, 1e4)}
+
+
+@both_dtypes
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize(("form", "value"), [(form, value) for form, values in VALUES.items() for value in values])
+def test_changing_a_masked_token_changes_nothing(device, form, value, side, dtype):
+    inputs = crossed(dtype)
+    inputs["value"] = inputs["key"]
+    changed = inputs[side].copy()
+    changed[:, 3] = value
+    before, _ = attended(f"module-{form}", SPEC, device, dtype, inputs, mask=MASK)
+    after, _ = attended(f"module-{form}", SPEC, device, dtype, {**inputs, side: changed}, mask=MASK)
+    assert np.array_equal(after, before)
+
+
+@both_dtypes
+@pytest.mark.parametrize("side", ["key", "value"])
+@both_forms
+def test_changing_a_token_in_sight_changes_the_output(device, form, side, dtype):  # the control of the test above
+    inputs = crossed(dtype)
+    inputs["value"] = inputs["key"]
+    changed = inputs[side].copy()
+    changed[:, 0] = 3.0
+    before, _ = attended(f"module-{form}", SPEC, device, dtype, inputs, mask=MASK)
+    after, _ = attended(f"module-{form}", SPEC, device, dtype, {**inputs, side: changed}, mask=MASK)
+    assert (after != before).any(axis=2)[~MASK[:, 0, :, 0]].all()
+
+
+@both_dtypes
+@both_forms
+def test_order_of_the_keys_changes_only_rounding(device, form, dtype):
+    inputs, order = crossed(dtype), [2, 0, 3, 1]
+    before, _ = attended(f"module-{form}", SPEC, device, dtype, inputs, mask=MASK)
+    permuted = {"query": inputs["query"], "key": inputs["key"][:, order]}
+    after, _ = attended(f"module-{form}", SPEC, device, dtype, permuted, mask=MASK[..., order])
+    assert_close(after, before, dtype)
+
+
+@both_dtypes
+@both_forms
+def test_mask_on_the_device_is_the_mask(device, form, dtype):
+    on_host, _ = attended(f"module-{form}", SPEC, device, dtype, crossed(dtype), mask=MASK)
+    mask = mha_tt.DeviceMask(MASK, device=device)
+    on_device, _ = attended(f"module-{form}", SPEC, device, dtype, crossed(dtype), mask=mask)
+    assert np.array_equal(on_device, on_host)
+
+
+# ---- bfloat8_b -------------------------------------------------------------------------------------------------------
+
+NARROW = {name: SPECS[name] for name in ("mha", "gqa-rope", "fused-qkv", "fused-qkv-rope-bare")}
+narrow_specs = pytest.mark.parametrize("spec", NARROW.values(), ids=NARROW)
+
+
+@both_forms
+@narrow_specs
+def test_bfloat8_b_weights_are_bfloat16_weights_of_the_same_values(device, rng, spec, form):
+    narrow = module_of("MultiHeadAttention", spec, device, weight_dtype=ttnn.bfloat8_b)
+    wide = module_of("MultiHeadAttention", spec, device, weights=parity.weights_of(narrow))
+    x = mha_tt.upload(rng.standard_normal((2, 5, spec.d_in)), device=device)
+    outputs = [mha_tt.download(module(x, need_weights=form == "plain")[0]) for module in (narrow, wide)]
+    assert np.array_equal(*outputs)
+
+
+def test_bfloat8_b_weights_are_not_those_given(device):  # the control of the test above
+    narrow = module_of("MultiHeadAttention", SPEC, device, weight_dtype=ttnn.bfloat8_b)
+    given = rounded_weights(SPEC, ttnn.bfloat16)["q_proj.weight"]
+    assert not np.array_equal(parity.weights_of(narrow)["q_proj.weight"].astype(np.float32), given)
+
+
+@both_forms
+@narrow_specs
+def test_bfloat8_b_activations_are_close_to_the_formula(device, rng, spec, form):
+    module = module_of("MultiHeadAttention", spec, device, ttnn.bfloat8_b)
+    weights = {name: weight.astype(np.float32) for name, weight in parity.weights_of(module).items()}
+    x, mask = draw(rng, ttnn.bfloat8_b, 2, 5, spec.d_in), mha_tt.create_attention_mask(5, key_padding_lengths=[3, 0])
+    output, _ = module(mha_tt.upload(x, device=device, dtype=ttnn.bfloat8_b), mask=mask, need_weights=form == "plain")
+    output = without_padding(mha_tt.download(output), spec)
+    assert_close(output, layer(spec, weights, x, mask=mask)[0], ttnn.bfloat8_b)
+
+
+# ---- Dropout ---------------------------------------------------------------------------------------------------------
+
+
+def dropping(device, dtype=ttnn.bfloat16, seed=0, **rates):
+    """A module in training with the random weights of `SPEC`, its dropout drawn from the seed."""
+    module = mha_tt.MultiHeadAttention(8, 2, device=device, dtype=dtype, rng=np.random.default_rng(seed), **rates)
+    module.load_weights(parity.random_weights(SPEC))
+    return module
+
+
+def output_of(module, x, **options):
+    output, _ = module(mha_tt.upload(x, device=module.device, dtype=module.dtype), **options)
+    return mha_tt.download(output)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_dropout_drops_at_its_rate_and_scales_the_others(device, rate):
+    ones = mha_tt.upload(np.ones((1, 2, 64, 64)), device=device)
+    dropped = mha_tt.download(mha_tt.apply_dropout(ones, rate, seed=7))
+    deviation = math.sqrt(rate * (1 - rate) / dropped.size)
+    assert abs((dropped == 0.0).mean() - rate) <= 5 * deviation
+    assert dropped[dropped != 0.0] == pytest.approx(1.0 / (1.0 - rate), rel=2**-7)
+
+
+def test_dropout_of_rate_zero_is_the_tensor_itself(device):
+    ones = mha_tt.upload(np.ones((1, 2, 4, 4)), device=device, dtype=ttnn.float32)
+    assert mha_tt.apply_dropout(ones, 0.0) is ones
+
+
+@pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
+def test_training_drops(device, rng, rates):
+    x = rng.standard_normal((2, 5, 8))
+    assert not np.array_equal(output_of(dropping(device, **rates), x), output_of(dropping(device), x))
+
+
+@pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
+def test_training_is_repeated_by_the_same_generator(device, rng, rates):
+    x = rng.standard_normal((2, 5, 8))
+    assert np.array_equal(output_of(dropping(device, **rates), x), output_of(dropping(device, **rates), x))
+
+
+@pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
+def test_training_drops_others_with_another_generator(device, rng, rates):
+    x = rng.standard_normal((2, 5, 8))
+    outputs = [output_of(dropping(device, seed=seed, **rates), x) for seed in (0, 1)]
+    assert not np.array_equal(*outputs)
+
+
+@pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
+def test_training_drops_others_in_the_next_call(device, rng, rates):
+    module, x = dropping(device, **rates), rng.standard_normal((2, 5, 8))
+    assert not np.array_equal(output_of(module, x), output_of(module, x))
+
+
+def test_output_dropout_drops_outputs_at_its_rate(device, rng):
+    module = dropping(device, output_dropout=0.25)
+    dropped = output_of(module, rng.standard_normal((4, 64, 8))) == 0.0
+    assert abs(dropped.mean() - 0.25) <= 5 * math.sqrt(0.25 * 0.75 / dropped.size)
+
+
+@both_dtypes
+def test_evaluation_drops_nothing(device, rng, dtype):
+    x = rng.standard_normal((2, 5, 8))
+    module = dropping(device, dtype, dropout=0.5, output_dropout=0.5).eval()
+    assert np.array_equal(output_of(module, x), output_of(dropping(device, dtype), x))
+
+
+def test_training_may_be_switched_on_again(device, rng):
+    module, x = dropping(device, dropout=0.5), rng.standard_normal((2, 5, 8))
+    assert np.array_equal(output_of(module.eval().train(), x), output_of(dropping(device, dropout=0.5), x))
+
+
+def test_attention_weights_are_those_before_dropout(device, rng):
+    x = mha_tt.upload(rng.standard_normal((2, 5, 8)), device=device)
+    dropped, whole = (mha_tt.download(dropping(device, dropout=rate)(x, need_weights=True)[1]) for rate in (0.5, 0.0))
+    assert np.array_equal(dropped, whole)
+
+
+@pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
+def test_float32_cannot_be_dropped_at_random(device, rng, rates):
+    name = {"dropout": "attn_weights", "output_dropout": "output"}[next(iter(rates))]
+    with pytest.raises(TypeError, match=f"{name} must be bfloat16 to be dropped at random.*FLOAT32"):
+        output_of(dropping(device, ttnn.float32, **rates), rng.standard_normal((2, 5, 8)))
+
+
+@both_dtypes
+@pytest.mark.parametrize("path", ["function-plain", "function-fused"])
+@pytest.mark.parametrize("shape", [(2, 2, 3, 4), (3, 4), (4,)], ids=str)
+def test_given_dropout_is_the_formula(device, rng, shape, path, dtype):
+    inputs, weights, keep = crossed(dtype), rounded_weights(SPEC, dtype), rng.random(shape) < 0.7
+    options = {"dropout": 0.25, "dropout_keep": keep}
+    output, attn_weights = attended(path, SPEC, device, dtype, inputs, weights=weights, mask=MASK, **options)
+    expected, expected_weights = layer(SPEC, weights, **inputs, mask=MASK, kept=keep / 0.75)
+    assert_close(output, expected, dtype)
+    if attn_weights is not None:
+        assert_close(attn_weights, expected_weights, dtype)
+
+
+# ---- Between the host and the device ---------------------------------------------------------------------------------
+
+READS = {"ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"}
+
+
+@pytest.fixture
+def no_downloads(device, monkeypatch):
+    """Reading a tensor back fails the test."""
+
+    def refuse(tensor):
+        pytest.fail("a tensor was read back")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "_readers", [refuse])
+        yield
+
+
+@pytest.mark.usefixtures("no_downloads")
+@both_dtypes
+@pytest.mark.parametrize(
+    "spec", [SPECS["mha"], SPECS["gqa-rope"], SPECS["fused-qkv"]], ids=["mha", "gqa-rope", "packed"]
+)
+def test_causal_forward_pass_moves_nothing_once_it_has_run(device, calls, uploads, spec, dtype):
+    module = module_of("MultiHeadSelfAttention", spec, device, dtype)
+    x = mha_tt.upload(np.ones((2, 5, spec.d_in)), device=device, dtype=dtype)
+    module(x, is_causal=True)
+    uploads.clear()
+    calls.clear()
+    module(x, is_causal=True)
+    assert uploads == []
+    assert READS & {call.name for call in calls} == set()
+
+
+@pytest.mark.usefixtures("no_downloads")
+@both_dtypes
+@both_forms
+def test_forward_pass_uploads_a_device_mask_once(device, uploads, form, dtype):
+    module = module_of("MultiHeadAttention", SPEC, device, dtype)
+    query, key = (mha_tt.upload(x, device=device, dtype=dtype) for x in crossed(dtype).values())
+    mask = mha_tt.DeviceMask(MASK, device=device)
+    module(query, key, mask=mask, need_weights=form == "plain")
+    uploads.clear()
+    module(query, key, mask=mask, need_weights=form == "plain")
+    assert uploads == []
+
+
+def test_causal_mask_is_never_uploaded_on_the_fused_path(device, calls, uploads):
+    module = module_of("MultiHeadAttention", SPEC, device)
+    x = mha_tt.upload(np.ones((2, 40, 8)), device=device)
+    uploads.clear()
+    module(x, mask=mha_tt.create_causal_mask(40))
+    (call,) = (call for call in calls if call.name == "ttnn.transformer.scaled_dot_product_attention")
+    assert (call.keywords["is_causal"], call.keywords["attn_mask"], uploads) == (True, None, [])
+
+
+def test_self_attention_projects_packed_weights_once(device, calls):
+    module = module_of("MultiHeadAttention", SPECS["fused-qkv"], device)
+    module(mha_tt.upload(np.ones((2, 5, 24)), device=device))
+    assert [call.name for call in calls].count("ttnn.linear") == 2  # in and out
+
+
+def test_inputs_are_left_as_they_were(device, rng):
+    x = draw(rng, ttnn.bfloat16, 2, 5, 24)
+    tensor = mha_tt.upload(x, device=device)
+    module_of("MultiHeadAttention", SPECS["gqa-rope"], device)(tensor)
+    assert np.array_equal(mha_tt.download(tensor), x)
+
+
+# ---- Modules ---------------------------------------------------------------------------------------------------------
+
+KINDS = ("MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@every_kind
+@every_spec
+def test_module_keeps_its_configuration(device, kind, spec):
+    module = getattr(mha_tt, kind)(**spec.keywords, device=device)
+    assert module.config == spec.keywords
+
+
+def test_sizes_left_out_are_filled_in(device):
+    config = mha_tt.MultiHeadAttention(12, 3, d_in=5, device=device).config
+    assert {name: config[name] for name in ("num_kv_heads", "head_dim", "d_in", "d_kv")} == {
+        "num_kv_heads": 3,
+        "head_dim": 4,
+        "d_in": 5,
+        "d_kv": 5,
+    }
+
+
+def test_module_shows_its_dtypes(device):
+    shown = repr(mha_tt.MultiHeadAttention(8, 2, device=device, weight_dtype=ttnn.bfloat8_b))
+    assert shown.startswith("MultiHeadAttention(d_model=8, num_heads=2, ")
+    assert "dtype=bfloat16, weight_dtype=bfloat8_b" in shown
+
+
+def test_drawn_weights_are_xavier_uniform_and_biases_zero(device):
+    weights = parity.weights_of(mha_tt.MultiHeadAttention(64, 4, num_kv_heads=2, device=device, dtype=ttnn.float32))
+    limits = {name: math.sqrt(6 / sum(weight.shape)) for name, weight in weights.items() if weight.ndim == 2}
+    largest = {name: np.abs(weights[name]).max() / limit for name, limit in limits.items()}
+    assert [name for name, ratio in largest.items() if not 0.98 < ratio <= 1.0] == []
+    assert [name for name, weight in weights.items() if weight.ndim == 1 and weight.any()] == []
+
+
+def test_drawn_weights_of_q_k_and_v_are_their_own(device):
+    weights = parity.weights_of(mha_tt.MultiHeadAttention(64, 4, device=device, fused_qkv=True, dtype=ttnn.float32))
+    limit = math.sqrt(6 / 128)  # of each on its own, not of the three in one
+    assert min(np.abs(weights[f"{part}_proj.weight"]).max() for part in "qkv") > 0.98 * limit
+    assert not np.array_equal(weights["q_proj.weight"], weights["k_proj.weight"])
+
+
+def test_drawn_weights_are_repeated_by_the_same_generator(device):
+    first, second = (
+        mha_tt.MultiHeadAttention(8, 2, device=device, rng=np.random.default_rng(3)).weights["q_proj.weight"]
+        for _ in range(2)
+    )
+    assert np.array_equal(mha_tt.download(first), mha_tt.download(second))
+
+
+@both_forms
+def test_loaded_weights_are_those_of_the_next_call(device, rng, form):
+    module = module_of("MultiHeadAttention", SPEC, device, ttnn.float32)
+    x = rng.standard_normal((2, 5, 8)).astype(np.float32)
+    output_of(module, x, need_weights=form == "plain")
+    weights = {name: 2.0 * weight for name, weight in parity.random_weights(SPEC).items()}
+    module.load_weights(weights)
+    expected, _ = layer(SPEC, weights, x)
+    assert_close(output_of(module, x, need_weights=form == "plain"), expected, ttnn.float32)
