@@ -23,8 +23,8 @@ test: .venv/installed
 # Where there is no card, once on the mock of each board: they differ in what they accept.
 test-tt: .venv-tt/installed
 	rm -f build/tt-*.xml
-	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest tests/tt --confcutdir tests/tt --junit-xml build/tt-n150.xml
-	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest tests/tt --confcutdir tests/tt --junit-xml build/tt-p150.xml
+	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest tests/tt --confcutdir tests/tt --numprocesses 2 --junit-xml build/tt-n150.xml
+	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest tests/tt --confcutdir tests/tt --numprocesses 2 --junit-xml build/tt-p150.xml
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .

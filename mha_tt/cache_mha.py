@@ -28,12 +28,12 @@ from mha_tt.checks import (
     check_room,
     check_weights,
 )
-from mha_tt.device import TILE, padded_head_dim, round_up, upload, upload_integers
-from mha_tt.masks import DeviceMask, create_attention_mask, create_causal_mask_with_cache
+from mha_tt.device import TILE, TILE_NBYTES, as_dtype, padded_head_dim, round_up, upload, upload_integers
+from mha_tt.masks import CausalMask, DeviceMask, create_causal_mask_with_cache
 from mha_tt.mha import AttentionLayer, Project, combine_heads, project_qkv, project_with, scaled_dot_product_attention
 
-TILE_NBYTES = {ttnn.float32: 4096, ttnn.bfloat16: 2048, ttnn.bfloat8_b: 1088}
-"""Bytes of a tile of 32 x 32: bfloat8_b has a byte an element, and one for each 16 that share an exponent."""
+MOST_KV_HEADS = TILE
+"""What `paged_update_cache` writes right: it reads one row of tiles for each sequence, and takes more heads unasked."""
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
@@ -66,7 +66,7 @@ def init_cache(
 
     Args:
         batch_size: number of sequences, B.
-        num_kv_heads: number of key/value heads, K.
+        num_kv_heads: number of key/value heads, K, at most 32.
         capacity: number of slots of each sequence.
         head_dim: features of a head, H, as many as keys and values will have.
         dtype: of keys and values: `ttnn.bfloat16`, `ttnn.bfloat8_b` or `ttnn.float32`.
@@ -74,11 +74,13 @@ def init_cache(
 
     Raises:
         TypeError: if a size is not an integer or the dtype not floating point.
-        ValueError: if a size is below 1.
+        ValueError: if a size is below 1, or there are more than 32 heads.
     """
     sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
     for name, size in sizes.items():
         check_count(name, size)
+    if num_kv_heads > MOST_KV_HEADS:
+        raise ValueError(f"num_kv_heads must be at most {MOST_KV_HEADS} for a cache, got num_kv_heads={num_kv_heads}")
     check_dtype("dtype", dtype)
     shape = (batch_size, num_kv_heads, round_up(capacity), round_up(head_dim))
     return KVCache(
@@ -286,6 +288,11 @@ def _cached_layer(
     check_cached_input(x, cache)
     batch_size, seq_len, _ = x.shape
     check_room(cache, seq_len, new_lengths)
+    is_real = None
+    if new_lengths is not None and (np.asarray(new_lengths) < seq_len).any():
+        is_real = np.arange(seq_len) < np.asarray(new_lengths)[:, None]
+        is_real = upload(is_real[:, :, None], device=x.device(), dtype=x.dtype)
+        x = ttnn.where(is_real, x, 0.0)  # a NaN in the padding would reach real tokens as 0 * NaN
     is_step = seq_len == 1
     positions = cache.lengths[:, None] + np.arange(seq_len)
     if is_step:  # one token of each sequence: side by side they fill the tiles that they would each begin
@@ -310,10 +317,7 @@ def _cached_layer(
     output = project("out_proj", output) if out_proj else output
     if is_step:
         output = ttnn.reshape(output, (batch_size, 1, output.shape[2]))
-    if new_lengths is not None and (np.asarray(new_lengths) < seq_len).any():
-        is_real = np.arange(seq_len) < np.asarray(new_lengths)[:, None]
-        output = ttnn.multiply(output, upload(is_real[:, :, None], device=output.device()))
-    return output, cache
+    return output if is_real is None else ttnn.multiply(output, is_real), cache
 
 
 def _attend_in_step(
@@ -361,7 +365,7 @@ def _attend_in_prefill(
         k, v = (x[:, :, : min(filled, x.shape[2])] for x in (cache.keys, cache.values))
         mask = DeviceMask(create_cache_mask(before, seq_len, k.shape[2]), device=q.device())
     else:  # right padding needs no mask of its own: no real token sees what comes after it
-        mask = DeviceMask(create_attention_mask(seq_len, is_causal=True), device=q.device())
+        mask = CausalMask(seq_len, device=q.device())
     if q.dtype == ttnn.float32 or dropout:
         context, _ = scaled_dot_product_attention(q, k, v, mask=mask, dropout=dropout, seed=seed, **arithmetic)
     else:
@@ -373,13 +377,12 @@ def _zeros(shape: tuple[int, ...], dtype: ttnn.DataType, device: ttnn.MeshDevice
     """Zeros; those of bfloat8_b are narrowed on the device, since the host takes seconds to make a large cache."""
     made_as = ttnn.bfloat16 if dtype == ttnn.bfloat8_b else dtype
     zeros = ttnn.zeros(shape, dtype=made_as, layout=ttnn.TILE_LAYOUT, device=device)
-    return zeros if made_as == dtype else ttnn.typecast(zeros, dtype)
+    return as_dtype(zeros, dtype)
 
 
 def _joined(cached: Tensor, new: Tensor) -> Tensor:
     """Cached tokens and new ones, in the dtype of the cache, which concatenation may widen."""
-    joined = ttnn.concat([cached, new], dim=2)
-    return joined if joined.dtype == cached.dtype else ttnn.typecast(joined, cached.dtype)
+    return as_dtype(ttnn.concat([cached, new], dim=2), cached.dtype)
 
 
 def _added(cache: KVCache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> np.ndarray:
@@ -389,7 +392,7 @@ def _added(cache: KVCache, seq_len: int, new_lengths: np.ndarray | Sequence[int]
 
 def _as_cached(x: Tensor, slots: Tensor) -> Tensor:
     """Tokens as `fill_cache` copies them: in the dtype of the cache, zeros after the last token of the last tile."""
-    x = x if x.dtype == slots.dtype else ttnn.typecast(x, slots.dtype)
+    x = as_dtype(x, slots.dtype)
     return ttnn.fill_implicit_tile_padding(x, 0.0) if x.shape[2] % TILE else x
 
 
@@ -409,7 +412,7 @@ def _write_rows(cache: KVCache, keys: Tensor, values: Tensor, slots: np.ndarray)
     )
     where = upload_integers(slots, device=device)
     for held, rows in ((cache.keys, keys), (cache.values, values)):
-        rows = ttnn.typecast(rows, ttnn.bfloat16) if rows.dtype == ttnn.bfloat8_b else rows
+        rows = as_dtype(rows, ttnn.bfloat16) if rows.dtype == ttnn.bfloat8_b else rows
         rows = ttnn.to_memory_config(rows, one_core_each)
         ttnn.experimental.paged_update_cache(held, rows, update_idxs_tensor=where)
 
@@ -451,6 +454,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         """
         check_floating("x", x, rank=3)
         check_input_dtype("x", x, self.dtype)
+        self._check_dropout()
         output, cache = _cached_layer(
             self.project,
             x,

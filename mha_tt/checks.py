@@ -201,6 +201,11 @@ def check_lengths(name: str, lengths: np.ndarray | Sequence[int], batch_size: in
 
 def check_positions(positions: object, batch_size: int, seq_len: int) -> None:
     """Refuse positions that are not integers of shape (B, T) or (1, T)."""
+    if hasattr(positions, "turn"):  # a Rotation made of them
+        found = (positions.cos.shape[0], positions.cos.shape[2])  # pyright: ignore[reportAttributeAccessIssue]
+        if found not in ((batch_size, seq_len), (1, seq_len)):
+            raise ValueError(f"positions must be (B or 1, T) = ({batch_size} or 1, {seq_len}), got those of {found}")
+        return
     if not isinstance(positions, np.ndarray):
         raise TypeError(f"positions must be a NumPy array, got {type(positions).__name__}")
     if positions.dtype.kind not in "iu":
@@ -262,7 +267,7 @@ def check_layer_inputs(
         raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope_theta={rope_theta}")
     if positions is not None and rope_theta is None:
         raise ValueError("positions must come with RoPE, got positions and rope_theta=None")
-    if positions is not None and not hasattr(positions, "turn"):
+    if positions is not None:
         check_positions(positions, query.shape[0], query.shape[1])
     for name, x in (("key", key), ("value", value)):
         if x is None:
@@ -318,7 +323,7 @@ def check_weights(weights: Mapping[str, Tensor], num_heads: int, num_kv_heads: i
 
 def check_finite(weights: Mapping[str, np.ndarray]) -> None:
     """Refuse weights with a NaN or an infinity, wherever their values are known."""
-    wrong = [name for name, weight in weights.items() if not np.isfinite(np.asarray(weight, np.float32)).all()]
+    wrong = [name for name, weight in weights.items() if not np.isfinite(np.asarray(weight, np.float64)).all()]
     if wrong:
         raise ValueError(f"weights must be finite, got NaN or infinities in {wrong}")
 
@@ -378,6 +383,7 @@ def check_cached_input(x: Tensor, cache: KVCache) -> None:
     check_floating("x", x, rank=3)
     if (x.dtype == ttnn.float32) != (cache.keys.dtype == ttnn.float32):
         raise TypeError(f"x must be float32 if the cache is, got x.dtype={x.dtype} and {cache.keys.dtype}")
+    check_count("the number of new tokens", x.shape[1])
     if x.shape[0] != cache.lengths.shape[0]:
         raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
 

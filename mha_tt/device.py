@@ -13,6 +13,9 @@ from mha_tt.checks import check_count, check_dtype, check_finite, check_head_dim
 TILE = 32
 """Rows and columns of a tile, the unit in which tensors are kept and computed."""
 
+TILE_NBYTES = {ttnn.float32: 4096, ttnn.bfloat16: 2048, ttnn.bfloat8_b: 1088}
+"""Bytes of a tile: bfloat8_b has a byte an element, and one for each 16 that share an exponent."""
+
 _observers: list[Callable[[ttnn.Tensor, np.ndarray, float], None]] = []  # told of every upload: see `mha_tt.mock`
 _readers: list[Callable[[ttnn.Tensor], np.ndarray]] = []  # asked for values that a device does not have
 
@@ -167,6 +170,11 @@ def download(tensor: ttnn.Tensor) -> np.ndarray:
     return ttnn.to_dtype(ttnn.from_device(tensor), ttnn.float32).to_numpy()
 
 
+def as_dtype(x: ttnn.Tensor, dtype: ttnn.DataType) -> ttnn.Tensor:
+    """x in a dtype, converted on the device; x itself if it has it already."""
+    return x if x.dtype == dtype else ttnn.typecast(x, dtype)
+
+
 # ---- Weights ---------------------------------------------------------------------------------------------------------
 
 
@@ -184,9 +192,14 @@ def head_slots(head_dim: int, *, rope: bool = False) -> np.ndarray:
     """Where the features of a head lie among those that it has on the device, (H,); zeros lie between and after them.
 
     With RoPE each half begins at a tile, so that the pairs (i, i + H/2) are found by cutting between tiles.
+
+    Raises:
+        ValueError: if head_dim is odd with RoPE.
     """
     if not rope:
         return np.arange(head_dim)
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even for RoPE, got head_dim={head_dim}")
     half = head_dim // 2
     second = padded_head_dim(head_dim, rope=True) // 2
     return np.concatenate([np.arange(half), second + np.arange(half)])
@@ -197,7 +210,7 @@ def upload_weights(
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
-    rope: bool = False,
+    rope: bool,
     device: ttnn.MeshDevice,
     dtype: ttnn.DataType = ttnn.bfloat16,
 ) -> dict[str, ttnn.Tensor]:
@@ -211,7 +224,7 @@ def upload_weights(
             (K * H, d_kv), …, or one `qkv_proj`, its rows q, then k, then v; `out_proj.weight` (E, N * H) where there is
             one.
         num_heads, num_kv_heads: N and K; K = N when absent.
-        rope: whether queries and keys will be turned by position.
+        rope: whether queries and keys will be turned by position: heads are padded in another way then.
         device: where to.
         dtype: of the weights; biases are kept in bfloat16 where that is `ttnn.bfloat8_b`.
 
@@ -248,7 +261,7 @@ def download_weights(
     num_heads: int,
     num_kv_heads: int | None = None,
     head_dim: int,
-    rope: bool = False,
+    rope: bool,
 ) -> dict[str, np.ndarray]:
     """The canonical arrays that `upload_weights` was given, as the device holds them, in float32.
 

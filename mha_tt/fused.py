@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
 from mha_tt.checks import check_attention, check_cached_step, check_floating, check_head_dim, check_rate
-from mha_tt.device import TILE, accurate_config, round_up, upload_integers
+from mha_tt.device import TILE, accurate_config, as_dtype, round_up, upload_integers
 from mha_tt.masks import MASKED, DeviceMask, bias_on_device, hide_infinite_bias, on_device
 
 LARGEST_CHUNK = 128
@@ -111,7 +111,7 @@ def attend_to_cache(
     check_cached_step(query, keys, values, last_positions)
     config = compute_kernel_config or accurate_config(query.device())
     context = ttnn.transformer.scaled_dot_product_attention_decode(
-        query if query.dtype == ttnn.bfloat16 else ttnn.typecast(query, ttnn.bfloat16),  # it takes no other with groups
+        as_dtype(query, ttnn.bfloat16),  # it takes no other with groups
         keys,
         values,
         cur_pos_tensor=upload_integers(last_positions, device=query.device()),
@@ -121,7 +121,7 @@ def attend_to_cache(
         program_config=_program_config(query.device(), config, 0, 0),
         compute_kernel_config=config,
     )
-    return context if query.dtype == ttnn.bfloat16 else ttnn.typecast(context, query.dtype)
+    return as_dtype(context, query.dtype)
 
 
 def _check_kernel_takes(query: Tensor, head_dim: int | None) -> None:
@@ -138,8 +138,11 @@ def _attn_mask(
     """What the kernel adds to the scores, (B or 1, N or 1, T, S), with `MASKED` beyond the last key."""
     if bias is None:
         return None if mask is None else mask.additive(seq_len_q, seq_len_k)
-    mask = mask or DeviceMask(np.zeros((1, 1, seq_len_q, seq_len_k), bool), device=device)
-    attn_mask = ttnn.add(bias_on_device(bias, device, ttnn.bfloat16), mask.additive(seq_len_q, seq_len_k))
+    attn_mask = bias_on_device(bias, device, ttnn.bfloat16)
+    if mask is None and tuple(attn_mask.shape)[2:] != (seq_len_q, seq_len_k):  # spread over queries and keys
+        mask = DeviceMask(np.zeros((1, 1, seq_len_q, seq_len_k), bool), device=device)
+    if mask is not None:
+        attn_mask = ttnn.add(attn_mask, mask.additive(seq_len_q, seq_len_k))
     return ttnn.fill_implicit_tile_padding(attn_mask, MASKED)
 
 

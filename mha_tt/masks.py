@@ -11,12 +11,12 @@ from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
 from mha_tt.checks import check_count, check_lengths, check_mask
-from mha_tt.device import upload
+from mha_tt.device import as_dtype, upload
 
 MASKED = -1e9
 """What stands for minus infinity on the device: a kernel that meets a block of nothing but -inf makes NaN of it."""
 
-LOWEST_BIAS = -1e8
+LOWEST_BIAS = -5e8
 """What a lower bias is raised to, so that a key with a bias of finfo.min still weighs more than a masked one."""
 
 
@@ -176,7 +176,7 @@ def hide_infinite_bias(
     """The mask, joined with the keys that a bias of -inf hides, so that a row of -inf is as empty as a masked one."""
     if not isinstance(bias, np.ndarray):  # what lies on the device is not read back
         return mask
-    hidden = np.isneginf(bias.astype(np.float32))
+    hidden = np.isneginf(bias.astype(np.float64))
     if not hidden.any():
         return mask
     return hidden if mask is None else hidden | (mask.mask if isinstance(mask, DeviceMask) else mask)
@@ -244,6 +244,31 @@ class DeviceMask:
         return np.asarray(self.mask.all(axis=-1, keepdims=True))
 
 
+class CausalMask(DeviceMask):
+    """The causal mask of as many queries as keys, made only where a path needs it: the fused kernel does not."""
+
+    def __init__(self, seq_len: int, *, device: ttnn.MeshDevice) -> None:
+        """Keep the number of queries, and of keys, for a device."""
+        check_count("seq_len", seq_len)
+        self.seq_len = seq_len
+        self.device = device
+        self.is_causal = True
+
+    @cached_property
+    def mask(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The boolean mask on the host, (1, 1, T, T)."""
+        return create_causal_mask(self.seq_len)[None, None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(1, 1, T, T)."""
+        return (1, 1, self.seq_len, self.seq_len)
+
+    @cached_property
+    def _empty_rows(self) -> np.ndarray:
+        return np.zeros((1, 1, self.seq_len, 1), bool)
+
+
 def on_device(mask: np.ndarray | DeviceMask | None, device: ttnn.MeshDevice) -> DeviceMask | None:
     """The mask in the forms that the device takes; one that is so already comes back itself."""
     return mask if mask is None or isinstance(mask, DeviceMask) else DeviceMask(mask, device=device)
@@ -253,7 +278,6 @@ def bias_on_device(bias: np.ndarray | Tensor, device: ttnn.MeshDevice, dtype: tt
     """The bias with four axes, in a dtype, nowhere below `LOWEST_BIAS`: -inf there is the mask's to hide."""
     shape = (1,) * (4 - len(bias.shape)) + tuple(bias.shape)
     if isinstance(bias, np.ndarray):
-        return upload(np.maximum(bias.astype(np.float32), LOWEST_BIAS).reshape(shape), device=device, dtype=dtype)
+        return upload(np.maximum(bias.astype(np.float64), LOWEST_BIAS).reshape(shape), device=device, dtype=dtype)
     bias = bias if len(bias.shape) == 4 else ttnn.reshape(bias, shape)
-    bias = bias if bias.dtype == dtype else ttnn.typecast(bias, dtype)
-    return ttnn.maximum(bias, LOWEST_BIAS)
+    return ttnn.maximum(as_dtype(bias, dtype), LOWEST_BIAS)

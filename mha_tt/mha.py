@@ -30,14 +30,33 @@ from mha_tt.checks import (
     check_layer_inputs,
     check_lengths,
     check_mask,
+    check_positions,
     check_projected,
     check_rate,
     check_scored,
     check_weighed,
     check_weights,
 )
-from mha_tt.device import TILE, accurate_config, describe_config, padded_head_dim, upload, upload_weights
-from mha_tt.masks import MASKED, DeviceMask, bias_on_device, create_attention_mask, hide_infinite_bias, on_device
+from mha_tt.device import (
+    TILE,
+    TILE_NBYTES,
+    accurate_config,
+    as_dtype,
+    describe_config,
+    padded_head_dim,
+    round_up,
+    upload,
+    upload_weights,
+)
+from mha_tt.masks import (
+    MASKED,
+    CausalMask,
+    DeviceMask,
+    bias_on_device,
+    create_attention_mask,
+    hide_infinite_bias,
+    on_device,
+)
 from mha_tt.rope import Rotation, at_least_float32
 
 Project = Callable[[str, Tensor], Tensor]
@@ -71,7 +90,9 @@ def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
     """Put the heads side by side again: the inverse of `split_heads`."""
     check_floating("x", x, rank=4)
     batch_size, num_heads, seq_len, head_dim = x.shape
-    if head_dim % TILE:
+    # The operation takes whole tiles, and keeps a row of them twice on a core: 64 heads of 128 in float32 do not fit.
+    row_nbytes = num_heads * round_up(head_dim) // TILE * TILE_NBYTES[x.dtype]
+    if head_dim % TILE or row_nbytes > 2**19:
         return ttnn.reshape(ttnn.transpose(x, 1, 2), (batch_size, seq_len, num_heads * head_dim))
     return ttnn.transformer.concatenate_heads(x)
 
@@ -121,8 +142,11 @@ def project_qkv(
     Raises:
         ValueError: if head_dim is absent with RoPE.
     """
-    if rope_theta is not None and head_dim is None and not isinstance(positions, Rotation):
-        raise ValueError("head_dim must be given with RoPE, got head_dim=None")
+    if rope_theta is not None:
+        if head_dim is None and not isinstance(positions, Rotation):
+            raise ValueError("head_dim must be given with RoPE, got head_dim=None")
+        if positions is not None:
+            check_positions(positions, query.shape[0], query.shape[1])
     if not fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
         q, k, v = split_heads(q, num_heads), split_heads(k, num_kv_heads), split_heads(v, num_kv_heads)
@@ -288,9 +312,9 @@ def scaled_dot_product_attention(
     config = compute_kernel_config or accurate_config(query.device())
     scores = attention_scores(query, key, bias, head_dim=head_dim, compute_kernel_config=config)
     attn_weights = masked_softmax(scores, hide_infinite_bias(mask, bias), compute_kernel_config=config)
-    attn_weights = _as_dtype(attn_weights, query.dtype)
+    attn_weights = as_dtype(attn_weights, query.dtype)
     dropped = apply_dropout(attn_weights, dropout, dropout_keep, seed=seed)
-    context = _as_dtype(attention_context(dropped, value, compute_kernel_config=config), query.dtype)
+    context = as_dtype(attention_context(dropped, value, compute_kernel_config=config), query.dtype)
     return context, attn_weights if need_weights else None
 
 
@@ -468,10 +492,6 @@ def _attention_layer(
         context, attn_weights = fused.scaled_dot_product_attention(q, k, v, mask=mask, bias=bias, **arithmetic)
     output = combine_heads(context)
     return project("out_proj", output) if out_proj else output, attn_weights
-
-
-def _as_dtype(x: Tensor, dtype: ttnn.DataType) -> Tensor:
-    return x if x.dtype == dtype else ttnn.typecast(x, dtype)
 
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------
@@ -666,6 +686,7 @@ class AttentionLayer:
         """`multi_head_attention` with the weights and the configuration of this module."""
         check_floating("query", query, rank=3)
         check_input_dtype("query", query, self.dtype)
+        self._check_dropout()
         output, attn_weights = _attention_layer(
             self.project,
             query,
@@ -701,6 +722,14 @@ class AttentionLayer:
 
     def _drop_output(self, output: Tensor) -> Tensor:
         return _drop("output", output, self.output_dropout if self.training else 0.0, self._draw_seed())
+
+    def _check_dropout(self) -> None:
+        """Refuse, before any work, to drop at random what ttnn cannot."""
+        if self.training and (self.dropout or self.output_dropout) and self.dtype != ttnn.bfloat16:
+            raise TypeError(
+                f"the module must be bfloat16 to drop at random in training (eval() switches that off), "
+                f"got dtype={self.dtype}"
+            )
 
     def _draw_seed(self) -> int:
         return int(self.rng.integers(2**31)) if self.training and (self.dropout or self.output_dropout) else 0
@@ -780,5 +809,5 @@ class MultiHeadSelfAttention(AttentionLayer):
     def _causal(self, seq_len: int) -> DeviceMask:
         """The causal mask, kept for the next call of as many tokens."""
         if self._causal_mask is None or self._causal_mask.shape[2] != seq_len:
-            self._causal_mask = DeviceMask(create_attention_mask(seq_len, is_causal=True), device=self.device)
+            self._causal_mask = CausalMask(seq_len, device=self.device)
         return self._causal_mask

@@ -21,7 +21,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +99,7 @@ def use(board: str) -> None:
         board: `n150`, `n300`, `p100` or `p150`.
 
     Raises:
-        ValueError: if there is no such board.
+        ValueError: if there is no such board, or the cache folder's path has blanks in it.
         RuntimeError: if this process uses another board already; ttnn reads its environment once.
     """
     global _used
@@ -110,10 +110,14 @@ def use(board: str) -> None:
     package = _ttnn_folder()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = cache / "mha_tt" / f"mock-{zlib.crc32(str(package).encode()):08x}"  # two environments must not share one
+    if any(character.isspace() for character in str(root)):
+        raise ValueError(
+            f"the cache folder must have no blanks in its path, which ttnn's build cannot take, got {root}"
+        )
     binaries = root / "runtime" / "sfpi" / "compiler" / "bin"
     binaries.mkdir(parents=True, exist_ok=True)
     for name in ("tt_metal", "ttnn"):
-        if not (root / name).is_symlink():
+        with suppress(FileExistsError):  # from before, or from another process at this moment
             (root / name).symlink_to(package / name)
     _write(binaries / "kernel.elf", _kernel_elf())
     _write(binaries / "riscv-tt-elf-g++", _COMPILER.encode(), mode=0o755)
@@ -231,7 +235,7 @@ class Shadow:
     """The values of tensors, as golden functions compute them, and the operations that ran.
 
     Values are kept by `tensor_id`, which is never given twice, and is the same for a cache and for the result of its
-    update in place.
+    update in place. They stay until the block ends or `ttnn.deallocate` is called: a long loop wants blocks of its own.
 
     Attributes:
         operations: full names of the operations, in the order in which they ran.
@@ -270,6 +274,8 @@ class Shadow:
         """What ttnn calls after every operation."""
         name = operation.python_fully_qualified_name
         self.operations.append(name)
+        if name == "ttnn.deallocate":
+            self._values.pop(arguments[0].tensor_id, None)
         if name in ("ttnn.to_device", "ttnn.deallocate", "ttnn.synchronize_device"):
             return
         if name in ("ttnn.from_torch", "ttnn.as_tensor"):
@@ -437,6 +443,8 @@ def _paged_update_cache(
     """One token of each sequence, (1, B, K, H), into a slot of its own of (B, K, S, H); -1 skips a sequence."""
     if page_table is not None:
         raise NotImplementedError("paged_update_cache with a page table has no golden function")
+    if cache.shape[1] > TILE:  # taken by the operation, which reads one row of tiles for each sequence
+        raise AssertionError(f"paged_update_cache must have at most {TILE} heads, got {cache.shape[1]}")
     cache = cache.clone()
     slots = update_idxs if update_idxs_tensor is None else update_idxs_tensor.tolist()
     for sequence, slot in enumerate(map(int, slots)):

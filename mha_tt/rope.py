@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from ttnn import Tensor
 
 from mha_tt.checks import check_floating, check_head_dim, check_positions, check_rope
-from mha_tt.device import head_slots, padded_head_dim, upload
+from mha_tt.device import as_dtype, head_slots, padded_head_dim, upload
 
 
 def rope_frequencies(head_dim: int, theta: float) -> np.ndarray:
@@ -62,7 +62,7 @@ def apply_rope(
 
 def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """x in the dtype that sums are made in: float64 stays, anything narrower becomes float32."""
-    return x if x.dtype == ttnn.float32 else ttnn.typecast(x, ttnn.float32)
+    return as_dtype(x, ttnn.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,4 +99,4 @@ class Rotation:
         wide = at_least_float32(x)
         swapped = ttnn.concat([wide[:, :, :, half:], wide[:, :, :, :half]], dim=-1)
         turned = ttnn.add(ttnn.multiply(wide, self.cos), ttnn.multiply(swapped, self.sin))
-        return turned if x.dtype == ttnn.float32 else ttnn.typecast(turned, x.dtype)
+        return as_dtype(turned, x.dtype)

@@ -83,10 +83,11 @@ EXTRA_NAMES = {
         "DeviceMask",  # masks are made on the host, and uploaded once for many calls,
         "on_device",  # or for one
         "bias_on_device",
+        "CausalMask",
         "Rotation",  # turns are computed on the host, in float64, and uploaded once for many calls
         "attend_to_cache",  # one new token of each sequence has a kernel of its own
         "LARGEST_CHUNK",  # of the fused kernel, which is told how to divide its work
-        "TILE_NBYTES",  # memory is taken in whole tiles
+        "MOST_KV_HEADS",  # more would be written wrongly, and unasked
         "AttentionLayer.load_weights",  # torch's state dict and nnx's state do this,
         "AttentionLayer.train",  # and their modules have these two
         "AttentionLayer.eval",

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def put_python(path, says="cpython 3 12", status=0):
+def put_python(path, says="cpython 3 12 ok", status=0):
     """A Python that says of itself what it is told to."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\necho {says}\nexit {status}\n")

@@ -26,7 +26,8 @@ torch.set_num_threads(1)  # two workers share two cores
 
 def pytest_report_header() -> str:
     """What the tests run on."""
-    return f"device: mock {os.environ.get('MHA_TT_MOCK', 'n150')}" if IS_MOCK else mha_tt.describe_target()
+    found = f"mock {os.environ.get('MHA_TT_MOCK', 'n150')}" if IS_MOCK else mha_tt.describe_target()
+    return f"device: {found}"
 
 
 @pytest.fixture(scope="session")

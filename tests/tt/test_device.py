@@ -65,8 +65,12 @@ def test_target_is_what_the_tests_run_on(opened_device):
 
 
 OPEN = """
+    import sys
+
+    sys.modules["torch"] = None  # its import takes more time than everything else here
     import mha_tt
 
+    {before}
     try:
         with mha_tt.open_device({number}):
             pass
@@ -76,20 +80,20 @@ OPEN = """
 
 
 def test_opening_nothing_says_what_was_looked_for(only_mock, run_python):
-    result = run_python(OPEN.format(number=""))
+    result = run_python(OPEN.format(before="", number=""))
     assert result.stdout.startswith("a device must be there to be opened, found nothing")
     assert [word for word in ("/dev/tenstorrent", SIMULATOR, "mha_tt.mock.board()") if word not in result.stdout] == []
 
 
 def test_opening_what_does_not_open_says_what_was_looked_for(only_mock, run_python, tmp_path):
     (tmp_path / "empty.yaml").write_text("chips: {}\n")
-    result = run_python(OPEN.format(number=""), **{MOCK: str(tmp_path / "empty.yaml")})
+    result = run_python(OPEN.format(before="", number=""), **{MOCK: str(tmp_path / "empty.yaml")})
     assert result.stdout.startswith("device 0 must open, looked for mock empty")
     assert len(result.stdout.splitlines()) == 1  # ttnn's own message is followed by a backtrace
 
 
 def test_opening_a_card_that_is_not_there_says_its_number(only_mock, run_python):
-    program = "    import mha_tt\n    mha_tt.mock.use('n150')\n" + OPEN.format(number="7")
+    program = OPEN.format(before="mha_tt.mock.use('n150')", number="7")
     assert run_python(program).stdout.startswith("device 7 must open, looked for mock n150")
 
 
@@ -141,7 +145,7 @@ def decode(device, dtype, config):
 
 def forward_by_function(device, dtype, need_weights, config):
     weights = {name: np.ones((32, 32)) for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight")}
-    weights = mha_tt.upload_weights(weights, num_heads=4, device=device, dtype=dtype)
+    weights = mha_tt.upload_weights(weights, num_heads=4, rope=False, device=device, dtype=dtype)
     x = mha_tt.upload(np.ones((2, 5, 32)), device=device, dtype=dtype)
     mha_tt.multi_head_attention(
         x, weights, num_heads=4, head_dim=8, need_weights=need_weights, compute_kernel_config=config
@@ -150,7 +154,7 @@ def forward_by_function(device, dtype, need_weights, config):
 
 def grow(device, dtype, config):
     weights = {name: np.ones((32, 32)) for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight")}
-    weights = mha_tt.upload_weights(weights, num_heads=4, device=device, dtype=dtype)
+    weights = mha_tt.upload_weights(weights, num_heads=4, rope=False, device=device, dtype=dtype)
     x = mha_tt.upload(np.ones((2, 5, 32)), device=device, dtype=dtype)
     options = {"num_heads": 4, "head_dim": 8, "compute_kernel_config": config}
     _, keys, values = mha_tt.multi_head_attention_with_cache(x, weights, **options)

@@ -5,6 +5,7 @@ A layer is reached by four paths: the function or the module, with attention wei
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -323,12 +324,10 @@ def test_module_gives_the_output_of_the_function(device, rng, spec, dtype, form)
 @both_forms
 @pytest.mark.parametrize("rope_theta", [None, 100.0], ids=["no-rope", "rope"])
 def test_one_packed_projection_equals_three(device, rng, rope_theta, form, dtype):
+    spec = parity.AttentionSpec(24, 4, num_kv_heads=2, rope_theta=rope_theta)
     inputs = {"query": draw(rng, dtype, 2, 5, 24)}
-    together, apart = (
-        attended(f"module-{form}", parity.AttentionSpec(24, 4, num_kv_heads=2, rope_theta=rope_theta, fused_qkv=packed),
-                 device, dtype, inputs)[0]
-        for packed in (True, False)
-    )  # fmt: skip
+    apart, _ = attended(f"module-{form}", spec, device, dtype, inputs)
+    together, _ = attended(f"module-{form}", replace(spec, fused_qkv=True), device, dtype, inputs)
     assert_close(together, apart, dtype)
 
 
@@ -697,8 +696,7 @@ def test_attention_weights_are_those_before_dropout(device, rng):
 
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
 def test_float32_cannot_be_dropped_at_random(device, rng, rates):
-    name = {"dropout": "attn_weights", "output_dropout": "output"}[next(iter(rates))]
-    with pytest.raises(TypeError, match=f"{name} must be bfloat16 to be dropped at random.*FLOAT32"):
+    with pytest.raises(TypeError, match=r"must be bfloat16 to drop at random.*FLOAT32"):
         output_of(dropping(device, ttnn.float32, **rates), rng.standard_normal((2, 5, 8)))
 
 
@@ -844,3 +842,59 @@ def test_loaded_weights_are_those_of_the_next_call(device, rng, form):
     module.load_weights(weights)
     expected, _ = layer(SPEC, weights, x)
     assert_close(output_of(module, x, need_weights=form == "plain"), expected, ttnn.float32)
+
+
+# ---- What the device does not refuse, or cannot hold -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "heads"), [(ttnn.float32, 64), (ttnn.bfloat16, 96)], ids=["float32", "bfloat16"])
+def test_wide_heads_are_combined(device, dtype, heads):
+    x = np.random.default_rng(0).integers(-9, 9, (1, heads, 3, 128))
+    combined = mha_tt.combine_heads(mha_tt.upload(x.astype(np.float32), device=device, dtype=dtype))
+    assert np.array_equal(mha_tt.download(combined), x.swapaxes(1, 2).reshape(1, 3, -1))
+
+
+@pytest.mark.parametrize(
+    ("positions", "error"),
+    [([[5]], ValueError), ([5, 6, 7], ValueError), ([[0, 1, 2]] * 3, ValueError), ([[0.0, 1.0, 2.0]], TypeError)],
+    ids=["one", "rank 1", "batch", "float"],
+)
+def test_projection_refuses_positions(device, positions, error):
+    weights = parity.random_weights(parity.AttentionSpec(8, 2))
+    held = mha_tt.upload_weights(weights, num_heads=2, rope=True, device=device)
+    x = mha_tt.upload(np.ones((2, 3, 8)), device=device)
+    options = {"num_heads": 2, "num_kv_heads": 2, "rope_theta": 1e4, "head_dim": 4}
+    with pytest.raises(error, match="positions must"):
+        mha_tt.project_qkv(mha_tt.project_with(held), x, x, x, positions=np.array(positions), **options)
+
+
+def test_turns_of_other_positions_are_refused(device):
+    held = mha_tt.upload_weights(
+        parity.random_weights(parity.AttentionSpec(8, 2)), num_heads=2, rope=True, device=device
+    )
+    turns = mha_tt.Rotation(np.array([[0]]), 1e4, head_dim=4, padded=64, device=device)
+    x = mha_tt.upload(np.ones((2, 3, 8)), device=device)
+    with pytest.raises(ValueError, match="positions must be"):
+        mha_tt.multi_head_attention(x, held, num_heads=2, rope_theta=1e4, head_dim=4, positions=turns)
+
+
+@both_dtypes
+def test_a_bias_as_low_as_float64_goes_hides_no_key(device, dtype):
+    heads = mha_tt.upload(np.random.default_rng(0).standard_normal((1, 1, 2, 32)), device=device, dtype=dtype)
+    lowest = np.full((2, 2), np.finfo(np.float64).min)
+    context, _ = mha_tt.scaled_dot_product_attention(heads, heads, heads, bias=lowest)
+    mean = mha_tt.download(heads).mean(axis=2, keepdims=True)
+    assert np.allclose(mha_tt.download(context), mean, atol=2e-2)
+
+
+@pytest.mark.parametrize("seq_len", [1, 5, 40])
+def test_causal_mask_made_late_is_the_causal_mask(device, seq_len):
+    late, early = (
+        mha_tt.masks.CausalMask(seq_len, device=device),
+        mha_tt.DeviceMask(mha_tt.create_causal_mask(seq_len), device=device),
+    )
+    assert late.is_causal
+    assert early.is_causal
+    assert late.shape == early.shape
+    assert late.keep is None
+    assert np.array_equal(mha_tt.download(late.hidden), mha_tt.download(early.hidden))

@@ -1,0 +1,82 @@
+"""Shapes of large models: their programs fit into the memory of a core and of the board.
+
+A mock board validates them and computes nothing, so that nothing but shapes is compared here; a card runs them.
+"""
+
+import numpy as np
+import pytest
+import ttnn
+
+import mha_tt
+import parity
+
+LLAMA = parity.AttentionSpec(4096, 32, num_kv_heads=8, rope_theta=500000.0, qkv_bias=False, out_bias=False)
+
+cache_dtypes = pytest.mark.parametrize("dtype", [ttnn.bfloat16, ttnn.bfloat8_b], ids=["bfloat16", "bfloat8_b"])
+
+
+def zeros(device, *shape, dtype=ttnn.bfloat16):
+    """Zeros that are made on the device, since the host takes seconds for as many."""
+    made_as = ttnn.bfloat16 if dtype == ttnn.bfloat8_b else dtype
+    tensor = ttnn.zeros(shape, dtype=made_as, layout=ttnn.TILE_LAYOUT, device=device)
+    return tensor if made_as == dtype else ttnn.typecast(tensor, dtype)
+
+
+@pytest.fixture(scope="module")
+def llama(opened_device):
+    """A layer of a large model, whose weights take a while to upload."""
+    return mha_tt.MultiHeadAttentionWithCache(**LLAMA.keywords, device=opened_device)
+
+
+@cache_dtypes
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_fused_attention_takes_8192_tokens(opened_device, head_dim, dtype):
+    query, key, value = (zeros(opened_device, 1, heads, 8192, head_dim, dtype=dtype) for heads in (32, 8, 8))
+    mask = mha_tt.DeviceMask(mha_tt.create_causal_mask(8192), device=opened_device)
+    context, _ = mha_tt.fused.scaled_dot_product_attention(query, key, value, mask=mask)
+    assert tuple(context.shape) == (1, 32, 8192, head_dim)
+
+
+def test_fused_attention_takes_a_large_mask(opened_device):
+    query, key, value = (zeros(opened_device, 1, heads, 4095, 128) for heads in (32, 8, 8))
+    mask = mha_tt.create_sliding_window_mask(4095, window_size=1024)
+    context, _ = mha_tt.fused.scaled_dot_product_attention(query, key, value, mask=mask)
+    assert tuple(context.shape) == (1, 32, 4095, 128)
+
+
+@cache_dtypes
+def test_layer_fills_a_cache_of_8192_tokens(opened_device, llama, dtype):
+    cache = llama.init_cache(1, 8192, dtype)
+    shapes = []
+    for seq_len in (8160, 31, 1):
+        output, cache = llama(zeros(opened_device, 1, seq_len, 4096), cache)
+        shapes.append(tuple(output.shape))
+    assert shapes == [(1, 8160, 4096), (1, 31, 4096), (1, 1, 4096)]
+    assert cache.lengths.tolist() == [8192]
+
+
+@cache_dtypes
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_layer_decodes_with_a_cache_of_8192_tokens(opened_device, llama, batch, dtype):
+    cache = llama.init_cache(batch, 8192, dtype)
+    lengths = np.linspace(0, 8191, batch).astype(np.int32)
+    cache = mha_tt.KVCache(cache.keys, cache.values, lengths, 8192)
+    output, cache = llama(zeros(opened_device, batch, 1, 4096), cache)
+    assert tuple(output.shape) == (batch, 1, 4096)
+    assert cache.lengths.tolist() == (lengths + 1).tolist()
+
+
+def test_layer_decodes_64_steps_without_running_out_of_memory(opened_device, llama):
+    # What a step leaves in the memory of the cores is in the way of the next one.
+    x, cache = zeros(opened_device, 8, 1, 4096), llama.init_cache(8, 128)
+    for _ in range(64):
+        _, cache = llama(x, cache)
+    assert cache.lengths.tolist() == [64] * 8
+
+
+@pytest.mark.parametrize("dtype", [ttnn.float32, ttnn.bfloat16], ids=["float32", "bfloat16"])
+def test_plain_attention_takes_4096_tokens(opened_device, dtype):
+    query, key, value = (zeros(opened_device, 1, heads, 4096, 128, dtype=dtype) for heads in (32, 8, 8))
+    mask = mha_tt.DeviceMask(mha_tt.create_causal_mask(4096), device=opened_device)
+    context, attn_weights = mha_tt.scaled_dot_product_attention(query, key, value, mask=mask, need_weights=True)
+    assert (tuple(context.shape), tuple(attn_weights.shape)) == ((1, 32, 4096, 128), (1, 32, 4096, 4096))

@@ -1,0 +1,31 @@
+"""Every case of `parity` passes: each stage, and the modules as users call them, within the case's own noise."""
+
+import pytest
+
+from parity import CASES, random_case, run_cases
+from parity.backends import tt as backend
+
+DTYPES = ("float32", "bfloat16")
+MORE_SEEDS = range(6, 18)  # the first six are among the cases
+RUNS = [(case, dtype) for case in CASES.values() for dtype in ((case.dtype,) if case.dtype else DTYPES)]
+SKIPPED = [(case, dtype) for case, dtype in RUNS if backend.why_skipped(case, dtype)]
+RUN = [run for run in RUNS if run not in SKIPPED] + [
+    (random_case(seed), dtype) for seed in MORE_SEEDS for dtype in DTYPES
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), RUN, ids=[f"{case.name}-{dtype}" for case, dtype in RUN])
+def test_every_stage_of_the_case_passes(opened_device, case, dtype):
+    report = run_cases([case], ["tt"], [dtype])
+    assert report.comparisons
+    assert report.failed == [], "\n".join(map(str, report.first_differences()))
+
+
+def test_only_float16_is_skipped():
+    assert {dtype for _, dtype in SKIPPED} == {"float16"}
+
+
+def test_every_other_case_runs():
+    of_dtype = sum(case.dtype is not None for case in CASES.values())
+    assert len(SKIPPED) == of_dtype
+    assert len(RUN) == 2 * (len(CASES) - of_dtype + len(MORE_SEEDS))
