@@ -323,7 +323,8 @@ def check_weights(weights: Mapping[str, Tensor], num_heads: int, num_kv_heads: i
 
 def check_finite(weights: Mapping[str, np.ndarray]) -> None:
     """Refuse weights with a NaN or an infinity, wherever their values are known."""
-    wrong = [name for name, weight in weights.items() if not np.isfinite(np.asarray(weight, np.float64)).all()]
+    with np.errstate(over="ignore"):  # what is too large for float32 becomes an infinity there
+        wrong = [name for name, weight in weights.items() if not np.isfinite(np.asarray(weight, np.float32)).all()]
     if wrong:
         raise ValueError(f"weights must be finite, got NaN or infinities in {wrong}")
 

@@ -259,6 +259,7 @@ UPLOADS = {
         ValueError,
         r"finite, got .* in \['q_proj\.bias'\]",
     ),
+    "beyond float32": ({"weights": {"o": np.array([1e300])}}, ValueError, "weights must be finite"),
     "infinity": ({"weights": {"o": np.array([math.inf])}}, ValueError, "weights must be finite"),
     "no axis": ({"weights": {"k_proj.bias": np.float32(1.0)}}, ValueError, r"k_proj\.bias must have features"),
 }
@@ -723,6 +724,18 @@ def test_projections_with_rope_refuse_heads_of_an_unknown_width(device):
     keywords = {name: ones(2, 3, 64) for name in ("query", "key", "value")}
     keywords |= {"num_heads": 1, "num_kv_heads": 1, "rope_theta": 1e4, "project": lambda device: lambda name, x: x}
     refused(device, "project_qkv", keywords, ValueError, "head_dim must be given with RoPE, got head_dim=None")
+
+
+@pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
+@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
+def test_training_in_float32_is_refused_before_any_work(device, calls, kind, rates):
+    layer = getattr(mha_tt, kind)(8, 2, device=device, dtype=ttnn.float32, **rates)
+    inputs = [wide(2, 3, 8)(device)]
+    inputs += [layer.init_cache(2, 4)] if kind.endswith("Cache") else []
+    calls.clear()
+    with pytest.raises(TypeError, match="the module must be bfloat16 to drop at random in training"):
+        layer(*inputs)
+    assert calls == []
 
 
 OTHER_DTYPES = {

@@ -381,6 +381,20 @@ def test_padding_tokens_change_nothing(device, value, dtype):
     assert [np.array_equal(*pair) for pair in zip(*results, strict=True)] == [True] * 4
 
 
+@both_dtypes
+@pytest.mark.parametrize("value", [1.0, np.nan, np.inf])
+def test_token_of_a_sequence_without_new_ones_changes_nothing(device, value, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    results = []
+    for filler in (0.0, value):
+        x = random_tokens(1, dtype)
+        x[1] = filler
+        x = mha_tt.upload(x, device=device, dtype=dtype)
+        output, cache = module(x, filled_cache(module, [2, 4, 0], 6), new_lengths=[1, 0, 1])
+        results.append([mha_tt.download(output), *contents(cache)])
+    assert [np.array_equal(*pair) for pair in zip(*results, strict=True)] == [True] * 4
+
+
 # ---- Caches of other dtypes ------------------------------------------------------------------------------------------
 
 

@@ -337,6 +337,11 @@ def test_head_slots_are_where_the_features_lie(head_dim, rope, expected):
     assert mha_tt.head_slots(head_dim, rope=rope).tolist() == expected
 
 
+def test_head_slots_of_an_odd_head_have_no_halves():
+    with pytest.raises(ValueError, match="head_dim must be even for RoPE, got head_dim=3"):
+        mha_tt.head_slots(3, rope=True)
+
+
 SPECS = {
     f"{num_heads}x{num_kv_heads}x{head_dim}": parity.AttentionSpec(
         10, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, d_in=7

@@ -75,6 +75,14 @@ def test_layer_decodes_64_steps_without_running_out_of_memory(opened_device, lla
 
 
 @pytest.mark.parametrize("dtype", [ttnn.float32, ttnn.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(64, 128), (128, 128), (64, 256)])
+def test_many_wide_heads_are_split_and_combined(opened_device, num_heads, head_dim, dtype):
+    heads = mha_tt.split_heads(zeros(opened_device, 1, 40, num_heads * head_dim, dtype=dtype), num_heads)
+    assert tuple(heads.shape) == (1, num_heads, 40, head_dim)
+    assert tuple(mha_tt.combine_heads(heads).shape) == (1, 40, num_heads * head_dim)
+
+
+@pytest.mark.parametrize("dtype", [ttnn.float32, ttnn.bfloat16], ids=["float32", "bfloat16"])
 def test_plain_attention_takes_4096_tokens(opened_device, dtype):
     query, key, value = (zeros(opened_device, 1, heads, 4096, 128, dtype=dtype) for heads in (32, 8, 8))
     mask = mha_tt.DeviceMask(mha_tt.create_causal_mask(4096), device=opened_device)

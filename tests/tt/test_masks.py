@@ -5,7 +5,7 @@ import pytest
 import ttnn
 
 import mha_tt
-from mha_tt.masks import LOWEST_BIAS, MASKED, bias_on_device, hide_infinite_bias, on_device
+from mha_tt.masks import LOWEST_BIAS, MASKED, CausalMask, bias_on_device, hide_infinite_bias, on_device
 
 # 1 = masked. Every table was written down by hand, from the words of the docstring.
 TABLES = {
@@ -245,6 +245,32 @@ def test_on_device_leaves_a_device_mask_as_it_is(device):
 
 def test_on_device_leaves_no_mask_as_it_is(device):
     assert on_device(None, device) is None
+
+
+# ---- The causal mask that is made late -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seq_len", [1, 5, 33])
+def test_late_causal_mask_has_the_additive_form_of_its_table(device, seq_len):
+    table = mha_tt.DeviceMask(mha_tt.create_causal_mask(seq_len), device=device)
+    late, expected = (mask.additive(seq_len, seq_len) for mask in (CausalMask(seq_len, device=device), table))
+    assert np.array_equal(mha_tt.download(late), mha_tt.download(expected))
+
+
+def test_late_causal_mask_joins_an_infinite_bias(device):
+    joined = hide_infinite_bias(CausalMask(2, device=device), BIAS)
+    assert joined.reshape(2, 2).tolist() == [[False, True], [False, False]]
+
+
+def test_late_causal_mask_of_very_many_tokens_takes_no_memory(device):
+    mask = CausalMask(2**20, device=device)  # its table would have 2^40 elements
+    assert (mask.is_causal, mask.shape, mask.keep) == (True, (1, 1, 2**20, 2**20), None)
+
+
+@pytest.mark.parametrize(("seq_len", "error"), [(0, ValueError), (2.0, TypeError)])
+def test_late_causal_mask_refuses_a_length(device, seq_len, error):
+    with pytest.raises(error, match="seq_len must be"):
+        CausalMask(seq_len, device=device)
 
 
 # ---- Biases ----------------------------------------------------------------------------------------------------------

@@ -84,6 +84,13 @@ def test_second_board_is_refused(opened_device):
         mock.use(other)
 
 
+def test_cache_folder_with_a_blank_in_its_path_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "my cache"))
+    with pytest.raises(ValueError, match=r"the cache folder must have no blanks in its path, .*my cache"):
+        mock.use(USED)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_same_board_may_be_used_again(opened_device):
     before = dict(os.environ)
     mock.use(USED)
@@ -182,6 +189,14 @@ def test_shadow_within_a_shadow_is_the_same(opened_device):
             y = ttnn.multiply(x, 2.0)
         assert inner is outer
         assert mha_tt.download(y).tolist() == [[2.0, 4.0]]
+
+
+def test_value_of_a_deallocated_tensor_is_let_go(opened_device):
+    with mock.shadow() as values:
+        x = mha_tt.upload(np.ones((2, 3)), device=opened_device)
+        ttnn.deallocate(x)
+        with pytest.raises(KeyError):
+            values[x]
 
 
 def test_tensor_from_before_the_shadow_has_no_value(opened_device):
@@ -312,6 +327,13 @@ def test_mask_of_whole_tiles_needs_no_filling(device):
     x, mask = (mha_tt.upload(np.ones(shape), device=device) for shape in ((1, 1, 64, 32), (1, 1, 64, 64)))
     context = ttnn.transformer.scaled_dot_product_attention(x, x, x, attn_mask=mask, is_causal=False)
     assert mha_tt.download(context).max() == 1.0
+
+
+def test_rows_of_more_heads_than_are_read_are_caught(device):
+    cache, new = (mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 33, 32, 32), (1, 2, 33, 32)))
+    held = mha_tt.KVCache(cache, cache, np.zeros(2, np.int32), 32)
+    with pytest.raises(AssertionError, match="paged_update_cache must have at most 32 heads, got 33"):
+        _write_rows(held, new, new, np.array([0, 0]))
 
 
 @pytest.mark.parametrize("slots", [[32, 0], [0, 40]], ids=str)
