@@ -217,7 +217,7 @@ def attention_context(
     return ttnn.matmul(
         attn_weights,
         repeat_kv_heads(value, attn_weights.shape[1]),
-        dtype=value.dtype,
+        dtype=attn_weights.dtype if value.dtype == ttnn.bfloat8_b else value.dtype,  # a cache may be narrower
         compute_kernel_config=compute_kernel_config or accurate_config(value.device()),
     )
 

@@ -76,7 +76,42 @@ def _parser() -> argparse.ArgumentParser:
     cache_size.add_argument("--dtype", default="float16")
     cache_size.set_defaults(command=_cache_size)
 
-    for command in (run, compare, doctor, cache_size):
+    convert = commands.add_parser("convert", help="attention weights from one layout to another, whole checkpoints too")
+    convert.add_argument("source", metavar="SRC", help="a file, or a folder of shards")
+    convert.add_argument("target", metavar="DST", help="a file; its suffix tells the format")
+    convert.add_argument("--from", dest="layout", metavar="LAYOUT", help="what the file's metadata tell, by default")
+    convert.add_argument("--to", required=True, metavar="LAYOUT", help="see `mha-parity layouts`")
+    convert.add_argument("--to-prefix", metavar="P", help="prefix of the layers that are written; --prefix by default")
+    convert.add_argument("--rest", choices=("keep", "drop"), default="keep", help="all other tensors; kept by default")
+    convert.add_argument("--max-shard-gib", type=float, metavar="G", help="divide the target into files of that size")
+    convert.set_defaults(command=_convert)
+
+    layouts = commands.add_parser("layouts", help="the layouts there are, or the tensors of one")
+    layouts.add_argument("name", nargs="?", metavar="LAYOUT")
+    layouts.set_defaults(command=_layouts)
+
+    inspect = commands.add_parser("inspect", help="what a file holds, and which layouts its attention layers fit")
+    inspect.add_argument("file", metavar="FILE")
+    inspect.set_defaults(command=_inspect)
+
+    verify = commands.add_parser("verify", help="do two files hold the same attention?")
+    verify.add_argument("files", nargs=2, metavar="FILE")
+    verify.add_argument(
+        "--from", dest="layouts", action="append", default=[], metavar="LAYOUT", help="of both, or each"
+    )
+    verify.set_defaults(command=_verify)
+
+    for command, what in ((convert, "a layer"), (verify, "the layer, in both files or each"), (inspect, "")):
+        if what:
+            many: dict[str, Any] = {"action": "append", "default": []} if command is verify else {}
+            about = f"what the names of {what} begin with; {{i}} stands for a number"
+            command.add_argument("--prefix", metavar="P", help=about, **many)
+        command.add_argument("--num-heads", type=int, metavar="N", help="where the shapes do not tell")
+        command.add_argument("--num-kv-heads", type=int, metavar="K")
+        command.add_argument("--head-dim", type=int, metavar="H")
+        command.add_argument("--rope-theta", type=float, metavar="THETA", help="base of the RoPE frequencies, if any")
+
+    for command in (run, compare, doctor, cache_size, convert, layouts, inspect, verify):
         command.add_argument("--json", metavar="PATH", help="also write the result as JSON")
     return parser
 
@@ -229,3 +264,99 @@ def _cache_size(options: argparse.Namespace) -> int:
     if options.json is not None:
         report.write_json(options.json, {"format": 1, "nbytes": nbytes})
     return 0
+
+
+def _heads(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope_theta")}
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from parity import report
+    from parity.convert import convert_file, count_tensors
+
+    shard = None if options.max_shard_gib is None else int(options.max_shard_gib * 2**30)
+    with report.progress_bar(count_tensors(options.source)) as on_tensor:
+        converted = convert_file(
+            options.source,
+            options.target,
+            source=options.layout,
+            target=options.to,
+            prefix=options.prefix,
+            to_prefix=options.to_prefix,
+            keep_rest=options.rest == "keep",
+            max_shard_bytes=shard,
+            on_tensor=on_tensor,
+            **_heads(options),
+        )
+    out = report.console()
+    layers, spec = converted.layers, converted.spec
+    heads = f", {spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}" if spec else ""
+    out.print(
+        f"{len(layers)} attention layer{'s' if len(layers) != 1 else ''}{heads}: {converted.source} -> {options.to}; "
+        f"{len(converted.kept)} other tensors kept, {len(converted.dropped)} dropped; wrote {options.target}",
+        soft_wrap=True,
+    )
+    if options.json is not None:
+        report.write_json(options.json, {"format": 1, **converted.to_dict()})
+    return 0
+
+
+def _layouts(options: argparse.Namespace) -> int:
+    from parity import report
+    from parity.layouts import LAYOUTS, find_layout
+
+    out = report.console()
+    if options.name is None:
+        table = report.begin_table(out, "Layouts")
+        for column in ("layout", "what it is", "RoPE pairs"):
+            table.add_column(column, overflow="fold")
+        for layout in LAYOUTS.values():
+            table.add_row(layout.name, layout.about, layout.rope)
+        out.print(table)
+        shown = list(LAYOUTS.values())
+    else:
+        shown = [find_layout(options.name)]
+        report.print_layout(shown[0], out)
+    if options.json is not None:
+        report.write_json(options.json, {"format": 1, "layouts": [layout.to_dict() for layout in shown]})
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from parity import report
+    from parity.convert import find_layers
+    from parity.formats import open_tensors
+
+    with open_tensors(options.file) as file:
+        found = find_layers(file, **_heads(options))
+        infos = {name: {"shape": list(info.shape), "dtype": info.dtype.name} for name, info in file.infos.items()}
+        report.print_inspection(options.file, file, found, report.console())
+        told = {"file_format": file.format, "metadata": dict(file.metadata), "tensors": infos}
+    if options.json is not None:
+        report.write_json(options.json, {"format": 1, **told, "layers": [asdict(layer) for layer in found]})
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from parity import report
+    from parity.convert import load
+    from parity.verify import same_bits, verify
+
+    def each(flag: str, values: list[str]) -> list[str | None]:
+        if len(values) > 2:
+            raise ValueError(f"{flag} must be given once or twice, got {values}")
+        return [values[0], values[-1]] if values else [None, None]
+
+    layouts, prefixes = each("--from", options.layouts), each("--prefix", options.prefix)
+    (weights, spec), (other, other_spec) = (
+        load(path, layout, prefix=prefix, **_heads(options))
+        for path, layout, prefix in zip(options.files, layouts, prefixes, strict=True)
+    )
+    comparisons = verify(weights, spec, other, other_spec)
+    out = report.console()
+    report.print_verdict(comparisons, same_bits(weights, other), options.files, out)
+    if options.json is not None:
+        report.write_json(options.json, {"format": 1, "results": [comparison.to_dict() for comparison in comparisons]})
+    return 0 if all(comparison.passed for comparison in comparisons) else 1

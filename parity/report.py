@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from parity.compare import Comparison, first_difference
+from parity.convert import Found
+from parity.formats import TensorFile
+from parity.layouts import Layout
+from parity.layouts.layout import RULES
 from parity.run import Report
 from parity.spec import find_case, stage_kind
 from parity.weights import write_whole
@@ -238,3 +243,72 @@ def _worse_ratio(comparison: Comparison) -> float:
 
 def _short(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0e}"
+
+
+# ---- Weights ---------------------------------------------------------------------------------------------------------
+
+
+def print_layout(layout: Layout, out: Console) -> None:
+    """Print the tensors of a layout, and of each its axes, outermost first."""
+    letters = {"n": "heads", "h": "head_dim", "d": "input", "e": "output"}
+    out.print(Text(f"{layout.about} ({layout.source})"), soft_wrap=True)
+    for number, form in enumerate(layout.forms):
+        table = begin_table(out, layout.name if number == 0 else "or")
+        for column in ("tensor", "holds", "axes"):
+            table.add_column(column, overflow="fold")
+        for tensor in form:
+            axes = [" x ".join(letters[letter] for letter in group) or "1" for group in tensor.groups()]
+            table.add_row(tensor.name, ", ".join(tensor.parts), f"[{' | '.join(axes)}]".replace("[", "\\["))
+        out.print(table)
+    if any(tensor.holds == "qkv" for tensor in layout.tensors):
+        order = (
+            "each group's queries, then its key, then its value" if layout.grouped else "all q, then all k, then all v"
+        )
+        out.print(f"heads in a packed tensor: {order}")
+    out.print(f"RoPE pairs: {'(i, i + H/2)' if layout.rope == 'half' else '(2 i, 2 i + 1)'}")
+    for rule in layout.rules:
+        out.print(f"rule: {RULES[rule][0]}")
+    for prefix in layout.prefixes:
+        out.print(Text(f"prefix: {prefix}"))
+
+
+def print_inspection(path: str, file: TensorFile, found: list[Found], out: Console) -> None:
+    """Print what a file holds: its tensors, those of numbered layers together, and which layouts fit."""
+    grouped: dict[tuple[str, str, str], int] = {}
+    for name, info in file.infos.items():
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "{i}", name)
+        key = (pattern, " x ".join(map(str, info.shape)) or "scalar", info.dtype.name)
+        grouped[key] = grouped.get(key, 0) + 1
+    table = begin_table(out, f"{path}: {file.format}, {len(file.infos)} tensors")
+    for column in ("tensor", "shape", "dtype", "how many"):
+        table.add_column(column, overflow="fold")
+    for (pattern, shape, dtype), count in grouped.items():
+        table.add_row(Text(pattern), shape, dtype, str(count))
+    out.print(table)
+    table = begin_table(out, "Attention layers" if found else "No attention layer that a layout fits")
+    for column in ("prefix", "layers", "layout", "heads"):
+        table.add_column(column, overflow="fold")
+    for layer in found:
+        table.add_row(Text(layer.prefix), str(layer.layers), layer.layout, Text(layer.heads))
+    if found:
+        out.print(table)
+
+
+def print_verdict(comparisons: list[Comparison], same_bits: bool, files: list[str], out: Console) -> None:
+    """Print whether two files hold the same attention, stage by stage."""
+    table = begin_table(out, "Error of the second file, as a share of what rounding explains")
+    for column in ("stage", "share", "max abs"):
+        table.add_column(column, justify="left" if column == "stage" else "right")
+    for comparison in comparisons:
+        style = "" if comparison.passed else "red"
+        table.add_row(comparison.stage, _short(comparison.ratio), f"{comparison.max_abs:.1e}", style=style)
+    out.print(table)
+    wrong = first_difference(comparisons)
+    if wrong is not None:
+        out.print(Text(str(wrong), style="red"))
+        out.print(Text(f"{files[0]} and {files[1]} do NOT hold the same attention", style="bold red"), soft_wrap=True)
+        return
+    how = "the same, bit for bit" if same_bits else f"the same up to rounding in {comparisons[0].dtype}"
+    out.print(
+        Text(f"{files[0]} and {files[1]} hold the same attention: weights {how}", style="bold green"), soft_wrap=True
+    )

@@ -6,34 +6,22 @@ Canonical weights are a dict of NumPy arrays by name: `q_proj.weight` (N*H, d_in
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import safetensors
-import safetensors.numpy
 
+from parity.formats import TensorInfo
+from parity.formats.reading import open_file
+from parity.formats.safetensors import header
 from parity.spec import AttentionSpec
 
 Weights = dict[str, np.ndarray]
 
 FORMAT = "1"  # of the files; raised when a reader of the old one could misread the new one
-
-# safetensors' own NumPy reader does not know bfloat16 (0.8.0), so the bytes are read with the names of its format.
-_DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "BOOL": np.dtype(np.bool_),
-}
 
 
 def dtype_named(name: str) -> np.dtype:
@@ -128,15 +116,14 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray]
 
 
 def safetensors_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file that depends on nothing but its content, whatever the arrays' order in memory."""
-    # The library writes wrong values for arrays that are not contiguous (huggingface/safetensors#825) …
-    contiguous = {name: np.ascontiguousarray(tensor).reshape(tensor.shape) for name, tensor in tensors.items()}
-    data = safetensors.numpy.save(contiguous, dict(metadata))
-    # … and its header in an order that varies from run to run.
-    (length,) = struct.unpack_from("<Q", data)
-    text = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # keeps the arrays aligned
-    return struct.pack("<Q", len(text)) + text + data[8 + length :]
+    """A safetensors file that depends on nothing but its content, whatever the arrays' order in memory.
+
+    (The library writes wrong values for arrays that are not contiguous, huggingface/safetensors#825, and its header in
+    an order that varies from run to run.)
+    """
+    infos = {name: TensorInfo.of(tensor.shape, tensor.dtype) for name, tensor in sorted(tensors.items())}
+    head, order = header(infos, metadata)
+    return head + b"".join(tensors[name].tobytes() for name in order)
 
 
 def write_whole(
@@ -178,19 +165,8 @@ def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], d
         OSError: if the file cannot be read.
         ValueError: if it is no safetensors file, is cut off, or holds a dtype that no NumPy array has.
     """
-    data = Path(path).read_bytes()
-    try:
-        entries = safetensors.deserialize(data)
-        header = json.loads(data[8 : 8 + struct.unpack_from("<Q", data)[0]])
-    except (safetensors.SafetensorError, struct.error, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must be a whole safetensors file, got {len(data)} bytes: {error}") from None
-    tensors = {}
-    for name, entry in entries:
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"{path} must hold one of {sorted(_DTYPES)}, got {entry['dtype']} for {name}")
-        tensor = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
-        tensors[name] = tensor.copy()  # writable, and free of the buffer
-    return tensors, header.get("__metadata__") or {}
+    with open_file(Path(path), "safetensors") as file:
+        return {name: file.read(name) for name in file.infos}, file.metadata
 
 
 def save_weights(path: str | os.PathLike[str], weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> None:

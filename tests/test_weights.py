@@ -116,7 +116,7 @@ def test_a_subclass_of_a_users_own_is_known(sibling, weights):
 
 
 def test_a_module_of_somebody_else_is_refused():
-    with pytest.raises(TypeError, match="module must be one of mha_jax, mha_torch or mha_tt, got dict"):
+    with pytest.raises(TypeError, match=r"module must be one of mha_jax, mha_torch or mha_tt, .*, got dict"):
         parity.load_into({}, {})
 
 

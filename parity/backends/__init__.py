@@ -11,13 +11,16 @@ import importlib.util
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
 from parity.problem import Problem
 from parity.reference import Step
 from parity.spec import Case
+
+if TYPE_CHECKING:
+    from parity.adapters import Adapter
 
 NEEDS = {"jax": ("jax", "flax", "mha_jax"), "torch": ("torch", "mha_torch"), "tt": ("ttnn", "mha_tt")}
 """The packages that each backend needs."""
@@ -69,14 +72,15 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     """Fill a module of any sibling from canonical weights, bit for bit, or leave it as it was.
 
     Args:
-        module: a module of mha_jax, mha_torch or mha_tt.
+        module: a module of mha_jax, mha_torch or mha_tt, a `torch.nn.MultiheadAttention` or a
+            `flax.nnx.MultiHeadAttention`.
         weights: canonical weights, in the dtype of the module.
 
     Returns:
         The module.
 
     Raises:
-        TypeError: if the module is none of ours, or dtypes differ.
+        TypeError: if the module is none of these, or dtypes differ.
         ValueError: if names or shapes do not fit, or a value is not finite.
     """
     return _backend_of(module).load_into(module, weights)
@@ -85,15 +89,23 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
 def weights_of(module: Any) -> dict[str, np.ndarray]:
     """The canonical weights of a module of any sibling, bit for bit.
 
+    Args:
+        module: one that `load_into` takes.
+
     Raises:
-        TypeError: if the module is none of ours.
+        TypeError: if it is none of these.
     """
     return _backend_of(module).weights_of(module)
 
 
-def _backend_of(module: Any) -> Backend:
+def _backend_of(module: Any) -> Backend | Adapter:
     packages = {base.__module__.split(".")[0] for base in type(module).__mro__}
     for name in NEEDS:
         if f"mha_{name}" in packages:
             return load_backend(name)
-    raise TypeError(f"module must be one of mha_jax, mha_torch or mha_tt, got {type(module).__name__}")
+    from parity.adapters import ADAPTERS, adapter_of
+
+    if adapter := adapter_of(module):
+        return adapter
+    others = " or a ".join(ADAPTERS)
+    raise TypeError(f"module must be one of mha_jax, mha_torch or mha_tt, or a {others}, got {type(module).__name__}")

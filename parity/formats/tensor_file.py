@@ -1,0 +1,323 @@
+"""What files of all formats have in common: named tensors, their hash, trees of names, errors in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+import ml_dtypes
+import numpy as np
+
+Shape = tuple[int, ...]
+
+MAX_ENTRIES = 1_000_000  # of a tree; a file of a few bytes may stand for far more, by naming a part of it many times
+MAX_DEPTH = 64
+
+
+class TensorInfo(NamedTuple):
+    """What a file says of a tensor before it is read: its shape, its dtype, and the bytes of its values."""
+
+    shape: Shape
+    dtype: np.dtype
+    nbytes: int
+
+    @classmethod
+    def of(cls, shape: Any, dtype: np.dtype) -> TensorInfo:
+        """That of an array, if there may be one of that shape.
+
+        Raises:
+            ValueError: if the shape is none.
+        """
+        if not isinstance(shape, (tuple, list)) or not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError(f"a shape must be of integers >= 0, got {shape}")
+        return cls(tuple(shape), dtype, math.prod(shape) * dtype.itemsize)
+
+
+@dataclass
+class TensorFile:
+    """An open file of named tensors. It is a context manager; what was read stays valid once it is closed.
+
+    Attributes:
+        path: the file, or the folder, or the index of the shards.
+        format: `safetensors`, `npz`, `torch`, `msgpack`, `orbax` or `gguf`.
+        infos: what is known of each tensor, in the order of the file.
+        metadata: text by name.
+        ignored: names of what is no tensor.
+    """
+
+    path: Path
+    format: str
+    infos: Mapping[str, TensorInfo]
+    metadata: dict[str, str]
+    fetch: Callable[[str], np.ndarray] = field(repr=False)
+    release: Callable[[], object] = field(repr=False, default=lambda: None)
+    ignored: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_names(self.infos, self.metadata)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the file back."""
+        self.fetch = _closed
+        self.release()
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, as a new array in C order.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if there is no such tensor, it is quantised, or the file is damaged there.
+        """
+        if name not in self.infos:
+            raise ValueError(f"name must be that of a tensor in {self.path}, got name={name!r}")
+        info = self.infos[name]
+        with in_one_line(self.path, self.format):
+            array = self.fetch(name)
+            if (array.shape, array.dtype) != info[:2]:
+                raise ValueError(f"{name} must be {info.dtype}{info.shape}, got {array.dtype}{array.shape}")
+        return array
+
+    def sha256(self) -> str:
+        """The hash of all tensors: of their names, dtypes, shapes and bytes, but not of their order or the format."""
+        return hash_of(self.infos, {name: digest(self.read(name)) for name in self.infos})
+
+    def verify(self) -> None:
+        """Read all tensors and compare their hash with the one in the metadata, where `write_tensors` leaves it.
+
+        Raises:
+            ValueError: if they differ, or there is none.
+        """
+        told = self.metadata.get("sha256")
+        if told is None:
+            raise ValueError(f"{self.path} must have a sha256 in its metadata, got {sorted(self.metadata)}")
+        found = self.sha256()
+        if found != told:
+            raise ValueError(f"{self.path} must hold what was written, got sha256={found} and {told} in its metadata")
+
+
+def _closed(name: str) -> NoReturn:
+    raise ValueError(f"{name} must be read before the file is closed")
+
+
+# ---- Bytes and their hashes ------------------------------------------------------------------------------------------
+
+
+def digest(array: np.ndarray) -> str:
+    """sha256 of an array's bytes, in C order."""
+    return hashlib.sha256(raw(array)).hexdigest()
+
+
+def hash_of(infos: Mapping[str, TensorInfo], digests: Mapping[str, str]) -> str:
+    """One sha256 for tensors, of whatever order, from those of each."""
+    lines = (json.dumps([name, infos[name].dtype.name, infos[name].shape, digests[name]]) for name in sorted(infos))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def raw(array: np.ndarray) -> memoryview:
+    """An array's bytes, in C order; no copy if it is in C order."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+class Cursor:
+    """A place in a file, which never comes to lie beyond its end."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.size = file.seek(0, 2)
+        file.seek(0)
+
+    def tell(self) -> int:
+        """Where it is."""
+        return self.file.tell()
+
+    def take(self, count: int) -> bytes:
+        """The next bytes."""
+        self._refuse_beyond(count)
+        return self.file.read(count)
+
+    def skip(self, count: int) -> None:
+        """Pass over the next bytes."""
+        self._refuse_beyond(count)
+        self.file.seek(count, 1)
+
+    def unpack(self, code: str) -> Any:
+        """The next number, in the words of `struct`."""
+        (value,) = struct.unpack(code, self.take(struct.calcsize(code)))
+        return value
+
+    def _refuse_beyond(self, count: int) -> None:
+        left = self.size - self.tell()
+        if count > left:
+            raise ValueError(f"{count} more bytes must be there, got {left}")
+
+
+def read_array(file: BinaryIO, info: TensorInfo, pieces: list[tuple[int, int]]) -> np.ndarray:
+    """The array whose bytes lie in a file piece by piece.
+
+    Args:
+        file: where they are.
+        info: the array.
+        pieces: where each piece begins, and its number of bytes.
+
+    Raises:
+        ValueError: if the file ends before, or the pieces have not that many bytes together.
+    """
+    array = np.empty(info.shape, info.dtype)
+    buffer, start = raw(array), 0
+    for offset, size in pieces:
+        file.seek(offset)
+        start += file.readinto(buffer[start : start + size])  # pyright: ignore[reportAttributeAccessIssue]
+    if start != info.nbytes or start != sum(size for _, size in pieces):
+        raise ValueError(f"a tensor must have {info.nbytes} bytes, got {start}")
+    return array
+
+
+# ---- Trees -----------------------------------------------------------------------------------------------------------
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """The leaves of nested dicts and lists, by their names joined with dots, in order.
+
+    A level that holds nothing but `value` is left out: nnx puts it around each array.
+
+    Raises:
+        ValueError: if two leaves have one name then, or the tree is too deep or too large.
+    """
+    leaves: dict[str, Any] = {}
+    visits = itertools.count(1)
+
+    def visit(names: tuple[str, ...], node: Any) -> None:
+        if len(names) > MAX_DEPTH or next(visits) > MAX_ENTRIES:
+            raise ValueError(f"names must have at most {MAX_DEPTH} levels, and be at most {MAX_ENTRIES}, got more")
+        if isinstance(node, Mapping):
+            if names and list(node) == ["value"] and not isinstance(node["value"], (Mapping, list, tuple)):
+                visit(names, node["value"])
+                return
+            children = node.items()
+        elif isinstance(node, (list, tuple)):
+            children = enumerate(node)
+        else:
+            name = ".".join(names)
+            if name in leaves:
+                raise ValueError(f"names must differ when their levels are joined with dots, got {name} twice")
+            leaves[name] = node
+            return
+        for key, child in children:
+            visit((*names, str(key)), child)
+
+    visit((), tree)
+    return leaves
+
+
+def nest(names: Iterable[str]) -> dict[str, Any]:
+    """Nested dicts of which `flatten` gives the same names; each leaf is its name.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    tree: dict[str, Any] = {}
+    for name in names:
+        *levels, last = name.split(".")
+        node = tree
+        for level in levels:
+            node = node.setdefault(level, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"no name may be a level of another one where names are nested, got {node} and {name}")
+        if last in node:
+            raise ValueError(f"no name may be a level of another one where names are nested, got {name} and more")
+        node[last] = name
+    for kept, name in flatten(tree).items():
+        if kept != name:
+            raise ValueError(f"no name may end in a level that nnx adds where names are nested, got {name}")
+    return tree
+
+
+# ---- Errors and JSON -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_one_line(path: Path, kind: str) -> Iterator[None]:
+    """Whatever readers raise becomes an OSError or a ValueError of one line that names the file.
+
+    A damaged file can make them raise nearly anything. What is missing on the machine is told as it is.
+    """
+    try:
+        yield
+    except (ImportError, FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:
+        text = str(error).strip().partition("\n")[0] or type(error).__name__
+        if str(path) not in text:
+            text = f"{path} must be a whole {kind} file: {text}"
+        text = "".join(character if character.isprintable() else " " for character in text[:500])
+        raise (OSError if isinstance(error, OSError) else ValueError)(text) from None
+
+
+def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
+    """Refuse text that cannot be shown or written: JSON can spell it, and others may put anything into a file.
+
+    Raises:
+        ValueError: if there is a control character in a name, or half a character anywhere.
+    """
+    for name in names:
+        if not name.isprintable():
+            raise ValueError(f"names must be printable, got {name!a}")
+    for text in itertools.chain(metadata, metadata.values()):
+        text.encode()
+
+
+def parse_json(data: bytes) -> Any:
+    """What JSON says, if it says each thing once.
+
+    Raises:
+        ValueError: if it is no JSON, or an object has a name twice.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+            raise ValueError(f"names must differ, got {twice} twice")
+        return found
+
+    return json.loads(data, object_pairs_hook=unique)
+
+
+def text_by_name(entries: Any) -> dict[str, str]:
+    """Metadata, if it is text by name; none if it is something else, which others may leave there."""
+    if isinstance(entries, dict) and all(isinstance(text, str) for pair in entries.items() for text in pair):
+        return entries
+    return {}
+
+
+# ---- Dtypes ----------------------------------------------------------------------------------------------------------
+
+FLOAT8 = {
+    name: np.dtype(getattr(ml_dtypes, name))
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(ml_dtypes, name)
+}
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+NATIVE = {
+    name: np.dtype(name)
+    for name in (
+        *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+DTYPES = NATIVE | FLOAT8 | {"bfloat16": BFLOAT16}
+"""The dtypes that tensors may have, by name."""

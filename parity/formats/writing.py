@@ -1,0 +1,303 @@
+"""Files of named tensors are written here, whatever their format: whole and verified, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parity.formats.msgpack import METADATA, write_msgpack
+from parity.formats.orbax import write_orbax
+from parity.formats.reading import INDEX, SUFFIXES, open_tensors
+from parity.formats.safetensors import CODES, write_safetensors
+from parity.formats.tensor_file import DTYPES, NATIVE, Shape, TensorInfo, check_names, digest, hash_of, raw
+from parity.formats.zipped import write_npz, write_torch
+
+WRITERS = {
+    "safetensors": (write_safetensors, CODES),
+    "npz": (write_npz, NATIVE.keys() | {"bfloat16"}),
+    "torch": (write_torch, DTYPES),
+    "msgpack": (write_msgpack, DTYPES),
+    "orbax": (write_orbax, DTYPES),
+}
+"""By format: how it is written, and the names of the dtypes that it holds."""
+
+SHARDED = ("safetensors", "torch")
+
+
+class Tensors:
+    """Tensors on their way into a file: each is read once, checked, and hashed while it is written.
+
+    Attributes:
+        infos: of those that the file shall hold.
+        checksums: of those that were read; they cost a fourth of a hash, and show whether the file holds the same.
+    """
+
+    def __init__(
+        self,
+        infos: Mapping[str, TensorInfo],
+        read: Callable[[str], np.ndarray],
+        metadata: Mapping[str, str],
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self.infos = infos
+        self.checksums: dict[str, int] = {}
+        self._metadata = metadata
+        self._read = read
+        self._pool = pool
+        self._digests: dict[str, Future[str]] = {}
+        self._last: Future[str] | None = None
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor, in C order.
+
+        Raises:
+            TypeError, ValueError: if it is not what was announced.
+        """
+        if self._last is not None:
+            self._last.result()  # else memory would hold two of them
+        array = np.asarray(self._read(name))
+        info = self.infos[name]
+        if array.shape != info.shape or array.dtype != info.dtype:
+            raise ValueError(
+                f"{name} must be read as it was announced, {info.dtype}{info.shape}, got {array.dtype}{array.shape}"
+            )
+        array = np.ascontiguousarray(array, dtype=info.dtype).reshape(info.shape)
+        self._digests[name] = self._last = self._pool.submit(digest, array)
+        self.checksums[name] = zlib.crc32(raw(array))
+        return array
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """sha256 of each tensor that was read."""
+        return {name: pending.result() for name, pending in self._digests.items()}
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The metadata, with the hash of all tensors; as long as some are missing, zeros as many stand for it."""
+        whole = self._digests.keys() == self.infos.keys()
+        return {**self._metadata, "sha256": hash_of(self.infos, self.digests) if whole else "0" * 64}
+
+
+def write_tensors(
+    path: str | os.PathLike[str],
+    infos: Mapping[str, TensorInfo | tuple[Shape, Any]],
+    read: Callable[[str], np.ndarray],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    max_shard_bytes: int | None = None,
+) -> Path:
+    """Write tensors to a file, whole and verified, or not at all; memory holds one of them at a time.
+
+    All is written beside the target, read back and compared, and then moved into place. What was there before stays
+    until that moment, and if anything fails.
+
+    Args:
+        path: file to write; its suffix tells the format.
+        infos: shape and dtype of each tensor by name, in the order that the file shall have as far as its format allows
+            (safetensors: wider dtypes first; nested formats: what has a level in common stays together).
+        read: gives a tensor; called once for each.
+        metadata: text by name, kept in the file with the hash of all tensors, `sha256`: see `TensorFile.verify`.
+        max_shard_bytes: write files of at most about that size and an index, as Hugging Face does; a larger tensor gets
+            a file of its own.
+
+    Returns:
+        What to open: the file, or the index of the shards.
+
+    Raises:
+        OSError: if a file cannot be written, or what is read back is not what was written.
+        TypeError, ValueError: if the format cannot hold the tensors, or `read` gives another one. Nothing is written.
+        ImportError: if a library is missing that the format needs.
+
+    Example:
+        with open_tensors("model.safetensors") as file:
+            write_tensors("model.npz", file.infos, file.read, file.metadata)
+    """
+    path = Path(path)
+    kind = _kind(path)
+    _refuse_others(path, is_folder=kind == "orbax")
+    metadata = _checked_metadata(metadata or {})
+    check_names(infos, metadata)
+    checked = _checked_infos(path, kind, infos)
+    shards = _shards(checked, max_shard_bytes, path, kind)
+    folder, name = path.parent, path.name
+    if len(shards) == 1:
+        real = Path(os.path.realpath(path))  # the file that a link leads to, not the link
+        folder, name = real.parent, real.name
+
+    with (
+        tempfile.TemporaryDirectory(prefix=f".{name[:100]}.", dir=folder) as beside,
+        ThreadPoolExecutor(1) as pool,  # hashes a tensor while it is written
+    ):
+        scratch = Path(beside)
+        digests: dict[str, str] = {}
+        checksums: dict[str, int] = {}
+        names = [name] if len(shards) == 1 else _shard_names(name, len(shards))
+        for shard, part in zip(names, shards, strict=True):
+            tensors = Tensors(part, read, metadata, pool)
+            WRITERS[kind][0](scratch / shard, tensors)
+            digests |= tensors.digests
+            checksums |= tensors.checksums
+        metadata["sha256"] = hash_of(checked, digests)
+        if len(shards) > 1:
+            names.append(f"{name}{INDEX}")
+            (scratch / names[-1]).write_bytes(_index(checked, shards, names, metadata))
+        _flush(scratch)
+        _compare(path, scratch / names[-1], checked, metadata, checksums)
+        _move(names, scratch, folder)
+    return path if len(shards) == 1 else folder / names[-1]
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def _kind(path: Path) -> str:
+    kind = SUFFIXES.get(path.suffix)
+    if kind not in WRITERS:
+        suffixes = [suffix for suffix, kind in SUFFIXES.items() if kind in WRITERS]
+        reason = "; GGUF files are only read" if kind == "gguf" else ""
+        raise ValueError(f"{path} must end in one of {suffixes} to be written, got {path.suffix!r}{reason}")
+    return kind
+
+
+def _refuse_others(path: Path, *, is_folder: bool) -> None:
+    """Refuse a target that is something else already: a pipe, a device, a loop of links."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return
+    if not (stat.S_ISDIR(mode) if is_folder else stat.S_ISREG(mode)):
+        raise ValueError(f"{path} must be a {'folder' if is_folder else 'file'} or not there yet, it is something else")
+
+
+def _checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    for text in (text for pair in metadata.items() for text in pair):
+        if not isinstance(text, str):
+            raise TypeError(f"metadata must be text by name, got {text!r}")
+    return dict(metadata)
+
+
+def _checked_infos(path: Path, kind: str, infos: Mapping[str, TensorInfo | tuple[Shape, Any]]) -> dict[str, TensorInfo]:
+    held = WRITERS[kind][1]
+    checked = {}
+    for name, (shape, dtype) in ((name, info[:2]) for name, info in infos.items()):
+        dtype = np.dtype(dtype).newbyteorder("=")
+        if dtype.name not in held:
+            raise ValueError(f"{path} must hold one of {sorted(held)}, got {dtype} for {name}")
+        if name.partition(".")[0] == METADATA:
+            raise ValueError(f"no tensor must be named as metadata are, got {name}")
+        checked[name] = TensorInfo.of(tuple(int(size) for size in shape), dtype)
+    return checked
+
+
+# ---- Shards ----------------------------------------------------------------------------------------------------------
+
+
+def _shards(infos: dict[str, TensorInfo], max_bytes: int | None, path: Path, kind: str) -> list[dict[str, TensorInfo]]:
+    """The tensors of each file, in order."""
+    if max_bytes is None:
+        return [infos]
+    if kind not in SHARDED:
+        raise ValueError(
+            f"max_shard_bytes must be left out but for {SHARDED}, got max_shard_bytes={max_bytes} for {path}"
+        )
+    if max_bytes <= 0:
+        raise ValueError(f"max_shard_bytes must be > 0, got max_shard_bytes={max_bytes}")
+    shards: list[dict[str, TensorInfo]] = [{}]
+    size = 0
+    for name, info in infos.items():
+        if shards[-1] and size + info.nbytes > max_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = info
+        size += info.nbytes
+    return shards
+
+
+def _shard_names(name: str, count: int) -> list[str]:
+    stem, suffix = os.path.splitext(name)
+    return [f"{stem}-{i:05}-of-{count:05}{suffix}" for i in range(1, count + 1)]
+
+
+def _index(
+    infos: Mapping[str, TensorInfo],
+    shards: Iterable[Iterable[str]],
+    names: Iterable[str],
+    metadata: Mapping[str, str],
+) -> bytes:
+    shard_of = {tensor: name for name, shard in zip(names, shards, strict=False) for tensor in shard}
+    total = sum(info.nbytes for info in infos.values())
+    index = {"metadata": {**metadata, "total_size": total}, "weight_map": shard_of}
+    return f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
+
+
+# ---- Into place ------------------------------------------------------------------------------------------------------
+
+
+def _flush(folder: Path) -> None:
+    """Wait until all that is in a folder is on the disk."""
+    for path in (folder, *folder.rglob("*")):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _compare(
+    path: Path,
+    written: Path,
+    infos: Mapping[str, TensorInfo],
+    metadata: Mapping[str, str],
+    checksums: Mapping[str, int],
+) -> None:
+    """Read back what was written, as anyone would open it, and compare."""
+    try:
+        with open_tensors(written) as file:
+            if dict(file.infos) != infos or not metadata.items() <= file.metadata.items():
+                raise OSError(f"{path} must read back as it was written, its header does not")
+            for name, checksum in checksums.items():
+                if zlib.crc32(raw(file.read(name))) != checksum:
+                    raise OSError(f"{path} must read back as it was written, {name} does not")
+    except ValueError as error:
+        raise OSError(f"{path} must read back as it was written: {error}") from None
+
+
+def _move(names: list[str], scratch: Path, folder: Path) -> None:
+    """Move what was written into place: a file at once; several, and folders, so that what was there can come back."""
+    if len(names) == 1 and not (scratch / names[0]).is_dir():
+        (scratch / names[0]).replace(folder / names[0])
+        return
+    before = scratch / ".before"
+    before.mkdir()
+    aside, moved = [], []
+    try:
+        for name in reversed(names):  # the index first, so that it never names files that are others now
+            if os.path.lexists(folder / name):
+                (folder / name).replace(before / name)
+                aside.append(name)
+        for name in names:
+            (scratch / name).replace(folder / name)
+            moved.append(name)
+    except BaseException:
+        for name in reversed(moved):
+            _remove(folder / name)
+        for name in reversed(aside):
+            (before / name).replace(folder / name)
+        raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -1,0 +1,497 @@
+"""A layout: how a checkpoint names, shapes and packs the weights of an attention layer, declared tensor by tensor.
+
+Conversion is derived from the declaration, once, in both directions: `from_canonical` and `to_canonical` are inverses,
+bit for bit. Nothing is guessed: what a layout does not fix must be said (the number of heads, for one), and what could
+be read in two ways is an error that tells both.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import einops
+import numpy as np
+
+from parity.spec import AttentionSpec
+from parity.weights import Weights, check_weights, is_floating, weight_shapes
+
+TILE = 32  # rows and columns in which TTNN keeps tensors
+
+LOGICAL = {"weight": "n h d", "bias": "n h", "out.weight": "e n h", "out.bias": "e"}
+"""What a projection is before it is laid out, by axis: n heads, h features of a head, d input width, e output width."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a layout.
+
+    Attributes:
+        name: its name, after the prefix of the layer; `{n}` stands for a head where each has a tensor of its own.
+        holds: the projections in it: `q`, `k`, `v`, `qkv` or `out`.
+        kind: `weight` or `bias`.
+        axes: its axes, outermost first, in einops' words: n heads (of all projections in it), h features of a head, d
+            input width, e output width. In `(n h) d` the rows are the features of all heads, head by head.
+    """
+
+    name: str
+    holds: str
+    kind: str
+    axes: str
+
+    @property
+    def parts(self) -> list[str]:
+        """The canonical names of what is in it."""
+        return [f"{projection}_proj.{self.kind}" for projection in (["out"] if self.holds == "out" else self.holds)]
+
+    @property
+    def logical(self) -> str:
+        """The axes of what is in it, before it is laid out."""
+        return LOGICAL[f"out.{self.kind}" if self.holds == "out" else self.kind]
+
+    @property
+    def is_per_head(self) -> bool:
+        """Whether each head has a tensor of its own."""
+        return "{n}" in self.name
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Its shape, given the sizes of the axes."""
+        return tuple(math.prod(sizes[axis] for axis in group) for group in self.groups())
+
+    def groups(self) -> list[list[str]]:
+        """Its axes, each as the letters it is made of; none for an axis of 1."""
+        words = re.findall(r"\(([^)]*)\)|(\S+)", self.axes)
+        return [[letter for letter in (inside or outside).split() if letter != "1"] for inside, outside in words]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a checkpoint holds an attention layer.
+
+    Attributes:
+        name: what the command line calls it.
+        about: whose it is, in a line.
+        source: where that is written down.
+        forms: the sets of tensors that it may consist of; the first that can hold a layer is written.
+        grouped: in a packed tensor each key/value head follows the query heads that it serves: q q k v, q q k v; else
+            all query heads come first, then all key heads, then all value heads.
+        rope: how features are paired where queries and keys are turned by position: `half`, (i, i + H/2), as in
+            canonical weights, or `interleaved`, (2 i, 2 i + 1).
+        padded: heads are padded to whole tiles, with RoPE each half of its own.
+        rules: what a layer must be for this layout to hold it; keys of `RULES`.
+        ignored: names (with wildcards) under the prefix of a layer that are no weights, or none of attention's.
+        prefixes: where whole checkpoints have such layers; `{i}` stands for a layer.
+    """
+
+    name: str
+    about: str
+    source: str
+    forms: tuple[tuple[Tensor, ...], ...]
+    grouped: bool = False
+    rope: str = "half"
+    padded: bool = False
+    rules: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of all forms."""
+        return list(dict.fromkeys(tensor for form in self.forms for tensor in form))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The layout as JSON takes it."""
+        return asdict(self)
+
+
+RULES: dict[str, tuple[str, Callable[[AttentionSpec], bool]]] = {
+    "no groups": ("num_kv_heads must equal num_heads", lambda spec: spec.num_kv_heads == spec.num_heads),
+    "one width": ("d_kv must equal d_in", lambda spec: spec.d_kv == spec.d_in),
+    "two widths": ("d_kv must differ from d_in", lambda spec: spec.d_kv != spec.d_in),
+    "square": ("d_in, d_model and num_heads * head_dim must be equal", lambda s: s.d_in == s.d_model == s.q_width),
+    "out_proj": ("there must be an out_proj", lambda spec: spec.out_proj),
+    "no out_proj": ("there must be no out_proj", lambda spec: not spec.out_proj),
+    "all biases": ("all projections must have a bias, or none", lambda s: not s.out_proj or s.qkv_bias == s.out_bias),
+    "no biases": ("no projection may have a bias", lambda s: not s.qkv_bias and not (s.out_proj and s.out_bias)),
+    "even": ("head_dim must be even", lambda spec: spec.head_dim % 2 == 0),
+}
+"""What layouts may ask of a layer."""
+
+
+# ---- Canonical -> layout ---------------------------------------------------------------------------------------------
+
+
+def from_canonical(weights: Mapping[str, np.ndarray], spec: AttentionSpec, layout: Layout) -> Weights:
+    """The tensors of a layout that hold canonical weights.
+
+    Raises:
+        TypeError, ValueError: if the weights are not those of the spec, or the layout cannot hold such a layer.
+    """
+    check_weights(weights, spec)
+    return {name: lay_out(name, weights.__getitem__, spec, layout) for name in shapes_in(layout, spec)}
+
+
+def shapes_in(layout: Layout, spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the tensors in which a layout holds a layer.
+
+    Raises:
+        ValueError: if it cannot hold such a layer.
+    """
+    return _shapes_of([tensor for tensor in _form_for(spec, layout) if _is_in(tensor, spec)], spec, layout)
+
+
+def lay_out(name: str, read: Callable[[str], np.ndarray], spec: AttentionSpec, layout: Layout) -> np.ndarray:
+    """One tensor of a layout.
+
+    Args:
+        name: of the tensor; one of `shapes_in(layout, spec)`.
+        read: gives a canonical weight by its name.
+        spec: the layer.
+        layout: the layout.
+    """
+    tensor = next(tensor for tensor in _form_for(spec, layout) if _matches(tensor.name, [name]))
+    parts = [_to_logical(part, read(part), spec, layout) for part in tensor.parts]
+    logical, axes = parts[0] if len(parts) == 1 else _pack(parts, spec, layout), tensor.logical
+    if tensor.is_per_head:
+        logical, axes = logical[_head_of(tensor.name, name)], axes.replace("n ", "")
+    return np.array(einops.rearrange(logical, f"{axes} -> {tensor.axes}"), order="C")
+
+
+def _is_in(tensor: Tensor, spec: AttentionSpec) -> bool:
+    """Whether a layer has what the tensor holds."""
+    return tensor.kind == "weight" or (spec.out_bias if tensor.holds == "out" else spec.qkv_bias)
+
+
+def _form_for(spec: AttentionSpec, layout: Layout) -> tuple[Tensor, ...]:
+    broken = [words for words, holds in (RULES[rule] for rule in layout.rules) if not holds(spec)]
+    if broken:
+        raise ValueError(f"a layer in {layout.name} must be another: {'; '.join(broken)}; got {spec.to_json()}")
+    held = {f"{name}_proj.weight" for name in ("q", "k", "v", *(["out"] if spec.out_proj else []))}
+    for form in layout.forms:
+        packs_two_widths = any(tensor.holds == "qkv" and tensor.kind == "weight" for tensor in form)
+        if packs_two_widths and spec.d_kv != spec.d_in:
+            continue
+        if held == {part for tensor in form if tensor.kind == "weight" for part in tensor.parts}:
+            return form
+    raise ValueError(f"a layer in {layout.name} must be another: got {spec.to_json()}")
+
+
+def _to_logical(name: str, weight: np.ndarray, spec: AttentionSpec, layout: Layout) -> np.ndarray:
+    """A canonical weight with its heads apart, its features in the layout's order, and padded as there."""
+    if name == "out_proj.bias":
+        return weight
+    if name == "out_proj.weight":
+        logical = weight.reshape(weight.shape[0], spec.num_heads, spec.head_dim)
+        return _pad(logical, spec, axis=2) if layout.padded else logical
+    logical = weight.reshape(-1, spec.head_dim, *weight.shape[1:])
+    if layout.rope == "interleaved" and name[0] in "qk":
+        logical = logical[:, _interleaved(spec.head_dim)]
+    return _pad(logical, spec, axis=1) if layout.padded else logical
+
+
+def _pack(parts: list[np.ndarray], spec: AttentionSpec, layout: Layout) -> np.ndarray:
+    """q, k and v heads as one array of heads."""
+    if not layout.grouped:
+        return np.concatenate(parts)
+    groups = [part.reshape(spec.num_kv_heads, -1, *part.shape[1:]) for part in parts]
+    return np.concatenate(groups, axis=1).reshape(-1, *parts[0].shape[1:])
+
+
+# ---- Layout -> canonical ---------------------------------------------------------------------------------------------
+
+
+def to_canonical(
+    tensors: Mapping[str, np.ndarray],
+    layout: Layout,
+    *,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    rope_theta: float | None = None,
+) -> tuple[Weights, AttentionSpec]:
+    """Canonical weights, and the specification of the layer, from the tensors of a layout.
+
+    Args:
+        tensors: arrays by name, without the prefix of the layer.
+        layout: theirs.
+        num_heads, num_kv_heads, head_dim: of the layer, where the shapes do not tell.
+        rope_theta: base of the RoPE frequencies, or None for no RoPE; no checkpoint's tensors tell.
+
+    Raises:
+        ValueError: if names are missing or unknown, shapes do not fit, or the heads can be read in more than one way.
+    """
+    form = find_form(tensors, layout)
+    held = _names_of(list(form), tensors)
+    for name in held:
+        if not isinstance(tensors[name], np.ndarray) or not is_floating(tensors[name].dtype):
+            kind = getattr(tensors[name], "dtype", type(tensors[name]).__name__)
+            raise TypeError(f"{name} must be a floating-point NumPy array, got {kind}")
+    dtypes = sorted({tensors[name].dtype.name for name in held})
+    if len(dtypes) > 1:
+        raise TypeError(f"weights must have one dtype, got {dtypes}")
+    shapes = {name: tensors[name].shape for name in held}
+    spec = find_spec(
+        shapes, layout, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rope_theta=rope_theta
+    )
+    weights = {name: read_out(name, tensors.__getitem__, form, spec, layout) for name in weight_shapes(spec)}
+    check_weights(weights, spec)
+    return weights, spec
+
+
+def read_out(
+    name: str, read: Callable[[str], np.ndarray], form: tuple[Tensor, ...], spec: AttentionSpec, layout: Layout
+) -> np.ndarray:
+    """One canonical weight.
+
+    Args:
+        name: its canonical name.
+        read: gives a tensor of the layout by its name.
+        form: the form of the layout that the tensors are in.
+        spec: the layer.
+        layout: the layout.
+    """
+    tensor = next(tensor for tensor in form if name in tensor.parts)
+    sizes, axes = _sizes(tensor, spec, layout), tensor.logical
+    if tensor.is_per_head:
+        axes = axes.replace("n ", "")
+        known = {axis: sizes[axis] for axis in axes.split() if axis == "h"}
+        heads = [read(tensor.name.format(n=n)) for n in range(sizes["n"])]
+        logical = np.stack([einops.rearrange(head, f"{tensor.axes} -> {axes}", **known) for head in heads])
+    else:
+        known = {axis: sizes[axis] for axis in axes.split() if axis in "nh"}
+        logical = einops.rearrange(read(tensor.name), f"{tensor.axes} -> {axes}", **known)
+    parts = [logical] if len(tensor.parts) == 1 else _unpack(logical, spec, layout)
+    return _from_logical(name, parts[tensor.parts.index(name)], spec, layout)
+
+
+def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
+    """The form of a layout that these names are.
+
+    Raises:
+        ValueError: if they are none, or more than one.
+    """
+    names = set(names)
+    required = [[tensor.name for tensor in form if tensor.kind == "weight"] for form in layout.forms]
+    missing = [[name for name in wanted if not _matches(name, names)] for wanted in required]
+    found = [form for form, absent in zip(layout.forms, missing, strict=True) if not absent]
+    if len(found) > 1:
+        found = [form for form in found if not any(set(form) < set(other) for other in found)]  # without an out_proj
+    if len(found) != 1:
+        likeliest = max(range(len(missing)), key=lambda i: len(required[i]) - len(missing[i]))
+        what = "more than one of its forms" if found else f"missing {missing[likeliest]}"
+        raise ValueError(f"tensors must be those of {layout.name}, got {what} in {sorted(names)}")
+    stacks = [(tensor.name, _matches(tensor.name, names)) for tensor in found[0] if tensor.is_per_head]
+    count = max((len(heads) for _, heads in stacks), default=0)
+    gaps = [
+        name for pattern, heads in stacks if heads for n in range(count) if (name := pattern.format(n=n)) not in heads
+    ]
+    if gaps:
+        raise ValueError(f"tensors must be those of {layout.name}, got missing {gaps} in {sorted(names)}")
+    known = set().union(*(_matches(tensor.name, names) for tensor in found[0]))
+    unknown = sorted(name for name in names - known if not any(fnmatch.fnmatchcase(name, i) for i in layout.ignored))
+    if unknown:
+        raise ValueError(f"tensors must be those of {layout.name}, got unknown names {unknown}")
+    return found[0]
+
+
+def find_spec(
+    shapes: Mapping[str, tuple[int, ...]],
+    layout: Layout,
+    *,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    rope_theta: float | None = None,
+) -> AttentionSpec:
+    """The specification of a layer, from the names and shapes of its tensors and what is said of it.
+
+    Raises:
+        ValueError: if there is none, or more than one.
+    """
+    form = find_form(shapes, layout)
+    present = [tensor for tensor in form if _matches(tensor.name, shapes)]
+    biases = {part for tensor in present if tensor.kind == "bias" for part in tensor.parts}
+    of_qkv = sorted(biases - {"out_proj.bias"})
+    if len(of_qkv) not in (0, 3):
+        raise ValueError(f"q_proj, k_proj and v_proj must all have a bias, or none, got {of_qkv}")
+    fitting, reasons = [], []
+    for heads, kv_heads, features in _head_counts(present, shapes, layout, num_heads, num_kv_heads, head_dim):
+        widths = _widths(present, shapes)
+        try:
+            spec = AttentionSpec(
+                d_model=widths.get("out", heads * features),
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=features,
+                d_in=widths["q"],
+                d_kv=widths["k"],
+                qkv_bias=bool(of_qkv),
+                out_bias="out_proj.bias" in biases,
+                out_proj="out" in widths,
+                rope_theta=rope_theta,
+            )
+        except ValueError as error:
+            reasons.append(str(error))
+            continue
+        if _shapes_of(present, spec, layout) != {name: shapes[name] for name in _names_of(present, shapes)}:
+            continue
+        broken = [words for words, holds in (RULES[rule] for rule in layout.rules) if not holds(spec)]
+        if broken:
+            reasons.append("; ".join(broken))
+        else:
+            fitting.append(spec)
+    if not fitting:
+        said = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        said = {name: value for name, value in said.items() if value is not None}
+        raise ValueError(
+            f"shapes must be those of a layer in {layout.name}{f' with {said}' if said else ''}"
+            f"{f' ({reasons[0]})' if reasons else ''}, got {shapes}"
+        )
+    if len(fitting) > 1:
+        fields = [
+            name for name in ("num_heads", "num_kv_heads", "head_dim") if len({getattr(s, name) for s in fitting}) > 1
+        ]
+        options = ", ".join(f"{s.num_heads} x {s.head_dim} (key/value {s.num_kv_heads})" for s in fitting[:8])
+        more = ", …" if len(fitting) > 8 else ""
+        raise ValueError(
+            f"the heads must be told for {layout.name}, whose shapes fit {options}{more}; "
+            f"{' or '.join(f'--{name.replace(chr(95), chr(45))}' for name in fields)} decides"
+        )
+    return fitting[0]
+
+
+def _head_counts(
+    present: list[Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    layout: Layout,
+    num_heads: int | None,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+) -> Iterator[tuple[int, int, int]]:
+    """Every (num_heads, num_kv_heads, head_dim) that agrees with what was said and could have these queries."""
+    queries = next(tensor for tensor in present if tensor.kind == "weight" and "q" in tensor.holds)
+    names = _matches(queries.name, shapes)
+    shape = shapes[min(names)]
+    rows = math.prod(size for size, group in zip(shape, queries.groups(), strict=False) if {"n", "h"} & set(group))
+    rows *= len(names)  # features of all heads that are in it, padded ones too
+    dims = range(1, rows + 1) if head_dim is None else [head_dim] * (head_dim > 0)
+    for features in dims:
+        padded = {_padded(features, rope) for rope in (False, True)} if layout.padded else {features}
+        for heads in {rows // width for width in padded if rows % width == 0}:
+            if queries.holds == "q":
+                options = ((heads, kv_heads) for kv_heads in range(1, heads + 1))
+            else:
+                options = ((heads - 2 * kv_heads, kv_heads) for kv_heads in range(1, (heads - 1) // 2 + 1))
+            for n, k in options:
+                if n % k == 0 and num_heads in (None, n) and num_kv_heads in (None, k):
+                    yield n, k, features
+
+
+def _widths(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Input widths of the projections, and under `out` the output width."""
+    widths: dict[str, int] = {}
+    for tensor in present:
+        if tensor.kind != "weight":
+            continue
+        shape = shapes[min(_matches(tensor.name, shapes))]
+        letter = "e" if tensor.holds == "out" else "d"
+        for size, group in zip(shape, tensor.groups(), strict=False):
+            if group == [letter]:
+                widths |= dict.fromkeys(["out"] if letter == "e" else tensor.holds, size)
+    return widths
+
+
+def _shapes_of(present: list[Tensor], spec: AttentionSpec, layout: Layout) -> dict[str, tuple[int, ...]]:
+    shapes = {}
+    for tensor in present:
+        sizes = _sizes(tensor, spec, layout)
+        names = [tensor.name.format(n=n) for n in range(sizes["n"])] if tensor.is_per_head else [tensor.name]
+        shapes |= dict.fromkeys(names, tensor.shape(sizes))
+    return shapes
+
+
+def _names_of(present: list[Tensor], names: Iterable[str]) -> list[str]:
+    return [name for tensor in present for name in _matches(tensor.name, names)]
+
+
+def _sizes(tensor: Tensor, spec: AttentionSpec, layout: Layout) -> dict[str, int]:
+    heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads, "out": spec.num_heads}
+    total = heads["out"] if tensor.holds == "out" else sum(heads[projection] for projection in tensor.holds)
+    features = _padded(spec.head_dim, spec.rope_theta is not None) if layout.padded else spec.head_dim
+    return {"n": total, "h": features, "d": spec.d_in if "q" in tensor.holds else spec.d_kv, "e": spec.d_model}
+
+
+def _unpack(logical: np.ndarray, spec: AttentionSpec, layout: Layout) -> list[np.ndarray]:
+    """q, k and v heads from one array of heads: the inverse of `_pack`."""
+    if not layout.grouped:
+        return np.split(logical, np.cumsum([spec.num_heads, spec.num_kv_heads]))
+    groups = logical.reshape(spec.num_kv_heads, -1, *logical.shape[1:])
+    return [
+        part.reshape(-1, *logical.shape[1:]) for part in np.split(groups, [groups.shape[1] - 2, groups.shape[1] - 1], 1)
+    ]
+
+
+def _from_logical(name: str, logical: np.ndarray, spec: AttentionSpec, layout: Layout) -> np.ndarray:
+    """A canonical weight from one with its heads apart: the inverse of `_to_logical`."""
+    if name == "out_proj.bias":
+        return np.array(logical, order="C")
+    if name == "out_proj.weight":
+        logical = _unpad(name, logical, spec, axis=2) if layout.padded else logical
+        return np.array(logical, order="C").reshape(logical.shape[0], -1)
+    logical = _unpad(name, logical, spec, axis=1) if layout.padded else logical
+    if layout.rope == "interleaved" and name[0] in "qk":
+        logical = logical[:, np.argsort(_interleaved(spec.head_dim))]
+    return np.array(logical, order="C").reshape(-1, *logical.shape[2:])
+
+
+# ---- Features of a head ----------------------------------------------------------------------------------------------
+
+
+def _interleaved(head_dim: int) -> np.ndarray:
+    """Where the features of interleaved pairs lie in half-split ones: 0, H/2, 1, H/2 + 1, …"""
+    return np.arange(head_dim).reshape(2, -1).T.reshape(-1)
+
+
+def _padded(head_dim: int, rope: bool) -> int:
+    """Features of a head in whole tiles; with RoPE each half has its own."""
+    return 2 * _padded(-(-head_dim // 2), False) if rope else -(-head_dim // TILE) * TILE
+
+
+def _slots(spec: AttentionSpec) -> np.ndarray:
+    """Where the features of a head lie among the padded ones."""
+    if spec.rope_theta is None:
+        return np.arange(spec.head_dim)
+    half = spec.head_dim // 2
+    return np.concatenate([np.arange(half), _padded(half, False) + np.arange(half)])
+
+
+def _pad(x: np.ndarray, spec: AttentionSpec, axis: int) -> np.ndarray:
+    shape = list(x.shape)
+    shape[axis] = _padded(spec.head_dim, spec.rope_theta is not None)
+    padded = np.zeros(shape, x.dtype)
+    padded[(slice(None),) * axis + (_slots(spec),)] = x
+    return padded
+
+
+def _unpad(name: str, x: np.ndarray, spec: AttentionSpec, axis: int) -> np.ndarray:
+    if np.delete(x, _slots(spec), axis=axis).any():
+        raise ValueError(f"features that pad the heads of {name} must be 0, got others")
+    return np.take(x, _slots(spec), axis=axis)
+
+
+def _head_of(pattern: str, name: str) -> int:
+    """Which head a name stands for."""
+    before, _, after = pattern.partition("{n}")
+    return int(name.removeprefix(before).removesuffix(after))
+
+
+def _matches(pattern: str, names: Iterable[str]) -> set[str]:
+    """The names that a tensor's name stands for: itself, or one for each head."""
+    if "{n}" not in pattern:
+        return {pattern} & set(names)
+    expression = re.compile(re.escape(pattern).replace(r"\{n\}", r"(0|[1-9]\d*)"))
+    return {name for name in names if expression.fullmatch(name)}

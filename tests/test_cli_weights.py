@@ -1,0 +1,392 @@
+"""The commands for weights, convert, layouts, inspect and verify: exit status, files, and what a person reads."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from parity import AttentionSpec, random_weights
+from parity.cli import main
+from parity.convert import save
+from parity.formats import open_tensors, write_tensors
+from parity.layouts import LAYOUTS, from_canonical
+from parity.layouts.layout import RULES
+
+SPEC = AttentionSpec(16, 4, num_kv_heads=2, head_dim=6, qkv_bias=False, out_bias=False, rope_theta=500.0)
+PREFIX = "model.layers.{i}.self_attn"
+HEADS = ["--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "6", "--rope-theta", "500"]
+COMMANDS = ["convert", "layouts", "inspect", "verify"]
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A checkpoint of two layers and two other tensors."""
+    tensors = {"embed.weight": np.ones((3, 16), np.float32), "step": np.array(7, np.int64)}
+    for i in range(2):
+        laid_out = from_canonical(random_weights(SPEC, seed=i), SPEC, LAYOUTS["transformers.LLaMA"])
+        tensors |= {f"model.layers.{i}.self_attn.{name}": x for name, x in laid_out.items()}
+    write_tensors(
+        tmp_path / "source.safetensors", {n: (x.shape, x.dtype) for n, x in tensors.items()}, tensors.__getitem__
+    )
+    return str(tmp_path / "source.safetensors")
+
+
+def convert(source, target, *others):
+    return ["convert", source, str(target), "--from", "transformers.LLaMA", "--prefix", PREFIX, *HEADS, *others]
+
+
+def names_in(path):
+    with open_tensors(path) as file:
+        return list(file.infos)
+
+
+def run_in_a_pipe(*arguments):
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
+    command = [sys.executable, "-m", "parity", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def is_plain(text):
+    return "\x1b" not in text and "│" not in text and all(line.isprintable() for line in text.splitlines())
+
+
+# ---- convert ---------------------------------------------------------------------------------------------------------
+
+
+def test_convert_says_what_it_did_in_one_line(source, tmp_path, capsys):
+    target = tmp_path / "target.safetensors"
+    assert main(convert(source, target, "--to", "meta.LLaMA")) == 0
+    captured = capsys.readouterr()
+    assert captured.out == (
+        "2 attention layers, 4 x 6, key/value 2: transformers.LLaMA -> meta.LLaMA; 2 other tensors kept, 0 dropped; "
+        f"wrote {target}\n"
+    )
+    assert captured.err == ""
+
+
+def test_convert_back_needs_no_flags(source, tmp_path):
+    target, back = tmp_path / "target.npz", tmp_path / "back.safetensors"
+    assert main(convert(source, target, "--to", "qkv_proj")) == 0
+    assert main(["convert", str(target), str(back), "--to", "transformers.LLaMA"]) == 0
+    with open_tensors(source) as one, open_tensors(back) as other:
+        assert one.sha256() == other.sha256()
+
+
+def test_convert_drops_the_rest_and_renames_layers(source, tmp_path, capsys):
+    target = tmp_path / "target.npz"
+    assert main(convert(source, target, "--to", "W_q", "--rest", "drop", "--to-prefix", "l{i}.att")) == 0
+    assert names_in(target) == [f"l{i}.att.W_{letter}.weight" for i in range(2) for letter in "qkvo"]
+    assert "0 other tensors kept, 2 dropped" in capsys.readouterr().out
+
+
+def test_convert_divides_the_target_into_shards(source, tmp_path):
+    target = tmp_path / "target.safetensors"
+    assert main(convert(source, target, "--to", "W_q", "--max-shard-gib", "0.000002")) == 0
+    assert not target.exists()
+    shards = set(json.loads((tmp_path / "target.safetensors.index.json").read_text())["weight_map"].values())
+    assert len(shards) > 1
+    assert all((tmp_path / shard).exists() for shard in shards)
+
+
+def test_convert_writes_what_it_did_as_json(source, tmp_path):
+    arguments = convert(source, tmp_path / "b.npz", "--to", "W_q", "--json", str(tmp_path / "r.json"))
+    assert main(arguments) == 0
+    content = json.loads((tmp_path / "r.json").read_text())
+    assert content.keys() == {"format", "source", "layers", "spec", "kept", "dropped"}
+    assert content["format"] == 1
+    assert content["source"] == "transformers.LLaMA"
+    assert content["layers"] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert AttentionSpec.from_json(json.dumps(content["spec"])) == SPEC
+    assert (sorted(content["kept"]), content["dropped"]) == (["embed.weight", "step"], [])
+
+
+def test_convert_of_one_layer_speaks_of_one(tmp_path, capsys):
+    save(tmp_path / "a.npz", random_weights(SPEC), SPEC)
+    assert main(["convert", str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), "--to", "ttnn"]) == 0
+    assert capsys.readouterr().out.startswith("1 attention layer, 4 x 6, key/value 2: canonical -> ttnn; 0 other")
+
+
+def test_convert_asks_for_heads_by_the_flags_that_decide(source, tmp_path, capsys):
+    arguments = ["convert", source, str(tmp_path / "b.npz"), "--from", "transformers.LLaMA", "--prefix", PREFIX]
+    assert main([*arguments, "--to", "W_q"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("mha-parity: model.layers.0.self_attn: the heads must be told")
+    assert captured.err.endswith("; --num-heads or --num-kv-heads or --head-dim decides\n")
+    assert "4 x 6 (key/value 2)" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (["--to", "meta"], "layout must be one of canonical, "),
+        (["--to", "flax.linen"], "num_kv_heads must equal num_heads"),
+        (["--to", "W_q", "--to-prefix", "attention"], "to_prefix must have as many {i} as prefix"),
+        (["--to", "W_q", "--prefix", "encoder.{i}"], "prefix must be that of a layer in"),
+        (["--to", "W_q", "--from", "transformers.GPT2"], "tensors must be those of transformers.GPT2"),
+        (["--to", "W_q", "--num-heads", "5"], "shapes must be those of a layer in transformers.LLaMA"),
+        (["--to", "W_q", "--max-shard-gib", "0"], "max_shard_bytes must be"),
+        (["--to", "W_q", "--rope-theta", "-1"], "rope_theta must be positive"),
+        (["--to", "W_q", "--json", "/no/such/folder/r.json"], "--json must name a file in a folder that is there"),
+    ],
+)
+def test_convert_refuses_in_one_line_and_writes_nothing(source, tmp_path, capsys, others, message):
+    assert main(convert(source, tmp_path / "b.safetensors", *others)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("mha-parity: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert os.listdir(tmp_path) == ["source.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("b.gguf", "GGUF files are only read"), ("b.txt", "must end in one of"), ("b", "must end in")]
+)
+def test_convert_refuses_a_target_of_no_format_that_is_written(source, tmp_path, capsys, name, message):
+    assert main(convert(source, tmp_path / name, "--to", "W_q")) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_convert_of_a_file_that_is_not_there_is_one_line(tmp_path, capsys):
+    assert main(convert(str(tmp_path / "no.safetensors"), tmp_path / "b.npz", "--to", "W_q")) == 2
+    assert re.fullmatch(r"mha-parity: .*No such file.*\n", capsys.readouterr().err)
+
+
+def test_convert_of_a_file_that_does_not_tell_its_layout_says_where_to_look(source, tmp_path, capsys):
+    assert main(["convert", source, str(tmp_path / "b.npz"), "--to", "W_q"]) == 2
+    assert re.search(r"layout of .* must be told \(--from\).*mha-parity inspect", capsys.readouterr().err)
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def test_layouts_lists_every_one(capsys):
+    assert main(["layouts"]) == 0
+    words = capsys.readouterr().out.split()
+    assert LAYOUTS.keys() <= set(words)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_is_shown_with_every_tensor_its_rules_and_its_pairing(name, capsys):
+    assert main(["layouts", name]) == 0
+    out, layout = capsys.readouterr().out, LAYOUTS[name]
+    assert all(tensor.name in out for tensor in layout.tensors)
+    assert all(f"rule: {RULES[rule][0]}" in out for rule in layout.rules)
+    assert all(f"prefix: {prefix}" in out for prefix in layout.prefixes)
+    assert f"RoPE pairs: {'(i, i + H/2)' if layout.rope == 'half' else '(2 i, 2 i + 1)'}" in out
+    assert ("heads in a packed tensor: " in out) == any(tensor.holds == "qkv" for tensor in layout.tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("canonical", "q_proj.weight q_proj.weight [heads x head_dim | input]"),
+        ("transformers.GPT2", "c_proj.weight out_proj.weight [heads x head_dim | output]"),
+        ("flax.nnx", "out.kernel out_proj.weight [heads | head_dim | output]"),
+        ("ttnn", "out_proj.bias out_proj.bias [1 | output]"),
+        ("heads.W_query", "heads.{n}.W_key.weight k_proj.weight [head_dim | input]"),
+    ],
+)
+def test_the_axes_of_a_tensor_are_shown_outermost_first(name, line, capsys):
+    assert main(["layouts", name]) == 0
+    assert line in [" ".join(shown.split()) for shown in capsys.readouterr().out.splitlines()]
+
+
+def test_layouts_writes_all_or_one_as_json(tmp_path):
+    assert main(["layouts", "--json", str(tmp_path / "all.json")]) == 0
+    assert main(["layouts", "ttnn", "--json", str(tmp_path / "one.json")]) == 0
+    every, one = (json.loads((tmp_path / name).read_text()) for name in ("all.json", "one.json"))
+    assert [layout["name"] for layout in every["layouts"]] == list(LAYOUTS)
+    (ttnn,) = one["layouts"]
+    assert ttnn in every["layouts"]
+    assert ttnn["forms"][0][0] == {"name": "qkv_proj.weight", "holds": "qkv", "kind": "weight", "axes": "d (n h)"}
+
+
+def test_an_unknown_layout_exits_2_and_lists_those_there_are(capsys):
+    assert main(["layouts", "llama"]) == 2
+    assert re.fullmatch(r"mha-parity: layout must be one of canonical, .*, got 'llama'\n", capsys.readouterr().err)
+
+
+# ---- inspect ---------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_shows_tensors_and_the_layouts_that_fit(source, capsys):
+    assert main(["inspect", source, *HEADS]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"{source}: safetensors, 10 tensors" in " ".join(lines[:3])
+    assert "model.layers.{i}.self_attn.q_proj.weight 24 x 16 float32 2" in lines
+    assert "step scalar int64 1" in lines
+    assert "model.layers.{i}.self_attn 2 transformers.LLaMA 4 x 6, key/value 2" in lines
+
+
+def test_inspect_tells_which_flags_would_decide(source, capsys):
+    assert main(["inspect", source]) == 0
+    assert "--num-heads" in " ".join(capsys.readouterr().out.split())
+
+
+def test_inspect_writes_json(source, tmp_path):
+    assert main(["inspect", source, *HEADS, "--json", str(tmp_path / "r.json")]) == 0
+    content = json.loads((tmp_path / "r.json").read_text())
+    assert content.keys() == {"format", "file_format", "metadata", "tensors", "layers"}
+    assert content["file_format"] == "safetensors"
+    assert content["tensors"]["embed.weight"] == {"shape": [3, 16], "dtype": "float32"}
+    assert content["layers"] == [
+        {
+            "prefix": PREFIX,
+            "layers": 2,
+            "layout": "transformers.LLaMA",
+            "heads": "4 x 6, key/value 2",
+            "dtype": "float32",
+        }
+    ]
+
+
+def test_inspect_of_a_file_without_attention_says_so(tmp_path, capsys):
+    write_tensors(tmp_path / "a.npz", {"x": ((2,), np.float32)}, lambda name: np.ones(2, np.float32))
+    assert main(["inspect", str(tmp_path / "a.npz")]) == 0
+    assert "No attention layer that a layout fits" in capsys.readouterr().out
+
+
+def test_inspect_of_a_damaged_file_is_one_line(source, tmp_path, capsys):
+    data = (tmp_path / "source.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(data[:-3])
+    assert main(["inspect", str(tmp_path / "cut.safetensors")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"mha-parity: .*cut\.safetensors must be a whole safetensors file.*\n", captured.err)
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+
+
+def saved(path, weights, layout="canonical", prefix="", spec=SPEC):
+    save(path, weights, spec, layout, prefix=prefix)
+    return str(path)
+
+
+def test_verify_of_the_same_layer_in_two_layouts_exits_0(tmp_path, capsys):
+    weights = random_weights(SPEC)
+    files = [saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.pt", weights, "meta.LLaMA", "layers.0")]
+    assert main(["verify", *files]) == 0
+    assert (
+        f"{files[0]} and {files[1]} hold the same attention: weights the same, bit for bit" in capsys.readouterr().out
+    )
+
+
+def test_verify_of_rounded_weights_exits_0_and_says_so(tmp_path, capsys):
+    weights = random_weights(SPEC)
+    rounded = {name: x.astype(np.float16) for name, x in weights.items()}
+    assert main(["verify", saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.npz", rounded)]) == 0
+    assert "weights the same up to rounding in float16" in capsys.readouterr().out
+
+
+def test_verify_of_another_layer_exits_1_and_names_the_stage(tmp_path, capsys):
+    weights = random_weights(SPEC)
+    other = {**weights, "k_proj.weight": weights["v_proj.weight"], "v_proj.weight": weights["k_proj.weight"]}
+    files = [saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.npz", other)]
+    assert main(["verify", *files, "--json", str(tmp_path / "r.json")]) == 1
+    out = capsys.readouterr().out
+    assert "verify/k: the other differs from the reference" in out
+    assert f"{files[0]} and {files[1]} do NOT hold the same attention" in out
+    results = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert [result["stage"] for result in results] == ["q", "k", "v", "scores", "attn_weights", "context", "output"]
+    assert [result["status"] for result in results][:3] == ["passed", "failed", "failed"]
+
+
+def test_verify_takes_a_layer_of_a_checkpoint_and_layout_and_prefix_of_each(source, tmp_path, capsys):
+    other = saved(tmp_path / "b.npz", random_weights(SPEC, seed=1), "meta.LLaMA", "att")
+    arguments = ["verify", source, other, "--from", "transformers.LLaMA", "--from", "meta.LLaMA"]
+    arguments += ["--prefix", "model.layers.1.self_attn", "--prefix", "att", *HEADS]
+    assert main(arguments) == 0
+    assert "bit for bit" in capsys.readouterr().out
+
+
+def test_verify_takes_one_layout_and_prefix_for_both(source):
+    arguments = ["verify", source, source, "--from", "transformers.LLaMA", "--prefix", "model.layers.1.self_attn"]
+    assert main([*arguments, *HEADS]) == 0
+
+
+def test_verify_of_the_wrong_pairing_exits_1(tmp_path, capsys):
+    weights = random_weights(SPEC)
+    wrong = dict(from_canonical(weights, SPEC, LAYOUTS["meta.LLaMA"]))
+    names = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "out_proj"}
+    other = {f"{names[name[:2]]}.weight": x for name, x in wrong.items()}
+    assert main(["verify", saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.npz", other)]) == 1
+    assert "verify/q: " in capsys.readouterr().out
+
+
+def test_verify_of_layers_that_are_not_alike_exits_2(tmp_path, capsys):
+    other = AttentionSpec(16, 2, head_dim=6)
+    files = [
+        saved(tmp_path / "a.npz", random_weights(SPEC)),
+        saved(tmp_path / "b.npz", random_weights(other), spec=other),
+    ]
+    assert main(["verify", *files]) == 2
+    assert re.fullmatch(r"mha-parity: the layers must be of one .*num_heads=4 and 2.*\n", capsys.readouterr().err)
+
+
+def test_verify_of_several_layers_at_once_exits_2(source, capsys):
+    arguments = ["verify", source, source, "--from", "transformers.LLaMA", "--prefix", PREFIX, *HEADS]
+    assert main(arguments) == 2
+    assert "prefix must be that of one layer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--from", "--prefix"])
+def test_verify_takes_no_third_layout_or_prefix(source, capsys, flag):
+    assert main(["verify", source, source, flag, "a", flag, "b", flag, "c"]) == 2
+    assert f"{flag} must be given once or twice" in capsys.readouterr().err
+
+
+# ---- All of them -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_tells_every_flag(command, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "--help"])
+    assert exit_.value.code == 0
+    out = capsys.readouterr().out
+    flags = {
+        "convert": ["--from", "--to", "--prefix", "--to-prefix", "--rest", "--max-shard-gib"],
+        "layouts": [],
+        "inspect": [],
+        "verify": ["--from", "--prefix"],
+    }[command]
+    heads = ["--num-heads", "--num-kv-heads", "--head-dim", "--rope-theta"] if command != "layouts" else []
+    assert all(flag in out for flag in [*flags, *heads, "--json"])
+
+
+def test_the_commands_are_in_the_help_of_all(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert all(re.search(rf"^ +{command} ", out, re.MULTILINE) for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["convert", "inspect", "verify"])
+def test_a_command_without_files_exits_2(command, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([command])
+    assert exit_.value.code == 2
+    assert "required" in capsys.readouterr().err
+
+
+def test_output_in_a_pipe_is_plain(source, tmp_path):
+    target = str(tmp_path / "b.npz")
+    one = ["--from", "transformers.LLaMA", "--prefix", "model.layers.0.self_attn", *HEADS]
+    for arguments in (
+        convert(source, target, "--to", "qkv_proj"),
+        ["inspect", source, *HEADS],
+        ["verify", source, source, *one],
+        ["layouts", "ttnn"],
+    ):
+        result = run_in_a_pipe(*arguments)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout
+        assert is_plain(result.stdout)

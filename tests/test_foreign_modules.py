@@ -1,0 +1,856 @@
+"""Converted weights run in the modules that the layouts are named after: they give what the float64 reference gives.
+
+The modules are the libraries' own, tiny and random, and nothing is downloaded. Their parameters are read and filled by
+the names that they themselves have, strictly, so that the names of the tables are proven as well.
+"""
+
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import equinox
+import flax.linen
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+import mha_torch
+from parity import AttentionSpec, Case, random_weights
+from parity.compare import compare
+from parity.layouts.layout import from_canonical, to_canonical
+from parity.layouts.tables import LAYOUTS
+from parity.problem import make_problem
+from parity.run import Reference
+from parity.weights import load_tensors, save_tensors
+
+with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory() as _home:
+    _environment.setenv("KERAS_BACKEND", "torch")  # on JAX it would not run under conftest's strict promotion
+    _environment.setenv("KERAS_HOME", _home)  # where it writes its settings
+    _environment.setenv("HF_HUB_OFFLINE", "1")
+    import keras
+    import transformers
+    from transformers.models.bert.modeling_bert import BertAttention
+    from transformers.models.falcon.modeling_falcon import FalconAttention, FalconRotaryEmbedding
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+    from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention, GPTNeoXRotaryEmbedding
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+    from transformers.models.llama4.modeling_llama4 import Llama4TextAttention, Llama4TextRotaryEmbedding
+    from transformers.models.mistral.modeling_mistral import MistralAttention, MistralRotaryEmbedding
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2RotaryEmbedding
+    from transformers.models.vit.modeling_vit import ViTAttention
+
+transformers.utils.logging.disable_progress_bar()  # of writing files, on stderr
+
+Tensors = dict[str, np.ndarray]
+THETA = 500.0  # nobody's default
+
+
+# ---- Libraries: how the parameters of a module are read and filled ---------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Library:
+    """How a library's modules give their parameters by name, and take others; `write` returns the filled module."""
+
+    read: Callable[[Any], Tensors]
+    write: Callable[[Any, Tensors], Any]
+
+
+def read_torch(module):
+    return {name: parameter.numpy().copy() for name, parameter in module.state_dict().items()}
+
+
+def write_torch(module, tensors):
+    module.load_state_dict({name: torch.from_numpy(x) for name, x in tensors.items()}, strict=True)
+    return module
+
+
+def read_nnx(module):
+    return {".".join(path): np.array(x[...]) for path, x in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+
+
+def write_nnx(module, tensors):
+    check_names(tensors, read_nnx(module))
+    nnx.update(module, flax.traverse_util.unflatten_dict(as_jax(tensors), sep="."))
+    return module
+
+
+def read_linen(module):  # a module and its parameters
+    return {name: np.array(x) for name, x in flax.traverse_util.flatten_dict(module[1], sep=".").items()}
+
+
+def write_linen(module, tensors):
+    check_names(tensors, read_linen(module))
+    return module[0], flax.traverse_util.unflatten_dict(as_jax(tensors), sep=".")
+
+
+def read_equinox(module):
+    leaves = jax.tree_util.tree_leaves_with_path(equinox.filter(module, equinox.is_array))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): np.array(x) for path, x in leaves}
+
+
+def write_equinox(module, tensors):
+    check_names(tensors, read_equinox(module))
+
+    def replaced(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return jnp.asarray(tensors[name]) if equinox.is_array(leaf) else leaf
+
+    return jax.tree_util.tree_map_with_path(replaced, module)
+
+
+def read_keras(layer):  # a path begins with the layer's own name
+    return {name: x.value.detach().numpy().copy() for name, x in keras_variables(layer).items()}
+
+
+def write_keras(layer, tensors):
+    check_names(tensors, keras_variables(layer))
+    for name, variable in keras_variables(layer).items():
+        variable.assign(torch.from_numpy(tensors[name]))
+    return layer
+
+
+def keras_variables(layer):
+    return {variable.path.split("/", 1)[1].replace("/", "."): variable for variable in layer.weights}
+
+
+def as_jax(tensors):
+    return {name: jnp.asarray(x) for name, x in tensors.items()}
+
+
+def check_names(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    found = {name: tuple(x.shape) for name, x in tensors.items()}
+    wanted = {name: tuple(x.shape) for name, x in own.items()}
+    if found != wanted:
+        raise ValueError(f"tensors must be those of the module, {wanted}, got {found}")
+
+
+def renamed(names: Mapping[str, str]) -> Library:
+    """torch's parameters, by other names of the layers that hold them."""
+    back = {ours: theirs for theirs, ours in names.items()}
+
+    def rename(tensors, names):
+        split = {name: name.split(".") for name in tensors}
+        return {f"{names[layer]}.{leaf}": tensors[name] for name, (layer, leaf) in split.items()}
+
+    return Library(
+        lambda module: rename(read_torch(module), names),
+        lambda module, tensors: write_torch(module, rename(tensors, back)),
+    )
+
+
+TORCH = Library(read_torch, write_torch)
+NNX = Library(read_nnx, write_nnx)
+LINEN = Library(read_linen, write_linen)
+EQUINOX = Library(read_equinox, write_equinox)
+KERAS = Library(read_keras, write_keras)
+
+
+# ---- Modules: how they are made and called ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A module of a library.
+
+    Attributes:
+        layout: name of the layout that is to hold its weights.
+        spec: the layer.
+        library: how its parameters are read and filled.
+        make: makes it from the spec.
+        run: calls it with queries and keys, which are the queries where `is_cross` is false.
+        heads: weights of each projection from its parameters, head first, as its source cuts them.
+        is_causal, is_cross: what it computes.
+        others: names of parameters beside the attention's, with wildcards.
+    """
+
+    layout: str
+    spec: AttentionSpec
+    library: Library
+    make: Callable[[AttentionSpec], Any]
+    run: Callable[[Any, np.ndarray, np.ndarray], Any]
+    heads: Callable[[Tensors, AttentionSpec], Tensors]
+    is_causal: bool = False
+    is_cross: bool = False
+    others: str = "nothing"
+
+    @property
+    def case(self) -> Case:
+        """What it is applied to."""
+        keys = 9 if self.is_cross else None
+        return Case(self.layout, self.spec, "converted", seq_len=7, seq_len_k=keys, is_causal=self.is_causal)
+
+    def others_of(self, module: Any) -> Tensors:
+        """Its parameters that are not the attention's."""
+        return {name: x for name, x in self.library.read(module).items() if re.match(self.others, name)}
+
+
+def make_torch_mha(spec):
+    widths = {"kdim": spec.d_kv, "vdim": spec.d_kv}
+    return torch.nn.MultiheadAttention(spec.d_model, spec.num_heads, bias=spec.out_bias, batch_first=True, **widths)
+
+
+def run_torch_mha(module, query, key):
+    query, key = torch.from_numpy(query), torch.from_numpy(key)
+    return module(query, key, key, need_weights=False)[0]
+
+
+def make_nnx(spec):
+    sizes = {"num_kv_heads": spec.num_kv_heads, "in_kv_features": spec.d_kv, "use_bias": spec.out_bias}
+    return nnx.MultiHeadAttention(
+        spec.num_heads, spec.d_in, spec.q_width, spec.d_model, **sizes, decode=False, rngs=nnx.Rngs(0)
+    )
+
+
+def run_nnx(module, query, key):
+    return module(jnp.asarray(query), jnp.asarray(key))
+
+
+def make_linen(spec):
+    module = flax.linen.MultiHeadDotProductAttention(
+        spec.num_heads, qkv_features=spec.q_width, out_features=spec.d_model, use_bias=spec.out_bias
+    )
+    query, key = jnp.zeros((1, 1, spec.d_in)), jnp.zeros((1, 1, spec.d_kv))
+    return module, module.init(jax.random.key(0), query, key)["params"]
+
+
+def run_linen(module, query, key):
+    return module[0].apply({"params": module[1]}, jnp.asarray(query), jnp.asarray(key))
+
+
+def make_keras_mha(spec):
+    return built(
+        keras.layers.MultiHeadAttention(
+            spec.num_heads, spec.head_dim, output_shape=spec.d_model, use_bias=spec.out_bias
+        ),
+        spec,
+    )
+
+
+def make_keras_gqa(spec):
+    heads = (spec.head_dim, spec.num_heads, spec.num_kv_heads)
+    return built(keras.layers.GroupQueryAttention(*heads, use_bias=spec.out_bias), spec)
+
+
+def built(layer, spec):
+    layer.build((None, 7, spec.d_in), (None, 9, spec.d_kv))
+    return layer
+
+
+def run_keras(layer, query, key):
+    return layer(torch.from_numpy(query), torch.from_numpy(key))
+
+
+def make_equinox(spec):
+    sizes = {"query_size": spec.d_in, "key_size": spec.d_kv, "value_size": spec.d_kv, "output_size": spec.d_model}
+    heads = {"qk_size": spec.head_dim, "vo_size": spec.head_dim}
+    biases = {f"use_{name}_bias": spec.qkv_bias for name in ("query", "key", "value")}
+    return equinox.nn.MultiheadAttention(
+        spec.num_heads, **sizes, **heads, **biases, use_output_bias=spec.out_bias, key=jax.random.key(0)
+    )
+
+
+def run_equinox(module, query, key):
+    return jax.vmap(module)(jnp.asarray(query), jnp.asarray(key), jnp.asarray(key))
+
+
+def make_sibling(spec):
+    return mha_torch.MultiHeadAttention(**spec.keywords)
+
+
+def run_sibling(module, query, key):
+    return module(torch.from_numpy(query), torch.from_numpy(key))[0]
+
+
+# ---- Modules of transformers -----------------------------------------------------------------------------------------
+
+
+def maker(attention, config, *, widths=("hidden_size", "num_attention_heads"), **options):
+    """Makes such an attention, from a configuration of the sizes of the spec; options may be functions of the spec."""
+
+    def make(spec):
+        chosen = {name: value(spec) if callable(value) else value for name, value in options.items()}
+        sizes = dict(zip(widths, (spec.d_model, spec.num_heads), strict=True))
+        made = config(**sizes, **chosen, attn_implementation="eager")
+        return attention(made, **({} if attention in (BertAttention, ViTAttention) else {"layer_idx": 0})).eval()
+
+    return make
+
+
+def runner(rotary=None, **options):
+    """Calls an attention with the causal mask, and with the angles of RoPE where it has them."""
+
+    def run(module, query, _):
+        seq_len = query.shape[1]
+        lowest = torch.finfo(torch.float32).min
+        keywords = {"attention_mask": torch.full((1, 1, seq_len, seq_len), lowest).triu(1), **options}
+        if rotary is not None:
+            x, positions = torch.from_numpy(query), torch.arange(seq_len)[None]
+            keywords["position_embeddings"] = rotary(module.config)(x, positions)
+        return module(torch.from_numpy(query), **keywords)[0]
+
+    return run
+
+
+def run_vit(module, query, _):
+    return module(torch.from_numpy(query))[0]
+
+
+def run_bert(module, query, _):
+    context = module.self(torch.from_numpy(query))[0]
+    return module.output.dense(context)  # without what follows it: the residual and the normalisation
+
+
+def rope(spec, **others):
+    return {"rope_type": "default", "rope_theta": spec.rope_theta, **others}
+
+
+def groups(spec):
+    return spec.num_kv_heads
+
+
+def head_dim(spec):
+    return spec.head_dim
+
+
+def biases(spec):
+    return spec.out_bias
+
+
+def llama(attention, config, **options):
+    """A maker of the layers that have the keywords of LLaMA."""
+    return maker(attention, config, num_key_value_heads=groups, head_dim=head_dim, rope_parameters=rope, **options)
+
+
+def falcon(**options):
+    """A maker of a layer of Falcon, in one of its forms."""
+    return maker(FalconAttention, transformers.FalconConfig, alibi=False, bias=biases, rope_parameters=rope, **options)
+
+
+MAKE_LLAMA = llama(LlamaAttention, transformers.LlamaConfig, attention_bias=biases)
+MAKE_NEOX = maker(
+    GPTNeoXAttention,
+    transformers.GPTNeoXConfig,
+    attention_bias=biases,
+    rope_parameters=lambda spec: rope(spec, partial_rotary_factor=1.0),
+)
+MAKE_FALCON = {
+    "groups": falcon(new_decoder_architecture=True, num_kv_heads=groups),
+    "one": falcon(new_decoder_architecture=False, multi_query=True),
+    "none": falcon(new_decoder_architecture=False, multi_query=False),
+}
+RUN_FALCON = runner(FalconRotaryEmbedding, alibi=None)
+
+
+# ---- Heads: where a module's source finds them -----------------------------------------------------------------------
+
+
+def of_linears(q, k, v, out):
+    """Heads of four Linears: the rows of three, the columns of the last."""
+
+    def heads(tensors, spec):
+        found = {p: tensors[name].reshape(-1, spec.head_dim, spec.d_in) for p, name in {"q": q}.items()}
+        found |= {p: tensors[name].reshape(-1, spec.head_dim, spec.d_kv) for p, name in {"k": k, "v": v}.items()}
+        return found | {"out": columns(tensors[out], spec)}
+
+    return heads
+
+
+def of_kernels(out):
+    """Heads of Flax and Keras: an axis, the second of three kernels and the first of the last."""
+
+    def heads(tensors, spec):
+        found = {name[0]: tensors[f"{name}.kernel"].swapaxes(0, 1) for name in ("query", "key", "value")}
+        return found | {"out": tensors[f"{out}.kernel"]}
+
+    return heads
+
+
+def of_in_proj(tensors, spec):  # F._in_projection_packed: thirds, and in each the heads one after the other
+    qkv = tensors["in_proj_weight"].reshape(3, spec.num_heads, spec.head_dim, spec.d_in)
+    return {**dict(zip("qkv", qkv, strict=True)), "out": columns(tensors["out_proj.weight"], spec)}
+
+
+def of_qkv_proj(tensors, spec):
+    qkv = tensors["qkv_proj.weight"].reshape(-1, spec.head_dim, spec.d_in)
+    ends = [spec.num_heads, spec.num_heads + spec.num_kv_heads]
+    return {**dict(zip("qkv", np.split(qkv, ends), strict=True)), "out": columns(tensors["out_proj.weight"], spec)}
+
+
+def of_conv1d(tensors, spec):  # split(split_size, dim=2) of x @ weight
+    qkv = tensors["c_attn.weight"].reshape(spec.d_in, 3, spec.num_heads, spec.head_dim).transpose(1, 2, 0, 3)
+    out = tensors["c_proj.weight"].reshape(spec.num_heads, spec.head_dim, spec.d_model)
+    return {**dict(zip("qkv", qkv, strict=True)), "out": out}
+
+
+def of_groups(tensors, spec):  # FalconAttention._split_heads, its three forms in one; GPT-NeoX is the last of them
+    group = spec.num_heads // spec.num_kv_heads
+    fused = tensors["query_key_value.weight"].reshape(spec.num_kv_heads, group + 2, spec.head_dim, spec.d_in)
+    queries = fused[:, :-2].reshape(spec.num_heads, spec.head_dim, spec.d_in)
+    return {"q": queries, "k": fused[:, -2], "v": fused[:, -1], "out": columns(tensors["dense.weight"], spec)}
+
+
+def columns(weight, spec):
+    return weight.reshape(spec.d_model, spec.num_heads, spec.head_dim).swapaxes(0, 1)
+
+
+OF_LLAMA = of_linears("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
+OF_SPLIT = of_linears("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight")
+OF_BERT = of_linears("self.query.weight", "self.key.weight", "self.value.weight", "output.dense.weight")
+OF_EQUINOX = of_linears(
+    "query_proj.weight", "key_proj.weight", "value_proj.weight", "output_proj.weight"
+)  # MultiheadAttention._project: reshape(seq_length, num_heads, -1)
+
+
+# ---- The modules -----------------------------------------------------------------------------------------------------
+
+NO_BIASES = {"qkv_bias": False, "out_bias": False}
+SQUARE = AttentionSpec(24, 4)  # heads of 6
+CROSS = AttentionSpec(10, 4, head_dim=3, d_in=18, d_kv=15)  # nothing equals anything
+GROUPED = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=18, d_kv=15)  # 6 heads, 2, and 3 for each
+LLAMA = AttentionSpec(30, 6, num_kv_heads=2, head_dim=4, rope_theta=THETA)
+ROPE = AttentionSpec(24, 6, rope_theta=THETA)  # heads of 4
+ROPE_GROUPED = replace(ROPE, num_kv_heads=2)
+
+
+def variants(name: str, foreign: Foreign) -> dict[str, Foreign]:
+    """A module with biases, and one without."""
+    return {name: foreign, f"{name}-no-biases": replace(foreign, spec=replace(foreign.spec, **NO_BIASES))}
+
+
+MODULES = {
+    **variants(
+        "torch",
+        Foreign("torch.nn.MultiheadAttention", SQUARE, TORCH, make_torch_mha, run_torch_mha, of_in_proj, is_cross=True),
+    ),
+    **variants(
+        "torch-split",
+        Foreign(
+            "torch.nn.MultiheadAttention",
+            replace(SQUARE, d_kv=15),
+            TORCH,
+            make_torch_mha,
+            run_torch_mha,
+            OF_SPLIT,
+            is_cross=True,
+        ),
+    ),
+    **variants("nnx", Foreign("flax.nnx", GROUPED, NNX, make_nnx, run_nnx, of_kernels("out"), is_cross=True)),
+    **variants("linen", Foreign("flax.linen", CROSS, LINEN, make_linen, run_linen, of_kernels("out"), is_cross=True)),
+    **variants(
+        "keras",
+        Foreign(
+            "keras.MultiHeadAttention",
+            CROSS,
+            KERAS,
+            make_keras_mha,
+            run_keras,
+            of_kernels("attention_output"),
+            is_cross=True,
+        ),
+    ),
+    **variants(
+        "keras-gqa",
+        Foreign(
+            "keras.GroupQueryAttention",
+            replace(GROUPED, d_model=18),
+            KERAS,
+            make_keras_gqa,
+            run_keras,
+            of_kernels("attention_output"),
+            is_cross=True,
+        ),
+    ),
+    **variants(
+        "equinox",
+        Foreign("equinox.nn.MultiheadAttention", CROSS, EQUINOX, make_equinox, run_equinox, OF_EQUINOX, is_cross=True),
+    ),
+    "equinox-out-bias": Foreign(
+        "equinox.nn.MultiheadAttention",
+        replace(CROSS, qkv_bias=False),
+        EQUINOX,
+        make_equinox,
+        run_equinox,
+        OF_EQUINOX,
+        is_cross=True,
+    ),
+    "qkv_proj": Foreign(
+        "qkv_proj",
+        AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=18, fused_qkv=True),
+        TORCH,
+        make_sibling,
+        run_sibling,
+        of_qkv_proj,
+        is_cross=True,
+    ),
+    "bert": Foreign(
+        "transformers.BERT",
+        SQUARE,
+        TORCH,
+        maker(BertAttention, transformers.BertConfig),
+        run_bert,
+        OF_BERT,
+        others=r"output\.LayerNorm\.",
+    ),
+    **{
+        name: Foreign(
+            "transformers.ViT-5",
+            spec,
+            TORCH,
+            maker(ViTAttention, transformers.ViTConfig, qkv_bias=lambda spec: spec.qkv_bias),
+            run_vit,
+            OF_LLAMA,
+        )
+        for name, spec in (("vit", SQUARE), ("vit-out-bias", replace(SQUARE, qkv_bias=False)))
+    },
+    "gpt2": Foreign(
+        "transformers.GPT2",
+        SQUARE,
+        TORCH,
+        maker(GPT2Attention, transformers.GPT2Config, widths=("n_embd", "n_head")),
+        runner(),
+        of_conv1d,
+        is_causal=True,
+    ),
+    **variants(
+        "neox",
+        Foreign(
+            "transformers.GPT-NeoX",
+            ROPE,
+            TORCH,
+            MAKE_NEOX,
+            runner(GPTNeoXRotaryEmbedding),
+            of_groups,
+            is_causal=True,
+        ),
+    ),
+    **variants(
+        "falcon-groups",
+        Foreign(
+            "transformers.Falcon", ROPE_GROUPED, TORCH, MAKE_FALCON["groups"], RUN_FALCON, of_groups, is_causal=True
+        ),
+    ),
+    **variants(
+        "falcon-one",
+        Foreign(
+            "transformers.Falcon",
+            replace(ROPE, num_kv_heads=1),
+            TORCH,
+            MAKE_FALCON["one"],
+            RUN_FALCON,
+            of_groups,
+            is_causal=True,
+        ),
+    ),
+    **variants(
+        "falcon-none",
+        Foreign("transformers.Falcon", ROPE, TORCH, MAKE_FALCON["none"], RUN_FALCON, of_groups, is_causal=True),
+    ),
+    **variants(
+        "llama",
+        Foreign("transformers.LLaMA", LLAMA, TORCH, MAKE_LLAMA, runner(LlamaRotaryEmbedding), OF_LLAMA, is_causal=True),
+    ),
+    "mistral": Foreign(
+        "transformers.LLaMA",
+        replace(LLAMA, **NO_BIASES),
+        TORCH,
+        llama(MistralAttention, transformers.MistralConfig, sliding_window=None),
+        runner(MistralRotaryEmbedding),
+        OF_LLAMA,
+        is_causal=True,
+    ),
+    "qwen2": Foreign(
+        "transformers.LLaMA",
+        replace(ROPE_GROUPED, out_bias=False),
+        TORCH,
+        maker(Qwen2Attention, transformers.Qwen2Config, num_key_value_heads=groups, rope_parameters=rope),
+        runner(Qwen2RotaryEmbedding),
+        OF_LLAMA,
+        is_causal=True,
+    ),
+}
+
+# Meta's own module is in no package. Its rotation, of pairs (2 i, 2 i + 1) as complex numbers, is also that of LLaMA 4
+# in transformers, where the layers have other names.
+MODULES |= {
+    name: Foreign(
+        layout,
+        replace(LLAMA, **NO_BIASES),
+        renamed(dict(zip(("q_proj", "k_proj", "v_proj", "o_proj"), layers, strict=True))),
+        llama(
+            Llama4TextAttention,
+            transformers.Llama4TextConfig,
+            attention_bias=False,
+            use_qk_norm=False,
+            attn_temperature_tuning=False,
+            no_rope_layers=[1],
+            num_hidden_layers=1,
+        ),
+        runner(Llama4TextRotaryEmbedding),
+        of_linears(*(f"{layer}.weight" for layer in layers)),
+        is_causal=True,
+    )
+    for name, layout, layers in (
+        ("meta", "meta.LLaMA", ("wq", "wk", "wv", "wo")),
+        ("gguf", "gguf.LLaMA", ("attn_q", "attn_k", "attn_v", "attn_output")),
+    )
+}
+
+every_module = pytest.mark.parametrize("foreign", MODULES.values(), ids=list(MODULES))
+
+
+# ---- Canonical -> module, module -> canonical ------------------------------------------------------------------------
+
+
+def output_of(foreign, module, inputs):
+    """What the module gives for the inputs of its case."""
+    query = inputs["query"]
+    with torch.no_grad():
+        output = foreign.run(module, query, inputs.get("key", query))
+    return output.numpy() if isinstance(output, torch.Tensor) else np.asarray(output)
+
+
+def verdict(foreign, weights, run):
+    """The module's output, against that of the reference with these canonical weights."""
+    problem = make_problem(foreign.case, "float32", weights)
+    reference = Reference(problem)
+    return compare(
+        run(problem.inputs),
+        reference.accumulated["output"],
+        reference.same_precision(local=False)["output"],
+        case=foreign.layout,
+        backend="module",
+        dtype="float32",
+        stage="output",
+    )
+
+
+def filled(foreign, weights, layout=None):
+    """The module with canonical weights."""
+    module = foreign.make(foreign.spec)
+    tensors = from_canonical(weights, foreign.spec, layout or LAYOUTS[foreign.layout])
+    return foreign.library.write(module, foreign.others_of(module) | tensors)
+
+
+def told(spec):
+    """What a layout's tensors do not tell."""
+    return {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope_theta")}
+
+
+@pytest.fixture
+def own(foreign, rng):
+    """The module with random parameters of its own, biases among them, by its own names and shapes."""
+    module = foreign.make(foreign.spec)
+    drawn = {
+        name: rng.standard_normal(x.shape).astype(np.float32) * np.float32(0.3 if x.ndim > 1 else 1.0)
+        for name, x in foreign.library.read(module).items()
+    }
+    return foreign.library.write(module, drawn)
+
+
+@every_module
+def test_a_module_with_canonical_weights_gives_what_the_reference_gives(foreign):
+    weights = random_weights(foreign.spec, seed=1)
+    module = filled(foreign, weights)
+    result = verdict(foreign, weights, lambda inputs: output_of(foreign, module, inputs))
+    assert result.passed, str(result)
+
+
+@every_module
+def test_the_reference_with_a_modules_weights_gives_what_the_module_gives(foreign, own):
+    weights, _ = to_canonical(foreign.library.read(own), LAYOUTS[foreign.layout], **told(foreign.spec))
+    result = verdict(foreign, weights, lambda inputs: output_of(foreign, own, inputs))
+    assert result.passed, str(result)
+
+
+@every_module
+def test_the_layer_read_from_a_module_is_the_one_it_was_made_from(foreign, own):
+    _, spec = to_canonical(foreign.library.read(own), LAYOUTS[foreign.layout], **told(foreign.spec))
+    assert spec == replace(foreign.spec, fused_qkv=False)
+
+
+@every_module
+def test_a_modules_weights_come_back_bit_for_bit(foreign, own):
+    tensors = foreign.library.read(own)
+    weights, spec = to_canonical(tensors, LAYOUTS[foreign.layout], **told(foreign.spec))
+    back = foreign.others_of(own) | from_canonical(weights, spec, LAYOUTS[foreign.layout])
+    assert {name: (x.dtype, x.shape, x.tobytes()) for name, x in back.items()} == {
+        name: (x.dtype, x.shape, x.tobytes()) for name, x in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("projection", ["q", "k", "v", "out"])
+@every_module
+def test_each_head_lands_where_the_module_expects_it(foreign, projection):
+    weights, tags = tagged(foreign.spec, projection)
+    heads = foreign.heads(foreign.library.read(filled(foreign, weights)), foreign.spec)
+    assert (heads.pop(projection) == tags).all()
+    assert not any(others.any() for others in heads.values())
+
+
+def tagged(spec, projection):
+    """Weights of 0, but head n of the projection is n + 1 throughout; and these tags, with the heads first."""
+    weights = {name: np.zeros_like(x) for name, x in random_weights(spec).items()}
+    count = spec.num_kv_heads if projection in ("k", "v") else spec.num_heads
+    tags = np.arange(1, count + 1, dtype=np.float32)
+    features = np.repeat(tags, spec.head_dim)  # of all heads, side by side
+    weights[f"{projection}_proj.weight"] += features if projection == "out" else features[:, None]
+    return weights, tags[:, None, None]
+
+
+# ---- The control: tables that are wrong, in ways in which the shapes still fit ---------------------------------------
+
+TRANSPOSED = tuple(
+    replace(tensor, axes="e (n h)") if tensor.name == "c_proj.weight" else tensor
+    for tensor in LAYOUTS["transformers.GPT2"].forms[0]
+)
+WRONG = {
+    "neox-thirds": ("neox", {"grouped": False}),
+    "falcon-thirds": ("falcon-groups", {"grouped": False}),
+    "torch-grouped": ("torch", {"grouped": True}),
+    "llama-interleaved": ("llama", {"rope": "interleaved"}),
+    "meta-half": ("meta", {"rope": "half"}),
+    "gpt2-transposed": ("gpt2", {"forms": (TRANSPOSED,)}),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), WRONG.values(), ids=list(WRONG))
+def test_a_wrong_table_is_seen(name, change):
+    foreign = MODULES[name]
+    weights = random_weights(foreign.spec, seed=1)
+    module = filled(foreign, weights, replace(LAYOUTS[foreign.layout], **change))
+    result = verdict(foreign, weights, lambda inputs: output_of(foreign, module, inputs))
+    assert result.ratio > 1000.0, str(result)
+
+
+# ---- Modules that hold more than a layer can say ---------------------------------------------------------------------
+
+
+def test_key_and_value_biases_of_torch_are_refused():
+    module = torch.nn.MultiheadAttention(24, 4, add_bias_kv=True)
+    with pytest.raises(ValueError, match=r"unknown names \['bias_k', 'bias_v'\]"):
+        to_canonical(read_torch(module), LAYOUTS["torch.nn.MultiheadAttention"], num_heads=4)
+
+
+def test_keys_and_values_of_two_widths_of_torch_are_refused():
+    module = torch.nn.MultiheadAttention(24, 4, kdim=15, vdim=9)
+    with pytest.raises(ValueError, match=r"shapes must be those of a layer in torch.nn.MultiheadAttention"):
+        to_canonical(read_torch(module), LAYOUTS["torch.nn.MultiheadAttention"], num_heads=4)
+
+
+def test_normalised_queries_and_keys_of_nnx_are_refused():
+    module = nnx.MultiHeadAttention(4, 24, normalize_qk=True, decode=False, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"unknown names \['key_ln.scale', 'query_ln.scale'\]"):
+        to_canonical(read_nnx(module), LAYOUTS["flax.nnx"])
+
+
+def test_a_gate_of_keras_is_refused():
+    layer = built(keras.layers.GroupQueryAttention(4, 6, 2, use_gate=True), AttentionSpec(18, 6, head_dim=4))
+    with pytest.raises(ValueError, match=r"unknown names \['gate.bias', 'gate.kernel'\]"):
+        to_canonical(read_keras(layer), LAYOUTS["keras.GroupQueryAttention"])
+
+
+def test_values_of_another_width_of_keras_are_refused():
+    layer = built(keras.layers.MultiHeadAttention(4, 3, value_dim=5), AttentionSpec(18, 4, head_dim=3))
+    with pytest.raises(ValueError, match=r"shapes must be those of a layer in keras.MultiHeadAttention"):
+        to_canonical(read_keras(layer), LAYOUTS["keras.MultiHeadAttention"])
+
+
+def test_a_bias_of_the_queries_alone_of_equinox_is_refused():
+    module = equinox.nn.MultiheadAttention(4, 24, use_query_bias=True, key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"q_proj, k_proj and v_proj must all have a bias, or none"):
+        to_canonical(read_equinox(module), LAYOUTS["equinox.nn.MultiheadAttention"], num_heads=4)
+
+
+# ---- Whole checkpoints -----------------------------------------------------------------------------------------------
+
+TINY = {"hidden_size": 24, "num_attention_heads": 6, "num_hidden_layers": 2, "intermediate_size": 8, "vocab_size": 32}
+BERT = transformers.BertConfig(**TINY)
+GPT2 = transformers.GPT2Config(n_embd=24, n_head=6, n_layer=2, vocab_size=32, bos_token_id=0, eos_token_id=0)
+NEOX = transformers.GPTNeoXConfig(**TINY)
+FALCON = transformers.FalconConfig(**TINY, new_decoder_architecture=True, num_kv_heads=2)
+GROUPED_LLAMA = transformers.LlamaConfig(**TINY, num_key_value_heads=2)
+VIT = transformers.ViTConfig(**{name: size for name, size in TINY.items() if name != "vocab_size"}, image_size=32)
+
+FILES = {
+    "bert": (transformers.BertModel, BERT, "transformers.BERT"),
+    "bert-lm": (transformers.BertForMaskedLM, BERT, "transformers.BERT"),
+    "vit": (transformers.ViTModel, VIT, "transformers.ViT"),
+    "vit-classes": (transformers.ViTForImageClassification, VIT, "transformers.ViT"),
+    "gpt2": (transformers.GPT2Model, GPT2, "transformers.GPT2"),
+    "gpt2-lm": (transformers.GPT2LMHeadModel, GPT2, "transformers.GPT2"),
+    "neox": (transformers.GPTNeoXModel, NEOX, "transformers.GPT-NeoX"),
+    "neox-lm": (transformers.GPTNeoXForCausalLM, NEOX, "transformers.GPT-NeoX"),
+    "falcon": (transformers.FalconModel, FALCON, "transformers.Falcon"),
+    "falcon-lm": (transformers.FalconForCausalLM, FALCON, "transformers.Falcon"),
+    "llama": (transformers.LlamaModel, GROUPED_LLAMA, "transformers.LLaMA"),
+    "llama-lm": (transformers.LlamaForCausalLM, GROUPED_LLAMA, "transformers.LLaMA"),
+}
+
+
+ENCODER, DECODER = torch.nn.TransformerEncoderLayer(24, 6, batch_first=True), torch.nn.TransformerDecoderLayer(24, 6)
+
+
+def layers_in(names, layout):
+    """The prefixes of a layout, made for the second layer, that names begin with."""
+    prefixes = [prefix.format(i=1) + "." for prefix in layout.prefixes]
+    return [prefix for prefix in prefixes if any(name.startswith(prefix) for name in names)]
+
+
+def under(tensors, prefix):
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize(("model", "config", "name"), FILES.values(), ids=list(FILES))
+def test_a_layer_of_a_file_is_found_by_one_prefix_of_its_layout(tmp_path, model, config, name):
+    model(config).save_pretrained(tmp_path)
+    tensors, _ = load_tensors(tmp_path / "model.safetensors")
+    layout = LAYOUTS[name]
+    (prefix,) = layers_in(tensors, layout)
+    _, spec = to_canonical(under(tensors, prefix), layout, num_heads=6, head_dim=4)
+    grouped = name in ("transformers.Falcon", "transformers.LLaMA")
+    assert (spec.d_model, spec.num_heads, spec.num_kv_heads) == (24, 6, 2 if grouped else 6)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "name"),
+    [
+        (transformers.ViTModel(VIT), ViTAttention, "transformers.ViT-5"),
+        (transformers.ViTForImageClassification(VIT), ViTAttention, "transformers.ViT-5"),
+        (torch.nn.TransformerEncoder(ENCODER, 2), torch.nn.MultiheadAttention, "torch.nn.MultiheadAttention"),
+        (torch.nn.TransformerDecoder(DECODER, 2), torch.nn.MultiheadAttention, "torch.nn.MultiheadAttention"),
+        (
+            torch.nn.Transformer(24, 6, 2, 2, batch_first=True),
+            torch.nn.MultiheadAttention,
+            "torch.nn.MultiheadAttention",
+        ),
+    ],
+    ids=["vit", "vit-classes", "encoder", "decoder", "both"],
+)
+def test_every_attention_of_a_model_is_under_a_prefix_of_its_layout(model, kind, name):
+    places = {place for place, part in model.named_modules() if isinstance(part, kind)}
+    assert places
+    assert places <= {prefix.format(i=i) for prefix in LAYOUTS[name].prefixes for i in range(2)}
+
+
+def test_transformers_loads_a_vit_whose_file_was_given_converted_weights(tmp_path):
+    transformers.ViTModel(VIT).save_pretrained(tmp_path)
+    tensors, metadata = load_tensors(tmp_path / "model.safetensors")
+    spec = AttentionSpec(24, 6)
+    weights = random_weights(spec, seed=1)
+    converted = from_canonical(weights, spec, LAYOUTS["transformers.ViT"])
+    (prefix,) = layers_in(tensors, LAYOUTS["transformers.ViT"])
+    tensors |= {prefix + name: x for name, x in converted.items()}
+    save_tensors(tmp_path / "model.safetensors", tensors, metadata)
+
+    loaded, report = transformers.ViTModel.from_pretrained(tmp_path, output_loading_info=True)
+
+    back, _ = to_canonical(read_torch(loaded.layers[1].attention), LAYOUTS["transformers.ViT-5"], num_heads=6)
+    assert not any(report.values())
+    assert {name: x.tobytes() for name, x in back.items()} == {name: x.tobytes() for name, x in weights.items()}

@@ -1,0 +1,670 @@
+"""Layouts: conversion there and back is exact; what could be read in two ways is refused, in words that decide it."""
+
+import contextlib
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from parity import AttentionSpec, random_weights
+from parity.layouts.layout import RULES, from_canonical, to_canonical
+from parity.layouts.tables import LAYOUTS
+from parity.weights import check_weights, dtype_named, weight_shapes
+
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+
+MHA = AttentionSpec(12, 4, head_dim=3)
+GQA = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7)
+
+
+# ---- Layers, and arrays of any values --------------------------------------------------------------------------------
+
+
+@st.composite
+def layers(draw, layout):
+    """A layer that the layout can hold, told by its rules."""
+    rules = set(layout.rules)
+    sizes = st.integers(1, 6)
+    num_kv_heads = draw(st.integers(1, 3))
+    num_heads = num_kv_heads * (1 if "no groups" in rules else draw(st.integers(1, 3)))
+    rope_theta = draw(st.sampled_from([None, 500.0]))
+    head_dim = draw(sizes) * (2 if rope_theta or "even" in rules else 1)
+    d_model, d_in = [num_heads * head_dim] * 2 if "square" in rules else (draw(sizes), draw(sizes))
+    qkv_bias, out_bias = draw(st.booleans()), draw(st.booleans())
+    spec = AttentionSpec(
+        d_model,
+        num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        d_in=d_in,
+        d_kv=d_in if rope_theta or "one width" in rules else draw(sizes),
+        qkv_bias=qkv_bias,
+        out_bias=qkv_bias if "all biases" in rules else out_bias,
+        out_proj=draw(st.booleans()) if not rules & {"out_proj", "no out_proj"} else "out_proj" in rules,
+        rope_theta=rope_theta,
+    )
+    assume(all(RULES[rule][1](spec) for rule in rules))
+    return spec
+
+
+dtypes = st.sampled_from(["float32", "float16", "bfloat16"])
+seeds = st.integers(0, 2**32 - 1)
+orders = st.sampled_from(["C", "F", "strided"])
+
+
+def any_values(shape, dtype, rng):
+    """Finite numbers of all sizes, -0 and subnormal ones among them."""
+    dtype = dtype_named(dtype)
+    values = rng.integers(0, 256, (*shape, dtype.itemsize), dtype=np.uint8).view(dtype)[..., 0]
+    with np.errstate(invalid="ignore"):  # some NaNs are said to be invalid wherever they are looked at
+        return np.where(np.isfinite(values), values, dtype.type(-0.0))
+
+
+def in_memory(x, order):
+    """The same values in another order of memory."""
+    if order == "F":
+        return np.asfortranarray(x)
+    return np.repeat(x, 2, axis=-1)[..., ::2] if order == "strided" else x
+
+
+def bits(tensors):
+    return {name: (x.dtype, x.shape, x.tobytes()) for name, x in tensors.items()}
+
+
+def told(spec):
+    """What a layout's tensors may not tell."""
+    return {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope_theta")}
+
+
+def tensors_of(layout, spec=None):
+    """A layer in a layout, and what it is."""
+    spec = example(layout) if spec is None else spec
+    return from_canonical(random_weights(spec), spec, layout), spec
+
+
+def example(layout):
+    """A layer that the layout can hold: four heads, two groups and all biases if there may be."""
+    rules = set(layout.rules)
+    square = "square" in rules
+    return AttentionSpec(
+        16 if square else 10,
+        4,
+        num_kv_heads=4 if "no groups" in rules else 2,
+        head_dim=4,
+        d_in=16 if square else 10,
+        out_proj="no out_proj" not in rules,
+    )
+
+
+# ---- There and back --------------------------------------------------------------------------------------------------
+
+
+@every_layout
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), dtype=dtypes, seed=seeds, order=orders)
+def test_canonical_weights_come_back_from_a_layout_bit_for_bit(layout, data, dtype, seed, order):
+    spec = data.draw(layers(layout))
+    rng = np.random.default_rng(seed)
+    weights = {name: any_values(shape, dtype, rng) for name, shape in weight_shapes(spec).items()}
+
+    laid_out = from_canonical({name: in_memory(x, order) for name, x in weights.items()}, spec, layout)
+    back, found = to_canonical(laid_out, layout, **told(spec))
+
+    assert bits(back) == bits(weights)
+    assert weight_shapes(found) == weight_shapes(spec)
+    assert told(found) == told(spec)
+
+
+@every_layout
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), dtype=dtypes, seed=seeds, order=orders)
+def test_tensors_of_a_layout_come_back_from_canonical_weights_bit_for_bit(layout, data, dtype, seed, order):
+    spec = data.draw(layers(layout))
+    ones = {name: np.ones(shape, dtype_named(dtype)) for name, shape in weight_shapes(spec).items()}
+    rng = np.random.default_rng(seed)
+    tensors = {  # of any values, but 0 where heads are padded
+        name: np.where(x == 0, x, any_values(x.shape, dtype, rng))
+        for name, x in from_canonical(ones, spec, layout).items()
+    }
+
+    weights, found = to_canonical({name: in_memory(x, order) for name, x in tensors.items()}, layout, **told(spec))
+
+    assert bits(from_canonical(weights, found, layout)) == bits(tensors)
+
+
+@every_layout
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), seed=seeds, tell=st.sets(st.sampled_from(["num_heads", "num_kv_heads", "head_dim"])))
+def test_whatever_is_told_a_layer_is_read_as_it_is_or_refused(layout, data, seed, tell):
+    spec = data.draw(layers(layout))
+    weights = random_weights(spec, seed)
+    laid_out = from_canonical(weights, spec, layout)
+    said = {name: value for name, value in told(spec).items() if name in tell or name == "rope_theta"}
+    with contextlib.suppress(ValueError):
+        back, _ = to_canonical(laid_out, layout, **said)
+        assert bits(back) == bits(weights)
+
+
+@every_layout
+def test_arrays_of_a_layout_are_whole_and_in_order(layout):
+    tensors, _ = tensors_of(layout)
+    assert all(x.flags.c_contiguous for x in tensors.values())
+
+
+@every_layout
+def test_converted_arrays_are_copies(layout):
+    spec = example(layout)
+    weights = random_weights(spec)
+    laid_out = from_canonical(weights, spec, layout)
+    back, _ = to_canonical(laid_out, layout, **told(spec))
+    assert not [name for name, x in laid_out.items() if any(np.shares_memory(x, y) for y in weights.values())]
+    assert not [name for name, x in back.items() if any(np.shares_memory(x, y) for y in laid_out.values())]
+
+
+# ---- On paper --------------------------------------------------------------------------------------------------------
+
+ONE_HEAD = AttentionSpec(4, 1, qkv_bias=False, out_bias=False)
+
+
+def numbered(spec):
+    """Weights whose rows of features, and out_proj's columns, are numbered: 0, 1, …"""
+    weights = {name: np.zeros(shape, np.float32) for name, shape in weight_shapes(spec).items()}
+    for name, x in weights.items():
+        rows = x.T if name == "out_proj.weight" else x
+        if name != "out_proj.bias":
+            rows += np.arange(len(rows)).reshape(-1, *[1] * (rows.ndim - 1))
+    return weights
+
+
+@pytest.mark.parametrize("name", ["meta.LLaMA", "gguf.LLaMA"])
+@pytest.mark.parametrize("leaf", ["weight", "bias"])
+def test_interleaved_pairs_are_features_i_and_i_plus_half(name, leaf):
+    spec = AttentionSpec(12, 2, head_dim=6, rope_theta=500.0)
+    laid_out = from_canonical(numbered(spec), spec, LAYOUTS[name])
+    layers = {tensor.holds: tensor.name for tensor in LAYOUTS[name].tensors if tensor.kind == leaf}
+    first = {p: laid_out[layers[p]].reshape(12, -1)[:, 0].tolist() for p in "qkv"}
+    assert first["q"] == first["k"] == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    assert first["v"] == list(range(12))
+
+
+def test_each_head_of_a_stack_has_rows_of_its_own():
+    spec = AttentionSpec(6, 3, d_in=5, out_proj=False)
+    laid_out = from_canonical(numbered(spec), spec, LAYOUTS["heads.W_query"])
+    found = {n: laid_out[f"heads.{n}.W_key.weight"][:, 0].tolist() for n in range(3)}
+    assert found == {0: [0, 1], 1: [2, 3], 2: [4, 5]}
+    assert laid_out["heads.2.W_value.bias"].tolist() == [4, 5]
+
+
+def test_heads_beyond_nine_keep_their_order():
+    spec = AttentionSpec(12, 12, out_proj=False)
+    laid_out = from_canonical(numbered(spec), spec, LAYOUTS["heads.W_query"])
+    back, _ = to_canonical(dict(sorted(laid_out.items())), LAYOUTS["heads.W_query"])
+    assert back["q_proj.bias"].tolist() == list(range(12))
+
+
+def test_heads_of_ttnn_are_padded_to_whole_tiles():
+    spec = AttentionSpec(4, 2, head_dim=3)
+    weights = {name: x + 1 for name, x in numbered(spec).items()}
+    laid_out = from_canonical(weights, spec, LAYOUTS["ttnn"])
+    assert {name: x.shape for name, x in laid_out.items()} == {
+        "qkv_proj.weight": (4, 6 * 32),
+        "qkv_proj.bias": (1, 6 * 32),
+        "out_proj.weight": (2 * 32, 4),
+        "out_proj.bias": (1, 4),
+    }
+    assert features(laid_out["qkv_proj.bias"][0]) == {
+        place + 64 * projection: value
+        for projection in range(3)
+        for place, value in {0: 1, 1: 2, 2: 3, 32: 4, 33: 5, 34: 6}.items()
+    }
+    assert features(laid_out["out_proj.weight"][:, 0]) == {0: 1, 1: 2, 2: 3, 32: 4, 33: 5, 34: 6}
+
+
+def test_halves_of_heads_of_ttnn_with_rope_are_padded_to_whole_tiles():
+    spec = AttentionSpec(4, 2, head_dim=4, rope_theta=500.0)
+    weights = {name: x + 1 for name, x in numbered(spec).items()}
+    laid_out = from_canonical(weights, spec, LAYOUTS["ttnn"])
+    assert laid_out["qkv_proj.weight"].shape == (4, 6 * 64)
+    assert features(laid_out["out_proj.weight"][:, 0]) == {0: 1, 1: 2, 32: 3, 33: 4, 64: 5, 65: 6, 96: 7, 97: 8}
+
+
+def features(x):
+    """Places and values of what is not 0."""
+    return {int(place): float(x[place]) for place in np.flatnonzero(x)}
+
+
+# ---- Layers that a layout cannot hold --------------------------------------------------------------------------------
+
+GROUPS, OUT, NO_OUT = "num_kv_heads must equal num_heads", "there must be an out_proj", "there must be no out_proj"
+WIDTHS, BIASES = "d_kv must equal d_in", "all projections must have a bias, or none"
+SQUARE = "d_in, d_model and num_heads \\* head_dim must be equal"
+NOT_HELD = {
+    "torch.nn.MultiheadAttention": [GROUPS, OUT, SQUARE, BIASES],
+    "qkv_proj": [WIDTHS],
+    "heads.W_query": [GROUPS, NO_OUT],
+    "flax.nnx": [OUT, BIASES],
+    "flax.linen": [GROUPS, OUT, BIASES],
+    "keras.MultiHeadAttention": [GROUPS, OUT, BIASES],
+    "keras.GroupQueryAttention": [OUT, BIASES],
+    "equinox.nn.MultiheadAttention": [GROUPS, OUT],
+    "transformers.BERT": [GROUPS, OUT, WIDTHS, SQUARE, BIASES],
+    "transformers.ViT": [GROUPS, OUT, WIDTHS, SQUARE],
+    "transformers.ViT-5": [GROUPS, OUT, WIDTHS, SQUARE],
+    "transformers.GPT2": [GROUPS, OUT, WIDTHS, SQUARE, BIASES],
+    "transformers.GPT-NeoX": [GROUPS, OUT, WIDTHS, SQUARE, BIASES],
+    "transformers.Falcon": [OUT, WIDTHS, SQUARE, BIASES],
+    "transformers.LLaMA": [OUT],
+    "meta.LLaMA": [OUT, "head_dim must be even"],
+    "gguf.LLaMA": [OUT, "head_dim must be even"],
+    "ttnn": [WIDTHS],
+}
+CHANGES = {
+    GROUPS: {"num_kv_heads": 2},
+    OUT: {"out_proj": False},
+    NO_OUT: {"out_proj": True},
+    SQUARE: {"d_model": 18},
+    BIASES: {"out_bias": False},
+    WIDTHS: {"d_kv": 9},
+    "head_dim must be even": {"head_dim": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [(name, rule) for name, rules in NOT_HELD.items() for rule in rules],
+    ids=lambda value: value.replace("\\", ""),
+)
+def test_a_layer_that_a_layout_cannot_hold_is_refused_with_the_rule(name, rule):
+    spec = replace(example(LAYOUTS[name]), **CHANGES[rule])
+    with pytest.raises(ValueError, match=rule) as refusal:
+        from_canonical(random_weights(spec), spec, LAYOUTS[name])
+    assert name in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["canonical", "W_q", "W_Q", "w_q", "W_query"])
+@pytest.mark.parametrize("spec", [replace(GQA, d_kv=9), replace(GQA, out_proj=False), replace(GQA, out_bias=False)])
+def test_layouts_of_four_linears_hold_any_layer(name, spec):
+    weights = random_weights(spec)
+    back, _ = to_canonical(from_canonical(weights, spec, LAYOUTS[name]), LAYOUTS[name], **told(spec))
+    assert bits(back) == bits(weights)
+
+
+def test_all_rules_that_a_layer_breaks_are_told():
+    with pytest.raises(ValueError, match=f"{GROUPS}.*{SQUARE}"):
+        from_canonical(random_weights(GQA), GQA, LAYOUTS["torch.nn.MultiheadAttention"])
+
+
+SEEN = {GROUPS, SQUARE, BIASES}  # in the tensors themselves; of a stack of heads, some would be missing
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [(name, rule) for name, rules in NOT_HELD.items() for rule in rules if rule in SEEN and name != "heads.W_query"],
+    ids=lambda value: value.replace("\\", ""),
+)
+def test_tensors_of_a_layer_that_a_layout_cannot_hold_are_refused_with_the_rule(name, rule):
+    spec = replace(example(LAYOUTS[name]), **CHANGES[rule])
+    tensors, _ = tensors_of(replace(LAYOUTS[name], rules=()), spec)
+    with pytest.raises(ValueError, match=rule):
+        to_canonical(tensors, LAYOUTS[name], **told(spec))
+
+
+@pytest.mark.parametrize("name", ["meta.LLaMA", "gguf.LLaMA"])
+def test_an_odd_head_dim_cannot_be_interleaved_pairs(name):
+    tensors, spec = tensors_of(LAYOUTS[name], replace(GQA, head_dim=6))
+    with pytest.raises(ValueError, match="head_dim must be even"):
+        to_canonical(tensors, LAYOUTS[name], num_heads=12, num_kv_heads=4, head_dim=3)
+    to_canonical(tensors, LAYOUTS[name], **told(spec))
+
+
+# ---- Names -----------------------------------------------------------------------------------------------------------
+
+
+def every(kind, *projections):
+    """Layouts, and the names of their tensors of a kind that hold one of the projections, or any."""
+    return [
+        pytest.param(layout, tensor.name.format(n=1), id=f"{name}-{tensor.name}")
+        for name, layout in LAYOUTS.items()
+        for tensor in layout.forms[0]
+        if tensor.kind == kind and (not projections or (tensor.holds in projections and not tensor.is_per_head))
+    ]
+
+
+@pytest.mark.parametrize(("layout", "name"), every("weight"))
+def test_a_missing_weight_is_told(layout, name):
+    tensors, spec = tensors_of(layout)
+    del tensors[name]
+    layer = name.rpartition(".")[0] or name  # without out_proj.weight it is out_proj.bias that cannot be
+    with pytest.raises(ValueError, match=rf"{layout.name}.*{layer}"):
+        to_canonical(tensors, layout, **told(spec))
+
+
+@every_layout
+def test_nothing_at_all_is_refused(layout):
+    with pytest.raises(ValueError, match=f"tensors must be those of {layout.name}, got missing"):
+        to_canonical({}, layout)
+
+
+@every_layout
+@pytest.mark.parametrize("name", ["q_norm.weight", "extra", "query.weight.more"])
+def test_an_unknown_name_is_refused(layout, name):
+    tensors, spec = tensors_of(layout)
+    with pytest.raises(ValueError, match=rf"unknown names \['{name}'\]"):
+        to_canonical({**tensors, name: np.zeros(4, np.float32)}, layout, **told(spec))
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("W_query", "mask"),
+        ("heads.W_query", "heads.1.mask"),
+        ("transformers.BERT", "output.LayerNorm.weight"),
+        ("transformers.GPT2", "bias"),
+        ("transformers.GPT2", "masked_bias"),
+        ("transformers.GPT-NeoX", "rotary_emb.inv_freq"),
+        ("transformers.LLaMA", "rotary_emb.inv_freq"),
+        ("meta.LLaMA", "inner_attention.rope.freqs"),
+        ("gguf.LLaMA", "ffn_up.weight"),
+    ],
+)
+def test_what_lies_beside_the_weights_of_a_layer_is_passed_over(layout, name):
+    tensors, spec = tensors_of(LAYOUTS[layout])
+    expected, _ = to_canonical(tensors, LAYOUTS[layout], **told(spec))
+    found, _ = to_canonical({**tensors, name: np.zeros(4, np.float32)}, LAYOUTS[layout], **told(spec))
+    assert bits(found) == bits(expected)
+
+
+def test_packed_and_split_weights_of_torch_at_once_are_refused():
+    layout = LAYOUTS["torch.nn.MultiheadAttention"]
+    packed, _ = tensors_of(layout, MHA)
+    split, _ = tensors_of(layout, replace(MHA, d_kv=5))
+    with pytest.raises(ValueError, match=r"more than one of its forms.*in_proj_weight.*q_proj_weight"):
+        to_canonical(packed | split, layout, num_heads=4)
+
+
+def test_a_packed_and_one_split_weight_of_torch_are_refused():
+    layout = LAYOUTS["torch.nn.MultiheadAttention"]
+    packed, _ = tensors_of(layout, MHA)
+    with pytest.raises(ValueError, match=r"unknown names \['q_proj_weight'\]"):
+        to_canonical({**packed, "q_proj_weight": np.zeros((12, 12), np.float32)}, layout, num_heads=4)
+
+
+def test_neither_packed_nor_split_weights_of_torch_are_refused():
+    layout = LAYOUTS["torch.nn.MultiheadAttention"]
+    packed, _ = tensors_of(layout, MHA)
+    del packed["in_proj_weight"]
+    with pytest.raises(ValueError, match=r"missing \['in_proj_weight'\]"):
+        to_canonical(packed, layout, num_heads=4)
+
+
+def test_some_of_the_split_weights_of_torch_are_refused():
+    layout = LAYOUTS["torch.nn.MultiheadAttention"]
+    split, _ = tensors_of(layout, replace(MHA, d_kv=5))
+    del split["k_proj_weight"]
+    with pytest.raises(ValueError, match="k_proj_weight"):
+        to_canonical(split, layout, num_heads=4)
+
+
+@pytest.mark.parametrize(("layout", "name"), every("bias", "q", "k", "v"))
+def test_a_bias_of_some_of_queries_keys_and_values_is_refused(layout, name):
+    tensors, spec = tensors_of(layout)
+    del tensors[name]
+    with pytest.raises(ValueError, match="q_proj, k_proj and v_proj must all have a bias, or none"):
+        to_canonical(tensors, layout, **told(spec))
+
+
+@pytest.mark.parametrize(("layout", "name"), every("bias", "qkv", "out"))
+def test_a_bias_of_the_output_alone_or_of_all_but_the_output_is_read(layout, name):
+    layout = replace(layout, rules=tuple(set(layout.rules) - {"all biases"}))
+    tensors, spec = tensors_of(layout)
+    del tensors[name]
+    weights, found = to_canonical(tensors, layout, **told(spec))
+    assert found.qkv_bias != found.out_bias
+    check_weights(weights, found)
+
+
+# ---- Heads that have tensors of their own ----------------------------------------------------------------------------
+
+STACK = LAYOUTS["heads.W_query"]
+STACKED = AttentionSpec(6, 3, d_in=5, qkv_bias=False, out_proj=False)
+
+
+def test_a_head_that_is_there_twice_is_refused():
+    tensors, _ = tensors_of(STACK, STACKED)
+    twice = {name.replace("heads.0.", "heads.00."): x for name, x in tensors.items() if name.startswith("heads.0.")}
+    with pytest.raises(ValueError, match=r"unknown names \['heads.00.W_key.weight'"):
+        to_canonical(tensors | twice, STACK)
+
+
+def test_a_head_that_is_left_out_is_told():
+    tensors, _ = tensors_of(STACK, STACKED)
+    tensors = {name: x for name, x in tensors.items() if not name.startswith("heads.1.")}
+    with pytest.raises(ValueError, match=r"missing .*heads\.1\.W_query\.weight"):
+        to_canonical(tensors, STACK)
+
+
+def test_a_head_of_another_width_is_refused():
+    tensors, _ = tensors_of(STACK, STACKED)
+    tensors["heads.1.W_key.weight"] = np.zeros((3, 5), np.float32)
+    with pytest.raises(ValueError, match=r"shapes must be those of a layer in heads.W_query"):
+        to_canonical(tensors, STACK)
+
+
+def test_a_bias_of_one_head_alone_is_refused():
+    tensors, _ = tensors_of(STACK, STACKED)
+    biases = {f"heads.0.W_{name}.bias": np.zeros(2, np.float32) for name in ("query", "key", "value")}
+    with pytest.raises(ValueError, match=r"heads\.1\.W_query\.bias"):
+        to_canonical(tensors | biases, STACK)
+
+
+def test_biases_of_the_queries_of_all_heads_alone_are_refused():
+    tensors, _ = tensors_of(STACK, STACKED)
+    biases = {f"heads.{n}.W_query.bias": np.zeros(2, np.float32) for n in range(3)}
+    with pytest.raises(ValueError, match="q_proj, k_proj and v_proj must all have a bias, or none"):
+        to_canonical(tensors | biases, STACK)
+
+
+def test_a_stack_of_heads_tells_how_many_there_are():
+    tensors, _ = tensors_of(STACK, STACKED)
+    _, spec = to_canonical(tensors, STACK)
+    assert (spec.num_heads, spec.head_dim) == (3, 2)
+
+
+# ---- Numbers of heads ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "canonical",
+        "torch.nn.MultiheadAttention",
+        "qkv_proj",
+        "equinox.nn.MultiheadAttention",
+        "transformers.BERT",
+        "transformers.GPT2",
+        "transformers.Falcon",
+        "transformers.LLaMA",
+        "ttnn",
+    ],
+)
+def test_heads_that_the_shapes_do_not_tell_are_asked_for(name):
+    tensors, _ = tensors_of(LAYOUTS[name])
+    with pytest.raises(ValueError, match=rf"heads must be told for {name}, whose shapes fit .*--num-heads.* decides"):
+        to_canonical(tensors, LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", ["flax.nnx", "flax.linen", "keras.MultiHeadAttention", "keras.GroupQueryAttention"])
+def test_kernels_whose_heads_are_an_axis_tell_them(name):
+    tensors, spec = tensors_of(LAYOUTS[name])
+    _, found = to_canonical(tensors, LAYOUTS[name])
+    assert told(found) == told(spec)
+
+
+def refusal_of(tensors, layout, **said):
+    """The words in which tensors are refused."""
+    with pytest.raises(ValueError, match=layout.name) as refusal:
+        to_canonical(tensors, layout, **said)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("candidate", ["1 x 6", "2 x 3", "3 x 2", "6 x 1"])
+def test_every_number_of_heads_that_fits_is_told(candidate):
+    tensors, _ = tensors_of(LAYOUTS["torch.nn.MultiheadAttention"], AttentionSpec(6, 2))
+    assert candidate in refusal_of(tensors, LAYOUTS["torch.nn.MultiheadAttention"])
+
+
+@pytest.mark.parametrize("candidate", ["4 x 4 (key/value 1)", "4 x 3 (key/value 2)", "4 x 2 (key/value 4)"])
+def test_heads_that_fit_twice_are_told_with_what_decides(candidate):
+    tensors = {"qkv_proj.weight": np.zeros((24, 8), np.float32)}
+    words = refusal_of(tensors, LAYOUTS["qkv_proj"], num_heads=4)
+    assert candidate in words
+    assert words.endswith("; --num-kv-heads or --head-dim decides")
+
+
+def test_heads_that_fit_twice_are_read_once_decided():
+    tensors = {"qkv_proj.weight": np.zeros((24, 8), np.float32)}
+    _, spec = to_canonical(tensors, LAYOUTS["qkv_proj"], num_heads=4, num_kv_heads=2)
+    assert told(spec) == {"num_heads": 4, "num_kv_heads": 2, "head_dim": 3, "rope_theta": None}
+
+
+def test_padded_heads_do_not_tell_their_features():
+    tensors, _ = tensors_of(LAYOUTS["ttnn"])
+    words = refusal_of(tensors, LAYOUTS["ttnn"], num_heads=4, num_kv_heads=2)
+    assert words.endswith("; --head-dim decides")
+
+
+@pytest.mark.parametrize("field", ["num_heads", "num_kv_heads", "head_dim"])
+@pytest.mark.parametrize("value", [0, -4, 5])
+def test_a_number_that_does_not_fit_is_refused_and_told(field, value):
+    tensors, spec = tensors_of(LAYOUTS["canonical"])
+    said = {**told(spec), field: value}
+    assert f"'{field}': {value}" in refusal_of(tensors, LAYOUTS["canonical"], **said)
+
+
+@every_layout
+def test_a_refusal_is_one_line(layout):
+    tensors, _ = tensors_of(layout)
+    assert "\n" not in refusal_of(tensors, layout, num_heads=7)
+
+
+@pytest.mark.parametrize("rope_theta", [-1.0, 0.0])
+def test_a_base_that_is_none_is_refused_with_the_rule(rope_theta):
+    tensors, spec = tensors_of(LAYOUTS["canonical"])
+    with pytest.raises(ValueError, match="rope_theta must be positive"):
+        to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope_theta": rope_theta})
+
+
+def test_rope_over_an_odd_head_dim_is_refused_with_the_rule():
+    tensors, spec = tensors_of(LAYOUTS["canonical"], MHA)
+    with pytest.raises(ValueError, match="head_dim must be even"):
+        to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope_theta": 500.0})
+
+
+# ---- Values and shapes -----------------------------------------------------------------------------------------------
+
+
+@every_layout
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_value_that_is_not_finite_is_refused(layout, value):
+    tensors, spec = tensors_of(layout)
+    min(tensors.values(), key=np.size).flat[0] = value
+    with pytest.raises(ValueError, match="must be finite"):
+        to_canonical(tensors, layout, **told(spec))
+
+
+@every_layout
+def test_weights_that_are_not_finite_are_not_laid_out(layout):
+    spec = example(layout)
+    weights = random_weights(spec)
+    weights["k_proj.weight"][0, 0] = np.nan
+    with pytest.raises(ValueError, match=r"k_proj\.weight must be finite"):
+        from_canonical(weights, spec, layout)
+
+
+@every_layout
+def test_mixed_dtypes_are_refused(layout):
+    tensors, spec = tensors_of(layout)
+    first = next(iter(tensors))
+    tensors[first] = tensors[first].astype(ml_dtypes.bfloat16)
+    with pytest.raises(TypeError, match=r"one dtype, got \['bfloat16', 'float32'\]"):
+        to_canonical(tensors, layout, **told(spec))
+
+
+@every_layout
+@pytest.mark.parametrize("wrong", [np.int32, None], ids=["integers", "list"])
+def test_an_entry_that_is_no_floating_point_array_is_refused(layout, wrong):
+    tensors, spec = tensors_of(layout)
+    first = next(iter(tensors))
+    tensors[first] = tensors[first].tolist() if wrong is None else tensors[first].astype(wrong)
+    with pytest.raises(TypeError, match="must be a floating-point NumPy array"):
+        to_canonical(tensors, layout, **told(spec))
+
+
+@every_layout
+@pytest.mark.parametrize("change", [lambda x: x.reshape(-1), lambda x: x[None], lambda x: x[:0], lambda x: x[0, 0]])
+def test_a_weight_of_another_number_of_axes_is_refused(layout, change):
+    tensors, spec = tensors_of(layout)
+    first = next(iter(tensors))
+    tensors[first] = np.asarray(change(tensors[first]))
+    with pytest.raises(ValueError, match=f"shapes must be those of a layer in {layout.name}"):
+        to_canonical(tensors, layout, **told(spec))
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [
+        ("canonical", "q_proj.weight"),
+        ("canonical", "out_proj.weight"),
+        ("qkv_proj", "qkv_proj.weight"),
+        ("transformers.GPT2", "c_attn.weight"),
+        ("transformers.Falcon", "query_key_value.weight"),
+        ("flax.nnx", "out.kernel"),
+        ("ttnn", "qkv_proj.weight"),
+    ],
+)
+def test_a_transposed_weight_that_is_not_square_is_refused(name, weight):
+    tensors, spec = tensors_of(LAYOUTS[name])
+    tensors[weight] = tensors[weight].T
+    with pytest.raises(ValueError, match=f"shapes must be those of a layer in {name}"):
+        to_canonical(tensors, LAYOUTS[name], **told(spec))
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "is_transposed"),
+    [("transformers.BERT", "output.dense.weight", False), ("transformers.GPT2", "c_proj.weight", True)],
+)
+def test_a_square_weight_is_read_as_the_layout_says_and_not_guessed(name, weight, is_transposed):
+    tensors, spec = tensors_of(LAYOUTS[name])
+    square = np.triu(np.ones((16, 16), np.float32))
+    weights, _ = to_canonical({**tensors, weight: square}, LAYOUTS[name], **told(spec))
+    assert (weights["out_proj.weight"] == (square.T if is_transposed else square)).all()
+
+
+@pytest.mark.parametrize("rope_theta", [None, 500.0])
+@pytest.mark.parametrize("name", ["qkv_proj.weight", "qkv_proj.bias", "out_proj.weight"])
+@pytest.mark.parametrize("value", [1.0, np.nan])
+def test_padding_of_ttnn_that_is_not_zero_is_refused(name, rope_theta, value):
+    tensors, spec = tensors_of(LAYOUTS["ttnn"], replace(example(LAYOUTS["ttnn"]), rope_theta=rope_theta))
+    padded = tensors[name].T if name == "out_proj.weight" else tensors[name]
+    padded[-1, 31] = value
+    with pytest.raises(ValueError, match=r"features that pad the heads of .* must be 0"):
+        to_canonical(tensors, LAYOUTS["ttnn"], **told(spec))
+
+
+def test_heads_of_ttnn_padded_for_rope_are_not_read_as_if_without():
+    spec = AttentionSpec(10, 2, head_dim=40, rope_theta=500.0)  # 64 features either way
+    tensors, _ = tensors_of(LAYOUTS["ttnn"], spec)
+    with pytest.raises(ValueError, match=r"features that pad the heads of .* must be 0"):
+        to_canonical(tensors, LAYOUTS["ttnn"], num_heads=2, num_kv_heads=2, head_dim=40)
+
+
+@every_layout
+def test_what_is_converted_stays_as_it_was(layout):
+    tensors, spec = tensors_of(layout)
+    before = bits(tensors)
+    to_canonical(tensors, layout, **told(spec))
+    assert bits(tensors) == before
