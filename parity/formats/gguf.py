@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import numpy as np
 
-from parity.formats.tensor_file import DTYPES, Cursor, TensorFile, TensorInfo, read_array
+from parity.formats.tensor_file import DTYPES, Cursor, Piece, TensorFile, TensorInfo
 
 # fmt: off
 TYPES = [  # by number; None: taken out of the format
@@ -106,10 +106,15 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
             raise ValueError(f"tensors must lie in the file, one after the other, {name} does not")
         end = data + offset
 
-    def fetch(name: str) -> np.ndarray:
-        _, kind, offset = found[name]
-        if kind not in PLAIN:
-            raise ValueError(f"{name} must be of one of {sorted(PLAIN)} to be read, got {kind}, which is quantised")
-        return read_array(file, infos[name], [(data + offset, infos[name].nbytes)])
+    def fetch(name: str) -> NoReturn:
+        raise ValueError(
+            f"{name} must be of one of {sorted(PLAIN)} to be read, got {found[name][1]}, which is quantised"
+        )
 
-    return TensorFile(path, "gguf", {name: infos[name] for name in found}, metadata, fetch)
+    infos = {name: infos[name] for name in found}
+    places = {
+        name: [Piece(file, data + offset, infos[name].nbytes)]
+        for name, (_, kind, offset) in found.items()
+        if kind in PLAIN
+    }
+    return TensorFile(path, "gguf", infos, metadata, places, fetch)

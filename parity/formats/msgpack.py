@@ -20,12 +20,12 @@ from parity.formats.tensor_file import (
     MAX_DEPTH,
     MAX_ENTRIES,
     Cursor,
+    Piece,
     TensorFile,
     TensorInfo,
     flatten,
     nest,
     raw,
-    read_array,
     text_by_name,
 )
 
@@ -108,10 +108,10 @@ def _array_head(shape: tuple[int, ...], dtype: str, nbytes: int) -> bytes:
 
 @dataclass(frozen=True)
 class _Array:
-    """An array in the file: its bytes lie in pieces, each with where it begins and its length."""
+    """An array in the file, and where its bytes are."""
 
     info: TensorInfo
-    pieces: list[tuple[int, int]]
+    pieces: list[Piece]
 
 
 def open_msgpack(path: Path, file: BinaryIO) -> TensorFile:
@@ -123,14 +123,10 @@ def open_msgpack(path: Path, file: BinaryIO) -> TensorFile:
     metadata = text_by_name(tree.pop(METADATA, None))
     leaves = flatten(tree)
     arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, _Array)}
-    return TensorFile(
-        path,
-        "msgpack",
-        {name: array.info for name, array in arrays.items()},
-        metadata,
-        lambda name: read_array(file, arrays[name].info, arrays[name].pieces),
-        ignored=[name for name in leaves if name not in arrays],
-    )
+    infos = {name: array.info for name, array in arrays.items()}
+    places = {name: array.pieces for name, array in arrays.items()}
+    ignored = [name for name in leaves if name not in arrays]
+    return TensorFile(path, "msgpack", infos, metadata, places, ignored=ignored)
 
 
 # By the first byte: what follows, and how many of them there are, or how that is packed.
@@ -214,7 +210,7 @@ class _Walker:
         if kind != "bytes" or info.nbytes != size or begin + size != end:
             raise ValueError(f"an array must have {info.nbytes} bytes, as its shape says, one has not")
         self.cursor.skip(size)
-        return _Array(info, [(begin, size)])
+        return _Array(info, [Piece(self.cursor.file, begin, size)])
 
 
 def _joined(entries: dict[Any, Any]) -> Any:

@@ -47,6 +47,8 @@ def open_orbax(path: Path) -> TensorFile:
     for name, leaf in leaves.items():
         if type(leaf) is not ocp.metadata.ArrayMetadata:
             continue  # text, or a Python number
+        if ".." in name.split("/"):  # some checkpoints have a folder for each array
+            raise ValueError(f"names must not lead out of the folder, got {name}")
         if np.dtype(leaf.dtype).name not in DTYPES:
             raise ValueError(f"{name} must hold one of {sorted(DTYPES)}, got {leaf.dtype}")
         infos[name] = TensorInfo.of(leaf.shape, DTYPES[np.dtype(leaf.dtype).name])
@@ -55,11 +57,13 @@ def open_orbax(path: Path) -> TensorFile:
 
     def fetch(name: str) -> np.ndarray:
         wanted = jax.tree.map(lambda leaf: leaf if leaf is leaves[name] else ocp.PLACEHOLDER, tree)
-        restore = ocp.checkpoint_utils.construct_restore_args(wanted)
-        return flatten(checkpointer.restore(folder, args=ocp.args.PyTreeRestore(wanted, restore)))[name]
+        as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), tree)  # JAX would narrow float64
+        found = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(wanted, as_numpy))
+        return flatten(found)[name]
 
     ignored = [name for name in leaves if name not in infos]
-    return TensorFile(path, "orbax", infos, _metadata(folder), fetch, checkpointer.close, ignored)
+    release = checkpointer.close
+    return TensorFile(path, "orbax", infos, _metadata(folder), fetch=fetch, release=release, ignored=ignored)
 
 
 def _arrays_in(path: Path) -> Path:

@@ -14,7 +14,7 @@ from parity.formats.gguf import open_gguf
 from parity.formats.msgpack import open_msgpack
 from parity.formats.orbax import MARKS, open_orbax
 from parity.formats.safetensors import open_safetensors
-from parity.formats.tensor_file import TensorFile, TensorInfo, in_one_line, parse_json, text_by_name
+from parity.formats.tensor_file import Piece, TensorFile, TensorInfo, check_names, in_one_line, parse_json, text_by_name
 from parity.formats.zipped import open_npz, open_torch
 
 OPENERS = {
@@ -56,7 +56,8 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile:
     """
     path = Path(path)
     if stat.S_ISDIR(path.stat().st_mode):
-        return _open_folder(path)
+        with in_one_line(path, "folder"):
+            return _open_folder(path)
     if path.name.endswith(INDEX):
         return _open_index(path)
     return open_file(path)
@@ -111,8 +112,7 @@ def _open_folder(path: Path) -> TensorFile:
         if files:
             return _open_shards(path, path, files)
     if any(mark in names for mark in MARKS) or path.suffix == ".orbax":
-        with in_one_line(path, "orbax"):
-            return open_orbax(path)
+        return open_orbax(path)
     raise ValueError(f"{path} must hold safetensors files, torch shards or an orbax checkpoint, got {names[:10]}")
 
 
@@ -129,13 +129,14 @@ def _open_index(path: Path) -> TensorFile:
                 raise ValueError(f"{path} must name shards in its own folder, got {shard!r}")
         file = _open_shards(path, path.parent, sorted(set(shard_of.values())))
         try:
-            shards = {name: shard for name, shard in shard_of.items() if name not in file.infos}
-            if shards or file.infos.keys() != shard_of.keys():
-                lost = sorted(file.infos.keys() ^ shard_of.keys())
+            lost = sorted(file.infos.keys() ^ shard_of.keys())
+            if lost:
                 raise ValueError(f"{path} must list just the tensors of its shards, {lost[0]} is in one of them only")
             told = index.get("metadata")
             for name, value in (told if isinstance(told, dict) else {}).items():
-                file.metadata[name] = value if isinstance(value, str) else json.dumps(value)
+                if name != "total_size":  # which `infos` tell
+                    file.metadata[name] = value if isinstance(value, str) else json.dumps(value)
+            check_names((), file.metadata)
         except BaseException:
             file.close()
             raise
@@ -151,6 +152,7 @@ def _open_shards(path: Path, folder: Path, names: list[str]) -> TensorFile:
         ):
             raise ValueError(f"{path} must have all {int(match[3])} shards, got {names}")
     infos: dict[str, TensorInfo] = {}
+    places: dict[str, list[Piece]] = {}
     shard_of: dict[str, TensorFile] = {}
     ignored: list[str] = []
     metadata: dict[str, str] | None = None
@@ -161,10 +163,11 @@ def _open_shards(path: Path, folder: Path, names: list[str]) -> TensorFile:
                 if tensor in infos:
                     raise ValueError(f"{path} must have each tensor once, {tensor} is in two of {names}")
                 infos[tensor], shard_of[tensor] = info, shard
+            places |= shard.places
             ignored += shard.ignored
             same = shard.metadata if metadata is None else metadata
             metadata = {key: text for key, text in same.items() if shard.metadata.get(key) == text}
         kind = "+".join(sorted({shard.format for shard in shard_of.values()}))
         fetch = lambda name: shard_of[name].read(name)  # noqa: E731
-        return TensorFile(path, kind, infos, metadata or {}, fetch, stack.pop_all().close, ignored)
-    raise RuntimeError  # for pyright: an ExitStack might swallow errors
+        release = stack.pop_all().close
+        return TensorFile(path, kind, infos, metadata or {}, places, fetch, release, ignored)

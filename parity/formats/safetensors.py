@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import safetensors
 from safetensors import safe_open
 
-from parity.formats.tensor_file import DTYPES, TensorFile, TensorInfo, parse_json, raw, read_array
+from parity.formats.tensor_file import DTYPES, Piece, TensorFile, TensorInfo, parse_json, raw
 
 if TYPE_CHECKING:
     from parity.formats.writing import Tensors
@@ -85,11 +85,11 @@ def open_safetensors(path: Path, file: BinaryIO) -> TensorFile:
     entries = parse_json(file.read(length))
     metadata = entries.pop("__metadata__", None) or {}
     infos: dict[str, TensorInfo] = {}
-    places: dict[str, tuple[int, int]] = {}
+    places: dict[str, list[Piece]] = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["dtype"] not in NAMES:
             raise ValueError(f"{path} must hold one of {sorted(NAMES)}, got {entry['dtype']} for {name}")
         infos[name] = TensorInfo.of(entry["shape"], DTYPES[NAMES[entry["dtype"]]])
         begin, end = entry["data_offsets"]
-        places[name] = (8 + length + begin, end - begin)
-    return TensorFile(path, "safetensors", infos, metadata, lambda name: read_array(file, infos[name], [places[name]]))
+        places[name] = [Piece(file, 8 + length + begin, end - begin)]
+    return TensorFile(path, "safetensors", infos, metadata, places)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import shutil
 import stat
 import tempfile
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +19,17 @@ from parity.formats.msgpack import METADATA, write_msgpack
 from parity.formats.orbax import write_orbax
 from parity.formats.reading import INDEX, SUFFIXES, open_tensors
 from parity.formats.safetensors import CODES, write_safetensors
-from parity.formats.tensor_file import DTYPES, NATIVE, Shape, TensorInfo, check_names, digest, hash_of, raw
+from parity.formats.tensor_file import (
+    DTYPES,
+    NATIVE,
+    Shape,
+    TensorInfo,
+    check_names,
+    checksum,
+    chunks_of,
+    digest,
+    hash_of,
+)
 from parity.formats.zipped import write_npz, write_torch
 
 WRITERS = {
@@ -32,6 +42,7 @@ WRITERS = {
 """By format: how it is written, and the names of the dtypes that it holds."""
 
 SHARDED = ("safetensors", "torch")
+COMPUTED = ("sha256", "total_size")  # metadata that a file has of its own
 
 
 class Tensors:
@@ -39,7 +50,7 @@ class Tensors:
 
     Attributes:
         infos: of those that the file shall hold.
-        checksums: of those that were read; they cost a fourth of a hash, and show whether the file holds the same.
+        checksums: of those that were read; they cost next to nothing, and show whether the file holds the same.
     """
 
     def __init__(
@@ -72,8 +83,8 @@ class Tensors:
                 f"{name} must be read as it was announced, {info.dtype}{info.shape}, got {array.dtype}{array.shape}"
             )
         array = np.ascontiguousarray(array, dtype=info.dtype).reshape(info.shape)
-        self._digests[name] = self._last = self._pool.submit(digest, array)
-        self.checksums[name] = zlib.crc32(raw(array))
+        self._digests[name] = self._last = self._pool.submit(digest, chunks_of(array))
+        self.checksums[name] = checksum(chunks_of(array))
         return array
 
     @property
@@ -106,7 +117,7 @@ def write_tensors(
         infos: shape and dtype of each tensor by name, in the order that the file shall have as far as its format allows
             (safetensors: wider dtypes first; nested formats: what has a level in common stays together).
         read: gives a tensor; called once for each.
-        metadata: text by name, kept in the file with the hash of all tensors, `sha256`: see `TensorFile.verify`.
+        metadata: text by name, kept in the file with `sha256`, the hash of all tensors: see `TensorFile.verify`.
         max_shard_bytes: write files of at most about that size and an index, as Hugging Face does; a larger tensor gets
             a file of its own.
 
@@ -135,8 +146,8 @@ def write_tensors(
         folder, name = real.parent, real.name
 
     with (
-        tempfile.TemporaryDirectory(prefix=f".{name[:100]}.", dir=folder) as beside,
-        ThreadPoolExecutor(1) as pool,  # hashes a tensor while it is written
+        tempfile.TemporaryDirectory(prefix=f".{name[:40]}.", dir=folder) as beside,
+        ThreadPoolExecutor(1) as pool,  # for what can be done beside: a tensor is hashed while it is written
     ):
         scratch = Path(beside)
         digests: dict[str, str] = {}
@@ -151,8 +162,9 @@ def write_tensors(
         if len(shards) > 1:
             names.append(f"{name}{INDEX}")
             (scratch / names[-1]).write_bytes(_index(checked, shards, names, metadata))
-        _flush(scratch)
+        flushed = pool.submit(_flush, scratch)  # the disk works while we compare
         _compare(path, scratch / names[-1], checked, metadata, checksums)
+        flushed.result()
         _move(names, scratch, folder)
     return path if len(shards) == 1 else folder / names[-1]
 
@@ -183,7 +195,7 @@ def _checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     for text in (text for pair in metadata.items() for text in pair):
         if not isinstance(text, str):
             raise TypeError(f"metadata must be text by name, got {text!r}")
-    return dict(metadata)
+    return {name: text for name, text in metadata.items() if name not in COMPUTED}
 
 
 def _checked_infos(path: Path, kind: str, infos: Mapping[str, TensorInfo | tuple[Shape, Any]]) -> dict[str, TensorInfo]:
@@ -195,7 +207,7 @@ def _checked_infos(path: Path, kind: str, infos: Mapping[str, TensorInfo | tuple
             raise ValueError(f"{path} must hold one of {sorted(held)}, got {dtype} for {name}")
         if name.partition(".")[0] == METADATA:
             raise ValueError(f"no tensor must be named as metadata are, got {name}")
-        checked[name] = TensorInfo.of(tuple(int(size) for size in shape), dtype)
+        checked[name] = TensorInfo.of(tuple(map(operator.index, shape)), dtype)
     return checked
 
 
@@ -265,11 +277,12 @@ def _compare(
         with open_tensors(written) as file:
             if dict(file.infos) != infos or not metadata.items() <= file.metadata.items():
                 raise OSError(f"{path} must read back as it was written, its header does not")
-            for name, checksum in checksums.items():
-                if zlib.crc32(raw(file.read(name))) != checksum:
+            for name, expected in checksums.items():
+                if checksum(file.chunks(name)) != expected:
                     raise OSError(f"{path} must read back as it was written, {name} does not")
     except ValueError as error:
-        raise OSError(f"{path} must read back as it was written: {error}") from None
+        text = str(error).replace(f"{written.parent}{os.sep}", "")
+        raise OSError(f"{path} must read back as it was written: {text}") from None
 
 
 def _move(names: list[str], scratch: Path, folder: Path) -> None:

@@ -23,6 +23,7 @@ from numpy.lib import format as npy
 
 from parity.formats.tensor_file import (
     BFLOAT16,
+    CHUNK,
     DTYPES,
     NATIVE,
     TensorFile,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
     from parity.formats.writing import Tensors
 
-CHUNK = 1 << 24  # bytes that are unpacked at a time
 MAX_HEADER = 10_000  # characters, as NumPy has it
 ALIGNMENT = 64  # of what torch maps
 
@@ -153,7 +153,7 @@ def open_npz(path: Path, file: BinaryIO) -> TensorFile:
         array = array.view(BFLOAT16) if info.dtype == BFLOAT16 else array.astype(info.dtype, copy=False)
         return np.ascontiguousarray(array.T).reshape(info.shape) if is_fortran else array
 
-    return TensorFile(path, "npz", infos, _metadata(archive), fetch, ignored=ignored)
+    return TensorFile(path, "npz", infos, _metadata(archive), fetch=fetch, ignored=ignored)
 
 
 def _read_header(stream: IO[bytes]) -> tuple[TensorInfo, np.dtype, bool]:
@@ -285,7 +285,7 @@ def open_torch(path: Path, file: BinaryIO) -> TensorFile:
         return tensor.numpy().copy().view(dtype)
 
     ignored = [name for name in leaves if name not in found]
-    return TensorFile(path, "torch", infos, _metadata(archive), fetch, ignored=ignored)
+    return TensorFile(path, "torch", infos, _metadata(archive), fetch=fetch, ignored=ignored)
 
 
 def _library(path: Path) -> Any:
