@@ -3,7 +3,7 @@
     python benchmarks/convert.py [--gib 1] [--only-attention] [--json PATH]
 
 A synthetic LLaMA-like checkpoint in bfloat16 is written to a temporary folder (--folder), which needs four times its
-size. Each step runs in a process of its own, in turns, several times; the median counts.
+size. Each step runs in a process of its own, several times, in changing order; the median counts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import shutil
 import statistics
 import subprocess
@@ -133,22 +134,31 @@ def run_step(name: str, source: Path, target: Path) -> dict[str, float]:
     return {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_bytes": int(peak) * 1024}
 
 
+def run_apart(name: str, source: Path, target: Path) -> dict[str, float]:
+    """The same, in a process of its own."""
+    command = [sys.executable, __file__, "--step", name, str(source), str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name}: {done.stderr}")
+    return json.loads(done.stdout)
+
+
 def measure(source: Path, folder: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
-    """Every step in turn, `repeats` times."""
+    """Every step, `repeats` times, in an order that changes: where a file comes to lie in memory matters."""
+    files = {"source": source}
+    for name in {reads for reads, _ in STEPS.values()} - files.keys():
+        files[name] = folder / f"{name}.safetensors"
+        run_apart(name, source, files[name])
     found: dict[str, list[dict[str, float]]] = {name: [] for name in STEPS}
+    shuffle = random.Random(0).shuffle
     for _ in range(repeats):
-        for name, (reads, _) in STEPS.items():
-            files = [source if reads == "source" else folder / f"{reads}.safetensors", folder / f"{name}.safetensors"]
-            command = [sys.executable, __file__, "--step", name, *map(str, files)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise SystemExit(f"{name}: {done.stderr}")
-            found[name].append(json.loads(done.stdout))
+        names = list(STEPS)
+        shuffle(names)
+        for name in names:
+            target = folder / "target.safetensors"
+            found[name].append(run_apart(name, files[STEPS[name][0]], target))
+            target.unlink()
             print(f"  {name}: {found[name][-1]['seconds']:.2f} s", file=sys.stderr, flush=True)
-            if name not in {reads for reads, _ in STEPS.values()}:
-                files[1].unlink()
-            if reads != "source":
-                files[0].unlink()
     return found
 
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from parity.formats import TensorFile, open_tensors, write_tensors
-from parity.layouts import LAYOUTS, Layout, find_layout, find_spec, from_canonical, to_canonical
+from parity.layouts import LAYOUTS, Layout, Tensor, find_layout, find_spec, from_canonical, to_canonical
 from parity.layouts.layout import find_form, lay_out, read_out, shapes_in
 from parity.spec import AttentionSpec
-from parity.weights import FORMAT, Weights, is_floating, read_spec, weight_shapes
-
-CHUNK = 1 << 16  # numbers that are looked at at once, which a cache holds
+from parity.weights import FORMAT, Weights, is_finite, is_floating, read_spec, weight_shapes
 
 Heads = dict[str, Any]
 """What a checkpoint's shapes may not tell: num_heads, num_kv_heads, head_dim, rope_theta."""
@@ -80,13 +78,13 @@ def load(
     said: Heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "rope_theta": rope_theta}
     with open_tensors(path) as file:
         found, prefix = _source_of(file, layout, path), _prefix_of(file, prefix)
-        layers = _layers(file, prefix, found, _heads_of(file, said), path)
+        layers = _layers(_Latest(file), prefix, found, _heads_of(file, said), path)
         if len(layers) != 1:
             raise ValueError(
                 f"prefix must be that of one layer, got {prefix!r}, which is that of {len(layers)} in {path}"
             )
         (layer,) = layers
-        return {name: layer.read(name) for name in layer.names}, layer.spec
+        return {name: np.array(layer.read(name), order="C") for name in layer.names}, layer.spec
 
 
 def save(
@@ -178,7 +176,8 @@ def convert_file(
         to_prefix = prefix if to_prefix is None else to_prefix
         if to_prefix.count("{i}") != prefix.count("{i}"):
             raise ValueError(f"to_prefix must have as many {{i}} as prefix, got {to_prefix!r} and {prefix!r}")
-        layers = _layers(file, prefix, _source_of(file, source, source_path), _heads_of(file, heads), source_path)
+        latest = _Latest(file)
+        layers = _layers(latest, prefix, _source_of(file, source, source_path), _heads_of(file, heads), source_path)
         of_name = {name: layer for layer in layers for name in layer.sources}
         infos: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
         makers: dict[str, Callable[[], np.ndarray]] = {}
@@ -193,7 +192,7 @@ def convert_file(
             layer = of_name.get(name)
             if layer is None and keep_rest:
                 kept.append(name)
-                add(name, info.shape, info.dtype, lambda name=name: file.read(name))
+                add(name, info.shape, info.dtype, lambda name=name: latest.read(name))
             elif layer is None:
                 dropped.append(name)
             elif layer.prefix not in begun:
@@ -212,8 +211,8 @@ def convert_file(
             return makers[name]()
 
         specs = list(dict.fromkeys(layer.spec for layer in layers))
-        options = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
-        write_tensors(target_path, infos, read, _metadata(target_layout, specs, to_prefix), **options)
+        metadata = _metadata(target_layout, specs, to_prefix)
+        write_tensors(target_path, infos, read, metadata, max_shard_bytes=max_shard_bytes)
         told = layers[0].layout.name
     return Converted(told, [layer.prefix for layer in layers], specs[0] if len(specs) == 1 else None, kept, dropped)
 
@@ -222,13 +221,12 @@ def convert_file(
 class _Layer:
     """One attention layer in a file."""
 
-    file: TensorFile
+    file: _Latest
     prefix: str
     numbers: tuple[str, ...]
     layout: Layout
     spec: AttentionSpec
     sources: dict[str, str]  # full names to those after the prefix
-    finite: set[str] = field(default_factory=set)  # full names of those that were found to be
 
     @property
     def names(self) -> list[str]:
@@ -244,32 +242,55 @@ class _Layer:
             prefix = prefix.replace("{i}", number, 1)
         return prefix
 
+    @cached_property
+    def form(self) -> tuple[Tensor, ...]:
+        """The form of the layout that it is in."""
+        return find_form(self.sources.values(), self.layout)
+
     def read(self, name: str) -> np.ndarray:
         """A canonical weight."""
-        form = find_form(self.sources.values(), self.layout)
-        return read_out(name, self._tensor, form, self.spec, self.layout)
+        return read_out(name, self._tensor, self.form, self.spec, self.layout)
 
     def write(self, name: str, target: Layout) -> np.ndarray:
         """A tensor of another layout."""
         return lay_out(name, self.read, self.spec, target)
 
     def _tensor(self, name: str) -> np.ndarray:
-        name = _join(self.prefix, name)
-        tensor = self.file.read(name)
-        if name not in self.finite and not is_finite(tensor):
-            raise ValueError(f"{name} must be finite, got NaN or infinities")
-        self.finite.add(name)
-        return tensor
+        return self.file.read_finite(_join(self.prefix, name))
 
 
-def _layers(file: TensorFile, prefix: str, layout: Layout, heads: Heads, path: str | os.PathLike[str]) -> list[_Layer]:
+class _Latest:
+    """Tensors of a file, the last one of which is at hand: q, k and v are read from a packed one in turn."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self.infos = file.infos
+        self._file = file
+        self._name = ""
+        self._tensor: np.ndarray | None = None
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor, which is not kept."""
+        self._name, self._tensor = "", None  # memory shall not hold two of them
+        return self._file.read(name)
+
+    def read_finite(self, name: str) -> np.ndarray:
+        """A tensor without NaN and infinities."""
+        if name != self._name or self._tensor is None:
+            tensor = self.read(name)
+            if not is_finite(tensor):
+                raise ValueError(f"{name} must be finite, got NaN or infinities")
+            self._name, self._tensor = name, tensor
+        return self._tensor
+
+
+def _layers(file: _Latest, prefix: str, layout: Layout, heads: Heads, path: str | os.PathLike[str]) -> list[_Layer]:
     """The attention layers whose names begin with a prefix."""
     pattern = "".join(r"(\d+)" if part == "{i}" else re.escape(part) for part in re.split(r"(\{i\})", prefix))
     expression = re.compile(rf"({pattern})\.(.+)" if prefix else r"()(.+)")
     found: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {}
     for name in file.infos:
         match = expression.fullmatch(name)
-        if match and not any(fnmatch.fnmatchcase(match[match.lastindex or 0], ignored) for ignored in layout.ignored):
+        if match and not layout.ignores(match[match.lastindex or 0]):
             numbers = match.groups()[1:-1]
             found.setdefault(match[1], (numbers, {}))[1][name] = match.groups()[-1]
     if not found:
@@ -338,16 +359,6 @@ def _some(names: Iterable[str], most: int = 6) -> str:
     return ", ".join(shown[:most]) + (", …" if len(shown) > most else "")
 
 
-def is_finite(array: np.ndarray) -> bool:
-    """Whether there is neither NaN nor infinity. It needs no memory to speak of."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    infinity = {"bfloat16": 0x7F80, "float16": 0x7C00}.get(array.dtype.name)
-    if infinity is None:
-        return all(np.isfinite(flat[i : i + CHUNK]).all() for i in range(0, flat.size, CHUNK))
-    bits = flat.view(np.uint16)  # NumPy is slow with these dtypes
-    return all((bits[i : i + CHUNK] & 0x7FFF).max() < infinity for i in range(0, bits.size, CHUNK))
-
-
 def count_tensors(path: str | os.PathLike[str]) -> int:
     """How many tensors a file holds: about as many as its conversion writes."""
     with open_tensors(path) as file:
@@ -390,15 +401,21 @@ def find_layers(file: TensorFile, **heads: Any) -> list[Found]:
         for concrete in prefixes:
             groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "{i}", concrete), []).append(concrete)
         for prefix, members in groups.items():
-            try:
-                spec = _layers(file, members[0], layout, _heads_of(file, heads), "")[0].spec
-                words = f"{spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}"
-            except ValueError as error:
-                words = str(error).removeprefix(f"{members[0]}: ")
-                if "must be those of" in words:
-                    continue
-            dtype = file.infos[prefixes[members[0]]].dtype.name
-            found.append(Found(prefix, len(members), layout.name, words, dtype))
+            alike: dict[Any, list[str]] = {}  # layers of the same shapes, of which one is looked at
+            for concrete in members:
+                infos = {name.removeprefix(concrete): i for name, i in file.infos.items() if name.startswith(concrete)}
+                alike.setdefault(tuple((name, info.shape, info.dtype) for name, info in infos.items()), []).append(
+                    concrete
+                )
+            for first, *others in alike.values():
+                try:
+                    spec = _layers(_Latest(file), first, layout, _heads_of(file, heads), "")[0].spec
+                    words = f"{spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}"
+                except ValueError as error:
+                    words = str(error).removeprefix(f"{first}: ")
+                    if "must be those of" in words:
+                        continue
+                found.append(Found(prefix, 1 + len(others), layout.name, words, file.infos[prefixes[first]].dtype.name))
     return found
 
 

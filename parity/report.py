@@ -267,7 +267,7 @@ def print_layout(layout: Layout, out: Console) -> None:
         out.print(f"heads in a packed tensor: {order}")
     out.print(f"RoPE pairs: {'(i, i + H/2)' if layout.rope == 'half' else '(2 i, 2 i + 1)'}")
     for rule in layout.rules:
-        out.print(f"rule: {RULES[rule][0]}")
+        out.print(f"rule: {RULES[rule].words}")
     for prefix in layout.prefixes:
         out.print(Text(f"prefix: {prefix}"))
 

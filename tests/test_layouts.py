@@ -33,7 +33,7 @@ def layers(draw, layout):
     rope_theta = draw(st.sampled_from([None, 500.0]))
     head_dim = draw(sizes) * (2 if rope_theta or "even" in rules else 1)
     d_model, d_in = [num_heads * head_dim] * 2 if "square" in rules else (draw(sizes), draw(sizes))
-    qkv_bias, out_bias = draw(st.booleans()), draw(st.booleans())
+    qkv_bias, out_bias = (True, True) if "biases" in rules else (draw(st.booleans()), draw(st.booleans()))
     spec = AttentionSpec(
         d_model,
         num_heads,
@@ -42,11 +42,11 @@ def layers(draw, layout):
         d_in=d_in,
         d_kv=d_in if rope_theta or "one width" in rules else draw(sizes),
         qkv_bias=qkv_bias,
-        out_bias=qkv_bias if "all biases" in rules else out_bias,
+        out_bias=qkv_bias if "biases or none" in rules else out_bias or "out bias" in rules,
         out_proj=draw(st.booleans()) if not rules & {"out_proj", "no out_proj"} else "out_proj" in rules,
         rope_theta=rope_theta,
     )
-    assume(all(RULES[rule][1](spec) for rule in rules))
+    assume(all(RULES[rule].holds(spec) for rule in rules))
     return spec
 
 
@@ -240,6 +240,7 @@ def features(x):
 
 GROUPS, OUT, NO_OUT = "num_kv_heads must equal num_heads", "there must be an out_proj", "there must be no out_proj"
 WIDTHS, BIASES = "d_kv must equal d_in", "all projections must have a bias, or none"
+ALL_BIASES, OUT_BIAS = "all projections must have a bias, got", "out_proj must have a bias"
 SQUARE = "d_in, d_model and num_heads \\* head_dim must be equal"
 NOT_HELD = {
     "torch.nn.MultiheadAttention": [GROUPS, OUT, SQUARE, BIASES],
@@ -250,15 +251,16 @@ NOT_HELD = {
     "keras.MultiHeadAttention": [GROUPS, OUT, BIASES],
     "keras.GroupQueryAttention": [OUT, BIASES],
     "equinox.nn.MultiheadAttention": [GROUPS, OUT],
-    "transformers.BERT": [GROUPS, OUT, WIDTHS, SQUARE, BIASES],
-    "transformers.ViT": [GROUPS, OUT, WIDTHS, SQUARE],
-    "transformers.ViT-5": [GROUPS, OUT, WIDTHS, SQUARE],
-    "transformers.GPT2": [GROUPS, OUT, WIDTHS, SQUARE, BIASES],
+    "transformers.BERT": [GROUPS, OUT, WIDTHS, SQUARE, ALL_BIASES],
+    "transformers.ViT": [GROUPS, OUT, WIDTHS, SQUARE, OUT_BIAS],
+    "transformers.ViT-5": [GROUPS, OUT, WIDTHS, SQUARE, OUT_BIAS],
+    "transformers.GPT2": [GROUPS, OUT, WIDTHS, SQUARE, ALL_BIASES],
     "transformers.GPT-NeoX": [GROUPS, OUT, WIDTHS, SQUARE, BIASES],
     "transformers.Falcon": [OUT, WIDTHS, SQUARE, BIASES],
     "transformers.LLaMA": [OUT],
     "meta.LLaMA": [OUT, "head_dim must be even"],
     "gguf.LLaMA": [OUT, "head_dim must be even"],
+    "gguf.Qwen2": [OUT],
     "ttnn": [WIDTHS],
 }
 CHANGES = {
@@ -267,6 +269,8 @@ CHANGES = {
     NO_OUT: {"out_proj": True},
     SQUARE: {"d_model": 18},
     BIASES: {"out_bias": False},
+    ALL_BIASES: {"qkv_bias": False, "out_bias": False},
+    OUT_BIAS: {"out_bias": False},
     WIDTHS: {"d_kv": 9},
     "head_dim must be even": {"head_dim": 3},
 }
@@ -298,7 +302,13 @@ def test_all_rules_that_a_layer_breaks_are_told():
         from_canonical(random_weights(GQA), GQA, LAYOUTS["torch.nn.MultiheadAttention"])
 
 
-SEEN = {GROUPS, SQUARE, BIASES}  # in the tensors themselves; of a stack of heads, some would be missing
+SEEN = {
+    GROUPS,
+    SQUARE,
+    BIASES,
+    ALL_BIASES,
+    OUT_BIAS,
+}  # in the tensors themselves; of a stack of heads, some would be missing
 
 
 @pytest.mark.parametrize(
@@ -419,7 +429,7 @@ def test_a_bias_of_some_of_queries_keys_and_values_is_refused(layout, name):
 
 @pytest.mark.parametrize(("layout", "name"), every("bias", "qkv", "out"))
 def test_a_bias_of_the_output_alone_or_of_all_but_the_output_is_read(layout, name):
-    layout = replace(layout, rules=tuple(set(layout.rules) - {"all biases"}))
+    layout = replace(layout, rules=tuple(set(layout.rules) - {"biases or none", "biases", "out bias"}))
     tensors, spec = tensors_of(layout)
     del tensors[name]
     weights, found = to_canonical(tensors, layout, **told(spec))
@@ -493,7 +503,7 @@ def test_a_stack_of_heads_tells_how_many_there_are():
 )
 def test_heads_that_the_shapes_do_not_tell_are_asked_for(name):
     tensors, _ = tensors_of(LAYOUTS[name])
-    with pytest.raises(ValueError, match=rf"heads must be told for {name}, whose shapes fit .*--num-heads.* decides"):
+    with pytest.raises(ValueError, match=rf"heads must be told for {name}, whose shapes fit .*; --.* decides?$"):
         to_canonical(tensors, LAYOUTS[name])
 
 
@@ -515,6 +525,22 @@ def refusal_of(tensors, layout, **said):
 def test_every_number_of_heads_that_fits_is_told(candidate):
     tensors, _ = tensors_of(LAYOUTS["torch.nn.MultiheadAttention"], AttentionSpec(6, 2))
     assert candidate in refusal_of(tensors, LAYOUTS["torch.nn.MultiheadAttention"])
+
+
+def test_likely_sizes_of_heads_are_told_first_and_any_flag_that_decides():
+    rows = {"q": 512, "k": 128, "v": 128, "o": 512}
+    tensors = {f"{name}_proj.weight": np.zeros((size, 512), np.float32) for name, size in rows.items()}
+    words = refusal_of(tensors, LAYOUTS["transformers.LLaMA"])
+    assert "whose shapes fit 8 x 64 (key/value 2), 4 x 128 (key/value 1), 16 x 32 (key/value 4), " in words
+    assert words.endswith("; --num-heads or --num-kv-heads or --head-dim decides")
+
+
+def test_flags_that_decide_only_together_are_told_together():
+    tensors = {"qkv_proj.weight": np.zeros((24, 8), np.float32)}
+    words = refusal_of(tensors, LAYOUTS["qkv_proj"])
+    heads, kv_heads, features = "--num-heads", "--num-kv-heads", "--head-dim"
+    pairs = [f"{heads} with {kv_heads}", f"{heads} with {features}", f"{kv_heads} with {features}"]
+    assert words.endswith(f"; {' or '.join(pairs)} decides")
 
 
 @pytest.mark.parametrize("candidate", ["4 x 4 (key/value 1)", "4 x 3 (key/value 2)", "4 x 2 (key/value 4)"])

@@ -24,7 +24,7 @@ import mha_tt
 from parity.problem import Problem
 from parity.reference import Step, Values, in_step
 from parity.spec import AttentionSpec, Case
-from parity.weights import Weights, check_weights, dtype_named, pack_qkv, unpack_qkv, weight_shapes
+from parity.weights import Weights, check_weights, dtype_named, unpack_qkv, weight_shapes
 
 HAS_GRADIENTS = False  # ttnn has no automatic differentiation
 
@@ -120,17 +120,10 @@ class _Layer:
         self.slots = mha_tt.head_slots(self.spec.head_dim, rope=self.rope)
         self.padded = mha_tt.padded_head_dim(self.spec.head_dim, rope=self.rope)
         self.inputs = {name: from_numpy(x) for name, x in problem.inputs.items() if name in ("query", "key")}
-        self.weights = mha_tt.upload_weights(
-            pack_qkv(problem.weights) if self.spec.fused_qkv else problem.weights,
-            num_heads=self.spec.num_heads,
-            num_kv_heads=self.spec.num_kv_heads,
-            rope=self.rope,
-            device=open_device(),
-            dtype=DTYPES[problem.dtype],
-        )
         kind = mha_tt.MultiHeadAttentionWithCache if problem.case.is_cached else mha_tt.MultiHeadAttention
         module = kind(**self.spec.keywords, device=open_device(), dtype=DTYPES[problem.dtype]).eval()
         self.module = load_into(module, problem.weights)
+        self.weights = self.module.weights
 
     def heads_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
         padded = np.zeros((*x.shape[:-1], self.padded), x.dtype)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import safetensors
 from safetensors import safe_open
 
-from parity.formats.tensor_file import DTYPES, Piece, TensorFile, TensorInfo, parse_json, raw
+from parity.formats.tensor_file import DTYPES, Piece, TensorFile, TensorInfo, chunks_of, parse_json
 
 if TYPE_CHECKING:
     from parity.formats.writing import Tensors
@@ -66,7 +66,7 @@ def write_safetensors(path: Path, tensors: Tensors) -> None:
     with path.open("wb") as file:
         file.write(head)
         for name in order:
-            file.write(raw(tensors.read(name)))
+            file.writelines(chunks_of(tensors.read(name)))
         file.seek(0)
         file.write(header(tensors.infos, tensors.metadata)[0])
 

@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 MAX_ENTRIES = 1_000_000  # of a tree; a file of a few bytes may stand for far more, by naming a part of it many times
 MAX_DEPTH = 64
-CHUNK = 1 << 20  # bytes that stay near the processor
+CHUNK = 1 << 18  # bytes that stay near the processor
 BLOCK = 1 << 13  # words of 8 bytes
 
 

@@ -8,6 +8,7 @@ be read in two ways is an error that tells both.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from parity.spec import AttentionSpec
 from parity.weights import Weights, check_weights, is_floating, weight_shapes
 
 TILE = 32  # rows and columns in which TTNN keeps tensors
+USUAL = (64, 128, 32, 80, 96, 256)  # sizes of heads, told first where more than one could be
 
 LOGICAL = {"weight": "n h d", "bias": "n h", "out.weight": "e n h", "out.bias": "e"}
 """What a projection is before it is laid out, by axis: n heads, h features of a head, d input width, e output width."""
@@ -103,23 +105,58 @@ class Layout:
         """The tensors of all forms."""
         return list(dict.fromkeys(tensor for form in self.forms for tensor in form))
 
+    def ignores(self, name: str) -> bool:
+        """Whether a name under the prefix of a layer is no weight; in our own files inputs lie beside them."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in ("inputs.*", *self.ignored))
+
     def to_dict(self) -> dict[str, Any]:
         """The layout as JSON takes it."""
         return asdict(self)
 
 
-RULES: dict[str, tuple[str, Callable[[AttentionSpec], bool]]] = {
-    "no groups": ("num_kv_heads must equal num_heads", lambda spec: spec.num_kv_heads == spec.num_heads),
-    "one width": ("d_kv must equal d_in", lambda spec: spec.d_kv == spec.d_in),
-    "two widths": ("d_kv must differ from d_in", lambda spec: spec.d_kv != spec.d_in),
-    "square": ("d_in, d_model and num_heads * head_dim must be equal", lambda s: s.d_in == s.d_model == s.q_width),
-    "out_proj": ("there must be an out_proj", lambda spec: spec.out_proj),
-    "no out_proj": ("there must be no out_proj", lambda spec: not spec.out_proj),
-    "all biases": ("all projections must have a bias, or none", lambda s: not s.out_proj or s.qkv_bias == s.out_bias),
-    "no biases": ("no projection may have a bias", lambda s: not s.qkv_bias and not (s.out_proj and s.out_bias)),
-    "even": ("head_dim must be even", lambda spec: spec.head_dim % 2 == 0),
+@dataclass(frozen=True)
+class Rule:
+    """What a layout may ask of a layer: in words, of which fields, and whether it holds."""
+
+    words: str
+    fields: tuple[str, ...]
+    holds: Callable[[AttentionSpec], bool]
+
+
+RULES: dict[str, Rule] = {
+    "no groups": Rule(
+        "num_kv_heads must equal num_heads",
+        ("num_heads", "num_kv_heads"),
+        lambda spec: spec.num_kv_heads == spec.num_heads,
+    ),
+    "one width": Rule("d_kv must equal d_in", ("d_in", "d_kv"), lambda spec: spec.d_kv == spec.d_in),
+    "square": Rule(
+        "d_in, d_model and num_heads * head_dim must be equal",
+        ("d_in", "d_model", "num_heads", "head_dim"),
+        lambda spec: spec.d_in == spec.d_model == spec.q_width,
+    ),
+    "out_proj": Rule("there must be an out_proj", ("out_proj",), lambda spec: spec.out_proj),
+    "no out_proj": Rule("there must be no out_proj", ("out_proj",), lambda spec: not spec.out_proj),
+    "biases or none": Rule(
+        "all projections must have a bias, or none",
+        ("qkv_bias", "out_bias"),
+        lambda spec: not spec.out_proj or spec.qkv_bias == spec.out_bias,
+    ),
+    "biases": Rule(
+        "all projections must have a bias", ("qkv_bias", "out_bias"), lambda spec: spec.qkv_bias and spec.out_bias
+    ),
+    "out bias": Rule("out_proj must have a bias", ("out_bias",), lambda spec: spec.out_bias),
+    "even": Rule("head_dim must be even", ("head_dim",), lambda spec: spec.head_dim % 2 == 0),
 }
 """What layouts may ask of a layer."""
+
+
+def _broken(spec: AttentionSpec, layout: Layout) -> str:
+    """Which rules of a layout a layer breaks, or nothing."""
+    broken = [rule for rule in map(RULES.__getitem__, layout.rules) if not rule.holds(spec)]
+    fields = dict.fromkeys(field for rule in broken for field in rule.fields)
+    got = ", ".join(f"{field}={getattr(spec, field)}" for field in fields)
+    return f"{'; '.join(rule.words for rule in broken)}, got {got}" if broken else ""
 
 
 # ---- Canonical -> layout ---------------------------------------------------------------------------------------------
@@ -145,7 +182,7 @@ def shapes_in(layout: Layout, spec: AttentionSpec) -> dict[str, tuple[int, ...]]
 
 
 def lay_out(name: str, read: Callable[[str], np.ndarray], spec: AttentionSpec, layout: Layout) -> np.ndarray:
-    """One tensor of a layout.
+    """One tensor of a layout. Memory holds it and one canonical weight at a time.
 
     Args:
         name: of the tensor; one of `shapes_in(layout, spec)`.
@@ -154,11 +191,17 @@ def lay_out(name: str, read: Callable[[str], np.ndarray], spec: AttentionSpec, l
         layout: the layout.
     """
     tensor = next(tensor for tensor in _form_for(spec, layout) if _matches(tensor.name, [name]))
-    parts = [_to_logical(part, read(part), spec, layout) for part in tensor.parts]
-    logical, axes = parts[0] if len(parts) == 1 else _pack(parts, spec, layout), tensor.logical
-    if tensor.is_per_head:
-        logical, axes = logical[_head_of(tensor.name, name)], axes.replace("n ", "")
-    return np.array(einops.rearrange(logical, f"{axes} -> {tensor.axes}"), order="C")
+    laid_out = np.empty(0)
+    for part in tensor.parts:
+        weight = read(part)
+        if laid_out.size == 0:
+            laid_out = np.zeros(shapes_in(layout, spec)[name], weight.dtype)
+        view = _features(_heads(_bits(laid_out), part, tensor, spec, layout), part, spec, layout)
+        source = _bits(weight)
+        if tensor.is_per_head:
+            source = source.reshape(-1, spec.head_dim, *weight.shape[1:])[_head_of(tensor.name, name)]
+        view[...] = source.reshape(view.shape)
+    return laid_out
 
 
 def _is_in(tensor: Tensor, spec: AttentionSpec) -> bool:
@@ -167,9 +210,8 @@ def _is_in(tensor: Tensor, spec: AttentionSpec) -> bool:
 
 
 def _form_for(spec: AttentionSpec, layout: Layout) -> tuple[Tensor, ...]:
-    broken = [words for words, holds in (RULES[rule] for rule in layout.rules) if not holds(spec)]
-    if broken:
-        raise ValueError(f"a layer in {layout.name} must be another: {'; '.join(broken)}; got {spec.to_json()}")
+    if broken := _broken(spec, layout):
+        raise ValueError(f"{layout.name} cannot hold this layer: {broken}")
     held = {f"{name}_proj.weight" for name in ("q", "k", "v", *(["out"] if spec.out_proj else []))}
     for form in layout.forms:
         packs_two_widths = any(tensor.holds == "qkv" and tensor.kind == "weight" for tensor in form)
@@ -177,28 +219,7 @@ def _form_for(spec: AttentionSpec, layout: Layout) -> tuple[Tensor, ...]:
             continue
         if held == {part for tensor in form if tensor.kind == "weight" for part in tensor.parts}:
             return form
-    raise ValueError(f"a layer in {layout.name} must be another: got {spec.to_json()}")
-
-
-def _to_logical(name: str, weight: np.ndarray, spec: AttentionSpec, layout: Layout) -> np.ndarray:
-    """A canonical weight with its heads apart, its features in the layout's order, and padded as there."""
-    if name == "out_proj.bias":
-        return weight
-    if name == "out_proj.weight":
-        logical = weight.reshape(weight.shape[0], spec.num_heads, spec.head_dim)
-        return _pad(logical, spec, axis=2) if layout.padded else logical
-    logical = weight.reshape(-1, spec.head_dim, *weight.shape[1:])
-    if layout.rope == "interleaved" and name[0] in "qk":
-        logical = logical[:, _interleaved(spec.head_dim)]
-    return _pad(logical, spec, axis=1) if layout.padded else logical
-
-
-def _pack(parts: list[np.ndarray], spec: AttentionSpec, layout: Layout) -> np.ndarray:
-    """q, k and v heads as one array of heads."""
-    if not layout.grouped:
-        return np.concatenate(parts)
-    groups = [part.reshape(spec.num_kv_heads, -1, *part.shape[1:]) for part in parts]
-    return np.concatenate(groups, axis=1).reshape(-1, *parts[0].shape[1:])
+    raise ValueError(f"{layout.name} cannot hold this layer: it has no form for {sorted(held)}")
 
 
 # ---- Layout -> canonical ---------------------------------------------------------------------------------------------
@@ -237,7 +258,8 @@ def to_canonical(
     spec = find_spec(
         shapes, layout, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rope_theta=rope_theta
     )
-    weights = {name: read_out(name, tensors.__getitem__, form, spec, layout) for name in weight_shapes(spec)}
+    read = tensors.__getitem__
+    weights = {name: np.array(read_out(name, read, form, spec, layout), order="C") for name in weight_shapes(spec)}
     check_weights(weights, spec)
     return weights, spec
 
@@ -245,7 +267,7 @@ def to_canonical(
 def read_out(
     name: str, read: Callable[[str], np.ndarray], form: tuple[Tensor, ...], spec: AttentionSpec, layout: Layout
 ) -> np.ndarray:
-    """One canonical weight.
+    """One canonical weight; it may share the memory of the tensor that holds it.
 
     Args:
         name: its canonical name.
@@ -255,17 +277,16 @@ def read_out(
         layout: the layout.
     """
     tensor = next(tensor for tensor in form if name in tensor.parts)
-    sizes, axes = _sizes(tensor, spec, layout), tensor.logical
+    names = [tensor.name]
     if tensor.is_per_head:
-        axes = axes.replace("n ", "")
-        known = {axis: sizes[axis] for axis in axes.split() if axis == "h"}
-        heads = [read(tensor.name.format(n=n)) for n in range(sizes["n"])]
-        logical = np.stack([einops.rearrange(head, f"{tensor.axes} -> {axes}", **known) for head in heads])
-    else:
-        known = {axis: sizes[axis] for axis in axes.split() if axis in "nh"}
-        logical = einops.rearrange(read(tensor.name), f"{tensor.axes} -> {axes}", **known)
-    parts = [logical] if len(tensor.parts) == 1 else _unpack(logical, spec, layout)
-    return _from_logical(name, parts[tensor.parts.index(name)], spec, layout)
+        names = [tensor.name.format(n=n) for n in range(_sizes(tensor, spec, layout)["n"])]
+    arrays = [read(each) for each in names]
+    heads = [_heads(_bits(array), name, tensor, spec, layout) for array in arrays]
+    views = [_features(each, name, spec, layout) for each in heads]
+    if layout.padded and any(np.count_nonzero(a) != np.count_nonzero(b) for a, b in zip(heads, views, strict=True)):
+        raise ValueError(f"features that pad the heads of {name} must be 0, got others")
+    weight = np.stack(views) if tensor.is_per_head else views[0]
+    return weight.reshape(weight_shapes(spec)[name]).view(arrays[0].dtype)
 
 
 def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
@@ -292,7 +313,7 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
     if gaps:
         raise ValueError(f"tensors must be those of {layout.name}, got missing {gaps} in {sorted(names)}")
     known = set().union(*(_matches(tensor.name, names) for tensor in found[0]))
-    unknown = sorted(name for name in names - known if not any(fnmatch.fnmatchcase(name, i) for i in layout.ignored))
+    unknown = sorted(name for name in names - known if not layout.ignores(name))
     if unknown:
         raise ValueError(f"tensors must be those of {layout.name}, got unknown names {unknown}")
     return found[0]
@@ -318,9 +339,10 @@ def find_spec(
     of_qkv = sorted(biases - {"out_proj.bias"})
     if len(of_qkv) not in (0, 3):
         raise ValueError(f"q_proj, k_proj and v_proj must all have a bias, or none, got {of_qkv}")
+    widths = _widths(present, shapes)
+    told = {name: shapes[name] for name in _names_of(present, shapes)}
     fitting, reasons = [], []
     for heads, kv_heads, features in _head_counts(present, shapes, layout, num_heads, num_kv_heads, head_dim):
-        widths = _widths(present, shapes)
         try:
             spec = AttentionSpec(
                 d_model=widths.get("out", heads * features),
@@ -337,11 +359,10 @@ def find_spec(
         except ValueError as error:
             reasons.append(str(error))
             continue
-        if _shapes_of(present, spec, layout) != {name: shapes[name] for name in _names_of(present, shapes)}:
+        if _shapes_of(present, spec, layout) != told:
             continue
-        broken = [words for words, holds in (RULES[rule] for rule in layout.rules) if not holds(spec)]
-        if broken:
-            reasons.append("; ".join(broken))
+        if broken := _broken(spec, layout):
+            reasons.append(broken)
         else:
             fitting.append(spec)
     if not fitting:
@@ -352,16 +373,22 @@ def find_spec(
             f"{f' ({reasons[0]})' if reasons else ''}, got {shapes}"
         )
     if len(fitting) > 1:
-        fields = [
-            name for name in ("num_heads", "num_kv_heads", "head_dim") if len({getattr(s, name) for s in fitting}) > 1
-        ]
+        fitting.sort(key=lambda s: (USUAL.index(s.head_dim) if s.head_dim in USUAL else len(USUAL), s.head_dim))
         options = ", ".join(f"{s.num_heads} x {s.head_dim} (key/value {s.num_kv_heads})" for s in fitting[:8])
-        more = ", …" if len(fitting) > 8 else ""
         raise ValueError(
-            f"the heads must be told for {layout.name}, whose shapes fit {options}{more}; "
-            f"{' or '.join(f'--{name.replace(chr(95), chr(45))}' for name in fields)} decides"
+            f"the heads must be told for {layout.name}, whose shapes fit {options}{', …' if len(fitting) > 8 else ''}; "
+            f"{_deciding(fitting)} decides"
         )
     return fitting[0]
+
+
+def _deciding(specs: list[AttentionSpec]) -> str:
+    """The flags of the command line that tell specifications apart: as few as can."""
+    names = [name for name in ("num_heads", "num_kv_heads", "head_dim") if len({getattr(s, name) for s in specs}) > 1]
+    subsets = (some for count in range(1, len(names) + 1) for some in itertools.combinations(names, count))
+    enough = [some for some in subsets if len({tuple(getattr(s, name) for name in some) for s in specs}) == len(specs)]
+    flags = {name: f"--{name.replace('_', '-')}" for name in names}
+    return " or ".join(" with ".join(map(flags.__getitem__, some)) for some in enough if len(some) == len(enough[0]))
 
 
 def _head_counts(
@@ -425,62 +452,58 @@ def _sizes(tensor: Tensor, spec: AttentionSpec, layout: Layout) -> dict[str, int
     return {"n": total, "h": features, "d": spec.d_in if "q" in tensor.holds else spec.d_kv, "e": spec.d_model}
 
 
-def _unpack(logical: np.ndarray, spec: AttentionSpec, layout: Layout) -> list[np.ndarray]:
-    """q, k and v heads from one array of heads: the inverse of `_pack`."""
-    if not layout.grouped:
-        return np.split(logical, np.cumsum([spec.num_heads, spec.num_kv_heads]))
-    groups = logical.reshape(spec.num_kv_heads, -1, *logical.shape[1:])
-    return [
-        part.reshape(-1, *logical.shape[1:]) for part in np.split(groups, [groups.shape[1] - 2, groups.shape[1] - 1], 1)
-    ]
+# ---- Views -----------------------------------------------------------------------------------------------------------
+# A canonical weight in a tensor is a view of it, whose elements, in C order, are those of the weight. To write through
+# the view is one direction of a conversion, to read it the other.
 
 
-def _from_logical(name: str, logical: np.ndarray, spec: AttentionSpec, layout: Layout) -> np.ndarray:
-    """A canonical weight from one with its heads apart: the inverse of `_to_logical`."""
+def _heads(array: np.ndarray, name: str, tensor: Tensor, spec: AttentionSpec, layout: Layout) -> np.ndarray:
+    """The heads of one canonical weight in a tensor, with what pads them."""
+    sizes = _sizes(tensor, spec, layout)
+    axes = tensor.logical.replace("n ", "") if tensor.is_per_head else tensor.logical
+    known = {axis: sizes[axis] for axis in axes.split() if axis in "nh"}
+    heads = einops.rearrange(array, f"{tensor.axes} -> {axes}", **known)
+    if len(tensor.parts) == 1:
+        return heads
+    which = tensor.parts.index(name)
+    if layout.grouped:
+        groups = _split(heads, 0, spec.num_kv_heads, -1)
+        return (groups[:, :-2], groups[:, -2], groups[:, -1])[which]
+    begin = (0, spec.num_heads, spec.num_heads + spec.num_kv_heads, sizes["n"])
+    return heads[begin[which] : begin[which + 1]]
+
+
+def _features(heads: np.ndarray, name: str, spec: AttentionSpec, layout: Layout) -> np.ndarray:
+    """The features of heads in canonical order, without what pads them."""
     if name == "out_proj.bias":
-        return np.array(logical, order="C")
-    if name == "out_proj.weight":
-        logical = _unpad(name, logical, spec, axis=2) if layout.padded else logical
-        return np.array(logical, order="C").reshape(logical.shape[0], -1)
-    logical = _unpad(name, logical, spec, axis=1) if layout.padded else logical
+        return heads
+    axis = heads.ndim - (2 if name in ("q_proj.weight", "k_proj.weight", "v_proj.weight") else 1)
+    if layout.padded and spec.rope_theta is not None:
+        return _first(_split(heads, axis, 2, -1), axis + 1, spec.head_dim // 2)
+    if layout.padded:
+        return _first(heads, axis, spec.head_dim)
     if layout.rope == "interleaved" and name[0] in "qk":
-        logical = logical[:, np.argsort(_interleaved(spec.head_dim))]
-    return np.array(logical, order="C").reshape(-1, *logical.shape[2:])
+        return _split(heads, axis, -1, 2).swapaxes(axis, axis + 1)
+    return heads
 
 
-# ---- Features of a head ----------------------------------------------------------------------------------------------
+def _split(x: np.ndarray, axis: int, outer: int, inner: int) -> np.ndarray:
+    """A view in which an axis is two; -1 stands for what is left."""
+    return x.reshape(*x.shape[:axis], outer, inner, *x.shape[axis + 1 :])
 
 
-def _interleaved(head_dim: int) -> np.ndarray:
-    """Where the features of interleaved pairs lie in half-split ones: 0, H/2, 1, H/2 + 1, …"""
-    return np.arange(head_dim).reshape(2, -1).T.reshape(-1)
+def _first(x: np.ndarray, axis: int, count: int) -> np.ndarray:
+    return x[(slice(None),) * axis + (slice(count),)]
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    """The same memory as unsigned integers: NumPy is slow with dtypes that are not its own."""
+    return x.view(f"u{x.dtype.itemsize}")
 
 
 def _padded(head_dim: int, rope: bool) -> int:
     """Features of a head in whole tiles; with RoPE each half has its own."""
     return 2 * _padded(-(-head_dim // 2), False) if rope else -(-head_dim // TILE) * TILE
-
-
-def _slots(spec: AttentionSpec) -> np.ndarray:
-    """Where the features of a head lie among the padded ones."""
-    if spec.rope_theta is None:
-        return np.arange(spec.head_dim)
-    half = spec.head_dim // 2
-    return np.concatenate([np.arange(half), _padded(half, False) + np.arange(half)])
-
-
-def _pad(x: np.ndarray, spec: AttentionSpec, axis: int) -> np.ndarray:
-    shape = list(x.shape)
-    shape[axis] = _padded(spec.head_dim, spec.rope_theta is not None)
-    padded = np.zeros(shape, x.dtype)
-    padded[(slice(None),) * axis + (_slots(spec),)] = x
-    return padded
-
-
-def _unpad(name: str, x: np.ndarray, spec: AttentionSpec, axis: int) -> np.ndarray:
-    if np.delete(x, _slots(spec), axis=axis).any():
-        raise ValueError(f"features that pad the heads of {name} must be 0, got others")
-    return np.take(x, _slots(spec), axis=axis)
 
 
 def _head_of(pattern: str, name: str) -> int:

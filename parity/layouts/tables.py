@@ -52,7 +52,6 @@ _TABLE = [
         "the form in which weights meet here",
         "parity/weights.py",
         with_and_without_out(separate("q_proj", "k_proj", "v_proj", "out_proj")),
-        ignored=("inputs.*",),
     ),
     Layout(
         "torch.nn.MultiheadAttention",
@@ -62,7 +61,7 @@ _TABLE = [
             (Tensor("in_proj_weight", "qkv", "weight", ROWS), _TORCH_BIAS, *_TORCH_OUT),
             (*(Tensor(f"{p}_proj_weight", p, "weight", ROWS) for p in "qkv"), _TORCH_BIAS, *_TORCH_OUT),
         ),
-        rules=("no groups", "out_proj", "square", "all biases"),
+        rules=("no groups", "out_proj", "square", "biases or none"),
         prefixes=tuple(
             f"{stack}layers.{{i}}.{attention}"
             for stack in ("", "encoder.", "decoder.")
@@ -128,13 +127,13 @@ _TABLE = [
                 "flax.nnx",
                 "nnx.MultiHeadAttention: kernels (in, N, H) and (N, H, out)",
                 "flax/nnx/nn/attention.py",
-                ("all biases",),
+                ("biases or none",),
             ),
             (
                 "flax.linen",
                 "linen.MultiHeadDotProductAttention, the same without groups",
                 "flax/linen/attention.py",
-                ("no groups", "all biases"),
+                ("no groups", "biases or none"),
             ),
         )
     ),
@@ -151,13 +150,13 @@ _TABLE = [
                 "keras.MultiHeadAttention",
                 "kernels (in, N, H) and (N, H, out)",
                 "keras/src/layers/attention/multi_head_attention.py",
-                ("no groups", "all biases"),
+                ("no groups", "biases or none"),
             ),
             (
                 "keras.GroupQueryAttention",
                 "the same, key and value with fewer heads",
                 "keras/src/layers/attention/grouped_query_attention.py",
-                ("all biases",),
+                ("biases or none",),
             ),
         )
     ),
@@ -173,7 +172,7 @@ _TABLE = [
         "self.query, self.key, self.value, output.dense",
         "transformers/models/bert/modeling_bert.py",
         (separate("self.query", "self.key", "self.value", "output.dense"),),
-        rules=("no groups", "out_proj", "one width", "square", "all biases"),
+        rules=("no groups", "out_proj", "one width", "square", "biases"),
         ignored=("output.LayerNorm.*",),
         prefixes=("bert.encoder.layer.{i}.attention", "encoder.layer.{i}.attention"),
     ),
@@ -182,7 +181,7 @@ _TABLE = [
         "attention.query, attention.key, attention.value, output.dense: files of any version",
         "transformers/models/vit/modeling_vit.py before 5.0",
         (separate("attention.query", "attention.key", "attention.value", "output.dense"),),
-        rules=("no groups", "out_proj", "one width", "square"),
+        rules=("no groups", "out_proj", "one width", "square", "out bias"),
         prefixes=("vit.encoder.layer.{i}.attention", "encoder.layer.{i}.attention"),
     ),
     Layout(
@@ -190,7 +189,7 @@ _TABLE = [
         "q_proj, k_proj, v_proj, o_proj: modules of transformers 5, whose files are those of transformers.ViT",
         "transformers/models/vit/modeling_vit.py",
         (separate("q_proj", "k_proj", "v_proj", "o_proj"),),
-        rules=("no groups", "out_proj", "one width", "square"),
+        rules=("no groups", "out_proj", "one width", "square", "out bias"),
         prefixes=("vit.layers.{i}.attention", "layers.{i}.attention"),
     ),
     Layout(
@@ -198,7 +197,7 @@ _TABLE = [
         "Conv1D c_attn and c_proj, which keep (in, out)",
         "transformers/models/gpt2/modeling_gpt2.py",
         (packed("c_attn", "c_proj", rows=COLUMNS, columns="(n h) e"),),
-        rules=("no groups", "out_proj", "one width", "square", "all biases"),
+        rules=("no groups", "out_proj", "one width", "square", "biases"),
         ignored=("bias", "masked_bias"),
         prefixes=("transformer.h.{i}.attn", "h.{i}.attn"),
     ),
@@ -208,7 +207,7 @@ _TABLE = [
         "transformers/models/gpt_neox/modeling_gpt_neox.py",
         (packed("query_key_value", "dense"),),
         grouped=True,
-        rules=("no groups", "out_proj", "one width", "square", "all biases"),
+        rules=("no groups", "out_proj", "one width", "square", "biases or none"),
         ignored=("bias", "masked_bias", "rotary_emb.inv_freq"),
         prefixes=("gpt_neox.layers.{i}.attention", "layers.{i}.attention"),
     ),
@@ -218,7 +217,7 @@ _TABLE = [
         "transformers/models/falcon/modeling_falcon.py",
         (packed("query_key_value", "dense"),),
         grouped=True,
-        rules=("out_proj", "one width", "square", "all biases"),
+        rules=("out_proj", "one width", "square", "biases or none"),
         prefixes=("transformer.h.{i}.self_attention", "h.{i}.self_attention"),
     ),
     Layout(
@@ -240,15 +239,21 @@ _TABLE = [
         ignored=("inner_attention.rope.freqs",),
         prefixes=("layers.{i}.attention",),
     ),
-    Layout(
-        "gguf.LLaMA",
-        "attn_q, attn_k, attn_v, attn_output, with interleaved RoPE pairs",
-        "ggml-org/llama.cpp, convert_hf_to_gguf.py",
-        (separate("attn_q", "attn_k", "attn_v", "attn_output"),),
-        rope="interleaved",
-        rules=("out_proj", "even"),
-        ignored=("attn_norm.*", "ffn_*"),
-        prefixes=("blk.{i}",),
+    *(
+        Layout(
+            name,
+            f"attn_q, attn_k, attn_v, attn_output, with {words}",
+            "ggml-org/llama.cpp, convert_hf_to_gguf.py",
+            (separate("attn_q", "attn_k", "attn_v", "attn_output"),),
+            rope=rope,
+            rules=("out_proj", *rules),
+            ignored=("attn_norm.*", "ffn_*"),
+            prefixes=("blk.{i}",),
+        )
+        for name, words, rope, rules in (
+            ("gguf.LLaMA", "interleaved RoPE pairs; also Mistral", "interleaved", ("even",)),
+            ("gguf.Qwen2", "RoPE pairs (i, i + H/2), which llama.cpp leaves as they are; also Gemma", "half", ()),
+        )
     ),
     Layout(
         "ttnn",
