@@ -27,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        _check_destination(options.json)
+        for flag in ("json", "junit", "html"):
+            _check_destination(flag, getattr(options, flag, None))
         return options.command(options)
     except KeyboardInterrupt:
         print("mha-parity: interrupted", file=sys.stderr)
@@ -101,9 +102,68 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.set_defaults(command=_verify)
 
-    for command, what in ((convert, "a layer"), (verify, "the layer, in both files or each"), (inspect, "")):
+    plot = commands.add_parser("plot", help="heat maps of attention: which query attends to which key, head by head")
+    plot.add_argument("source", metavar="SRC", help="a trace, or a file with the weights of a layer")
+    plot.add_argument("target", metavar="DST", help="the picture, .png or .svg")
+    given = plot.add_mutually_exclusive_group()
+    given.add_argument("--input", metavar="NPY", help="what the layer is applied to, (tokens, width) or (B, …)")
+    given.add_argument("--case", metavar="NAME", help="apply the layer to the inputs of this case")
+    plot.add_argument("--key-input", metavar="NPY", help="with --input: keys, for cross-attention")
+    plot.add_argument("--causal", action="store_true", help="with --input: no token sees a later one")
+    labels = plot.add_mutually_exclusive_group()
+    labels.add_argument("--tokens", metavar="A,B", help="labels of the keys, and of as many queries")
+    labels.add_argument("--tokens-file", metavar="FILE", help="the same, one a line")
+    plot.add_argument("--query-tokens", metavar="A,B", help="labels of the queries, where they are others")
+    plot.add_argument("--heads", type=_numbers, metavar="I,J", help="all by default")
+    plot.add_argument("--sequence", type=int, default=0, metavar="B", help="which of the batch; 0 by default")
+    plot.add_argument("--stage", help="of a trace, such as step0.attn_weights; that of the last step by default")
+    plot.add_argument(
+        "--from", "--layout", dest="layout", metavar="LAYOUT", help="what the file's metadata tell, by default"
+    )
+    plot.set_defaults(command=_plot)
+
+    conformance = commands.add_parser("conformance", help="an attention's conventions, and the promises it breaks")
+    conformance.add_argument(
+        "target", nargs="?", metavar="PKG.MODULE:CALLABLE", help="a function, a module, or what makes one"
+    )
+    conformance.add_argument("--peers", action="store_true", help="those of torch, JAX, Flax, Keras, Equinox; and ours")
+    conformance.add_argument("--only", default="*", metavar="GLOB", help="names of peers, such as 'keras*'")
+    conformance.add_argument("--questions", type=_names, metavar="A,B", help="rows of the matrix; all by default")
+    conformance.add_argument("--dtypes", type=_names, metavar="A,B", help="float32,bfloat16,float16 by default")
+    conformance.add_argument("--framework", choices=("torch", "jax"), help="of a function, where its module has both")
+    conformance.add_argument("--axes", choices=("BNTH", "BTNH", "BTE"), help="of the inputs, where not to be found out")
+    conformance.add_argument("--d-model", type=int, metavar="E", help="width of a layer's inputs")
+    conformance.add_argument("--num-heads", type=int, metavar="N", help="of a layer")
+    conformance.add_argument("--num-kv-heads", type=int, metavar="K", help="declare that shared heads are taken")
+    conformance.add_argument("--mask-name", metavar="NAME", help="the parameter that takes the mask")
+    conformance.add_argument("--mask-true", choices=("hides", "shows"), help="declare what True in a mask does")
+    conformance.add_argument("--causal-name", metavar="NAME", help="the parameter that is the causal flag")
+    conformance.add_argument("--causal", choices=("top-left", "bottom-right"), help="declare how it is aligned")
+    conformance.set_defaults(command=_conformance)
+
+    diagnose = commands.add_parser("diagnose", help="why does an implementation differ? which mistake explains it")
+    diagnose.add_argument(
+        "files", nargs="+", metavar="WHAT", help="a trace; two traces or weight files; or PKG.MODULE:CALLABLE"
+    )
+    diagnose.add_argument("--weights", metavar="FILE", help="with a function: the weights that it should have")
+    diagnose.add_argument("--framework", choices=("torch", "jax"), help="of a function, where it cannot be told")
+    diagnose.add_argument("--not-causal", action="store_true", help="with a function: every token sees every other")
+    diagnose.add_argument(
+        "--from", dest="layouts", action="append", default=[], metavar="LAYOUT", help="of both weight files, or each"
+    )
+    diagnose.set_defaults(command=_diagnose)
+
+    selftest = commands.add_parser("selftest", help="would the harness notice? plant every mistake that it knows")
+    selftest.add_argument("--backends", type=_names, metavar="A,B", help="jax,torch by default")
+    selftest.add_argument("--cases", default="*", metavar="GLOB")
+    selftest.add_argument("--seed", type=int, default=0, help="of the random weights")
+    selftest.set_defaults(command=_selftest)
+
+    of_both = "the layer, in both files or each"
+    of_layers = ((convert, "a layer"), (diagnose, of_both), (verify, of_both), (plot, "the layer"), (inspect, ""))
+    for command, what in of_layers:
         if what:
-            many: dict[str, Any] = {"action": "append", "default": []} if command is verify else {}
+            many: dict[str, Any] = {"action": "append", "default": []} if command in (verify, diagnose) else {}
             about = f"what the names of {what} begin with; {{i}} stands for a number"
             command.add_argument("--prefix", metavar="P", help=about, **many)
         command.add_argument("--num-heads", type=int, metavar="N", help="where the shapes do not tell")
@@ -111,8 +171,14 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--head-dim", type=int, metavar="H")
         command.add_argument("--rope-theta", type=float, metavar="THETA", help="base of the RoPE frequencies, if any")
 
-    for command in (run, compare, doctor, cache_size, convert, layouts, inspect, verify):
+    for command in (
+        *(run, compare, doctor, cache_size, convert, layouts, inspect, verify, plot, conformance),
+        *(diagnose, selftest),
+    ):
         command.add_argument("--json", metavar="PATH", help="also write the result as JSON")
+    for command in (run, compare):
+        command.add_argument("--junit", metavar="PATH", help="also write the result as JUnit XML")
+        command.add_argument("--html", metavar="PATH", help="also write the result as one page that needs no network")
     return parser
 
 
@@ -123,10 +189,17 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _check_destination(path: str | None) -> None:
+def _numbers(text: str) -> list[int]:
+    try:
+        return list(map(int, _names(text)))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers, got {text}") from None
+
+
+def _check_destination(flag: str, path: str | None) -> None:
     """Refuse a place that cannot be written to before the work, not after it."""
     if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise ValueError(f"--json must name a file in a folder that is there, got {path}")
+        raise ValueError(f"--{flag} must name a file in a folder that is there, got {path}")
 
 
 # ---- Commands --------------------------------------------------------------------------------------------------------
@@ -138,7 +211,7 @@ def _run(options: argparse.Namespace) -> int:
     from parity.run import run_cases
     from parity.weights import load_weights
 
-    weights, cases = None, _chosen_cases(options)
+    weights, cases, maps = None, _chosen_cases(options), _attention_maps(options)
     if options.weights is not None:
         if options.cases != "*" or options.random or options.save_traces or options.join:
             raise ValueError("--weights must stand without --cases, --random, --save-traces and --join")
@@ -156,22 +229,41 @@ def _run(options: argparse.Namespace) -> int:
             traces=options.save_traces,
             join=options.join,
             on_case=on_case,
+            on_judged=maps,
         )
-    return _finish(options, results)
+    return _finish(options, results, maps)
 
 
 def _compare(options: argparse.Namespace) -> int:
     from parity.run import compare_traces
 
-    return _finish(options, compare_traces(options.traces))
+    maps = _attention_maps(options)
+    return _finish(options, compare_traces(options.traces, on_judged=maps), maps)
 
 
-def _finish(options: argparse.Namespace, results: Any) -> int:
+def _attention_maps(options: argparse.Namespace) -> Any:
+    """What keeps the attention maps for a page, if there shall be one, and refuses to where it cannot be made."""
+    if options.html is None:
+        return lambda trace, reference, comparisons: None
+    from parity.html import AttentionMaps
+
+    return AttentionMaps()
+
+
+def _finish(options: argparse.Namespace, results: Any, maps: Any) -> int:
     from parity import report
 
     report.print_report(results, report.console(), verbose=options.verbose, quiet=options.quiet)
     if options.json is not None:
         report.write_json(options.json, results.to_dict())
+    if options.junit is not None:
+        from parity.junit import write_junit
+
+        write_junit(options.junit, results)
+    if options.html is not None:
+        from parity.html import write_html
+
+        write_html(options.html, results, maps)
     return 1 if results.failed else 0
 
 
@@ -341,8 +433,23 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from parity import report
-    from parity.convert import load
+    from parity.diagnose import diagnose_weights
     from parity.verify import same_bits, verify
+
+    (weights, spec), (other, other_spec) = _two_layers(options)
+    comparisons = verify(weights, spec, other, other_spec)
+    diagnosis = diagnose_weights(weights, spec, other, other_spec)
+    out = report.console()
+    report.print_verdict(comparisons, diagnosis, same_bits(weights, other), options.files, out)
+    if options.json is not None:
+        results = [comparison.to_dict() for comparison in comparisons]
+        report.write_json(options.json, {"format": 1, "results": results, "diagnosis": diagnosis.to_dict()})
+    return 0 if all(comparison.passed for comparison in comparisons) else 1
+
+
+def _two_layers(options: argparse.Namespace) -> list[Any]:
+    """The weights and specifications in two files; what is given once is said of both."""
+    from parity.convert import load
 
     def each(flag: str, values: list[str]) -> list[str | None]:
         if len(values) > 2:
@@ -350,13 +457,222 @@ def _verify(options: argparse.Namespace) -> int:
         return [values[0], values[-1]] if values else [None, None]
 
     layouts, prefixes = each("--from", options.layouts), each("--prefix", options.prefix)
-    (weights, spec), (other, other_spec) = (
+    return [
         load(path, layout, prefix=prefix, **_heads(options))
         for path, layout, prefix in zip(options.files, layouts, prefixes, strict=True)
-    )
-    comparisons = verify(weights, spec, other, other_spec)
+    ]
+
+
+def _diagnose(options: argparse.Namespace) -> int:
+    from parity import report
+    from parity.diagnose import diagnose, diagnose_trace, diagnose_weights, observe
+
     out = report.console()
-    report.print_verdict(comparisons, same_bits(weights, other), options.files, out)
+    of_function = {"--weights": options.weights, "--framework": options.framework, "--not-causal": options.not_causal}
+    is_function = len(options.files) == 1 and ":" in options.files[0] and not Path(options.files[0]).exists()
+    if not is_function and (given := [flag for flag, value in of_function.items() if value]):
+        raise ValueError(f"{', '.join(given)} must stand with PKG.MODULE:CALLABLE, got {' '.join(options.files)}")
+    if is_function:
+        diagnosis = diagnose(*_observed(options, observe))
+    elif _are_traces(options.files):
+        diagnosis = _diagnose_traces(options.files, diagnose_trace, out)
+    elif len(options.files) == 2:
+        (weights, spec), (other, other_spec) = _two_layers(options)
+        diagnosis = diagnose_weights(weights, spec, other, other_spec)
+    else:
+        raise ValueError(
+            f"diagnose must be given a trace, two traces, two weight files or a function, got {options.files}"
+        )
+    report.print_diagnosis(diagnosis, out)
     if options.json is not None:
-        report.write_json(options.json, {"format": 1, "results": [comparison.to_dict() for comparison in comparisons]})
-    return 0 if all(comparison.passed for comparison in comparisons) else 1
+        report.write_json(options.json, {"format": 1, **diagnosis.to_dict()})
+    return 0 if diagnosis.kind == "none" else 1
+
+
+def _are_traces(files: Sequence[str]) -> bool:
+    from parity.formats import open_tensors
+
+    kinds = []
+    for path in files:
+        with open_tensors(path) as file:
+            kinds.append(file.metadata.get("kind") == "trace")
+    if any(kinds) and not all(kinds):
+        raise ValueError(f"both files must be traces, or none, got {' '.join(files)}")
+    return all(kinds)
+
+
+def _diagnose_traces(files: Sequence[str], diagnose_trace: Any, out: Any) -> Any:
+    """The diagnosis of one trace, or of the one of two that goes wrong first."""
+    import numpy as np
+
+    from parity import report
+    from parity.compare import first_difference
+    from parity.run import Reference, judge, load_trace
+
+    traces = [load_trace(path) for path in files]
+    if len({trace.problem.digest for trace in traces}) > 1:
+        raise ValueError(f"traces must be of one problem, got {' '.join(files)}")
+    expected = Reference(traces[0].problem)
+    sides = [judge(trace, expected) for trace in traces]
+    if len(traces) == 1:
+        if wrong := first_difference(sides[0]):
+            out.print(str(wrong), markup=False, style="red")
+        return diagnose_trace(traces[0])
+    one, other = (trace.accumulated for trace in traces)
+    with np.errstate(invalid="ignore"):
+        distances = {
+            name: float(np.abs(one[name].astype(np.float64) - other[name].astype(np.float64)).max(initial=0.0))
+            if name in one and name in other and one[name].shape == other[name].shape
+            else float("inf")
+            for name in (comparison.stage for comparison in sides[0])
+        }
+    report.print_divergence(sides, distances, out)
+    order = [comparison.stage for comparison in sides[0]]
+    wrong = [first_difference(side) for side in sides]
+    places = [len(order) if each is None else order.index(each.stage) for each in wrong]
+    return diagnose_trace(traces[int(np.argmin(places))])
+
+
+def _observed(options: argparse.Namespace, observe: Any) -> tuple[Any, Any]:
+    """What a function gives for probe inputs, and those, with the weights that it should have."""
+    from parity.backends import why_missing
+    from parity.convert import load
+    from parity.problem import make_problem
+    from parity.subjects import FRAMEWORKS, framework_of, load_callable
+    from parity.verify import probe_case
+
+    if options.weights is None:
+        raise ValueError(f"--weights must tell the weights that {options.files[0]} should have")
+    function = load_callable(options.files[0])
+    framework = options.framework or framework_of(function)
+    if framework is None:
+        raise ValueError(f"--framework must tell whose arrays {options.files[0]} takes, one of {list(FRAMEWORKS)}")
+    if reason := why_missing(framework):
+        raise ModuleNotFoundError(reason)
+    layouts, prefixes = options.layouts or [None], options.prefix or [None]
+    weights, spec = load(options.weights, layouts[0], prefix=prefixes[0], **_heads(options))
+    case = probe_case("diagnose", spec, is_causal=False if options.not_causal else None)
+    problem = make_problem(case, "float32", weights)
+    return observe(function, problem, framework), problem
+
+
+def _selftest(options: argparse.Namespace) -> int:
+    from parity import report
+    from parity.backends import why_missing
+    from parity.selftest import BACKENDS, SELFTEST_CASES, mistakes_in, selftest
+
+    backends = options.backends or [name for name in BACKENDS if not why_missing(name)]
+    for name in backends:
+        if name not in BACKENDS:
+            raise ValueError(f"--backends must be of {', '.join(BACKENDS)}, got {name}")
+        if reason := why_missing(name):
+            raise ModuleNotFoundError(reason)
+    cases = [case for case in SELFTEST_CASES if fnmatch.fnmatch(case.name, options.cases)]
+    if not (cases and backends):
+        raise ValueError(f"--cases must match one of {[case.name for case in SELFTEST_CASES]}, got {options.cases}")
+    total = len(backends) * sum(1 + len(mistakes_in(case)) for case in cases)
+    with report.progress_bar(total) as on_mistake:
+        outcomes = list(selftest(backends, cases, seeds=[options.seed], on_mistake=on_mistake))
+    report.print_selftest(outcomes, report.console())
+    if options.json is not None:
+        report.write_json(options.json, {"format": 1, "outcomes": [outcome.to_dict() for outcome in outcomes]})
+    return 0 if all(outcome.is_caught for outcome in outcomes) else 1
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from parity import report
+    from parity.plot import check_destination, plot_attention
+
+    check_destination(options.target)
+    if options.tokens_file is not None:
+        tokens = Path(options.tokens_file).read_text("utf-8").splitlines()
+    else:
+        tokens = None if options.tokens is None else options.tokens.split(",")
+    stage, attn_weights = _attention(options)
+    heads = plot_attention(
+        attn_weights,
+        path=options.target,
+        tokens=tokens,
+        query_tokens=None if options.query_tokens is None else options.query_tokens.split(","),
+        heads=options.heads,
+        sequence=options.sequence,
+        title=f"{Path(options.source).name}\n{stage}, sequence {options.sequence}",
+    )
+    drawn = f"head{'s' if len(heads) != 1 else ''} {', '.join(map(str, heads))}"
+    told = f"{stage}, sequence {options.sequence}, {drawn}; wrote {options.target}"
+    report.console().print(told, markup=False, soft_wrap=True)
+    if options.json is not None:
+        content = {"stage": stage, "sequence": options.sequence, "heads": heads, "shape": list(attn_weights.shape)}
+        report.write_json(options.json, {"format": 1, **content, "target": options.target})
+    return 0
+
+
+def _attention(options: argparse.Namespace) -> tuple[str, Any]:
+    """The stage and the attention weights that `plot` was asked for: a trace's, or a layer's for an input."""
+    from parity.convert import load
+    from parity.formats import open_tensors
+    from parity.plot import attention_for, attention_in, attention_in_case, read_array
+    from parity.run import load_trace
+    from parity.spec import find_case
+
+    with open_tensors(options.source) as file:
+        is_trace = file.metadata.get("kind") == "trace"
+    of_input = {"--causal": options.causal, "--key-input": options.key_input}
+    of_layer = {"--input": options.input, "--case": options.case, **of_input, "--from": options.layout}
+    of_layer |= {"--prefix": options.prefix}
+    if is_trace:
+        if needless := [flag for flag, value in of_layer.items() if value]:
+            raise ValueError(f"{', '.join(needless)} must be left out for a trace, got {options.source}")
+        return attention_in(load_trace(options.source), options.stage)
+    if options.stage is not None:
+        raise ValueError(f"--stage must be left out for a file of weights, got {options.stage}")
+    if options.input is None and (needless := [flag for flag, value in of_input.items() if value]):
+        raise ValueError(f"{', '.join(needless)} must stand with --input")
+    case = None if options.case is None else find_case(options.case)
+    if options.input is None and case is None:
+        raise ValueError(f"--input or --case must tell what the layer is applied to, got --case {options.case}")
+    weights, spec = load(options.source, options.layout, prefix=options.prefix, **_heads(options))
+    if case is not None:
+        return attention_in_case(weights, spec, case)
+    query = read_array(str(options.input))
+    key = None if options.key_input is None else read_array(options.key_input)
+    return "attn_weights", attention_for(weights, spec, query, key, is_causal=options.causal)
+
+
+def _conformance(options: argparse.Namespace) -> int:
+    from parity import report
+    from parity.conformance import examine_peers, examine_target, print_conformance
+    from parity.numerics import installed
+    from parity.peers import PEERS
+    from parity.subjects import DTYPES
+
+    if options.peers == (options.target is not None):
+        raise ValueError("either a subject must be given as pkg.module:callable, or --peers")
+    claims = ("framework", "axes", "d_model", "num_heads", "num_kv_heads", "mask_name", "mask_true", "causal_name")
+    declared = {name: value for name in (*claims, "causal") if (value := getattr(options, name)) is not None}
+    flags = {f"--{name.replace('_', '-')}": value for name, value in declared.items()}
+    dtypes = options.dtypes or DTYPES
+    if options.peers:
+        if flags:
+            raise ValueError(f"--peers must stand without {', '.join(flags)}")
+        names = fnmatch.filter(PEERS, options.only)
+        if not names:
+            raise ValueError(f"--only must match a peer, got {options.only!r}; there are {', '.join(PEERS)}")
+        with report.progress_bar(len(names)) as on_subject:
+            found = examine_peers(names, options.questions, dtypes, on_subject=on_subject)
+    else:
+        if options.only != "*":
+            raise ValueError(f"--only must stand with --peers, got --only {options.only}")
+        found = [examine_target(options.target, options.questions, dtypes, **declared)]
+
+    def again(subject: str, question: str) -> str:
+        given = f"--peers --only {subject}" if options.peers else options.target
+        return " ".join(["mha-parity conformance", given, *(f"{flag} {value}" for flag, value in flags.items())]) + (
+            f" --questions '{question}'"
+        )
+
+    print_conformance(found, report.console(), again)
+    if options.json is not None:
+        subjects = [subject.to_dict() for subject in found]
+        report.write_json(options.json, {"format": 1, "packages": installed(), "subjects": subjects})
+    return 1 if any(subject.broken for subject in found) else 0

@@ -17,14 +17,14 @@ exponentials and reciprocals are approximations. It is expected to be enough, an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from parity.spec import EXACT_STAGES, stage_axes, stage_kind
+from parity.spec import EXACT_STAGES, STAGES, stage_axes, stage_kind
 from parity.weights import dtype_named
 
 FACTOR = 4.0
@@ -36,6 +36,12 @@ the part of it that `docs/parity.md` shows; `tests/test_compare.py` shows what i
 
 SAME_PRECISION = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float32"}
 """The dtype of the same-precision reference. For float64 that is float32, its error scaled by the units of rounding."""
+
+NOTHING = {"rms": 0.0, "max": 0.0}
+"""What masks and lengths may be off by."""
+
+POSITIONS = 64
+"""How many places along the tokens a comparison tells apart."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,10 @@ class Comparison:
         local_ratio: error / budget of the stage computed from the reference's own values of the stages before it: the
             first stage where this exceeds 1 is the culprit. None where there is nothing before it.
         reason: why it failed, in words.
+        by_position: largest error at each place along the tokens, as a share of what the maximum norm allows: of query
+            tokens where the stage has them, else of key tokens or slots; no more than `POSITIONS` runs of neighbours.
+            For pictures: it is not in the JSON.
+        against: what it was compared with, as the message says it.
     """
 
     case: str
@@ -80,6 +90,8 @@ class Comparison:
     shape: tuple[int, ...]
     local_ratio: float | None = None
     reason: str = ""
+    by_position: tuple[float, ...] = ()
+    against: str = "the reference"
 
     @property
     def passed(self) -> bool:
@@ -91,13 +103,18 @@ class Comparison:
         """Whether this stage's own computation is wrong, whatever came before it."""
         return not self.passed and (self.local_ratio is None or self.local_ratio > 1.0)
 
+    @property
+    def worse_ratio(self) -> float:
+        """The larger of error / budget as it really ran and of its own step alone."""
+        return max(self.ratio, self.local_ratio or 0.0)
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them: an infinity or NaN becomes null."""
-        return {name: _finite(value) for name, value in asdict(self).items()}
+        return {name: _finite(value) for name, value in asdict(self).items() if name != "by_position"}
 
     def __str__(self) -> str:
-        axes = " ".join(stage_axes(self.stage))
-        lines = [f"{self.case}/{self.stage}: {self.backend} differs from the reference ({self.dtype})"]
+        axes = " ".join(axis_names(self.stage, len(self.shape)))
+        lines = [f"{self.case}/{self.stage}: {self.backend} differs from {self.against} ({self.dtype})"]
         lines.append(f"  shape       ({axes}) = {self.shape}")
         if self.size:
             lines.append(f"  mismatched  {self.mismatched} / {self.size} ({self.mismatched / self.size:.1%})")
@@ -141,20 +158,47 @@ def compare(
     if actual.dtype != kept_dtype(stage, dtype):
         return failure(expected, f"dtype {actual.dtype}, expected {kept_dtype(stage, dtype)}", **about)
     exact = stage_kind(stage) in EXACT_STAGES
+    expected = expected.astype(np.float64)
+    allowed = NOTHING if exact else budget(expected, same_precision, dtype, terms, arithmetic)
+    ulps_of = "float32" if exact else kept_dtype(stage, dtype).name
+    return measure(actual, expected, allowed, **about, ulps_of=ulps_of)
+
+
+def measure(
+    actual: np.ndarray,
+    expected: np.ndarray,
+    allowed: Mapping[str, float],
+    *,
+    case: str,
+    backend: str,
+    dtype: str,
+    stage: str,
+    ulps_of: str,
+) -> Comparison:
+    """How far an array is from another of its shape, and whether that is more than allowed in one of the norms.
+
+    Args:
+        actual, expected: at least one element.
+        allowed: by norm, `rms` and `max`.
+        case, backend, dtype, stage: what is compared.
+        ulps_of: name of the dtype whose units in the last place are counted.
+    """
     actual, expected = actual.astype(np.float64), expected.astype(np.float64)
     errors = np.abs(actual - expected)
     errors = np.where(np.isnan(errors), np.inf, errors)
-    allowed = {"rms": 0.0, "max": 0.0} if exact else budget(expected, same_precision, dtype, terms, arithmetic)
     measured = {"rms": float(np.sqrt(np.mean(errors**2))), "max": float(errors.max())}
     ratios = {norm: _ratio(measured[norm], allowed[norm]) for norm in measured}
     norm = max(ratios, key=ratios.__getitem__)
     worst = np.unravel_index(int(errors.argmax()), errors.shape)
     with np.errstate(over="ignore"):  # an error beside an expected 0 may be beyond counting
-        ulps = errors / _spacing(expected, "float32" if exact else dtype, stage)
+        ulps = errors / _spacing(expected, ulps_of)
     not_finite = np.count_nonzero(~np.isfinite(actual))
     reason = f"{not_finite} elements are NaN or infinite" if not_finite else ""
     return Comparison(
-        **about,
+        case=case,
+        backend=backend,
+        dtype=dtype,
+        stage=stage,
         status="passed" if ratios[norm] <= 1.0 else "failed",
         error=measured[norm],
         budget=allowed[norm],
@@ -163,13 +207,21 @@ def compare(
         max_abs=measured["max"],
         max_ulp=float(ulps.max()),
         pcc=_correlation(actual, expected),
-        worst_index=dict(zip(stage_axes(stage), map(int, worst), strict=True)),
+        worst_index=dict(zip(axis_names(stage, errors.ndim), map(int, worst), strict=True)),
         worst_values=(float(actual[worst]), float(expected[worst])),
         mismatched=int(np.count_nonzero(errors > allowed["max"])),
         size=actual.size,
         shape=actual.shape,
         reason=reason,
+        by_position=_by_position(errors, allowed["max"], stage),
     )
+
+
+def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
+    """The letters of a stage's axes; `axis0`, `axis1`, … of a stage that is not known here or has other axes."""
+    is_known = stage_kind(stage) in STAGES or "grad." in stage or stage.endswith(("weight", "bias"))
+    letters = stage_axes(stage) if is_known else ()
+    return letters if len(letters) == ndim else tuple(f"axis{axis}" for axis in range(ndim))
 
 
 def kept_dtype(stage: str, dtype: str) -> np.dtype:
@@ -186,12 +238,14 @@ def budget(
     dtype: str,
     terms: np.ndarray | None = None,
     arithmetic: str = "ieee",
+    same_dtype: str | None = None,
 ) -> dict[str, float]:
     """How far a stage may be from float64, by norm: some multiple of the same-precision reference's error, and a floor.
 
-    The floor is one unit of rounding of the stage's scale, for a reference that happens to be exact.
+    The floor is one unit of rounding of the stage's scale, for a reference that happens to be exact. `same_dtype` is
+    what the same-precision reference was computed in; what `SAME_PRECISION` names when absent.
     """
-    shrink = unit_of_rounding(dtype) / unit_of_rounding(SAME_PRECISION[dtype])
+    shrink = unit_of_rounding(dtype) / unit_of_rounding(same_dtype or SAME_PRECISION[dtype])
     errors = np.abs(same_precision.astype(np.float64) - expected)
     terms = expected if terms is None else terms
     scale = {"rms": float(np.sqrt(np.mean(terms**2))), "max": float(np.abs(terms).max())}
@@ -258,10 +312,20 @@ def _ratio(error: float, allowed: float) -> float:
     return error / allowed if allowed > 0.0 and math.isfinite(allowed) else math.inf
 
 
-def _spacing(expected: np.ndarray, dtype: str, stage: str) -> np.ndarray:
-    """Distance between neighbouring numbers of the stage's dtype at the expected values; scores are kept in float32."""
-    if stage_kind(stage) == "scores" and dtype != "float64":
-        dtype = "float32"
+def _by_position(errors: np.ndarray, allowed: float, stage: str) -> tuple[float, ...]:
+    """The largest error at each token, or in each run of neighbouring tokens, as a share of what is allowed."""
+    axes = axis_names(stage, errors.ndim)
+    along = next((axes.index(letter) for letter in "TS" if letter in axes), None)
+    if along is None:
+        return ()
+    largest = np.moveaxis(errors, along, 0).reshape(errors.shape[along], -1).max(axis=1)
+    if largest.size > POSITIONS:
+        largest = np.maximum.reduceat(largest, np.arange(POSITIONS) * largest.size // POSITIONS)
+    return tuple(_ratio(float(error), allowed) for error in largest)
+
+
+def _spacing(expected: np.ndarray, dtype: str) -> np.ndarray:
+    """Distance between neighbouring numbers of a dtype at the expected values."""
     info = ml_dtypes.finfo(dtype_named(dtype))
     exponents = np.floor(np.log2(np.maximum(np.abs(expected), float(info.smallest_normal))))
     return np.exp2(exponents) * float(info.eps)

@@ -20,8 +20,13 @@ Step = Callable[[Values], dict[str, np.ndarray]]
 """Computes one or more stages from the stages before them, all by name."""
 
 
+MANTISSA = {"ieee": 23, "tensix": 10, "tf32": 10, "bfloat16": 7, "lofi": 4}
+"""How many explicit bits of a float32 mantissa enter a matrix product, by kind of hardware and its settings."""
+
 ARITHMETICS = ("ieee", "tensix")
-"""How hardware computes: as IEEE 754 says, or as Tenstorrent's matrix engine does, where float32 enters as TF32."""
+"""How the hardware of a backend computes: as IEEE 754 says, or as Tenstorrent's matrix engine does, where float32
+enters as TF32, also in the softmax. The others of `MANTISSA` are products that somebody let lose more than they should.
+"""
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,8 @@ class Arithmetic:
     kind: str = "ieee"
 
     def __post_init__(self) -> None:
-        if self.kind not in ARITHMETICS:
-            raise ValueError(f"arithmetic must be one of {list(ARITHMETICS)}, got arithmetic={self.kind!r}")
+        if self.kind not in MANTISSA:
+            raise ValueError(f"arithmetic must be one of {list(MANTISSA)}, got arithmetic={self.kind!r}")
 
     @property
     def wide(self) -> np.dtype:
@@ -49,13 +54,9 @@ class Arithmetic:
         return x.astype(self.dtype)
 
     def enter(self, x: np.ndarray) -> np.ndarray:
-        """x, wide, as it enters the matrix engine: whole, or as TF32 with 10 explicit mantissa bits, the rest cut off.
-
-        bfloat16 has 7 and float16 10, so that only float32 loses any.
-        """
-        if self.kind == "ieee":
-            return x
-        return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+        """x, wide, as it enters a matrix product: whole, or with some of its mantissa bits, the rest cut off."""
+        lost = 23 - MANTISSA[self.kind]
+        return (x.astype(np.float32).view(np.uint32) >> lost << lost).view(np.float32) if lost else x
 
     def matmul(self, a: np.ndarray, b: np.ndarray, start: np.ndarray | float = 0.0) -> np.ndarray:
         """The product of wide matrices, (…, m, k) and (…, k, n), added to `start` one term after the other.
@@ -82,10 +83,7 @@ def steps(problem: Problem, dtype: str, arithmetic: str = "ieee") -> list[Step]:
     Each takes the values of the stages before it by name, so that it can run on its own implementation's values
     (accumulated) or on somebody else's (local).
     """
-    layer = _Layer(problem, Arithmetic(dtype_named(dtype), arithmetic))
-    if not problem.case.is_cached:
-        return [layer.mask, layer.qkv, layer.scores, layer.attn_weights, layer.context, layer.output, layer.whole]
-    return [in_step(index, step) for index in range(len(problem.case.chunks)) for step in layer.cached_steps(index)]
+    return Layer(problem, Arithmetic(dtype_named(dtype), arithmetic)).steps()
 
 
 def gradients(problem: Problem, dtype: str, *, fused: bool = False) -> dict[str, np.ndarray]:
@@ -98,7 +96,7 @@ def gradients(problem: Problem, dtype: str, *, fused: bool = False) -> dict[str,
             exp), as fused kernels do because they never store them. In float64 that is the same. In float32 the two
             roundings of a score no longer cancel: where logits reach 70 000 a weight of 1 becomes 1 +- 0.02.
     """
-    return _Layer(problem, Arithmetic(dtype_named(dtype))).backward(fused=fused)
+    return Layer(problem, Arithmetic(dtype_named(dtype))).backward(fused=fused)
 
 
 def gradient_magnitudes(problem: Problem) -> dict[str, np.ndarray]:
@@ -107,13 +105,22 @@ def gradient_magnitudes(problem: Problem) -> dict[str, np.ndarray]:
     Rounding is relative to these, not to the gradients: the gradient of a key's bias, for one, is 0 whatever the input,
     because its terms cancel, and what an implementation gives in its place is the rounding of those terms.
     """
-    return _Layer(problem, Arithmetic(np.dtype(np.float64))).backward(fused=False, magnitude=True)
+    return Layer(problem, Arithmetic(np.dtype(np.float64))).backward(fused=False, magnitude=True)
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
+    """The layer of a problem, computed in some arithmetic; each hypothesis of `parity.hypotheses` overrides a part."""
+
     problem: Problem
     arithmetic: Arithmetic
+
+    def steps(self) -> list[Step]:
+        """The stages as functions: see `steps`."""
+        case = self.problem.case
+        if not case.is_cached:
+            return [self.mask, self.qkv, self.scores, self.attn_weights, self.context, self.output, self.whole]
+        return [in_step(index, step) for index in range(len(case.chunks)) for step in self.cached_steps(index)]
 
     # ---- One stage each ----------------------------------------------------------------------------------------------
 
@@ -122,14 +129,14 @@ class _Layer:
         t, s = np.arange(case.seq_len)[:, None], np.arange(case.key_len)[None, :]
         masked = np.zeros((case.batch, case.spec.num_heads, case.seq_len, case.key_len), bool)
         if case.is_causal:
-            masked |= s > t
+            masked |= self.is_later(t, s)
         if case.window_size is not None:
-            masked |= (s > t) | (s <= t - case.window_size)
+            masked |= self.is_later(t, s) | self.is_before_window(t, s, case.window_size)
         if case.key_padding_lengths is not None:
-            masked |= s >= np.array(case.key_padding_lengths)[:, None, None, None]
+            masked |= self.is_padding(s, np.array(case.key_padding_lengths)[:, None, None, None])
         if case.random_mask:
             masked |= self.problem.inputs["mask"]
-        return {"mask": masked}
+        return {"mask": self.hidden(masked)}
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
         query = self.problem.inputs["query"]
@@ -138,15 +145,13 @@ class _Layer:
 
     def scores(self, values: Values) -> dict[str, np.ndarray]:
         q, k = self.arithmetic.widen(values["q"]), self.per_query_head(self.arithmetic.widen(values["k"]))
-        scores = self.arithmetic.matmul(q, k.swapaxes(2, 3)) / self.arithmetic.wide.type(
-            np.sqrt(self.problem.spec.head_dim)
-        )
-        if "bias" in self.problem.inputs:
-            scores = scores + self.arithmetic.widen(self.problem.inputs["bias"])
-        return {"scores": scores}
+        scores = self.arithmetic.matmul(q, k.swapaxes(2, 3)) / self.arithmetic.wide.type(self.scale())
+        bias = self.score_bias()
+        return {"scores": scores if bias is None else scores + self.arithmetic.widen(bias)}
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
-        enter = self.arithmetic.enter  # ttnn's softmax takes scores and exponentials through the matrix engine
+        # ttnn's softmax takes scores and exponentials through the matrix engine.
+        enter = self.arithmetic.enter if self.arithmetic.kind == "tensix" else lambda x: x
         scores, mask = enter(values["scores"].astype(self.arithmetic.wide)), values["mask"]
         shown = np.where(mask, -np.inf, scores)
         highest = shown.max(axis=-1, keepdims=True, initial=-np.inf)
@@ -159,9 +164,7 @@ class _Layer:
         return {"context": self.arithmetic.keep(self.arithmetic.matmul(attn_weights, self.per_query_head(v)))}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
-        context = values["context"]
-        batch, _, seq_len, _ = context.shape
-        combined = context.swapaxes(1, 2).reshape(batch, seq_len, -1)
+        combined = self.combine_heads(values["context"])
         return {"output": self.linear("out_proj", combined) if self.problem.spec.out_proj else combined}
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
@@ -186,9 +189,9 @@ class _Layer:
         positions = before[:, None] + np.arange(case.chunks[index])
 
         def mask(_: Values) -> dict[str, np.ndarray]:
-            masked = np.arange(case.capacity) > positions[:, None, :, None]
+            masked = self.is_later(positions[:, None, :, None], np.arange(case.capacity))
             shape = (case.batch, case.spec.num_heads, case.chunks[index], case.capacity)
-            return {"mask": np.broadcast_to(masked, shape)}
+            return {"mask": self.hidden(np.broadcast_to(masked, shape))}
 
         def qkv(_: Values) -> dict[str, np.ndarray]:
             return self.project(x, x, positions)
@@ -228,31 +231,71 @@ class _Layer:
 
     # ---- Parts -------------------------------------------------------------------------------------------------------
 
+    def is_later(self, t: np.ndarray, s: np.ndarray) -> np.ndarray:
+        """Whether a key at position s lies after a query at position t."""
+        return s > t
+
+    def is_before_window(self, t: np.ndarray, s: np.ndarray, size: int) -> np.ndarray:
+        return s <= t - size
+
+    def is_padding(self, s: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        return s >= lengths
+
+    def hidden(self, masked: np.ndarray) -> np.ndarray:
+        """The mask as it is used: True where a key is hidden."""
+        return masked
+
+    def score_bias(self) -> np.ndarray | None:
+        """What is added to the scores, or None."""
+        return self.problem.inputs.get("bias")
+
+    def scale(self) -> float:
+        """What products of queries and keys are divided by."""
+        return np.sqrt(self.problem.spec.head_dim)
+
+    def has_bias(self, name: str) -> bool:
+        """Whether a projection has one."""
+        return f"{name}.bias" in self.problem.weights
+
+    def parameter(self, name: str) -> np.ndarray:
+        """A weight by its canonical name."""
+        return self.problem.weights[name]
+
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        weights, widen = self.problem.weights, self.arithmetic.widen
-        bias = widen(weights[f"{name}.bias"]) if f"{name}.bias" in weights else 0.0
-        return self.arithmetic.keep(self.arithmetic.matmul(widen(x), widen(weights[f"{name}.weight"]).T, bias))
+        widen = self.arithmetic.widen
+        bias = widen(self.parameter(f"{name}.bias")) if self.has_bias(name) else 0.0
+        return self.arithmetic.keep(self.arithmetic.matmul(widen(x), widen(self.parameter(f"{name}.weight")).T, bias))
 
     def project(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> dict[str, np.ndarray]:
-        projected = {"q": self.linear("q_proj", query), "k": self.linear("k_proj", key)}
-        projected["v"] = self.linear("v_proj", key)
-        for name, x in projected.items():
-            batch, seq_len, width = x.shape
-            head_dim = self.problem.spec.head_dim
-            x = x.reshape(batch, seq_len, width // head_dim, head_dim).swapaxes(1, 2)
-            if self.problem.spec.rope_theta is not None and name != "v":
-                x = self.rotate(x, positions)
-            projected[name] = x
-        return projected
+        projected = {name: self.linear(f"{name}_proj", query if name == "q" else key) for name in "qkv"}
+        return {name: self.turned(name, self.split_heads(x), positions) for name, x in projected.items()}
+
+    def split_heads(self, x: np.ndarray) -> np.ndarray:
+        """(B, T, N * H) as (B, N, T, H)."""
+        batch, seq_len, width = x.shape
+        head_dim = self.problem.spec.head_dim
+        return x.reshape(batch, seq_len, width // head_dim, head_dim).swapaxes(1, 2)
+
+    def combine_heads(self, x: np.ndarray) -> np.ndarray:
+        """(B, N, T, H) as (B, T, N * H)."""
+        return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
+
+    def turned(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """q or k, turned by its positions if there is RoPE; v as it is."""
+        return x if self.problem.spec.rope_theta is None or name == "v" else self.rotate(x, positions)
 
     def rotate(self, x: np.ndarray, positions: np.ndarray, direction: int = 1) -> np.ndarray:
         """Turn the pairs (i, i + H/2) of x by their positions; direction -1 turns them back."""
         half = self.problem.spec.head_dim // 2
-        frequencies = np.float64(self.problem.spec.rope_theta) ** (-np.arange(half) / half)
+        frequencies = np.float64(self.theta()) ** (-np.arange(half) / half)
         angles = positions[:, None, :, None].astype(self.arithmetic.wide) * frequencies.astype(self.arithmetic.wide)
         cos, sin = np.cos(angles), direction * np.sin(angles)
         first, second = self.arithmetic.widen(x[..., :half]), self.arithmetic.widen(x[..., half:])
         return self.arithmetic.keep(np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1))
+
+    def theta(self) -> float:
+        """The base of the RoPE frequencies."""
+        return self.problem.spec.rope_theta or 1.0
 
     def per_query_head(self, x: np.ndarray) -> np.ndarray:
         """Key/value heads (B, K, S, H), each repeated for its query heads: head n // (N // K) for head n."""

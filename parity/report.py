@@ -19,10 +19,12 @@ from rich.text import Text
 
 from parity.compare import Comparison, first_difference
 from parity.convert import Found
+from parity.diagnose import Diagnosis
 from parity.formats import TensorFile
 from parity.layouts import Layout
 from parity.layouts.layout import RULES
 from parity.run import Report
+from parity.selftest import Outcome
 from parity.spec import find_case, stage_kind
 from parity.weights import write_whole
 
@@ -93,6 +95,8 @@ def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: 
     for comparison in differences[:DETAILED_FAILURES]:
         out.print()
         out.print(Text(str(comparison), style="red"))
+        if diagnosis := report.diagnoses.get((comparison.case, comparison.dtype, comparison.backend)):
+            print_diagnosis(diagnosis, out)
         print_reproduction(comparison, out)
     if len(differences) > DETAILED_FAILURES:
         out.print(f"\n… and {len(differences) - DETAILED_FAILURES} more; --json holds them all")
@@ -101,12 +105,12 @@ def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: 
     if not quiet:
         for warning in report.warnings:
             out.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
-        for reason in _skipped(report):
+        for reason in skipped_reasons(report):
             out.print(Text(f"skipped: {reason}", style="yellow"), soft_wrap=True)
     out.print(summary_line(report), soft_wrap=True)
 
 
-def _skipped(report: Report) -> list[str]:
+def skipped_reasons(report: Report) -> list[str]:
     """Each reason for which something was skipped, once."""
     reasons = Counter((skipped.backend, skipped.dtype, skipped.reason) for skipped in report.skipped_cases)
     return [
@@ -115,18 +119,32 @@ def _skipped(report: Report) -> list[str]:
     ]
 
 
+def print_diagnosis(diagnosis: Diagnosis, out: Console) -> None:
+    """Print what is wrong, as far as it was found."""
+    style = {"none": "bold green", "structure": "bold", "precision": "bold"}.get(diagnosis.kind, "")
+    out.print(Text(str(diagnosis), style=style), soft_wrap=True)
+
+
 def print_reproduction(comparison: Comparison, out: Console) -> None:
     """Print the command that runs a comparison's case again, if its name is enough."""
+    if command := reproduction(comparison):
+        out.print(f"  again       {command}", soft_wrap=True)
+
+
+def reproduction(comparison: Comparison) -> str:
+    """The command that runs a comparison's case again; empty if its name is not enough."""
     if find_case(comparison.case) is None:
-        return
+        return ""
     backend = comparison.backend.split(" ")[0]
     command = f"mha-parity run --backends {backend} --cases {comparison.case} --dtypes {comparison.dtype}"
-    out.print(f"  again       {command}{' --grad' if 'grad.' in comparison.stage else ''}", soft_wrap=True)
+    return f"{command}{' --grad' if 'grad.' in comparison.stage else ''}"
 
 
 def summary_line(report: Report) -> Text:
     """One line: how many stages agree, how many do not, and what did not run."""
     summary, groups = report.summary, report.groups()
+    if not groups:
+        return Text("nothing was compared", style="bold yellow")
     backends = sorted({backend for _, _, backend in groups})
     count = len({case for case, _, _ in groups})
     one = len(backends) == 1
@@ -136,8 +154,10 @@ def summary_line(report: Report) -> Text:
     skipped = " and ".join(_counted(number, what) for what, number in numbers.items() if number)
     counts += f", {skipped} skipped" if skipped else ""
     names = " and ".join(filter(None, (", ".join(backends[:-1]), backends[-1])))
+    against = {comparison.against for comparison in report.comparisons}
+    expected = "the float64 reference" if against == {"the reference"} else "what was expected"
     return Text(
-        f"{names} {verdict} with the float64 reference: {_counted(count, 'case')}, {counts}",
+        f"{names} {verdict} with {expected}: {_counted(count, 'case')}, {counts}",
         style="bold red" if summary["failed"] else "bold green",
     )
 
@@ -186,8 +206,8 @@ def _verdict(comparisons: list[Comparison] | None) -> Text:
         return Text("—" if comparisons is None else "skipped", style="dim")
     difference = first_difference(comparisons)
     if difference is not None:
-        return Text(f"FAIL {_short(_worse_ratio(difference))} {difference.stage}", style="bold red")
-    worst = max(comparisons, key=_worse_ratio)
+        return Text(f"FAIL {_short(difference.worse_ratio)} {difference.stage}", style="bold red")
+    worst = max(comparisons, key=lambda comparison: comparison.worse_ratio)
     return Text(f"ok {_short(worst.ratio)} {worst.stage}", style="green")
 
 
@@ -210,10 +230,11 @@ def _stage_table(report: Report, out: Console) -> Table:
         for backend in backends:
             of_backend = [comparison for comparison in comparisons if comparison.backend == backend]
             style = "" if all(comparison.passed for comparison in of_backend) else "bold red"
-            row.append(Text(_short(max(map(_worse_ratio, of_backend))), style=style) if of_backend else "—")
+            ratios = [comparison.worse_ratio for comparison in of_backend]
+            row.append(Text(_short(max(ratios)), style=style) if ratios else "—")
             row.append(f"{max(comparison.max_abs for comparison in of_backend):.1e}" if of_backend else "—")
-        worst = max(comparisons, key=_worse_ratio)
-        place = f"{worst.case} ({worst.backend})" if _worse_ratio(worst) else ""
+        worst = max(comparisons, key=lambda comparison: comparison.worse_ratio)
+        place = f"{worst.case} ({worst.backend})" if worst.worse_ratio else ""
         table.add_row(*row, *([place] if room_for_cases else []))
     return table
 
@@ -235,10 +256,6 @@ def _comparison_table(report: Report, out: Console) -> Table:
             comparison.case, comparison.stage, comparison.dtype, comparison.backend, *numbers, *sizes, style=style
         )
     return table
-
-
-def _worse_ratio(comparison: Comparison) -> float:
-    return max(comparison.ratio, comparison.local_ratio or 0.0)
 
 
 def _short(ratio: float) -> str:
@@ -294,8 +311,10 @@ def print_inspection(path: str, file: TensorFile, found: list[Found], out: Conso
         out.print(table)
 
 
-def print_verdict(comparisons: list[Comparison], same_bits: bool, files: list[str], out: Console) -> None:
-    """Print whether two files hold the same attention, stage by stage."""
+def print_verdict(
+    comparisons: list[Comparison], diagnosis: Diagnosis, same_bits: bool, files: list[str], out: Console
+) -> None:
+    """Print whether two files hold the same attention, stage by stage, and if they do not, what explains it."""
     table = begin_table(out, "Error of the second file, as a share of what rounding explains")
     for column in ("stage", "share", "max abs"):
         table.add_column(column, justify="left" if column == "stage" else "right")
@@ -306,9 +325,65 @@ def print_verdict(comparisons: list[Comparison], same_bits: bool, files: list[st
     wrong = first_difference(comparisons)
     if wrong is not None:
         out.print(Text(str(wrong), style="red"))
+        print_diagnosis(diagnosis, out)
         out.print(Text(f"{files[0]} and {files[1]} do NOT hold the same attention", style="bold red"), soft_wrap=True)
         return
     how = "the same, bit for bit" if same_bits else f"the same up to rounding in {comparisons[0].dtype}"
     out.print(
         Text(f"{files[0]} and {files[1]} hold the same attention: weights {how}", style="bold green"), soft_wrap=True
     )
+
+
+# ---- Diagnosis -------------------------------------------------------------------------------------------------------
+
+
+def print_divergence(sides: list[list[Comparison]], distances: dict[str, float], out: Console) -> None:
+    """Print, stage by stage, how far two traces are from the reference and from each other, and where they part.
+
+    Args:
+        sides: the comparisons of each with the reference.
+        distances: by stage, the largest difference between the two.
+        out: where to.
+    """
+    names = [side[0].backend for side in sides]
+    table = begin_table(out, "Error / budget of each against the reference, and their difference")
+    table.add_column("stage", no_wrap=True)
+    for column in (*names, "difference"):
+        table.add_column(column, justify="right")
+    for one, other in zip(*sides, strict=True):
+        style = "" if one.passed and other.passed else "red"
+        ratios = (_short(one.worse_ratio), _short(other.worse_ratio))
+        table.add_row(one.stage, *ratios, f"{distances[one.stage]:.1e}", style=style)
+    out.print(table)
+    for side in sides:
+        wrong = first_difference(side)
+        words = "is right" if wrong is None else f"goes wrong at {wrong.stage}"
+        out.print(Text(f"{side[0].backend} {words}", style="green" if wrong is None else "red"), soft_wrap=True)
+
+
+def print_selftest(outcomes: list[Outcome], out: Console) -> None:
+    """Print what became of the mistakes that were planted: a row for each kind, what was not as it should be, a sum."""
+    table = begin_table(out, "Planted mistakes: seen at their stage, and named by the diagnosis")
+    for column in ("mistake", "stage", "planted", "seen", "named"):
+        table.add_column(column, justify="right" if column in ("planted", "seen", "named") else "left", no_wrap=True)
+    kinds: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        kinds.setdefault(outcome.hypothesis or "(none)", []).append(outcome)
+    for kind, of_kind in kinds.items():
+        seen, named = (sum(getattr(outcome, what) for outcome in of_kind) for what in ("is_caught", "is_named"))
+        style = "" if seen == named == len(of_kind) else "red"
+        stages = ", ".join(dict.fromkeys(outcome.stage for outcome in of_kind if outcome.stage)) or "—"
+        table.add_row(kind, stages, str(len(of_kind)), str(seen), str(named), style=style)
+    out.print(table)
+    for outcome in outcomes:
+        where = f"{outcome.hypothesis or 'nothing'} in {outcome.case} on {outcome.backend}"
+        if not outcome.is_caught:
+            out.print(
+                Text(f"NOT SEEN: {where}: {outcome.stage or 'all stages passed'}", style="bold red"), soft_wrap=True
+            )
+        elif not outcome.is_named:
+            named = ", ".join(outcome.named) or "nothing"
+            out.print(Text(f"not named: {where}: the diagnosis says {named}", style="yellow"), soft_wrap=True)
+    seen, named = (sum(getattr(outcome, what) for outcome in outcomes) for what in ("is_caught", "is_named"))
+    style = "bold green" if seen == len(outcomes) else "bold red"
+    out.print(Text(f"{len(outcomes)} planted, {seen} seen at their stage, {named} named", style=style))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from parity.problem import Problem, make_problem
 from parity.reference import Step
 from parity.spec import CASES, DTYPES, Case, find_case
 from parity.weights import FORMAT, Weights, load_tensors, save_tensors
+
+if TYPE_CHECKING:
+    from parity.diagnose import Diagnosis
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,10 @@ class Reference:
         return values
 
 
+OnJudged = Callable[[Trace, Reference, list[Comparison]], None]
+"""Called with each trace that was judged, its reference and the comparisons, while the arrays are still there."""
+
+
 def run_steps(steps: Iterable[Step], given: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
     """The values of all stages: each step from the values before it, or all from the values given."""
     values: dict[str, np.ndarray] = {}
@@ -123,8 +130,13 @@ def run_steps(steps: Iterable[Step], given: Mapping[str, np.ndarray] | None = No
     return values
 
 
-def record(backend: str, reference: Reference) -> Trace:
+def record(backend: str, reference: Reference, given: Problem | None = None) -> Trace:
     """Run a problem on a backend, every stage twice: on its own values, and on the reference's.
+
+    Args:
+        backend: its name.
+        reference: of the problem.
+        given: what the backend is given, if it is not the reference's problem: one with a mistake in it.
 
     Raises:
         ModuleNotFoundError: if the backend needs a package that is not installed.
@@ -133,10 +145,10 @@ def record(backend: str, reference: Reference) -> Trace:
     module = load_backend(backend)
     with_gradients = reference.with_gradients and module.HAS_GRADIENTS
     with module.lock(problem.dtype) as numerics:
-        steps = module.steps(problem)
+        steps = module.steps(given or problem)
         accumulated = run_steps(steps)
         if with_gradients:
-            accumulated |= module.gradients(problem)
+            accumulated |= module.gradients(given or problem)
         local = run_steps(steps, reference.given)
     where = {"backends": {backend: {"numerics": numerics}}}
     return Trace(problem, backend, accumulated, local, where, with_gradients)
@@ -198,6 +210,7 @@ class Report:
         environment: where the run was made.
         warnings: what makes results less comparable than they look.
         skipped_cases: what a backend that did run cannot.
+        diagnoses: what is wrong with those of the first cases that failed, by case, dtype and backend.
     """
 
     comparisons: list[Comparison]
@@ -205,6 +218,7 @@ class Report:
     environment: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
     skipped_cases: list[SkippedCase] = field(default_factory=list)
+    diagnoses: dict[tuple[str, str, str], Diagnosis] = field(default_factory=dict)
 
     @property
     def failed(self) -> list[Comparison]:
@@ -229,6 +243,10 @@ class Report:
         found = (first_difference(group) for group in self.groups().values())
         return [comparison for comparison in found if comparison is not None]
 
+    def settings(self) -> dict[str, str]:
+        """The environment as one list: `packages.numpy`, `backends.torch.numerics.threads` and so on, as text."""
+        return flattened(self.environment)
+
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON takes it."""
         skipped = [
@@ -242,6 +260,10 @@ class Report:
             "warnings": self.warnings,
             "summary": self.summary,
             "results": [*(comparison.to_dict() for comparison in self.comparisons), *skipped],
+            "diagnoses": [
+                {"case": case, "dtype": dtype, "backend": backend, **diagnosis.to_dict()}
+                for (case, dtype, backend), diagnosis in self.diagnoses.items()
+            ],
         }
 
 
@@ -255,6 +277,7 @@ def run_cases(
     traces: str | os.PathLike[str] | None = None,
     join: Sequence[str | os.PathLike[str]] = (),
     on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
+    on_judged: OnJudged = lambda trace, reference, comparisons: None,
 ) -> Report:
     """Run cases on backends and judge every stage against the float64 reference.
 
@@ -267,6 +290,7 @@ def run_cases(
         traces: folder to save the traces in.
         join: folders of traces made elsewhere; those of the same cases and dtypes are judged, too.
         on_case: called before each case, with its name, the dtype and the backend.
+        on_judged: called with each trace that was judged, its reference and the comparisons.
 
     Returns:
         The report. A backend that raises an error in a case fails that case.
@@ -311,12 +335,12 @@ def run_cases(
                 if (trace.problem.case, trace.problem.dtype) == (case, dtype):
                     yield trace, expected
 
-    comparisons, skipped_cases, warnings = _judge_all(recorded(), joined)
+    report = _judge_all(recorded(), joined, on_judged)
     if with_gradients and (cached := [case.name for case in cases if case.is_cached]):
-        warnings.append(f"gradients are not compared with a cache: {', '.join(cached)}")
+        report.warnings.append(f"gradients are not compared with a cache: {', '.join(cached)}")
     if joined:
         where["joined"] = {trace.folder: trace.environment for trace in joined}
-    return Report(comparisons, skipped, where, warnings, skipped_cases)
+    return replace(report, skipped=skipped, environment=where)
 
 
 def _attempt(backend: str, reference: Reference) -> Trace:
@@ -330,21 +354,26 @@ def _attempt(backend: str, reference: Reference) -> Trace:
         return replace(nothing, error=f"{type(error).__name__}: {error}")
 
 
-def _judge_all(
-    traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace]
-) -> tuple[list[Comparison], list[SkippedCase], list[str]]:
-    """Judge traces, each by its reference, and say what makes them less comparable than they look.
+DIAGNOSED = 5  # cases: what is wrong with the first is mostly wrong with all
+
+
+def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace], on_judged: OnJudged) -> Report:
+    """Judge traces, each by its reference, say what makes them less comparable than they look, and what is wrong.
 
     Args:
         traces: what to judge.
         joined: all traces that were read, whether or not they are judged: their backends must lack none.
+        on_judged: called with each trace that was judged, its reference and the comparisons.
 
     Returns:
-        Comparisons, skipped cases and warnings.
+        A report that does not know where it was made yet.
 
     Raises:
         ValueError: if there is nothing but skipped cases.
     """
+    from parity.diagnose import diagnose_trace
+
+    diagnoses: dict[tuple[str, str, str], Diagnosis] = {}
     comparisons: list[Comparison] = []
     skipped: list[SkippedCase] = []
     had: dict[str, set[tuple[str, str]]] = {trace.backend: set() for trace in joined}
@@ -358,7 +387,14 @@ def _judge_all(
         if trace.skipped:
             skipped.append(SkippedCase(case, dtype, trace.backend, trace.skipped))
             continue
-        comparisons.extend(judge(trace, expected))
+        judged = judge(trace, expected)
+        comparisons.extend(judged)
+        on_judged(trace, expected, judged)
+        is_wrong = any(not comparison.passed for comparison in judged)
+        if is_wrong and trace.accumulated and len(diagnoses) < DIAGNOSED:
+            diagnosis = diagnose_trace(trace)
+            if diagnosis.kind != "none":  # a gradient alone is wrong, which no mistake known here explains
+                diagnoses[case, dtype, trace.backend] = diagnosis
         if (values := trace.numerics.get("values", "device")) != "device":
             without_hardware[trace.backend] = _printable(str(values))
         if expected.with_gradients and not (trace.with_gradients or trace.error):
@@ -377,7 +413,20 @@ def _judge_all(
     for backend, values in without_hardware.items():
         warnings.append(f"{backend} ran without its hardware: its values are those of {values}")
     warnings.extend(f"{backend} has no gradients: its other stages are compared" for backend in without_gradients)
-    return comparisons, skipped, warnings
+    return Report(comparisons, {}, {}, warnings, skipped, diagnoses)
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "", depth: int = 6) -> dict[str, str]:
+    """Nested settings under joined names, as text. Those of a trace come from a file, and may be anything."""
+    flat: dict[str, str] = {}
+    for name, value in values.items():
+        path = f"{prefix}{_printable(str(name))}"
+        if isinstance(value, Mapping) and value and depth:
+            flat |= flattened(value, f"{path}.", depth - 1)
+        else:
+            text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            flat[path] = _printable(text)
+    return flat
 
 
 def _listed(names: Iterable[str], most: int = 8) -> str:
@@ -463,11 +512,16 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     return trace
 
 
-def compare_traces(folders: Iterable[str | os.PathLike[str]]) -> Report:
+def compare_traces(
+    folders: Iterable[str | os.PathLike[str]],
+    *,
+    on_judged: OnJudged = lambda trace, reference, comparisons: None,
+) -> Report:
     """Judge saved traces, from any number of machines and environments, against the reference made here.
 
     Args:
         folders: folders of traces, or single trace files.
+        on_judged: called with each trace that was judged, its reference and the comparisons.
 
     Raises:
         OSError: if a file cannot be read.
@@ -485,8 +539,8 @@ def compare_traces(folders: Iterable[str | os.PathLike[str]]) -> Report:
             for trace in of_case:
                 yield trace, expected
 
-    comparisons, skipped_cases, warnings = _judge_all(read(), traces)
-    return Report(comparisons, {}, {trace.folder: trace.environment for trace in traces}, warnings, skipped_cases)
+    report = _judge_all(read(), traces, on_judged)
+    return replace(report, environment={trace.folder: trace.environment for trace in traces})
 
 
 def _load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] = ()) -> list[Trace]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from parity import reference
 from parity.compare import Comparison, compare, kept_dtype
-from parity.problem import make_problem
+from parity.problem import Problem, make_problem
 from parity.run import run_steps
 from parity.spec import AttentionSpec, Case
 from parity.weights import Weights, is_floating
@@ -27,23 +27,14 @@ def verify(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: At
     Raises:
         ValueError: if the layers differ in more than their weights.
     """
-    spec, other_spec = (replace(each, fused_qkv=False, dropout=0.0, output_dropout=0.0) for each in (spec, other_spec))
-    if spec != other_spec:
-        told, differ = spec.keywords, other_spec.keywords
-        words = ", ".join(f"{name}={told[name]} and {differ[name]}" for name in told if told[name] != differ[name])
-        raise ValueError(f"the layers must be of one specification to be compared, got {words}")
-    is_cross = spec.d_kv != spec.d_in
-    key_len = 23 if is_cross else None
-    case = Case("verify", spec, "probe inputs", seq_len=19, seq_len_k=key_len, is_causal=not is_cross)
-    dtype = _narrower(weights, other)
-    mine, theirs = make_problem(case, dtype, weights), make_problem(case, dtype, other)
+    mine, actual = probe(weights, spec, other, other_spec)
+    dtype = mine.dtype
     expected = run_steps(reference.steps(mine, "float64"))
-    actual = run_steps(reference.steps(theirs, "float64"))
     with np.errstate(over="ignore", invalid="ignore"):
         same_precision = run_steps(reference.steps(mine, dtype if dtype != "float64" else "float32"))
     return [
         compare(
-            actual[stage].astype(kept_dtype(stage, dtype)),
+            actual[stage],
             expected[stage].astype(kept_dtype(stage, dtype)).astype(np.float64),  # so that equal weights differ by 0
             same_precision[stage],
             case="verify",
@@ -53,6 +44,31 @@ def verify(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: At
         )
         for stage in ("q", "k", "v", "scores", "attn_weights", "context", "output")
     ]
+
+
+def probe(
+    weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec
+) -> tuple[Problem, dict[str, np.ndarray]]:
+    """Probe inputs for two layers that should be the same: the problem of the first, and the second's stages.
+
+    Raises:
+        ValueError: if the layers differ in more than their weights.
+    """
+    spec, other_spec = (replace(each, fused_qkv=False, dropout=0.0, output_dropout=0.0) for each in (spec, other_spec))
+    if spec != other_spec:
+        told, differ = spec.keywords, other_spec.keywords
+        words = ", ".join(f"{name}={told[name]} and {differ[name]}" for name in told if told[name] != differ[name])
+        raise ValueError(f"the layers must be of one specification to be compared, got {words}")
+    case, dtype = probe_case("verify", spec), _narrower(weights, other)
+    values = run_steps(reference.steps(make_problem(case, dtype, other), "float64"))
+    return make_problem(case, dtype, weights), {name: x.astype(kept_dtype(name, dtype)) for name, x in values.items()}
+
+
+def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None) -> Case:
+    """A few tokens for a layer: causal self-attention, or cross-attention where keys have another width."""
+    is_cross = spec.d_kv != spec.d_in
+    causal = not is_cross if is_causal is None else is_causal
+    return Case(name, spec, "probe inputs", seq_len=19, seq_len_k=23 if is_cross else None, is_causal=causal)
 
 
 def same_bits(weights: Weights, other: Weights) -> bool:

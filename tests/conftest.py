@@ -19,6 +19,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 torch.set_num_threads(1)  # two workers share two cores
 
+pytest_plugins = ["pytester"]  # for tests/test_pytest_plugin.py
+
 collect_ignore = ["tt"]  # they run where JAX is not, and without this file: see the Makefile
 
 

@@ -1,0 +1,453 @@
+"""Why do two implementations differ? The reference is run again with named mistakes in it, until it differs no more.
+
+What was observed is taken stage by stage: each stage is computed again from the observed stages before it, so that two
+mistakes in different places are found one after the other. A stage that is not there (of an implementation that gives
+its output only) is computed with the mistakes found so far. A mistake explains a stage if what is left of the error is
+within the budget of `parity.compare`, that is, if nothing but rounding is left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from parity.backends import load_backend
+from parity.compare import FACTOR, SAME_PRECISION, budget
+from parity.hypotheses import PRECISIONS, Hypothesis, hypotheses_for, wrong_layer
+from parity.problem import Problem
+from parity.spec import EXACT_STAGES, STAGES, AttentionSpec, stage_kind
+from parity.verify import probe
+from parity.weights import Weights
+
+if TYPE_CHECKING:
+    from parity.run import Trace
+
+Mistakes = tuple[Hypothesis, ...]
+
+PARTS = {"": "", "module.": "in the module's plain path: ", "fused.": "in the fused path: "}
+"""The parts of a trace, which may each have mistakes of their own: the beginnings of their stages, and what to say."""
+
+MULTIPLIED = {"q", "k", "v", "scores", "context", "output"}
+"""The stages that are matrix products: all of them differ where products lose too much."""
+
+LEAST = 0.02
+"""The share of its budget that an arithmetic's loss takes at least: what is far smaller has another cause."""
+
+ALMOST = 3.0
+"""A ratio up to which an error that nothing explains is called rounding."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A mistake, or two at once, that explain a stage.
+
+    Attributes:
+        stage: the first that they explain.
+        hypotheses: their names.
+        about: what they are, in words.
+        fix: what to do.
+        docs: the pages of docs/bugs that tell more.
+        error_before: error of the stage without them (root mean square), from the observed stages before it.
+        error: with them.
+        ratio: what is left, over what is allowed; at most 1.
+        others: what explains it as well and cannot be told from it here, in words.
+    """
+
+    stage: str
+    hypotheses: tuple[str, ...]
+    about: str
+    fix: str
+    docs: tuple[str, ...]
+    error_before: float
+    error: float
+    ratio: float
+    others: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        falls = f"error falls from {self.error_before:.2g} to {self.error:.2g}"
+        same = f"error {self.error:.2g}, as much as that loses"
+        lines = [
+            f"{self.stage} matches the reference if {self.about} ({falls if self.error < self.error_before else same})",
+            *(f"  or if     {other}: they cannot be told apart here" for other in self.others),
+            f"  fix       {self.fix}",
+            f"  see       {', '.join(f'docs/bugs/{page}.md' for page in self.docs)}",
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong, as far as it was found.
+
+    Attributes:
+        kind: `none`, nothing differs; `rounding`, some errors are just beyond the budget; `precision`, all are small,
+            and what matrix products lose explains them; `structure`, mistakes do; `unknown`, they do not.
+        stage: the first that differs, or nothing.
+        error: of that stage (root mean square).
+        ratio: of that stage: error / budget.
+        explanations: the mistakes, in the order of the stages that they explain.
+        unexplained: the first stage that still differs, or nothing.
+        nearest: what lessens its error most, without explaining it: in words, with the error that is left.
+    """
+
+    kind: str
+    stage: str = ""
+    error: float = 0.0
+    ratio: float = 0.0
+    explanations: list[Explanation] = field(default_factory=list)
+    unexplained: str = ""
+    nearest: list[tuple[str, float]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them."""
+        finite = {
+            name: None if math.isinf(value) else value for name, value in (("error", self.error), ("ratio", self.ratio))
+        }
+        return {**asdict(self), **finite}
+
+    def __str__(self) -> str:
+        if self.kind == "none":
+            return "nothing differs by more than rounding"
+        lines = [str(explanation) for explanation in self.explanations]
+        if self.kind == "rounding":
+            lines.append(
+                f"{self.stage} is {self.ratio:.2g} times its budget and no mistake explains it: rounding, most likely"
+            )
+        elif self.unexplained:
+            lines.append(
+                f"{self.unexplained} {'still ' if lines else ''}differs, and no mistake known here explains it"
+            )
+            lines += [f"  nearest   {words} (error {error:.2g})" for words, error in self.nearest]
+        return "\n".join(lines)
+
+
+def diagnose(observed: Mapping[str, np.ndarray], problem: Problem, *, arithmetic: str = "ieee") -> Diagnosis:
+    """Find the mistakes that explain what an implementation gave.
+
+    Args:
+        observed: its stages by name, as `STAGES` has them; the output alone will do, but then two mistakes may be told
+            for one, or not at all.
+        problem: what it was given.
+        arithmetic: of its hardware, one of `reference.ARITHMETICS`.
+
+    Raises:
+        ValueError: if there is no stage of the problem among the names.
+    """
+    replay = _Replay(problem, observed, arithmetic)
+    if not replay.stages:
+        raise ValueError(f"observed must have stages of the problem, got {sorted(observed)}")
+    before = {stage: replay.verdict(stage, ()) for stage in replay.stages}
+    wrong = [stage for stage, verdict in before.items() if verdict.ratio > 1.0]
+    if not wrong:
+        return Diagnosis("none")
+    about = {"stage": wrong[0], "error": before[wrong[0]].error, "ratio": before[wrong[0]].ratio}
+    everywhere = {stage_kind(stage) for stage in wrong} >= {stage_kind(s) for s in replay.stages} & MULTIPLIED
+    if everywhere and len(wrong) > 1 and (explanation := _precision(replay, before, wrong)):
+        return Diagnosis("precision", **about, explanations=[explanation])
+    explanations: list[Explanation] = []
+    unexplained, nearest, of_stages = "", [], ()
+    for part, words in PARTS.items():
+        stages = [stage for stage in replay.stages if _part_of(stage) == part]
+        found: Mistakes = min((of_stages, ()), key=lambda mistakes: len(replay.wrong(stages, mistakes)))
+        path = _search(replay, stages, found)
+        for choice in path.choices:
+            explanations.append(_explanation(replay, found, choice, words))
+            found = (*found, *choice.mistakes)
+        of_stages = found if part == "" else of_stages
+        if path.unexplained and not explanations and (explanation := _precision(replay, before, wrong)):
+            return Diagnosis("precision", **about, explanations=[explanation])
+        if path.unexplained:
+            unexplained, nearest = path.unexplained, _nearest(replay, path.unexplained, found)
+            break
+    if unexplained and not explanations and max(before[stage].ratio for stage in wrong) <= ALMOST:
+        return Diagnosis("rounding", **about, unexplained=unexplained)
+    return Diagnosis(
+        "unknown" if unexplained else "structure",
+        **about,
+        explanations=explanations,
+        unexplained=unexplained,
+        nearest=nearest,
+    )
+
+
+def diagnose_trace(trace: Trace) -> Diagnosis:
+    """Find the mistakes in what a backend computed.
+
+    Raises:
+        ValueError: if it has no stages.
+    """
+    return diagnose(trace.accumulated, trace.problem, arithmetic=trace.arithmetic)
+
+
+def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec) -> Diagnosis:
+    """Find the mistakes in the second of two sets of weights that should hold the same attention.
+
+    Raises:
+        ValueError: if the layers differ in more than their weights.
+    """
+    problem, observed = probe(weights, spec, other, other_spec)
+    return diagnose(observed, problem)
+
+
+def observe(function: Callable[..., Any], problem: Problem, framework: str) -> dict[str, np.ndarray]:
+    """The stages that somebody's function gives for a problem.
+
+    Args:
+        function: called with the query (B, T, d_in) and, for cross-attention, the key (B, S, d_kv); it has its own
+            weights and masks. It gives the output, or (output, attention weights), or stages by name.
+        problem: what it is given.
+        framework: whose arrays it takes, `torch` or `jax`.
+
+    Raises:
+        ValueError: if it gives something else.
+    """
+    backend = load_backend(framework)
+    with backend.lock(problem.dtype):
+        arrays = [backend.from_numpy(problem.inputs[name]) for name in ("query", "key") if name in problem.inputs]
+        given = function(*arrays)
+        if isinstance(given, Mapping):
+            stages = dict(given)
+        else:
+            parts = given if isinstance(given, tuple) else (given,)
+            stages = {name: x for name, x in zip(("output", "attn_weights"), parts, strict=False) if x is not None}
+        found = {name: np.array(backend.to_numpy(x)) for name, x in stages.items()}
+    if unknown := sorted(found.keys() - STAGES.keys()):
+        raise ValueError(f"stages must be named as in STAGES, got {unknown}")
+    return found
+
+
+# ---- The reference again, from what was observed ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    error: float
+    ratio: float
+
+
+class _Replay:
+    """Stages of a problem, computed from the observed ones with mistakes in them."""
+
+    def __init__(self, problem: Problem, observed: Mapping[str, np.ndarray], arithmetic: str) -> None:
+        self.problem = problem
+        self.arithmetic = arithmetic
+        self.hypotheses = hypotheses_for(problem.case)
+        with np.errstate(all="ignore"):
+            names: list[list[str]] = []
+            values: dict[str, np.ndarray] = {}
+            for step in wrong_layer(problem, "float64", ()).steps():
+                found = step(values)
+                values |= found
+                names.append(list(found))
+        self.steps = names
+        self.step_of = {name: index for index, found in enumerate(names) for name in found}
+        self.shapes = {name: value.shape for name, value in values.items()}
+        self.observed = {
+            name: np.asarray(value) for name, value in observed.items() if name in values
+        }  # gradients are not explained
+        self.stages = [name for found in names for name in found if name in self.observed]
+        self._found: dict[tuple[Any, ...], dict[str, np.ndarray]] = {}
+        self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
+
+    @cached_property
+    def given(self) -> dict[str, np.ndarray]:
+        """The observed stages that others can be computed from."""
+        return {
+            name: value
+            for name, value in self.observed.items()
+            if value.shape == self.shapes[name] and np.isfinite(value.astype(np.float64)).all()
+        }
+
+    def computed(self, index: int, mistakes: Mistakes, dtype: str = "float64", kind: str = "") -> dict[str, np.ndarray]:
+        """What a step gives, with mistakes in it."""
+        key = (index, tuple(map(self.hypotheses.index, mistakes)), dtype, kind)
+        if key not in self._found:
+            steps = wrong_layer(self.problem, dtype, mistakes, kind or self.arithmetic).steps()
+            values = dict(self.given)
+            try:
+                with np.errstate(all="ignore"):
+                    for step, names in zip(steps[:index], self.steps, strict=False):
+                        if not all(name in self.given for name in names):
+                            values |= {name: x for name, x in step(values).items() if name not in self.given}
+                    self._found[key] = steps[index](values)
+            except ValueError:  # two mistakes that do not fit together
+                self._found[key] = {name: np.empty(0) for name in self.steps[index]}
+        return self._found[key]
+
+    def verdict(self, stage: str, mistakes: Mistakes, *, quick: bool = False, kind: str = "") -> _Verdict:
+        """How far a stage is from the one with mistakes in it, and how much of that is allowed.
+
+        Args:
+            stage: the stage.
+            mistakes: in what it is compared with.
+            quick: take the budget of the layer without mistakes.
+            kind: of the arithmetic that gives the budget.
+        """
+        index = self.step_of[stage]
+        expected, actual = self.computed(index, mistakes)[stage], self.observed[stage]
+        if actual.shape != expected.shape:
+            return _Verdict(math.inf, math.inf)
+        errors = np.abs(actual.astype(np.float64) - expected.astype(np.float64))
+        if stage_kind(stage) in EXACT_STAGES:
+            return _Verdict(float(errors.mean()), math.inf if errors.any() else 0.0)
+        allowed = self._allowed(stage, () if quick else mistakes, kind)
+        error = {"rms": float(np.sqrt(np.mean(errors**2))), "max": float(errors.max(initial=0.0))}
+        if not math.isfinite(error["rms"]):
+            return _Verdict(math.inf, math.inf)
+        ratios = [error[norm] / allowed[norm] if allowed[norm] > 0 else math.inf for norm in error if error[norm] > 0.0]
+        return _Verdict(error["rms"], max(ratios, default=0.0))
+
+    def wrong(self, stages: Iterable[str], mistakes: Mistakes) -> list[str]:
+        """Those of the stages that mistakes do not explain."""
+        return [stage for stage in stages if self.verdict(stage, mistakes).ratio > 1.0]
+
+    def _allowed(self, stage: str, mistakes: Mistakes, kind: str) -> dict[str, float]:
+        key = (stage, tuple(map(self.hypotheses.index, mistakes)), kind)
+        if key not in self._budgets:
+            index, dtype = self.step_of[stage], self.problem.dtype
+            expected = self.computed(index, mistakes)[stage].astype(np.float64)
+            same = self.computed(index, mistakes, SAME_PRECISION[dtype], kind)[stage]
+            with np.errstate(all="ignore"):
+                self._budgets[key] = budget(expected, same, dtype, arithmetic=self.arithmetic)
+        return self._budgets[key]
+
+
+# ---- The search ------------------------------------------------------------------------------------------------------
+
+MOST_MISTAKES = 4  # that are looked for at the same time
+MOST_BRANCHES = 6  # ways to explain a stage that are followed
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What explains a stage, and what does so as well."""
+
+    stage: str
+    mistakes: Mistakes
+    others: tuple[Mistakes, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Path:
+    """Choices one after the other, and the first stage that they do not explain, or nothing."""
+
+    choices: tuple[_Choice, ...] = ()
+    unexplained: str = ""
+
+    @property
+    def length(self) -> int:
+        return sum(len(choice.mistakes) for choice in self.choices)
+
+
+def _search(replay: _Replay, stages: Sequence[str], found: Mistakes) -> _Path:
+    """The shortest way to explain all stages, or one that goes far."""
+    left = replay.wrong(stages, found)
+    if not left:
+        return _Path()
+    best = _Path(unexplained=left[0])
+    for at_once in (1, 2):
+        if len(found) + at_once > MOST_MISTAKES:
+            break
+        ways = {
+            added: _search(replay, stages, (*found, *added))
+            for added in _explain(replay, stages, left[0], found, at_once=at_once)[:MOST_BRANCHES]
+        }
+        whole = {added: way for added, way in ways.items() if not way.unexplained}
+        if whole:
+            shortest = min(way.length for way in whole.values())
+            added, *others = (added for added, way in whole.items() if way.length == shortest)
+            return _Path((_Choice(left[0], added, tuple(others)), *whole[added].choices))
+        for added, way in ways.items():
+            if stages.index(way.unexplained) > stages.index(best.unexplained):
+                best = _Path((_Choice(left[0], added), *way.choices), way.unexplained)
+    return best
+
+
+def _explain(replay: _Replay, stages: Sequence[str], stage: str, found: Mistakes, *, at_once: int) -> list[Mistakes]:
+    """What explains a stage beside what was found, and spoils none that its step gives; the best first.
+
+    Args:
+        replay: the reference.
+        stages: those to explain.
+        stage: the first of them that differs.
+        found: the mistakes before it.
+        at_once: how many mistakes to add.
+    """
+    index = replay.step_of[stage]
+    wrong = replay.wrong(stages, found)
+    right = [each for each in stages if replay.step_of[each] == index and each not in wrong]
+    expected = replay.computed(index, found)[stage]
+
+    def changes(mistake: Hypothesis) -> bool:
+        return not np.array_equal(expected, replay.computed(index, (*found, mistake))[stage])
+
+    def explains(added: Mistakes) -> bool:
+        mistakes = (*found, *added)
+        # The budget of each wrong layer takes long; that of the right one is near it.
+        if replay.verdict(stage, mistakes, quick=True).ratio > 100.0:
+            return False
+        return replay.verdict(stage, mistakes).ratio <= 1.0 and not replay.wrong(right, mistakes)
+
+    known = [mistake for mistake in replay.hypotheses if mistake not in found and changes(mistake)]
+    fitting = list(filter(explains, itertools.permutations(known, at_once)))
+    fitting = list({frozenset(mistake.name for mistake in added): added for added in reversed(fitting)}.values())[::-1]
+    return sorted(fitting, key=lambda added: len(replay.wrong(stages, (*found, *added)))) if fitting[1:] else fitting
+
+
+def _precision(replay: _Replay, before: Mapping[str, _Verdict], wrong: Sequence[str]) -> Explanation | None:
+    """The arithmetic that explains all stages, if one does."""
+    if replay.problem.dtype != "float32" or any(math.isinf(before[stage].ratio) for stage in wrong):
+        return None
+    own = [stage for stage in wrong if _part_of(stage) == ""] or wrong  # a module adds up what its stages lose
+    ratios = {kind: [replay.verdict(stage, (), kind=kind).ratio for stage in own] for kind in PRECISIONS}
+    explaining = [kind for kind in PRECISIONS if max(ratios[kind]) <= 1.0 and ratios[kind][0] >= LEAST]
+    if not explaining:
+        return None
+    kind = min(explaining, key=lambda kind: abs(math.log(FACTOR * ratios[kind][0])))  # whose noise is nearest in size
+    about, fix = PRECISIONS[kind]
+    first = before[wrong[0]]
+    return Explanation(
+        wrong[0], (f"precision-{kind}",), about, fix, ("low-precision",), first.error, first.error, max(ratios[kind])
+    )
+
+
+def _nearest(replay: _Replay, stage: str, found: Mistakes) -> list[tuple[str, float]]:
+    """The single mistakes that lessen the error of a stage most."""
+    before = replay.verdict(stage, found, quick=True).error
+    errors = [
+        (mistake.about, replay.verdict(stage, (*found, mistake), quick=True).error)
+        for mistake in replay.hypotheses
+        if mistake not in found
+    ]
+    return sorted(((words, error) for words, error in errors if error < 0.5 * before), key=lambda each: each[1])[:3]
+
+
+def _explanation(replay: _Replay, found: Mistakes, choice: _Choice, words: str) -> Explanation:
+    added = choice.mistakes
+    before, after = replay.verdict(choice.stage, found), replay.verdict(choice.stage, (*found, *added))
+    return Explanation(
+        choice.stage,
+        tuple(mistake.name for mistake in added),
+        words + _words(added),
+        "; ".join(dict.fromkeys(mistake.fix for mistake in added)),
+        tuple(dict.fromkeys(mistake.docs for mistake in added)),
+        before.error,
+        after.error,
+        after.ratio,
+        tuple(map(_words, choice.others)),
+    )
+
+
+def _words(mistakes: Mistakes) -> str:
+    return " and ".join(mistake.about for mistake in mistakes)
+
+
+def _part_of(stage: str) -> str:
+    kind = stage_kind(stage)
+    return next((part for part in PARTS if part and kind.startswith(part)), "")

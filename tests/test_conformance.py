@@ -1,0 +1,543 @@
+"""What `conformance` says of an attention: known facts of the peers, nothing of ours, every fault put in on purpose."""
+
+import functools
+import json
+import tempfile
+from dataclasses import replace
+
+import equinox
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from parity import peers
+from parity.cli import main
+from parity.conformance import QUESTIONS, Path, by_rule, examine
+from parity.peers import PEERS, peer
+
+with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory() as _home:
+    _environment.setenv("KERAS_BACKEND", "torch")
+    _environment.setenv("KERAS_HOME", _home)  # where it writes its settings
+    import keras  # noqa: F401
+
+
+@functools.cache
+def answer_of(name, question):
+    """What a peer answers."""
+    return examine(peer(name), [question])[question]
+
+
+# ---- Facts of the peers: torch 2.13.0, jax 0.10.2, flax 0.12.8, keras 3.15.1 on torch, equinox 0.13.8 ----------------
+
+FACTS = [
+    ("torch.nn.MultiheadAttention", "mask", "True hides; floats added"),
+    ("F.scaled_dot_product_attention", "mask", "True shows; floats added"),
+    ("jax.nn.dot_product_attention", "mask", "True shows; floats refused"),
+    ("keras.layers.MultiHeadAttention", "mask", "True shows; floats as booleans"),
+    ("torch.nn.MultiheadAttention", "causal", "refused without a mask"),
+    ("F.scaled_dot_product_attention", "causal", "top-left"),
+    ("jax.nn.dot_product_attention", "causal", "top-left"),
+    ("flax.nnx.MultiHeadAttention", "causal", "top-left"),
+    ("keras.layers.MultiHeadAttention", "causal", "top-left"),
+    ("keras.layers.GroupQueryAttention", "causal", "top-left"),
+    # is_causal alone is refused on the slow path; the fast one neither refuses it nor hides anything
+    ("torch.nn.MultiheadAttention", "future token", "hidden in train or with grad, leaks else"),
+    # keras#23038 is closed in 3.15.1: the flag holds with scores and with dropout
+    ("keras.layers.MultiHeadAttention", "future token", "hidden"),
+    ("torch.nn.MultiheadAttention", "empty row", "NaN with weights, zeros in train or with grad, NaN else"),
+    ("F.scaled_dot_product_attention", "empty row", "zeros"),
+    ("jax.nn.dot_product_attention", "empty row", "mean(V)"),
+    ("flax.nnx.MultiHeadAttention", "empty row", "mean(V)"),
+    ("flax.linen.MultiHeadDotProductAttention", "empty row", "mean(V)"),
+    ("equinox.nn.MultiheadAttention", "empty row", "mean(V)"),
+    (
+        "keras.layers.MultiHeadAttention",
+        "empty row",
+        "zeros with weights or with dropout, as if unmasked in float16, mean(V) else",
+    ),
+    (
+        "torch.nn.MultiheadAttention",
+        "its gradient",
+        "finite without weights, NaN even if the loss ignores it else",
+    ),
+    ("torch.nn.MultiheadAttention", "float16 overflow", "finite without weights, NaN else"),
+    ("F.scaled_dot_product_attention", "float16 overflow", "finite"),
+    ("jax.nn.dot_product_attention", "float16 overflow", "finite"),
+    ("flax.nnx.MultiHeadAttention", "float16 overflow", "NaN with weights or with dropout, finite else"),
+    ("flax.linen.MultiHeadDotProductAttention", "float16 overflow", "NaN"),
+    ("keras.layers.MultiHeadAttention", "float16 overflow", "NaN with weights or with dropout, finite else"),
+    ("equinox.nn.MultiheadAttention", "float16 overflow", "NaN"),
+    ("flax.nnx.MultiHeadAttention", "dropout", "train only, one mask for the batch"),
+    ("keras.layers.MultiHeadAttention", "dropout", "train only"),
+    ("F.scaled_dot_product_attention", "grouped heads", "repeat"),
+    ("flax.nnx.MultiHeadAttention", "grouped heads", "repeat"),
+    ("keras.layers.GroupQueryAttention", "grouped heads", "repeat"),
+    ("torch.nn.MultiheadAttention", "weights", "per head"),
+    ("torch.nn.MultiheadAttention", "padding", "True hides"),
+    # flax#5591, and a full cache that goes on
+    (
+        "flax.nnx.MultiHeadAttention",
+        "cache",
+        "equals one pass; with is_causal sees only key 0; overflow silent",
+    ),
+    ("flax.linen.MultiHeadDotProductAttention", "cache", "equals one pass; overflow silent"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "words"), FACTS, ids=[f"{name}-{question}" for name, question, _ in FACTS]
+)
+def test_known_facts_of_the_peers_are_found(name, question, words):
+    assert answer_of(name, question).words == words
+
+
+BROKEN = [
+    ("torch.nn.MultiheadAttention", "empty row"),
+    ("torch.nn.MultiheadAttention", "future token"),
+    ("keras.layers.MultiHeadAttention", "empty row"),
+    ("flax.nnx.MultiHeadAttention", "cache"),
+    ("flax.nnx.MultiHeadAttention", "float16 overflow"),
+]
+
+
+@pytest.mark.parametrize(("name", "question"), BROKEN, ids=[" ".join(pair) for pair in BROKEN])
+def test_a_broken_promise_comes_with_an_example(name, question):
+    answer = answer_of(name, question)
+    assert answer.is_broken
+    lines = answer.example.splitlines()
+    assert lines[0] == f"{name}, {question}: {answer.words}"
+    assert [line.split()[0] for line in lines[1:5]] == ["asked", "inputs", "path", "seen"]
+    assert any(character.isdigit() for character in lines[4])
+
+
+def test_the_example_of_a_nan_row_can_be_followed():
+    answer = answer_of("torch.nn.MultiheadAttention", "empty row")
+    assert "float32, eval, no grad, without weights" in answer.example
+    layer = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval()
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 5, 32)).astype(np.float32))
+    mask = torch.zeros(5, 5, dtype=torch.bool)
+    mask[1] = True
+    with torch.no_grad():
+        assert layer(x, x, x, attn_mask=mask, need_weights=False)[0][:, 1].isnan().all()
+    assert layer(x, x, x, attn_mask=mask, need_weights=False)[0].isfinite().all()
+
+
+def test_the_example_of_a_future_token_can_be_followed():
+    answer = answer_of("torch.nn.MultiheadAttention", "future token")
+    assert "with is_causal=True" in answer.example
+    layer = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval()
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 5, 32)).astype(np.float32))
+    with torch.no_grad():
+        causal, full = (layer(x, x, x, need_weights=False, is_causal=is_causal)[0] for is_causal in (True, False))
+    assert torch.equal(causal, full)
+    with pytest.raises(RuntimeError, match="attn_mask"):
+        layer(x, x, x, need_weights=False, is_causal=True)
+
+
+def test_a_documented_trap_is_a_note():
+    answer = answer_of("torch.nn.MultiheadAttention", "causal and mask")
+    assert (answer.status, answer.words) == ("note", "the flag is only a hint, as documented")
+    assert len(set(answer.by_path.values())) > 1
+
+
+OURS = [name for name in PEERS if name.startswith("mha_")]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_ours_is_clean_in_every_column(name):
+    found = examine(peer(name))
+    assert [(answer.question, answer.status, answer.words) for answer in found.broken] == []
+    assert {answer.status for answer in found.answers} <= {"ok", "absent"}
+    assert found["empty row"].words == "zeros"
+    assert found["mask"].words == "True hides; floats refused"
+    assert found["causal"].words == "top-left"
+    assert found["grouped heads"].words == "repeat"
+    assert found["float16 overflow"].words == "finite"
+    if name.endswith("MultiHeadAttention"):
+        assert found["cache"].words == "equals one pass; overflow refused"
+        assert found["padding"].words == "by lengths"
+
+
+# ---- Controls: attention with one fault each -------------------------------------------------------------------------
+
+
+def toy(framework, fault=""):
+    """An attention of split heads, (B, N, T, H), with True = masked, right but for the fault."""
+    if framework == "torch":
+        xp, array, softmax = torch, torch.from_numpy, torch.softmax
+    else:
+        xp, array, softmax = jnp, jnp.asarray, jax.nn.softmax
+
+    def cast(x, like):
+        return x.to(like.dtype) if framework == "torch" else x.astype(like.dtype)
+
+    def attention(
+        query,
+        key,
+        value,
+        mask=None,
+        is_causal=False,
+        need_weights=False,
+        key_padding_mask=None,
+        dropout_rate=0.0,
+        deterministic=True,
+        rng=None,
+    ):
+        n, (t, s) = query.shape[1], (query.shape[2], key.shape[2])
+        if fault == "strided":  # reads the memory as if it were contiguous
+            value = torch.as_strided(value, value.shape, torch.empty(value.shape).stride())
+        heads = np.arange(n) % key.shape[1] if fault == "tiled" else np.arange(n) // (n // key.shape[1])
+        q, k, v = query, key[:, heads], value[:, heads]
+        if fault != "narrow":
+            q, k, v = (cast(x, array(np.zeros(1, np.float32))) for x in (q, k, v))
+        scores = xp.einsum("bnth,bnsh->bnts", q, k)
+        scores = scores * (1.0 if fault == "scale" else q.shape[-1] ** -0.5)
+        hidden = array(np.zeros((1, 1, t, s), bool))
+        if mask is not None and mask.dtype != hidden.dtype:
+            raise TypeError("the mask must be boolean")
+        if mask is not None and not (fault == "causal drops mask" and is_causal):
+            hidden = hidden | (~mask if fault == "flipped" else mask)
+        if is_causal and not (fault == "future" and need_weights):
+            hidden = hidden | array(~np.tri(t, s, s - t if fault == "bottom-right" else 0, dtype=bool))
+        if key_padding_mask is not None and fault != "padding":
+            padding = key_padding_mask[:1] if fault == "padding of all" else key_padding_mask
+            hidden = hidden | padding[:, None, None]
+        if fault == "penalty":
+            attn_weights = softmax(scores - 1e4 * cast(hidden, scores), -1)
+        elif fault == "nan":
+            attn_weights = softmax(xp.where(hidden, -xp.inf, scores), -1)
+        elif fault == "gradient":  # the values are mended, their gradients are not
+            attn_weights = softmax(scores + xp.where(hidden, -xp.inf, 0.0), -1)
+            attn_weights = xp.where(xp.isnan(attn_weights), 0.0, attn_weights)
+        else:
+            attn_weights = softmax(xp.where(hidden, -1e4 if fault == "narrow" else -1e30, scores), -1)
+            attn_weights = attn_weights if fault == "mean" else xp.where(hidden, 0.0, attn_weights)
+        used = attn_weights
+        if dropout_rate and (not deterministic or fault == "eval"):
+            drawn = (
+                torch.rand(used.shape) if framework == "torch" else jax.random.uniform(jax.random.key(0), used.shape)
+            )
+            used = xp.where(drawn < dropout_rate, 0.0, used / (1.0 - dropout_rate))
+        context = xp.einsum("bnts,bnsh->bnth", used, v)
+        if fault == "batch":
+            context = context + 0.01 * xp.flip(context, (0,))
+        if fault == "other weights":
+            attn_weights = softmax(3.0 * xp.where(hidden, -1e30, scores), -1)
+        return cast(context, query), (cast(attn_weights, query) if need_weights else None)
+
+    return attention
+
+
+CONTROLS = [
+    ("future", "future token", "hidden without weights, leaks else"),
+    ("flipped", "mask", "True shows, declared: hides"),
+    ("bottom-right", "causal", "bottom-right, declared: top-left"),
+    ("penalty", "masked key", "hidden in float16, leaks else"),
+    ("penalty", "empty row", "as if unmasked"),
+    ("causal drops mask", "causal and mask", "mask dropped"),
+    ("batch", "other sequence", "leaks"),
+    ("nan", "empty row", "NaN"),
+    ("nan", "its gradient", "NaN even if the loss ignores it"),
+    ("gradient", "its gradient", "NaN even if the loss ignores it"),
+    ("eval", "dropout", "dropped in eval"),
+    ("scale", "scale", "1 (none)"),
+    ("other weights", "weights", "not those used"),
+    ("padding", "padding", "leaks"),
+    ("padding of all", "padding", "leaks"),
+    ("narrow", "float16 overflow", "NaN"),
+]
+
+
+def examine_toy(framework, fault, questions=None):
+    declared = {"framework": framework, "mask_true": "hides", "causal": "top-left"}
+    dtypes = ("float32", "bfloat16", "float16") if fault in ("", "penalty", "narrow") else ("float32",)
+    return examine(toy(framework, fault), questions, dtypes, **declared)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize(
+    ("fault", "question", "words"), CONTROLS, ids=[f"{fault}-{asked}" for fault, asked, _ in CONTROLS]
+)
+def test_a_fault_is_found_and_named(framework, fault, question, words):
+    answer = examine_toy(framework, fault, [question])[question]
+    assert answer.is_broken
+    assert words in answer.words
+    assert question in answer.example
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_without_a_fault_nothing_is_found(framework):
+    found = examine_toy(framework, "")
+    assert [(answer.question, answer.words) for answer in found.broken] == []
+    words = {answer.question: answer.words for answer in found.answers}
+    assert words["mask"] == "True hides; floats refused"
+    assert words["causal"] == "top-left"
+    assert words["empty row"] == "zeros"
+    assert words["weights"] == "per head"
+    assert words["padding"] == "True hides"
+    assert words["dropout"] == "train only"
+    assert words["grouped heads"] == "repeat"
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize(
+    ("fault", "question", "words"), [("tiled", "grouped heads", "tile"), ("mean", "empty row", "mean(V)")]
+)
+def test_another_convention_is_a_note(framework, fault, question, words):
+    answer = examine_toy(framework, fault, [question])[question]
+    assert (answer.status, answer.words) == ("note", words)
+
+
+def test_strides_that_are_not_heeded_are_found():
+    assert examine_toy("torch", "strided", ["strided inputs"])["strided inputs"].words == "another result"
+
+
+def shifted(decode, x, capacity, is_causal):
+    """Decoding that begins with an empty slot: the first token is seen twice."""
+    return decode(np.concatenate([x[:, :1], x], axis=1), capacity + 1, is_causal)[:, 1:]
+
+
+def test_a_cache_that_is_off_by_one_is_found():
+    ours = peer("mha_torch.MultiHeadAttention")
+    subject = replace(ours, decode=functools.partial(shifted, ours.decode))
+    answer = examine(subject, ["cache"])["cache"]
+    assert answer.is_broken
+    assert answer.words.startswith("not one pass")
+
+
+# ---- A user's own layers ---------------------------------------------------------------------------------------------
+
+
+class TorchLayer(torch.nn.Module):
+    """Self-attention with a flag, of a width that nothing declares."""
+
+    def __init__(self, leaks=False):
+        super().__init__()
+        self.qkv = torch.nn.Linear(24, 72)
+        self.leaks = leaks
+
+    def forward(self, x, causal=False):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4)
+        causal = causal and not (self.leaks and not self.training)
+        context = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return context.transpose(1, 2).flatten(-2)
+
+
+def test_a_class_of_torch_is_made_and_its_width_found():
+    found = examine(TorchLayer)
+    assert found.framework == "torch"
+    assert found.broken == []
+    assert found["future token"].words == "hidden"
+    assert found["causal"].words == "T = S only"
+
+
+def test_a_leak_in_one_mode_is_found_and_the_mode_named():
+    assert examine(TorchLayer(leaks=True), ["future token"])["future token"].words == "leaks in eval, hidden else"
+
+
+def test_a_module_of_a_library_answers_as_its_peer():
+    module = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+    questions = ["mask", "empty row", "future token", "padding"]
+    found, expected = examine(module, questions), examine(peer("torch.nn.MultiheadAttention"), questions)
+    assert [found[question].words.split(";")[0] for question in questions] == [
+        expected[question].words.split(";")[0] for question in questions
+    ]
+
+
+def test_a_module_of_flax_is_found_out():
+    module = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0))
+    found = examine(module, ["mask", "causal", "empty row"])
+    assert [answer.words for answer in found.answers] == ["True shows; floats as booleans", "top-left", "mean(V)"]
+
+
+class FlaxLayer(nnx.Module):
+    """Causal self-attention, whose width only its parameters tell."""
+
+    def __init__(self):
+        self.attention = nnx.MultiHeadAttention(4, 24, decode=False, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, mask=None):
+        return self.attention(x, mask=mask)
+
+
+def test_a_class_of_flax_is_made_and_its_width_found():
+    found = examine(FlaxLayer, ["mask", "other sequence"], ["float32"])
+    assert [answer.words for answer in found.answers] == ["True shows; floats as booleans", "apart"]
+
+
+def test_a_module_of_equinox_takes_one_sequence_and_is_mapped():
+    module = equinox.nn.MultiheadAttention(4, 32, key=jax.random.key(0))
+    found = examine(module, ["mask", "other sequence", "empty row"])
+    assert [answer.words for answer in found.answers] == ["True shows; floats as booleans", "apart", "mean(V)"]
+
+
+def test_a_module_of_linen_needs_its_parameters():
+    with pytest.raises(TypeError, match=r"a module of flax.linen must be given as a function .*, got MultiHeadDot"):
+        examine(flax.linen.MultiHeadDotProductAttention(4))
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["BNTH", "BTNH"])
+def test_the_order_of_the_axes_is_found_out(swap):
+    attention = toy("torch")
+
+    def swapped(query, key, value, mask=None):
+        heads_first = (x.transpose(1, 2) for x in (query, key, value))
+        return attention(*heads_first, mask=mask)[0].transpose(1, 2)
+
+    found = examine(swapped if swap else attention, ["mask", "future token", "grouped heads"], framework="torch")
+    assert found.broken == []
+    assert found["grouped heads"].words == "repeat"
+
+
+def plain_attention(x):
+    return torch.softmax(x @ x.mT, -1) @ x
+
+
+class Callable:
+    """No module of any library."""
+
+    def __call__(self, query, key, value):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.parametrize(
+    ("target", "scale"), [(plain_attention, "—"), (Callable, "1/sqrt(H)"), (Callable(), "1/sqrt(H)")]
+)
+def test_functions_without_heads_and_callable_objects_are_taken(target, scale):
+    found = examine(target, ["other sequence", "scale"], framework="torch")
+    assert [answer.words for answer in found.answers] == ["apart", scale]
+
+
+def test_what_takes_no_plain_call_is_refused_with_its_own_error():
+    def attention(query, key, value):
+        raise RuntimeError("not today")
+
+    with pytest.raises(ValueError, match=r"must take split heads .* got RuntimeError: not today"):
+        examine(attention, framework="torch")
+
+
+def test_declared_groups_that_are_refused_are_a_broken_promise():
+    def attention(query, key, value):
+        return torch.softmax(query @ key.mT * query.shape[-1] ** -0.5, -1) @ value
+
+    found = examine(attention, ["grouped heads"], framework="torch", num_kv_heads=2)
+    assert found["grouped heads"].words == "declared: 2, refused"
+    assert examine(attention, ["grouped heads"], framework="torch").broken == []
+
+
+# ---- Words -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rule_says_which_paths_answer_what():
+    paths = [Path(need_weights=w, train=t, grad=g) for w in (False, True) for t in (False, True) for g in (False, True)]
+    assert by_rule(dict.fromkeys(paths, "zeros")) == "zeros"
+    words = {path: "NaN" if path.need_weights or not (path.train or path.grad) else "zeros" for path in paths}
+    assert by_rule(words) == "NaN with weights, zeros in train or with grad, NaN else"
+    parity_of_three = {path: "odd" if path.need_weights ^ path.train ^ path.grad else "even" for path in paths}
+    assert by_rule(parity_of_three) == "even (4 paths) or odd (4 paths)"
+
+
+# ---- The command line ------------------------------------------------------------------------------------------------
+
+OWN = """
+import torch
+
+def attention(query, key, value, mask=None):
+    scores = (query.float() @ key.float().mT) * query.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(mask, -torch.inf)
+    return (torch.softmax(scores, -1) @ value.float()).to(query.dtype)
+
+number = 3
+
+class Wide(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A folder with a module of the user's, in which the command runs."""
+    (tmp_path / "own_attention.py").write_text(OWN)
+    (tmp_path / "own_broken.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_a_users_function_is_examined_and_exits_1(own, capsys):
+    arguments = ["conformance", "own_attention:attention", "--dtypes", "float32", "--json", str(own / "c.json")]
+    assert main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "! NaN" in out
+    assert "own_attention:attention, empty row: NaN" in out
+    assert "again   mha-parity conformance own_attention:attention --questions 'empty row'" in out
+    assert "1 subject examined: 2 broken promises" in out
+    content = json.loads((own / "c.json").read_text())
+    (subject,) = content["subjects"]
+    assert content["format"] == 1
+    assert subject["framework"] == "torch"
+    assert [answer["question"] for answer in subject["answers"]] == list(QUESTIONS)
+    assert {answer["question"] for answer in subject["answers"] if answer["status"] == "broken"} == {
+        "empty row",
+        "its gradient",
+    }
+
+
+@pytest.mark.usefixtures("own")
+def test_clean_answers_exit_0_and_a_false_declaration_1(capsys):
+    arguments = ["conformance", "own_attention:attention", "--questions", "mask,masked key"]
+    assert main(arguments) == 0
+    assert "no broken promises" in capsys.readouterr().out
+    assert main([*arguments, "--mask-true", "shows"]) == 1
+    assert "True hides, declared: shows" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "either a subject must be given"),
+        (["own_attention:attention", "--peers"], "either a subject must be given"),
+        (["own_attention"], "must be given as pkg.module:callable"),
+        (["no_such_module:attention"], "no_such_module must be importable"),
+        (["own_broken:attention"], "own_broken must be importable, got ZeroDivisionError"),
+        (["own_attention:nothing"], "got no 'nothing'"),
+        (["own_attention:number"], "must be callable, got int"),
+        (["own_attention:Wide"], "must need no arguments, got own_attention:Wide(width)"),
+        (["own_attention:attention", "--mask-name", "masque"], "mask must be a parameter of"),
+        (["own_attention:attention", "--axes", "BTE", "--d-model", "0"], "d_model must be at least 1"),
+        (["own_attention:attention", "--questions", "colour"], "a question must be one of"),
+        (["own_attention:attention", "--dtypes", "int8"], "a dtype must be one of"),
+        (["own_attention:attention", "--only", "keras*"], "--only must stand with --peers"),
+        (["--peers", "--only", "tensorflow*"], "--only must match a peer"),
+        (["--peers", "--mask-true", "hides"], "--peers must stand without --mask-true"),
+    ],
+)
+def test_bad_usage_exits_2_in_one_line(capsys, arguments, message):
+    assert main(["conformance", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_peers_are_printed_side_by_side_within_100_columns(capsys):
+    assert main(["conformance", "--peers", "--only", "*torch*", "--questions", "mask,empty row"]) == 1
+    out = capsys.readouterr().out
+    matrix = out.split("\n\n")[0]
+    assert "torch.nn." in matrix
+    assert "mha_torch." in matrix
+    assert max(map(len, matrix.splitlines())) <= 100
+    assert "torch.nn.MultiheadAttention, empty row: NaN with weights" in out
+
+
+def test_a_peer_that_is_not_installed_is_a_line_of_its_own(capsys, monkeypatch):
+    monkeypatch.setitem(peers.PEERS, "absent.Attention", ("absent_package", lambda: None))
+    assert main(["conformance", "--peers", "--only", "absent*"]) == 0
+    assert "absent.Attention: absent_package is not installed" in capsys.readouterr().out

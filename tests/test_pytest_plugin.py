@@ -1,0 +1,489 @@
+"""What other people's tests get: `assert_parity`, its fixture, and `--parity-report`, also from an installed wheel."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+from xml.etree import ElementTree
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import parity.assertion
+import parity.html
+import parity.junit  # pytester forgets what its runs import, so both are imported before
+from parity import CASES, assert_parity, make_problem
+from parity.run import Reference, record
+from parity.weights import dtype_named
+
+ROOT = Path(__file__).parents[1]
+
+FROM_NUMPY = {
+    "numpy": np.asarray,
+    "torch": lambda x: torch.tensor(x, requires_grad=True),
+    "jax": jnp.asarray,
+}
+
+
+@pytest.fixture
+def x(rng):
+    return rng.standard_normal((2, 3, 4, 5)).astype(np.float32)
+
+
+def why(*args, **options):
+    """The message of the failure, which there must be."""
+    with pytest.raises(AssertionError) as caught:
+        assert_parity(*args, **options)
+    return str(caught.value)
+
+
+# ---- The assertion ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", FROM_NUMPY)
+@pytest.mark.parametrize("to", FROM_NUMPY)
+def test_arrays_of_all_frameworks_are_compared(x, of, to):
+    assert_parity(FROM_NUMPY[of](x), FROM_NUMPY[to](x))
+    assert "1 / 120" in why(FROM_NUMPY[of](x + (np.arange(120) == 7).reshape(x.shape)), FROM_NUMPY[to](x))
+
+
+def test_bfloat16_of_all_frameworks_is_compared(x):
+    assert_parity(torch.tensor(x, dtype=torch.bfloat16), jnp.asarray(x, jnp.bfloat16))
+    assert_parity(torch.tensor(x, dtype=torch.bfloat16), x.astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "passes", "fails"),
+    [("float64", 3e-15, 4e-15), ("float32", 1.5e-6, 2.5e-6), ("float16", 0.0035, 0.0045), ("bfloat16", 0.025, 0.04)],
+)
+def test_without_the_noise_some_units_of_rounding_are_allowed(rng, dtype, passes, fails):
+    x = rng.standard_normal((2, 3, 4, 5))
+    assert_parity((x * (1 + passes)).astype(dtype_named(dtype)), x)
+    assert "units of rounding" in why((x * (1 + fails)).astype(dtype_named(dtype)), x)
+
+
+def test_the_narrowest_dtype_of_all_arrays_decides(x):
+    rounded = x.astype(ml_dtypes.bfloat16)
+    assert_parity({"q": rounded, "scores": x * np.float32(1.01)}, {"q": x, "scores": x})
+    assert "/scores" in why({"q": x, "scores": x * np.float32(1.01)}, {"q": x, "scores": x})
+
+
+def test_a_dtype_that_no_array_shows_can_be_told(x):
+    assert_parity(x * np.float32(1.01), x, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["causal", "gqa", "rope-far", "wide", "large-logits", "decode-gqa-rope"])
+def test_correct_implementations_stay_within_what_is_allowed_without_the_noise(case, dtype):
+    reference = Reference(make_problem(CASES[case], dtype))
+    stages = {name: record(name, reference).accumulated for name in ("torch", "jax")}
+    assert_parity(stages["torch"], stages["jax"])
+
+
+def test_the_error_of_the_same_precision_is_the_noise(x):
+    expected = x.astype(np.float64)
+    noisy = x * np.float32(1.001)
+    assert_parity(x * np.float32(1.003), expected, same_precision=noisy)
+    assert "beyond 4.13 times the error of same_precision" in why(x * np.float32(1.006), expected, same_precision=noisy)
+    assert "/output" in why(x * np.float32(1.0001), expected, same_precision=x)
+
+
+def test_the_noise_of_float64_is_that_of_float64(x):
+    expected = x.astype(np.float64)
+    noisy = expected * (1 + 1e-12)
+    assert_parity(expected * (1 + 3e-12), expected, same_precision=noisy)
+    assert "/output" in why(expected * (1 + 6e-12), expected, same_precision=noisy)
+
+
+def test_a_problem_gives_what_is_expected_and_its_noise(sibling):
+    reference = Reference(make_problem(CASES["causal"], "bfloat16"), with_gradients=True)
+    stages = record(sibling.name, reference).accumulated
+    assert_parity({name: sibling.array(value) for name, value in stages.items()}, problem=reference.problem)
+    assert_parity(stages["output"], problem=reference.problem)
+    assert_parity(stages["grad.query"], problem=reference.problem, stage="grad.query")
+    text = why(stages["scores"] * np.float32(1.01), problem=reference.problem, stage="scores")
+    assert "parity/scores: actual differs from the reference (bfloat16)" in text
+    assert "beyond 4.08 times the error of the same-precision reference" in text
+
+
+def test_a_stage_that_the_reference_lacks_is_a_failure(x):
+    text = why({"hidden": x}, problem=make_problem(CASES["causal"], "float32"))
+    assert "parity/hidden" in text
+    assert "the reference has no such stage, only mask, q, k, v, scores" in text
+
+
+ONE = np.ones((2, 3), np.float32)
+FAILURES = {
+    "another shape": (ONE[:1], ONE, r"shape \(1, 3\), expected \(2, 3\)"),
+    "another rank": (ONE[None], ONE, r"shape \(1, 2, 3\), expected \(2, 3\)"),
+    "empty": (ONE[:0], ONE[:0], "there are no elements to compare"),
+    "NaN": (ONE * np.float32("nan"), ONE, "6 elements are NaN or infinite"),
+    "infinity on both sides": (
+        ONE * np.float32("inf"),
+        ONE * np.float32("inf"),
+        "6 elements of expected are NaN or inf",
+    ),
+    "NaN on both sides": (
+        ONE * np.float32("nan"),
+        ONE * np.float32("nan"),
+        "6 elements of expected are NaN or infinite",
+    ),
+    "integers": (ONE.astype(np.int32), ONE, "dtype int32, expected float32"),
+    "a mask of numbers": (ONE, ONE > 0, "dtype float32, expected bool"),
+    "complex": (
+        ONE.astype(np.complex64),
+        ONE.astype(np.complex64),
+        "dtype complex64, must be bool, an integer or one of",
+    ),
+    "objects": (ONE.astype(object), ONE, "dtype object, must be bool"),
+    "masks": (ONE > 0, ONE < 0, "these must be equal"),
+    "lengths": (np.array([3, 4]), np.array([3, 5], np.int32), "these must be equal"),
+    "large integers": (np.array([2**53 + 1]), np.array([2**53]), "integers beyond 9007199254740992 cannot be compared"),
+    "no stages": ({}, {}, "there are no stages to compare"),
+    "a missing stage": ({"q": ONE}, {"q": ONE, "k": ONE}, r"(?s)/k: .*actual must have this stage, too"),
+    "an additional stage": ({"q": ONE, "k": ONE}, {"q": ONE}, r"(?s)/k: .*expected must have this stage, too"),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_nothing_passes_silently(what):
+    actual, expected, words = FAILURES[what]
+    assert re.search(words, why(actual, expected))
+
+
+@pytest.mark.parametrize(
+    ("same_precision", "words"),
+    [
+        (ONE[:1], r"same_precision has shape \(1, 3\), expected \(2, 3\)"),
+        (ONE.astype(np.float16), "dtype float32, that of same_precision is float16"),
+        (ONE * np.float32("nan"), "6 elements of same_precision are NaN or infinite"),
+    ],
+)
+def test_a_same_precision_that_tells_no_noise_fails(same_precision, words):
+    assert re.search(words, why(ONE.copy(), ONE.astype(np.float64), same_precision=same_precision))
+
+
+def test_a_stage_that_same_precision_lacks_is_a_failure():
+    text = why({"q": ONE, "k": ONE}, {"q": ONE, "k": ONE}, same_precision={"q": ONE.copy()})
+    assert "/k: " in text
+    assert "same_precision must have this stage, too" in text
+
+
+@pytest.mark.parametrize("equal", [ONE > 0, np.array([1, 2]), np.zeros((2, 2), np.float32), np.float32(3.0)], ids=repr)
+def test_what_is_equal_passes(equal):
+    assert_parity(equal, equal)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({}, TypeError, "one of expected and problem must be given, got neither"),
+        ({"expected": ONE, "problem": 1}, TypeError, "one of expected and problem must be given, got both"),
+        ({"problem": "causal"}, TypeError, "problem must be a Problem, see parity.make_problem, got str"),
+        ({"expected": {"q": ONE}}, TypeError, "actual, expected must all be arrays or all be mappings"),
+        ({"expected": [1.0]}, TypeError, "expected must be an array of NumPy, torch or JAX, got list"),
+        ({"expected": ONE, "same_precision": ONE}, TypeError, "same_precision must come from another implementation"),
+        ({"expected": ONE, "dtype": "float8"}, ValueError, r"dtype must be one of \['float32', .*got dtype='float8'"),
+        ({"expected": ONE, "atol": 1e-3}, TypeError, "unexpected keyword argument 'atol'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arguments_that_do_not_go_together_are_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        assert_parity(ONE, **options)
+
+
+def test_the_message_says_what_where_and_how_much(x):
+    actual = x.copy()
+    actual[1, 2, 3, 4] = 7.0
+    lines = why(actual, x, stage="context", name="layer 3").splitlines()
+    assert lines[0] == "layer 3/context: actual differs from expected (float32)"
+    assert lines[1] == "  shape       (B N T H) = (2, 3, 4, 5)"
+    assert lines[2] == "  mismatched  1 / 120 (0.8%)"
+    assert lines[3].endswith(f"at (b=1, n=2, t=3, h=4): 7, expected {x[1, 2, 3, 4]:.6g}")
+    assert lines[4].startswith("  allowed ")
+    assert lines[5].startswith("  reason      beyond 16 units of rounding")
+
+
+@pytest.mark.parametrize(
+    ("stage", "shape", "place"),
+    [
+        ("hidden", (3,), "(axis0=0)"),
+        ("hidden", (2, 3), "(axis0=0, axis1=0)"),
+        ("output", (2, 3), "(axis0=0, axis1=0)"),  # not the axes of an output
+        ("step3.output", (2, 1, 3), "(b=0, t=0, e=0)"),
+        ("layers.0.q_proj.weight", (2, 3), "(out=0, in=0)"),
+    ],
+)
+def test_the_place_is_told_by_the_letters_of_the_stage_if_it_has_any(stage, shape, place):
+    assert f"at {place}: 2, expected 1" in why(np.full(shape, 2.0), np.ones(shape), stage=stage)
+
+
+def test_the_message_leads_with_the_first_stage_of_the_data_flow_that_differs():
+    right = dict.fromkeys(["attn_weights", "k", "output", "q", "scores"], ONE)  # sorted by name, as jax.jit gives them
+    wrong = {**right, "attn_weights": 2 * ONE, "output": 2 * ONE, "scores": 2 * ONE}
+    lines = why(wrong, right).splitlines()
+    assert lines[0] == "parity/scores: actual differs from expected (float32)"
+    assert lines[-2:] == ["  agree       q, k", "  differ too  attn_weights, output"]
+
+
+def test_steps_come_one_after_the_other():
+    stages = [f"step{step}.{stage}" for step in (10, 2) for stage in ("output", "q")]
+    right = dict.fromkeys(stages, ONE)
+    text = why(dict.fromkeys(stages, 2 * ONE), right)
+    assert text.startswith("parity/step2.q")
+    assert text.endswith("step2.output, step10.q, step10.output")
+
+
+def test_stages_of_other_names_stay_in_the_order_of_expected():
+    right = dict.fromkeys(["norm", "v", "q"], ONE)
+    text = why(dict.fromkeys(["q", "v", "norm"], 2 * ONE), right)
+    assert text.startswith("parity/norm")
+    assert text.endswith("differ too  v, q")
+
+
+# ---- The fixture -----------------------------------------------------------------------------------------------------
+
+PORTS = """
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+values = np.random.default_rng(0).standard_normal((2, 3, 4, 5)).astype(np.float32)
+
+
+@pytest.mark.parametrize("port", [np.asarray, torch.tensor, jnp.asarray], ids=["numpy", "torch", "jax"])
+@pytest.mark.parametrize("scale", [1.0, 1.01], ids=["right", "wrong"])
+def test_port(assert_parity, port, scale):
+    assert_parity(port(values) * scale, values, stage="context")
+"""
+
+# Of NumPy only, as processes of pytest-xdist import it again.
+TWO_TESTS = """
+import numpy as np
+
+
+def test_right(assert_parity):
+    assert_parity(np.ones(3), np.ones(3), stage="hidden")
+
+
+def test_wrong(assert_parity):
+    assert_parity({"q": np.ones(3), "k": np.ones(4)}, {"q": np.ones(3), "k": np.zeros(4)}, name="layer 3")
+"""
+
+NO_COMPARISON = "def test_nothing(): pass"
+
+
+def results(path):
+    return [(each["case"], each["stage"], each["status"]) for each in json.loads(path.read_text())["results"]]
+
+
+RESULTS_OF_TWO_TESTS = [
+    ("test_two.py::test_right", "hidden", "passed"),
+    ("test_two.py::test_wrong layer 3", "q", "passed"),
+    ("test_two.py::test_wrong layer 3", "k", "failed"),
+]
+
+
+@pytest.fixture
+def run_two_tests(pytester):
+    pytester.makepyfile(test_two=TWO_TESTS)
+    return pytester.runpytest_inprocess
+
+
+def test_tests_of_ports_pass_and_fail(pytester):
+    pytester.makepyfile(test_ports=PORTS)
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(passed=3, failed=3)
+    for port in ("numpy", "torch", "jax"):
+        title = f"E*test_ports.py::test_port[[]wrong-{port}[]]/context: actual differs from expected (float32)"
+        result.stdout.fnmatch_lines([title, "E*(B N T H) = (2, 3, 4, 5)", "E*mismatched  120 / 120 (100.0%)"])
+
+
+def test_the_traceback_ends_in_the_test(run_two_tests):
+    result = run_two_tests()
+    result.stdout.fnmatch_lines([">*assert_parity({*", "test_two.py:9: AssertionError"])
+    result.stdout.no_fnmatch_line("*pytest_plugin.py:*")
+    result.stdout.no_fnmatch_line("*assertion.py:*")
+
+
+def test_the_report_has_every_comparison(run_two_tests, pytester):
+    result = run_two_tests("--parity-report", "report.json")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*parity report: */report.json (3 comparisons, 1 failed)*"])
+    report = json.loads((pytester.path / "report.json").read_text())
+    assert report["summary"] == {"passed": 2, "failed": 1, "skipped": 0}
+    assert report["environment"]["packages"]["numpy"] == np.__version__
+    assert results(pytester.path / "report.json") == RESULTS_OF_TWO_TESTS
+
+
+def test_the_report_of_several_processes_has_every_comparison(run_two_tests, pytester):
+    result = run_two_tests("-n", "2", "--parity-report", "report.json")
+    result.assert_outcomes(passed=1, failed=1)
+    assert results(pytester.path / "report.json") == RESULTS_OF_TWO_TESTS
+
+
+def test_the_report_says_which_process_was_lost(pytester):
+    pytester.makepyfile("def test_crash(): import os; os._exit(1)")
+    result = pytester.runpytest_inprocess("-n", "1", "--max-worker-restart", "0", "--parity-report", "report.json")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    report = json.loads((pytester.path / "report.json").read_text())
+    assert report["warnings"] == ["worker gw0 went down: what it compared is not here"]
+
+
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_a_report_of_no_comparison_is_a_report(pytester, processes):
+    pytester.makepyfile(NO_COMPARISON)
+    result = pytester.runpytest_inprocess("-n", processes, "--parity-report", "report.json")
+    assert result.ret == pytest.ExitCode.OK
+    assert results(pytester.path / "report.json") == []
+
+
+def test_the_report_may_be_junit_xml(run_two_tests, pytester):
+    run_two_tests("--parity-report", "report.xml")
+    root = ElementTree.parse(pytester.path / "report.xml").getroot()
+    assert root.attrib["failures"] == "1"
+    assert "test_two.py::test_wrong layer 3/k" in "".join(root.itertext())
+
+
+def test_the_report_may_be_a_page(run_two_tests, pytester):
+    run_two_tests("--parity-report", "report.html")
+    assert "test_two.py::test_wrong layer 3" in (pytester.path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("report.txt", "its suffix must be one of .json, .xml, .html, got */report.txt"),
+        ("nowhere/report.json", "it must name a file in a folder that is there, got */nowhere/report.json"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_told_before_any_test_runs(run_two_tests, path, words):
+    result = run_two_tests("--parity-report", path)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: --parity-report cannot be written: {words}"])
+    result.stdout.no_fnmatch_line("*collected*")
+
+
+def test_a_report_whose_library_is_missing_is_told_before_any_test_runs(run_two_tests, monkeypatch):
+    monkeypatch.setattr(parity.html, "find_spec", lambda name: None)
+    result = run_two_tests("--parity-report", "report.html")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --parity-report cannot be written: *jinja2* not installed here*"])
+    result.stdout.no_fnmatch_line("*collected*")
+
+
+def test_a_report_that_can_no_longer_be_written_is_an_error(pytester):
+    pytester.mkdir("reports")
+    pytester.makepyfile("def test_it(): import shutil; shutil.rmtree('reports')")
+    result = pytester.runpytest_inprocess("--parity-report", "reports/report.json")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stdout.fnmatch_lines(["ERROR: --parity-report cannot be written: *", "*1 passed*"])
+
+
+def test_the_plugin_can_be_switched_off(run_two_tests):
+    result = run_two_tests("-p", "no:mha_parity")
+    result.assert_outcomes(errors=2)
+    result.stdout.fnmatch_lines(["*fixture 'assert_parity' not found"])
+
+
+# ---- Installed -------------------------------------------------------------------------------------------------------
+
+
+def run(*command, cwd=ROOT, status=0):
+    """What a command prints."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=cwd)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_loading_the_plugin_imports_nothing_but_pytest():
+    program = """
+import sys, pytest
+before = set(sys.modules)
+import parity.pytest_plugin
+print(*sorted(set(sys.modules) - before))
+"""
+    assert run(sys.executable, "-c", program).split() == ["parity", "parity.pytest_plugin"]
+
+
+def test_every_public_name_is_there_and_needs_no_framework():
+    program = """
+import sys
+import parity
+names = {name: getattr(parity, name) for name in parity.__all__}
+assert set(parity.__all__) == set(parity._MODULE_OF)
+assert set(parity.__all__) <= set(dir(parity))
+assert not {"jax", "torch", "ttnn"} & set(sys.modules)
+"""
+    run(sys.executable, "-c", program)
+
+
+@pytest.mark.parametrize("name", ["convert", "verify"])
+def test_a_function_stays_one_when_the_module_of_its_name_is_imported(name):
+    program = f"""
+import importlib, parity
+module = importlib.import_module("parity.{name}")
+assert parity.{name} is module.{name}
+from parity import {name}
+assert {name} is module.{name}
+"""
+    run(sys.executable, "-c", program)
+
+
+def test_an_unknown_name_is_an_error():
+    with pytest.raises(AttributeError, match="module 'parity' has no attribute 'nothing'"):
+        parity.nothing  # noqa: B018
+
+
+@pytest.fixture
+def python_with_the_wheel(tmp_path):
+    """The Python of a fresh environment that has the wheel; what the wheel needs is that of this environment."""
+    for package in ("parity", "mha_jax", "mha_torch", "mha_tt"):
+        shutil.copytree(ROOT / package, tmp_path / "source" / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, tmp_path / "source")
+    pip = (sys.executable, "-m", "pip")
+    build = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", tmp_path)
+    run(*pip, *build, tmp_path / "source")
+    (wheel,) = tmp_path.glob("mha_parity-*.whl")
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv/bin/python"
+    run(*pip, "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+    return python
+
+
+def test_the_plugin_of_an_installed_wheel_works_in_a_fresh_environment(python_with_the_wheel, tmp_path):
+    port = """
+import numpy as np
+import parity
+
+
+def test_right(assert_parity):
+    assert "venv" in parity.__file__ and "site-packages" in parity.__file__
+    assert_parity(np.ones((2, 5, 8)), np.ones((2, 5, 8)))
+
+
+def test_wrong(assert_parity):
+    assert_parity(np.ones((2, 5, 8)), np.zeros((2, 5, 8)))
+"""
+    folder = tmp_path / "port"
+    folder.mkdir()
+    (folder / "test_port.py").write_text(port)
+    out = run(python_with_the_wheel, "-m", "pytest", "--parity-report", "report.json", cwd=folder, status=1)
+    assert re.search("^plugins: .*mha-parity", out, re.MULTILINE)
+    assert "1 failed, 1 passed" in out
+    assert "AssertionError: test_port.py::test_wrong/output: actual differs from expected (float64)" in out
+    assert "(B T E) = (2, 5, 8)" in out
+    assert [status for _, _, status in results(folder / "report.json")] == ["passed", "failed"]

@@ -1,0 +1,67 @@
+// Open an HTML report in headless Chromium, wide and narrow, light and dark, and tell what is wrong with it.
+//
+//   node check.mjs REPORT.html [SCREENSHOTS]
+//
+// Prints JSON: bytes, requests beyond the file itself, errors on the console, what axe finds, and, of each view, how far the
+// page is wider than the window. Exit status 0 all well, 1 a request, an error, a serious fault or a page that is too wide, 3 no
+// Chromium. SCREENSHOTS is a folder for pictures of the views. `npm ci` in this folder fetches what is needed; the variable
+// CHROMIUM names another browser than the one that comes with it. tests/test_html.py does all this.
+
+import { readFileSync } from "node:fs";
+import { createRequire } from "node:module";
+import { resolve } from "node:path";
+import { pathToFileURL } from "node:url";
+
+import bundled from "@sparticuz/chromium";
+import { chromium } from "playwright-core";
+
+const [page, screenshots] = process.argv.slice(2);
+const address = pathToFileURL(resolve(page)).href;
+const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+
+let browser;
+try {
+  browser = await chromium.launch({
+    executablePath: process.env.CHROMIUM ?? (await bundled.executablePath()),
+    args: ["--no-sandbox"], // in a container there is none; the page is ours
+  });
+} catch (error) {
+  console.error(`Chromium does not start here: ${error.message.split("\n")[0]}`);
+  process.exit(3);
+}
+const found = { bytes: readFileSync(page).length, browser: browser.version(), requests: [], errors: [], violations: [], views: [] };
+
+for (const colorScheme of ["light", "dark"]) {
+  for (const width of [1280, 400]) {
+    const context = await browser.newContext({ viewport: { width, height: 900 }, colorScheme });
+    const tab = await context.newPage();
+    tab.on("request", (request) => {
+      if (request.url() !== address && !request.url().startsWith("data:")) found.requests.push(request.url());
+    });
+    tab.on("console", (message) => {
+      if (["error", "warning"].includes(message.type())) found.errors.push(message.text());
+    });
+    tab.on("pageerror", (error) => found.errors.push(String(error)));
+    await tab.goto(address, { waitUntil: "load" });
+    const overflow = await tab.evaluate(() => document.documentElement.scrollWidth - window.innerWidth);
+    const name = `${width}-${colorScheme}`;
+    if (screenshots) await tab.screenshot({ path: resolve(screenshots, `${name}.png`) });
+    await tab.evaluate(() => document.querySelectorAll("details").forEach((details, i) => (details.open ||= i < 3)));
+    if (screenshots) {
+      await tab.evaluate(() => document.querySelector("details[open] > div")?.scrollIntoView());
+      await tab.screenshot({ path: resolve(screenshots, `${name}-case.png`) });
+    }
+    await tab.evaluate(axe);
+    const result = await tab.evaluate(() => axe.run(document, { resultTypes: ["violations"] }));
+    for (const { id, impact, nodes } of result.violations)
+      found.violations.push({ view: name, id, impact, places: nodes.length, first: nodes[0].html.slice(0, 200), why: nodes[0].failureSummary });
+    found.views.push({ view: name, overflow, passes: result.passes.length });
+    await context.close();
+  }
+}
+await browser.close();
+
+console.log(JSON.stringify(found, null, 1));
+const serious = found.violations.filter(({ impact }) => ["serious", "critical"].includes(impact));
+const wide = found.views.filter(({ overflow }) => overflow > 0);
+process.exitCode = found.requests.length || found.errors.length || serious.length || wide.length ? 1 : 0;
