@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from parity.assertion import assert_parity
     from parity.backends import load_into, weights_of
     from parity.compare import Comparison, first_difference
+    from parity.conformance import Conformance, examine
     from parity.convert import convert, convert_file, load, save
     from parity.diagnose import Diagnosis, diagnose
     from parity.layouts import LAYOUTS, Layout
@@ -34,6 +35,7 @@ __all__ = [
     "AttentionSpec",
     "Case",
     "Comparison",
+    "Conformance",
     "Diagnosis",
     "Layout",
     "Problem",
@@ -43,6 +45,7 @@ __all__ = [
     "convert",
     "convert_file",
     "diagnose",
+    "examine",
     "first_difference",
     "load",
     "load_into",
@@ -67,6 +70,7 @@ _MODULES = {
     "assertion": ["assert_parity"],
     "backends": ["load_into", "weights_of"],
     "compare": ["Comparison", "first_difference"],
+    "conformance": ["Conformance", "examine"],
     "convert": ["convert", "convert_file", "load", "save"],
     "diagnose": ["Diagnosis", "diagnose"],
     "layouts": ["LAYOUTS", "Layout"],

@@ -74,7 +74,7 @@ def assert_parity(
         actual, expected, same_precision=same_precision, problem=problem, dtype=dtype, name=name, stage=stage
     )
     if text := message(comparisons):
-        raise AssertionError(text)
+        raise AssertionError(text + explanation(actual, problem, stage))
 
 
 def compare_arrays(
@@ -125,6 +125,17 @@ def message(comparisons: Iterable[Comparison]) -> str:
     if later := [each.stage for each in comparisons if not each.passed and each is not difference]:
         lines.append(f"  differ too  {', '.join(later)}")
     return "\n".join(lines)
+
+
+def explanation(actual: Any, problem: Problem | None, stage: str = "output") -> str:
+    """What is wrong with arrays that differ from a problem's reference, beginning on a line of its own, or nothing."""
+    from parity.diagnose import diagnose
+
+    stages = {} if problem is None else _stages("actual", actual, stage)
+    if problem is None or not any(name in STAGES for name in map(stage_kind, stages)):
+        return ""
+    diagnosis = diagnose(stages, problem)
+    return "" if diagnosis.kind == "none" else f"\n{diagnosis}"
 
 
 def _compare_with_reference(actual: Stages, problem: Problem, name: str) -> list[Comparison]:

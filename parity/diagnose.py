@@ -49,9 +49,10 @@ class Explanation:
 
     Attributes:
         stage: the first that they explain.
-        hypotheses: their names.
+        stages: all that they explain, in order.
+        hypotheses: their names, in the order of the stages that they are made in.
         about: what they are, in words.
-        fix: what to do.
+        fixes: what to do about each.
         docs: the pages of docs/bugs that tell more.
         error_before: error of the stage without them (root mean square), from the observed stages before it.
         error: with them.
@@ -60,9 +61,10 @@ class Explanation:
     """
 
     stage: str
+    stages: tuple[str, ...]
     hypotheses: tuple[str, ...]
     about: str
-    fix: str
+    fixes: tuple[str, ...]
     docs: tuple[str, ...]
     error_before: float
     error: float
@@ -73,9 +75,11 @@ class Explanation:
         falls = f"error falls from {self.error_before:.2g} to {self.error:.2g}"
         same = f"error {self.error:.2g}, as much as that loses"
         lines = [
-            f"{self.stage} matches the reference if {self.about} ({falls if self.error < self.error_before else same})",
+            f"{_listed(self.stages)} the reference if {self.about} "
+            f"({falls if self.error < self.error_before else same})",
             *(f"  or if     {other}: they cannot be told apart here" for other in self.others),
-            f"  fix       {self.fix}",
+            f"  mistake   {', '.join(self.hypotheses)}",
+            *(f"  fix       {fix}" for fix in self.fixes),
             f"  see       {', '.join(f'docs/bugs/{page}.md' for page in self.docs)}",
         ]
         return "\n".join(lines)
@@ -94,6 +98,7 @@ class Diagnosis:
         explanations: the mistakes, in the order of the stages that they explain.
         unexplained: the first stage that still differs, or nothing.
         nearest: what lessens its error most, without explaining it: in words, with the error that is left.
+        has_stages: whether more was observed than the output.
     """
 
     kind: str
@@ -103,6 +108,7 @@ class Diagnosis:
     explanations: list[Explanation] = field(default_factory=list)
     unexplained: str = ""
     nearest: list[tuple[str, float]] = field(default_factory=list)
+    has_stages: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
@@ -124,6 +130,9 @@ class Diagnosis:
                 f"{self.unexplained} {'still ' if lines else ''}differs, and no mistake known here explains it"
             )
             lines += [f"  nearest   {words} (error {error:.2g})" for words, error in self.nearest]
+            lines += (
+                [] if self.has_stages else ["  next      give its stages, too (q, k, v, scores, …): they tell more"]
+            )
         return "\n".join(lines)
 
 
@@ -151,13 +160,17 @@ def diagnose(observed: Mapping[str, np.ndarray], problem: Problem, *, arithmetic
     if everywhere and len(wrong) > 1 and (explanation := _precision(replay, before, wrong)):
         return Diagnosis("precision", **about, explanations=[explanation])
     explanations: list[Explanation] = []
-    unexplained, nearest, of_stages = "", [], ()
+    of_stages: Mistakes = ()
+    unexplained, nearest = "", []
     for part, words in PARTS.items():
         stages = [stage for stage in replay.stages if _part_of(stage) == part]
-        found: Mistakes = min((of_stages, ()), key=lambda mistakes: len(replay.wrong(stages, mistakes)))
+        # A path of the module has those mistakes of the stages that lie in what they share.
+        counts = range(len(of_stages), -1, -1)
+        shared: list[Mistakes] = [some for count in counts for some in itertools.combinations(of_stages, count)]
+        found: Mistakes = min(shared, key=lambda mistakes: len(replay.wrong(stages, mistakes)))
         path = _search(replay, stages, found)
         for choice in path.choices:
-            explanations.append(_explanation(replay, found, choice, words))
+            explanations.append(_explanation(replay, stages, found, choice, words))
             found = (*found, *choice.mistakes)
         of_stages = found if part == "" else of_stages
         if path.unexplained and not explanations and (explanation := _precision(replay, before, wrong)):
@@ -173,6 +186,7 @@ def diagnose(observed: Mapping[str, np.ndarray], problem: Problem, *, arithmetic
         explanations=explanations,
         unexplained=unexplained,
         nearest=nearest,
+        has_stages=len(replay.stages) > 1,
     )
 
 
@@ -412,8 +426,9 @@ def _precision(replay: _Replay, before: Mapping[str, _Verdict], wrong: Sequence[
     kind = min(explaining, key=lambda kind: abs(math.log(FACTOR * ratios[kind][0])))  # whose noise is nearest in size
     about, fix = PRECISIONS[kind]
     first = before[wrong[0]]
+    name, error = f"precision-{kind}", first.error
     return Explanation(
-        wrong[0], (f"precision-{kind}",), about, fix, ("low-precision",), first.error, first.error, max(ratios[kind])
+        wrong[0], tuple(own), (name,), about, (fix,), ("low-precision",), error, error, max(ratios[kind])
     )
 
 
@@ -428,20 +443,41 @@ def _nearest(replay: _Replay, stage: str, found: Mistakes) -> list[tuple[str, fl
     return sorted(((words, error) for words, error in errors if error < 0.5 * before), key=lambda each: each[1])[:3]
 
 
-def _explanation(replay: _Replay, found: Mistakes, choice: _Choice, words: str) -> Explanation:
-    added = choice.mistakes
-    before, after = replay.verdict(choice.stage, found), replay.verdict(choice.stage, (*found, *added))
+def _explanation(replay: _Replay, stages: Sequence[str], found: Mistakes, choice: _Choice, words: str) -> Explanation:
+    def made_in(mistake: Hypothesis) -> int:
+        """The first step that a mistake changes."""
+        return next(
+            (
+                index
+                for index, names in enumerate(replay.steps)
+                for one, other in [(replay.computed(index, found), replay.computed(index, (*found, mistake)))]
+                if not all(np.array_equal(one[name], other[name]) for name in names)
+            ),
+            len(replay.steps),
+        )
+
+    added = tuple(sorted(choice.mistakes, key=made_in)) if len(choice.mistakes) > 1 else choice.mistakes
+    before, after = replay.verdict(choice.stage, found), replay.verdict(choice.stage, (*found, *choice.mistakes))
+    still = replay.wrong(stages, (*found, *choice.mistakes))
     return Explanation(
         choice.stage,
+        tuple(stage for stage in replay.wrong(stages, found) if stage not in still),
         tuple(mistake.name for mistake in added),
         words + _words(added),
-        "; ".join(dict.fromkeys(mistake.fix for mistake in added)),
+        tuple(dict.fromkeys(mistake.fix for mistake in added)),
         tuple(dict.fromkeys(mistake.docs for mistake in added)),
         before.error,
         after.error,
         after.ratio,
         tuple(map(_words, choice.others)),
     )
+
+
+def _listed(stages: Sequence[str]) -> str:
+    """Some stages and how many more, with a verb."""
+    shown = ", ".join(stages[:3])
+    more = f" and {len(stages) - 3} more" if len(stages) > 3 else ""
+    return f"{shown}{more} {'matches' if len(stages) == 1 else 'match'}"
 
 
 def _words(mistakes: Mistakes) -> str:

@@ -160,18 +160,17 @@ def _fused_qkv(spec: AttentionSpec, _: Case) -> Iterator[Hypothesis]:
         return Mixed
 
     if spec.d_in == spec.d_kv and spec.num_kv_heads > 1:
-        read, packed = "q, then k, then v", "the q, k and v of each head or group together"
         yield Hypothesis(
             "fused-qkv-read-per-head",
-            f"a fused QKV weight that holds {read} is read as {packed}",
-            f"split the fused weight in thirds (by heads where they are grouped): it holds {read}",
+            "a fused QKV weight that holds all q, all k, all v is read head by head (or group by group)",
+            "split the fused weight into q, k and v first, then into heads",
             "fused-qkv",
             layer(np.argsort(grouped)),
         )
         yield Hypothesis(
             "fused-qkv-read-as-thirds",
-            f"a fused QKV weight that holds {packed} is read as {read}",
-            f"split the fused weight per head or group, as GPT-NeoX and Falcon keep it: it holds {packed}",
+            "a fused QKV weight that holds q, k, v head by head (or group by group) is read as all q, all k, all v",
+            "split the fused weight into heads (or groups) first, as GPT-NeoX and Falcon keep it",
             "fused-qkv",
             layer(grouped),
         )
@@ -236,6 +235,13 @@ def _rope(spec: AttentionSpec, case: Case) -> Iterator[Hypothesis]:
             "turn queries and keys by their positions, both",
             "rope-positions",
             turning(names, lambda _, x, positions: x),
+        )
+        yield Hypothesis(
+            f"rope-reversed{suffix}",
+            f"{whose} RoPE turns the other way",
+            "turn (x, y) to (x cos - y sin, y cos + x sin)",
+            "rope-positions",
+            turning(names, lambda self, x, positions: self.rotate(x, -positions)),
         )
         for step in (1, -1):
             yield Hypothesis(
@@ -407,7 +413,7 @@ def _masks(spec: AttentionSpec, case: Case) -> Iterator[Hypothesis]:
 
     is_causal = case.is_causal or case.is_cached or case.window_size is not None
     if case.has_mask or case.is_cached:
-        for where, how in (("made", masking), ("used", using)):
+        for where, how in (("used", using), ("made", masking)):  # the first is the more usual
             yield Hypothesis(
                 "mask-flipped",
                 f"the mask is {where} with the other polarity",
@@ -436,6 +442,14 @@ def _masks(spec: AttentionSpec, case: Case) -> Iterator[Hypothesis]:
             "hide every key whose position is greater than the query's: s > t, not s >= t",
             "causal-alignment",
             later(lambda t, s: s >= t),
+        )
+    if case.is_cached:
+        yield Hypothesis(
+            "causal-top-left",
+            "the causal mask of new tokens is aligned to the first cached key, and not to their own positions",
+            "let a new token see every key up to its own position: those cached before it, too",
+            "causal-alignment",
+            later(lambda t, s: s > t - t[:, :, :1]),
         )
     if case.is_causal and case.key_len != case.seq_len:
         yield Hypothesis(
@@ -524,7 +538,6 @@ def _scores(spec: AttentionSpec, case: Case) -> Iterator[Hypothesis]:
         "missing": ("is missing", 1.0),
         "squared": ("is 1 / H", float(spec.head_dim)),
         "by-d-model": ("is 1 / sqrt(d_model)", float(np.sqrt(spec.d_model))),
-        "twice": ("is applied twice too often: 1 / H^2", float(spec.head_dim) ** 2),
     }
     right, seen = float(np.sqrt(spec.head_dim)), {float(np.sqrt(spec.head_dim))}
     for name, (words, divisor) in scales.items():
@@ -538,6 +551,28 @@ def _scores(spec: AttentionSpec, case: Case) -> Iterator[Hypothesis]:
             "scale",
             scaled(divisor),
         )
+
+    class LateScale(Layer):
+        def scale(self) -> float:
+            return 1.0
+
+        def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
+            found, a = super().attn_weights(values)["attn_weights"], self.arithmetic
+            return {"attn_weights": a.keep(a.widen(found) / a.wide.type(right))}
+
+    if right != 1.0:
+        yield Hypothesis(
+            "scale-after-softmax",
+            "the scale is applied after the softmax, and not to the scores",
+            f"divide the scores by sqrt(head_dim) = {right:g}, before the softmax",
+            "scale",
+            LateScale,
+        )
+
+    class ScaledBias(Layer):
+        def score_bias(self) -> np.ndarray | None:
+            bias = super().score_bias()
+            return None if bias is None else self.arithmetic.widen(bias) / self.arithmetic.wide.type(self.scale())
 
     class NoBias(Layer):
         def score_bias(self) -> np.ndarray | None:
@@ -558,6 +593,13 @@ def _scores(spec: AttentionSpec, case: Case) -> Iterator[Hypothesis]:
             "add the bias to the scores, before the softmax",
             "score-bias",
             NoBias,
+        )
+        yield Hypothesis(
+            "score-bias-scaled",
+            "the bias is added before the scores are scaled, and scaled with them",
+            "scale the scores, then add the bias",
+            "score-bias",
+            ScaledBias,
         )
         yield Hypothesis(
             "score-bias-after-softmax",

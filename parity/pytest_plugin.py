@@ -54,14 +54,14 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
 
     def assert_parity(actual: Any, expected: Any = None, *, name: str = "", **options: Any) -> None:
         __tracebackhide__ = True
-        from parity.assertion import compare_arrays, message
+        from parity.assertion import compare_arrays, explanation, message
 
         title = f"{request.node.nodeid} {name}".rstrip()
         comparisons = compare_arrays(actual, expected, name=title, **options)
         if recorder is not None:
             recorder.comparisons.extend(comparisons)
         if text := message(comparisons):
-            raise AssertionError(text)
+            raise AssertionError(text + explanation(actual, options.get("problem"), options.get("stage", "output")))
 
     return assert_parity
 

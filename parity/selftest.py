@@ -286,6 +286,8 @@ class _Plan:
                     return rope(x[..., evens_first], positions, theta)[..., np.argsort(evens_first)]
                 if kind == "rope-missing":
                     return x
+                if kind == "rope-reversed":
+                    return rope(x, -positions, theta)
                 if kind.startswith("rope-off-by"):
                     return rope(x, positions + (-1 if "minus" in kind else 1), theta)
                 if kind == "cache-position-off-by-one":
@@ -343,6 +345,7 @@ class _Plan:
             "causal-ignored": ("create_causal_mask", lambda f: lambda t, s, **o: f(t, s, **o) & False),
         }
         cached = {
+            "causal-top-left": lambda f: lambda lengths, t, s, **o: f(lengths * 0, t, s, **o),
             "causal-off-by-one": lambda f: lambda lengths, t, s, **o: f(lengths, t + 1, s, **o)[:, :, 1:],
             "causal-excludes-self": lambda f: lambda lengths, t, s, **o: self.one_early(f(lengths, t, s, **o)),
         }
@@ -413,7 +416,6 @@ class _Plan:
             "scale-missing": size**0.5,
             "scale-squared": size**-0.5,
             "scale-by-d-model": (size / self.spec.d_model) ** 0.5,
-            "scale-twice": size**-1.5,
         }
         caches = {
             "cache-keys-as-values": lambda f: lambda cache, k, v, **o: f(cache, k, k, **o),
@@ -426,6 +428,13 @@ class _Plan:
         }
         if name in factors:
             self.functions["attention_scores"] = lambda f: lambda q, k, bias=None: f(q * factors[name], k, bias)
+        elif name == "scale-after-softmax":
+            self.functions["attention_scores"] = lambda f: lambda q, k, bias=None: f(q * size**0.5, k, bias)
+            self.functions["masked_softmax"] = lambda f: lambda s, m=None: f(s, m) / size**0.5
+        elif name == "score-bias-scaled":
+            self.functions["attention_scores"] = lambda f: (
+                lambda q, k, bias=None: f(q, k, None if bias is None else bias / size**0.5)
+            )
         elif name in ("score-bias-missing", "score-bias-after-softmax"):
             self.functions["attention_scores"] = lambda f: lambda q, k, bias=None: f(q, k)
             if name == "score-bias-after-softmax":
