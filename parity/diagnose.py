@@ -19,7 +19,7 @@ import numpy as np
 
 from parity.backends import load_backend
 from parity.compare import FACTOR, SAME_PRECISION, budget
-from parity.hypotheses import PRECISIONS, Hypothesis, hypotheses_for, wrong_layer
+from parity.hypotheses import PRECISIONS, Hypothesis, hypotheses_for, permuted_heads, wrong_layer
 from parity.problem import Problem
 from parity.spec import EXACT_STAGES, STAGES, AttentionSpec, stage_kind
 from parity.verify import probe
@@ -120,15 +120,13 @@ class Diagnosis:
     def __str__(self) -> str:
         if self.kind == "none":
             return "nothing differs by more than rounding"
-        lines = [str(explanation) for explanation in self.explanations]
+        lines = [f"{self.kind}: {self.stage} is {self.ratio:.2g} times its budget"]
         if self.kind == "rounding":
-            lines.append(
-                f"{self.stage} is {self.ratio:.2g} times its budget and no mistake explains it: rounding, most likely"
-            )
-        elif self.unexplained:
-            lines.append(
-                f"{self.unexplained} {'still ' if lines else ''}differs, and no mistake known here explains it"
-            )
+            lines.append("no mistake explains it: rounding, most likely")
+        lines += map(str, self.explanations)
+        if self.kind == "unknown":
+            still = "still " if self.explanations else ""
+            lines.append(f"{self.unexplained} {still}differs, and no mistake known here explains it")
             lines += [f"  nearest   {words} (error {error:.2g})" for words, error in self.nearest]
             lines += (
                 [] if self.has_stages else ["  next      give its stages, too (q, k, v, scores, …): they tell more"]
@@ -251,7 +249,6 @@ class _Replay:
     def __init__(self, problem: Problem, observed: Mapping[str, np.ndarray], arithmetic: str) -> None:
         self.problem = problem
         self.arithmetic = arithmetic
-        self.hypotheses = hypotheses_for(problem.case)
         with np.errstate(all="ignore"):
             names: list[list[str]] = []
             values: dict[str, np.ndarray] = {}
@@ -266,6 +263,7 @@ class _Replay:
             name: np.asarray(value) for name, value in observed.items() if name in values
         }  # gradients are not explained
         self.stages = [name for found in names for name in found if name in self.observed]
+        self.hypotheses = [*hypotheses_for(problem.case), *permuted_heads(values, self.given)]
         self._found: dict[tuple[Any, ...], dict[str, np.ndarray]] = {}
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
 

@@ -44,6 +44,25 @@ def wrong_layer(problem: Problem, dtype: str, hypotheses: Sequence[Hypothesis], 
     return kind(problem, Arithmetic(dtype_named(dtype), arithmetic))
 
 
+def permuted_heads(expected: Values, observed: Values) -> list[Hypothesis]:
+    """The heads of q, k or v in whatever order they were observed in, where that is an order at all.
+
+    Args:
+        expected, observed: stages by name; of steps with a cache the first is looked at.
+    """
+    found = []
+    for name in "qkv":
+        stage = next((stage for stage in (name, f"step0.{name}") if stage in observed), None)
+        if stage is None or expected[stage].shape[1] < 3:  # of two heads the one other order is known by name
+            continue
+        right, seen = (values[stage].astype(np.float64).swapaxes(0, 1) for values in (expected, observed))
+        order = np.array([int(((right - head) ** 2).sum(axis=(1, 2, 3)).argmin()) for head in seen])
+        known = (np.arange(len(order)), np.arange(len(order))[::-1], np.roll(np.arange(len(order)), 1))
+        if len(set(order)) == len(order) and not any(np.array_equal(order, each) for each in known):
+            found.append(_of_heads(name, "permuted", f"in the order {' '.join(map(str, order))}", order))
+    return found
+
+
 def hypotheses_for(case: Case) -> list[Hypothesis]:
     """Every mistake that could be in a case, in an order in which the more usual come first."""
     return [hypothesis for group in GROUPS for hypothesis in group(case.spec, case)]
@@ -308,14 +327,6 @@ def _heads(spec: AttentionSpec, _: Case) -> Iterator[Hypothesis]:
         def combine_heads(self, x: np.ndarray) -> np.ndarray:
             return x.reshape(x.shape[0], x.shape[2], -1)
 
-    def permuted(name: str, order: np.ndarray) -> type[Layer]:
-        class Permuted(Layer):
-            def project(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> dict[str, np.ndarray]:
-                projected = super().project(query, key, positions)
-                return {**projected, name: projected[name][:, order]}
-
-        return Permuted
-
     if 1 < spec.num_kv_heads < spec.num_heads:
         yield Hypothesis(
             "kv-heads-tiled",
@@ -359,13 +370,24 @@ def _heads(spec: AttentionSpec, _: Case) -> Iterator[Hypothesis]:
         for word, order in orders.items() if count > 1 else ():
             if word == "rolled" and count == 2:
                 continue  # the same as reversed
-            yield Hypothesis(
-                f"{name}-heads-{word}",
-                f"{name}'s heads are {word}",
-                f"keep the heads of {name} in the order in which the weights hold them",
-                "head-order",
-                permuted(name, order),
-            )
+            yield _of_heads(name, word, word, order)
+
+
+def _of_heads(name: str, word: str, about: str, order: np.ndarray) -> Hypothesis:
+    """The heads of q, k or v in another order."""
+
+    class Permuted(Layer):
+        def project(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> dict[str, np.ndarray]:
+            projected = super().project(query, key, positions)
+            return {**projected, name: projected[name][:, order]}
+
+    return Hypothesis(
+        f"{name}-heads-{word}",
+        f"{name}'s heads are {about}",
+        f"keep the heads of {name} in the order in which the weights hold them",
+        "head-order",
+        Permuted,
+    )
 
 
 # ---- Masks -----------------------------------------------------------------------------------------------------------

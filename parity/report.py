@@ -359,6 +359,8 @@ def print_divergence(sides: list[list[Comparison]], distances: dict[str, float],
         wrong = first_difference(side)
         words = "is right" if wrong is None else f"goes wrong at {wrong.stage}"
         out.print(Text(f"{side[0].backend} {words}", style="green" if wrong is None else "red"), soft_wrap=True)
+        if wrong is not None:
+            out.print(Text(str(wrong), style="red"))
 
 
 def print_selftest(outcomes: list[Outcome], out: Console) -> None:

@@ -40,7 +40,8 @@ def block_of(text, language):
 def without_errors(text):
     """The text with the errors in it, which depend on the machine, replaced by #."""
     number = r"\d+(\.\d+)?(e[+-]?\d+)?"
-    return re.sub(r"\(error [^)]*\)", lambda found: re.sub(number, "#", found[0]), text)
+    places = r"\(error [^)]*\)|^\w+: \S+ is .* times its budget$"
+    return re.sub(places, lambda found: re.sub(number, "#", found[0]), text, flags=re.MULTILINE)
 
 
 # ---- Pages of bugs ---------------------------------------------------------------------------------------------------
