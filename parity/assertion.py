@@ -103,7 +103,7 @@ def compare_arrays(
         raise TypeError(f"{', '.join(given)} must all be arrays or all be mappings of arrays by stage, got {kinds}")
     if same_precision is not None and _share_an_array(actual, same_precision):  # which would allow any error
         raise TypeError("same_precision must come from another implementation, got the arrays of actual")
-    arrays = {role: _stages(role, value, stage) for role, value in given.items()}
+    arrays = {role: stages_of(role, value, stage) for role, value in given.items()}
     if not any(arrays.values()):
         about = {"case": name, "backend": "actual", "dtype": dtype or "no dtype", "stage": stage}
         return [failure(np.empty(0), "there are no stages to compare", **about)]
@@ -131,7 +131,7 @@ def explanation(actual: Any, problem: Problem | None, stage: str = "output") -> 
     """What is wrong with arrays that differ from a problem's reference, beginning on a line of its own, or nothing."""
     from parity.diagnose import diagnose
 
-    stages = {} if problem is None else _stages("actual", actual, stage)
+    stages = {} if problem is None else stages_of("actual", actual, stage)
     if problem is None or not any(name in STAGES for name in map(stage_kind, stages)):
         return ""
     diagnosis = diagnose(stages, problem)
@@ -240,7 +240,7 @@ def _share_an_array(actual: Any, other: Any) -> bool:
     return actual is other
 
 
-def _stages(role: str, value: Any, stage: str) -> dict[str, np.ndarray]:
+def stages_of(role: str, value: Any, stage: str) -> dict[str, np.ndarray]:
     """The arrays by stage, as NumPy's."""
     if isinstance(value, Mapping):
         return {str(name): _array(f"{role}[{name!r}]", array) for name, array in value.items()}

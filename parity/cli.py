@@ -385,7 +385,7 @@ def _convert(options: argparse.Namespace) -> int:
     heads = f", {spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}" if spec else ""
     out.print(
         f"{len(layers)} attention layer{'s' if len(layers) != 1 else ''}{heads}: {converted.source} -> {options.to}; "
-        f"{len(converted.kept)} other tensors kept, {len(converted.dropped)} dropped; wrote {options.target}",
+        f"other tensors: {len(converted.kept)} kept, {len(converted.dropped)} dropped; wrote {options.target}",
         soft_wrap=True,
     )
     if options.json is not None:
@@ -474,7 +474,7 @@ def _diagnose(options: argparse.Namespace) -> int:
         raise ValueError(f"{', '.join(given)} must stand with PKG.MODULE:CALLABLE, got {' '.join(options.files)}")
     if is_function:
         diagnosis = diagnose(*_observed(options, observe))
-    elif _are_traces(options.files):
+    elif len(options.files) <= 2 and _are_traces(options.files):
         diagnosis = _diagnose_traces(options.files, diagnose_trace, out)
     elif len(options.files) == 2:
         (weights, spec), (other, other_spec) = _two_layers(options)
@@ -503,6 +503,8 @@ def _are_traces(files: Sequence[str]) -> bool:
 
 def _diagnose_traces(files: Sequence[str], diagnose_trace: Any, out: Any) -> Any:
     """The diagnosis of one trace, or of the one of two that goes wrong first."""
+    from dataclasses import replace
+
     import numpy as np
 
     from parity import report
@@ -512,25 +514,31 @@ def _diagnose_traces(files: Sequence[str], diagnose_trace: Any, out: Any) -> Any
     traces = [load_trace(path) for path in files]
     if len({trace.problem.digest for trace in traces}) > 1:
         raise ValueError(f"traces must be of one problem, got {' '.join(files)}")
-    expected = Reference(traces[0].problem)
+    expected = Reference(traces[0].problem, any(trace.with_gradients for trace in traces))
     sides = [judge(trace, expected) for trace in traces]
-    if len(traces) == 1:
-        if wrong := first_difference(sides[0]):
-            out.print(str(wrong), markup=False, style="red")
-        return diagnose_trace(traces[0])
-    one, other = (trace.accumulated for trace in traces)
-    with np.errstate(invalid="ignore"):
-        distances = {
-            name: float(np.abs(one[name].astype(np.float64) - other[name].astype(np.float64)).max(initial=0.0))
-            if name in one and name in other and one[name].shape == other[name].shape
-            else float("inf")
-            for name in (comparison.stage for comparison in sides[0])
-        }
-    report.print_divergence(sides, distances, out)
-    order = [comparison.stage for comparison in sides[0]]
     wrong = [first_difference(side) for side in sides]
-    places = [len(order) if each is None else order.index(each.stage) for each in wrong]
-    return diagnose_trace(traces[int(np.argmin(places))])
+    if len(traces) == 1:
+        if wrong[0] is not None:
+            out.print(str(wrong[0]), markup=False, style="red")
+    else:
+        one, other = (trace.accumulated for trace in traces)
+        with np.errstate(invalid="ignore"):
+            distances = {
+                name: float(np.abs(one[name].astype(np.float64) - other[name].astype(np.float64)).max(initial=0.0))
+                if name in one and name in other and one[name].shape == other[name].shape
+                else float("inf")
+                for name in (comparison.stage for side in sides for comparison in side)
+            }
+        report.print_divergence(sides, distances, out)
+    order = {comparison.stage: place for side in sides for place, comparison in enumerate(side)}
+    places = [len(order) if each is None else order[each.stage] for each in wrong]
+    worst = int(np.argmin(places))
+    diagnosis, difference = diagnose_trace(traces[worst]), wrong[worst]
+    if diagnosis.kind != "none" or difference is None:
+        return diagnosis
+    # A gradient, a dtype, a stage that lacks: nothing that a mistake in the formulas would explain.
+    told = {"stage": difference.stage, "unexplained": difference.stage}
+    return replace(diagnosis, kind="unknown", error=difference.error, ratio=difference.worse_ratio, **told)
 
 
 def _observed(options: argparse.Namespace, observe: Any) -> tuple[Any, Any]:

@@ -13,23 +13,24 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from parity import reference
+from parity.assertion import stages_of
 from parity.backends import load_backend
 from parity.compare import FACTOR, SAME_PRECISION, budget
 from parity.hypotheses import PRECISIONS, Hypothesis, hypotheses_for, permuted_heads, wrong_layer
 from parity.problem import Problem
+from parity.run import Reference, Trace, run_steps
 from parity.spec import EXACT_STAGES, STAGES, AttentionSpec, stage_kind
 from parity.verify import probe
-from parity.weights import Weights
-
-if TYPE_CHECKING:
-    from parity.run import Trace
+from parity.weights import Weights, is_floating
 
 Mistakes = tuple[Hypothesis, ...]
 
+MOST_KEPT = 256  # results of wrong layers, which may be large
 PARTS = {"": "", "module.": "in the module's plain path: ", "fused.": "in the fused path: "}
 """The parts of a trace, which may each have mistakes of their own: the beginnings of their stages, and what to say."""
 
@@ -99,6 +100,7 @@ class Diagnosis:
         unexplained: the first stage that still differs, or nothing.
         nearest: what lessens its error most, without explaining it: in words, with the error that is left.
         has_stages: whether more was observed than the output.
+        malformed: stages that cannot be compared, and why; the others are judged without them.
     """
 
     kind: str
@@ -109,6 +111,7 @@ class Diagnosis:
     unexplained: str = ""
     nearest: list[tuple[str, float]] = field(default_factory=list)
     has_stages: bool = True
+    malformed: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
@@ -120,11 +123,12 @@ class Diagnosis:
     def __str__(self) -> str:
         if self.kind == "none":
             return "nothing differs by more than rounding"
-        lines = [f"{self.kind}: {self.stage} is {self.ratio:.2g} times its budget"]
+        lines = [f"{self.kind}: {self.stage} is {self.ratio:.2g} times its budget"] if math.isfinite(self.ratio) else []
+        lines += [f"{stage} {reason}" for stage, reason in self.malformed.items()]
         if self.kind == "rounding":
             lines.append("no mistake explains it: rounding, most likely")
         lines += map(str, self.explanations)
-        if self.kind == "unknown":
+        if self.unexplained and self.kind == "unknown":
             still = "still " if self.explanations else ""
             lines.append(f"{self.unexplained} {still}differs, and no mistake known here explains it")
             lines += [f"  nearest   {words} (error {error:.2g})" for words, error in self.nearest]
@@ -146,33 +150,44 @@ def diagnose(observed: Mapping[str, np.ndarray], problem: Problem, *, arithmetic
     Raises:
         ValueError: if there is no stage of the problem among the names.
     """
-    replay = _Replay(problem, observed, arithmetic)
-    if not replay.stages:
+    stages = stages_of("observed", observed, "output")
+    shapes = Reference(problem).shapes
+    malformed = {
+        name: reason
+        for name, x in stages.items()
+        if name in shapes and (reason := _why_malformed(name, x, shapes[name]))
+    }
+    replay = _Replay(problem, {name: x for name, x in stages.items() if name not in malformed}, arithmetic)
+    if not (replay.stages or malformed):
         raise ValueError(f"observed must have stages of the problem, got {sorted(observed)}")
     before = {stage: replay.verdict(stage, ()) for stage in replay.stages}
     wrong = [stage for stage, verdict in before.items() if verdict.ratio > 1.0]
+    if not wrong and malformed:
+        return Diagnosis("unknown", next(iter(malformed)), math.inf, math.inf, malformed=malformed)
     if not wrong:
         return Diagnosis("none")
-    about = {"stage": wrong[0], "error": before[wrong[0]].error, "ratio": before[wrong[0]].ratio}
-    everywhere = {stage_kind(stage) for stage in wrong} >= {stage_kind(s) for s in replay.stages} & MULTIPLIED
-    if everywhere and len(wrong) > 1 and (explanation := _precision(replay, before, wrong)):
-        return Diagnosis("precision", **about, explanations=[explanation])
+    about = {
+        "stage": wrong[0],
+        "error": before[wrong[0]].error,
+        "ratio": before[wrong[0]].ratio,
+        "malformed": malformed,
+    }
     explanations: list[Explanation] = []
     of_stages: Mistakes = ()
     unexplained, nearest = "", []
     for part, words in PARTS.items():
-        stages = [stage for stage in replay.stages if _part_of(stage) == part]
+        of_part = [stage for stage in replay.stages if _part_of(stage) == part]
         # A path of the module has those mistakes of the stages that lie in what they share.
         counts = range(len(of_stages), -1, -1)
         shared: list[Mistakes] = [some for count in counts for some in itertools.combinations(of_stages, count)]
-        found: Mistakes = min(shared, key=lambda mistakes: len(replay.wrong(stages, mistakes)))
-        path = _search(replay, stages, found)
-        for choice in path.choices:
-            explanations.append(_explanation(replay, stages, found, choice, words))
-            found = (*found, *choice.mistakes)
-        of_stages = found if part == "" else of_stages
+        found: Mistakes = min(shared, key=lambda mistakes: len(replay.wrong(of_part, mistakes)))
+        path = _search(replay, of_part, found)
         if path.unexplained and not explanations and (explanation := _precision(replay, before, wrong)):
             return Diagnosis("precision", **about, explanations=[explanation])
+        for choice in path.choices:
+            explanations.append(_explanation(replay, of_part, found, choice, words))
+            found = (*found, *choice.mistakes)
+        of_stages = found if part == "" else of_stages
         if path.unexplained:
             unexplained, nearest = path.unexplained, _nearest(replay, path.unexplained, found)
             break
@@ -186,6 +201,19 @@ def diagnose(observed: Mapping[str, np.ndarray], problem: Problem, *, arithmetic
         nearest=nearest,
         has_stages=len(replay.stages) > 1,
     )
+
+
+def _why_malformed(stage: str, x: np.ndarray, shape: tuple[int, ...]) -> str:
+    """Why an array cannot be what the stage is, in words, or nothing."""
+    kind = stage_kind(stage)
+    if kind == "mask" and x.dtype != np.bool_:
+        return f"has dtype {x.dtype}, and should be boolean, True where a key is hidden"
+    if kind not in EXACT_STAGES and not is_floating(x.dtype):
+        return f"has dtype {x.dtype}, and should be floating-point"
+    if x.shape != shape:
+        return f"has shape {x.shape}, and should have {shape}"
+    lost = 0 if kind in EXACT_STAGES else np.count_nonzero(~np.isfinite(x.astype(np.float64)))
+    return f"has {lost} elements that are NaN or infinite" if lost else ""
 
 
 def diagnose_trace(trace: Trace) -> Diagnosis:
@@ -203,7 +231,9 @@ def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, othe
     Raises:
         ValueError: if the layers differ in more than their weights.
     """
-    problem, observed = probe(weights, spec, other, other_spec)
+    problem, other_problem = probe(weights, spec, other, other_spec)
+    with np.errstate(over="ignore", invalid="ignore"):
+        observed = run_steps(reference.steps(other_problem, problem.dtype))
     return diagnose(observed, problem)
 
 
@@ -222,13 +252,20 @@ def observe(function: Callable[..., Any], problem: Problem, framework: str) -> d
     backend = load_backend(framework)
     with backend.lock(problem.dtype):
         arrays = [backend.from_numpy(problem.inputs[name]) for name in ("query", "key") if name in problem.inputs]
-        given = function(*arrays)
-        if isinstance(given, Mapping):
-            stages = dict(given)
-        else:
-            parts = given if isinstance(given, tuple) else (given,)
-            stages = {name: x for name, x in zip(("output", "attn_weights"), parts, strict=False) if x is not None}
-        found = {name: np.array(backend.to_numpy(x)) for name, x in stages.items()}
+        try:
+            given = function(*arrays)
+        except Exception as error:  # whatever somebody's function raises
+            raise ValueError(f"the function must take the inputs, got {type(error).__name__}: {error}") from error
+        if isinstance(given, tuple) and len(given) == 2:
+            given = {name: x for name, x in zip(("output", "attn_weights"), given, strict=True) if x is not None}
+        elif not isinstance(given, Mapping):
+            given = {"output": given}
+        if not given or not all(hasattr(x, "__array__") for x in given.values()):
+            kinds = ", ".join(f"{name}: {type(x).__name__}" for name, x in given.items()) or "nothing"
+            raise ValueError(
+                f"the function must give an array, (output, attention weights), or arrays by stage, got {kinds}"
+            )
+        found = {name: np.array(x) for name, x in stages_of("the function's", given, "output").items()}
     if unknown := sorted(found.keys() - STAGES.keys()):
         raise ValueError(f"stages must be named as in STAGES, got {unknown}")
     return found
@@ -280,6 +317,8 @@ class _Replay:
         """What a step gives, with mistakes in it."""
         key = (index, tuple(map(self.hypotheses.index, mistakes)), dtype, kind)
         if key not in self._found:
+            if len(self._found) > MOST_KEPT:
+                self._found.clear()
             steps = wrong_layer(self.problem, dtype, mistakes, kind or self.arithmetic).steps()
             values = dict(self.given)
             try:
@@ -312,7 +351,11 @@ class _Replay:
         error = {"rms": float(np.sqrt(np.mean(errors**2))), "max": float(errors.max(initial=0.0))}
         if not math.isfinite(error["rms"]):
             return _Verdict(math.inf, math.inf)
-        ratios = [error[norm] / allowed[norm] if allowed[norm] > 0 else math.inf for norm in error if error[norm] > 0.0]
+        ratios = [
+            error[norm] / allowed[norm] if 0.0 < allowed[norm] < math.inf else math.inf
+            for norm in error
+            if error[norm] > 0.0
+        ]
         return _Verdict(error["rms"], max(ratios, default=0.0))
 
     def wrong(self, stages: Iterable[str], mistakes: Mistakes) -> list[str]:
@@ -414,6 +457,9 @@ def _explain(replay: _Replay, stages: Sequence[str], stage: str, found: Mistakes
 
 def _precision(replay: _Replay, before: Mapping[str, _Verdict], wrong: Sequence[str]) -> Explanation | None:
     """The arithmetic that explains all stages, if one does."""
+    products = {stage_kind(stage) for stage in replay.stages} & MULTIPLIED
+    if len(products) < 2 or not products <= {stage_kind(stage) for stage in wrong}:
+        return None  # from one stage it cannot be told
     if replay.problem.dtype != "float32" or any(math.isinf(before[stage].ratio) for stage in wrong):
         return None
     own = [stage for stage in wrong if _part_of(stage) == ""] or wrong  # a module adds up what its stages lose

@@ -350,10 +350,12 @@ def print_divergence(sides: list[list[Comparison]], distances: dict[str, float],
     table.add_column("stage", no_wrap=True)
     for column in (*names, "difference"):
         table.add_column(column, justify="right")
-    for one, other in zip(*sides, strict=True):
-        style = "" if one.passed and other.passed else "red"
-        ratios = (_short(one.worse_ratio), _short(other.worse_ratio))
-        table.add_row(one.stage, *ratios, f"{distances[one.stage]:.1e}", style=style)
+    by_stage = [{comparison.stage: comparison for comparison in side} for side in sides]
+    for stage, distance in distances.items():
+        found = [side.get(stage) for side in by_stage]
+        ratios = ("—" if each is None else _short(each.worse_ratio) for each in found)
+        style = "" if all(each is None or each.passed for each in found) else "red"
+        table.add_row(stage, *ratios, f"{distance:.1e}", style=style)
     out.print(table)
     for side in sides:
         wrong = first_difference(side)

@@ -27,14 +27,15 @@ def verify(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: At
     Raises:
         ValueError: if the layers differ in more than their weights.
     """
-    mine, actual = probe(weights, spec, other, other_spec)
+    mine, theirs = probe(weights, spec, other, other_spec)
     dtype = mine.dtype
+    actual = run_steps(reference.steps(theirs, "float64"))
     expected = run_steps(reference.steps(mine, "float64"))
     with np.errstate(over="ignore", invalid="ignore"):
         same_precision = run_steps(reference.steps(mine, dtype if dtype != "float64" else "float32"))
     return [
         compare(
-            actual[stage],
+            actual[stage].astype(kept_dtype(stage, dtype)),
             expected[stage].astype(kept_dtype(stage, dtype)).astype(np.float64),  # so that equal weights differ by 0
             same_precision[stage],
             case="verify",
@@ -46,10 +47,8 @@ def verify(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: At
     ]
 
 
-def probe(
-    weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec
-) -> tuple[Problem, dict[str, np.ndarray]]:
-    """Probe inputs for two layers that should be the same: the problem of the first, and the second's stages.
+def probe(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec) -> tuple[Problem, Problem]:
+    """Probe inputs for two layers that should be the same, with the weights of each.
 
     Raises:
         ValueError: if the layers differ in more than their weights.
@@ -60,8 +59,7 @@ def probe(
         words = ", ".join(f"{name}={told[name]} and {differ[name]}" for name in told if told[name] != differ[name])
         raise ValueError(f"the layers must be of one specification to be compared, got {words}")
     case, dtype = probe_case("verify", spec), _narrower(weights, other)
-    values = run_steps(reference.steps(make_problem(case, dtype, other), "float64"))
-    return make_problem(case, dtype, weights), {name: x.astype(kept_dtype(name, dtype)) for name, x in values.items()}
+    return make_problem(case, dtype, weights), make_problem(case, dtype, other)
 
 
 def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None) -> Case:

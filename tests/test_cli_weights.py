@@ -62,7 +62,7 @@ def test_convert_says_what_it_did_in_one_line(source, tmp_path, capsys):
     assert main(convert(source, target, "--to", "meta.LLaMA")) == 0
     captured = capsys.readouterr()
     assert captured.out == (
-        "2 attention layers, 4 x 6, key/value 2: transformers.LLaMA -> meta.LLaMA; 2 other tensors kept, 0 dropped; "
+        "2 attention layers, 4 x 6, key/value 2: transformers.LLaMA -> meta.LLaMA; other tensors: 2 kept, 0 dropped; "
         f"wrote {target}\n"
     )
     assert captured.err == ""
@@ -80,7 +80,7 @@ def test_convert_drops_the_rest_and_renames_layers(source, tmp_path, capsys):
     target = tmp_path / "target.npz"
     assert main(convert(source, target, "--to", "W_q", "--rest", "drop", "--to-prefix", "l{i}.att")) == 0
     assert names_in(target) == [f"l{i}.att.W_{letter}.weight" for i in range(2) for letter in "qkvo"]
-    assert "0 other tensors kept, 2 dropped" in capsys.readouterr().out
+    assert "other tensors: 0 kept, 2 dropped" in capsys.readouterr().out
 
 
 def test_convert_divides_the_target_into_shards(source, tmp_path):
@@ -107,7 +107,9 @@ def test_convert_writes_what_it_did_as_json(source, tmp_path):
 def test_convert_of_one_layer_speaks_of_one(tmp_path, capsys):
     save(tmp_path / "a.npz", random_weights(SPEC), SPEC)
     assert main(["convert", str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), "--to", "ttnn"]) == 0
-    assert capsys.readouterr().out.startswith("1 attention layer, 4 x 6, key/value 2: canonical -> ttnn; 0 other")
+    assert capsys.readouterr().out.startswith(
+        "1 attention layer, 4 x 6, key/value 2: canonical -> ttnn; other tensors: 0 kept"
+    )
 
 
 def test_convert_asks_for_heads_by_the_flags_that_decide(source, tmp_path, capsys):

@@ -17,6 +17,7 @@ from parity.diagnose import diagnose, diagnose_weights, observe
 from parity.hypotheses import hypotheses_for, wrong_layer
 from parity.run import Reference, record, run_cases, run_steps
 from parity.selftest import SELFTEST_CASES, mistakes_in, planted
+from parity.weights import dtype_named
 
 CASE_OF = {case.name: case for case in SELFTEST_CASES}
 SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope_theta=10000.0)
@@ -235,10 +236,66 @@ def test_values_that_are_not_finite_are_a_difference_that_no_mistake_explains(wr
     json.dumps(diagnosis.to_dict(), allow_nan=False)
 
 
-def test_another_shape_is_a_difference():
+@pytest.mark.parametrize(
+    ("stage", "change", "words"),
+    [
+        ("output", lambda x: x[:, :1], "output has shape (2, 1, 32), and should have (2, 5, 32)"),
+        ("attn_weights", lambda x: x.mean(axis=1), "attn_weights has shape (2, 5, 5), and should have (2, 4, 5, 5)"),
+        ("context", lambda x: x.astype(int), "context has dtype int64, and should be floating-point"),
+        ("mask", lambda x: x.astype(np.float32), "mask has dtype float32, and should be boolean"),
+        ("scores", lambda x: np.where(x > 0, -np.inf, x), "elements that are NaN or infinite"),
+    ],
+)
+def test_what_cannot_be_the_stage_is_told_and_the_others_are_judged_without_it(stage, change, words):
     problem = make_problem(CASES["full"], "float32")
-    diagnosis = diagnose({"output": observed_in(problem)["output"][:, :1]}, problem)
-    assert (diagnosis.kind, diagnosis.stage) == ("unknown", "output")
+    observed = observed_in(problem)
+    alone = diagnose({**observed, stage: change(observed[stage])}, problem)
+    assert (alone.kind, alone.stage) == ("unknown", stage)
+    assert words in str(alone)
+    if stage != "output":
+        observed = observed_in(problem, [mistake(CASES["full"], "out_proj-transposed")])
+        both = diagnose({**observed, stage: change(observed[stage])}, problem)
+        assert names_of(both) == ["out_proj-transposed"]
+        assert words in str(both)
+
+
+@pytest.mark.parametrize("case", ["ragged", "decode", "causal"])
+def test_outputs_alone_are_never_blamed_on_precision(case):
+    """An arithmetic that loses much explains nearly anything, so that an exact explanation comes first."""
+    problem = make_problem(CASES[case], "float32")
+    blamed = []
+    for hypothesis in hypotheses_for(CASES[case]):
+        observed = observed_in(problem, [hypothesis])
+        outputs = {
+            name: x for name, x in observed.items() if name.removeprefix("step").lstrip("0123456789.") == "output"
+        }
+        if diagnose(outputs, problem).kind == "precision":
+            blamed.append(hypothesis.name)
+    assert blamed == []
+
+
+@pytest.mark.parametrize("stage", ["q", "output"])
+def test_a_factor_on_one_stage_is_not_precision(stage):
+    problem = make_problem(CASES["rope-gqa"], "float32")
+    wrong = {stage: observed_in(problem)[stage] * np.float32(1.0003)}
+    assert diagnose(wrong, problem).kind == "unknown"
+    assert diagnose({**observed_in(problem), **wrong}, problem).kind == "unknown"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_same_weights_in_any_dtype_have_nothing_to_tell(dtype):
+    spec = AttentionSpec(64, 4, rope_theta=10000.0)
+    weights = {name: (8 * x).astype(dtype_named(dtype)) for name, x in random_weights(spec).items()}
+    assert diagnose_weights(weights, spec, {**weights}, spec).kind == "none"
+
+
+def test_tensors_of_torch_are_taken_as_they_are():
+    import torch
+
+    problem = make_problem(CASES["full"], "bfloat16")
+    observed = record("torch", Reference(problem)).accumulated["output"]
+    tensor = torch.from_numpy(observed.astype(np.float32)).to(torch.bfloat16).requires_grad_()
+    assert diagnose({"output": tensor}, problem).kind == "none"
 
 
 def test_stages_of_nothing_known_are_refused():
@@ -292,6 +349,18 @@ def transposed(x):
 
 def misnamed(x):
     return {"logits": x}
+
+
+def a_list(x):
+    return [x]
+
+
+def nothing(x):
+    return None
+
+
+def raises(x):
+    raise KeyError("wo")
 """
 
 
@@ -344,6 +413,10 @@ def test_a_function_that_should_not_be_causal_is_told_to_be(folder, capsys):
         (["a_port:none", "--weights", "layer.safetensors"], "must have what was named"),
         (["no_such:right", "--weights", "layer.safetensors"], "no_such must be importable"),
         (["a_port:misnamed", "--weights", "layer.safetensors"], "stages must be named as in STAGES, got ['logits']"),
+        (["a_port:a_list", "--weights", "layer.safetensors"], "must give an array, (output, attention weights), or"),
+        (["a_port:nothing", "--weights", "layer.safetensors"], "got output: NoneType"),
+        (["a_port:raises", "--weights", "layer.safetensors"], "the function must take the inputs, got KeyError"),
+        (["layer.safetensors"] * 3, "must be given a trace, two traces, two weight files or a function"),
         (["layer.safetensors"], "must be given a trace, two traces, two weight files or a function"),
         (["layer.safetensors", "swapped.safetensors", "--not-causal"], "--not-causal must stand with"),
         (["nothing.safetensors"], "nothing.safetensors"),
@@ -375,6 +448,19 @@ def test_traces_are_diagnosed_alone_and_in_pairs(tmp_path, capsys):
     assert "jax is right" in out
     assert "torch goes wrong at k" in out
     assert "RoPE is missing on k" in out
+
+
+def test_wrong_gradients_are_a_difference_that_no_mistake_explains(tmp_path, capsys, monkeypatch):
+    import parity.backends.torch as backend
+
+    original = backend.gradients
+    doubled = lambda problem: {name: 2 * gradient for name, gradient in original(problem).items()}  # noqa: E731
+    monkeypatch.setattr(backend, "gradients", doubled)
+    run_cases([CASES["full"]], ["torch"], with_gradients=True, traces=tmp_path)
+    assert main(["diagnose", str(next(tmp_path.iterdir()))]) == 1
+    out = capsys.readouterr().out
+    assert "grad.out_proj.weight differs, and no mistake known here explains it" in out
+    assert "nothing differs" not in out
 
 
 def test_traces_of_two_problems_are_refused(tmp_path, capsys):
