@@ -171,10 +171,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--head-dim", type=int, metavar="H")
         command.add_argument("--rope-theta", type=float, metavar="THETA", help="base of the RoPE frequencies, if any")
 
-    for command in (
-        *(run, compare, doctor, cache_size, convert, layouts, inspect, verify, plot, conformance),
-        *(diagnose, selftest),
-    ):
+    for command in commands.choices.values():
         command.add_argument("--json", metavar="PATH", help="also write the result as JSON")
     for command in (run, compare):
         command.add_argument("--junit", metavar="PATH", help="also write the result as JUnit XML")
@@ -465,7 +462,7 @@ def _two_layers(options: argparse.Namespace) -> list[Any]:
 
 def _diagnose(options: argparse.Namespace) -> int:
     from parity import report
-    from parity.diagnose import diagnose, diagnose_trace, diagnose_weights, observe
+    from parity.diagnose import diagnose, diagnose_weights
 
     out = report.console()
     of_function = {"--weights": options.weights, "--framework": options.framework, "--not-causal": options.not_causal}
@@ -473,9 +470,9 @@ def _diagnose(options: argparse.Namespace) -> int:
     if not is_function and (given := [flag for flag, value in of_function.items() if value]):
         raise ValueError(f"{', '.join(given)} must stand with PKG.MODULE:CALLABLE, got {' '.join(options.files)}")
     if is_function:
-        diagnosis = diagnose(*_observed(options, observe))
+        diagnosis = diagnose(*_observed(options))
     elif len(options.files) <= 2 and _are_traces(options.files):
-        diagnosis = _diagnose_traces(options.files, diagnose_trace, out)
+        diagnosis = _diagnose_traces(options.files, out)
     elif len(options.files) == 2:
         (weights, spec), (other, other_spec) = _two_layers(options)
         diagnosis = diagnose_weights(weights, spec, other, other_spec)
@@ -489,19 +486,21 @@ def _diagnose(options: argparse.Namespace) -> int:
     return 0 if diagnosis.kind == "none" else 1
 
 
-def _are_traces(files: Sequence[str]) -> bool:
+def _is_trace(path: str) -> bool:
     from parity.formats import open_tensors
 
-    kinds = []
-    for path in files:
-        with open_tensors(path) as file:
-            kinds.append(file.metadata.get("kind") == "trace")
+    with open_tensors(path) as file:
+        return file.metadata.get("kind") == "trace"
+
+
+def _are_traces(files: Sequence[str]) -> bool:
+    kinds = list(map(_is_trace, files))
     if any(kinds) and not all(kinds):
         raise ValueError(f"both files must be traces, or none, got {' '.join(files)}")
     return all(kinds)
 
 
-def _diagnose_traces(files: Sequence[str], diagnose_trace: Any, out: Any) -> Any:
+def _diagnose_traces(files: Sequence[str], out: Any) -> Any:
     """The diagnosis of one trace, or of the one of two that goes wrong first."""
     from dataclasses import replace
 
@@ -509,6 +508,7 @@ def _diagnose_traces(files: Sequence[str], diagnose_trace: Any, out: Any) -> Any
 
     from parity import report
     from parity.compare import first_difference
+    from parity.diagnose import diagnose_trace
     from parity.run import Reference, judge, load_trace
 
     traces = [load_trace(path) for path in files]
@@ -541,10 +541,11 @@ def _diagnose_traces(files: Sequence[str], diagnose_trace: Any, out: Any) -> Any
     return replace(diagnosis, kind="unknown", error=difference.error, ratio=difference.worse_ratio, **told)
 
 
-def _observed(options: argparse.Namespace, observe: Any) -> tuple[Any, Any]:
+def _observed(options: argparse.Namespace) -> tuple[Any, Any]:
     """What a function gives for probe inputs, and those, with the weights that it should have."""
     from parity.backends import why_missing
     from parity.convert import load
+    from parity.diagnose import observe
     from parity.problem import make_problem
     from parity.subjects import FRAMEWORKS, framework_of, load_callable
     from parity.verify import probe_case
@@ -618,17 +619,14 @@ def _plot(options: argparse.Namespace) -> int:
 def _attention(options: argparse.Namespace) -> tuple[str, Any]:
     """The stage and the attention weights that `plot` was asked for: a trace's, or a layer's for an input."""
     from parity.convert import load
-    from parity.formats import open_tensors
     from parity.plot import attention_for, attention_in, attention_in_case, read_array
     from parity.run import load_trace
     from parity.spec import find_case
 
-    with open_tensors(options.source) as file:
-        is_trace = file.metadata.get("kind") == "trace"
     of_input = {"--causal": options.causal, "--key-input": options.key_input}
     of_layer = {"--input": options.input, "--case": options.case, **of_input, "--from": options.layout}
     of_layer |= {"--prefix": options.prefix}
-    if is_trace:
+    if _is_trace(options.source):
         if needless := [flag for flag, value in of_layer.items() if value]:
             raise ValueError(f"{', '.join(needless)} must be left out for a trace, got {options.source}")
         return attention_in(load_trace(options.source), options.stage)

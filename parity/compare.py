@@ -110,7 +110,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them: an infinity or NaN becomes null."""
-        return {name: _finite(value) for name, value in asdict(self).items() if name != "by_position"}
+        return {name: finite(value) for name, value in asdict(self).items() if name != "by_position"}
 
     def __str__(self) -> str:
         axes = " ".join(axis_names(self.stage, len(self.shape)))
@@ -187,7 +187,7 @@ def measure(
     errors = np.abs(actual - expected)
     errors = np.where(np.isnan(errors), np.inf, errors)
     measured = {"rms": float(np.sqrt(np.mean(errors**2))), "max": float(errors.max())}
-    ratios = {norm: _ratio(measured[norm], allowed[norm]) for norm in measured}
+    ratios = {norm: share(measured[norm], allowed[norm]) for norm in measured}
     norm = max(ratios, key=ratios.__getitem__)
     worst = np.unravel_index(int(errors.argmax()), errors.shape)
     with np.errstate(over="ignore"):  # an error beside an expected 0 may be beyond counting
@@ -306,7 +306,8 @@ def failure(expected: np.ndarray, reason: str, *, case: str, backend: str, dtype
     )
 
 
-def _ratio(error: float, allowed: float) -> float:
+def share(error: float, allowed: float) -> float:
+    """The part of what is allowed that an error takes: 0 for none, infinity where nothing is allowed."""
     if error == 0.0:
         return 0.0
     return error / allowed if allowed > 0.0 and math.isfinite(allowed) else math.inf
@@ -321,7 +322,7 @@ def _by_position(errors: np.ndarray, allowed: float, stage: str) -> tuple[float,
     largest = np.moveaxis(errors, along, 0).reshape(errors.shape[along], -1).max(axis=1)
     if largest.size > POSITIONS:
         largest = np.maximum.reduceat(largest, np.arange(POSITIONS) * largest.size // POSITIONS)
-    return tuple(_ratio(float(error), allowed) for error in largest)
+    return tuple(share(float(error), allowed) for error in largest)
 
 
 def _spacing(expected: np.ndarray, dtype: str) -> np.ndarray:
@@ -339,9 +340,10 @@ def _correlation(actual: np.ndarray, expected: np.ndarray) -> float | None:
     return float((x * y).sum() / norms) if norms > 0.0 else None
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value as JSON takes it: an infinity or NaN becomes null, a tuple a list."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

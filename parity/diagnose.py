@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,10 @@ import numpy as np
 from parity import reference
 from parity.assertion import stages_of
 from parity.backends import load_backend
-from parity.compare import FACTOR, SAME_PRECISION, budget
+from parity.compare import FACTOR, SAME_PRECISION, budget, finite, share
 from parity.hypotheses import PRECISIONS, Hypothesis, hypotheses_for, permuted_heads, wrong_layer
 from parity.problem import Problem
-from parity.run import Reference, Trace, run_steps
+from parity.run import Trace, run_steps
 from parity.spec import EXACT_STAGES, STAGES, AttentionSpec, stage_kind
 from parity.verify import probe
 from parity.weights import Weights, is_floating
@@ -115,10 +114,7 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
-        finite = {
-            name: None if math.isinf(value) else value for name, value in (("error", self.error), ("ratio", self.ratio))
-        }
-        return {**asdict(self), **finite}
+        return {name: finite(value) for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
         if self.kind == "none":
@@ -150,14 +146,8 @@ def diagnose(observed: Mapping[str, np.ndarray], problem: Problem, *, arithmetic
     Raises:
         ValueError: if there is no stage of the problem among the names.
     """
-    stages = stages_of("observed", observed, "output")
-    shapes = Reference(problem).shapes
-    malformed = {
-        name: reason
-        for name, x in stages.items()
-        if name in shapes and (reason := _why_malformed(name, x, shapes[name]))
-    }
-    replay = _Replay(problem, {name: x for name, x in stages.items() if name not in malformed}, arithmetic)
+    replay = _Replay(problem, stages_of("observed", observed, "output"), arithmetic)
+    malformed = replay.malformed
     if not (replay.stages or malformed):
         raise ValueError(f"observed must have stages of the problem, got {sorted(observed)}")
     before = {stage: replay.verdict(stage, ()) for stage in replay.stages}
@@ -295,23 +285,14 @@ class _Replay:
                 names.append(list(found))
         self.steps = names
         self.step_of = {name: index for index, found in enumerate(names) for name in found}
-        self.shapes = {name: value.shape for name, value in values.items()}
-        self.observed = {
-            name: np.asarray(value) for name, value in observed.items() if name in values
-        }  # gradients are not explained
+        known = {name: x for name, x in observed.items() if name in values}  # gradients are not explained
+        reasons = {name: _why_malformed(name, x, values[name].shape) for name, x in known.items()}
+        self.malformed = {name: reason for name, reason in reasons.items() if reason}
+        self.observed = {name: x for name, x in known.items() if name not in self.malformed}
         self.stages = [name for found in names for name in found if name in self.observed]
-        self.hypotheses = [*hypotheses_for(problem.case), *permuted_heads(values, self.given)]
+        self.hypotheses = [*hypotheses_for(problem.case), *permuted_heads(values, self.observed)]
         self._found: dict[tuple[Any, ...], dict[str, np.ndarray]] = {}
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
-
-    @cached_property
-    def given(self) -> dict[str, np.ndarray]:
-        """The observed stages that others can be computed from."""
-        return {
-            name: value
-            for name, value in self.observed.items()
-            if value.shape == self.shapes[name] and np.isfinite(value.astype(np.float64)).all()
-        }
 
     def computed(self, index: int, mistakes: Mistakes, dtype: str = "float64", kind: str = "") -> dict[str, np.ndarray]:
         """What a step gives, with mistakes in it."""
@@ -320,12 +301,12 @@ class _Replay:
             if len(self._found) > MOST_KEPT:
                 self._found.clear()
             steps = wrong_layer(self.problem, dtype, mistakes, kind or self.arithmetic).steps()
-            values = dict(self.given)
+            values = dict(self.observed)
             try:
                 with np.errstate(all="ignore"):
                     for step, names in zip(steps[:index], self.steps, strict=False):
-                        if not all(name in self.given for name in names):
-                            values |= {name: x for name, x in step(values).items() if name not in self.given}
+                        if not all(name in self.observed for name in names):
+                            values |= {name: x for name, x in step(values).items() if name not in self.observed}
                     self._found[key] = steps[index](values)
             except ValueError:  # two mistakes that do not fit together
                 self._found[key] = {name: np.empty(0) for name in self.steps[index]}
@@ -351,12 +332,7 @@ class _Replay:
         error = {"rms": float(np.sqrt(np.mean(errors**2))), "max": float(errors.max(initial=0.0))}
         if not math.isfinite(error["rms"]):
             return _Verdict(math.inf, math.inf)
-        ratios = [
-            error[norm] / allowed[norm] if 0.0 < allowed[norm] < math.inf else math.inf
-            for norm in error
-            if error[norm] > 0.0
-        ]
-        return _Verdict(error["rms"], max(ratios, default=0.0))
+        return _Verdict(error["rms"], max(share(error[norm], allowed[norm]) for norm in error))
 
     def wrong(self, stages: Iterable[str], mistakes: Mistakes) -> list[str]:
         """Those of the stages that mistakes do not explain."""
@@ -490,15 +466,11 @@ def _nearest(replay: _Replay, stage: str, found: Mistakes) -> list[tuple[str, fl
 def _explanation(replay: _Replay, stages: Sequence[str], found: Mistakes, choice: _Choice, words: str) -> Explanation:
     def made_in(mistake: Hypothesis) -> int:
         """The first step that a mistake changes."""
-        return next(
-            (
-                index
-                for index, names in enumerate(replay.steps)
-                for one, other in [(replay.computed(index, found), replay.computed(index, (*found, mistake)))]
-                if not all(np.array_equal(one[name], other[name]) for name in names)
-            ),
-            len(replay.steps),
-        )
+        for index, names in enumerate(replay.steps):
+            right, wrong = replay.computed(index, found), replay.computed(index, (*found, mistake))
+            if not all(np.array_equal(right[name], wrong[name]) for name in names):
+                return index
+        return len(replay.steps)
 
     added = tuple(sorted(choice.mistakes, key=made_in)) if len(choice.mistakes) > 1 else choice.mistakes
     before, after = replay.verdict(choice.stage, found), replay.verdict(choice.stage, (*found, *choice.mistakes))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +44,11 @@ def wrong_layer(problem: Problem, dtype: str, hypotheses: Sequence[Hypothesis], 
     """The reference with mistakes in it, computed in a dtype and an arithmetic."""
     kind = type("WrongLayer", (*(hypothesis.part for hypothesis in hypotheses), Layer), {}) if hypotheses else Layer
     return kind(problem, Arithmetic(dtype_named(dtype), arithmetic))
+
+
+def instead(method: str, function: Callable[..., Any]) -> type[Layer]:
+    """The reference with another function in place of a method; it takes what the method takes, but not the layer."""
+    return type("Instead", (Layer,), {method: lambda self, *inputs: function(*inputs)})
 
 
 def permuted_heads(expected: Values, observed: Values) -> list[Hypothesis]:
@@ -286,20 +293,13 @@ def _rope(spec: AttentionSpec, case: Case) -> Iterator[Hypothesis]:
                 turning(names, lambda self, x, positions: self.rotate(x, positions - positions[:, :1])),
             )
 
-    def of_theta(base: float) -> type[Layer]:
-        class OtherTheta(Layer):
-            def theta(self) -> float:
-                return base
-
-        return OtherTheta
-
     for base in (base for base in THETAS if base != spec.rope_theta):
         yield Hypothesis(
             f"rope-theta-{base:.0f}",
             f"RoPE's theta is {base:g} and not {spec.rope_theta:g}",
             f"set rope_theta to {spec.rope_theta:g}",
             "rope-theta",
-            of_theta(base),
+            instead("theta", lambda base=base: base),
         )
 
 
@@ -307,33 +307,13 @@ def _rope(spec: AttentionSpec, case: Case) -> Iterator[Hypothesis]:
 
 
 def _heads(spec: AttentionSpec, _: Case) -> Iterator[Hypothesis]:
-    class Tiled(Layer):
-        def per_query_head(self, x: np.ndarray) -> np.ndarray:
-            return x[:, np.arange(spec.num_heads) % spec.num_kv_heads]
-
-    class Innermost(Layer):
-        def split_heads(self, x: np.ndarray) -> np.ndarray:
-            return x.reshape(*x.shape[:2], spec.head_dim, -1).transpose(0, 3, 1, 2)
-
-    class NotMoved(Layer):
-        def split_heads(self, x: np.ndarray) -> np.ndarray:
-            return x.reshape(x.shape[0], -1, x.shape[1], spec.head_dim)
-
-    class CombinedInnermost(Layer):
-        def combine_heads(self, x: np.ndarray) -> np.ndarray:
-            return x.transpose(0, 2, 3, 1).reshape(x.shape[0], x.shape[2], -1)
-
-    class NotMovedBack(Layer):
-        def combine_heads(self, x: np.ndarray) -> np.ndarray:
-            return x.reshape(x.shape[0], x.shape[2], -1)
-
     if 1 < spec.num_kv_heads < spec.num_heads:
         yield Hypothesis(
             "kv-heads-tiled",
             "key/value heads are tiled (0 1 0 1) and not repeated (0 0 1 1)",
             "let query head n use key/value head n // (N // K): repeat, not tile",
             "grouped-heads",
-            Tiled,
+            instead("per_query_head", lambda x: x[:, np.arange(spec.num_heads) % spec.num_kv_heads]),
         )
     if spec.num_heads == 1:
         return
@@ -342,28 +322,28 @@ def _heads(spec: AttentionSpec, _: Case) -> Iterator[Hypothesis]:
         "the width is split into (H, N) and not (N, H)",
         "split heads outermost: reshape to (B, T, N, H), then move N before T",
         "head-order",
-        Innermost,
+        instead("split_heads", lambda x: x.reshape(*x.shape[:2], spec.head_dim, -1).transpose(0, 3, 1, 2)),
     )
     yield Hypothesis(
         "heads-not-moved",
         "heads are split by a reshape to (B, N, T, H) that does not move them before the tokens",
         "reshape to (B, T, N, H), then exchange the middle axes",
         "head-order",
-        NotMoved,
+        instead("split_heads", lambda x: x.reshape(x.shape[0], -1, x.shape[1], spec.head_dim)),
     )
     yield Hypothesis(
         "heads-combined-innermost",
         "the heads are combined as (H, N) and not (N, H)",
         "combine heads outermost: move N behind T, then reshape to (B, T, N * H)",
         "head-order",
-        CombinedInnermost,
+        instead("combine_heads", lambda x: x.transpose(0, 2, 3, 1).reshape(x.shape[0], x.shape[2], -1)),
     )
     yield Hypothesis(
         "heads-not-moved-back",
         "heads are combined by a reshape that does not move them behind the tokens",
         "exchange the middle axes, then reshape to (B, T, N * H)",
         "head-order",
-        NotMovedBack,
+        instead("combine_heads", lambda x: x.reshape(x.shape[0], x.shape[2], -1)),
     )
     for name, count in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
         orders = {"reversed": np.arange(count)[::-1], "rolled": np.roll(np.arange(count), 1)}
@@ -412,26 +392,7 @@ def _masks(spec: AttentionSpec, case: Case) -> Iterator[Hypothesis]:
 
         return Used
 
-    def later(change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> type[Layer]:
-        class Later(Layer):
-            def is_later(self, t: np.ndarray, s: np.ndarray) -> np.ndarray:
-                return change(t, s)
-
-        return Later
-
-    def padding(change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> type[Layer]:
-        class Padding(Layer):
-            def is_padding(self, s: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-                return change(s, lengths)
-
-        return Padding
-
-    def window(change: Callable[[np.ndarray, np.ndarray, int], np.ndarray]) -> type[Layer]:
-        class Window(Layer):
-            def is_before_window(self, t: np.ndarray, s: np.ndarray, size: int) -> np.ndarray:
-                return change(t, s, size)
-
-        return Window
+    later, padding, window = (partial(instead, name) for name in ("is_later", "is_padding", "is_before_window"))
 
     is_causal = case.is_causal or case.is_cached or case.window_size is not None
     if case.has_mask or case.is_cached:
@@ -549,13 +510,6 @@ def _masks(spec: AttentionSpec, case: Case) -> Iterator[Hypothesis]:
 
 
 def _scores(spec: AttentionSpec, case: Case) -> Iterator[Hypothesis]:
-    def scaled(divisor: float) -> type[Layer]:
-        class Scaled(Layer):
-            def scale(self) -> float:
-                return divisor
-
-        return Scaled
-
     scales = {
         "missing": ("is missing", 1.0),
         "squared": ("is 1 / H", float(spec.head_dim)),
@@ -571,7 +525,7 @@ def _scores(spec: AttentionSpec, case: Case) -> Iterator[Hypothesis]:
             f"the scale of the scores {words}, and not 1 / sqrt(H)",
             f"divide the scores by sqrt(head_dim) = {right:g}, once",
             "scale",
-            scaled(divisor),
+            instead("scale", lambda divisor=divisor: divisor),
         )
 
     class LateScale(Layer):
@@ -596,10 +550,6 @@ def _scores(spec: AttentionSpec, case: Case) -> Iterator[Hypothesis]:
             bias = super().score_bias()
             return None if bias is None else self.arithmetic.widen(bias) / self.arithmetic.wide.type(self.scale())
 
-    class NoBias(Layer):
-        def score_bias(self) -> np.ndarray | None:
-            return None
-
     class LateBias(Layer):
         def score_bias(self) -> np.ndarray | None:
             return None
@@ -614,7 +564,7 @@ def _scores(spec: AttentionSpec, case: Case) -> Iterator[Hypothesis]:
             "the bias of the scores is missing",
             "add the bias to the scores, before the softmax",
             "score-bias",
-            NoBias,
+            instead("score_bias", lambda: None),
         )
         yield Hypothesis(
             "score-bias-scaled",

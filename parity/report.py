@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -18,15 +18,16 @@ from rich.table import Table
 from rich.text import Text
 
 from parity.compare import Comparison, first_difference
-from parity.convert import Found
-from parity.diagnose import Diagnosis
-from parity.formats import TensorFile
-from parity.layouts import Layout
-from parity.layouts.layout import RULES
-from parity.run import Report
-from parity.selftest import Outcome
 from parity.spec import find_case, stage_kind
 from parity.weights import write_whole
+
+if TYPE_CHECKING:
+    from parity.convert import Found
+    from parity.diagnose import Diagnosis
+    from parity.formats import TensorFile
+    from parity.layouts import Layout
+    from parity.run import Report
+    from parity.selftest import Outcome
 
 DETAILED_FAILURES = 5  # shown whole on the terminal; all are in the JSON
 PIPE_WIDTH = 100
@@ -267,6 +268,8 @@ def _short(ratio: float) -> str:
 
 def print_layout(layout: Layout, out: Console) -> None:
     """Print the tensors of a layout, and of each its axes, outermost first."""
+    from parity.layouts.layout import RULES
+
     letters = {"n": "heads", "h": "head_dim", "d": "input", "e": "output"}
     out.print(Text(f"{layout.about} ({layout.source})"), soft_wrap=True)
     for number, form in enumerate(layout.forms):

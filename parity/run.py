@@ -75,11 +75,6 @@ class Reference:
         return self._stages("float64", None)
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every stage."""
-        return {name: value.shape for name, value in self.accumulated.items()}
-
-    @cached_property
     def given(self) -> dict[str, np.ndarray]:
         """The float64 stages, rounded as a backend keeps them: what its local stages start from."""
         return {name: value.astype(kept_dtype(name, self.problem.dtype)) for name, value in self.accumulated.items()}
