@@ -3,8 +3,10 @@
 It takes the plain path for now.
 """
 
+from collections.abc import Sequence
+
 import jax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import mha
 
@@ -16,6 +18,8 @@ def scaled_dot_product_attention(
     *,
     mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
+    is_causal: bool = False,
+    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[Array, "B N T S"] | None = None,
@@ -28,6 +32,8 @@ def scaled_dot_product_attention(
         key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         need_weights: must be False, the weights are never stored here.
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: must be absent, a fused kernel draws its own.
@@ -43,6 +49,14 @@ def scaled_dot_product_attention(
     if need_weights or dropout_keep is not None:
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
     context, _ = mha.scaled_dot_product_attention(
-        query, key, value, mask=mask, bias=bias, dropout=dropout, dropout_rng=dropout_rng
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        is_causal=is_causal,
+        key_padding_lengths=key_padding_lengths,
+        dropout=dropout,
+        dropout_rng=dropout_rng,
     )
     return context, None

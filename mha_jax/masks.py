@@ -157,6 +157,21 @@ def create_sliding_window_mask(seq_len_q: int, seq_len_k: int | None = None, *, 
     return (distance < 0) | (distance >= window_size)
 
 
+def join_masks(
+    mask: Bool[Array, "..."] | None,
+    seq_len_q: int,
+    seq_len_k: int,
+    *,
+    is_causal: bool = False,
+    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
+) -> Bool[Array, "..."] | None:
+    """The mask, joined with what causality and padding hide; None if nothing is hidden."""
+    if not is_causal and key_padding_lengths is None:
+        return mask
+    joined = create_attention_mask(seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths)
+    return joined if mask is None else joined | to_scores_rank(mask)
+
+
 def hide_infinite_bias(mask: Bool[Array, "..."] | None, bias: Float[Array, "..."] | None) -> Bool[Array, "..."] | None:
     """The mask, joined with the keys that a bias of -inf hides, so that a row of -inf is as empty as a masked one."""
     if bias is None:

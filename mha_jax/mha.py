@@ -29,7 +29,7 @@ from mha_jax.checks import (
     check_weighed,
     check_weights,
 )
-from mha_jax.masks import create_attention_mask, hide_infinite_bias, to_scores_rank
+from mha_jax.masks import hide_infinite_bias, join_masks, to_scores_rank
 from mha_jax.rope import apply_rope, at_least_float32
 
 Project = Callable[[str, Array], Array]
@@ -196,6 +196,8 @@ def scaled_dot_product_attention(
     *,
     mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
+    is_causal: bool = False,
+    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[Array, "B N T S"] | None = None,
@@ -208,6 +210,8 @@ def scaled_dot_product_attention(
         key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         need_weights: also return the attention weights.
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: True where a weight is kept, in place of a random draw.
@@ -222,7 +226,8 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    check_attention(query, key, value, mask, bias)
+    check_attention(query, key, value, mask, bias, key_padding_lengths)
+    mask = join_masks(mask, query.shape[2], key.shape[2], is_causal=is_causal, key_padding_lengths=key_padding_lengths)
     scores = attention_scores(query, key, bias)
     attn_weights = masked_softmax(scores, hide_infinite_bias(mask, bias)).astype(query.dtype)
     context = attention_context(apply_dropout(attn_weights, dropout, dropout_keep, rng=dropout_rng), value)
@@ -354,6 +359,8 @@ def _attention_layer(
     out_proj: bool,
     mask: Array | None,
     bias: Array | None,
+    is_causal: bool = False,
+    key_padding_lengths: Array | Sequence[int] | None = None,
     need_weights: bool,
     positions: Array | None,
     rope_theta: float | None,
@@ -375,22 +382,22 @@ def _attention_layer(
         positions=positions,
         rope_theta=rope_theta,
     )
-    if need_weights or dropout_keep is not None:
-        context, attn_weights = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            bias=bias,
-            need_weights=need_weights,
-            dropout=dropout,
-            dropout_keep=dropout_keep,
-            dropout_rng=dropout_rng,
-        )
-    else:
-        context, attn_weights = fused.scaled_dot_product_attention(
-            q, k, v, mask=mask, bias=bias, dropout=dropout, dropout_rng=dropout_rng
-        )
+    attention = scaled_dot_product_attention
+    if not need_weights and dropout_keep is None:
+        attention = fused.scaled_dot_product_attention
+    context, attn_weights = attention(
+        q,
+        k,
+        v,
+        mask=mask,
+        bias=bias,
+        is_causal=is_causal,
+        key_padding_lengths=key_padding_lengths,
+        need_weights=need_weights,
+        dropout=dropout,
+        dropout_keep=dropout_keep,
+        dropout_rng=dropout_rng,
+    )
     output = combine_heads(context)
     return project("out_proj", output) if out_proj else output, attn_weights
 
@@ -536,10 +543,15 @@ class AttentionLayer(nnx.Module):
         *,
         mask: Bool[Array, "..."] | None = None,
         bias: Float[Array, "..."] | None = None,
+        is_causal: bool = False,
+        key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
         need_weights: bool = False,
         positions: Int[Array, "#B T"] | None = None,
     ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
-        """`multi_head_attention` with the weights and the configuration of this module."""
+        """`multi_head_attention` with the weights and the configuration of this module.
+
+        What is causal or padding may be told in place of a mask, as to `scaled_dot_product_attention`.
+        """
         output, attn_weights = _attention_layer(
             self.project,
             query,
@@ -551,6 +563,8 @@ class AttentionLayer(nnx.Module):
             out_proj=self.out_proj is not None,
             mask=mask,
             bias=bias,
+            is_causal=is_causal,
+            key_padding_lengths=key_padding_lengths,
             need_weights=need_weights,
             positions=positions,
             rope_theta=self.rope_theta,
@@ -629,10 +643,7 @@ class MultiHeadSelfAttention(AttentionLayer):
             ValueError: if the shapes do not fit or a length lies outside 0..T.
         """
         check_floating("x", x, rank=3)
-        mask = None
-        if is_causal or key_padding_lengths is not None:
-            if key_padding_lengths is not None:
-                check_lengths("key_padding_lengths", key_padding_lengths, x.shape[0], x.shape[1])
-            mask = create_attention_mask(x.shape[1], is_causal=is_causal, key_padding_lengths=key_padding_lengths)
-        output, _ = self.attend(x, mask=mask)
+        if key_padding_lengths is not None:
+            check_lengths("key_padding_lengths", key_padding_lengths, x.shape[0], x.shape[1])
+        output, _ = self.attend(x, is_causal=is_causal, key_padding_lengths=key_padding_lengths)
         return output

@@ -19,6 +19,7 @@ from mha_torch.checks import (
     check_count,
     check_floating,
     check_lengths,
+    check_room,
     check_weights,
 )
 from mha_torch.masks import create_causal_mask_with_cache
@@ -104,12 +105,23 @@ def append_to_cache(
             (In a compiled graph lengths are not known; there an index out of range is the error.)
     """
     check_appended(cache, key, value, new_lengths)
+    return _append(cache, key, value, new_lengths)
+
+
+def _append(
+    cache: KVCache, key: Tensor, value: Tensor, new_lengths: Tensor | Sequence[int] | None, begin: int | None = None
+) -> KVCache:
+    """The same without its checks; `begin` is the length of all sequences, where they are known to have but one."""
     batch_size, _, seq_len, _ = key.shape
-    token = torch.arange(seq_len, device=key.device)
-    slots = cache.lengths[:, None] + token  # (B, T)
     keys, values = cache.keys, cache.values
     if torch.is_grad_enabled():
         keys, values = keys.clone(), values.clone()  # the graph of an earlier step may need the old contents
+    if new_lengths is None and begin is not None:
+        keys[:, :, begin : begin + seq_len] = key
+        values[:, :, begin : begin + seq_len] = value
+        return KVCache(keys, values, cache.lengths + seq_len)
+    token = torch.arange(seq_len, device=key.device)
+    slots = cache.lengths[:, None] + token  # (B, T)
     if new_lengths is None:
         rows = torch.arange(batch_size, device=key.device)[:, None]
         keys[rows, :, slots] = key.transpose(1, 2)
@@ -142,9 +154,12 @@ def create_cache_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
-    lengths = torch.as_tensor(lengths)
+    return _cache_mask(torch.as_tensor(lengths), seq_len_q, capacity)
+
+
+def _cache_mask(lengths: Tensor, seq_len_q: int, seq_len_k: int) -> Tensor:
     query_positions = lengths[:, None] + torch.arange(seq_len_q, device=lengths.device)  # (B, T)
-    return torch.arange(capacity, device=lengths.device) > query_positions[:, None, :, None]
+    return torch.arange(seq_len_k, device=lengths.device) > query_positions[:, None, :, None]
 
 
 def multi_head_attention_with_cache(
@@ -265,6 +280,7 @@ def _cached_layer(
 ) -> tuple[Tensor, KVCache]:
     check_cached_input(x, cache)
     seq_len = x.shape[1]
+    check_room(cache, seq_len, new_lengths)
     q, k, v = project_qkv(
         project,
         x,
@@ -276,15 +292,44 @@ def _cached_layer(
         positions=cache.lengths[:, None] + torch.arange(seq_len, device=x.device),
         rope_theta=rope_theta,
     )
-    mask = create_cache_mask(cache.lengths, seq_len, cache.capacity)
-    cache = append_to_cache(cache, k, v, new_lengths=new_lengths)
-    context, _ = fused.scaled_dot_product_attention(q, cache.keys, cache.values, mask=mask, dropout=dropout)
+    check_cache(cache.keys, cache.values, k)
+    context, cache = _attend_to_cache(q, k, v, cache, new_lengths, dropout)
     output = combine_heads(context)
     output = project("out_proj", output) if out_proj else output
     if new_lengths is not None:
         is_real = torch.arange(seq_len, device=x.device) < torch.as_tensor(new_lengths, device=x.device)[:, None]
         output = torch.where(is_real[:, :, None], output, 0.0)
     return output, cache
+
+
+def _attend_to_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KVCache,
+    new_lengths: Tensor | Sequence[int] | None,
+    dropout: float,
+) -> tuple[Tensor, KVCache]:
+    """Append tokens, q (B, N, T, H), k and v (B, K, T, H), and attend from each to everything up to it."""
+    before, seq_len, capacity = cache.lengths, q.shape[2], cache.capacity
+    if torch.compiler.is_compiling():  # lengths are not known while a graph is traced: it reads every slot
+        cache = _append(cache, k, v, new_lengths)
+        mask = _cache_mask(before, seq_len, capacity)
+        return fused.scaled_dot_product_attention(q, cache.keys, cache.values, mask=mask, dropout=dropout)[0], cache
+    first, last = (int(length) for length in before.aminmax()) if len(before) else (0, 0)
+    cache = _append(cache, k, v, new_lengths, begin=first if first == last else None)
+    filled = min(last + seq_len, capacity)  # may pass the capacity where the last tokens are padding
+    # One token sees all that is filled; a prompt, what comes before it: right padding is seen by no real token.
+    is_step, is_prompt = first == last and seq_len == 1, last == 0
+    context, _ = fused.scaled_dot_product_attention(
+        q,
+        cache.keys[:, :, :filled],
+        cache.values[:, :, :filled],
+        mask=None if is_step or is_prompt else _cache_mask(before, seq_len, filled),
+        is_causal=is_prompt,
+        dropout=dropout,
+    )
+    return context, cache
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):

@@ -69,8 +69,15 @@ def check_floating(name: str, x: Tensor, rank: int) -> None:
         raise TypeError(f"{name} must be floating point, got {name}.dtype={x.dtype}")
 
 
-def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None) -> None:
-    """Refuse split heads, query (B, N, T, H), key and value (B, K, S, H), a mask or a bias that do not fit."""
+def check_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    key_padding_lengths: Tensor | Sequence[int] | None,
+) -> None:
+    """Refuse split heads, query (B, N, T, H), key and value (B, K, S, H), a mask, bias or lengths that do not fit."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_floating(name, x, rank=4)
         if x.dtype != query.dtype:
@@ -79,6 +86,8 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
         raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
     check_scored(query, key, bias)
     check_mask(mask, (*query.shape[:3], key.shape[2]))
+    if key_padding_lengths is not None:
+        check_lengths("key_padding_lengths", key_padding_lengths, key.shape[0], key.shape[2])
 
 
 def check_scored(query: Tensor, key: Tensor, bias: Tensor | None) -> None:
@@ -333,13 +342,18 @@ def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: Tens
         raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
     if value.dtype != key.dtype:
         raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
-    seq_len = key.shape[2]
-    check_lengths("cache.lengths", cache.lengths, key.shape[0], cache.capacity)
+    check_room(cache, key.shape[2], new_lengths)
+
+
+def check_room(cache: KVCache, seq_len: int, new_lengths: Tensor | Sequence[int] | None) -> None:
+    """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
+    batch_size = cache.lengths.shape[0]
+    check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
     if new_lengths is not None:
-        check_lengths("new_lengths", new_lengths, key.shape[0], seq_len)
+        check_lengths("new_lengths", new_lengths, batch_size, seq_len)
     if torch.compiler.is_compiling():  # values are not known while a graph is traced
         return
-    added = torch.as_tensor(seq_len if new_lengths is None else new_lengths, device=key.device)
+    added = torch.as_tensor(seq_len if new_lengths is None else new_lengths, device=cache.lengths.device)
     if bool((cache.lengths + added > cache.capacity).any()):
         raise ValueError(
             f"lengths + new tokens must not exceed the {cache.capacity} slots of the cache, "

@@ -172,6 +172,24 @@ def create_sliding_window_mask(
     return (distance < 0) | (distance >= window_size)
 
 
+def join_masks(
+    mask: Bool[Tensor, "..."] | None,
+    seq_len_q: int,
+    seq_len_k: int,
+    *,
+    is_causal: bool = False,
+    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+) -> Bool[Tensor, "..."] | None:
+    """The mask, joined with what causality and padding hide; None if nothing is hidden."""
+    if not is_causal and key_padding_lengths is None:
+        return mask
+    joined = create_attention_mask(
+        seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths, device=device
+    )
+    return joined if mask is None else joined | mask
+
+
 def hide_infinite_bias(
     mask: Bool[Tensor, "..."] | None, bias: Float[Tensor, "..."] | None
 ) -> Bool[Tensor, "..."] | None:

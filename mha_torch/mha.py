@@ -29,7 +29,7 @@ from mha_torch.checks import (
     check_weighed,
     check_weights,
 )
-from mha_torch.masks import create_attention_mask, hide_infinite_bias
+from mha_torch.masks import hide_infinite_bias, join_masks
 from mha_torch.rope import apply_rope, at_least_float32
 
 Project = Callable[[str, Tensor], Tensor]
@@ -187,6 +187,8 @@ def scaled_dot_product_attention(
     *,
     mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
+    is_causal: bool = False,
+    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
@@ -198,6 +200,8 @@ def scaled_dot_product_attention(
         key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         need_weights: also return the attention weights.
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: True where a weight is kept, in place of a random draw.
@@ -211,7 +215,15 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    check_attention(query, key, value, mask, bias)
+    check_attention(query, key, value, mask, bias, key_padding_lengths)
+    mask = join_masks(
+        mask,
+        query.shape[2],
+        key.shape[2],
+        is_causal=is_causal,
+        key_padding_lengths=key_padding_lengths,
+        device=query.device,
+    )
     scores = attention_scores(query, key, bias)
     attn_weights = masked_softmax(scores, hide_infinite_bias(mask, bias)).to(query.dtype)
     context = attention_context(apply_dropout(attn_weights, dropout, dropout_keep), value)
@@ -333,6 +345,8 @@ def _attention_layer(
     out_proj: bool,
     mask: Tensor | None,
     bias: Tensor | None,
+    is_causal: bool = False,
+    key_padding_lengths: Tensor | Sequence[int] | None = None,
     need_weights: bool,
     positions: Tensor | None,
     rope_theta: float | None,
@@ -353,12 +367,21 @@ def _attention_layer(
         positions=positions,
         rope_theta=rope_theta,
     )
-    if need_weights or dropout_keep is not None:
-        context, attn_weights = scaled_dot_product_attention(
-            q, k, v, mask=mask, bias=bias, need_weights=need_weights, dropout=dropout, dropout_keep=dropout_keep
-        )
-    else:
-        context, attn_weights = fused.scaled_dot_product_attention(q, k, v, mask=mask, bias=bias, dropout=dropout)
+    attention = scaled_dot_product_attention
+    if not need_weights and dropout_keep is None:
+        attention = fused.scaled_dot_product_attention
+    context, attn_weights = attention(
+        q,
+        k,
+        v,
+        mask=mask,
+        bias=bias,
+        is_causal=is_causal,
+        key_padding_lengths=key_padding_lengths,
+        need_weights=need_weights,
+        dropout=dropout,
+        dropout_keep=dropout_keep,
+    )
     output = combine_heads(context)
     return project("out_proj", output) if out_proj else output, attn_weights
 
@@ -492,10 +515,15 @@ class AttentionLayer(nn.Module):
         *,
         mask: Bool[Tensor, "..."] | None = None,
         bias: Float[Tensor, "..."] | None = None,
+        is_causal: bool = False,
+        key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
         need_weights: bool = False,
         positions: Int[Tensor, "#B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
-        """`multi_head_attention` with the weights and the configuration of this module."""
+        """`multi_head_attention` with the weights and the configuration of this module.
+
+        What is causal or padding may be told in place of a mask, as to `scaled_dot_product_attention`.
+        """
         output, attn_weights = _attention_layer(
             self.project,
             query,
@@ -507,6 +535,8 @@ class AttentionLayer(nn.Module):
             out_proj=self.out_proj is not None,
             mask=mask,
             bias=bias,
+            is_causal=is_causal,
+            key_padding_lengths=key_padding_lengths,
             need_weights=need_weights,
             positions=positions,
             rope_theta=self.rope_theta,
@@ -575,12 +605,7 @@ class MultiHeadSelfAttention(AttentionLayer):
             ValueError: if the shapes do not fit or a length lies outside 0..T.
         """
         check_floating("x", x, rank=3)
-        mask = None
-        if is_causal or key_padding_lengths is not None:
-            if key_padding_lengths is not None:
-                check_lengths("key_padding_lengths", key_padding_lengths, x.shape[0], x.shape[1])
-            mask = create_attention_mask(
-                x.shape[1], is_causal=is_causal, key_padding_lengths=key_padding_lengths, device=x.device
-            )
-        output, _ = self.attend(x, mask=mask)
+        if key_padding_lengths is not None:
+            check_lengths("key_padding_lengths", key_padding_lengths, x.shape[0], x.shape[1])
+        output, _ = self.attend(x, is_causal=is_causal, key_padding_lengths=key_padding_lengths)
         return output

@@ -107,8 +107,9 @@ def check_attention(
     value: Tensor,
     mask: np.ndarray | DeviceMask | None,
     bias: np.ndarray | Tensor | None,
+    key_padding_lengths: np.ndarray | Sequence[int] | None,
 ) -> None:
-    """Refuse split heads, query (B, N, T, H), key and value (B, K, S, H), a mask or a bias that do not fit."""
+    """Refuse split heads, query (B, N, T, H), key and value (B, K, S, H), a mask, bias or lengths that do not fit."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_floating(name, x, rank=4)
         if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower than its queries
@@ -117,6 +118,8 @@ def check_attention(
         raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
     check_scored(query, key, bias)
     check_mask(mask, (*tuple(query.shape)[:3], key.shape[2]))
+    if key_padding_lengths is not None:
+        check_lengths("key_padding_lengths", key_padding_lengths, key.shape[0], key.shape[2])
 
 
 def check_scored(query: Tensor, key: Tensor, bias: np.ndarray | Tensor | None) -> None:
@@ -403,7 +406,7 @@ def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.n
 
 
 def check_room(cache: KVCache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> None:
-    """Refuse more new tokens than the cache has slots left: the device would write outside of it."""
+    """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
     check_lengths("cache.lengths", cache.lengths, cache.keys.shape[0], cache.capacity)
     if new_lengths is not None:
         check_lengths("new_lengths", new_lengths, cache.keys.shape[0], seq_len)

@@ -5,6 +5,8 @@ It is ttnn's own flash attention behind the masks and the empty rows of this pac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import ttnn
 from jaxtyping import Bool, Float, Int
@@ -12,7 +14,7 @@ from ttnn import Tensor
 
 from mha_tt.checks import check_attention, check_cached_step, check_floating, check_head_dim, check_rate
 from mha_tt.device import TILE, accurate_config, as_dtype, round_up, upload_integers
-from mha_tt.masks import MASKED, DeviceMask, bias_on_device, hide_infinite_bias, on_device
+from mha_tt.masks import MASKED, DeviceMask, bias_on_device, hide_infinite_bias, join_masks, on_device
 
 LARGEST_CHUNK = 128
 """Queries and keys that the kernel takes at a time: what fits a core in every arithmetic, up to a head_dim of 256."""
@@ -25,6 +27,8 @@ def scaled_dot_product_attention(
     *,
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
+    is_causal: bool = False,
+    key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
@@ -42,6 +46,8 @@ def scaled_dot_product_attention(
             mask of as many queries as keys costs nothing: it is never uploaded.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device it is not read: there a
             row of nothing but -inf gives the mean of the values.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
         need_weights: must be False, the weights are never stored here.
         dropout: must be 0, the kernel has none.
         dropout_keep: must be absent, for the same reason.
@@ -57,12 +63,15 @@ def scaled_dot_product_attention(
 
     Source: ttnn.transformer.scaled_dot_product_attention.
     """
-    check_attention(query, key, value, mask, bias)
+    check_attention(query, key, value, mask, bias, key_padding_lengths)
     _check_kernel_takes(query, head_dim)
     check_rate("dropout", dropout)
     if need_weights or dropout or dropout_keep is not None:
         raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
     device, (_, _, seq_len_q, padded), seq_len_k = query.device(), query.shape, key.shape[2]
+    mask = join_masks(
+        mask, seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths, device=device
+    )
     mask = on_device(hide_infinite_bias(mask, bias), device)
     is_causal = mask is not None and mask.is_causal and mask.shape[2] == seq_len_q == seq_len_k and bias is None
     attn_mask = None

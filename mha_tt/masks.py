@@ -170,6 +170,24 @@ def create_sliding_window_mask(
     return (distance < 0) | (distance >= window_size)
 
 
+def join_masks(
+    mask: Bool[np.ndarray, "..."] | DeviceMask | None,
+    seq_len_q: int,
+    seq_len_k: int,
+    *,
+    is_causal: bool = False,
+    key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
+    device: ttnn.MeshDevice,
+) -> Bool[np.ndarray, "..."] | DeviceMask | None:
+    """The mask, joined with what causality and padding hide; None if nothing is hidden."""
+    if not is_causal and key_padding_lengths is None:
+        return mask
+    if mask is None and key_padding_lengths is None and seq_len_q == seq_len_k:
+        return CausalMask(seq_len_q, device=device)
+    joined = create_attention_mask(seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths)
+    return joined if mask is None else joined | (mask.mask if isinstance(mask, DeviceMask) else mask)
+
+
 def hide_infinite_bias(
     mask: Bool[np.ndarray, "..."] | DeviceMask | None, bias: Float[np.ndarray, "..."] | Tensor | None
 ) -> Bool[np.ndarray, "..."] | DeviceMask | None:

@@ -55,6 +55,7 @@ from mha_tt.masks import (
     bias_on_device,
     create_attention_mask,
     hide_infinite_bias,
+    join_masks,
     on_device,
 )
 from mha_tt.rope import Rotation, at_least_float32
@@ -277,6 +278,8 @@ def scaled_dot_product_attention(
     *,
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
+    is_causal: bool = False,
+    key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
@@ -292,6 +295,8 @@ def scaled_dot_product_attention(
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device it is not read: there a
             row of nothing but -inf gives the mean of the values.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
         need_weights: also return the attention weights.
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: True where a weight is kept, in place of a random draw.
@@ -308,7 +313,15 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    check_attention(query, key, value, mask, bias)
+    check_attention(query, key, value, mask, bias, key_padding_lengths)
+    mask = join_masks(
+        mask,
+        query.shape[2],
+        key.shape[2],
+        is_causal=is_causal,
+        key_padding_lengths=key_padding_lengths,
+        device=query.device(),
+    )
     config = compute_kernel_config or accurate_config(query.device())
     scores = attention_scores(query, key, bias, head_dim=head_dim, compute_kernel_config=config)
     attn_weights = masked_softmax(scores, hide_infinite_bias(mask, bias), compute_kernel_config=config)
@@ -450,6 +463,8 @@ def _attention_layer(
     out_proj: bool,
     mask: np.ndarray | DeviceMask | None,
     bias: np.ndarray | Tensor | None,
+    is_causal: bool = False,
+    key_padding_lengths: np.ndarray | Sequence[int] | None = None,
     need_weights: bool,
     positions: np.ndarray | Rotation | None,
     rope_theta: float | None,
@@ -474,13 +489,14 @@ def _attention_layer(
         rope_theta=rope_theta,
         head_dim=head_dim,
     )
+    hidden: Any = {"mask": mask, "is_causal": is_causal, "key_padding_lengths": key_padding_lengths}
     arithmetic: Any = {"head_dim": head_dim, "compute_kernel_config": compute_kernel_config}
     if need_weights or dropout or dropout_keep is not None or q.dtype == ttnn.float32:  # what the kernel does not offer
         context, attn_weights = scaled_dot_product_attention(
             q,
             k,
             v,
-            mask=mask,
+            **hidden,
             bias=bias,
             need_weights=need_weights,
             dropout=dropout,
@@ -489,7 +505,7 @@ def _attention_layer(
             **arithmetic,
         )
     else:
-        context, attn_weights = fused.scaled_dot_product_attention(q, k, v, mask=mask, bias=bias, **arithmetic)
+        context, attn_weights = fused.scaled_dot_product_attention(q, k, v, **hidden, bias=bias, **arithmetic)
     output = combine_heads(context)
     return project("out_proj", output) if out_proj else output, attn_weights
 
@@ -680,10 +696,15 @@ class AttentionLayer:
         *,
         mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
         bias: Float[np.ndarray, "..."] | Tensor | None = None,
+        is_causal: bool = False,
+        key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
         need_weights: bool = False,
         positions: Int[np.ndarray, "#B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
-        """`multi_head_attention` with the weights and the configuration of this module."""
+        """`multi_head_attention` with the weights and the configuration of this module.
+
+        What is causal or padding may be told in place of a mask, as to `scaled_dot_product_attention`.
+        """
         check_floating("query", query, rank=3)
         check_input_dtype("query", query, self.dtype)
         self._check_dropout()
@@ -698,6 +719,8 @@ class AttentionLayer:
             out_proj=self.out_proj,
             mask=mask,
             bias=bias,
+            is_causal=is_causal,
+            key_padding_lengths=key_padding_lengths,
             need_weights=need_weights,
             positions=self._first_rotation(query.shape[1]) if positions is None else positions,
             rope_theta=self.rope_theta,

@@ -96,8 +96,7 @@ EXTRA_NAMES = {
         "check_dtype",  # take three dtypes only,
         "check_head_dim",  # see the padding of heads as features,
         "check_cache_holds",  # write into a cache before anything else would tell that it is another layer's,
-        "check_cached_step",  # have a kernel for one new token of each sequence,
-        "check_room",  # and write beyond the end of a cache: also where nothing is appended by `append_to_cache`
+        "check_cached_step",  # and have a kernel for one new token of each sequence
     },
 }
 
