@@ -159,6 +159,15 @@ def _parser() -> argparse.ArgumentParser:
     selftest.add_argument("--seed", type=int, default=0, help="of the random weights")
     selftest.set_defaults(command=_selftest)
 
+    bench = commands.add_parser("bench", help="how fast: beside other libraries in one process, and beside the limit")
+    bench.add_argument("--what", type=_names, metavar="A,B", help="cores,layers,decode,memory,import,convert,growth")
+    bench.add_argument("--frameworks", type=_names, metavar="A,B", help="jax, torch; those that are there by default")
+    bench.add_argument("--dtypes", type=_names, metavar="A,B", help="float32 by default, on a GPU bfloat16")
+    bench.add_argument("--device", default="cpu", help="of torch, cpu or cuda; JAX uses its default device")
+    bench.add_argument("--quick", action="store_true", help="fewer rows and smaller shapes, in less than 90 s")
+    bench.add_argument("--plot", metavar="PATH", help="also draw time and memory over sequence length, .png or .svg")
+    bench.set_defaults(command=_bench)
+
     of_both = "the layer, in both files or each"
     of_layers = ((convert, "a layer"), (diagnose, of_both), (verify, of_both), (plot, "the layer"), (inspect, ""))
     for command, what in of_layers:
@@ -586,6 +595,30 @@ def _selftest(options: argparse.Namespace) -> int:
     if options.json is not None:
         report.write_json(options.json, {"format": 1, "outcomes": [outcome.to_dict() for outcome in outcomes]})
     return 0 if all(outcome.is_caught for outcome in outcomes) else 1
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from parity import report
+    from parity.bench import GROUPS, bench, count_rows
+
+    groups = options.what or GROUPS
+    if options.plot is not None:
+        from parity.plot import check_destination
+
+        check_destination(options.plot)
+        if "growth" not in groups:
+            raise ValueError(f"--plot must stand with growth among --what, got --what {','.join(groups)}")
+    asked = {"dtypes": options.dtypes, "device": options.device, "quick": options.quick}
+    with report.progress_bar(count_rows(groups, options.frameworks, **asked)) as on_row:
+        found = bench(groups, options.frameworks, **asked, on_row=on_row)
+    from parity.bench.show import plot_growth, print_bench
+
+    print_bench(found, report.console())
+    if options.plot is not None:
+        plot_growth(found, options.plot)
+    if options.json is not None:
+        report.write_json(options.json, found.to_dict())
+    return 0
 
 
 def _plot(options: argparse.Namespace) -> int:

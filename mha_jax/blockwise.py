@@ -1,0 +1,360 @@
+"""Attention block by block: the kernel that `fused` takes on a CPU, where JAX brings none.
+
+For each block of queries it adds up softmax(scores) · value over blocks of keys, and keeps the logarithm of each sum of
+exponentials; the gradient makes the scores again from it. So no N x T x S array is stored. Blocks in which every key is
+masked are skipped, wherever the mask came from.
+
+Axes: B batch, T query tokens, S key tokens, K key/value heads, G query heads of each, H head_dim. Heads that are worked on
+at a time lie on one axis, P, and the queries of their groups on the next, so that every product is one of matrices.
+
+Source: FlashAttention, arXiv:2205.14135 and arXiv:2307.08691.
+"""
+
+from collections.abc import Callable
+from functools import cached_property, partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from mha_jax.masks import to_scores_rank
+from mha_jax.rope import at_least_float32
+
+FEW_SCORES = 2**20
+"""Scores, 4 MiB in float32, up to which the plain path takes less time."""
+MOST_SCORES = 2**21
+"""Scores that are held at a time: 8 MiB in float32."""
+BLOCK_QUERIES = 256
+"""Queries of a block, more where they would be more blocks than `MOST_BLOCKS`."""
+BLOCK_KEYS = 1024
+"""Keys of a block, where they are not taken all at once."""
+MOST_BLOCKS = 16
+"""Blocks of queries; each is compiled on its own, so that it ends with the last key that it may see."""
+
+
+class Hidden(NamedTuple):
+    """What hides keys, and what is added to scores.
+
+    Attributes:
+        mask: boolean, True = masked, (B or 1, K or 1, G or 1, T or 1, S or 1).
+        bias: added to the scores, of such a shape too; what is -inf in it is also masked.
+        lengths: number of real keys of each sequence, (B,).
+    """
+
+    mask: Array | None
+    bias: Array | None
+    lengths: Array | None
+
+
+def attend(
+    query: Float[Array, "B N T H"],
+    key: Float[Array, "B K S H"],
+    value: Float[Array, "B K S H"],
+    *,
+    mask: Bool[Array, "..."] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    is_causal: bool = False,
+    lengths: Int[Array, " B"] | None = None,
+) -> Float[Array, "B N T H"]:
+    """Attention of split heads, in the dtype of query; arguments as those of `fused`, and checked there.
+
+    It has a derivative in reverse mode only; the plain path has one in forward mode too.
+    """
+    num_kv_heads = key.shape[1]
+
+    def group(x: Array) -> Array:
+        heads = (1, 1) if x.shape[1] == 1 != query.shape[1] else (num_kv_heads, x.shape[1] // num_kv_heads)
+        return x.reshape(x.shape[0], *heads, *x.shape[2:])
+
+    mask, bias = (None if x is None else group(to_scores_rank(x)) for x in (mask, bias))
+    context = _attend(is_causal, group(query), key, value, Hidden(mask, bias, lengths))
+    return context.reshape(query.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(is_causal: bool, query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
+    return _forward(is_causal, query, key, value, hidden)[0]
+
+
+def _forward(is_causal: bool, query: Array, key: Array, value: Array, hidden: Hidden) -> tuple[Array, tuple[Any, ...]]:
+    blocks = _Blocks(query.shape, key.shape, hidden, is_causal)
+
+    def attend_in_tile(tile: _Tile, carry: None) -> tuple[Any, None]:
+        q, k, v = (at_least_float32(tile.of(x)) for x in (query, key, value))
+        results = []
+        for rows in blocks.rows:
+
+            def add(sums: _Sums | None, keys: _Keys, rows: _Rows = rows) -> _Sums:
+                scores, _ = blocks.scores(rows.of(q), keys.of(k), tile, rows, keys)
+                found = _Sums.of(scores, keys.of(v), may_be_empty=blocks.may_hide_all(keys))
+                return found if sums is None else sums.join(found)
+
+            sums = blocks.over_keys(add, None, _Sums.empty(rows.of(q)), tile, rows)
+            results.append([rows.split(x, blocks.group_size) for x in sums.result()])
+        return tuple(jnp.concatenate(parts, axis=-2) for parts in zip(*results, strict=True)), carry
+
+    (context, log_sums), _ = blocks.over_tiles(attend_in_tile, None)
+    context = context.reshape(query.shape)
+    residuals = (query, key, value, hidden, context, log_sums.reshape(*query.shape[:-1], 1))
+    return context.astype(query.dtype), residuals
+
+
+def _backward(is_causal: bool, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
+    query, key, value, hidden, context, log_sums = residuals
+    blocks = _Blocks(query.shape, key.shape, hidden, is_causal)
+
+    def differentiate_tile(tile: _Tile, grad_bias: Array | None) -> tuple[Any, Array | None]:
+        k, v = (at_least_float32(tile.of(x)) for x in (key, value))
+        by_row = [at_least_float32(tile.of(x)) for x in (query, cotangent, context, log_sums)]
+        grads_q, grad_k, grad_v = [], jnp.zeros_like(k), jnp.zeros_like(v)
+        for rows in blocks.rows:
+            q_rows, given, found, logs = (rows.of(x) for x in by_row)
+            logs, given_sums = logs.swapaxes(1, 2), (given * found).sum(axis=-1)[:, None]  # (P, 1, G t)
+
+            def add(
+                grads: tuple[Any, ...],
+                keys: _Keys,
+                rows: _Rows = rows,
+                parts: tuple[Array, ...] = (q_rows, given, logs, given_sums),
+            ) -> tuple[Any, ...]:
+                q_rows, given, logs, given_sums = parts
+                grad_rows, grad_k, grad_v, grad_bias = grads
+                # Keys before queries: of the products that follow, one instead of two has to be of a transposed array.
+                scores, is_hidden = blocks.scores(q_rows, keys.of(k), tile, rows, keys, by_key=True)
+                attn_weights = jnp.exp(scores - logs)
+                grad_scores = attn_weights * (jnp.einsum("psh,pth->pst", keys.of(v), given) - given_sums)
+                if is_hidden is not None:  # a masked value may be beyond multiplying
+                    grad_scores = jnp.where(is_hidden, 0.0, grad_scores)
+                found = jnp.einsum("psh,pst->pht", keys.of(k), grad_scores).swapaxes(1, 2)
+                return (
+                    found if grad_rows is None else grad_rows + found,
+                    keys.add_to(grad_k, jnp.einsum("pst,pth->psh", grad_scores, q_rows)),
+                    keys.add_to(grad_v, jnp.einsum("pst,pth->psh", attn_weights, given)),
+                    None if grad_bias is None else blocks.add_to_bias(grad_bias, grad_scores, tile, rows, keys),
+                )
+
+            sums = (grad_k, grad_v, grad_bias)
+            sums = blocks.over_keys(add, (None, *sums), (jnp.zeros_like(q_rows), *sums), tile, rows)
+            grad_rows, grad_k, grad_v, grad_bias = sums
+            grads_q.append(rows.split(grad_rows, blocks.group_size))
+        return (jnp.concatenate(grads_q, axis=-2) * blocks.scale, grad_k * blocks.scale, grad_v), grad_bias
+
+    grad_bias = None if hidden.bias is None else jnp.zeros_like(at_least_float32(hidden.bias))
+    grads, grad_bias = blocks.over_tiles(differentiate_tile, grad_bias)
+    grads = (grad.reshape(x.shape).astype(x.dtype) for grad, x in zip(grads, (query, key, value), strict=True))
+    grad_bias = None if grad_bias is None else grad_bias.astype(hidden.bias.dtype)
+    return *grads, Hidden(None, grad_bias, None)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+class _Sums(NamedTuple):
+    """What blocks of keys add up to, for each query."""
+
+    largest: Array  # score, (P, G T, 1)
+    exponentials: Array  # sum of exp(score - largest), (P, G T, 1)
+    values: Array  # each times its exponential, (P, G T, H)
+
+    @classmethod
+    def empty(cls, q_rows: Array) -> "_Sums":
+        zeros = jnp.zeros_like(q_rows)
+        return cls(zeros[..., :1] - jnp.inf, zeros[..., :1], zeros)
+
+    @classmethod
+    def of(cls, scores: Array, value: Array, *, may_be_empty: bool) -> "_Sums":
+        # XLA has a kernel for these two lines, if nothing else needs the largest. A row without a key is NaN here, …
+        largest = scores.max(axis=-1, keepdims=True)
+        exponentials = jnp.exp(scores - largest)
+        sums = exponentials.sum(axis=-1, keepdims=True), jnp.einsum("pts,psh->pth", exponentials, value)
+        if may_be_empty:  # … and 0 from here on
+            sums = (jnp.where(jnp.isneginf(largest), 0.0, x) for x in sums)
+        return cls(largest, *sums)
+
+    def join(self, other: "_Sums") -> "_Sums":
+        largest = jnp.maximum(self.largest, other.largest)
+        shift = jnp.where(jnp.isneginf(largest), 0.0, largest)  # exp(-inf) is 0, and exp(-inf + inf) is not
+        ours, theirs = jnp.exp(self.largest - shift), jnp.exp(other.largest - shift)
+        return _Sums(
+            largest,
+            self.exponentials * ours + other.exponentials * theirs,
+            self.values * ours + other.values * theirs,
+        )
+
+    def result(self) -> tuple[Array, Array]:
+        """The context, and the logarithm of the sum of exponentials: 0 and infinity for a row without a key."""
+        is_empty = self.exponentials == 0.0
+        context = self.values / jnp.where(is_empty, 1.0, self.exponentials)
+        return context, jnp.where(is_empty, jnp.inf, self.largest + jnp.log(self.exponentials))
+
+
+class _Tile(NamedTuple):
+    """Heads that are worked on at a time, all of one sequence."""
+
+    sequence: Array
+    head: Array  # the first key/value head
+    shape: tuple[int, int]  # one sequence, key/value heads
+
+    def part(self, x: Array) -> Array:
+        """What the tile holds of (B or 1, K or 1, …)."""
+        for axis, (begin, size) in enumerate(zip((self.sequence, self.head), self.shape, strict=True)):
+            x = x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, begin, size, axis)
+        return x
+
+    def of(self, x: Array) -> Array:
+        """What the tile holds of (B, K, …), its heads on one axis: (P, …)."""
+        return self.part(x).reshape(-1, *x.shape[2:])
+
+
+class _Rows(NamedTuple):
+    """A block of queries."""
+
+    index: int
+    begin: int
+    stop: int
+
+    def of(self, x: Array) -> Array:
+        """(P, G t, ·) of (P, G, T, ·)."""
+        return x[:, :, self.begin : self.stop].reshape(x.shape[0], -1, x.shape[3])
+
+    def split(self, x: Array, group_size: int) -> Array:
+        """(P, G, t, ·) of (P, G t, ·)."""
+        return x.reshape(x.shape[0], group_size, -1, x.shape[2])
+
+
+class _Keys(NamedTuple):
+    """A block of keys; where it had to be moved to lie within all of them, its first few were in the block before."""
+
+    begin: Array | int
+    size: int
+    first: Array | int = 0  # that is new
+    is_clear: bool = False  # of causality: every query of the block sees all of them
+
+    def of(self, x: Array) -> Array:
+        return lax.dynamic_slice_in_dim(x, self.begin, self.size, axis=-2)
+
+    def add_to(self, x: Array, block: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(x, self.of(x) + block, self.begin, axis=-2)
+
+
+class _Blocks:
+    """How the work is divided: into tiles of heads, and each of these into blocks of queries and of keys."""
+
+    def __init__(
+        self, query_shape: tuple[int, ...], key_shape: tuple[int, ...], hidden: Hidden, is_causal: bool
+    ) -> None:
+        self.batch_size, self.num_kv_heads, self.group_size, self.seq_len_q, head_dim = query_shape
+        self.seq_len_k = key_shape[2]
+        self.hidden = hidden
+        self.is_causal = is_causal
+        self.scale = head_dim**-0.5
+        # Two products of matrices at a time keep two cores busier than one.
+        self.tile_shape = (1, 2 if self.group_size == 1 and self.num_kv_heads % 2 == 0 else 1)
+        block_queries = max(BLOCK_QUERIES, -(-self.seq_len_q // MOST_BLOCKS))
+        self.rows = [
+            _Rows(index, begin, min(begin + block_queries, self.seq_len_q))
+            for index, begin in enumerate(range(0, self.seq_len_q, block_queries))
+        ]
+        self.most_keys = MOST_SCORES // (self.tile_shape[1] * self.group_size * min(block_queries, self.seq_len_q))
+        self.block_keys = min(BLOCK_KEYS, self.seq_len_k)
+
+    def over_tiles(self, function: Callable[[_Tile, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
+        """The results of a function for each tile, and what it hands on from one tile to the next."""
+        tiles_of_sequence = self.num_kv_heads // self.tile_shape[1]
+
+        def step(carry: Any, i: Array) -> tuple[Any, Any]:
+            tile = _Tile(i // tiles_of_sequence, i % tiles_of_sequence * self.tile_shape[1], self.tile_shape)
+            results, carry = function(tile, carry)
+            return carry, results
+
+        tiles = jnp.arange(self.batch_size * tiles_of_sequence, dtype=jnp.int32)
+        carry, results = lax.scan(step, carry, tiles)
+        return results, carry
+
+    def over_keys(self, add: Callable[[Any, _Keys], Any], nothing: Any, zeros: Any, tile: _Tile, rows: _Rows) -> Any:
+        """What a function adds up over the keys that a block of queries may see, from nothing or, in a loop, zeros."""
+        stop = min(rows.stop, self.seq_len_k) if self.is_causal else self.seq_len_k
+        skips = self.hidden.mask is not None or self.hidden.lengths is not None
+        if not skips and stop <= self.most_keys:
+            clear = min(rows.begin, stop) if self.is_causal else stop
+            sums = add(nothing, _Keys(0, clear, is_clear=True)) if clear else nothing
+            return add(sums, _Keys(clear, stop - clear)) if clear < stop else sums
+        first, last = 0, -(-stop // self.block_keys)
+        if self.hidden.mask is not None:
+            first_seen, last_seen = (tile.part(x)[..., rows.index] for x in self.seen)
+            first, last = jnp.maximum(first, first_seen.min()), jnp.minimum(last, last_seen.max())
+        if self.hidden.lengths is not None:
+            last = jnp.minimum(last, -(-self.hidden.lengths[tile.sequence] // self.block_keys))
+
+        def add_block(i: Array, sums: Any) -> Any:
+            first = i * self.block_keys
+            return add(sums, _Keys(jnp.minimum(first, self.seq_len_k - self.block_keys), self.block_keys, first))
+
+        return lax.fori_loop(first, last, add_block, zeros)
+
+    @cached_property
+    def seen(self) -> tuple[Array, Array]:
+        """The blocks of keys that each block of queries sees by the mask: the first, and the one after the last."""
+        seen = ~self.hidden.mask
+        seen = seen.any(axis=2)  # (B, K, T, S), each of these axes perhaps of length 1
+        if seen.shape[2] > 1:
+            seen = jnp.stack([seen[:, :, rows.begin : rows.stop].any(axis=2) for rows in self.rows], axis=2)
+        seen = jnp.broadcast_to(seen, (*seen.shape[:2], len(self.rows), self.seq_len_k))
+        seen = jnp.pad(seen, [(0, 0)] * 3 + [(0, -self.seq_len_k % self.block_keys)])
+        seen = seen.reshape(*seen.shape[:3], -1, self.block_keys).any(axis=-1)
+        number = jnp.arange(seen.shape[-1], dtype=jnp.int32)[None, None, None]
+        return jnp.where(seen, number, self.seq_len_k).min(axis=-1), jnp.where(seen, number + 1, 0).max(axis=-1)
+
+    def may_hide_all(self, keys: _Keys) -> bool:
+        """Whether a query may see no key of a block. Without a mask it sees one of those that are not in a loop."""
+        return self.hidden.mask is not None or self.hidden.lengths is not None or not isinstance(keys.first, int)
+
+    def scores(
+        self, q_rows: Array, k_block: Array, tile: _Tile, rows: _Rows, keys: _Keys, *, by_key: bool = False
+    ) -> tuple[Array, Array | None]:
+        """Scores of a block, -inf where a key is hidden, and where that is, if anywhere: (P, G t, s) or (P, s, G t)."""
+        axes = "psh,pth->pst" if by_key else "pth,psh->pts"
+        scores = jnp.einsum(axes, *((k_block, q_rows * self.scale) if by_key else (q_rows * self.scale, k_block)))
+
+        def arrange(x: Array) -> Array:  # of (b or 1, k or 1, G or 1, t or 1, s or 1)
+            x = jnp.broadcast_to(x, (*tile.shape, self.group_size, rows.stop - rows.begin, keys.size))
+            return (jnp.moveaxis(x, -1, 2) if by_key else x).reshape(scores.shape)
+
+        if self.hidden.bias is not None:
+            scores += arrange(at_least_float32(self._block(self.hidden.bias, tile, rows, keys)))
+        positions = (keys.begin + jnp.arange(keys.size, dtype=jnp.int32)).reshape(1, 1, 1, 1, -1)
+        parts = []
+        if self.hidden.mask is not None:
+            parts.append(self._block(self.hidden.mask, tile, rows, keys))
+        if self.is_causal and not keys.is_clear:
+            parts.append(positions > jnp.arange(rows.begin, rows.stop, dtype=jnp.int32).reshape(1, 1, 1, -1, 1))
+        if self.hidden.lengths is not None:
+            parts.append(positions >= tile.part(self.hidden.lengths.reshape(-1, 1, 1, 1, 1)))
+        if not isinstance(keys.first, int) and self.seq_len_k % self.block_keys:
+            parts.append(positions < keys.first)
+        if not parts:
+            return scores, None
+        is_hidden = arrange(reduce(jnp.logical_or, parts))
+        return jnp.where(is_hidden, -jnp.inf, scores), is_hidden
+
+    def add_to_bias(self, grad: Array, grad_scores: Array, tile: _Tile, rows: _Rows, keys: _Keys) -> Array:
+        """The gradient of the bias with that of a block of scores, (P, s, G t)."""
+        start, sizes = self._place(grad, tile, rows, keys)
+        grad_scores = grad_scores.reshape(*tile.shape, keys.size, self.group_size, -1)
+        summed = [axis for axis, size in enumerate(sizes) if size == 1]
+        block = jnp.moveaxis(grad_scores, 2, -1).sum(axis=summed, keepdims=True)
+        return lax.dynamic_update_slice(grad, lax.dynamic_slice(grad, start, sizes) + block, start)
+
+    def _block(self, x: Array, tile: _Tile, rows: _Rows, keys: _Keys) -> Array:
+        return lax.dynamic_slice(x, *self._place(x, tile, rows, keys))
+
+    def _place(self, x: Array, tile: _Tile, rows: _Rows, keys: _Keys) -> tuple[list[Array], list[int]]:
+        """Where a block lies in (B or 1, K or 1, G or 1, T or 1, S or 1), and its size there."""
+        starts = (tile.sequence, tile.head, 0, rows.begin, keys.begin)
+        sizes = (*tile.shape, self.group_size, rows.stop - rows.begin, keys.size)
+        return (
+            [jnp.asarray(0 if of == 1 else start, jnp.int32) for start, of in zip(starts, x.shape, strict=True)],
+            [min(size, of) for size, of in zip(sizes, x.shape, strict=True)],
+        )

@@ -1,0 +1,307 @@
+"""How fast the siblings are: beside the libraries that do the same, in one process, in turn, and beside the limit."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from parity.backends import why_missing
+from parity.bench.measure import (
+    ALLOWED,
+    LIMIT,
+    OURS,
+    Contender,
+    Probe,
+    Row,
+    difference,
+    growth,
+    run_in_turn,
+    times_of,
+)
+from parity.bench.work import DTYPES, GROUPS, Inputs, Work, draw_inputs, plan
+
+FRAMEWORKS = ("jax", "torch")
+DEVICES = ("cpu", "cuda")
+
+__all__ = [
+    "DEVICES",
+    "DTYPES",
+    "FRAMEWORKS",
+    "GROUPS",
+    "Bench",
+    "Row",
+    "Work",
+    "bench",
+    "bench_work",
+    "count_rows",
+    "plan",
+]
+
+Make = Callable[[], Contender]
+
+
+class Side(Protocol):
+    """What a framework's part of the benchmark offers."""
+
+    def settings(self) -> dict[str, Any]: ...
+    def matmul(self, dtype: str) -> Probe: ...
+    def reading(self) -> Probe | None: ...
+    def contenders(self, work: Work, inputs: Inputs) -> dict[str, Make]: ...
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What was measured, and where.
+
+    Attributes:
+        rows: one for each piece of work in each framework.
+        environment: as in a report, and the settings that change the speed.
+        names: what is behind the names of the contenders, by framework.
+    """
+
+    rows: list[Row]
+    environment: dict[str, Any]
+    names: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @property
+    def growth(self) -> list[dict[str, Any]]:
+        """How time and memory grow: see `measure.growth`."""
+        return growth(self.rows)
+
+    @property
+    def left_out(self) -> dict[tuple[str, str, str], int]:
+        """What was not measured: (framework, contender, reason), and in how many rows."""
+        found: dict[tuple[str, str, str], int] = {}
+        for row in self.rows:
+            for name, reason in row.left_out.items():
+                found[row.framework, name, reason] = found.get((row.framework, name, reason), 0) + 1
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole as JSON holds it."""
+        left_out = [
+            {"framework": framework, "name": name, "reason": reason, "rows": count}
+            for (framework, name, reason), count in self.left_out.items()
+        ]
+        return {
+            "format": 1,
+            "environment": self.environment,
+            "rows": [row.to_dict() for row in self.rows],
+            "growth": self.growth,
+            "left_out": left_out,
+            "names": self.names,
+        }
+
+
+def bench(
+    groups: Sequence[str] = GROUPS,
+    frameworks: Sequence[str] | None = None,
+    dtypes: Sequence[str] | None = None,
+    *,
+    device: str = "cpu",
+    quick: bool = False,
+    works: Sequence[Work] | None = None,
+    on_row: Callable[..., Any] = lambda *what: None,
+) -> Bench:
+    """Measure.
+
+    Args:
+        groups: some of `GROUPS`.
+        frameworks: some of `FRAMEWORKS`; those that are installed when absent.
+        dtypes: some of `DTYPES`; float32 when absent, on a GPU bfloat16.
+        device: where torch's tensors lie; JAX uses its default device.
+        quick: fewer rows, smaller shapes and less time for each.
+        works: what to measure in place of the planned pieces of work.
+        on_row: called before each row, with what it is.
+
+    Raises:
+        ModuleNotFoundError: if a framework is not installed.
+        RuntimeError: if the device is not there.
+        ValueError: if a name is not known.
+    """
+    groups, frameworks, dtypes = _checked(groups, frameworks, dtypes, device)
+    if device == "cuda":  # JAX would otherwise take most of the memory for itself when it starts
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    sides, names = {}, {}
+    for framework in frameworks:
+        module = importlib.import_module(f"parity.bench.{framework}")
+        sides[framework] = module.Side(device) if framework == "torch" else module.Side()
+        names[framework] = module.NAMES
+    if works is None:
+        works = plan(groups, dtypes, quick=quick, long=device == "cuda")
+    rows = []
+    for work in works:
+        on_row(f"{work.what} {work.shape}")
+        rows += bench_work(work, sides, budget_s=0.3 if quick else 3.0, rounds=(5, 9) if quick else (5, 15))
+    if "import" in groups:
+        from parity.bench.imports import bench_imports
+
+        rows += bench_imports(frameworks, repeats=2 if quick else 7, on_row=on_row)
+    if "convert" in groups:
+        from parity.bench.conversion import bench_conversion
+
+        on_row("conversion of a checkpoint")
+        rows += bench_conversion(num_layers=2 if quick else 8, repeats=3 if quick else 7)
+    return Bench(rows, _environment(sides), names)
+
+
+def count_rows(
+    groups: Sequence[str],
+    frameworks: Sequence[str] | None = None,
+    dtypes: Sequence[str] | None = None,
+    *,
+    device: str = "cpu",
+    quick: bool = False,
+) -> int:
+    """How often `bench` calls `on_row`, for the same arguments, which it refuses alike."""
+    groups, frameworks, dtypes = _checked(groups, frameworks, dtypes, device)
+    works = len(plan(groups, dtypes, quick=quick, long=device == "cuda"))
+    return works + (len(frameworks) + 1) * ("import" in groups) + ("convert" in groups)
+
+
+def _checked(
+    groups: Sequence[str], frameworks: Sequence[str] | None, dtypes: Sequence[str] | None, device: str
+) -> tuple[list[str], list[str], list[str]]:
+    if device not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got device={device}")
+    frameworks = [name for name in FRAMEWORKS if not why_missing(name)] if frameworks is None else frameworks
+    dtypes = ["bfloat16" if device == "cuda" else "float32"] if dtypes is None else dtypes
+    given = {"groups": (groups, GROUPS), "frameworks": (frameworks, FRAMEWORKS), "dtypes": (dtypes, DTYPES)}
+    for what, (names, known) in given.items():
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"{what} must be of {', '.join(known)}, got {', '.join(unknown)}")
+    for name in frameworks:
+        if reason := why_missing(name):
+            raise ModuleNotFoundError(reason)
+    if not frameworks:
+        raise ModuleNotFoundError(f"the benchmark needs one of {', '.join(FRAMEWORKS)}, none is installed here")
+    if device == "cuda" and "torch" in frameworks:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"device must be there, got device=cuda and torch {torch.__version__} without a GPU")
+    return list(groups), list(frameworks), list(dtypes)
+
+
+def _environment(sides: Mapping[str, Side]) -> dict[str, Any]:
+    """Where this was measured; the numerics lock is not held meanwhile, so its settings are left out."""
+    from parity.numerics import environment
+
+    found = environment(sides)
+    others = {name: metadata.version(name) for name in ("keras", "equinox", "transformers") if find_spec(name)}
+    backends = {name: {k: v for k, v in facts.items() if k != "numerics"} for name, facts in found["backends"].items()}
+    settings = {name: side.settings() for name, side in sides.items()}
+    return {**found, "packages": found["packages"] | others, "backends": backends, "settings": settings}
+
+
+# ---- A piece of work -------------------------------------------------------------------------------------------------
+
+
+def bench_work(
+    work: Work, sides: Mapping[str, Side], *, budget_s: float = 3.0, rounds: tuple[int, int] = (5, 15)
+) -> list[Row]:
+    """Measure a piece of work in each framework.
+
+    Args:
+        work: what to do.
+        sides: the frameworks' parts.
+        budget_s: about how long the rounds of a row may take.
+        rounds: how many there are at least, and at most.
+    """
+    inputs = draw_inputs(work)
+    makers = {framework: side.contenders(work, inputs) for framework, side in sides.items()}
+    if work.kind == "core" and "jax" in makers and "torch" in makers:
+        makers["jax"]["torch SDPA"] = _not_counted(makers["torch"]["SDPA"])
+    return [
+        _bench_row(work, framework, makers[framework], _probe(work, side), budget_s, rounds)
+        for framework, side in sides.items()
+    ]
+
+
+def _not_counted(make: Make) -> Make:
+    return lambda: replace(make(), counts=False)
+
+
+def _probe(work: Work, side: Side) -> Probe | None:
+    if not work.is_timed:
+        return None
+    return side.matmul(work.dtype) if work.flops is not None else side.reading() or _reading()
+
+
+def _reading() -> Probe:
+    """Reading memory with all cores: the largest value of a buffer that fits into no cache."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import numpy as np
+
+    cores = os.cpu_count() or 1
+    parts = np.array_split(np.ones(2**26, np.float32), cores)  # zeros would take no memory
+    pool = ThreadPoolExecutor(cores)
+    return Probe(lambda: list(pool.map(np.max, parts)), 4.0 * 2**26)
+
+
+def _bench_row(
+    work: Work,
+    framework: str,
+    makers: Mapping[str, Make],
+    probe: Probe | None,
+    budget_s: float,
+    rounds: tuple[int, int],
+) -> Row:
+    try:
+        ours = makers[OURS]()
+        expected = ours.arrays(ours.run()) if work.is_timed else None
+    except Exception as error:
+        where = f"{work.what} {work.shape} in {work.dtype} on {framework}"
+        raise RuntimeError(f"ours must do {where}, got {type(error).__name__}: {error}") from error
+    contenders, left_out = {OURS: ours}, {}
+    for name, make in makers.items():
+        if name == OURS:
+            continue
+        try:
+            contender = make()
+            if expected is not None and (reason := why_refused(work, expected, contender)):
+                left_out[name] = reason
+                continue
+        except Exception as error:  # not installed, or it refuses the shape or the dtype: told in the row
+            left_out[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            continue
+        contenders[name] = contender
+    fields: dict[str, Any] = {}
+    if work.is_timed:
+        runs = {name: contender.run for name, contender in contenders.items()}
+        once = [name for name, contender in contenders.items() if contender.carries]
+        runs |= {LIMIT: probe.run} if probe else {}
+        seconds = run_in_turn(runs, budget_s=budget_s, rounds=rounds, once=once)
+        fields = times_of(
+            seconds,
+            not_counted=[name for name, contender in contenders.items() if not contender.counts],
+            amount=work.flops or work.nbytes,
+            probe=probe.amount if probe else None,
+        )
+    peaks = {name: peak for name, contender in contenders.items() if (peak := contender.peak_bytes()) is not None}
+    return Row(
+        work.what,
+        framework,
+        work.shape,
+        work.dtype,
+        group=work.group,
+        axes=work.axes,
+        peak_bytes=peaks.pop(OURS, None),
+        peers_peak_bytes=peaks,
+        left_out=left_out,
+        **fields,
+    )
+
+
+def why_refused(work: Work, expected: Sequence[Any], contender: Contender) -> str | None:
+    """Why a contender is not timed: it computes something else than ours; None if it does not."""
+    error, allowed = difference(expected, contender.arrays(contender.run())), ALLOWED[work.dtype]
+    if error <= allowed:
+        return None
+    return f"it computes something else: it differs by {error:.1e} of the largest value, allowed are {allowed:.0e}"

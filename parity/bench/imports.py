@@ -1,0 +1,65 @@
+"""How long imports take, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from parity.bench.measure import OURS, Row, run_in_turn, times_of
+
+IMPORTS = {"jax": "import jax, flax.nnx", "torch": "import torch"}
+
+PROGRAM = """
+import json, time
+begin = time.perf_counter()
+{framework}
+between = time.perf_counter()
+import mha_{name}
+print(json.dumps([between - begin, time.perf_counter() - begin]))
+"""
+
+
+def bench_imports(
+    frameworks: Sequence[str], *, repeats: int, on_row: Callable[..., Any] = lambda *what: None
+) -> list[Row]:
+    """A row for each sibling's import, beside its framework's own, and one for `mha-parity --help`.
+
+    Args:
+        frameworks: whose siblings.
+        repeats: how many processes each is timed in.
+        on_row: called before each row, with what it is.
+    """
+    return [*(_import_row(name, repeats, on_row) for name in frameworks), _help_row(repeats, on_row)]
+
+
+def _import_row(name: str, repeats: int, on_row: Callable[..., Any]) -> Row:
+    what = f"{IMPORTS[name]}, mha_{name}"
+    on_row(what)
+    program = PROGRAM.format(framework=IMPORTS[name], name=name)
+    pairs = [json.loads(_run("-c", program)) for _ in range(repeats + 1)][1:]  # the first one fills the disk's cache
+    theirs, ours = zip(*pairs, strict=True)
+    extra = 1e3 * statistics.median(total - framework for framework, total in pairs)
+    fields = times_of({OURS: ours, IMPORTS[name]: theirs})
+    return Row(what, name, [], "", group="import", extra_ms=extra, **fields)
+
+
+def _help_row(repeats: int, on_row: Callable[..., Any]) -> Row:
+    on_row("mha-parity --help")
+    runs = {OURS: lambda: _run("-m", "parity", "--help"), "python -c pass": lambda: _run("-c", "pass")}
+    seconds = run_in_turn(runs, budget_s=0.0, rounds=(repeats, repeats), once=list(runs), clock=time.perf_counter)
+    extra = 1e3 * (statistics.median(seconds[OURS]) - statistics.median(seconds["python -c pass"]))
+    fields = times_of(seconds, not_counted=["python -c pass"])
+    return Row("mha-parity --help", "", [], "", group="import", extra_ms=extra, **fields)
+
+
+def _run(*arguments: str) -> str:
+    """What a new Python prints."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"python {arguments[0]} must end well, got {done.stderr.strip()[-500:]}")
+    return done.stdout

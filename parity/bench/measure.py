@@ -1,0 +1,233 @@
+"""Contenders for the same work, run in turn, and what their times say."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+TURN_S = 0.01  # work that takes less is repeated within its turn
+MOST_REPEATS = 100
+PAUSE_S = 0.002  # between turns: the threads of one library spin for a while before they give up their cores
+ALLOWED = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 3e-2}
+"""Difference of two contenders, as a share of the largest value: far above rounding, far below other mathematics."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An implementation that is ready to do a piece of work.
+
+    Attributes:
+        run: do the work once and return when it is done; gives what the work gave.
+        arrays: what it gave as arrays to compare: the output, the attention weights, the gradients of the inputs.
+        peak_bytes: memory taken meanwhile beyond inputs and results; None where it cannot be told.
+        counts: as a peer; others are shown beside the peers.
+        carries: every run changes the state that the next one begins with.
+    """
+
+    run: Callable[[], Any]
+    arrays: Callable[[Any], list[np.ndarray]]
+    peak_bytes: Callable[[], int | None] = lambda: None
+    counts: bool = True
+    carries: bool = False
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the limit is measured with: an amount of work that goes as fast as the machine can.
+
+    Attributes:
+        run: do it, and return when it is done.
+        amount: floating-point operations, or bytes.
+    """
+
+    run: Callable[[], Any]
+    amount: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of a piece of work in a framework; times are medians in milliseconds.
+
+    Attributes:
+        what, framework, shape, dtype: which work.
+        ours_ms: our time.
+        peers: times of the others by name.
+        best_peer: the fastest of the same framework.
+        ratio: its time / ours.
+        limit_ms: time of the same matrix products, or of reading the same bytes, at the speed measured meanwhile.
+        limit_ratio: our time / the limit.
+        peak_bytes: memory that ours takes beyond inputs and results.
+        group: the part of the benchmark.
+        axes: the letters of the shape.
+        peers_peak_bytes: memory of the others, by name.
+        not_counted: those among `peers` that `best_peer` is not chosen from.
+        range_ms: our fastest and slowest run.
+        rounds: how often each ran.
+        left_out: why others were not measured, by name.
+        extra_ms: of an import, what ours takes after the framework's own.
+    """
+
+    what: str
+    framework: str
+    shape: list[int]
+    dtype: str
+    ours_ms: float | None = None
+    peers: dict[str, float] = field(default_factory=dict)
+    best_peer: str | None = None
+    ratio: float | None = None
+    limit_ms: float | None = None
+    limit_ratio: float | None = None
+    peak_bytes: int | None = None
+    group: str = ""
+    axes: str = ""
+    peers_peak_bytes: dict[str, int] = field(default_factory=dict)
+    not_counted: list[str] = field(default_factory=list)
+    range_ms: list[float] | None = None
+    rounds: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)
+    extra_ms: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as JSON holds it."""
+        return asdict(self)
+
+
+OURS, LIMIT = "ours", "limit"
+
+
+def times_of(
+    seconds: Mapping[str, Sequence[float]],
+    *,
+    not_counted: Sequence[str] = (),
+    amount: float | None = None,
+    probe: float | None = None,
+) -> dict[str, Any]:
+    """The fields of a row that follow from the times of all runs.
+
+    Args:
+        seconds: of every round, by contender; ours is `OURS`, and the probe, if there is one, `LIMIT`.
+        not_counted: names that `best_peer` is not chosen from.
+        amount: what the work needs at least, in the probe's unit.
+        probe: what the probe does.
+    """
+    medians = {name: 1e3 * statistics.median(times) for name, times in seconds.items() if name != LIMIT}
+    ours = medians.pop(OURS)
+    counted = {name: ms for name, ms in medians.items() if name not in not_counted}
+    best = min(counted, key=counted.__getitem__, default=None)
+    limit = 1e3 * min(seconds[LIMIT]) * amount / probe if amount is not None and probe and LIMIT in seconds else None
+    return {
+        "ours_ms": ours,
+        "peers": medians,
+        "best_peer": best,
+        "ratio": None if best is None else counted[best] / ours,
+        "limit_ms": limit,
+        "limit_ratio": None if limit is None else ours / limit,
+        "not_counted": [name for name in medians if name in not_counted],
+        "range_ms": [1e3 * min(seconds[OURS]), 1e3 * max(seconds[OURS])],
+        "rounds": len(seconds[OURS]),
+    }
+
+
+def run_in_turn(
+    runs: Mapping[str, Callable[[], Any]],
+    *,
+    budget_s: float,
+    rounds: tuple[int, int] = (5, 15),
+    once: Sequence[str] = (),
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """The seconds of every run: rounds in which each runs once, in an order that changes.
+
+    Args:
+        runs: what to measure, by name; each has run before.
+        budget_s: about how long all rounds may take.
+        rounds: how many there are at least, and at most.
+        once: names of those that are not repeated within a turn, however short.
+        clock: tells the time.
+    """
+
+    def turn(name: str, repeats: int) -> float:
+        begin = clock()
+        for _ in range(repeats):
+            runs[name]()
+        return (clock() - begin) / repeats
+
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        first = {name: turn(name, 1) for name in runs}
+        repeats = {
+            name: 1 if name in once else min(MOST_REPEATS, max(1, math.ceil(TURN_S / max(seconds, 1e-9))))
+            for name, seconds in first.items()
+        }
+        a_round = sum(repeats[name] * seconds for name, seconds in first.items())
+        count = max(rounds[0], min(rounds[1], int(budget_s / max(a_round, 1e-9))))
+        found: dict[str, list[float]] = {name: [] for name in runs}
+        names, shuffle = list(runs), random.Random(0).shuffle
+        for _ in range(count):
+            shuffle(names)
+            for name in names:
+                time.sleep(PAUSE_S)
+                found[name].append(turn(name, repeats[name]))
+    finally:
+        if was_enabled:
+            gc.enable()
+    return found
+
+
+def difference(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> float:
+    """The largest difference of two contenders' arrays, as a share of our largest value; inf if shapes differ."""
+    if [x.shape for x in ours] != [x.shape for x in theirs]:
+        return math.inf
+    worst = 0.0
+    for mine, other in zip(ours, theirs, strict=True):
+        mine, other = mine.astype(np.float32), other.astype(np.float32)
+        scale = float(np.abs(mine).max(initial=0.0)) or 1.0
+        error = float(np.abs(mine - other).max(initial=0.0)) / scale
+        worst = max(worst, error if math.isfinite(error) else math.inf)
+    return worst
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float | None:
+    """How a value grows with a size: the slope of their logarithms over the larger half; None if it cannot be told."""
+    pairs = sorted((size, value) for size, value in zip(sizes, values, strict=True) if value > 0)
+    pairs = pairs[max(0, min(len(pairs) // 2, len(pairs) - 2)) :]  # two at least
+    if len(pairs) < 2 or pairs[0][0] == pairs[-1][0]:
+        return None
+    x, y = np.log([pair[0] for pair in pairs]), np.log([pair[1] for pair in pairs])
+    return float(np.polyfit(x, y, 1)[0])
+
+
+def growth(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """How time and memory grow with the tokens S and the batch B, by framework, dtype and contender."""
+    found = []
+    series: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        if row.group == "growth":
+            for name in (OURS, *row.peers):
+                series.setdefault((row.framework, row.dtype, name), []).append(row)
+    for (framework, dtype, name), of_name in series.items():
+        for axis, over in enumerate("BNS"):
+            # Along S those of the smallest batch, along B those of the length that has most batches.
+            others = {tuple(n for i, n in enumerate(row.shape) if i != axis) for row in of_name}
+            lines = [[row for row in of_name if tuple(np.delete(row.shape, axis)) == rest] for rest in others]
+            line = max(lines, key=len)
+            if over == "N" or len(line) < 2:
+                continue
+            sizes = [row.shape[axis] for row in line]
+            ours = name == OURS
+            ms = [(row.ours_ms if ours else row.peers.get(name)) or 0.0 for row in line]
+            peak = [(row.peak_bytes if ours else row.peers_peak_bytes.get(name)) or 0.0 for row in line]
+            for of, values in (("time", ms), ("memory", peak)):
+                key = {"framework": framework, "dtype": dtype, "name": name, "of": of, "over": over}
+                found.append({**key, "exponent": exponent(sizes, values)})
+    return found

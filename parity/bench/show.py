@@ -1,0 +1,176 @@
+"""The benchmark for people: tables, how time and memory grow, and a picture of it."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from parity.bench import Bench, Row
+from parity.bench.measure import OURS
+from parity.report import begin_table
+from parity.weights import write_whole
+
+TITLES = {"jax": "JAX", "torch": "torch", "": "Command line and files"}
+
+
+def print_bench(found: Bench, out: Console) -> None:
+    """Print what was measured: a table for each framework, growth, and what was left out."""
+    for framework in dict.fromkeys(row.framework for row in found.rows):
+        _print_rows([row for row in found.rows if row.framework == framework], framework, out)
+    if found.growth:
+        _print_growth(found.growth, out)
+    for (framework, name, reason), count in found.left_out.items():
+        rows = f"{count} row{'s' if count != 1 else ''}"
+        out.print(Text(f"left out: {name} ({framework}, {rows}): {reason}", style="yellow"), soft_wrap=True)
+
+
+def _print_rows(rows: Sequence[Row], framework: str, out: Console) -> None:
+    table = begin_table(out, f"{TITLES[framework]}: times in ms; ratio: best peer / ours; limit: ours / limit")
+    table.add_column("what", overflow="fold", max_width=30)
+    table.add_column("shape", no_wrap=True)
+    if several := len({row.dtype for row in rows if row.dtype}) > 1:
+        table.add_column("dtype", no_wrap=True)
+    for column in ("ours", "ratio", "limit", "MB"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("peers, best first (others)", overflow="fold")
+    for row in rows:
+        shape = "x".join(map(str, row.shape)) or "—"
+        numbers = (_number(row.ours_ms), _number(row.ratio), _number(row.limit_ratio), _megabytes(row.peak_bytes))
+        style = "" if row.ratio is None or row.ratio >= 1 else "yellow"
+        table.add_row(row.what, shape, *([row.dtype] if several else []), *numbers, _peers(row), style=style)
+    out.print(table)
+
+
+def _peers(row: Row) -> str:
+    """Each peer's time, the best one first, and those that do not count in parentheses; else their memory."""
+    if row.ours_ms is None:
+        peaks = sorted(row.peers_peak_bytes.items(), key=lambda item: item[1])
+        return ", ".join(f"{name} {_megabytes(peak)} MB" for name, peak in peaks)
+    times = sorted(row.peers.items(), key=lambda item: (item[0] in row.not_counted, item[1]))
+    shown = (f"({name} {_number(ms)})" if name in row.not_counted else f"{name} {_number(ms)}" for name, ms in times)
+    extra = [] if row.extra_ms is None else [f"ours takes {_number(row.extra_ms)} more"]
+    return ", ".join([*shown, *extra])
+
+
+def _number(value: float | None) -> str:
+    """Three digits."""
+    if value is None:
+        return "—"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _megabytes(nbytes: float | None) -> str:
+    return "—" if nbytes is None else f"{nbytes / 1e6:.1f}" if nbytes < 1e8 else f"{nbytes / 1e6:.0f}"
+
+
+def _print_growth(growth: Sequence[dict[str, Any]], out: Console) -> None:
+    table = begin_table(out, "Growth of the causal core: the exponent of time and of memory, over the larger half")
+    series = list(dict.fromkeys((line["of"], line["over"]) for line in growth))
+    for column in ("framework", "dtype", "whose"):
+        table.add_column(column, no_wrap=True)
+    for of, over in series:
+        table.add_column(f"{of} over {over}", justify="right", no_wrap=True)
+    lines: dict[tuple[str, str, str], dict[tuple[str, str], float | None]] = {}
+    for line in growth:
+        of_name = lines.setdefault((line["framework"], line["dtype"], line["name"]), {})
+        of_name[line["of"], line["over"]] = line["exponent"]
+    for key, exponents in lines.items():
+        found = (exponents.get(each) for each in series)
+        table.add_row(*key, *("—" if value is None else f"{value:.2f}" for value in found))
+    out.print(table)
+
+
+# ---- A picture -------------------------------------------------------------------------------------------------------
+
+
+def plot_growth(found: Bench, path: str | os.PathLike[str]) -> None:
+    """Draw time and memory of the causal core over the sequence length, ours and the peers', whole or not at all.
+
+    Args:
+        found: with rows of the group `growth`.
+        path: of the picture; `.png` or `.svg` tells its format.
+
+    Raises:
+        ModuleNotFoundError: if matplotlib is not installed.
+        OSError: if the file cannot be written.
+        ValueError: if there are no rows to draw, or the path does not fit.
+    """
+    from parity.plot import check_destination
+
+    check_destination(path)
+    rows = [row for row in found.rows if row.group == "growth"]
+    if not rows:
+        raise ValueError("a plot must have rows of the group growth, got none")
+    write_whole(path, _draw(rows, Path(path).suffix.lower()[1:]))
+
+
+def lines_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What is drawn: for each framework, dtype and contender its milliseconds and megabytes by sequence length."""
+    batch = min(row.shape[0] for row in rows)
+    lines: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: row.shape[2]):
+        if row.shape[0] != batch:
+            continue
+        for name in (OURS, *row.peers):
+            if name != OURS and row.peers[name] is not None and name.startswith("torch "):
+                continue  # it has a line of its own
+            key = (row.framework, row.dtype, name)
+            line = lines.setdefault(
+                key, {"framework": row.framework, "dtype": row.dtype, "name": name, "time": {}, "memory": {}}
+            )
+            ours = name == OURS
+            ms = row.ours_ms if ours else row.peers[name]
+            peak = row.peak_bytes if ours else row.peers_peak_bytes.get(name)
+            line["time"] |= {row.shape[2]: ms} if ms else {}
+            line["memory"] |= {row.shape[2]: peak / 1e6} if peak else {}
+    return list(lines.values())
+
+
+def _draw(rows: Sequence[Row], kind: str) -> bytes:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure  # without pyplot nothing global changes, and no window system is asked for
+
+    several = len({row.dtype for row in rows}) > 1
+    lines = lines_of(rows)
+    colours = {"jax": "tab:blue", "torch": "tab:red"}
+    styles = ["--", ":", "-."]
+    lengths = sorted({length for line in lines for length in line["time"]})
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mha-parity"}):
+        figure = Figure(figsize=(9.0, 4.2), layout="constrained")
+        panels = figure.subplots(1, 2)
+        for panel, of, unit in zip(panels, ("time", "memory"), ("ms", "MB beyond inputs and results"), strict=True):
+            theirs: dict[str, int] = {}
+            for line in lines:
+                framework, ours = line["framework"], line["name"] == OURS
+                number = theirs.get(framework, 0)
+                theirs[framework] = number if ours else number + 1
+                label = f"mha_{framework}" if ours else f"{framework}: {line['name']}"
+                panel.plot(
+                    list(line[of]),
+                    list(line[of].values()),
+                    linestyle="-" if ours else styles[number % len(styles)],
+                    linewidth=2.2 if ours else 1.2,
+                    marker="o",
+                    markersize=3,
+                    color=colours[framework],
+                    label=f"{label} ({line['dtype']})" if several else label,
+                )
+            panel.set_xscale("log", base=2)
+            panel.set_yscale("log")
+            panel.set_xticks(lengths, labels=list(map(str, lengths)))
+            panel.minorticks_off()
+            panel.set_xlabel("sequence length")
+            panel.set_ylabel(f"{of}, {unit}")
+            panel.grid(visible=True, alpha=0.3)
+        panels[0].legend(fontsize=8)
+        batch, num_heads, _, head_dim = rows[0].shape
+        figure.suptitle(f"Causal attention, forward: batch {batch}, {num_heads} heads of {head_dim}", fontsize=10)
+        file = io.BytesIO()
+        figure.savefig(file, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {"Software": None})
+    return file.getvalue()

@@ -1,0 +1,398 @@
+"""The contenders of the benchmark that run on torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+# The profiler, which counts allocations here, otherwise writes lines of its own to standard error.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mha_torch
+import mha_torch.fused
+from parity.backends import load_into
+from parity.backends.torch import from_numpy, to_numpy
+from parity.bench.keras import keras_layer
+from parity.bench.measure import OURS, Contender, Probe
+from parity.bench.work import Inputs, Work
+
+NAMES = {
+    "plain path": "mha_torch.scaled_dot_product_attention, ours, with every stage",
+    "SDPA": "torch.nn.functional.scaled_dot_product_attention",
+    "SDPA by hand": "linear layers around torch.nn.functional.scaled_dot_product_attention",
+    "softmax by hand": "linear layers around two matrix products and a softmax",
+    "torch.nn": "torch.nn.MultiheadAttention",
+    "keras": "keras.layers.MultiHeadAttention on torch",
+    "concatenation": "SDPA by hand, keys and values concatenated to those so far",
+    "static cache": "SDPA by hand, keys and values written into a tensor of which the filled part is read",
+    "StaticCache": "SDPA by hand with transformers' StaticCache, which is read whole under a mask",
+    "DynamicCache": "SDPA by hand with transformers' DynamicCache",
+}
+"""What is behind the names of the contenders."""
+
+
+class Side:
+    """Everything that torch is needed for.
+
+    Args:
+        device: where tensors lie, `cpu` or `cuda`.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = torch.device(device)
+
+    def settings(self) -> dict[str, Any]:
+        """What changes the speed."""
+        return {
+            "threads": torch.get_num_threads(),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "mha_fastpath": torch.backends.mha.get_fastpath_enabled(),
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+        }
+
+    def matmul(self, dtype: str) -> Probe:
+        """The product of two large square matrices."""
+        size = 8192 if self.device.type == "cuda" else 1024
+        matrix = torch.full((size, size), 0.5, dtype=getattr(torch, dtype), device=self.device)
+        return Probe(partial(self._done, partial(torch.matmul, matrix, matrix)), 2.0 * size**3)
+
+    def reading(self) -> Probe | None:
+        """The largest value of a buffer that fits into no cache; None where the device is not the CPU's own."""
+        if self.device.type == "cpu":
+            return None
+        values = torch.zeros(2**28, device=self.device)
+        return Probe(partial(self._done, values.max), 4.0 * 2**28)
+
+    def contenders(self, work: Work, inputs: Inputs) -> dict[str, Callable[[], Contender]]:
+        """How each contender is made ready for a piece of work, ours among them; what cannot be made raises."""
+        makers = {"core": _Core, "layer": _Layer, "prefill": _Prefill, "decode": _Decode}
+        return makers[work.kind](self, work, inputs).contenders()
+
+    def put(self, x: np.ndarray, requires_grad: bool = False) -> Tensor:
+        """An array on the device."""
+        return from_numpy(x).to(self.device).requires_grad_(requires_grad)
+
+    def contender(
+        self,
+        work: Work,
+        forward: Callable[[], Any],
+        inputs: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor] | None = None,
+        *,
+        counts: bool = True,
+        carries: bool = False,
+    ) -> Contender:
+        """What a function of these inputs and weights becomes: backward, too, where the work asks for it."""
+        differentiated = [inputs[name] for name in inputs if name != "cotangent"]
+
+        def run() -> list[Tensor]:
+            if not work.backward:
+                with torch.inference_mode():
+                    outputs = forward()
+                return list(outputs) if isinstance(outputs, tuple) else [outputs]
+            output = forward()
+            sources = [*differentiated, *(weights or {}).values()]
+            return [output.detach(), *torch.autograd.grad(output, sources, inputs["cotangent"])]
+
+        def arrays(found: list[Tensor]) -> list[np.ndarray]:
+            # The gradients of the weights come last, and each library has them in a layout of its own.
+            return [to_numpy(x) for x in found[: 1 + len(differentiated)]] if work.backward else [*map(to_numpy, found)]
+
+        done = partial(self._done, run)
+        return Contender(done, arrays, partial(self.peak_bytes, done), counts=counts, carries=carries)
+
+    def peak_bytes(self, run: Callable[[], Any]) -> int | None:
+        """The most that is allocated during a run, without its results."""
+        if self.device.type == "cuda":
+            run()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            found = run()
+            peak = torch.cuda.max_memory_allocated(self.device) - before
+        else:
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+            ) as profile:
+                found = run()
+            recorded: Any = profile.profiler
+            events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
+            steps = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+            peak = int(np.cumsum(steps).max(initial=0))
+        return max(0, peak - sum(x.nbytes for x in found if isinstance(x, Tensor)))
+
+    def _done(self, run: Callable[[], Any]) -> Any:
+        found = run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return found
+
+
+class _Core:
+    def __init__(self, side: Side, work: Work, inputs: Inputs) -> None:
+        self.side, self.work = side, work
+        self.inputs = {name: side.put(x, work.backward and name != "cotangent") for name, x in inputs.arrays.items()}
+
+    def contenders(self) -> dict[str, Callable[[], Contender]]:
+        return {
+            OURS: lambda: self.contender(_first(mha_torch.fused.scaled_dot_product_attention)),
+            "SDPA": lambda: self.contender(F.scaled_dot_product_attention),
+            "plain path": lambda: self.contender(_first(mha_torch.scaled_dot_product_attention), counts=False),
+        }
+
+    def contender(self, function: Callable[..., Tensor], *, counts: bool = True) -> Contender:
+        query, key, value = (self.inputs[name] for name in ("query", "key", "value"))
+        forward = partial(function, query, key, value, is_causal=self.work.is_causal)
+        return self.side.contender(self.work, forward, self.inputs, counts=counts)
+
+
+class _Layer:
+    def __init__(self, side: Side, work: Work, inputs: Inputs) -> None:
+        self.side, self.work, self.canonical = side, work, inputs.weights
+        self.inputs = {name: side.put(x, work.backward and name == "x") for name, x in inputs.arrays.items()}
+        self.weights = {name: side.put(x, work.backward) for name, x in inputs.weights.items()}
+        self.x = self.inputs["x"]
+        self.lengths = torch.tensor(work.lengths, dtype=torch.int32, device=side.device) if work.is_padded else None
+
+    def contenders(self) -> dict[str, Callable[[], Contender]]:
+        by_hand = (
+            {"softmax by hand": self.softmax_by_hand} if self.work.need_weights else {"SDPA by hand": self.by_hand}
+        )
+        return {OURS: self.ours, "torch.nn": self.torch_nn, **by_hand, "keras": self.keras}
+
+    def made(self, kind: Any, **options: Any) -> Any:
+        """A module with the weights of the work."""
+        module = kind(self.work.d_model, self.work.num_heads, dtype=getattr(torch, self.work.dtype), **options)
+        return load_into(module, self.canonical).to(self.side.device).eval().requires_grad_(self.work.backward)
+
+    def of_module(self, forward: Callable[[], Any], module: Any) -> Contender:
+        return self.side.contender(self.work, forward, self.inputs, dict(module.named_parameters()))
+
+    def masks(self) -> tuple[Tensor | None, Tensor | None]:
+        """The causal mask (T, S) and the padding mask (B, S) where there are any, True = masked; made beforehand."""
+        seq_len, device = self.work.seq_len, self.side.device
+        causal = mha_torch.create_causal_mask(seq_len, device=device) if self.work.is_causal else None
+        padding = None if self.lengths is None else mha_torch.create_padding_mask(self.lengths, seq_len)[:, 0, 0]
+        return causal, padding
+
+    def shown(self) -> Tensor | None:
+        """What SDPA takes: (B, 1, T, S) or (B, 1, 1, S), True = attend; None where `is_causal` says it all."""
+        causal, padding = self.masks()
+        if padding is None:
+            return None
+        return ~(padding[:, None, None] if causal is None else padding[:, None, None] | causal)
+
+    def ours(self) -> Contender:
+        if self.work.need_weights:
+            module = self.made(mha_torch.MultiHeadAttention)
+            return self.of_module(partial(module, self.x, mask=self.masks()[0], need_weights=True), module)
+        module = self.made(mha_torch.MultiHeadSelfAttention)
+        keywords = {"is_causal": self.work.is_causal, "key_padding_lengths": self.lengths}
+        return self.of_module(partial(module, self.x, **keywords), module)
+
+    def torch_nn(self) -> Contender:
+        module = self.made(torch.nn.MultiheadAttention, batch_first=True)
+        causal, padding = self.masks()
+        keywords = {
+            "attn_mask": causal,
+            "key_padding_mask": padding,
+            "is_causal": self.work.is_causal,
+            "need_weights": self.work.need_weights,
+            "average_attn_weights": False,
+        }
+        call = partial(module, self.x, self.x, self.x, **keywords)
+        return self.of_module(call if self.work.need_weights else _first(call), module)
+
+    def project(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.weights[f"{name}_proj.weight"], self.weights[f"{name}_proj.bias"])
+
+    def heads(self, x: Tensor) -> list[Tensor]:
+        """Queries, keys and values, (B, N, T, H)."""
+        shape = (*x.shape[:2], self.work.num_heads, self.work.head_dim)
+        return [self.project(name, x).view(shape).transpose(1, 2) for name in "qkv"]
+
+    def out(self, context: Tensor) -> Tensor:
+        return self.project("out", context.transpose(1, 2).flatten(2))
+
+    def by_hand(self) -> Contender:
+        shown = self.shown()
+        is_causal = self.work.is_causal and shown is None
+
+        def forward() -> Tensor:
+            context = F.scaled_dot_product_attention(*self.heads(self.x), attn_mask=shown, is_causal=is_causal)
+            return self.out(context)
+
+        return self.side.contender(self.work, forward, self.inputs, self.weights)
+
+    def softmax_by_hand(self) -> Contender:
+        causal, _ = self.masks()
+
+        def forward() -> tuple[Tensor, Tensor]:
+            query, key, value = self.heads(self.x)
+            scores = query * self.work.head_dim**-0.5 @ key.mT
+            weights = (scores if causal is None else scores.masked_fill(causal, -torch.inf)).softmax(-1)
+            return self.out(weights @ value), weights
+
+        return self.side.contender(self.work, forward, self.inputs, self.weights)
+
+    def keras(self) -> Contender:
+        layer = keras_layer("torch", self.work.spec, self.work.dtype, self.canonical)
+        shown = self.shown()
+        keywords = {
+            "attention_mask": None if shown is None else shown[:, 0].expand(-1, self.work.seq_len, -1),
+            "use_causal_mask": self.work.is_causal,
+            "return_attention_scores": self.work.need_weights,
+        }
+        weights = {variable.path: variable.value for variable in layer.trainable_variables}
+        return self.side.contender(self.work, partial(layer, self.x, self.x, **keywords), self.inputs, weights)
+
+
+class _Prefill(_Layer):
+    """A prompt into an empty cache, which is made in every run."""
+
+    def contenders(self) -> dict[str, Callable[[], Contender]]:
+        return {
+            OURS: self.ours,
+            "static cache": self.static_cache,
+            "concatenation": self.concatenation,
+            "StaticCache": self.hugging_static,
+            "DynamicCache": self.hugging_dynamic,
+        }
+
+    def ours(self) -> Contender:
+        module = self.made(mha_torch.MultiHeadAttentionWithCache)
+        return self.of_module(
+            _first(lambda: module(self.x, module.init_cache(self.work.batch, self.work.capacity))), module
+        )
+
+    def attended(self, keep: Callable[[Tensor, Tensor], Any]) -> Contender:
+        """By hand, with what keeps keys and values."""
+
+        def forward() -> Tensor:
+            query, key, value = self.heads(self.x)
+            keep(key, value)
+            return self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True))
+
+        return self.side.contender(self.work, forward, self.inputs)
+
+    def static_cache(self) -> Contender:
+        def keep(key: Tensor, value: Tensor) -> None:
+            for x in (key, value):
+                cache = x.new_zeros(*x.shape[:2], self.work.capacity, x.shape[3])
+                cache[:, :, : self.work.seq_len] = x
+
+        return self.attended(keep)
+
+    def concatenation(self) -> Contender:
+        return self.attended(lambda key, value: None)
+
+    def hugging_static(self) -> Contender:
+        return self.attended(lambda key, value: _static_cache(self.work.capacity).update(key, value, 0))
+
+    def hugging_dynamic(self) -> Contender:
+        from transformers.cache_utils import DynamicCache
+
+        return self.attended(lambda key, value: DynamicCache().update(key, value, 0))
+
+
+class _Decode(_Layer):
+    """One more token with what is cached."""
+
+    def __init__(self, side: Side, work: Work, inputs: Inputs) -> None:
+        super().__init__(side, work, inputs)
+        self.keys, self.values = self.inputs.pop("keys"), self.inputs.pop("values")
+
+    def contenders(self) -> dict[str, Callable[[], Contender]]:
+        return {
+            OURS: self.ours,
+            "concatenation": self.concatenation,
+            "static cache": self.static_cache,
+            "StaticCache": self.hugging_static,
+            "DynamicCache": self.hugging_dynamic,
+        }
+
+    def with_room(self) -> list[Tensor]:
+        """The cached keys and values, and room for more."""
+        room = self.work.capacity - self.work.seq_len
+        return [F.pad(x, (0, 0, 0, room)) for x in (self.keys, self.values)]
+
+    def ours(self) -> Contender:
+        module = self.made(mha_torch.MultiHeadAttentionWithCache)
+        lengths = torch.full((self.work.batch,), self.work.seq_len, dtype=torch.int32, device=self.side.device)
+        keys, values = self.with_room()
+        state = mha_torch.KVCache(keys, values, lengths)
+
+        def forward() -> Tensor:
+            nonlocal state
+            output, state = module(self.x, state)
+            return output
+
+        return self.side.contender(self.work, forward, self.inputs, carries=True)
+
+    def attended(
+        self, extend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]], *, carries: bool = False
+    ) -> Contender:
+        """By hand, with what gives all keys, all values, and the mask that they need."""
+
+        def forward() -> Tensor:
+            query, key, value = self.heads(self.x)
+            keys, values, shown = extend(key, value)
+            return self.out(F.scaled_dot_product_attention(query, keys, values, attn_mask=shown))
+
+        return self.side.contender(self.work, forward, self.inputs, carries=carries)
+
+    def concatenation(self) -> Contender:
+        def extend(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, None]:
+            return torch.cat([self.keys, key], dim=2), torch.cat([self.values, value], dim=2), None
+
+        return self.attended(extend)
+
+    def static_cache(self) -> Contender:
+        keys, values = self.with_room()
+        filled = self.work.seq_len
+
+        def extend(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, None]:
+            nonlocal filled
+            keys[:, :, filled : filled + 1] = key
+            values[:, :, filled : filled + 1] = value
+            filled += 1
+            return keys[:, :, :filled], values[:, :, :filled], None
+
+        return self.attended(extend, carries=True)
+
+    def hugging_static(self) -> Contender:
+        cache = _static_cache(self.work.capacity)
+        cache.update(self.keys, self.values, 0)
+        slots = torch.arange(self.work.capacity, device=self.side.device)
+
+        def extend(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            keys, values = cache.update(key, value, 0)
+            return keys, values, (slots < cache.get_seq_length())[None, None, None]
+
+        return self.attended(extend, carries=True)
+
+    def hugging_dynamic(self) -> Contender:
+        from transformers.cache_utils import DynamicCache
+
+        cache = DynamicCache()
+        cache.update(self.keys, self.values, 0)
+        return self.attended(lambda key, value: (*cache.update(key, value, 0), None), carries=True)
+
+
+def _static_cache(capacity: int) -> Any:
+    """transformers' StaticCache of a single layer, without the configuration of a model."""
+    from transformers.cache_utils import Cache, StaticLayer
+
+    return Cache(layers=[StaticLayer(max_cache_len=capacity)])
+
+
+def _first(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function without all its results but the first."""
+    return lambda *args, **keywords: function(*args, **keywords)[0]

@@ -1,0 +1,224 @@
+"""What is measured: pieces of work, their inputs, and the arithmetic or the bytes that they cannot do without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from parity.spec import AttentionSpec
+from parity.weights import Weights, dtype_named, random_weights
+
+GROUPS = ("cores", "layers", "decode", "memory", "import", "convert", "growth")
+DTYPES = ("float32", "bfloat16", "float16")
+
+CORES = ((2, 8, 256), (2, 12, 512), (1, 12, 1024), (1, 16, 2048), (1, 8, 4096))  # batch, heads, tokens
+LONG_CORES = ((1, 16, 8192), (1, 16, 16384))  # where there is a device that is made for them
+
+
+@dataclass(frozen=True)
+class Work:
+    """A piece of work in one shape and dtype.
+
+    Attributes:
+        group: the part of the benchmark that it belongs to, one of `GROUPS`.
+        kind: the attention of split heads; a whole layer; a prompt into an empty cache; or one more token with a cache.
+        batch: number of sequences, B.
+        seq_len: tokens of each, S; in `decode`, tokens cached before the new one.
+        num_heads, head_dim: of the attention; a layer is as wide as all heads together.
+        is_causal: no token sees a later one.
+        is_padded: the sequences have different lengths, see `lengths`.
+        need_weights: the attention weights are a result, too.
+        backward: the gradients of all inputs and weights are results, too.
+        is_timed: measure the time; else only the memory.
+    """
+
+    group: str
+    kind: Literal["core", "layer", "prefill", "decode"]
+    batch: int
+    seq_len: int
+    num_heads: int = 16
+    head_dim: int = 64
+    dtype: str = "float32"
+    is_causal: bool = False
+    is_padded: bool = False
+    need_weights: bool = False
+    backward: bool = False
+    is_timed: bool = True
+
+    @property
+    def what(self) -> str:
+        """The work in words; with shape, dtype and framework they identify a row."""
+        if self.kind in ("prefill", "decode"):
+            return self.kind
+        hidden = "+".join(filter(None, ("causal" * self.is_causal, "padded" * self.is_padded))) or "full"
+        words = [self.group if self.group in ("memory", "growth") else "", self.kind, hidden]
+        words += ["with weights" * self.need_weights, "forward+backward" if self.backward else "forward"]
+        return " ".join(filter(None, words))
+
+    @property
+    def axes(self) -> str:
+        """The letters of `shape`."""
+        return "B N S H" if self.kind == "core" else "B S E"
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the query, key and value of a core; of a layer's input; of what is cached in `decode`."""
+        if self.kind == "core":
+            return [self.batch, self.num_heads, self.seq_len, self.head_dim]
+        return [self.batch, self.seq_len, self.d_model]
+
+    @property
+    def d_model(self) -> int:
+        """Width of the layer, E."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The layer."""
+        return AttentionSpec(self.d_model, self.num_heads)
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a cache: twice what is filled, for a cache is seldom full."""
+        return 2 * self.seq_len
+
+    @property
+    def lengths(self) -> list[int]:
+        """The real tokens of each sequence: in equal steps from all of them downwards, where there is padding."""
+        return [max(1, self.seq_len * (self.batch - b * self.is_padded) // self.batch) for b in range(self.batch)]
+
+    @property
+    def flops(self) -> float | None:
+        """Of the matrix products, those over hidden keys left out; None in `decode`, where reading takes the time."""
+        if self.kind == "decode":
+            return None
+        tokens = self.seq_len
+        seen = (n * (n + 1) / 2 + (tokens - n) * n if self.is_causal else tokens * n for n in self.lengths)
+        core = 2 * 2 * sum(seen) * self.d_model  # queries with keys, weights with values
+        layer = 0 if self.kind == "core" else 4 * 2 * self.batch * tokens * self.d_model**2
+        # Backward: the scores once more, and four products for the gradients; of a projection, two.
+        return 3.5 * core + 3 * layer if self.backward else core + layer
+
+    @property
+    def nbytes(self) -> int | None:
+        """What must be read for one more token: the weights, and the filled part of the cache; None elsewhere."""
+        if self.kind != "decode":
+            return None
+        weights = 4 * self.d_model**2 + 4 * self.d_model
+        return (weights + 2 * self.batch * self.seq_len * self.d_model) * dtype_named(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arrays of a piece of work, the same for every contender.
+
+    Attributes:
+        arrays: of a core query, key, value (B, N, S, H); of a layer x (B, S, E); in decode x (B, 1, E) and the cached
+            keys, values (B, N, S, H); and the cotangent of the output.
+        weights: canonical weights of a layer.
+    """
+
+    arrays: dict[str, np.ndarray]
+    weights: Weights
+
+
+def draw_inputs(work: Work) -> Inputs:
+    """Seeded inputs for a piece of work."""
+    rng, dtype = np.random.default_rng(0), dtype_named(work.dtype)
+    heads, layer = (work.batch, work.num_heads, work.seq_len, work.head_dim), (work.batch, work.seq_len, work.d_model)
+    shapes = {
+        "core": dict.fromkeys(("query", "key", "value", "cotangent"), heads),
+        "layer": dict.fromkeys(("x", "cotangent"), layer),
+        "prefill": {"x": layer},
+        "decode": {"x": (work.batch, 1, work.d_model), "keys": heads, "values": heads},
+    }[work.kind]
+    arrays = {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes.items()}
+    weights = {} if work.kind == "core" else random_weights(work.spec, 0)
+    return Inputs(arrays, {name: weight.astype(dtype) for name, weight in weights.items()})
+
+
+# ---- The list --------------------------------------------------------------------------------------------------------
+
+
+def plan(groups: Sequence[str], dtypes: Sequence[str], *, quick: bool = False, long: bool = False) -> list[Work]:
+    """The pieces of work of those groups, in each dtype.
+
+    Args:
+        groups: some of `GROUPS`; `import` and `convert` have none.
+        dtypes: some of `DTYPES`.
+        quick: fewer and smaller ones.
+        long: cores of up to 16384 tokens, too.
+    """
+    makers = {"cores": _cores, "layers": _layers, "decode": _decode, "memory": _memory, "growth": _growth}
+    return [
+        work
+        for group in groups
+        if group in makers
+        for dtype in dtypes
+        for work in dict.fromkeys(makers[group](dtype, quick, long))
+    ]
+
+
+def _core(group: str, shape: tuple[int, int, int], dtype: str, **options: bool) -> Work:
+    batch, num_heads, seq_len = shape
+    return Work(group, "core", batch, seq_len, num_heads, dtype=dtype, **options)
+
+
+def _cores(dtype: str, quick: bool, long: bool) -> list[Work]:
+    shapes = (CORES[0], CORES[2]) if quick else (*CORES, *LONG_CORES) if long else CORES
+    backward = shapes[1:] if quick else (*shapes[2:4], *shapes[5:])
+    forward = [_core("cores", shape, dtype, is_causal=is_causal) for shape in shapes for is_causal in (False, True)]
+    both = [True] if quick else [False, True]
+    return forward + [
+        _core("cores", shape, dtype, is_causal=is_causal, backward=True) for shape in backward for is_causal in both
+    ]
+
+
+def _layers(dtype: str, quick: bool, long: bool) -> list[Work]:
+    causal, padded, weights = {"is_causal": True}, {"is_padded": True}, {"need_weights": True}
+    kinds = [{}, causal, causal | padded, weights]
+    kinds += [] if quick else [padded, causal | weights]
+    found = []
+    for seq_len in (256,) if quick else (128, 256, 1024, 2048):
+        # Padding is that of sequences beside longer ones.
+        found += [
+            Work("layers", "layer", 2 if "is_padded" in options else 1, seq_len, dtype=dtype, **options)
+            for options in kinds
+        ]
+        if seq_len > 128:
+            trained = [causal] if quick else [{}, causal]
+            found += [Work("layers", "layer", 1, seq_len, dtype=dtype, backward=True, **options) for options in trained]
+    return found
+
+
+def _decode(dtype: str, quick: bool, long: bool) -> list[Work]:
+    prompts, cached, batches = ((256,), (1024,), (1,)) if quick else ((256, 1024, 2048), (1024, 4096), (1, 8))
+    return [
+        *(Work("decode", "prefill", 1, seq_len, dtype=dtype, is_causal=True) for seq_len in prompts),
+        *(Work("decode", "decode", batch, seq_len, dtype=dtype) for seq_len in cached for batch in batches),
+    ]
+
+
+def _memory(dtype: str, quick: bool, long: bool) -> list[Work]:
+    options = {"is_causal": True, "is_timed": False}
+    if quick:
+        return [_core("memory", (1, 8, 1024), dtype, backward=True, **options)]
+    shapes = [(1, 12, 1024), (1, 16, 2048), (1, 8, 4096)]
+    return [
+        *(
+            _core("memory", shape, dtype, backward=backward, **options)
+            for backward in (False, True)
+            for shape in shapes
+        ),
+        *(Work("memory", "layer", 1, 2048, dtype=dtype, backward=backward, **options) for backward in (False, True)),
+    ]
+
+
+def _growth(dtype: str, quick: bool, long: bool) -> list[Work]:
+    lengths = [2**power for power in range(7, 11 if quick else 15 if long else 13)]  # from 128
+    batches, seq_len = ((1, 2, 4), 256) if quick else ((1, 2, 4, 8), 1024)
+    shapes = [*((1, 8, length) for length in lengths), *((batch, 8, seq_len) for batch in batches)]
+    return [_core("growth", shape, dtype, is_causal=True) for shape in shapes]

@@ -1,0 +1,507 @@
+"""The benchmark: what it computes from given times, what it refuses to time, and that all of its parts run.
+
+How fast anything is, no test says.
+"""
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import jax
+import numpy as np
+import pytest
+
+import parity.backends
+import parity.bench
+from parity.bench import Bench, Row, Work, bench, bench_work, plan
+from parity.bench.measure import (
+    LIMIT,
+    OURS,
+    Contender,
+    Probe,
+    difference,
+    exponent,
+    growth,
+    run_in_turn,
+    times_of,
+)
+from parity.bench.show import lines_of, plot_growth, print_bench
+from parity.cli import main
+from parity.report import console
+
+KEYS = ["what", "framework", "shape", "dtype", "ours_ms", "peers", "best_peer", "ratio", "limit_ms", "limit_ratio"]
+TINY = {"num_heads": 2, "head_dim": 8}
+ONCE = {"budget_s": 0.0, "rounds": (1, 1)}
+
+
+@pytest.fixture
+def as_users_have_it():
+    """Settings of JAX: those that the other tests are stricter with, for other libraries rely on them."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def sides():
+    from parity.bench.jax import Side as JaxSide
+    from parity.bench.torch import Side as TorchSide
+
+    return {"jax": JaxSide(), "torch": TorchSide()}
+
+
+def ready(value, **options):
+    """A contender that gives this value."""
+    return Contender(lambda: value, lambda found: [np.asarray(found)], **options)
+
+
+class Side:
+    """A framework with contenders that take no time."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    def settings(self):
+        return {}
+
+    def matmul(self, dtype):
+        return Probe(lambda: None, 1.0)
+
+    def reading(self):
+        return None
+
+    def contenders(self, work, inputs):
+        def maker(value):
+            def make():
+                if isinstance(value, Exception):
+                    raise value
+                return value if isinstance(value, Contender) else ready(value)
+
+            return make
+
+        return {name: maker(value) for name, value in self.values.items()}
+
+
+def growing(of, shape, ms, peak, **options):
+    return Row("growth core causal forward", of, shape, "float32", ms, group="growth", peak_bytes=peak, **options)
+
+
+GROWING = [
+    growing(of, [b, 8, s, 64], b * s**2 * 1e-3, b * s * 100, peers={peer: b * s**2 * 2e-3}, peers_peak_bytes={peer: s})
+    for of, peer in (("jax", "jax.nn"), ("torch", "SDPA"))
+    for b, s in [(1, 128), (1, 256), (1, 512), (1, 1024), (2, 256), (4, 256)]
+]
+
+
+# ---- What follows from times -----------------------------------------------------------------------------------------
+
+
+def test_a_row_has_medians_the_best_peer_and_the_ratios():
+    seconds = {OURS: [0.002, 0.001, 0.009], "a": [0.004, 0.005, 0.006], "b": [0.003, 0.003, 0.1], "c": [0.001] * 3}
+    found = times_of({**seconds, LIMIT: [0.010, 0.005, 0.008]}, not_counted=["c"], amount=100.0, probe=1000.0)
+    assert found == {
+        "ours_ms": 2.0,
+        "peers": {"a": 5.0, "b": 3.0, "c": 1.0},
+        "best_peer": "b",
+        "ratio": 1.5,
+        "limit_ms": 0.5,  # the probe's fastest run
+        "limit_ratio": 4.0,
+        "not_counted": ["c"],
+        "range_ms": [1.0, 9.0],
+        "rounds": 3,
+    }
+
+
+@pytest.mark.parametrize("peers", [{}, {"c": [0.1]}], ids=["none", "none that counts"])
+def test_without_a_peer_or_a_limit_there_is_no_ratio(peers):
+    found = times_of({OURS: [0.5], **peers}, not_counted=["c"])
+    assert [found[name] for name in ("best_peer", "ratio", "limit_ms", "limit_ratio")] == [None] * 4
+
+
+def test_contenders_run_in_turn_as_often_as_the_budget_allows():
+    now, ran = itertools.count(), []  # every run takes one second
+    runs = {name: lambda name=name: ran.append(name) for name in "abc"}
+    found = run_in_turn(runs, budget_s=21.0, rounds=(2, 20), clock=lambda: float(next(now)))
+    assert {name: len(times) for name, times in found.items()} == dict.fromkeys("abc", 7)
+    assert all(seconds == 1.0 for times in found.values() for seconds in times)
+    assert all(sorted(ran[i : i + 3]) == ["a", "b", "c"] for i in range(0, len(ran), 3))
+    assert len({tuple(ran[i : i + 3]) for i in range(3, len(ran), 3)}) > 1  # the order changes
+
+
+@pytest.mark.parametrize(("budget", "count"), [(0.0, 2), (1e9, 4)])
+def test_rounds_have_a_least_and_a_most(budget, count):
+    now = itertools.count()
+    found = run_in_turn({"a": lambda: None}, budget_s=budget, rounds=(2, 4), clock=lambda: float(next(now)))
+    assert len(found["a"]) == count
+
+
+def test_short_runs_are_repeated_unless_they_change_what_comes_next():
+    now, ran = itertools.count(), []
+    runs = {name: lambda name=name: ran.append(name) for name in "ab"}
+    found = run_in_turn(runs, budget_s=0, rounds=(1, 1), once=["b"], clock=lambda: next(now) * 0.002)
+    assert (ran.count("a"), ran.count("b")) == (1 + 5, 1 + 1)
+    assert found["a"] == [pytest.approx(0.002 / 5)]
+
+
+def test_a_difference_is_a_share_of_the_largest_value():
+    ours = [np.array([1.0, -4.0]), np.array([2.0])]
+    assert difference(ours, ours) == 0
+    assert difference(ours, [np.array([1.0, -3.0]), np.array([2.0])]) == 0.25
+    assert difference(ours, [np.array([1.0, np.nan]), np.array([2.0])]) == math.inf
+    assert difference(ours, ours[:1]) == difference(ours, [np.ones((1, 2)), np.ones(1)]) == math.inf
+
+
+def test_the_exponent_is_that_of_the_larger_half():
+    sizes = [1, 2, 4, 8, 16]
+    assert exponent(sizes, [size**1.5 for size in sizes]) == pytest.approx(1.5)
+    assert exponent(sizes, [100, 100, 16, 64, 256]) == pytest.approx(2.0)
+    assert exponent([1, 2], [3.0, 12.0]) == pytest.approx(2.0)
+    assert exponent([1], [3.0]) is exponent([1, 2], [0.0, 1.0]) is None
+
+
+def test_growth_is_told_over_tokens_and_over_sequences():
+    found = {(line["framework"], line["name"], line["of"], line["over"]): line["exponent"] for line in growth(GROWING)}
+    assert len(found) == 2 * 2 * 2 * 2
+    for framework, peer in (("jax", "jax.nn"), ("torch", "SDPA")):
+        assert found[framework, OURS, "time", "S"] == pytest.approx(2.0)
+        assert found[framework, peer, "time", "S"] == pytest.approx(2.0)
+        assert found[framework, OURS, "time", "B"] == pytest.approx(1.0)
+        assert found[framework, OURS, "memory", "S"] == pytest.approx(1.0)
+        assert found[framework, peer, "memory", "B"] == pytest.approx(0.0)
+
+
+# ---- What is measured ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"quick": True}, {"long": True}], ids=["all", "quick", "long"])
+def test_the_plan_has_work_of_every_group_and_nothing_twice(options):
+    works = plan(parity.bench.GROUPS, ["float32"], **options)
+    assert {work.group for work in works} == set(parity.bench.GROUPS) - {"import", "convert"}
+    assert len({(work.what, *work.shape) for work in works}) == len(works)
+
+
+def test_the_plan_covers_what_there_is_to_compare():
+    works = plan(parity.bench.GROUPS, ["float32"])
+    whats = {work.what for work in works}
+    hidden = {"full", "causal", "padded", "causal+padded"}
+    assert whats >= {f"layer {which} forward" for which in hidden} | {"layer causal with weights forward"}
+    assert whats >= {f"{kind} causal forward+backward" for kind in ("core", "layer", "memory core", "memory layer")}
+    assert {tuple(work.shape[:2]) for work in works if work.what == "decode"} == {
+        (1, 1024),
+        (1, 4096),
+        (8, 1024),
+        (8, 4096),
+    }
+    assert [max(work.seq_len for work in plan(["growth"], ["float32"], **o)) for o in ({}, {"long": True})] == [
+        4096,
+        16384,
+    ]
+
+
+def test_the_limit_counts_what_is_seen():
+    core = Work("cores", "core", 2, 4, 3, 8)
+    assert core.flops == 2 * (2 * 2 * 4 * 4 * 8) * 3  # multiply and add; two products
+    assert replace(core, is_causal=True).flops == core.flops * (1 + 2 + 3 + 4) / 16
+    assert replace(core, is_padded=True).lengths == [4, 2]
+    assert replace(core, is_padded=True).flops == core.flops * (16 + 8) / 32
+    assert replace(core, is_padded=True, is_causal=True).flops == core.flops * (10 + 1 + 2 + 2 + 2) / 32
+    assert replace(core, backward=True).flops == core.flops * (2 + 5) / 2
+    layer = replace(core, kind="layer")
+    assert layer.flops == core.flops + 4 * 2 * (2 * 4) * 24 * 24
+    assert replace(layer, backward=True).flops == core.flops * 3.5 + 3 * (layer.flops - core.flops)
+    decode = replace(core, kind="decode", dtype="bfloat16")
+    assert decode.flops is None
+    assert decode.nbytes == 2 * (4 * 24 * 24 + 4 * 24 + 2 * 2 * 4 * 24)
+
+
+def test_what_computes_something_else_is_not_timed():
+    wrong = ready(np.ones(3) * 1.1)
+    side = Side(**{OURS: np.ones(3), "right": np.ones(3), "wrong": wrong, "absent": ImportError("not installed")})
+    (row,) = bench_work(Work("cores", "core", 1, 2, **TINY), {"jax": side}, **ONCE)
+    assert list(row.peers) == ["right"]
+    assert row.left_out["wrong"].startswith("it computes something else: it differs by 1.0e-01")
+    assert row.left_out["absent"] == "ImportError: not installed"
+
+
+def test_the_other_framework_is_shown_and_does_not_count():
+    sides = {"jax": Side(**{OURS: 1.0, "jax.nn": 1.0}), "torch": Side(**{OURS: 1.0, "SDPA": 1.0})}
+    row, other = bench_work(Work("cores", "core", 1, 2, **TINY), sides, **ONCE)
+    assert (list(row.peers), row.not_counted, row.best_peer) == (["jax.nn", "torch SDPA"], ["torch SDPA"], "jax.nn")
+    assert (list(other.peers), other.not_counted) == (["SDPA"], [])
+
+
+def test_what_ours_cannot_do_is_an_error_that_names_it():
+    with pytest.raises(RuntimeError, match=r"ours must do core full forward \[1, 2, 2, 8\] in float32 on jax, got Ty"):
+        bench_work(Work("cores", "core", 1, 2, **TINY), {"jax": Side(**{OURS: TypeError("no")})}, **ONCE)
+
+
+def test_memory_alone_is_measured_without_a_run():
+    def never():
+        raise AssertionError("not to be run")
+
+    ours, peer = (Contender(never, lambda found: [], lambda peak=peak: peak) for peak in (100, 400))
+    work = Work("memory", "core", 1, 2, **TINY, is_timed=False)
+    (row,) = bench_work(work, {"jax": Side(**{OURS: ours, "peer": peer})}, **ONCE)
+    assert (row.peak_bytes, row.peers_peak_bytes, row.ours_ms, row.ratio) == (100, {"peer": 400}, None, None)
+
+
+# ---- All contenders --------------------------------------------------------------------------------------------------
+
+WORKS = [
+    Work("cores", "core", 2, 9, **TINY, is_causal=True, backward=True),
+    Work("layers", "layer", 2, 9, **TINY, is_causal=True, is_padded=True),
+    Work("layers", "layer", 1, 9, **TINY, is_causal=True, backward=True),
+    Work("layers", "layer", 1, 9, **TINY, is_causal=True, need_weights=True),
+    Work("decode", "prefill", 1, 9, **TINY, is_causal=True),
+    Work("decode", "decode", 2, 9, **TINY),
+    Work("layers", "layer", 2, 9, **TINY, is_padded=True, dtype="bfloat16"),
+]
+EXPECTED = {
+    "jax": {
+        "core": {"jax.nn", "plain path", "torch SDPA"},
+        "layer": {"flax.nnx", "flax.linen", "equinox", "jax.nn by hand", "keras"},
+        "prefill": {"static cache"},
+        "decode": {"static cache", "concatenation", "flax.nnx"},
+    },
+    "torch": {
+        "core": {"SDPA", "plain path"},
+        "layer": {"torch.nn", "SDPA by hand", "keras"},
+        "prefill": {"static cache", "concatenation", "StaticCache", "DynamicCache"},
+        "decode": {"static cache", "concatenation", "StaticCache", "DynamicCache"},
+    },
+}
+
+
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: f"{work.what} {work.dtype}".replace(" ", "-"))
+def test_every_contender_computes_the_same(sides, as_users_have_it, work):
+    for row in bench_work(work, sides, **ONCE):
+        expected = EXPECTED[row.framework][work.kind]
+        if work.need_weights:  # other ways by hand
+            expected = {name.replace("SDPA by", "softmax by").replace("jax.nn by", "softmax by") for name in expected}
+        assert {*row.peers, *row.left_out} == expected
+        # Keras is there on one of the frameworks; Equinox keeps its attention weights.
+        assert set(row.left_out) <= {"keras"} | ({"equinox"} if work.need_weights else set()), row.left_out
+        assert row.best_peer in row.peers
+        assert row.ratio == row.peers[row.best_peer] / row.ours_ms
+        assert row.limit_ms > 0
+        assert row.limit_ratio == row.ours_ms / row.limit_ms
+        assert isinstance(row.peak_bytes, int)
+        assert row.peak_bytes >= 0
+        assert set(row.peers_peak_bytes) == set(row.peers)
+
+
+def test_torch_memory_is_what_a_run_allocates_beyond_its_result(sides):
+    import torch
+
+    def run():
+        large = torch.ones(1000, 100)
+        return [large[0] + large.sum(0)]
+
+    # 400 000 bytes for the large one; the sum of the rows, 400, is there when the result is made.
+    assert sides["torch"].peak_bytes(run) == pytest.approx(400_400, abs=1000)
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_the_settings_that_change_the_speed_are_told(sides, framework):
+    assert sides[framework].settings()["device"]
+    assert json.dumps(sides[framework].settings())
+
+
+def test_imports_and_conversion_have_rows_of_the_same_kind():
+    from parity.bench.conversion import bench_conversion
+    from parity.bench.imports import bench_imports
+
+    module, help_ = bench_imports(["torch"], repeats=1)
+    (conversion,) = bench_conversion(num_layers=1, repeats=1)
+    assert (module.what, module.best_peer) == ("import torch, mha_torch", "import torch")
+    assert module.extra_ms == pytest.approx(module.ours_ms - module.peers["import torch"])
+    assert (help_.what, help_.best_peer, list(help_.peers)) == ("mha-parity --help", None, ["python -c pass"])
+    assert (conversion.what, conversion.best_peer) == ("convert", "load_file, save_file")
+    assert conversion.limit_ratio > 0
+
+
+# ---- The command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_plan(monkeypatch):
+    """In place of the planned work: a core, two of the growth, and one for its memory."""
+    options = {"is_causal": True, **TINY}
+    works = [
+        Work("cores", "core", 1, 8, **options),
+        *(Work("growth", "core", 1, seq_len, **options) for seq_len in (8, 16)),
+        Work("memory", "core", 1, 8, **options, is_timed=False),
+    ]
+    monkeypatch.setattr(parity.bench, "plan", lambda groups, *a, **o: [work for work in works if work.group in groups])
+    return works
+
+
+def test_the_command_writes_a_table_json_and_a_picture(tiny_plan, as_users_have_it, tmp_path, capsys):
+    json_path, plot_path = tmp_path / "bench.json", tmp_path / "bench.svg"
+    what = ["--what", "cores,growth,memory", "--quick"]
+    assert main(["bench", *what, "--json", str(json_path), "--plot", str(plot_path)]) == 0
+    out = capsys.readouterr().out
+    assert "JAX: times in ms" in out
+    assert "jax.nn" in out
+    assert "Growth of the causal core" in out
+    content = json.loads(json_path.read_text())
+    assert content["format"] == 1
+    assert set(content["environment"]) >= {"python", "platform", "cpus", "packages", "backends", "settings"}
+    assert len(content["rows"]) == 2 * len(tiny_plan)
+    for row in content["rows"]:
+        assert set(row) == {field.name for field in fields(Row)} > {*KEYS, "peak_bytes"}
+        assert isinstance(row["what"], str)
+        assert isinstance(row["shape"], list)
+        assert isinstance(row["peak_bytes"], int)
+        assert isinstance(row["ours_ms"], float) != (row["group"] == "memory")
+        assert all(isinstance(ms, float) for ms in row["peers"].values())
+    assert {line["over"] for line in content["growth"]} == {"S"}
+    words = [text.text for text in ElementTree.parse(plot_path).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"mha_jax", "mha_torch", "jax: jax.nn", "torch: SDPA", "sequence length"} <= set(words)
+
+
+def test_one_framework_may_be_measured_alone(tiny_plan, as_users_have_it):
+    found = bench(["cores"], ["torch"])
+    assert [row.framework for row in found.rows] == ["torch"]
+    assert list(found.environment["backends"]) == ["torch"]
+    assert found.names["torch"]["SDPA"] == "torch.nn.functional.scaled_dot_product_attention"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--what", "cores,speed"],
+            "groups must be of cores, layers, decode, memory, import, convert, growth, got speed",
+        ),
+        (["--frameworks", "tt"], "frameworks must be of jax, torch, got tt"),
+        (["--dtypes", "float64"], "dtypes must be of float32, bfloat16, float16, got float64"),
+        (["--device", "tpu"], "device must be one of cpu, cuda, got device=tpu"),
+        (["--plot", "a.png", "--what", "cores"], "--plot must stand with growth among --what, got --what cores"),
+        (["--plot", "a.pdf"], "path must end in .png or .svg, got a.pdf"),
+        (["--json", "/nowhere/a.json"], "--json must name a file in a folder that is there, got /nowhere/a.json"),
+    ],
+)
+def test_bad_usage_is_refused_before_the_work(capsys, arguments, message):
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_framework_that_is_not_there_is_refused_by_name_and_left_out_otherwise(monkeypatch, capsys):
+    why = parity.backends.why_missing
+    missing = "torch needs torch, not installed here"
+    monkeypatch.setattr(parity.bench, "why_missing", lambda name: missing if name == "torch" else why(name))
+    assert main(["bench", "--frameworks", "torch"]) == 2
+    assert missing in capsys.readouterr().err
+    assert parity.bench.count_rows(["import"]) == 1 + 1  # of JAX, and the command's own
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "--device", "cuda"]) == 2
+    assert "device must be there, got device=cuda" in capsys.readouterr().err
+
+
+def test_help_of_the_command_needs_no_framework():
+    program = "import sys; from parity.cli import main\ntry: main(['bench', '--help'])\nexcept SystemExit: pass\n"
+    program += "assert not {'jax', 'torch', 'numpy', 'rich'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--quick" in done.stdout
+
+
+# ---- What is shown ---------------------------------------------------------------------------------------------------
+
+
+def test_lines_in_a_pipe_are_plain_and_tell_what_was_left_out(capsys):
+    slow = {"left_out": {"keras": "ImportError: no"}, "ratio": 0.5, "best_peer": "a peer of a long name"}
+    rows = [
+        Row("layer full forward", "jax", [1, 256, 1024], "float32", 2.0, {"a peer of a long name": 1.0}, **slow),
+        replace(GROWING[0], left_out={"keras": "ImportError: no"}),
+        Row("import torch, mha_torch", "torch", [], "", 900.0, {"import torch": 890.0}, extra_ms=10.0),
+        Row("memory core causal forward", "torch", [1, 8, 64, 64], "float32", peers_peak_bytes={"SDPA": 2_000_000}),
+    ]
+    print_bench(Bench(rows, {}), console())
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert all(line.isprintable() for line in lines)
+    text = " ".join(" ".join(lines).split())
+    assert "left out: keras (jax, 2 rows): ImportError: no" in text
+    assert "ours takes 10 more" in text
+    assert "SDPA 2.0 MB" in text
+
+
+def test_a_line_of_the_plot_has_the_lengths_of_the_smallest_batch():
+    lines = {(line["framework"], line["name"]): line for line in lines_of(GROWING)}
+    assert set(lines) == {("jax", OURS), ("jax", "jax.nn"), ("torch", OURS), ("torch", "SDPA")}
+    assert list(lines["jax", OURS]["time"]) == [128, 256, 512, 1024]
+    assert lines["torch", "SDPA"]["memory"][256] == 256 / 1e6
+
+
+def test_a_plot_is_written_whole_or_not_at_all(tmp_path):
+    plot_growth(Bench(GROWING, {}), tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="a plot must have rows of the group growth, got none"):
+        plot_growth(Bench([], {}), tmp_path / "b.png")
+    assert os.listdir(tmp_path) == ["a.png"]
+
+
+# ---- Two files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compare():
+    path = Path(__file__).parents[1] / "benchmarks" / "compare.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_compare", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def written(path, *rows):
+    path.write_text(json.dumps(Bench(list(rows), {}).to_dict()))
+    return str(path)
+
+
+def timed(ms, what="core full forward", **options):
+    return Row(what, "jax", [1, 2, 3, 4], "float32", ms, **options)
+
+
+def test_compare_tells_what_became_slower(compare, tmp_path, capsys):
+    before = written(tmp_path / "a.json", timed(1.0), timed(2.0, "decode"), timed(1.0, "gone"))
+    after = written(tmp_path / "b.json", timed(1.2), timed(1.0, "decode"))
+    assert compare.main([before, after]) == 1
+    out = capsys.readouterr().out
+    first = next(line for line in out.splitlines() if line.startswith("core"))
+    assert first.split() == ["core", "full", "forward", "jax", "1x2x3x4", "float32", "1", "1.2", "1.200", "slower"]
+    assert f"only in {before}: 1 rows, such as gone" in out
+    assert "2 rows compared, 1 worse" in out
+    assert compare.main([before, after, "--allow", "0.3"]) == 0
+
+
+def test_compare_may_take_times_as_shares_of_the_limit(compare, tmp_path):
+    before = written(tmp_path / "a.json", timed(1.0, limit_ratio=2.0))
+    after = written(tmp_path / "b.json", timed(5.0, limit_ratio=2.0))
+    assert [compare.main([before, after, *extra]) for extra in ([], ["--relative"])] == [1, 0]
+
+
+def test_compare_judges_memory_where_there_is_no_time(compare, tmp_path, capsys):
+    before = written(tmp_path / "a.json", timed(None, peak_bytes=10**6))
+    after = written(tmp_path / "b.json", timed(None, peak_bytes=2 * 10**6))
+    assert compare.main([before, after]) == 1
+    assert "larger" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format": 2, "rows": []}', '{"format": 1, "rows": []}', None])
+def test_compare_refuses_other_files(compare, tmp_path, capsys, content):
+    path, good = tmp_path / "a.json", written(tmp_path / "b.json", timed(1.0))
+    if content is not None:
+        path.write_text(content)
+    assert compare.main([good, str(path)]) == 2
+    assert capsys.readouterr().err.startswith("compare: ")
