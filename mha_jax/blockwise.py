@@ -4,14 +4,15 @@ For each block of queries it adds up softmax(scores) · value over blocks of key
 exponentials; the gradient makes the scores again from it. So no N x T x S array is stored. Blocks in which every key is
 masked are skipped, wherever the mask came from.
 
-Axes: B batch, T query tokens, S key tokens, K key/value heads, G query heads of each, H head_dim. Heads that are worked on
-at a time lie on one axis, P, and the queries of their groups on the next, so that every product is one of matrices.
+Axes: B batch, T query tokens, S key tokens, K key/value heads, G query heads of each, H head_dim. Heads that are worked
+on at a time lie on one axis, P, and the queries of their groups on the next, so that every product is one of matrices.
 
 Source: FlashAttention, arXiv:2205.14135 and arXiv:2307.08691.
 """
 
+import math
 from collections.abc import Callable
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,10 @@ BLOCK_QUERIES = 256
 """Queries of a block, more where they would be more blocks than `MOST_BLOCKS`."""
 BLOCK_KEYS = 1024
 """Keys of a block, where they are not taken all at once."""
+LAST_KEYS = 128
+"""Keys of the last few blocks of a cache, so that little is read that is not filled."""
+HEADS_SIDE_BY_SIDE = 8
+"""Heads of a cache that are read at the same time, each by a core if there are as many."""
 MOST_BLOCKS = 16
 """Blocks of queries; each is compiled on its own, so that it ends with the last key that it may see."""
 
@@ -69,7 +74,7 @@ def attend(
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
     mask, bias = (None if x is None else group(to_scores_rank(x)) for x in (mask, bias))
-    context = _attend(is_causal, group(query), key, value, Hidden(mask, bias, lengths))
+    context: Any = _attend(is_causal, group(query), key, value, Hidden(mask, bias, lengths))
     return context.reshape(query.shape)
 
 
@@ -144,11 +149,71 @@ def _backward(is_causal: bool, residuals: tuple[Any, ...], cotangent: Array) -> 
     grad_bias = None if hidden.bias is None else jnp.zeros_like(at_least_float32(hidden.bias))
     grads, grad_bias = blocks.over_tiles(differentiate_tile, grad_bias)
     grads = (grad.reshape(x.shape).astype(x.dtype) for grad, x in zip(grads, (query, key, value), strict=True))
-    grad_bias = None if grad_bias is None else grad_bias.astype(hidden.bias.dtype)
+    if hidden.bias is not None:
+        grad_bias = grad_bias.astype(hidden.bias.dtype)
     return *grads, Hidden(None, grad_bias, None)
 
 
 _attend.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def attend_to_cache(
+    query: Float[Array, "B N 1 H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S H"],
+    last_positions: Int[Array, " B"],
+) -> Float[Array, "B N 1 H"]:
+    """Attention of one token of each sequence up to a position of its own; arguments as those of `fused`.
+
+    A few heads go side by side, each with a product of its own: XLA copies what it takes from a cache to a product of
+    many, and divides the product of one row among no cores.
+    """
+    batch_size, num_kv_heads, capacity, head_dim = keys.shape
+    num_heads = batch_size * num_kv_heads
+    queries = at_least_float32(query.reshape(num_heads, -1, head_dim)) * head_dim**-0.5  # (B K, G, H)
+
+    def add_block(sums: _Sums, head: Array, first: Array, size: int) -> _Sums:
+        sequence, begin = head // num_kv_heads, jnp.minimum(first, capacity - size)
+        place = (sequence, head % num_kv_heads, begin, 0)  # of the cache as it is: XLA would copy all of a reshaped one
+        k, v = (at_least_float32(lax.dynamic_slice(x, place, (1, 1, size, head_dim))[0]) for x in (keys, values))
+        positions = begin + jnp.arange(size, dtype=jnp.int32)
+        is_hidden = (positions > last_positions[sequence]) | (positions < first)
+        scores = jnp.einsum("pth,psh->pts", queries[head][None], k)
+        return sums.join(_Sums.of(jnp.where(is_hidden[None, None], -jnp.inf, scores), v, may_be_empty=True))
+
+    def attend_side_by_side(heads: Array) -> Array:
+        def add_blocks(begin: Array | int, num_blocks: Array, size: int, sums: list[_Sums]) -> list[_Sums]:
+            def add(i: Array, sums: list[_Sums]) -> list[_Sums]:
+                return [add_block(x, head, begin + i * size, size) for x, head in zip(sums, heads, strict=True)]
+
+            return lax.fori_loop(0, num_blocks, add, sums)
+
+        filled = last_positions[heads // num_kv_heads].max() + 1
+        num_large = filled // BLOCK_KEYS
+        begin = num_large * BLOCK_KEYS
+        sums = [_Sums.empty(queries[head][None]) for head in heads]
+        sums = add_blocks(0, num_large, BLOCK_KEYS, sums)
+        sums = add_blocks(begin, -((begin - filled) // LAST_KEYS), LAST_KEYS, sums)
+        return jnp.concatenate([of_head.result()[0] for of_head in sums])
+
+    together = math.gcd(num_kv_heads if num_kv_heads > 1 else batch_size, HEADS_SIDE_BY_SIDE)
+    contexts = lax.map(attend_side_by_side, jnp.arange(num_heads, dtype=jnp.int32).reshape(-1, together))
+    return contexts.reshape(query.shape).astype(query.dtype)
+
+
+def _attend_to_cache_forward(*inputs: Array) -> tuple[Array, tuple[Array, ...]]:
+    return attend_to_cache(*inputs), inputs
+
+
+def _attend_to_cache_backward(residuals: tuple[Array, ...], cotangent: Array) -> tuple[Array | None, ...]:
+    query, keys, values, last_positions = residuals
+    lengths = last_positions + 1
+    _, differentiate = jax.vjp(lambda *inputs: attend(*inputs, lengths=lengths), query, keys, values)
+    return *differentiate(cotangent), None
+
+
+attend_to_cache.defvjp(_attend_to_cache_forward, _attend_to_cache_backward)
 
 
 class _Sums(NamedTuple):
@@ -211,7 +276,7 @@ class _Tile(NamedTuple):
 class _Rows(NamedTuple):
     """A block of queries."""
 
-    index: int
+    number: int
     begin: int
     stop: int
 
@@ -254,11 +319,12 @@ class _Blocks:
         self.tile_shape = (1, 2 if self.group_size == 1 and self.num_kv_heads % 2 == 0 else 1)
         block_queries = max(BLOCK_QUERIES, -(-self.seq_len_q // MOST_BLOCKS))
         self.rows = [
-            _Rows(index, begin, min(begin + block_queries, self.seq_len_q))
-            for index, begin in enumerate(range(0, self.seq_len_q, block_queries))
+            _Rows(number, begin, min(begin + block_queries, self.seq_len_q))
+            for number, begin in enumerate(range(0, self.seq_len_q, block_queries))
         ]
         self.most_keys = MOST_SCORES // (self.tile_shape[1] * self.group_size * min(block_queries, self.seq_len_q))
         self.block_keys = min(BLOCK_KEYS, self.seq_len_k)
+        self.seen_blocks = None if hidden.mask is None else self.seen(hidden.mask)
 
     def over_tiles(self, function: Callable[[_Tile, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
         """The results of a function for each tile, and what it hands on from one tile to the next."""
@@ -282,8 +348,8 @@ class _Blocks:
             sums = add(nothing, _Keys(0, clear, is_clear=True)) if clear else nothing
             return add(sums, _Keys(clear, stop - clear)) if clear < stop else sums
         first, last = 0, -(-stop // self.block_keys)
-        if self.hidden.mask is not None:
-            first_seen, last_seen = (tile.part(x)[..., rows.index] for x in self.seen)
+        if self.seen_blocks is not None:
+            first_seen, last_seen = (tile.part(x)[..., rows.number] for x in self.seen_blocks)
             first, last = jnp.maximum(first, first_seen.min()), jnp.minimum(last, last_seen.max())
         if self.hidden.lengths is not None:
             last = jnp.minimum(last, -(-self.hidden.lengths[tile.sequence] // self.block_keys))
@@ -294,11 +360,9 @@ class _Blocks:
 
         return lax.fori_loop(first, last, add_block, zeros)
 
-    @cached_property
-    def seen(self) -> tuple[Array, Array]:
+    def seen(self, mask: Array) -> tuple[Array, Array]:
         """The blocks of keys that each block of queries sees by the mask: the first, and the one after the last."""
-        seen = ~self.hidden.mask
-        seen = seen.any(axis=2)  # (B, K, T, S), each of these axes perhaps of length 1
+        seen = (~mask).any(axis=2)  # (B, K, T, S), each of these axes perhaps of length 1
         if seen.shape[2] > 1:
             seen = jnp.stack([seen[:, :, rows.begin : rows.stop].any(axis=2) for rows in self.rows], axis=2)
         seen = jnp.broadcast_to(seen, (*seen.shape[:2], len(self.rows), self.seq_len_k))

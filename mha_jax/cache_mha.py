@@ -18,6 +18,7 @@ from mha_jax.checks import (
     check_count,
     check_floating,
     check_lengths,
+    check_room,
     check_weights,
 )
 from mha_jax.masks import create_causal_mask_with_cache
@@ -101,6 +102,11 @@ def append_to_cache(
             (Under jit lengths are not known; there a sequence that does not fit keeps the tokens it had.)
     """
     check_appended(cache, key, value, new_lengths)
+    return _append(cache, key, value, new_lengths)
+
+
+def _append(cache: KVCache, key: Array, value: Array, new_lengths: Array | Sequence[int] | None) -> KVCache:
+    """The same without its checks."""
     batch_size, _, seq_len, _ = key.shape
     added = _added(cache, seq_len, new_lengths)
     added = jnp.where(_fits(cache, added, seq_len), added, 0)
@@ -134,9 +140,12 @@ def create_cache_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
-    lengths = jnp.asarray(lengths, jnp.int32)
+    return _cache_mask(jnp.asarray(lengths, jnp.int32), seq_len_q, capacity)
+
+
+def _cache_mask(lengths: Array, seq_len_q: int, seq_len_k: int) -> Array:
     query_positions = _token_positions(lengths, seq_len_q)
-    return jnp.arange(capacity, dtype=jnp.int32)[None, None, None] > query_positions[:, None, :, None]
+    return jnp.arange(seq_len_k, dtype=jnp.int32)[None, None, None] > query_positions[:, None, :, None]
 
 
 def multi_head_attention_with_cache(
@@ -259,6 +268,7 @@ def _cached_layer(
 ) -> tuple[Array, KVCache]:
     check_cached_input(x, cache)
     seq_len = x.shape[1]
+    check_room(cache, seq_len, new_lengths)
     q, k, v = project_qkv(
         project,
         x,
@@ -270,11 +280,17 @@ def _cached_layer(
         positions=_token_positions(cache.lengths, seq_len),
         rope_theta=rope_theta,
     )
-    mask = create_cache_mask(cache.lengths, seq_len, cache.capacity)
-    appended = append_to_cache(cache, k, v, new_lengths=new_lengths)
-    context, _ = fused.scaled_dot_product_attention(
-        q, appended.keys, appended.values, mask=mask, dropout=dropout, dropout_rng=dropout_rng
-    )
+    check_cache(cache.keys, cache.values, k)
+    appended = _append(cache, k, v, new_lengths)
+    if seq_len == 1 and not dropout:
+        # A sequence that has no room sees a slot that is there, so that its output is finite before it is made NaN.
+        last_positions = jnp.minimum(cache.lengths, cache.capacity - 1)
+        context = fused.attend_to_cache(q, appended.keys, appended.values, last_positions)
+    else:
+        mask = _cache_mask(cache.lengths, seq_len, cache.capacity)
+        context, _ = fused.scaled_dot_product_attention(
+            q, appended.keys, appended.values, mask=mask, dropout=dropout, dropout_rng=dropout_rng
+        )
     output = combine_heads(context)
     output = project("out_proj", output) if out_proj else output
     added = _added(cache, seq_len, new_lengths)

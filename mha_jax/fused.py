@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import blockwise, mha
 from mha_jax.checks import check_attention, check_rate
-from mha_jax.masks import hide_infinite_bias
+from mha_jax.masks import hide_infinite_bias, join_masks, to_scores_rank
 
 
 def scaled_dot_product_attention(
@@ -55,13 +55,82 @@ def scaled_dot_product_attention(
     check_rate("dropout", dropout)
     if need_weights or dropout_keep is not None:
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
+    hidden = {"mask": mask, "is_causal": is_causal, "key_padding_lengths": key_padding_lengths}
     is_small = math.prod(query.shape[:3]) * key.shape[2] <= blockwise.FEW_SCORES
-    if dropout or is_small:
-        hidden = {"mask": mask, "is_causal": is_causal, "key_padding_lengths": key_padding_lengths}
+    if dropout or (is_small and _is_on_cpu()):
         context, _ = mha.scaled_dot_product_attention(
             query, key, value, bias=bias, dropout=dropout, dropout_rng=dropout_rng, **hidden
         )
-        return context, None
-    mask = hide_infinite_bias(mask, bias)
-    lengths = None if key_padding_lengths is None else jnp.asarray(key_padding_lengths, jnp.int32)
-    return blockwise.attend(query, key, value, mask=mask, bias=bias, is_causal=is_causal, lengths=lengths), None
+    elif _is_on_cpu():
+        lengths = None if key_padding_lengths is None else jnp.asarray(key_padding_lengths, jnp.int32)
+        mask = hide_infinite_bias(mask, bias)
+        context = blockwise.attend(query, key, value, mask=mask, bias=bias, is_causal=is_causal, lengths=lengths)
+    else:
+        context = _attend_by_library(query, key, value, bias=bias, **hidden)
+    return context, None
+
+
+def _attend_by_library(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: Array | None,
+    bias: Array | None,
+    is_causal: bool,
+    key_padding_lengths: Array | Sequence[int] | None,
+) -> Array:
+    seq_len_q, seq_len_k = query.shape[2], key.shape[2]
+    empty_rows = None
+    if mask is not None or bias is not None or key_padding_lengths is not None or seq_len_q != seq_len_k:
+        mask = join_masks(mask, seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths)
+        mask, is_causal = hide_infinite_bias(mask, bias), False
+    if mask is not None:
+        # Kernels disagree about a row without a key. Such a row is shown every key instead, and emptied afterwards.
+        mask = to_scores_rank(mask)
+        empty_rows = mask.all(axis=-1, keepdims=True)
+        mask = mask & ~empty_rows
+    if bias is not None:
+        bias = jnp.where(jnp.isneginf(bias), 0.0, bias)  # the mask hides these
+    is_half, head_dim = query.dtype in (jnp.float16, jnp.bfloat16), query.shape[-1]
+    takes_cudnn = jax.default_backend() == "gpu" and is_half and head_dim % 8 == 0 and head_dim <= 128
+    context = jax.nn.dot_product_attention(
+        query.swapaxes(1, 2),
+        key.swapaxes(1, 2),
+        value.swapaxes(1, 2),
+        None if bias is None else to_scores_rank(bias),
+        None if mask is None else ~mask,  # the other polarity: True = attend
+        is_causal=is_causal,
+        implementation="cudnn" if takes_cudnn else "xla",
+    ).swapaxes(1, 2)
+    return context if empty_rows is None else jnp.where(empty_rows, 0.0, context)
+
+
+def _is_on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
+def attend_to_cache(
+    query: Float[Array, "B N 1 H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S H"],
+    last_positions: Int[Array, " B"],
+) -> Float[Array, "B N 1 H"]:
+    """Attention of one new token of each sequence over its cached tokens; reads the filled part of the cache only.
+
+    Args:
+        query: (B, N, 1, H).
+        keys, values: the cache, (B, K, S, H), in the dtype of query.
+        last_positions: the last slot that each sequence sees, (B,).
+
+    Raises:
+        TypeError: if an input is not floating point, or the dtypes differ.
+        ValueError: if the shapes do not fit.
+    """
+    check_attention(query, keys, values, None, None, None)
+    if keys.shape[2] > blockwise.BLOCK_KEYS and _is_on_cpu():
+        return blockwise.attend_to_cache(query, keys, values, last_positions)
+    mask = (jnp.arange(keys.shape[2], dtype=jnp.int32)[None] > last_positions[:, None])[:, None, None]
+    if _is_on_cpu():
+        return mha.scaled_dot_product_attention(query, keys, values, mask=mask)[0]
+    return scaled_dot_product_attention(query, keys, values, mask=mask)[0]

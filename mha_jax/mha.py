@@ -71,6 +71,8 @@ def repeat_kv_heads(x: Float[Array, "B K S H"], num_heads: int) -> Float[Array, 
     """
     check_floating("x", x, rank=4)
     check_head_groups(num_heads, x.shape[1])
+    if num_heads == x.shape[1]:  # it would be copied
+        return x
     return jnp.repeat(x, num_heads // x.shape[1], axis=1)  # repeat, not tile
 
 

@@ -289,7 +289,7 @@ def _cached_layer(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         fused_qkv=fused_qkv,
-        positions=cache.lengths[:, None] + torch.arange(seq_len, device=x.device),
+        positions=None if rope_theta is None else cache.lengths[:, None] + torch.arange(seq_len, device=x.device),
         rope_theta=rope_theta,
     )
     check_cache(cache.keys, cache.values, k)
@@ -316,7 +316,8 @@ def _attend_to_cache(
         cache = _append(cache, k, v, new_lengths)
         mask = _cache_mask(before, seq_len, capacity)
         return fused.scaled_dot_product_attention(q, cache.keys, cache.values, mask=mask, dropout=dropout)[0], cache
-    first, last = (int(length) for length in before.aminmax()) if len(before) else (0, 0)
+    lengths = before.tolist() or [0]
+    first, last = min(lengths), max(lengths)
     cache = _append(cache, k, v, new_lengths, begin=first if first == last else None)
     filled = min(last + seq_len, capacity)  # may pass the capacity where the last tokens are padding
     # One token sees all that is filled; a prompt, what comes before it: right padding is seen by no real token.

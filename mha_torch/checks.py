@@ -164,9 +164,9 @@ def check_lengths(name: str, lengths: Tensor | Sequence[int], batch_size: int | 
         raise ValueError(f"{name} must have shape {expected}, got {name}.shape={tuple(lengths.shape)}")
     if torch.compiler.is_compiling():  # values are not known while a graph is traced
         return
-    lengths = lengths.long()  # a narrow dtype cannot hold every maximum
-    if bool(((lengths < 0) | (lengths > maximum)).any()):
-        raise ValueError(f"{name} must lie in 0..{maximum}, got {name}={lengths.tolist()}")
+    values = lengths.tolist()
+    if any(not 0 <= value <= maximum for value in values):
+        raise ValueError(f"{name} must lie in 0..{maximum}, got {name}={values}")
 
 
 def check_positions(positions: Tensor, batch_size: int, seq_len: int) -> None:
@@ -353,9 +353,10 @@ def check_room(cache: KVCache, seq_len: int, new_lengths: Tensor | Sequence[int]
         check_lengths("new_lengths", new_lengths, batch_size, seq_len)
     if torch.compiler.is_compiling():  # values are not known while a graph is traced
         return
-    added = torch.as_tensor(seq_len if new_lengths is None else new_lengths, device=cache.lengths.device)
-    if bool((cache.lengths + added > cache.capacity).any()):
+    lengths = cache.lengths.tolist()
+    added = [seq_len] * batch_size if new_lengths is None else torch.as_tensor(new_lengths).tolist()
+    if any(length + new > cache.capacity for length, new in zip(lengths, added, strict=True)):
         raise ValueError(
             f"lengths + new tokens must not exceed the {cache.capacity} slots of the cache, "
-            f"got lengths={cache.lengths.tolist()} and new_lengths={added.tolist()}"
+            f"got lengths={lengths} and new_lengths={added}"
         )

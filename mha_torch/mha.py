@@ -70,6 +70,8 @@ def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor
     """
     check_floating("x", x, rank=4)
     check_head_groups(num_heads, x.shape[1])
+    if num_heads == x.shape[1]:  # it would be copied
+        return x
     return x.repeat_interleave(num_heads // x.shape[1], dim=1)  # repeat, not tile
 
 
@@ -138,10 +140,12 @@ def masked_softmax(
     if mask is None:
         return torch.softmax(scores, dim=-1)
     # -inf, since a score may be as low as any finite fill (a bias of finfo.min). A row without a key is all 0 instead,
-    # which keeps it and its gradient free of NaN; the last `where` empties it.
+    # which keeps it and its gradient free of NaN, and is emptied after the softmax.
+    scores = scores.masked_fill(mask, -torch.inf)
     empty_rows = mask.all(dim=-1, keepdim=True)
-    attn_weights = torch.softmax(torch.where(empty_rows, 0.0, torch.where(mask, -torch.inf, scores)), dim=-1)
-    return torch.where(mask, 0.0, attn_weights)
+    if not _may_hold(empty_rows):  # two passes over the scores less
+        return torch.softmax(scores, dim=-1)
+    return torch.softmax(scores.masked_fill(empty_rows, 0.0), dim=-1).masked_fill(empty_rows, 0.0)
 
 
 def attention_context(
@@ -170,6 +174,16 @@ def apply_dropout(
     if keep is None:
         return F.dropout(attn_weights, rate) if rate else attn_weights
     return torch.where(keep, attn_weights / (1.0 - rate), 0.0)
+
+
+def _may_hold(x: Tensor) -> bool:
+    """Whether any of x is True; yes where values are not known: in a compiled graph or under vmap."""
+    if torch.compiler.is_compiling():
+        return True
+    try:
+        return bool(x.any())
+    except RuntimeError:
+        return True
 
 
 def _unpack_qkv(packed: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:

@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -29,6 +30,7 @@ from parity.bench.measure import (
     difference,
     exponent,
     growth,
+    large_enough,
     run_in_turn,
     times_of,
 )
@@ -66,12 +68,13 @@ class Side:
 
     def __init__(self, **values):
         self.values = values
+        self.probe = Probe(lambda: None, 1.0)
 
     def settings(self):
         return {}
 
     def matmul(self, dtype):
-        return Probe(lambda: None, 1.0)
+        return self.probe
 
     def reading(self):
         return None
@@ -147,6 +150,14 @@ def test_short_runs_are_repeated_unless_they_change_what_comes_next():
     found = run_in_turn(runs, budget_s=0, rounds=(1, 1), once=["b"], clock=lambda: next(now) * 0.002)
     assert (ran.count("a"), ran.count("b")) == (1 + 5, 1 + 1)
     assert found["a"] == [pytest.approx(0.002 / 5)]
+
+
+def test_a_slow_probe_stays_small():
+    def make(size):
+        return Probe(lambda: time.sleep(0.05 if size == 512 else 0.0), float(size))
+
+    assert large_enough(make, 1024).amount == 512
+    assert large_enough(lambda size: Probe(lambda: None, float(size)), 1024).amount == 1024
 
 
 def test_a_difference_is_a_share_of_the_largest_value():
@@ -234,6 +245,14 @@ def test_the_other_framework_is_shown_and_does_not_count():
     row, other = bench_work(Work("cores", "core", 1, 2, **TINY), sides, **ONCE)
     assert (list(row.peers), row.not_counted, row.best_peer) == (["jax.nn", "torch SDPA"], ["torch SDPA"], "jax.nn")
     assert (list(other.peers), other.not_counted) == (["SDPA"], [])
+
+
+def test_the_limit_is_the_fastest_that_the_process_has_seen():
+    side = Side(**{OURS: 1.0})
+    side.probe.seconds.append(1e-12)
+    (row,) = bench_work(Work("cores", "core", 1, 2, **TINY), {"jax": side}, **ONCE)
+    assert len(side.probe.seconds) == 2
+    assert row.limit_ms == pytest.approx(1e3 * 1e-12 * Work("cores", "core", 1, 2, **TINY).flops)
 
 
 def test_what_ours_cannot_do_is_an_error_that_names_it():

@@ -35,7 +35,7 @@ WORDS = {
 }
 
 EXTRA_FILES = {
-    "jax": set(),
+    "jax": {"blockwise.py"},  # the fused kernel for a CPU, which the others' frameworks bring
     "torch": set(),
     "tt": {
         "device.py",  # where arrays and weights enter a device and leave it

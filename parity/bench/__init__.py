@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -233,6 +234,7 @@ def _probe(work: Work, side: Side) -> Probe | None:
     return side.matmul(work.dtype) if work.flops is not None else side.reading() or _reading()
 
 
+@cache
 def _reading() -> Probe:
     """Reading memory with all cores: the largest value of a buffer that fits into no cache."""
     from concurrent.futures import ThreadPoolExecutor
@@ -278,6 +280,9 @@ def _bench_row(
         once = [name for name, contender in contenders.items() if contender.carries]
         runs |= {LIMIT: probe.run} if probe else {}
         seconds = run_in_turn(runs, budget_s=budget_s, rounds=rounds, once=once)
+        if probe:  # the speed of this process: a row may have come when the machine was not free
+            probe.seconds.extend(seconds[LIMIT])
+            seconds[LIMIT] = probe.seconds
         fields = times_of(
             seconds,
             not_counted=[name for name, contender in contenders.items() if not contender.counts],

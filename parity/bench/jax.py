@@ -19,7 +19,7 @@ import mha_jax
 import mha_jax.fused
 from parity.backends import load_into
 from parity.bench.keras import keras_layer
-from parity.bench.measure import OURS, Contender, Probe
+from parity.bench.measure import OURS, Contender, Probe, large_enough
 from parity.bench.work import Inputs, Work
 from parity.layouts import LAYOUTS, from_canonical
 
@@ -42,6 +42,9 @@ NAMES = {
 class Side:
     """Everything that JAX is needed for; arrays lie on its default device."""
 
+    def __init__(self) -> None:
+        self._probes: dict[str, Probe] = {}
+
     def settings(self) -> dict[str, Any]:
         """What changes the speed."""
         config: Any = jax.config
@@ -53,18 +56,25 @@ class Side:
 
     def matmul(self, dtype: str) -> Probe:
         """The product of two large square matrices."""
-        size = 1024 if jax.default_backend() == "cpu" else 8192
-        matrix = jnp.full((size, size), 0.5, dtype)
-        compiled = jax.jit(jnp.matmul).lower(matrix, matrix).compile()
-        return Probe(lambda: jax.block_until_ready(compiled(matrix, matrix)), 2.0 * size**3)
+
+        def make(size: int) -> Probe:
+            matrix = jnp.full((size, size), 0.5, dtype)
+            compiled = jax.jit(jnp.matmul).lower(matrix, matrix).compile()
+            return Probe(lambda: jax.block_until_ready(compiled(matrix, matrix)), 2.0 * size**3)
+
+        if dtype not in self._probes:
+            self._probes[dtype] = large_enough(make, 1024 if jax.default_backend() == "cpu" else 8192)
+        return self._probes[dtype]
 
     def reading(self) -> Probe | None:
         """The largest value of a buffer that fits into no cache; None where the device is not the CPU's own."""
         if jax.default_backend() == "cpu":
             return None
-        values = jnp.zeros(2**28)
-        compiled = jax.jit(jnp.max).lower(values).compile()
-        return Probe(lambda: jax.block_until_ready(compiled(values)), 4.0 * 2**28)
+        if "reading" not in self._probes:
+            values = jnp.ones(2**28)
+            compiled = jax.jit(jnp.max).lower(values).compile()
+            self._probes["reading"] = Probe(lambda: jax.block_until_ready(compiled(values)), 4.0 * 2**28)
+        return self._probes["reading"]
 
     def contenders(self, work: Work, inputs: Inputs) -> dict[str, Callable[[], Contender]]:
         """How each contender is made ready for a piece of work, ours among them; what cannot be made raises."""

@@ -46,10 +46,30 @@ class Probe:
     Attributes:
         run: do it, and return when it is done.
         amount: floating-point operations, or bytes.
+        seconds: of all runs in this process so far.
     """
 
     run: Callable[[], Any]
     amount: float
+    seconds: list[float] = field(default_factory=list)
+
+
+def large_enough(make: Callable[[int], Probe], largest: int) -> Probe:
+    """A probe of the smallest size that takes a turn, or of the largest; half precision can be slow where it is rare.
+
+    Args:
+        make: makes one of a size.
+        largest: power of 2, 256 at least.
+    """
+    size = 256
+    while True:
+        probe = make(size)
+        probe.run()
+        begin = time.perf_counter()
+        probe.run()
+        if size >= largest or time.perf_counter() - begin > 2 * TURN_S:
+            return probe
+        size *= 2
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import mha_torch.fused
 from parity.backends import load_into
 from parity.backends.torch import from_numpy, to_numpy
 from parity.bench.keras import keras_layer
-from parity.bench.measure import OURS, Contender, Probe
+from parity.bench.measure import OURS, Contender, Probe, large_enough
 from parity.bench.work import Inputs, Work
 
 NAMES = {
@@ -48,6 +48,7 @@ class Side:
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = torch.device(device)
+        self._probes: dict[str, Probe] = {}
 
     def settings(self) -> dict[str, Any]:
         """What changes the speed."""
@@ -60,16 +61,23 @@ class Side:
 
     def matmul(self, dtype: str) -> Probe:
         """The product of two large square matrices."""
-        size = 8192 if self.device.type == "cuda" else 1024
-        matrix = torch.full((size, size), 0.5, dtype=getattr(torch, dtype), device=self.device)
-        return Probe(partial(self._done, partial(torch.matmul, matrix, matrix)), 2.0 * size**3)
+
+        def make(size: int) -> Probe:
+            matrix = torch.full((size, size), 0.5, dtype=getattr(torch, dtype), device=self.device)
+            return Probe(partial(self._done, partial(torch.matmul, matrix, matrix)), 2.0 * size**3)
+
+        if dtype not in self._probes:
+            self._probes[dtype] = large_enough(make, 8192 if self.device.type == "cuda" else 1024)
+        return self._probes[dtype]
 
     def reading(self) -> Probe | None:
         """The largest value of a buffer that fits into no cache; None where the device is not the CPU's own."""
         if self.device.type == "cpu":
             return None
-        values = torch.zeros(2**28, device=self.device)
-        return Probe(partial(self._done, values.max), 4.0 * 2**28)
+        if "reading" not in self._probes:
+            values = torch.ones(2**28, device=self.device)
+            self._probes["reading"] = Probe(partial(self._done, values.max), 4.0 * 2**28)
+        return self._probes["reading"]
 
     def contenders(self, work: Work, inputs: Inputs) -> dict[str, Callable[[], Contender]]:
         """How each contender is made ready for a piece of work, ours among them; what cannot be made raises."""

@@ -1,0 +1,875 @@
+"""The fast paths: what is told, skipped, cut into blocks or left to a library changes nothing but the rounding.
+
+The yardstick is the plain path of torch in float64; what is allowed is the error of the same path in the dtype that is
+tested, times the factor of `parity.compare`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+import mha_jax
+import mha_torch
+import parity
+from mha_jax import blockwise
+from parity.backends import jax as jax_backend
+from parity.backends import torch as torch_backend
+from parity.run import Reference, judge, record
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+HALVES = {name: dtype for name, dtype in DTYPES.items() if name != "float32"}
+BATCH, NUM_QUERIES, NUM_KEYS, HEAD_DIM = 3, 29, 41, 8  # with blocks of 16, the last of each are smaller
+LENGTHS = (0, 17, 41)
+
+both_forms = pytest.mark.parametrize("form", ["plain", "fused"])
+
+
+@pytest.fixture(autouse=True)
+def _full_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Every shape goes block by block, one loop over blocks of keys for each block of queries."""
+    sizes = {"FEW_SCORES": 0, "MOST_SCORES": 0, "BLOCK_QUERIES": 16, "BLOCK_KEYS": 16, "LAST_KEYS": 4}
+    for name, size in sizes.items():
+        monkeypatch.setattr(blockwise, name, size)
+
+
+@pytest.fixture
+def off_the_cpu(monkeypatch):
+    """JAX takes the path that it takes on an accelerator."""
+    monkeypatch.setattr(mha_jax.fused, "_is_on_cpu", lambda: False)
+
+
+def problem(
+    heads=(2, 2), lengths=(NUM_QUERIES, NUM_KEYS), *, mask=None, bias=None, padding=None, minus=None, dtype=np.float32
+):
+    """Split heads and a cotangent; perhaps a mask, as it is or of a shape, a bias of a shape, and padding lengths.
+
+    `minus` is put into the bias where another random mask is True.
+    """
+    rng = np.random.default_rng(5)
+    (num_heads, num_kv_heads), (num_queries, num_keys) = heads, lengths
+    shapes = {
+        "query": (BATCH, num_heads, num_queries, HEAD_DIM),
+        "key": (BATCH, num_kv_heads, num_keys, HEAD_DIM),
+        "value": (BATCH, num_kv_heads, num_keys, HEAD_DIM),
+        "cotangent": (BATCH, num_heads, num_queries, HEAD_DIM),
+    }
+    arrays = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    if bias is not None:
+        arrays["bias"] = rng.standard_normal(bias).astype(dtype)
+        if minus is not None:
+            arrays["bias"][rng.random(bias) < 0.4] = minus
+    if mask is not None:
+        arrays["mask"] = rng.random(mask) < 0.5 if isinstance(mask, tuple) else mask
+    if padding is not None:
+        arrays["key_padding_lengths"] = np.array(padding, np.int32)
+    return arrays
+
+
+def sliding_window(num_tokens, window_size):
+    distance = np.arange(num_tokens)[:, None] - np.arange(num_tokens)
+    return (distance < 0) | (distance >= window_size)
+
+
+def blocks_hidden():
+    """Whole blocks of one head, all of one sequence, and a block between two that are seen."""
+    mask = np.zeros((BATCH, 2, NUM_QUERIES, NUM_KEYS), bool)
+    mask[0, 0, :16, :16] = True
+    mask[1] = True
+    mask[2, :, :, 16:32] = True
+    return mask
+
+
+def rows_hidden():
+    """Rows 3 and 20 see nothing; causality hides from row 0 the rest of what it sees."""
+    mask = np.zeros((NUM_QUERIES, NUM_KEYS), bool)
+    mask[[3, 20]] = True
+    mask[:, 0] = True
+    return mask
+
+
+def is_hidden(arrays, is_causal=False):
+    """Where a key is hidden, (B, N, T, S), by the definitions."""
+    (batch, num_heads, num_queries, _), num_keys = arrays["query"].shape, arrays["key"].shape[2]
+    positions = np.arange(num_keys)
+    hidden = np.zeros((batch, num_heads, num_queries, num_keys), bool)
+    hidden |= arrays.get("mask", False)
+    hidden |= np.isneginf(arrays.get("bias", np.zeros(1)).astype(np.float64))
+    if "key_padding_lengths" in arrays:
+        hidden |= positions >= arrays["key_padding_lengths"][:, None, None, None]
+    return hidden | (positions > np.arange(num_queries)[:, None]) if is_causal else hidden
+
+
+def results(package, function, arrays, **options):
+    """The context and the gradient of each floating-point input, from NumPy to NumPy; in JAX under jit."""
+    if package is mha_jax:
+        found = jax.jit(functools.partial(with_gradients, function, **options))(as_jax(arrays))
+        return {name: np.asarray(x) for name, x in found.items()}
+    arrays = {name: torch_backend.from_numpy(x) for name, x in arrays.items()}
+    cotangent = arrays.pop("cotangent")
+    leaves = {name: x.requires_grad_() for name, x in arrays.items() if x.is_floating_point()}
+    context, _ = function(**arrays, **options)
+    gradients = torch.autograd.grad(context, list(leaves.values()), cotangent)
+    found = {"context": context, **dict(zip(map("grad.{}".format, leaves), gradients, strict=True))}
+    return {name: torch_backend.to_numpy(x) for name, x in found.items()}
+
+
+def as_jax(arrays):
+    return {name: jnp.asarray(x) for name, x in arrays.items()}
+
+
+def with_gradients(function, arrays, **options):
+    """The same of a function of JAX's arrays, not compiled."""
+    leaves = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    hidden = {name: x for name, x in arrays.items() if name not in leaves}
+    cotangent = leaves.pop("cotangent")
+    context, pull_back = jax.vjp(lambda leaves: function(**leaves, **hidden, **options)[0], leaves)
+    return {"context": context, **{f"grad.{name}": x for name, x in pull_back(cotangent)[0].items()}}
+
+
+def yardstick(arrays, **options):
+    """What is expected, and what another implementation in the same precision makes of it."""
+    wide = {name: x if x.dtype.kind in "bi" else x.astype(np.float64) for name, x in arrays.items()}
+    plain = mha_torch.scaled_dot_product_attention
+    return {
+        "expected": results(mha_torch, plain, wide, **options),
+        "same_precision": results(mha_torch, plain, arrays, **options),
+    }
+
+
+# What is computed, as `problem` takes it, and whether it is causal; of every way to hide a key, and to broadcast.
+PROBLEMS = {
+    "full": ({}, False),
+    "causal": ({}, True),
+    "causal-square": ({"lengths": (41, 41)}, True),
+    "causal-fewer-keys": ({"lengths": (41, 29)}, True),
+    "one-query": ({"lengths": (1, 41)}, False),
+    "one-key": ({"lengths": (29, 1)}, True),
+    "whole-blocks": ({"lengths": (32, 32)}, True),
+    "window": ({"lengths": (41, 41), "mask": sliding_window(41, 5)}, False),
+    "mask-of-keys": ({"mask": (NUM_KEYS,)}, False),
+    "mask-t-s": ({"mask": (NUM_QUERIES, NUM_KEYS)}, False),
+    "mask-b-1-1-s": ({"mask": (BATCH, 1, 1, NUM_KEYS)}, False),
+    "mask-1-n-t-1": ({"mask": (1, 2, NUM_QUERIES, 1)}, False),
+    "mask-b-n-t-s": ({"mask": (BATCH, 2, NUM_QUERIES, NUM_KEYS)}, False),
+    "mask-of-blocks": ({"mask": blocks_hidden()}, False),
+    "mask-of-rows-causal": ({"mask": rows_hidden()}, True),
+    "everything-hidden": ({"mask": np.ones((1, 1), bool)}, False),
+    "padding": ({"padding": LENGTHS}, False),
+    "padding-causal": ({"padding": LENGTHS}, True),
+    "padding-causal-mask": ({"padding": LENGTHS, "mask": (1, 2, NUM_QUERIES, NUM_KEYS)}, True),
+    "odd-heads": ({"heads": (3, 3)}, True),
+    "gqa": ({"heads": (4, 2)}, True),
+    "gqa-mask-padding": ({"heads": (6, 3), "mask": (BATCH, 6, NUM_QUERIES, 1), "padding": LENGTHS}, True),
+    "mqa": ({"heads": (3, 1), "mask": (1, 3, 1, NUM_KEYS)}, False),
+    "bias-of-keys": ({"bias": (NUM_KEYS,)}, False),
+    "bias-t-1": ({"bias": (NUM_QUERIES, 1), "padding": LENGTHS}, True),
+    "bias-n-1-1": ({"bias": (2, 1, 1), "mask": (NUM_KEYS,)}, False),
+    "bias-b-1-t-s": ({"bias": (BATCH, 1, NUM_QUERIES, NUM_KEYS)}, True),
+    "bias-gqa": ({"bias": (1, 4, NUM_QUERIES, NUM_KEYS), "heads": (4, 2)}, True),
+    "bias-infinite": ({"bias": (BATCH, 2, NUM_QUERIES, NUM_KEYS), "minus": -np.inf}, True),
+    "bias-infinite-keys": ({"bias": (NUM_KEYS,), "minus": -np.inf, "padding": LENGTHS}, False),
+    "bias-infinite-rows": ({"bias": (1, 2, NUM_QUERIES, 1), "minus": -np.inf, "heads": (2, 1)}, False),
+    "bias-lowest": ({"bias": (NUM_QUERIES, NUM_KEYS), "minus": np.finfo(np.float32).min}, True),
+}
+# Those in which JAX takes every key at once, if there are not too many.
+WITHOUT_LOOP = ["full", "causal", "causal-square", "causal-fewer-keys", "one-key", "gqa", "odd-heads", "bias-b-1-t-s"]
+IN_HALF_PRECISION = ["causal", "padding-causal-mask", "mask-of-blocks", "bias-infinite", "gqa-mask-padding"]
+
+every_problem = pytest.mark.parametrize("name", PROBLEMS)
+problems_in_half_precision = pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in IN_HALF_PRECISION for dtype in HALVES.values()],
+    ids=[f"{name}-{dtype}" for name in IN_HALF_PRECISION for dtype in HALVES],
+)
+
+
+def named(name, dtype=np.float32):
+    """The arrays and the options of a problem."""
+    keywords, is_causal = PROBLEMS[name]
+    return problem(**keywords, dtype=dtype), {"is_causal": is_causal}
+
+
+# ---- Told is as good as masked ---------------------------------------------------------------------------------------
+
+
+@both_forms
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 7), (7, 5)], ids=["square", "wide", "tall"])
+@pytest.mark.parametrize(
+    ("padding", "is_causal"), [(None, True), ((0, 2, 5), False), ((5, 0, 3), True)], ids=["causal", "padding", "both"]
+)
+def test_what_is_told_is_the_mask(sibling, form, lengths, padding, is_causal):
+    function = (sibling.package if form == "plain" else sibling.package.fused).scaled_dot_product_attention
+    told = problem(lengths=lengths, padding=padding)
+    masked = problem(lengths=lengths, mask=is_hidden(told, is_causal))
+    expected = yardstick(masked)
+    parity.assert_parity(results(sibling.package, function, told, is_causal=is_causal), **expected)
+
+
+@both_forms
+def test_what_is_told_is_joined_with_the_mask(sibling, form):
+    function = (sibling.package if form == "plain" else sibling.package.fused).scaled_dot_product_attention
+    told = problem(lengths=(5, 7), padding=(0, 2, 7), mask=(5, 7))
+    masked = problem(lengths=(5, 7), mask=is_hidden(told, is_causal=True))
+    parity.assert_parity(results(sibling.package, function, told, is_causal=True), **yardstick(masked))
+
+
+@both_forms
+@pytest.mark.parametrize(
+    "kind", [list, tuple, lambda lengths: np.array(lengths, np.int64)], ids=["list", "tuple", "array"]
+)
+def test_lengths_may_be_of_any_kind(sibling, form, kind):
+    function = (sibling.package if form == "plain" else sibling.package.fused).scaled_dot_product_attention
+    arrays = problem(lengths=(5, 7))
+    lengths = kind([0, 2, 7])
+    lengths = torch.from_numpy(lengths) if isinstance(lengths, np.ndarray) and sibling.package is mha_torch else lengths
+    found = results(sibling.package, function, arrays, key_padding_lengths=lengths)
+    parity.assert_parity(found, **yardstick(problem(lengths=(5, 7), padding=(0, 2, 7))))
+
+
+# ---- JAX: block by block ---------------------------------------------------------------------------------------------
+
+jax_fused = mha_jax.fused.scaled_dot_product_attention
+
+
+@pytest.mark.usefixtures("small_blocks")
+@every_problem
+def test_blocks_give_what_the_plain_path_gives(name):
+    arrays, options = named(name)
+    parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@problems_in_half_precision
+def test_blocks_give_what_the_plain_path_gives_in_half_precision(name, dtype):
+    arrays, options = named(name, dtype)
+    parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("name", WITHOUT_LOOP)
+def test_blocks_of_all_keys_give_what_the_plain_path_gives(monkeypatch, name):
+    monkeypatch.setattr(blockwise, "MOST_SCORES", 2**21)
+    arrays, options = named(name)
+    parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_blocks_of_few_keys_are_taken_at_once_and_others_in_a_loop(monkeypatch):
+    monkeypatch.setattr(blockwise, "MOST_SCORES", 2 * 16 * 20)  # 20 keys for 16 queries of two heads
+    arrays, options = named("causal-square")
+    parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("name", ["causal", "padding-causal-mask", "bias-infinite"])
+def test_blocks_give_float64_in_float64(name):
+    arrays, options = named(name, np.float64)
+    expected = yardstick(arrays, **options)["expected"]
+    with jax.enable_x64(True):
+        found = results(mha_jax, jax_fused, arrays, **options)
+        plain = results(mha_jax, mha_jax.scaled_dot_product_attention, arrays, **options)
+    parity.assert_parity(found, expected, same_precision=plain)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("name", ["mask-of-blocks", "mask-of-rows-causal", "padding-causal", "bias-infinite-rows"])
+def test_row_without_a_key_gives_zero_and_takes_no_gradient(name):
+    arrays, options = named(name)
+    empty = is_hidden(arrays, **options).all(axis=-1)
+    found = results(mha_jax, jax_fused, arrays, **options)
+    assert empty.any()
+    assert not found["context"][empty].any()
+    assert not found["grad.query"][empty].any()
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_blocks_need_no_jit():
+    arrays, options = named("padding-causal-mask")
+    found = with_gradients(jax_fused, as_jax(arrays), **options)
+    parity.assert_parity(found, **yardstick(arrays, **options))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("name", ["mask-b-n-t-s", "padding-causal", "bias-b-1-t-s", "gqa-mask-padding"])
+def test_blocks_may_be_mapped_over_sequences(name):
+    arrays, options = named(name)
+
+    def of_one(arrays):
+        shared = {axis: x if axis in ("mask", "bias") and x.shape[0] == 1 else x[None] for axis, x in arrays.items()}
+        return jax.tree.map(lambda x: x[0], with_gradients(jax_fused, shared, **options))
+
+    found = jax.jit(jax.vmap(of_one))(as_jax(arrays))
+    parity.assert_parity(found, **yardstick(arrays, **options))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("name", ["causal", "padding-causal-mask"])
+def test_blocks_may_be_computed_again_in_the_backward_pass(name):
+    arrays, options = named(name)
+
+    def function(**arrays):
+        return jax.checkpoint(lambda arrays: jax_fused(**arrays, **options))(arrays)
+
+    parity.assert_parity(results(mha_jax, function, arrays), **yardstick(arrays, **options))
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_no_array_of_all_scores_is_stored(is_causal):
+    shape, num_tokens = (1, 4, 2048, 16), 2048
+    struct = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in ("query", "key", "value", "cotangent")}
+    compiled = jax.jit(functools.partial(with_gradients, jax_fused, is_causal=is_causal)).lower(struct).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < shape[1] * num_tokens**2 * 4 / 3
+
+
+@pytest.mark.parametrize("num_tokens", [4096, 8192])
+def test_memory_of_a_forward_pass_grows_with_the_tokens_only(num_tokens):
+    struct = {name: jax.ShapeDtypeStruct((1, 2, num_tokens, 16), jnp.float32) for name in ("query", "key", "value")}
+    compiled = jax.jit(lambda arrays: jax_fused(**arrays, is_causal=True)[0]).lower(struct).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * blockwise.MOST_SCORES * 4
+
+
+CASES_IN_BLOCKS = [
+    ("causal-padding-empty", "float32"),
+    ("bias-causal", "float32"),
+    ("cross", "float32"),
+    ("large-logits", "float32"),
+    ("trained-anarcii-cross", "float32"),
+    ("decode", "float32"),
+    ("ragged", "float32"),
+    ("rope-gqa", "bfloat16"),
+    ("large-logits", "float16"),
+    ("bias-causal", "float64"),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES_IN_BLOCKS, ids=map("-".join, CASES_IN_BLOCKS))
+def test_layer_in_blocks_agrees_with_the_reference(monkeypatch, name, dtype):
+    for size in ("FEW_SCORES", "MOST_SCORES"):
+        monkeypatch.setattr(blockwise, size, 0)
+    for size in ("BLOCK_QUERIES", "BLOCK_KEYS", "LAST_KEYS"):
+        monkeypatch.setattr(blockwise, size, 2)
+    case = parity.CASES[name]
+    expected = Reference(parity.make_problem(case, dtype), with_gradients=not case.is_cached)
+    assert [str(each) for each in judge(record("jax", expected), expected) if not each.passed] == []
+
+
+# ---- What is not seen does not matter --------------------------------------------------------------------------------
+
+
+def window_of_the_last(num_tokens):
+    """Nobody sees the first 20 tokens, nor those from 36 on."""
+    hidden = np.zeros((num_tokens, num_tokens), bool)
+    hidden[:, :20] = hidden[:, 36:] = True
+    return hidden
+
+
+# Where nothing that a block holds is seen; the last block begins earlier than it should, for it is as long as others.
+SKIPPED = {
+    "mask": ({"lengths": (48, 48), "mask": window_of_the_last(48)}, False, [(slice(None), slice(0, 16))]),
+    "padding": ({"padding": (16, 20, 5)}, False, [(0, slice(16, 41)), (2, slice(16, 41)), (1, slice(32, 41))]),
+    "causal": ({"lengths": (29, 64)}, True, [(slice(None), slice(32, 64))]),
+    "padding-causal": ({"padding": (0, 7, 41)}, True, [(0, slice(0, 41)), (1, slice(16, 41)), (2, slice(32, 41))]),
+}
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("name", SKIPPED)
+def test_blocks_that_nobody_sees_are_not_read(name):
+    keywords, is_causal, places = SKIPPED[name]
+    arrays = problem(**keywords)
+    emptied, spoilt = ({**arrays, **{side: arrays[side].copy() for side in ("key", "value")}} for _ in range(2))
+    for batch, keys in places:
+        for side in ("key", "value"):
+            emptied[side][batch, :, keys], spoilt[side][batch, :, keys] = 0.0, np.nan
+    function = jax.jit(functools.partial(with_gradients, jax_fused, is_causal=is_causal))
+    expected, found = function(as_jax(emptied)), function(as_jax(spoilt))
+    assert all(np.isfinite(x).all() for x in expected.values())
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+UNSEEN = {  # keys that no query of a sequence sees
+    "mask": ({"mask": np.arange(NUM_KEYS) % 3 == 0}, False),
+    "padding": ({"padding": LENGTHS}, False),
+    "padding-causal": ({"padding": LENGTHS}, True),
+    "bias": ({"bias": (NUM_KEYS,), "minus": -np.inf}, False),
+    "causal": ({}, True),
+}
+
+
+def changed_where_unseen(arrays, side, value, **options):
+    unseen = is_hidden(arrays, **options).all(axis=(1, 2))  # (B, S)
+    assert unseen.any()
+    changed = arrays[side].copy()
+    changed[np.broadcast_to(unseen[:, None], changed.shape[:3])] = value
+    return {**arrays, side: changed}
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("value", [1e30, np.finfo(np.float32).min], ids=["large", "lowest"])
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_changing_an_unseen_token_changes_nothing_in_blocks(name, side, value):
+    keywords, is_causal = UNSEEN[name]
+    arrays = problem(**keywords)
+    changed = changed_where_unseen(arrays, side, value, is_causal=is_causal)
+    function = jitted_in_blocks(is_causal)
+    jax.tree.map(np.testing.assert_array_equal, function(as_jax(changed)), function(as_jax(arrays)))
+
+
+@functools.cache
+def jitted_in_blocks(is_causal):
+    """Compiled once for all values of the test above; `small_blocks` holds whenever it is traced."""
+    return jax.jit(functools.partial(with_gradients, jax_fused, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("value", [1e30, -1e30])
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_changing_an_unseen_token_changes_nothing_in_torch(name, side, value):
+    keywords, is_causal = UNSEEN[name]
+    arrays = problem(**keywords)
+    changed = changed_where_unseen(arrays, side, value, is_causal=is_causal)
+    expected, found = (results(mha_torch, torch_fused, each, is_causal=is_causal) for each in (arrays, changed))
+    np.testing.assert_array_equal(found["context"], expected["context"])
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_torch_does_not_read_the_padding(is_causal):
+    arrays = problem(padding=(1, 17, 41))
+    spoilt = changed_where_unseen(arrays, "value", np.nan)
+    spoilt = changed_where_unseen(spoilt, "key", np.nan)
+    expected, found = (results(mha_torch, torch_fused, each, is_causal=is_causal) for each in (arrays, spoilt))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+# ---- JAX: one token over a cache -------------------------------------------------------------------------------------
+
+CAPACITY = 43  # neither a multiple of large blocks nor of small ones
+LAST_POSITIONS = {"ragged": (0, 17, 42), "first": (0, 0, 0), "even": (31, 31, 31), "beside-a-block": (15, 16, 14)}
+
+
+def cache_problem(heads, last_positions, dtype=np.float32):
+    """A token of each sequence and its cache, and the lengths that hide what lies beyond a position."""
+    return problem(heads, (1, CAPACITY), padding=np.array(last_positions) + 1, dtype=dtype)
+
+
+def attend_to_cache(query, key, value, key_padding_lengths):
+    """`fused.attend_to_cache`, as `results` calls it."""
+    return mha_jax.fused.attend_to_cache(query, key, value, key_padding_lengths - 1), None
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("last_positions", LAST_POSITIONS.values(), ids=LAST_POSITIONS)
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (3, 1), (3, 3)], ids=["mha", "gqa", "mqa", "odd"])
+def test_token_over_a_cache_gives_what_the_plain_path_gives(heads, last_positions):
+    arrays = cache_problem(heads, last_positions)
+    parity.assert_parity(results(mha_jax, attend_to_cache, arrays), **yardstick(arrays))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("heads", [(6, 2), (3, 1)], ids=["gqa", "mqa"])
+@pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
+def test_token_over_a_cache_gives_what_the_plain_path_gives_in_half_precision(heads, dtype):
+    arrays = cache_problem(heads, LAST_POSITIONS["ragged"], dtype)
+    parity.assert_parity(results(mha_jax, attend_to_cache, arrays), **yardstick(arrays))
+
+
+@pytest.mark.parametrize("capacity", [12, 1024], ids=["small", "one-block"])
+def test_token_over_a_small_cache_gives_what_the_plain_path_gives(capacity):
+    arrays = problem((4, 2), (1, capacity), padding=(1, 5, 12))
+    parity.assert_parity(results(mha_jax, attend_to_cache, arrays), **yardstick(arrays))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1)], ids=["mha", "mqa"])
+def test_slots_beyond_the_last_blocks_of_a_cache_are_not_read(heads):
+    arrays = cache_problem(heads, (17, 5, 18))
+    spoilt = {**arrays, **{side: arrays[side].copy() for side in ("key", "value")}}
+    for side in ("key", "value"):
+        spoilt[side][:, :, 20:] = np.nan  # the longest sequence ends in the block of slots 16 to 19
+    function = jax.jit(lambda arrays: attend_to_cache(**arrays)[0])
+    expected, found = (
+        function({name: x for name, x in as_jax(each).items() if name != "cotangent"}) for each in (arrays, spoilt)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_changing_a_slot_beyond_the_last_position_changes_nothing(side):
+    arrays = cache_problem((2, 2), (17, 5, 18))
+    changed = changed_where_unseen(arrays, side, 1e30)
+    expected, found = (results(mha_jax, attend_to_cache, each) for each in (arrays, changed))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+# ---- Decoding --------------------------------------------------------------------------------------------------------
+
+SPEC = parity.AttentionSpec(16, 4, num_kv_heads=2, rope_theta=10000.0)
+
+
+@functools.cache
+def layer(package, kind):
+    """A module with the random weights of its spec; tests share it."""
+    options = {"rngs": nnx.Rngs(0)} if package is mha_jax else {}
+    return parity.load_into(getattr(package, kind)(**SPEC.keywords, **options), parity.random_weights(SPEC))
+
+
+@functools.cache
+def tokens(num_tokens, batch=2):
+    return np.random.default_rng(3).standard_normal((batch, num_tokens, SPEC.d_in)).astype(np.float32)
+
+
+@functools.cache
+def one_pass(num_tokens, dtype=torch.float32):
+    """What one causal pass over all tokens gives, on torch's plain path."""
+    module, x = layer(mha_torch, "MultiHeadSelfAttention"), torch.from_numpy(tokens(num_tokens))
+    weights = {name: weight.to(dtype) for name, weight in module.state_dict().items()}
+    mask = mha_torch.create_causal_mask(num_tokens)
+    heads = {"num_heads": 4, "num_kv_heads": 2, "rope_theta": 10000.0}
+    return mha_torch.multi_head_attention(x.to(dtype), weights, mask=mask, need_weights=True, **heads)[0]
+
+
+def expected_of(num_tokens, part=slice(None)):
+    """The tokens of one pass as `assert_parity` takes them."""
+    wide, same = one_pass(num_tokens, torch.float64), one_pass(num_tokens)
+    return {"expected": wide[:, part], "same_precision": same[:, part]}
+
+
+@pytest.fixture
+def jax_step():
+    """A step of the module, compiled, into whose cache it may write."""
+    return jax.jit(lambda module, x, cache: module(x, cache), donate_argnums=2)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_jax_decodes_64_tokens_with_one_compilation(jax_step):
+    module, x = layer(mha_jax, "MultiHeadAttentionWithCache"), jnp.asarray(tokens(64))
+    cache, outputs = module.init_cache(2, 70), []
+    for index in range(64):
+        output, cache = jax_step(module, x[:, index : index + 1], cache)
+        outputs.append(output)
+    assert jax_step._cache_size() == 1
+    assert cache.lengths.tolist() == [64, 64]
+    parity.assert_parity(jnp.concatenate(outputs, axis=1), **expected_of(64))
+
+
+def test_jax_decodes_into_the_storage_it_is_given(jax_step):
+    module, x = layer(mha_jax, "MultiHeadAttentionWithCache"), jnp.asarray(tokens(4))
+    cache = module.init_cache(2, blockwise.BLOCK_KEYS + 8)
+    _, cache = jax_step(module, x[:, :1], cache)
+    before = [part.unsafe_buffer_pointer() for part in (cache.keys, cache.values)]
+    _, cache = jax_step(module, x[:, 1:2], cache)
+    assert [part.unsafe_buffer_pointer() for part in (cache.keys, cache.values)] == before
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_jax_step_takes_little_memory_beside_its_cache(jax_step, batch):
+    module = layer(mha_jax, "MultiHeadAttentionWithCache")
+    cache = module.init_cache(batch, 4 * blockwise.BLOCK_KEYS)
+    analysis = jax_step.lower(module, jnp.asarray(tokens(1, batch)), cache).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < cache.keys.nbytes / 4
+
+
+def filled(package, counts, num_tokens, capacity):
+    """A cache that holds as many tokens of each sequence as `counts` says, and the tokens."""
+    module, x = layer(package, "MultiHeadAttentionWithCache"), tokens(num_tokens)
+    cache = module.init_cache(len(counts), capacity)
+    backend = jax_backend if package is mha_jax else torch_backend
+    x = backend.from_numpy(x[:, : max(counts)])
+    return module, module(x, cache, new_lengths=list(counts))[1] if max(counts) else cache
+
+
+def next_tokens(counts, num_tokens, num_new):
+    """The tokens of each sequence that come after those that are cached, and what is expected of them."""
+    rows, places = np.arange(len(counts))[:, None], np.array(counts)[:, None] + np.arange(num_new)
+    expected = {role: x[rows, places] for role, x in expected_of(num_tokens).items()}
+    return tokens(num_tokens)[rows, places], expected
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("num_new", [1, 3], ids=["step", "chunk"])
+@pytest.mark.parametrize("counts", [(0, 0), (20, 20), (3, 33), (17, 0)], ids=str)
+def test_ragged_tokens_give_what_one_pass_gives(sibling, counts, num_new):
+    module, cache = filled(sibling.package, counts, 40, 43)
+    x, expected = next_tokens(counts, 40, num_new)
+    with torch.no_grad():
+        output, cache = module(sibling.array(x), cache)
+    assert np.asarray(cache.lengths).tolist() == [count + num_new for count in counts]
+    parity.assert_parity(output, **expected)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("counts", [(20, 20), (3, 33)], ids=["even", "ragged"])
+def test_chunk_with_padding_gives_what_one_pass_gives(sibling, counts):
+    module, cache = filled(sibling.package, counts, 40, 43)
+    x, expected = next_tokens(counts, 40, 3)
+    with torch.no_grad():
+        output, cache = module(sibling.array(x), cache, new_lengths=[1, 3])
+    parity.assert_parity(output[1], **{role: value[1] for role, value in expected.items()})
+    parity.assert_parity(output[0, :1], **{role: value[0, :1] for role, value in expected.items()})
+    assert not np.asarray(output[0, 1:]).any()
+
+
+TORCH_STEPS = {"prompt": [9], "prompt-and-steps": [5, 1, 1, 1, 1], "steps": [1, 1, 1], "chunks": [4, 3, 2]}
+
+
+@pytest.mark.parametrize("cuts", TORCH_STEPS.values(), ids=TORCH_STEPS)
+@torch.inference_mode()
+def test_torch_static_cache_equals_the_growing_one(cuts):
+    module, weights = (
+        layer(mha_torch, "MultiHeadAttentionWithCache"),
+        layer(mha_torch, "MultiHeadSelfAttention").state_dict(),
+    )
+    heads = {"num_heads": 4, "num_kv_heads": 2, "rope_theta": 10000.0}
+    x, cache, grown, begin = torch.from_numpy(tokens(sum(cuts))), module.init_cache(2, 12), (None, None), 0
+    outputs, grown_outputs = [], []
+    for num_new in cuts:
+        new, begin = x[:, begin : begin + num_new], begin + num_new
+        output, cache = module(new, cache)
+        grown_output, *grown = mha_torch.multi_head_attention_with_cache(new, weights, *grown, **heads)
+        outputs, grown_outputs = [*outputs, output], [*grown_outputs, grown_output]
+    expected = {"expected": one_pass(sum(cuts), torch.float64), "same_precision": torch.cat(grown_outputs, dim=1)}
+    parity.assert_parity(torch.cat(outputs, dim=1), **expected)
+    np.testing.assert_array_equal(cache.keys[:, :, : sum(cuts)], grown[0])
+    np.testing.assert_array_equal(cache.values[:, :, : sum(cuts)], grown[1])
+
+
+@pytest.mark.parametrize("counts", [(20, 20), (3, 33)], ids=["even", "ragged"])
+@torch.inference_mode()
+def test_torch_decodes_into_the_storage_it_is_given(counts):
+    module, cache = filled(mha_torch, counts, 40, 43)
+    _, after = module(torch.from_numpy(tokens(1)), cache)
+    assert [x.data_ptr() for x in (after.keys, after.values)] == [x.data_ptr() for x in (cache.keys, cache.values)]
+
+
+def allocations(run):
+    """Sizes in bytes of what is allocated meanwhile, inside kernels too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    events = profile.profiler.kineto_results.events()
+    return [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]
+
+
+@pytest.mark.parametrize("counts", [(500, 500), (300, 500)], ids=["even", "ragged"])
+@torch.inference_mode()
+def test_torch_step_allocates_nothing_of_the_size_of_its_cache(counts):
+    module, cache = filled(mha_torch, counts, 501, 1024)
+    x = torch.from_numpy(tokens(1))
+    sizes = allocations(lambda: module(x, cache))
+    assert sizes  # the output, at least
+    assert max(sizes) < cache.keys[:, :, :300].nbytes / 4
+
+
+@torch.inference_mode()
+def test_torch_growing_cache_is_allocated_anew():  # the control of the test above
+    x, cached = torch.from_numpy(tokens(1)), torch.zeros(2, 2, 500, 4)
+    weights, heads = layer(mha_torch, "MultiHeadSelfAttention").state_dict(), {"num_heads": 4, "num_kv_heads": 2}
+    sizes = allocations(lambda: mha_torch.multi_head_attention_with_cache(x, weights, cached, cached, **heads))
+    assert max(sizes) >= cached.nbytes
+
+
+@pytest.mark.parametrize("counts", [(20, 20), (3, 33)], ids=["even", "ragged"])
+@torch.inference_mode()
+def test_torch_compiled_step_gives_what_one_pass_gives(counts):
+    module, cache = filled(mha_torch, counts, 40, 43)
+    x, expected = next_tokens(counts, 40, 1)
+    torch.compiler.reset()
+    output, cache = torch.compile(module, fullgraph=True, backend="eager")(torch.from_numpy(x), cache)
+    assert cache.lengths.tolist() == [count + 1 for count in counts]
+    parity.assert_parity(output, **expected)
+
+
+@torch.no_grad()
+def test_torch_compiled_self_attention_gives_what_the_module_gives():
+    module, x = layer(mha_torch, "MultiHeadSelfAttention"), torch.from_numpy(tokens(9))
+    lengths = torch.tensor([4, 9])
+    torch.compiler.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    found, expected = (each(x, is_causal=True, key_padding_lengths=lengths) for each in (compiled, module))
+    parity.assert_parity(found, expected)
+
+
+# ---- torch: the cheapest form of a mask ------------------------------------------------------------------------------
+
+torch_fused = mha_torch.fused.scaled_dot_product_attention
+
+
+@every_problem
+def test_torch_kernel_gives_what_the_plain_path_gives(name):
+    arrays, options = named(name)
+    parity.assert_parity(results(mha_torch, torch_fused, arrays, **options), **yardstick(arrays, **options))
+
+
+@problems_in_half_precision
+def test_torch_kernel_gives_what_the_plain_path_gives_in_half_precision(name, dtype):
+    arrays, options = named(name, dtype)
+    parity.assert_parity(results(mha_torch, torch_fused, arrays, **options), **yardstick(arrays, **options))
+
+
+PADDING = {"some": (1, 17, 41), "none": (41, 41, 41), "all": (0, 0, 0), "one-empty": (41, 0, 5)}
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=["mha", "gqa"])
+def test_torch_lengths_give_what_the_plain_path_gives(heads, padding, is_causal):
+    arrays = problem(heads, padding=padding)
+    found = results(mha_torch, torch_fused, arrays, is_causal=is_causal)
+    parity.assert_parity(found, **yardstick(arrays, is_causal=is_causal))
+
+
+def strided(x):
+    """The same values, tokens outermost in memory and features apart."""
+    if x.ndim < 4:
+        return x
+    memory = torch.zeros(*x.transpose(1, 2).shape[:3], 2 * x.shape[3], dtype=x.dtype)
+    memory[..., ::2] = x.transpose(1, 2)
+    return memory[..., ::2].transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", ["causal", "padding-causal", "gqa", "bias-b-1-t-s"])
+def test_torch_kernel_takes_strided_inputs(name):
+    arrays, options = named(name)
+
+    def function(**arrays):
+        return torch_fused(**{name: strided(x) for name, x in arrays.items()}, **options)
+
+    parity.assert_parity(results(mha_torch, function, arrays), **yardstick(arrays, **options))
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """The keywords of each call of torch's own function, as it happens."""
+    calls, kernel = [], torch.nn.functional.scaled_dot_product_attention
+
+    def note(*arrays, **keywords):
+        calls.append(keywords)
+        return kernel(*arrays, **keywords)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", note)
+    return calls
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("padding", [None, (1, 17, 41)], ids=["whole", "padded"])
+def test_torch_kernel_is_told_what_is_causal_and_given_no_mask(kernel_calls, padding, is_causal):
+    results(mha_torch, torch_fused, problem(padding=padding), is_causal=is_causal)
+    calls = [(call["attn_mask"], call["is_causal"]) for call in kernel_calls]
+    assert calls == [(None, is_causal)] * (1 if padding is None else BATCH)
+
+
+@pytest.fixture
+def no_masks(monkeypatch):
+    """Whoever builds a mask fails."""
+
+    def fail(*args, **keywords):
+        raise AssertionError("a mask is built")
+
+    for module in (mha_torch.masks, mha_torch.mha, mha_torch.fused):
+        for name in ("join_masks", "create_attention_mask", "create_causal_mask", "create_padding_mask"):
+            monkeypatch.setattr(module, name, fail, raising=False)
+
+
+@pytest.mark.usefixtures("no_masks")
+@pytest.mark.parametrize("padding", [None, [4, 9]], ids=["whole", "padded"])
+@torch.no_grad()
+def test_torch_causal_self_attention_builds_no_mask(padding):
+    module = layer(mha_torch, "MultiHeadSelfAttention")
+    module(torch.from_numpy(tokens(9)), is_causal=True, key_padding_lengths=padding)
+
+
+@pytest.mark.usefixtures("no_masks")
+@torch.no_grad()
+def test_torch_causal_self_attention_with_an_empty_sequence_builds_a_mask():  # the control of the test above
+    module = layer(mha_torch, "MultiHeadSelfAttention")
+    with pytest.raises(AssertionError, match="a mask is built"):
+        module(torch.from_numpy(tokens(9)), is_causal=True, key_padding_lengths=[0, 9])
+
+
+# ---- JAX: off the CPU ------------------------------------------------------------------------------------------------
+
+OFF_THE_CPU = [
+    "full",
+    "causal",
+    "causal-square",
+    "causal-fewer-keys",
+    "mask-of-keys",
+    "mask-1-n-t-1",
+    "mask-of-blocks",
+    "mask-of-rows-causal",
+    "everything-hidden",
+    "padding-causal-mask",
+    "gqa-mask-padding",
+    "mqa",
+    "bias-of-keys",
+    "bias-gqa",
+    "bias-infinite",
+    "bias-infinite-rows",
+]
+
+
+@pytest.mark.usefixtures("off_the_cpu")
+@pytest.mark.parametrize("name", OFF_THE_CPU)
+def test_library_gives_what_the_plain_path_gives(name):
+    arrays, options = named(name)
+    parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
+
+
+@pytest.mark.usefixtures("off_the_cpu")
+@problems_in_half_precision
+def test_library_gives_what_the_plain_path_gives_in_half_precision(name, dtype):
+    arrays, options = named(name, dtype)
+    parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
+
+
+@pytest.mark.usefixtures("off_the_cpu")
+def test_library_gives_what_the_plain_path_gives_for_a_token_over_a_cache():
+    arrays = cache_problem((6, 2), LAST_POSITIONS["ragged"])
+    parity.assert_parity(results(mha_jax, attend_to_cache, arrays), **yardstick(arrays))
+
+
+@pytest.fixture
+def library_calls(monkeypatch):
+    """The keywords of each call of JAX's own function, as it happens; it takes its portable form whatever is asked."""
+    calls, library = [], jax.nn.dot_product_attention
+
+    def note(*arrays, **keywords):
+        calls.append(keywords)
+        return library(*arrays, **{**keywords, "implementation": "xla"})
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", note)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "head_dim", "expected"),
+    [
+        ("gpu", np.float16, 64, "cudnn"),
+        ("gpu", ml_dtypes.bfloat16, 128, "cudnn"),
+        ("gpu", np.float32, 64, "xla"),
+        ("gpu", np.float16, 20, "xla"),
+        ("gpu", np.float16, 256, "xla"),
+        ("tpu", ml_dtypes.bfloat16, 64, "xla"),
+    ],
+    ids=["float16", "bfloat16", "float32", "odd-width", "too-wide", "tpu"],
+)
+def test_flash_attention_of_a_gpu_is_taken_where_it_fits(
+    monkeypatch, library_calls, platform, dtype, head_dim, expected
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    x = jnp.ones((1, 2, 4, head_dim), dtype)
+    jax_fused(x, x, x, is_causal=True)
+    assert [(call["implementation"], call["is_causal"]) for call in library_calls] == [(expected, True)]
