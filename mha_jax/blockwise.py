@@ -175,7 +175,8 @@ def attend_to_cache(
 
     def add_block(sums: _Sums, head: Array, first: Array, size: int) -> _Sums:
         sequence, begin = head // num_kv_heads, jnp.minimum(first, capacity - size)
-        place = (sequence, head % num_kv_heads, begin, 0)  # of the cache as it is: XLA would copy all of a reshaped one
+        # Of the cache as it is: XLA would copy all of a reshaped one.
+        place = [jnp.asarray(index, jnp.int32) for index in (sequence, head % num_kv_heads, begin, 0)]
         k, v = (at_least_float32(lax.dynamic_slice(x, place, (1, 1, size, head_dim))[0]) for x in (keys, values))
         positions = begin + jnp.arange(size, dtype=jnp.int32)
         is_hidden = (positions > last_positions[sequence]) | (positions < first)

@@ -195,7 +195,19 @@ def test_stage_refuses(sibling, name):
 
 # ---- Attention of split heads ----------------------------------------------------------------------------------------
 
+PADDING_LENGTHS = {  # of two sequences of three keys
+    "too long": ({"key_padding_lengths": [3, 4]}, ValueError, r"key_padding_lengths must lie in 0..3, got .*\[3, 4\]"),
+    "negative": ({"key_padding_lengths": [-1, 3]}, ValueError, "key_padding_lengths must lie in 0..3"),
+    "array too long": ({"key_padding_lengths": lengths(3, 4)}, ValueError, "key_padding_lengths must lie in 0..3"),
+    "too few": ({"key_padding_lengths": [3]}, ValueError, "key_padding_lengths must have shape"),
+    "too many": ({"key_padding_lengths": [1, 2, 3]}, ValueError, "key_padding_lengths must have shape"),
+    "floats": ({"key_padding_lengths": [1.0, 2.0]}, TypeError, "key_padding_lengths must be integers"),
+    "booleans": ({"key_padding_lengths": [True, False]}, TypeError, "key_padding_lengths must be integers"),
+    "number": ({"key_padding_lengths": 3}, ValueError, "key_padding_lengths must have shape"),
+    "2 axes": ({"key_padding_lengths": lengths(1, 2)[None]}, ValueError, "key_padding_lengths must have shape"),
+}
 DOT_PRODUCTS = {
+    **{f"lengths {name}": refusal for name, refusal in PADDING_LENGTHS.items()},
     "query rank": ({"query": ones(2, 3, 4)}, ValueError, "query must have 4 axes"),
     "key rank": ({"key": ones(2, 3, 4)}, ValueError, "key must have 4 axes"),
     "value rank": ({"value": ones(3, 4)}, ValueError, "value must have 4 axes"),
@@ -349,19 +361,11 @@ def test_module_with_rope_refuses(sibling, name):
 
 
 SELF_ATTENTIONS = {
+    **PADDING_LENGTHS,
     "rank": ({"x": ones(3, 8)}, ValueError, "x must have 3 axes"),
     "integers": ({"x": integers(2, 3, 8)}, TypeError, "x must be floating point"),
     "list": ({"x": [[[1.0] * 8]]}, TypeError, "x must be"),
     "width": ({"x": ones(2, 3, 6)}, ValueError, "q_proj must have 8 features"),
-    "too long": ({"key_padding_lengths": [3, 4]}, ValueError, r"key_padding_lengths must lie in 0..3, got .*\[3, 4\]"),
-    "negative": ({"key_padding_lengths": [-1, 3]}, ValueError, "key_padding_lengths must lie in 0..3"),
-    "array too long": ({"key_padding_lengths": lengths(3, 4)}, ValueError, "key_padding_lengths must lie in 0..3"),
-    "too few": ({"key_padding_lengths": [3]}, ValueError, "key_padding_lengths must have shape"),
-    "too many": ({"key_padding_lengths": [1, 2, 3]}, ValueError, "key_padding_lengths must have shape"),
-    "floats": ({"key_padding_lengths": [1.0, 2.0]}, TypeError, "key_padding_lengths must be integers"),
-    "booleans": ({"key_padding_lengths": [True, False]}, TypeError, "key_padding_lengths must be integers"),
-    "number": ({"key_padding_lengths": 3}, ValueError, "key_padding_lengths must have shape"),
-    "2 axes": ({"key_padding_lengths": lengths(1, 2)[None]}, ValueError, "key_padding_lengths must have shape"),
 }
 
 

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array
 
 import mha_jax
+from mha_jax import blockwise
 from parity.problem import Problem
 from parity.reference import Step, Values, in_step
 from parity.spec import AttentionSpec, Case
@@ -122,7 +123,7 @@ class _Layer:
         self.jit_cache_mask = jax.jit(self.build_cache_mask, static_argnums=1)
         self.jit_append = jax.jit(lambda cache, k, v, n: mha_jax.append_to_cache(cache, k, v, new_lengths=n))
         self.jit_both = nnx.jit(self.both_paths)
-        self.jit_step = nnx.jit(lambda module, x, cache, n: module(x, cache, new_lengths=n))
+        self.jit_step = nnx.jit(self.step)
 
     @property
     def dtype(self) -> Any:
@@ -185,8 +186,15 @@ class _Layer:
         key, bias = self.inputs.get("key"), self.inputs.get("bias")
         mask = self.build_mask() if self.problem.case.has_mask else None
         output, attn_weights = module(query, key, mask=mask, bias=bias, need_weights=True)
-        fused, _ = module(query, key, mask=mask, bias=bias)
+        with _small_blocks():
+            fused, _ = module(query, key, mask=mask, bias=bias)
         return {"module.attn_weights": attn_weights, "module.output": output, "fused.output": fused}
+
+    def step(
+        self, module: mha_jax.MultiHeadAttentionWithCache, x: Array, cache: mha_jax.KVCache, new_lengths: Any
+    ) -> tuple[Array, mha_jax.KVCache]:
+        with _small_blocks():
+            return module(x, cache, new_lengths=new_lengths)
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
         return _to_numpy(self.jit_both(self.module, self.inputs["query"]))
@@ -237,17 +245,18 @@ class _Layer:
         mask = self.build_mask() if self.problem.case.has_mask else None
 
         def output_of(inputs: dict[str, Array], weights: Params) -> Array:
-            output, _ = mha_jax.multi_head_attention(
-                inputs["query"],
-                weights,
-                inputs.get("key"),
-                num_heads=self.spec.num_heads,
-                num_kv_heads=self.spec.num_kv_heads,
-                mask=mask,
-                bias=inputs.get("bias"),
-                need_weights=need_weights,
-                rope_theta=self.spec.rope_theta,
-            )
+            with _small_blocks():
+                output, _ = mha_jax.multi_head_attention(
+                    inputs["query"],
+                    weights,
+                    inputs.get("key"),
+                    num_heads=self.spec.num_heads,
+                    num_kv_heads=self.spec.num_kv_heads,
+                    mask=mask,
+                    bias=inputs.get("bias"),
+                    need_weights=need_weights,
+                    rope_theta=self.spec.rope_theta,
+                )
             return output
 
         @jax.jit
@@ -257,6 +266,20 @@ class _Layer:
         grads, params = pull_back({name: self.inputs[name] for name in names}, self.weights, self.inputs["cotangent"])
         of_weights = from_params(params, self.spec)
         return {f"{prefix}grad.{name}": grad for name, grad in {**_to_numpy(grads), **of_weights}.items()}
+
+
+@contextmanager
+def _small_blocks() -> Iterator[None]:
+    """Let the fused path go block by block: cases are so small that it would leave them to the plain one."""
+    sizes = {"FEW_SCORES": 0, "MOST_SCORES": 256, "BLOCK_QUERIES": 8, "BLOCK_KEYS": 8, "LAST_KEYS": 4}
+    kept = {name: getattr(blockwise, name) for name in sizes}
+    try:
+        for name, size in sizes.items():
+            setattr(blockwise, name, size)
+        yield
+    finally:
+        for name, size in kept.items():
+            setattr(blockwise, name, size)
 
 
 def _to_numpy(arrays: Mapping[str, Array | None]) -> dict[str, np.ndarray]:

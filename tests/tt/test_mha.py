@@ -291,6 +291,41 @@ def test_any_lengths_under_any_mask_are_the_formula(device, rng, seq_len_q, seq_
     assert np.abs(context - expected).max() <= TOLERANCES[dtype] * np.abs(value).max()
 
 
+TOLD = {
+    "causal": {"is_causal": True},
+    "padding": {"key_padding_lengths": [3, 0]},
+    "causal-padding": {"is_causal": True, "key_padding_lengths": [5, 2]},
+    "lengths-array": {"key_padding_lengths": np.array([1, 5], np.int32)},
+}
+
+
+@both_forms
+@pytest.mark.parametrize("masked", [False, True], ids=["alone", "beside-a-mask"])
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "beside-a-bias"])
+@pytest.mark.parametrize("told", TOLD.values(), ids=TOLD)
+@pytest.mark.parametrize(("seq_len_q", "seq_len_k"), [(5, 5), (7, 5), (5, 40)], ids=["square", "tall", "wide"])
+def test_what_is_told_is_hidden_as_by_its_mask(device, rng, seq_len_q, seq_len_k, told, biased, masked, form):
+    dtype = dtype_of(form)
+    shapes = ((4, seq_len_q), (2, seq_len_k), (2, seq_len_k))
+    query, key, value = (draw(rng, dtype, 2, heads, length, 8) for heads, length in shapes)
+    bias = draw(rng, dtype, seq_len_q, seq_len_k) if biased else None
+    mask = rng.random((4, seq_len_q, seq_len_k)) < 0.3 if masked else None
+    context = split_attended(form, device, dtype, query, key, value, mask=mask, bias=bias, **told)
+    hidden = mha_tt.create_attention_mask(seq_len_q, seq_len_k, **told) | (False if mask is None else mask)
+    expected, _ = attend(query, key, value, mask=hidden, bias=0.0 if bias is None else bias)
+    # Of the largest value, for the context of a mask that hides everything is 0.
+    assert np.abs(context - expected).max() <= TOLERANCES[dtype] * np.abs(value).max()
+
+
+@both_forms
+def test_telling_what_is_causal_and_padded_gives_the_bits_of_its_mask(device, rng, form):
+    dtype, told = dtype_of(form), TOLD["causal-padding"]
+    query, key, value = (draw(rng, dtype, 2, 2, 5, 8) for _ in range(3))
+    mask = mha_tt.create_attention_mask(5, 5, **told)
+    expected = split_attended(form, device, dtype, query, key, value, mask=mask)
+    assert np.array_equal(split_attended(form, device, dtype, query, key, value, **told), expected)
+
+
 @both_dtypes
 def test_core_of_projected_inputs_is_the_formula(device, rng, dtype):
     query, key, value = draw(rng, dtype, 2, 3, 8), draw(rng, dtype, 2, 4, 8), draw(rng, dtype, 2, 4, 8)
