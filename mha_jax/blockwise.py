@@ -226,11 +226,13 @@ class _Sums(NamedTuple):
 
     @classmethod
     def empty(cls, q_rows: Array) -> "_Sums":
+        """Those of no keys."""
         zeros = jnp.zeros_like(q_rows)
         return cls(zeros[..., :1] - jnp.inf, zeros[..., :1], zeros)
 
     @classmethod
     def of(cls, scores: Array, value: Array, *, may_be_empty: bool) -> "_Sums":
+        """Those of one block; `may_be_empty` if a query may see no key of it."""
         # XLA has a kernel for these two lines, if nothing else needs the largest. A row without a key is NaN here, …
         largest = scores.max(axis=-1, keepdims=True)
         exponentials = jnp.exp(scores - largest)
@@ -240,6 +242,7 @@ class _Sums(NamedTuple):
         return cls(largest, *sums)
 
     def join(self, other: "_Sums") -> "_Sums":
+        """Those of both."""
         largest = jnp.maximum(self.largest, other.largest)
         shift = jnp.where(jnp.isneginf(largest), 0.0, largest)  # exp(-inf) is 0, and exp(-inf + inf) is not
         ours, theirs = jnp.exp(self.largest - shift), jnp.exp(other.largest - shift)
@@ -299,9 +302,11 @@ class _Keys(NamedTuple):
     is_clear: bool = False  # of causality: every query of the block sees all of them
 
     def of(self, x: Array) -> Array:
+        """(P, s, ·) of (P, S, ·)."""
         return lax.dynamic_slice_in_dim(x, self.begin, self.size, axis=-2)
 
     def add_to(self, x: Array, block: Array) -> Array:
+        """(P, S, ·) with (P, s, ·) added in its place."""
         return lax.dynamic_update_slice_in_dim(x, self.of(x) + block, self.begin, axis=-2)
 
 

@@ -94,15 +94,16 @@ def _attend_by_library(
         bias = jnp.where(jnp.isneginf(bias), 0.0, bias)  # the mask hides these
     is_half, head_dim = query.dtype in (jnp.float16, jnp.bfloat16), query.shape[-1]
     takes_cudnn = jax.default_backend() == "gpu" and is_half and head_dim % 8 == 0 and head_dim <= 128
-    context = jax.nn.dot_product_attention(
-        query.swapaxes(1, 2),
-        key.swapaxes(1, 2),
-        value.swapaxes(1, 2),
-        None if bias is None else to_scores_rank(bias),
-        None if mask is None else ~mask,  # the other polarity: True = attend
-        is_causal=is_causal,
-        implementation="cudnn" if takes_cudnn else "xla",
-    ).swapaxes(1, 2)
+    with jax.numpy_dtype_promotion("standard"):  # which it needs, where the caller may be strict
+        context = jax.nn.dot_product_attention(
+            query.swapaxes(1, 2),
+            key.swapaxes(1, 2),
+            value.swapaxes(1, 2),
+            None if bias is None else to_scores_rank(bias),
+            None if mask is None else ~mask,  # the other polarity: True = attend
+            is_causal=is_causal,
+            implementation="cudnn" if takes_cudnn else "xla",
+        ).swapaxes(1, 2)
     return context if empty_rows is None else jnp.where(empty_rows, 0.0, context)
 
 

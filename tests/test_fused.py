@@ -41,6 +41,8 @@ def small_blocks(monkeypatch):
 def off_the_cpu(monkeypatch):
     """JAX takes the path that it takes on an accelerator."""
     monkeypatch.setattr(mha_jax.fused, "_is_on_cpu", lambda: False)
+    with jax.numpy_dtype_promotion("standard"):  # JAX's own function mixes dtypes
+        yield
 
 
 QUICKLY = {"xla_backend_optimization_level": 0}  # most of what is compiled here runs once
@@ -181,14 +183,15 @@ PROBLEMS = {
     "bias-lowest": ({"bias": (NUM_QUERIES, NUM_KEYS), "minus": np.finfo(np.float32).min}, True),
 }
 # Those in which JAX takes every key at once, if there are not too many.
-WITHOUT_LOOP = ["full", "causal", "causal-square", "causal-fewer-keys", "gqa", "odd-heads", "bias-b-1-t-s"]
+WITHOUT_LOOP = ["full", "causal-square", "causal-fewer-keys", "gqa", "bias-b-1-t-s"]
 IN_HALF_PRECISION = ["causal", "padding-causal-mask", "mask-of-blocks", "bias-infinite", "gqa-mask-padding"]
 
 every_problem = pytest.mark.parametrize("name", PROBLEMS)
 problems_in_half_precision = pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, dtype) for name in IN_HALF_PRECISION for dtype in HALVES.values()],
-    ids=[f"{name}-{dtype}" for name in IN_HALF_PRECISION for dtype in HALVES],
+    [(name, HALVES["bfloat16"]) for name in IN_HALF_PRECISION]
+    + [(name, HALVES["float16"]) for name in IN_HALF_PRECISION[:2]],
+    ids=[f"{name}-bfloat16" for name in IN_HALF_PRECISION] + [f"{name}-float16" for name in IN_HALF_PRECISION[:2]],
 )
 
 
@@ -289,7 +292,7 @@ def test_blocks_of_few_keys_are_taken_at_once_and_others_in_a_loop(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("name", ["causal", "padding-causal-mask", "bias-infinite"])
+@pytest.mark.parametrize("name", ["padding-causal-mask", "bias-infinite"])
 def test_blocks_give_float64_in_float64(name):
     arrays, options = named(name, np.float64)
     expected = yardstick(arrays, **options)["expected"]
@@ -300,7 +303,7 @@ def test_blocks_give_float64_in_float64(name):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("name", ["mask-of-blocks", "mask-of-rows-causal", "padding-causal", "bias-infinite-rows"])
+@pytest.mark.parametrize("name", ["mask-of-rows-causal", "padding-causal", "bias-infinite-rows"])
 def test_row_without_a_key_gives_zero_and_takes_no_gradient(name):
     arrays, options = named(name)
     empty = is_hidden(arrays, **options).all(axis=-1)
@@ -312,13 +315,13 @@ def test_row_without_a_key_gives_zero_and_takes_no_gradient(name):
 
 @pytest.mark.usefixtures("small_blocks")
 def test_blocks_need_no_jit():
-    arrays, options = named("padding-causal-mask")
+    arrays, options = named("gqa")
     found = with_gradients(jax_fused, as_jax(arrays), **options)
     parity.assert_parity(found, **yardstick(arrays, **options))
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("name", ["mask-b-n-t-s", "padding-causal", "bias-b-1-t-s", "gqa-mask-padding"])
+@pytest.mark.parametrize("name", ["padding-causal", "bias-b-1-t-s", "gqa-mask-padding"])
 def test_blocks_may_be_mapped_over_sequences(name):
     arrays, options = named(name)
 
@@ -331,9 +334,8 @@ def test_blocks_may_be_mapped_over_sequences(name):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("name", ["causal", "padding-causal-mask"])
-def test_blocks_may_be_computed_again_in_the_backward_pass(name):
-    arrays, options = named(name)
+def test_blocks_may_be_computed_again_in_the_backward_pass():
+    arrays, options = named("padding-causal-mask")
 
     def function(**arrays):
         return jax.checkpoint(lambda arrays: jax_fused(**arrays, **options))(arrays)
@@ -341,22 +343,17 @@ def test_blocks_may_be_computed_again_in_the_backward_pass(name):
     parity.assert_parity(results(mha_jax, function, arrays), **yardstick(arrays, **options))
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("num_tokens", [2048, 4096])
-def test_no_array_of_all_scores_is_stored(num_tokens, is_causal):
-    num_heads = 8
-    shape = jax.ShapeDtypeStruct((1, num_heads, num_tokens, 16), jnp.float32)
+# All scores of a head, or of two side by side, may be held at a time while they are few.
+@pytest.mark.parametrize(("num_tokens", "is_causal", "share"), [(2048, True, 1 / 2), (8192, False, 1 / 50)])
+def test_no_array_of_all_scores_is_stored(num_tokens, is_causal, share):
+    shape = jax.ShapeDtypeStruct((1, 8, num_tokens, 16), jnp.float32)
     arrays = dict.fromkeys(("query", "key", "value", "cotangent"), shape)
     compiled = jax.jit(functools.partial(with_gradients, jax_fused, is_causal=is_causal)).lower(arrays).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < num_heads * num_tokens**2 * 4 / 4
+    assert compiled.memory_analysis().temp_size_in_bytes < share * 8 * num_tokens**2 * 4
 
 
 CASES_IN_BLOCKS = [
-    ("causal-padding-empty", "float32"),
     ("window-cross", "float32"),
-    ("bias-causal", "float32"),
-    ("cross", "float32"),
-    ("large-logits", "float32"),
     ("trained-anarcii-cross", "float32"),
     ("rope-gqa", "bfloat16"),
     ("large-logits", "float16"),
@@ -380,7 +377,7 @@ def layer_with_gradients(problem):
     def attend(inputs, weights):
         return mha_jax.multi_head_attention(weights=weights, mask=mask, **inputs, **heads)[0]
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
     def run(inputs, weights, cotangent):
         output, pull_back = jax.vjp(attend, inputs, weights)
         return output, *pull_back(cotangent)
@@ -388,7 +385,7 @@ def layer_with_gradients(problem):
     weights = jax_backend.to_params(problem.weights, spec)
     output, gradients, of_weights = run(inputs, weights, jnp.asarray(problem.inputs["cotangent"]))
     gradients |= jax_backend.from_params(of_weights, spec)
-    return {"output": output, **{f"grad.{name}": x for name, x in gradients.items()}}
+    return {"fused.output": output, **{f"fused.grad.{name}": x for name, x in gradients.items()}}
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES_IN_BLOCKS, ids=map("-".join, CASES_IN_BLOCKS))
@@ -507,8 +504,12 @@ def attend_to_cache(query, key, value, key_padding_lengths):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("last_positions", LAST_POSITIONS.values(), ids=LAST_POSITIONS)
-@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (3, 1), (3, 3)], ids=["mha", "gqa", "mqa", "odd"])
+@pytest.mark.parametrize(
+    ("heads", "last_positions"),
+    [((2, 2), positions) for positions in LAST_POSITIONS.values()]
+    + [(heads, LAST_POSITIONS["ragged"]) for heads in ((6, 2), (3, 1), (3, 3))],
+    ids=[*LAST_POSITIONS, "ragged-gqa", "ragged-mqa", "ragged-odd"],
+)
 def test_token_over_a_cache_gives_what_the_plain_path_gives(heads, last_positions):
     arrays = cache_problem(heads, last_positions)
     parity.assert_parity(results(mha_jax, attend_to_cache, arrays), **yardstick(arrays))
@@ -542,7 +543,7 @@ def test_slots_beyond_the_last_blocks_of_a_cache_are_not_read(heads):
     spoilt = {**arrays, **{side: arrays[side].copy() for side in ("key", "value")}}
     for side in ("key", "value"):
         spoilt[side][:, :, 20:] = np.nan  # the longest sequence ends in the block of slots 16 to 19
-    function = jax.jit(lambda arrays: attend_to_cache(**arrays)[0])
+    function = jax.jit(lambda arrays: attend_to_cache(**arrays)[0], compiler_options=QUICKLY)
     expected, found = (
         function({name: x for name, x in as_jax(each).items() if name != "cotangent"}) for each in (arrays, spoilt)
     )
@@ -554,8 +555,14 @@ def test_slots_beyond_the_last_blocks_of_a_cache_are_not_read(heads):
 def test_changing_a_slot_beyond_the_last_position_changes_nothing(side):
     arrays = cache_problem((2, 2), (17, 5, 18))
     changed = changed_where_unseen(arrays, side, 1e30)
-    expected, found = (results(mha_jax, attend_to_cache, each) for each in (arrays, changed))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    function = jitted_over_a_cache()
+    jax.tree.map(np.testing.assert_array_equal, function(as_jax(changed)), function(as_jax(arrays)))
+
+
+@functools.cache
+def jitted_over_a_cache():
+    """Compiled once for both sides of the test above."""
+    return jax.jit(functools.partial(with_gradients, attend_to_cache), compiler_options=QUICKLY)
 
 
 # ---- Decoding --------------------------------------------------------------------------------------------------------
@@ -653,7 +660,7 @@ def next_tokens(counts, num_tokens, num_new):
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("num_new", [1, 3], ids=["step", "chunk"])
-@pytest.mark.parametrize("counts", [(0, 0), (20, 20), (3, 33), (17, 0)], ids=str)
+@pytest.mark.parametrize("counts", [(0, 0), (20, 20), (3, 33)], ids=str)
 def test_ragged_tokens_give_what_one_pass_gives(sibling, counts, num_new):
     module, cache = filled(sibling.package, counts, 40, 43)
     x, expected = next_tokens(counts, 40, num_new)
@@ -883,9 +890,9 @@ def test_library_gives_what_the_plain_path_gives(name):
 
 
 @pytest.mark.usefixtures("off_the_cpu")
-@problems_in_half_precision
-def test_library_gives_what_the_plain_path_gives_in_half_precision(name, dtype):
-    arrays, options = named(name, dtype)
+@pytest.mark.parametrize("name", ["causal-square", "bias-infinite", "gqa-mask-padding"])
+def test_library_gives_what_the_plain_path_gives_in_bfloat16(name):  # of float16 it has no gradient on a CPU
+    arrays, options = named(name, ml_dtypes.bfloat16)
     parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
 
 
@@ -905,7 +912,8 @@ def library_calls(monkeypatch):
         return library(*arrays, **{**keywords, "implementation": "xla"})
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", note)
-    return calls
+    with jax.numpy_dtype_promotion("standard"):  # it mixes dtypes
+        yield calls
 
 
 @pytest.mark.parametrize(
@@ -924,6 +932,6 @@ def test_flash_attention_of_a_gpu_is_taken_where_it_fits(
     monkeypatch, library_calls, platform, dtype, head_dim, expected
 ):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    x = jnp.ones((1, 2, 4, head_dim), dtype)
-    jax_fused(x, x, x, is_causal=True)
+    x = jax.ShapeDtypeStruct((1, 2, 4, head_dim), dtype)
+    jax.eval_shape(lambda x: jax_fused(x, x, x, is_causal=True)[0], x)
     assert [(call["implementation"], call["is_causal"]) for call in library_calls] == [(expected, True)]
