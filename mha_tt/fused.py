@@ -73,17 +73,15 @@ def scaled_dot_product_attention(
         mask, seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths, device=device
     )
     mask = on_device(hide_infinite_bias(mask, bias), device)
-    is_causal = mask is not None and mask.is_causal and mask.shape[2] == seq_len_q == seq_len_k and bias is None
-    attn_mask = None
-    if not is_causal:
-        attn_mask = _attn_mask(mask, bias, seq_len_q, seq_len_k, device)
+    only_causal = mask is not None and mask.is_causal and mask.shape[2] == seq_len_q == seq_len_k and bias is None
+    attn_mask = None if only_causal else _attn_mask(mask, bias, seq_len_q, seq_len_k, device)
     config = compute_kernel_config or accurate_config(device)
     context = ttnn.transformer.scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask=attn_mask,
-        is_causal=is_causal,
+        is_causal=only_causal,
         scale=(head_dim or padded) ** -0.5,
         program_config=_program_config(device, config, seq_len_q, seq_len_k),
         compute_kernel_config=config,

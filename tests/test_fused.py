@@ -41,7 +41,7 @@ def small_blocks(monkeypatch):
 def off_the_cpu(monkeypatch):
     """JAX takes the path that it takes on an accelerator."""
     monkeypatch.setattr(mha_jax.fused, "_is_on_cpu", lambda: False)
-    with jax.numpy_dtype_promotion("standard"):  # JAX's own function mixes dtypes
+    with jax.numpy_dtype_promotion("standard"):  # the gradient of JAX's own function mixes dtypes
         yield
 
 
@@ -164,7 +164,6 @@ PROBLEMS = {
     "mask-b-n-t-s": ({"mask": (BATCH, 2, NUM_QUERIES, NUM_KEYS)}, False),
     "mask-of-blocks": ({"mask": blocks_hidden()}, False),
     "mask-of-rows-causal": ({"mask": rows_hidden()}, True),
-    "everything-hidden": ({"mask": np.ones((1, 1), bool)}, False),
     "padding": ({"padding": LENGTHS}, False),
     "padding-causal": ({"padding": LENGTHS}, True),
     "padding-causal-mask": ({"padding": LENGTHS, "mask": (1, 2, NUM_QUERIES, NUM_KEYS)}, True),
@@ -178,7 +177,6 @@ PROBLEMS = {
     "bias-b-1-t-s": ({"bias": (BATCH, 1, NUM_QUERIES, NUM_KEYS)}, True),
     "bias-gqa": ({"bias": (1, 4, NUM_QUERIES, NUM_KEYS), "heads": (4, 2)}, True),
     "bias-infinite": ({"bias": (BATCH, 2, NUM_QUERIES, NUM_KEYS), "minus": -np.inf}, True),
-    "bias-infinite-keys": ({"bias": (NUM_KEYS,), "minus": -np.inf, "padding": LENGTHS}, False),
     "bias-infinite-rows": ({"bias": (1, 2, NUM_QUERIES, 1), "minus": -np.inf, "heads": (2, 1)}, False),
     "bias-lowest": ({"bias": (NUM_QUERIES, NUM_KEYS), "minus": np.finfo(np.float32).min}, True),
 }
@@ -871,7 +869,6 @@ OFF_THE_CPU = [
     "mask-1-n-t-1",
     "mask-of-blocks",
     "mask-of-rows-causal",
-    "everything-hidden",
     "padding-causal-mask",
     "gqa-mask-padding",
     "mqa",
@@ -912,8 +909,7 @@ def library_calls(monkeypatch):
         return library(*arrays, **{**keywords, "implementation": "xla"})
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", note)
-    with jax.numpy_dtype_promotion("standard"):  # it mixes dtypes
-        yield calls
+    return calls
 
 
 @pytest.mark.parametrize(

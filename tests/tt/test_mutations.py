@@ -136,7 +136,7 @@ MUTATIONS = {
         "causal",
         "fused.output",
         fused.scaled_dot_product_attention,
-        "is_causal=is_causal,",
+        "is_causal=only_causal,",
         "is_causal=False,",
         FUSED,
     ),
