@@ -6,6 +6,9 @@ PYTHON ?= python3
 PYTHON_TT ?= $(shell tools/find-python312)
 BIN := .venv/bin
 BIN_TT := .venv-tt/bin
+# What JAX has compiled once: most of the time of the parity run and of the tests goes into compiling.
+export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/build/jax-cache
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 IF_TT := [ ! -e .venv-tt/installed ] ||
 
 .PHONY: parity test test-tt lint clean

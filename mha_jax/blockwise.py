@@ -25,15 +25,13 @@ from mha_jax.rope import at_least_float32
 
 FEW_SCORES = 2**20
 """Scores, 4 MiB in float32, up to which the plain path takes less time."""
-MOST_SCORES = 2**21
-"""Scores that are held at a time: 8 MiB in float32."""
 BLOCK_QUERIES = 256
 """Queries of a block, more where they would be more blocks than `MOST_BLOCKS`."""
-BLOCK_KEYS = 1024
-"""Keys of a block, where they are not taken all at once."""
+BLOCK_KEYS = 512
+"""Keys of a block: with the queries of one, scores that stay in the caches of two cores."""
 LAST_KEYS = 128
 """Keys of the last few blocks of a cache, so that little is read that is not filled."""
-HEADS_SIDE_BY_SIDE = 8
+HEADS_SIDE_BY_SIDE = 16
 """Heads of a cache that are read at the same time, each by a core if there are as many."""
 MOST_BLOCKS = 16
 """Blocks of queries; each is compiled on its own, so that it ends with the last key that it may see."""
@@ -171,32 +169,47 @@ def attend_to_cache(
     """
     batch_size, num_kv_heads, capacity, head_dim = keys.shape
     num_heads = batch_size * num_kv_heads
-    queries = at_least_float32(query.reshape(num_heads, -1, head_dim)) * head_dim**-0.5  # (B K, G, H)
+    group_size = query.shape[1] // num_kv_heads
+    queries = at_least_float32(query.reshape(num_heads, group_size, head_dim)) * head_dim**-0.5  # (B K, G, H)
 
-    def add_block(sums: _Sums, head: Array, first: Array, size: int) -> _Sums:
-        sequence, begin = head // num_kv_heads, jnp.minimum(first, capacity - size)
+    def block(x: Array, head: Array, begin: Array, size: int) -> Array:
         # Of the cache as it is: XLA would copy all of a reshaped one.
-        place = [jnp.asarray(index, jnp.int32) for index in (sequence, head % num_kv_heads, begin, 0)]
-        k, v = (at_least_float32(lax.dynamic_slice(x, place, (1, 1, size, head_dim))[0]) for x in (keys, values))
-        positions = begin + jnp.arange(size, dtype=jnp.int32)
-        is_hidden = (positions > last_positions[sequence]) | (positions < first)
-        scores = jnp.einsum("pth,psh->pts", queries[head][None], k)
-        return sums.join(_Sums.of(jnp.where(is_hidden[None, None], -jnp.inf, scores), v, may_be_empty=True))
+        place = (head // num_kv_heads, head % num_kv_heads, begin, 0)
+        x = lax.dynamic_slice(x, [jnp.asarray(i, jnp.int32) for i in place], (1, 1, size, head_dim))
+        return at_least_float32(x[0, 0])
 
     def attend_side_by_side(heads: Array) -> Array:
-        def add_blocks(begin: Array | int, num_blocks: Array, size: int, sums: list[_Sums]) -> list[_Sums]:
-            def add(i: Array, sums: list[_Sums]) -> list[_Sums]:
-                return [add_block(x, head, begin + i * size, size) for x, head in zip(sums, heads, strict=True)]
-
-            return lax.fori_loop(0, num_blocks, add, sums)
-
-        filled = last_positions[heads // num_kv_heads].max() + 1
+        last = last_positions[heads // num_kv_heads]
+        filled = last.max() + 1
         num_large = filled // BLOCK_KEYS
-        begin = num_large * BLOCK_KEYS
-        sums = [_Sums.empty(queries[head][None]) for head in heads]
-        sums = add_blocks(0, num_large, BLOCK_KEYS, sums)
-        sums = add_blocks(begin, -((begin - filled) // LAST_KEYS), LAST_KEYS, sums)
-        return jnp.concatenate([of_head.result()[0] for of_head in sums])
+        filled_large = num_large * BLOCK_KEYS
+        num_small = -((filled_large - filled) // LAST_KEYS)
+
+        def over_blocks(add: Callable[[Array, Array, Array, int], Array], sums: Array) -> Array:
+            def step(i: Array, sums: Array, *, first: Array | int, size: int) -> Array:
+                first = first + i * size
+                return add(sums, first, jnp.minimum(first, capacity - size), size)  # the last may lie over another
+
+            sums = lax.fori_loop(0, num_large, partial(step, first=0, size=BLOCK_KEYS), sums)
+            return lax.fori_loop(0, num_small, partial(step, first=filled_large, size=LAST_KEYS), sums)
+
+        def put_scores(scores: Array, first: Array, begin: Array, size: int) -> Array:
+            found = [jnp.einsum("gh,sh->gs", queries[head], block(keys, head, begin, size)) for head in heads]
+            return lax.dynamic_update_slice_in_dim(scores, jnp.stack(found), begin, axis=2)
+
+        def add_values(context: Array, first: Array, begin: Array, size: int) -> Array:
+            is_new = begin + jnp.arange(size, dtype=jnp.int32)[None] >= first
+            weights = [jnp.where(is_new, lax.dynamic_slice_in_dim(x, begin, size, axis=1), 0.0) for x in attn_weights]
+            found = [
+                jnp.einsum("gs,sh->gh", x, block(values, head, begin, size))
+                for x, head in zip(weights, heads, strict=True)
+            ]
+            return context + jnp.stack(found)
+
+        scores = over_blocks(put_scores, jnp.zeros_like(queries, shape=(len(heads), group_size, capacity)))
+        is_hidden = jnp.arange(capacity, dtype=jnp.int32)[None] > last[:, None]
+        attn_weights = jax.nn.softmax(jnp.where(is_hidden[:, None], -jnp.inf, scores), axis=-1)
+        return over_blocks(add_values, jnp.zeros_like(queries, shape=(len(heads), *queries.shape[1:])))
 
     together = math.gcd(num_kv_heads if num_kv_heads > 1 else batch_size, HEADS_SIDE_BY_SIDE)
     contexts = lax.map(attend_side_by_side, jnp.arange(num_heads, dtype=jnp.int32).reshape(-1, together))
@@ -328,7 +341,6 @@ class _Blocks:
             _Rows(number, begin, min(begin + block_queries, self.seq_len_q))
             for number, begin in enumerate(range(0, self.seq_len_q, block_queries))
         ]
-        self.most_keys = MOST_SCORES // (self.tile_shape[1] * self.group_size * min(block_queries, self.seq_len_q))
         self.block_keys = min(BLOCK_KEYS, self.seq_len_k)
         self.seen_blocks = None if hidden.mask is None else self.seen(hidden.mask)
 
@@ -348,11 +360,8 @@ class _Blocks:
     def over_keys(self, add: Callable[[Any, _Keys], Any], nothing: Any, zeros: Any, tile: _Tile, rows: _Rows) -> Any:
         """What a function adds up over the keys that a block of queries may see, from nothing or, in a loop, zeros."""
         stop = min(rows.stop, self.seq_len_k) if self.is_causal else self.seq_len_k
-        skips = self.hidden.mask is not None or self.hidden.lengths is not None
-        if not skips and stop <= self.most_keys:
-            clear = min(rows.begin, stop) if self.is_causal else stop
-            sums = add(nothing, _Keys(0, clear, is_clear=True)) if clear else nothing
-            return add(sums, _Keys(clear, stop - clear)) if clear < stop else sums
+        if self.hidden.mask is None and self.hidden.lengths is None:
+            return self.over_all_keys(add, nothing, zeros, rows, stop)
         first, last = 0, -(-stop // self.block_keys)
         if self.seen_blocks is not None:
             first_seen, last_seen = (tile.part(x)[..., rows.number] for x in self.seen_blocks)
@@ -365,6 +374,16 @@ class _Blocks:
             return add(sums, _Keys(jnp.minimum(first, self.seq_len_k - self.block_keys), self.block_keys, first))
 
         return lax.fori_loop(first, last, add_block, zeros)
+
+    def over_all_keys(self, add: Callable[[Any, _Keys], Any], nothing: Any, zeros: Any, rows: _Rows, stop: int) -> Any:
+        """The same where nothing but causality hides keys: first the blocks that every query sees, then the rest."""
+        size, num_clear = self.block_keys, (min(rows.begin, stop) if self.is_causal else stop) // self.block_keys
+        sums, rest = nothing, stop - num_clear * size
+        if num_clear == 1:
+            sums = add(nothing, _Keys(0, size, is_clear=True))
+        elif num_clear:
+            sums = lax.fori_loop(0, num_clear, lambda i, sums: add(sums, _Keys(i * size, size, is_clear=True)), zeros)
+        return add(sums, _Keys(num_clear * size, rest, is_clear=not self.is_causal)) if rest else sums
 
     def seen(self, mask: Array) -> tuple[Array, Array]:
         """The blocks of keys that each block of queries sees by the mask: the first, and the one after the last."""

@@ -130,7 +130,7 @@ def test_without_a_peer_or_a_limit_there_is_no_ratio(peers):
 def test_contenders_run_in_turn_as_often_as_the_budget_allows():
     now, ran = itertools.count(), []  # every run takes one second
     runs = {name: lambda name=name: ran.append(name) for name in "abc"}
-    found = run_in_turn(runs, budget_s=21.0, rounds=(2, 20), clock=lambda: float(next(now)))
+    found = run_in_turn(runs, budget_s=21.0, rounds=(2, 20), warm_up=False, clock=lambda: float(next(now)))
     assert {name: len(times) for name, times in found.items()} == dict.fromkeys("abc", 7)
     assert all(seconds == 1.0 for times in found.values() for seconds in times)
     assert all(sorted(ran[i : i + 3]) == ["a", "b", "c"] for i in range(0, len(ran), 3))
@@ -144,11 +144,14 @@ def test_rounds_have_a_least_and_a_most(budget, count):
     assert len(found["a"]) == count
 
 
-def test_short_runs_are_repeated_unless_they_change_what_comes_next():
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_short_runs_are_repeated_as_often_as_they_may_be_and_begin_warm(warm_up):
     now, ran = itertools.count(), []
     runs = {name: lambda name=name: ran.append(name) for name in "ab"}
-    found = run_in_turn(runs, budget_s=0, rounds=(1, 1), once=["b"], clock=lambda: next(now) * 0.002)
-    assert (ran.count("a"), ran.count("b")) == (1 + 5, 1 + 1)
+    found = run_in_turn(
+        runs, budget_s=0, rounds=(1, 1), most_repeats={"b": 2}, warm_up=warm_up, clock=lambda: next(now) * 0.002
+    )
+    assert (ran.count("a"), ran.count("b")) == (1 + 5 + 2 * warm_up, 1 + 2 + 2 * warm_up)
     assert found["a"] == [pytest.approx(0.002 / 5)]
 
 
@@ -245,14 +248,6 @@ def test_the_other_framework_is_shown_and_does_not_count():
     row, other = bench_work(Work("cores", "core", 1, 2, **TINY), sides, **ONCE)
     assert (list(row.peers), row.not_counted, row.best_peer) == (["jax.nn", "torch SDPA"], ["torch SDPA"], "jax.nn")
     assert (list(other.peers), other.not_counted) == (["SDPA"], [])
-
-
-def test_the_limit_is_the_fastest_that_the_process_has_seen():
-    side = Side(**{OURS: 1.0})
-    side.probe.seconds.append(1e-12)
-    (row,) = bench_work(Work("cores", "core", 1, 2, **TINY), {"jax": side}, **ONCE)
-    assert len(side.probe.seconds) == 2
-    assert row.limit_ms == pytest.approx(1e3 * 1e-12 * Work("cores", "core", 1, 2, **TINY).flops)
 
 
 def test_what_ours_cannot_do_is_an_error_that_names_it():

@@ -31,8 +31,8 @@ both_forms = pytest.mark.parametrize("form", ["plain", "fused"])
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Every shape goes block by block, one loop over blocks of keys for each block of queries."""
-    sizes = {"FEW_SCORES": 0, "MOST_SCORES": 0, "BLOCK_QUERIES": 16, "BLOCK_KEYS": 16, "LAST_KEYS": 4}
+    """Every shape goes block by block."""
+    sizes = {"FEW_SCORES": 0, "BLOCK_QUERIES": 16, "BLOCK_KEYS": 16, "LAST_KEYS": 4}
     for name, size in sizes.items():
         monkeypatch.setattr(blockwise, name, size)
 
@@ -272,7 +272,7 @@ def test_blocks_give_what_the_plain_path_gives_in_half_precision(name, dtype):
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", WITHOUT_LOOP)
 def test_blocks_of_all_keys_give_what_the_plain_path_gives(monkeypatch, name):
-    monkeypatch.setattr(blockwise, "MOST_SCORES", 2**21)
+    monkeypatch.setattr(blockwise, "BLOCK_KEYS", 512)
     arrays, options = named(name)
     parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
 
@@ -280,13 +280,6 @@ def test_blocks_of_all_keys_give_what_the_plain_path_gives(monkeypatch, name):
 @pytest.mark.usefixtures("small_blocks")
 def test_block_of_a_single_key_gives_its_value():
     assert_single_key_is_seen(results(mha_jax, jax_fused, single_key()), single_key())
-
-
-@pytest.mark.usefixtures("small_blocks")
-def test_blocks_of_few_keys_are_taken_at_once_and_others_in_a_loop(monkeypatch):
-    monkeypatch.setattr(blockwise, "MOST_SCORES", 2 * 16 * 20)  # 20 keys for 16 queries of two heads
-    arrays, options = named("causal-square")
-    parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -388,7 +381,7 @@ def layer_with_gradients(problem):
 
 @pytest.mark.parametrize(("name", "dtype"), CASES_IN_BLOCKS, ids=map("-".join, CASES_IN_BLOCKS))
 def test_layer_in_blocks_agrees_with_the_reference(monkeypatch, name, dtype):
-    for size, value in {"FEW_SCORES": 0, "MOST_SCORES": 0, "BLOCK_QUERIES": 2, "BLOCK_KEYS": 2}.items():
+    for size, value in {"FEW_SCORES": 0, "BLOCK_QUERIES": 2, "BLOCK_KEYS": 2}.items():
         monkeypatch.setattr(blockwise, size, value)
     problem = parity.make_problem(parity.CASES[name], dtype)
     with jax_backend.lock(dtype):

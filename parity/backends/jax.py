@@ -271,7 +271,7 @@ class _Layer:
 @contextmanager
 def _small_blocks() -> Iterator[None]:
     """Let the fused path go block by block: cases are so small that it would leave them to the plain one."""
-    sizes = {"FEW_SCORES": 0, "MOST_SCORES": 256, "BLOCK_QUERIES": 8, "BLOCK_KEYS": 8, "LAST_KEYS": 4}
+    sizes = {"FEW_SCORES": 0, "MOST_BLOCKS": 2, "BLOCK_QUERIES": 8, "BLOCK_KEYS": 8, "LAST_KEYS": 4}
     kept = {name: getattr(blockwise, name) for name in sizes}
     try:
         for name, size in sizes.items():

@@ -277,12 +277,12 @@ def _bench_row(
     fields: dict[str, Any] = {}
     if work.is_timed:
         runs = {name: contender.run for name, contender in contenders.items()}
-        once = [name for name, contender in contenders.items() if contender.carries]
+        room = max(
+            1, (work.capacity - work.seq_len) // (2 * rounds[1])
+        )  # for the tokens of a turn, and for what warms up
+        most_repeats = {name: room for name, contender in contenders.items() if contender.carries}
         runs |= {LIMIT: probe.run} if probe else {}
-        seconds = run_in_turn(runs, budget_s=budget_s, rounds=rounds, once=once)
-        if probe:  # the speed of this process: a row may have come when the machine was not free
-            probe.seconds.extend(seconds[LIMIT])
-            seconds[LIMIT] = probe.seconds
+        seconds = run_in_turn(runs, budget_s=budget_s, rounds=rounds, most_repeats=most_repeats)
         fields = times_of(
             seconds,
             not_counted=[name for name, contender in contenders.items() if not contender.counts],

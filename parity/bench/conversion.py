@@ -55,7 +55,7 @@ def bench_conversion(*, num_layers: int, repeats: int) -> list[Row]:
         runs = {OURS: ours, "load_file, save_file": library, LIMIT: copy}
         for run in runs.values():
             run()
-        seconds = run_in_turn(runs, budget_s=0.0, rounds=(repeats, repeats), once=list(runs))
+        seconds = run_in_turn(runs, budget_s=0.0, rounds=(repeats, repeats), warm_up=False)
         nbytes = float(source.stat().st_size)
     shape = [num_layers, 4, SPEC.d_model, SPEC.d_model]
     fields = times_of(seconds, amount=nbytes, probe=nbytes)  # the limit is a copy of the file

@@ -6,7 +6,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,7 +50,7 @@ def _import_row(name: str, repeats: int, on_row: Callable[..., Any]) -> Row:
 def _help_row(repeats: int, on_row: Callable[..., Any]) -> Row:
     on_row("mha-parity --help")
     runs = {OURS: lambda: _run("-m", "parity", "--help"), "python -c pass": lambda: _run("-c", "pass")}
-    seconds = run_in_turn(runs, budget_s=0.0, rounds=(repeats, repeats), once=list(runs), clock=time.perf_counter)
+    seconds = run_in_turn(runs, budget_s=0.0, rounds=(repeats, repeats), warm_up=False)
     extra = 1e3 * (statistics.median(seconds[OURS]) - statistics.median(seconds["python -c pass"]))
     fields = times_of(seconds, not_counted=["python -c pass"])
     return Row("mha-parity --help", "", [], "", group="import", extra_ms=extra, **fields)

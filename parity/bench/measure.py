@@ -46,12 +46,10 @@ class Probe:
     Attributes:
         run: do it, and return when it is done.
         amount: floating-point operations, or bytes.
-        seconds: of all runs in this process so far.
     """
 
     run: Callable[[], Any]
     amount: float
-    seconds: list[float] = field(default_factory=list)
 
 
 def large_enough(make: Callable[[int], Probe], largest: int) -> Probe:
@@ -161,7 +159,8 @@ def run_in_turn(
     *,
     budget_s: float,
     rounds: tuple[int, int] = (5, 15),
-    once: Sequence[str] = (),
+    most_repeats: Mapping[str, int] | None = None,
+    warm_up: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """The seconds of every run: rounds in which each runs once, in an order that changes.
@@ -170,26 +169,30 @@ def run_in_turn(
         runs: what to measure, by name; each has run before.
         budget_s: about how long all rounds may take.
         rounds: how many there are at least, and at most.
-        once: names of those that are not repeated within a turn, however short.
+        most_repeats: how often one may run within a turn, by name; `MOST_REPEATS` where it is not said.
+        warm_up: begin each turn with a run that is not timed. The one before has left caches, threads and the
+            allocator as it needed them; who uses one of them runs it again and again.
         clock: tells the time.
     """
 
     def turn(name: str, repeats: int) -> float:
+        if warm_up:
+            runs[name]()
         begin = clock()
         for _ in range(repeats):
             runs[name]()
         return (clock() - begin) / repeats
 
+    most = dict.fromkeys(runs, MOST_REPEATS) | dict(most_repeats or {})
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         first = {name: turn(name, 1) for name in runs}
         repeats = {
-            name: 1 if name in once else min(MOST_REPEATS, max(1, math.ceil(TURN_S / max(seconds, 1e-9))))
-            for name, seconds in first.items()
+            name: min(most[name], max(1, math.ceil(TURN_S / max(seconds, 1e-9)))) for name, seconds in first.items()
         }
-        a_round = sum(repeats[name] * seconds for name, seconds in first.items())
+        a_round = sum((repeats[name] + warm_up) * seconds for name, seconds in first.items())
         count = max(rounds[0], min(rounds[1], int(budget_s / max(a_round, 1e-9))))
         found: dict[str, list[float]] = {name: [] for name in runs}
         names, shuffle = list(runs), random.Random(0).shuffle
