@@ -26,15 +26,15 @@ from mha_jax.rope import at_least_float32
 FEW_SCORES = 2**20
 """Scores, 4 MiB in float32, up to which the plain path takes less time."""
 BLOCK_QUERIES = 256
-"""Queries of a block, more where they would be more blocks than `MOST_BLOCKS`."""
+"""Queries of a block; twice as many where all see the same keys, and more where there would be too many blocks."""
 BLOCK_KEYS = 512
-"""Keys of a block: with the queries of one, scores that stay in the caches of two cores."""
+"""Keys of a block: its scores with a block of queries stay in the caches of two cores."""
 LAST_KEYS = 128
 """Keys of the last few blocks of a cache, so that little is read that is not filled."""
 HEADS_SIDE_BY_SIDE = 16
 """Heads of a cache that are read at the same time, each by a core if there are as many."""
 MOST_BLOCKS = 16
-"""Blocks of queries; each is compiled on its own, so that it ends with the last key that it may see."""
+"""Blocks of queries at most; each is compiled on its own, so that it ends with the last key that it may see."""
 
 
 class Hidden(NamedTuple):
@@ -164,8 +164,9 @@ def attend_to_cache(
 ) -> Float[Array, "B N 1 H"]:
     """Attention of one token of each sequence up to a position of its own; arguments as those of `fused`.
 
-    A few heads go side by side, each with a product of its own: XLA copies what it takes from a cache to a product of
-    many, and divides the product of one row among no cores.
+    Keys and values are read where they are filled only; of scores, a row of the whole capacity is held for each query.
+    Heads go side by side, each with a product of its own: XLA copies what it takes from a cache to a product of many,
+    and divides the product of one row among no cores.
     """
     batch_size, num_kv_heads, capacity, head_dim = keys.shape
     num_heads = batch_size * num_kv_heads
@@ -185,15 +186,15 @@ def attend_to_cache(
         filled_large = num_large * BLOCK_KEYS
         num_small = -((filled_large - filled) // LAST_KEYS)
 
-        def over_blocks(add: Callable[[Array, Array, Array, int], Array], sums: Array) -> Array:
-            def step(i: Array, sums: Array, *, first: Array | int, size: int) -> Array:
-                first = first + i * size
-                return add(sums, first, jnp.minimum(first, capacity - size), size)  # the last may lie over another
+        def over_blocks(add: Callable[[Array, Array, Array, int], Array], carry: Array) -> Array:
+            def step(i: Array, carry: Array, *, after: Array | int, size: int) -> Array:
+                first = after + i * size
+                return add(carry, first, jnp.minimum(first, capacity - size), size)  # the last may lie over another
 
-            sums = lax.fori_loop(0, num_large, partial(step, first=0, size=BLOCK_KEYS), sums)
-            return lax.fori_loop(0, num_small, partial(step, first=filled_large, size=LAST_KEYS), sums)
+            carry = lax.fori_loop(0, num_large, partial(step, after=0, size=BLOCK_KEYS), carry)
+            return lax.fori_loop(0, num_small, partial(step, after=filled_large, size=LAST_KEYS), carry)
 
-        def put_scores(scores: Array, first: Array, begin: Array, size: int) -> Array:
+        def put_scores(scores: Array, _: Array, begin: Array, size: int) -> Array:
             found = [jnp.einsum("gh,sh->gs", queries[head], block(keys, head, begin, size)) for head in heads]
             return lax.dynamic_update_slice_in_dim(scores, jnp.stack(found), begin, axis=2)
 
@@ -207,8 +208,8 @@ def attend_to_cache(
             return context + jnp.stack(found)
 
         scores = over_blocks(put_scores, jnp.zeros_like(queries, shape=(len(heads), group_size, capacity)))
-        is_hidden = jnp.arange(capacity, dtype=jnp.int32)[None] > last[:, None]
-        attn_weights = jax.nn.softmax(jnp.where(is_hidden[:, None], -jnp.inf, scores), axis=-1)
+        is_seen = jnp.arange(capacity, dtype=jnp.int32)[None] <= last[:, None]
+        attn_weights = jax.nn.softmax(scores, axis=-1, where=is_seen[:, None])  # 0 for a sequence without a key
         return over_blocks(add_values, jnp.zeros_like(queries, shape=(len(heads), *queries.shape[1:])))
 
     together = math.gcd(num_kv_heads if num_kv_heads > 1 else batch_size, HEADS_SIDE_BY_SIDE)
@@ -336,7 +337,10 @@ class _Blocks:
         self.scale = head_dim**-0.5
         # Two products of matrices at a time keep two cores busier than one.
         self.tile_shape = (1, 2 if self.group_size == 1 and self.num_kv_heads % 2 == 0 else 1)
-        block_queries = max(BLOCK_QUERIES, -(-self.seq_len_q // MOST_BLOCKS))
+        # Where every query sees the same, larger matrices are faster; elsewhere smaller ones leave out more. (A group
+        # of heads makes them larger, too.)
+        sees_alike = not is_causal and hidden.mask is None and self.group_size == 1
+        block_queries = max(BLOCK_QUERIES * (2 if sees_alike else 1), -(-self.seq_len_q // MOST_BLOCKS))
         self.rows = [
             _Rows(number, begin, min(begin + block_queries, self.seq_len_q))
             for number, begin in enumerate(range(0, self.seq_len_q, block_queries))
@@ -360,30 +364,36 @@ class _Blocks:
     def over_keys(self, add: Callable[[Any, _Keys], Any], nothing: Any, zeros: Any, tile: _Tile, rows: _Rows) -> Any:
         """What a function adds up over the keys that a block of queries may see, from nothing or, in a loop, zeros."""
         stop = min(rows.stop, self.seq_len_k) if self.is_causal else self.seq_len_k
-        if self.hidden.mask is None and self.hidden.lengths is None:
-            return self.over_all_keys(add, nothing, zeros, rows, stop)
-        first, last = 0, -(-stop // self.block_keys)
-        if self.seen_blocks is not None:
-            first_seen, last_seen = (tile.part(x)[..., rows.number] for x in self.seen_blocks)
-            first, last = jnp.maximum(first, first_seen.min()), jnp.minimum(last, last_seen.max())
-        if self.hidden.lengths is not None:
-            last = jnp.minimum(last, -(-self.hidden.lengths[tile.sequence] // self.block_keys))
+        size, num_blocks = self.block_keys, -(-stop // self.block_keys)
 
         def add_block(i: Array, sums: Any) -> Any:
-            first = i * self.block_keys
-            return add(sums, _Keys(jnp.minimum(first, self.seq_len_k - self.block_keys), self.block_keys, first))
+            first = i * size
+            return add(sums, _Keys(jnp.minimum(first, self.seq_len_k - size), size, first))
 
-        return lax.fori_loop(first, last, add_block, zeros)
-
-    def over_all_keys(self, add: Callable[[Any, _Keys], Any], nothing: Any, zeros: Any, rows: _Rows, stop: int) -> Any:
-        """The same where nothing but causality hides keys: first the blocks that every query sees, then the rest."""
-        size, num_clear = self.block_keys, (min(rows.begin, stop) if self.is_causal else stop) // self.block_keys
-        sums, rest = nothing, stop - num_clear * size
+        if self.hidden.mask is not None or self.hidden.lengths is not None:
+            first, last = self.seen_of(tile, rows)
+            return lax.fori_loop(first, jnp.minimum(last, num_blocks), add_block, zeros)
+        # First the blocks of which every query sees all, then the rest: at once, if it is a block at most.
+        clear = min(rows.begin, stop) if self.is_causal else stop
+        num_clear, sums = clear // size, nothing
         if num_clear == 1:
             sums = add(nothing, _Keys(0, size, is_clear=True))
         elif num_clear:
             sums = lax.fori_loop(0, num_clear, lambda i, sums: add(sums, _Keys(i * size, size, is_clear=True)), zeros)
-        return add(sums, _Keys(num_clear * size, rest, is_clear=not self.is_causal)) if rest else sums
+        rest = stop - num_clear * size
+        if rest > size:
+            return lax.fori_loop(num_clear, num_blocks, add_block, sums if num_clear else zeros)
+        return add(sums, _Keys(num_clear * size, rest, is_clear=clear == stop)) if rest else sums
+
+    def seen_of(self, tile: _Tile, rows: _Rows) -> tuple[Array | int, Array | int]:
+        """The blocks of keys that a block of queries sees by mask and lengths: the first, the one after the last."""
+        first, last = 0, self.seq_len_k
+        if self.seen_blocks is not None:
+            first_seen, last_seen = (tile.part(x)[..., rows.number] for x in self.seen_blocks)
+            first, last = first_seen.min(), last_seen.max()
+        if self.hidden.lengths is not None:
+            last = jnp.minimum(last, -(-self.hidden.lengths[tile.sequence] // self.block_keys))
+        return first, last
 
     def seen(self, mask: Array) -> tuple[Array, Array]:
         """The blocks of keys that each block of queries sees by the mask: the first, and the one after the last."""
@@ -397,7 +407,7 @@ class _Blocks:
         return jnp.where(seen, number, self.seq_len_k).min(axis=-1), jnp.where(seen, number + 1, 0).max(axis=-1)
 
     def may_hide_all(self, keys: _Keys) -> bool:
-        """Whether a query may see no key of a block. Without a mask it sees one of those that are not in a loop."""
+        """Whether a query may see no key of a block: by a mask, or as causality cuts up what is not clear."""
         return self.hidden.mask is not None or self.hidden.lengths is not None or not isinstance(keys.first, int)
 
     def scores(

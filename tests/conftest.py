@@ -19,8 +19,8 @@ from parity.backends import torch as torch_backend
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 torch.set_num_threads(1)  # two workers share two cores
-# Most of the time goes into compiling, and most of what one test compiles another has compiled before: often a mistake is
-# planted in one stage of a case, and the others are as they were. (For subprocesses the Makefile says the same.)
+# Most of the time goes into compiling, and most of what one test compiles another has compiled before: often a mistake
+# is planted in one stage of a case, and the others are as they were. (For subprocesses the Makefile says the same.)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / "build" / "jax-cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 

@@ -144,6 +144,12 @@ def test_rounds_have_a_least_and_a_most(budget, count):
     assert len(found["a"]) == count
 
 
+def test_what_warms_up_counts_in_the_budget():
+    now = itertools.count()
+    found = run_in_turn({"a": lambda: None}, budget_s=20.0, rounds=(2, 20), clock=lambda: float(next(now)))
+    assert len(found["a"]) == 10
+
+
 @pytest.mark.parametrize("warm_up", [False, True])
 def test_short_runs_are_repeated_as_often_as_they_may_be_and_begin_warm(warm_up):
     now, ran = itertools.count(), []

@@ -277,9 +277,8 @@ def _bench_row(
     fields: dict[str, Any] = {}
     if work.is_timed:
         runs = {name: contender.run for name, contender in contenders.items()}
-        room = max(
-            1, (work.capacity - work.seq_len) // (2 * rounds[1])
-        )  # for the tokens of a turn, and for what warms up
+        # Of a cache that fills up: half of its room for the turns, the rest for what warms up.
+        room = max(1, (work.capacity - work.seq_len) // (2 * rounds[1]))
         most_repeats = {name: room for name, contender in contenders.items() if contender.carries}
         runs |= {LIMIT: probe.run} if probe else {}
         seconds = run_in_turn(runs, budget_s=budget_s, rounds=rounds, most_repeats=most_repeats)

@@ -29,7 +29,7 @@ class Contender:
         arrays: what it gave as arrays to compare: the output, the attention weights, the gradients of the inputs.
         peak_bytes: memory taken meanwhile beyond inputs and results; None where it cannot be told.
         counts: as a peer; others are shown beside the peers.
-        carries: every run changes the state that the next one begins with.
+        carries: every run changes the state that the next one begins with: a cache holds one token more.
     """
 
     run: Callable[[], Any]
@@ -170,8 +170,8 @@ def run_in_turn(
         budget_s: about how long all rounds may take.
         rounds: how many there are at least, and at most.
         most_repeats: how often one may run within a turn, by name; `MOST_REPEATS` where it is not said.
-        warm_up: begin each turn with a run that is not timed. The one before has left caches, threads and the
-            allocator as it needed them; who uses one of them runs it again and again.
+        warm_up: begin each turn with a run that is not timed: the contender before has left caches, threads and the
+            allocator in its own state, and repeated use is what is measured.
         clock: tells the time.
     """
 
