@@ -138,7 +138,7 @@ def bench(
     rows = []
     for work in works:
         on_row(f"{work.what} {work.shape}")
-        rows += bench_work(work, sides, budget_s=0.3 if quick else 3.0, rounds=(5, 9) if quick else (5, 15))
+        rows += bench_work(work, sides, budget_s=0.3 if quick else 3.0, rounds=(3, 9) if quick else (5, 15))
     if "import" in groups:
         from parity.bench.imports import bench_imports
 
