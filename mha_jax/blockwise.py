@@ -371,8 +371,7 @@ class _Blocks:
             return add(sums, _Keys(jnp.minimum(first, self.seq_len_k - size), size, first))
 
         if self.hidden.mask is not None or self.hidden.lengths is not None:
-            first, last = self.seen_of(tile, rows)
-            return lax.fori_loop(first, jnp.minimum(last, num_blocks), add_block, zeros)
+            return lax.fori_loop(*self.seen_of(num_blocks, tile, rows), add_block, zeros)
         # First the blocks of which every query sees all, then the rest: at once, if it is a block at most.
         clear = min(rows.begin, stop) if self.is_causal else stop
         num_clear, sums = clear // size, nothing
@@ -385,12 +384,12 @@ class _Blocks:
             return lax.fori_loop(num_clear, num_blocks, add_block, sums if num_clear else zeros)
         return add(sums, _Keys(num_clear * size, rest, is_clear=clear == stop)) if rest else sums
 
-    def seen_of(self, tile: _Tile, rows: _Rows) -> tuple[Array | int, Array | int]:
-        """The blocks of keys that a block of queries sees by mask and lengths: the first, the one after the last."""
-        first, last = 0, self.seq_len_k
+    def seen_of(self, num_blocks: int, tile: _Tile, rows: _Rows) -> tuple[Array | int, Array | int]:
+        """Of so many blocks of keys, those that mask and lengths show a block of queries: the first, where to stop."""
+        first, last = 0, num_blocks
         if self.seen_blocks is not None:
             first_seen, last_seen = (tile.part(x)[..., rows.number] for x in self.seen_blocks)
-            first, last = first_seen.min(), last_seen.max()
+            first, last = first_seen.min(), jnp.minimum(last, last_seen.max())
         if self.hidden.lengths is not None:
             last = jnp.minimum(last, -(-self.hidden.lengths[tile.sequence] // self.block_keys))
         return first, last

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest import mock
 
 import flax
 import jax
@@ -268,18 +269,9 @@ class _Layer:
         return {f"{prefix}grad.{name}": grad for name, grad in {**_to_numpy(grads), **of_weights}.items()}
 
 
-@contextmanager
-def _small_blocks() -> Iterator[None]:
+def _small_blocks() -> AbstractContextManager[Any]:
     """Let the fused path go block by block: cases are so small that it would leave them to the plain one."""
-    sizes = {"FEW_SCORES": 0, "MOST_BLOCKS": 2, "BLOCK_QUERIES": 8, "BLOCK_KEYS": 8, "LAST_KEYS": 4}
-    kept = {name: getattr(blockwise, name) for name in sizes}
-    try:
-        for name, size in sizes.items():
-            setattr(blockwise, name, size)
-        yield
-    finally:
-        for name, size in kept.items():
-            setattr(blockwise, name, size)
+    return mock.patch.multiple(blockwise, FEW_SCORES=0, MOST_BLOCKS=2, BLOCK_QUERIES=8, BLOCK_KEYS=8, LAST_KEYS=4)
 
 
 def _to_numpy(arrays: Mapping[str, Array | None]) -> dict[str, np.ndarray]:
