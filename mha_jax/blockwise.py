@@ -20,7 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax.masks import to_scores_rank
+from mha_jax.compiled import compiled
+from mha_jax.masks import hide_infinite_bias, to_scores_rank
+from mha_jax.not_finite import emptied, not_finite, spoilt
 from mha_jax.rope import at_least_float32
 
 FEW_SCORES = 2**20
@@ -37,6 +39,21 @@ MOST_BLOCKS = 16
 """Blocks of queries at most; each is compiled on its own, so that it ends with the last key that it may see."""
 
 
+class Sizes(NamedTuple):
+    """The constants above, by which what is compiled once may differ."""
+
+    block_queries: int
+    block_keys: int
+    last_keys: int
+    heads_side_by_side: int
+    most_blocks: int
+
+
+def sizes() -> Sizes:
+    """Those that hold now."""
+    return Sizes(BLOCK_QUERIES, BLOCK_KEYS, LAST_KEYS, HEADS_SIDE_BY_SIDE, MOST_BLOCKS)
+
+
 class Hidden(NamedTuple):
     """What hides keys, and what is added to scores.
 
@@ -51,6 +68,7 @@ class Hidden(NamedTuple):
     lengths: Array | None
 
 
+@compiled("is_causal", "sizes")
 def attend(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
@@ -60,6 +78,7 @@ def attend(
     bias: Float[Array, "..."] | None = None,
     is_causal: bool = False,
     lengths: Int[Array, " B"] | None = None,
+    sizes: Sizes,
 ) -> Float[Array, "B N T H"]:
     """Attention of split heads, in the dtype of query; arguments as those of `fused`, and checked there.
 
@@ -71,21 +90,24 @@ def attend(
         heads = (1, 1) if x.shape[1] == 1 != query.shape[1] else (num_kv_heads, x.shape[1] // num_kv_heads)
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
-    mask, bias = (None if x is None else group(to_scores_rank(x)) for x in (mask, bias))
-    context: Any = _attend(is_causal, group(query), key, value, Hidden(mask, bias, lengths))
+    mask, bias = (None if x is None else group(to_scores_rank(x)) for x in (hide_infinite_bias(mask, bias), bias))
+    context: Any = _attend((is_causal, sizes), group(query), key, value, Hidden(mask, bias, lengths))
     return context.reshape(query.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(is_causal: bool, query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
-    return _forward(is_causal, query, key, value, hidden)[0]
+def _attend(options: tuple[bool, Sizes], query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
+    return _forward(options, query, key, value, hidden)[0]
 
 
-def _forward(is_causal: bool, query: Array, key: Array, value: Array, hidden: Hidden) -> tuple[Array, tuple[Any, ...]]:
-    blocks = _Blocks(query.shape, key.shape, hidden, is_causal)
+def _forward(
+    options: tuple[bool, Sizes], query: Array, key: Array, value: Array, hidden: Hidden
+) -> tuple[Array, tuple[Any, ...]]:
+    blocks = _Blocks(query.shape, key.shape, hidden, *options)
 
     def attend_in_tile(tile: _Tile, carry: None) -> tuple[Any, None]:
         q, k, v = (at_least_float32(tile.of(x)) for x in (query, key, value))
+        q, k, v = blocks.set_aside(q, k, v)
         results = []
         for rows in blocks.rows:
 
@@ -99,18 +121,26 @@ def _forward(is_causal: bool, query: Array, key: Array, value: Array, hidden: Hi
         return tuple(jnp.concatenate(parts, axis=-2) for parts in zip(*results, strict=True)), carry
 
     (context, log_sums), _ = blocks.over_tiles(attend_in_tile, None)
-    context = context.reshape(query.shape)
-    residuals = (query, key, value, hidden, context, log_sums.reshape(*query.shape[:-1], 1))
+    context, log_sums = context.reshape(query.shape), log_sums.reshape(*query.shape[:-1], 1)
+    # A row to which no key gave anything may see some: if all of its scores are -inf.
+    gave_nothing = jnp.isposinf(log_sums)
+    is_empty = blocks.empty_rows(gave_nothing)
+    context, log_sums = (spoilt(x, gave_nothing & ~is_empty) for x in (context, log_sums))
+    residuals = (query, key, value, hidden, context, log_sums)
+    if blocks.hides:
+        context = spoilt(context, not_finite(query) & ~is_empty)
     return context.astype(query.dtype), residuals
 
 
-def _backward(is_causal: bool, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
+def _backward(options: tuple[bool, Sizes], residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
     query, key, value, hidden, context, log_sums = residuals
-    blocks = _Blocks(query.shape, key.shape, hidden, is_causal)
+    blocks = _Blocks(query.shape, key.shape, hidden, *options)
 
     def differentiate_tile(tile: _Tile, grad_bias: Array | None) -> tuple[Any, Array | None]:
-        k, v = (at_least_float32(tile.of(x)) for x in (key, value))
-        by_row = [at_least_float32(tile.of(x)) for x in (query, cotangent, context, log_sums)]
+        q, k, v, *by_row = (at_least_float32(tile.of(x)) for x in (query, key, value, cotangent, context, log_sums))
+        q, k, v = blocks.set_aside(q, k, v)
+        finite_k = emptied(k, not_finite(k)) if blocks.hides else k
+        by_row = [q, *by_row]
         grads_q, grad_k, grad_v = [], jnp.zeros_like(k), jnp.zeros_like(v)
         for rows in blocks.rows:
             q_rows, given, found, logs = (rows.of(x) for x in by_row)
@@ -128,9 +158,9 @@ def _backward(is_causal: bool, residuals: tuple[Any, ...], cotangent: Array) -> 
                 scores, is_hidden = blocks.scores(q_rows, keys.of(k), tile, rows, keys, by_key=True)
                 attn_weights = jnp.exp(scores - logs)
                 grad_scores = attn_weights * (jnp.einsum("psh,pth->pst", keys.of(v), given) - given_sums)
-                if is_hidden is not None:  # a masked value may be beyond multiplying
-                    grad_scores = jnp.where(is_hidden, 0.0, grad_scores)
-                found = jnp.einsum("psh,pst->pht", keys.of(k), grad_scores).swapaxes(1, 2)
+                if is_hidden is not None:  # a masked value may be beyond multiplying, as a row that is NaN is
+                    attn_weights, grad_scores = (jnp.where(is_hidden, 0.0, x) for x in (attn_weights, grad_scores))
+                found = jnp.einsum("psh,pst->pht", keys.of(finite_k), grad_scores).swapaxes(1, 2)
                 return (
                     found if grad_rows is None else grad_rows + found,
                     keys.add_to(grad_k, jnp.einsum("pst,pth->psh", grad_scores, q_rows)),
@@ -155,12 +185,14 @@ def _backward(is_causal: bool, residuals: tuple[Any, ...], cotangent: Array) -> 
 _attend.defvjp(_forward, _backward)
 
 
-@jax.custom_vjp
+@compiled("sizes")
 def attend_to_cache(
     query: Float[Array, "B N 1 H"],
     keys: Float[Array, "B K S H"],
     values: Float[Array, "B K S H"],
     last_positions: Int[Array, " B"],
+    *,
+    sizes: Sizes,
 ) -> Float[Array, "B N 1 H"]:
     """Attention of one token of each sequence up to a position of its own; arguments as those of `fused`.
 
@@ -168,6 +200,11 @@ def attend_to_cache(
     Heads go side by side, each with a product of its own: XLA copies what it takes from a cache to a product of many,
     and divides the product of one row among no cores.
     """
+    return _attend_to_cache(sizes, query, keys, values, last_positions)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_to_cache(sizes: Sizes, query: Array, keys: Array, values: Array, last_positions: Array) -> Array:
     batch_size, num_kv_heads, capacity, head_dim = keys.shape
     num_heads = batch_size * num_kv_heads
     group_size = query.shape[1] // num_kv_heads
@@ -180,55 +217,58 @@ def attend_to_cache(
         return at_least_float32(x[0, 0])
 
     def attend_side_by_side(heads: Array) -> Array:
-        last = last_positions[heads // num_kv_heads]
-        filled = last.max() + 1
-        num_large = filled // BLOCK_KEYS
-        filled_large = num_large * BLOCK_KEYS
-        num_small = -((filled_large - filled) // LAST_KEYS)
+        last_of_heads = last_positions[heads // num_kv_heads]
+        filled = last_of_heads.max() + 1
+        num_large = filled // sizes.block_keys
+        filled_large = num_large * sizes.block_keys
+        num_small = -((filled_large - filled) // sizes.last_keys)
 
         def over_blocks(add: Callable[[Array, Array, Array, int], Array], carry: Array) -> Array:
             def step(i: Array, carry: Array, *, after: Array | int, size: int) -> Array:
                 first = after + i * size
                 return add(carry, first, jnp.minimum(first, capacity - size), size)  # the last may lie over another
 
-            carry = lax.fori_loop(0, num_large, partial(step, after=0, size=BLOCK_KEYS), carry)
-            return lax.fori_loop(0, num_small, partial(step, after=filled_large, size=LAST_KEYS), carry)
+            carry = lax.fori_loop(0, num_large, partial(step, after=0, size=sizes.block_keys), carry)
+            return lax.fori_loop(0, num_small, partial(step, after=filled_large, size=sizes.last_keys), carry)
 
         def put_scores(scores: Array, _: Array, begin: Array, size: int) -> Array:
             found = [jnp.einsum("gh,sh->gs", queries[head], block(keys, head, begin, size)) for head in heads]
             return lax.dynamic_update_slice_in_dim(scores, jnp.stack(found), begin, axis=2)
 
         def add_values(context: Array, first: Array, begin: Array, size: int) -> Array:
-            is_new = begin + jnp.arange(size, dtype=jnp.int32)[None] >= first
-            weights = [jnp.where(is_new, lax.dynamic_slice_in_dim(x, begin, size, axis=1), 0.0) for x in attn_weights]
+            slots = begin + jnp.arange(size, dtype=jnp.int32)
+            weights = [
+                jnp.where(slots[None] >= first, lax.dynamic_slice_in_dim(x, begin, size, axis=1), 0.0)
+                for x in attn_weights
+            ]
             found = [
-                jnp.einsum("gs,sh->gh", x, block(values, head, begin, size))
-                for x, head in zip(weights, heads, strict=True)
+                jnp.einsum("gs,sh->gh", x, emptied(block(values, head, begin, size), (slots > last)[:, None]))
+                for x, head, last in zip(weights, heads, last_of_heads, strict=True)
             ]
             return context + jnp.stack(found)
 
         scores = over_blocks(put_scores, jnp.zeros_like(queries, shape=(len(heads), group_size, capacity)))
-        is_seen = jnp.arange(capacity, dtype=jnp.int32)[None] <= last[:, None]
+        is_seen = jnp.arange(capacity, dtype=jnp.int32)[None] <= last_of_heads[:, None]
         attn_weights = jax.nn.softmax(scores, axis=-1, where=is_seen[:, None])  # 0 for a sequence without a key
         return over_blocks(add_values, jnp.zeros_like(queries, shape=(len(heads), *queries.shape[1:])))
 
-    together = math.gcd(num_kv_heads if num_kv_heads > 1 else batch_size, HEADS_SIDE_BY_SIDE)
+    together = math.gcd(num_kv_heads if num_kv_heads > 1 else batch_size, sizes.heads_side_by_side)
     contexts = lax.map(attend_side_by_side, jnp.arange(num_heads, dtype=jnp.int32).reshape(-1, together))
     return contexts.reshape(query.shape).astype(query.dtype)
 
 
-def _attend_to_cache_forward(*inputs: Array) -> tuple[Array, tuple[Array, ...]]:
-    return attend_to_cache(*inputs), inputs
+def _attend_to_cache_forward(sizes: Sizes, *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _attend_to_cache(sizes, *inputs), inputs
 
 
-def _attend_to_cache_backward(residuals: tuple[Array, ...], cotangent: Array) -> tuple[Array | None, ...]:
+def _attend_to_cache_backward(sizes: Sizes, residuals: tuple[Array, ...], cotangent: Array) -> tuple[Array | None, ...]:
     query, keys, values, last_positions = residuals
-    lengths = last_positions + 1
-    _, differentiate = jax.vjp(lambda *inputs: attend(*inputs, lengths=lengths), query, keys, values)
+    attend_to_filled = partial(attend, lengths=last_positions + 1, sizes=sizes)
+    _, differentiate = jax.vjp(attend_to_filled, query, keys, values)
     return *differentiate(cotangent), None
 
 
-attend_to_cache.defvjp(_attend_to_cache_forward, _attend_to_cache_backward)
+_attend_to_cache.defvjp(_attend_to_cache_forward, _attend_to_cache_backward)
 
 
 class _Sums(NamedTuple):
@@ -247,18 +287,15 @@ class _Sums(NamedTuple):
     @classmethod
     def of(cls, scores: Array, value: Array, *, may_be_empty: bool) -> "_Sums":
         """Those of one block; `may_be_empty` if a query may see no key of it."""
-        # XLA has a kernel for these two lines, if nothing else needs the largest. A row without a key is NaN here, …
+        # XLA has a kernel for these lines, if nothing else needs the largest. It may be -inf beside a NaN, too.
         largest = scores.max(axis=-1, keepdims=True)
-        exponentials = jnp.exp(scores - largest)
-        sums = exponentials.sum(axis=-1, keepdims=True), jnp.einsum("pts,psh->pth", exponentials, value)
-        if may_be_empty:  # … and 0 from here on
-            sums = (jnp.where(jnp.isneginf(largest), 0.0, x) for x in sums)
-        return cls(largest, *sums)
+        exponentials = jnp.exp(scores - (_finite_shift(largest) if may_be_empty else largest))
+        return cls(largest, exponentials.sum(axis=-1, keepdims=True), jnp.einsum("pts,psh->pth", exponentials, value))
 
     def join(self, other: "_Sums") -> "_Sums":
         """Those of both."""
         largest = jnp.maximum(self.largest, other.largest)
-        shift = jnp.where(jnp.isneginf(largest), 0.0, largest)  # exp(-inf) is 0, and exp(-inf + inf) is not
+        shift = _finite_shift(largest)
         ours, theirs = jnp.exp(self.largest - shift), jnp.exp(other.largest - shift)
         return _Sums(
             largest,
@@ -267,10 +304,14 @@ class _Sums(NamedTuple):
         )
 
     def result(self) -> tuple[Array, Array]:
-        """The context, and the logarithm of the sum of exponentials: 0 and infinity for a row without a key."""
-        is_empty = self.exponentials == 0.0
-        context = self.values / jnp.where(is_empty, 1.0, self.exponentials)
-        return context, jnp.where(is_empty, jnp.inf, self.largest + jnp.log(self.exponentials))
+        """The context, and the logarithm of the sum of exponentials: 0 and infinity for a row to which no key gave."""
+        gave_nothing = self.exponentials == 0.0
+        exponentials = jnp.where(gave_nothing, 1.0, self.exponentials)
+        return self.values / exponentials, jnp.where(gave_nothing, jnp.inf, self.largest + jnp.log(exponentials))
+
+
+def _finite_shift(largest: Array) -> Array:
+    return jnp.where(jnp.isneginf(largest), 0.0, largest)  # exp(-inf) is 0, and exp(-inf + inf) is not
 
 
 class _Tile(NamedTuple):
@@ -328,24 +369,27 @@ class _Blocks:
     """How the work is divided: into tiles of heads, and each of these into blocks of queries and of keys."""
 
     def __init__(
-        self, query_shape: tuple[int, ...], key_shape: tuple[int, ...], hidden: Hidden, is_causal: bool
+        self, query_shape: tuple[int, ...], key_shape: tuple[int, ...], hidden: Hidden, is_causal: bool, sizes: Sizes
     ) -> None:
         self.batch_size, self.num_kv_heads, self.group_size, self.seq_len_q, head_dim = query_shape
         self.seq_len_k = key_shape[2]
+        if hidden.mask is not None:  # XLA would take minutes to find out by itself what a constant mask shows
+            hidden = hidden._replace(mask=lax.optimization_barrier(hidden.mask))
         self.hidden = hidden
         self.is_causal = is_causal
+        self.hides = is_causal or hidden.mask is not None or hidden.lengths is not None
         self.scale = head_dim**-0.5
         # Two products of matrices at a time keep two cores busier than one.
         self.tile_shape = (1, 2 if self.group_size == 1 and self.num_kv_heads % 2 == 0 else 1)
         # Where every query sees the same, larger matrices are faster; elsewhere smaller ones leave out more. (A group
         # of heads makes them larger, too.)
         sees_alike = not is_causal and hidden.mask is None and self.group_size == 1
-        block_queries = max(BLOCK_QUERIES * (2 if sees_alike else 1), -(-self.seq_len_q // MOST_BLOCKS))
+        block_queries = max(sizes.block_queries * (2 if sees_alike else 1), -(-self.seq_len_q // sizes.most_blocks))
         self.rows = [
             _Rows(number, begin, min(begin + block_queries, self.seq_len_q))
             for number, begin in enumerate(range(0, self.seq_len_q, block_queries))
         ]
-        self.block_keys = min(BLOCK_KEYS, self.seq_len_k)
+        self.block_keys = min(sizes.block_keys, self.seq_len_k)
         self.seen_blocks = None if hidden.mask is None else self.seen(hidden.mask)
 
     def over_tiles(self, function: Callable[[_Tile, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
@@ -404,6 +448,34 @@ class _Blocks:
         seen = seen.reshape(*seen.shape[:3], -1, self.block_keys).any(axis=-1)
         number = jnp.arange(seen.shape[-1], dtype=jnp.int32)[None, None, None]
         return jnp.where(seen, number, self.seq_len_k).min(axis=-1), jnp.where(seen, number + 1, 0).max(axis=-1)
+
+    def set_aside(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        """The same where all is finite; else queries and values emptied, and NaN as the keys of those values.
+
+        So whoever sees a key that is not finite, or a value, has a score of NaN, and nobody else has.
+        """
+        if not self.hides:
+            return q, k, v
+        wrong = not_finite(v)
+        return emptied(q, not_finite(q)), jnp.where(wrong, jnp.nan, k), emptied(v, wrong)
+
+    def empty_rows(self, gave_nothing: Array) -> Array:
+        """Those of the rows to which no key gave anything that may see none, (B or 1, K or 1, G or 1, T or 1, 1)."""
+        mask, lengths = self.hidden.mask, self.hidden.lengths
+        lengths = None if lengths is None else lengths.reshape(-1, 1, 1, 1, 1)
+        if mask is None:
+            return jnp.zeros((1,) * 5, bool) if lengths is None else lengths == 0
+
+        def look() -> Array:
+            positions = jnp.arange(self.seq_len_k, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
+            hidden = mask
+            if self.is_causal:
+                hidden |= positions > jnp.arange(self.seq_len_q, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+            if lengths is not None:
+                hidden |= positions >= lengths
+            return gave_nothing & hidden.all(axis=-1, keepdims=True)
+
+        return lax.cond(gave_nothing.any(), look, lambda: gave_nothing)
 
     def may_hide_all(self, keys: _Keys) -> bool:
         """Whether a query may see no key of a block: by a mask, or as causality cuts up what is not clear."""

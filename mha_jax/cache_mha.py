@@ -8,21 +8,28 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import fused
 from mha_jax.checks import (
     check_appended,
+    check_bias,
     check_cache,
     check_cached_input,
     check_count,
     check_floating,
     check_lengths,
+    check_mask,
     check_room,
+    check_rope_positions,
     check_weights,
 )
-from mha_jax.masks import create_causal_mask_with_cache
+from mha_jax.compiled import compiled
+from mha_jax.masks import create_causal_mask_with_cache, to_scores_rank
 from mha_jax.mha import AttentionLayer, Project, combine_heads, project_qkv, project_with
+from mha_jax.not_finite import by_finite_tokens, emptied
 
 
 @jax.tree_util.register_dataclass
@@ -44,6 +51,84 @@ class KVCache:
         """Number of slots of each sequence."""
         return self.keys.shape[2]
 
+    def reorder(self, indices: Int[Array, " C"] | Sequence[int]) -> "KVCache":
+        """A cache of the sequences with these indices, in this order; one may be taken more than once, or not at all.
+
+        Args:
+            indices: which sequences, each 0..B - 1, (B',).
+
+        Returns:
+            A cache of B' sequences, with storage of its own.
+
+        Raises:
+            TypeError: if the indices are not integers.
+            ValueError: if an index lies outside 0..B - 1, where it is known.
+        """
+        check_lengths("indices", indices, None, self.lengths.shape[0] - 1)
+        indices = jnp.asarray(indices, jnp.int32)
+        return KVCache(*(jnp.asarray(x)[indices] for x in (self.keys, self.values, self.lengths)))
+
+    def repeat(self, repeats: int) -> "KVCache":
+        """A cache that holds each sequence `repeats` times, side by side, as the beams of a search.
+
+        Args:
+            repeats: how many times, at least once.
+
+        Returns:
+            A cache of B * repeats sequences, with storage of its own.
+
+        Raises:
+            TypeError: if `repeats` is not an integer.
+            ValueError: if `repeats` is below 1.
+        """
+        check_count("repeats", repeats)
+        return self.reorder([index for index in range(self.lengths.shape[0]) for _ in range(repeats)])
+
+    def grow(self, capacity: int) -> "KVCache":
+        """A cache of the same tokens with more slots.
+
+        Args:
+            capacity: number of slots of each sequence, at least as many as there are.
+
+        Returns:
+            A cache of that capacity, with storage of its own.
+
+        Raises:
+            TypeError: if the capacity is not an integer.
+            ValueError: if the capacity is below that of this cache.
+        """
+        check_count("capacity", capacity, minimum=self.capacity)
+        added = [(0, 0), (0, 0), (0, capacity - self.capacity), (0, 0)]
+        keys, values = (jnp.pad(x, added) for x in (self.keys, self.values))
+        return KVCache(*(jnp.array(x, copy=True) for x in (keys, values, self.lengths)))
+
+    def crop(self, lengths: Int[Array, " B"] | Sequence[int] | int) -> "KVCache":
+        """A cache of the first tokens of each sequence only; the slots of the others hold nothing again.
+
+        Args:
+            lengths: number of tokens to keep, of every sequence or of each, (B,); as many as there are at most.
+
+        Returns:
+            A cache of the same capacity, with storage of its own.
+
+        Raises:
+            TypeError: if the lengths are not integers.
+            ValueError: if a length is negative or above that of its sequence, where they are known.
+        """
+        if isinstance(lengths, int):
+            lengths = [lengths] * self.lengths.shape[0]
+        check_lengths("lengths", lengths, self.lengths.shape[0], self.capacity)
+        if not isinstance(lengths, Tracer) and not isinstance(self.lengths, Tracer):
+            kept, held = np.asarray(lengths), np.asarray(self.lengths)
+            if bool((kept > held).any()):
+                raise ValueError(
+                    f"lengths must not exceed those of the cache, got lengths={kept.tolist()} and {held.tolist()}"
+                )
+        lengths = jnp.minimum(jnp.asarray(lengths, jnp.int32), self.lengths)
+        is_free = jnp.arange(self.capacity, dtype=jnp.int32)[None] >= lengths[:, None]  # (B, S)
+        keys, values = (emptied(x, is_free[:, None, :, None]) for x in (self.keys, self.values))
+        return KVCache(keys, values, lengths)
+
 
 def init_cache(
     batch_size: int,
@@ -63,10 +148,10 @@ def init_cache(
 
     Raises:
         TypeError: if a size is not an integer or the dtype not floating point.
-        ValueError: if a size is below 1.
+        ValueError: if a size is below 1, or the batch size below 0.
     """
-    sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
-    for name, size in sizes.items():
+    check_count("batch_size", batch_size, minimum=0)
+    for name, size in {"num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}.items():
         check_count(name, size)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype must be floating point, got dtype={dtype}")
@@ -102,13 +187,14 @@ def append_to_cache(
             (Under jit lengths are not known; there a sequence that does not fit keeps the tokens it had.)
     """
     check_appended(cache, key, value, new_lengths)
-    return _append(cache, key, value, new_lengths)
+    return _append(cache, key, value, _added(cache, key.shape[2], new_lengths))
 
 
-def _append(cache: KVCache, key: Array, value: Array, new_lengths: Array | Sequence[int] | None) -> KVCache:
+@compiled()
+def _append(cache: KVCache, key: Array, value: Array, added: Array) -> KVCache:
     """The same without its checks."""
     batch_size, _, seq_len, _ = key.shape
-    added = _added(cache, seq_len, new_lengths)
+    cache = KVCache(*map(jnp.asarray, (cache.keys, cache.values, cache.lengths)))  # which NumPy may have read
     added = jnp.where(_fits(cache, added, seq_len), added, 0)
     is_real = jnp.arange(seq_len, dtype=jnp.int32)[None] < added[:, None]
     rows = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
@@ -143,6 +229,7 @@ def create_cache_mask(
     return _cache_mask(jnp.asarray(lengths, jnp.int32), seq_len_q, capacity)
 
 
+@compiled("seq_len_q", "seq_len_k")
 def _cache_mask(lengths: Array, seq_len_q: int, seq_len_k: int) -> Array:
     query_positions = _token_positions(lengths, seq_len_q)
     return jnp.arange(seq_len_k, dtype=jnp.int32)[None, None, None] > query_positions[:, None, :, None]
@@ -157,6 +244,9 @@ def multi_head_attention_with_cache(
     num_heads: int,
     num_kv_heads: int | None = None,
     rope_theta: float | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    positions: Int[Array, "#B T"] | None = None,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
     """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
 
@@ -169,6 +259,9 @@ def multi_head_attention_with_cache(
         num_heads: number of query heads, N.
         num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
         rope_theta: base of the RoPE frequencies, or None for no RoPE.
+        mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, S), S = P + T.
+        bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, S). -inf masks a key.
+        positions: place of each new token for RoPE, (B or 1, T); P, P + 1, … when absent.
 
     Returns:
         The output (B, T, E), and the keys and values of all S = P + T tokens.
@@ -180,13 +273,18 @@ def multi_head_attention_with_cache(
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     check_weights(weights, num_heads, num_kv_heads)
     check_floating("x", x, rank=3)
+    check_rope_positions(positions, x.shape[0], x.shape[1], rope_theta)
     if (cache_k is None) != (cache_v is None):
         raise ValueError("cache_k and cache_v must be given together, got only one of them")
     if cache_k is not None:
         check_floating("cache_k", cache_k, rank=4)
     cache_len = 0 if cache_k is None else cache_k.shape[2]
     seq_len = x.shape[1]
-    project = project_with(weights)
+    check_mask(mask, (x.shape[0], num_heads, seq_len, cache_len + seq_len))
+    check_bias(bias, (x.shape[0], num_heads, seq_len, cache_len + seq_len), x.dtype)
+    if positions is None:
+        positions = cache_len + jnp.arange(seq_len, dtype=jnp.int32)[None]
+    project = by_finite_tokens(project_with(weights))
     q, k, v = project_qkv(
         project,
         x,
@@ -195,14 +293,16 @@ def multi_head_attention_with_cache(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         fused_qkv="qkv_proj" in weights,
-        positions=cache_len + jnp.arange(seq_len, dtype=jnp.int32)[None],
+        positions=positions,
         rope_theta=rope_theta,
     )
     if cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k)
         k, v = jnp.concatenate([cache_k, k], axis=2), jnp.concatenate([cache_v, v], axis=2)
-    mask = create_causal_mask_with_cache(seq_len, cache_len + seq_len, cache_len)
-    context, _ = fused.scaled_dot_product_attention(q, k, v, mask=mask)
+    if seq_len:
+        causal = create_causal_mask_with_cache(seq_len, cache_len + seq_len, cache_len)
+        mask = causal if mask is None else to_scores_rank(causal) | to_scores_rank(mask)
+    context, _ = fused.scaled_dot_product_attention(q, k, v, mask=mask, bias=bias)
     output = combine_heads(context)
     return project("out_proj", output) if "out_proj" in weights else output, k, v
 
@@ -216,6 +316,9 @@ def multi_head_attention_with_static_cache(
     num_kv_heads: int | None = None,
     rope_theta: float | None = None,
     new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    positions: Int[Array, "#B T"] | None = None,
 ) -> tuple[Float[Array, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
@@ -228,6 +331,9 @@ def multi_head_attention_with_static_cache(
         rope_theta: base of the RoPE frequencies, or None for no RoPE.
         new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding: not
             cached, output 0. All of them when absent.
+        mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
+        bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
+        positions: place of each new token for RoPE, (B or 1, T); `cache.lengths`, and so on, when absent.
 
     Returns:
         The output (B, T, E) and the cache with the new tokens.
@@ -249,6 +355,9 @@ def multi_head_attention_with_static_cache(
         out_proj="out_proj" in weights,
         rope_theta=rope_theta,
         new_lengths=new_lengths,
+        mask=mask,
+        bias=bias,
+        positions=positions,
     )
 
 
@@ -263,41 +372,62 @@ def _cached_layer(
     out_proj: bool,
     rope_theta: float | None,
     new_lengths: Array | Sequence[int] | None,
+    mask: Array | None,
+    bias: Array | None,
+    positions: Array | None,
     dropout: float = 0.0,
     dropout_rng: jax.Array | None = None,
 ) -> tuple[Array, KVCache]:
     check_cached_input(x, cache)
     seq_len = x.shape[1]
+    check_rope_positions(positions, x.shape[0], seq_len, rope_theta)
     check_room(cache, seq_len, new_lengths)
+    scores_shape = (x.shape[0], num_heads, seq_len, cache.capacity)
+    check_mask(mask, scores_shape)
+    check_bias(bias, scores_shape, x.dtype)
+    lengths, added = jnp.asarray(cache.lengths), _added(cache, seq_len, new_lengths)
+    project = by_finite_tokens(project)
     q, k, v = project_qkv(
         project,
-        x,
-        x,
-        x,
+        *[x if new_lengths is None else _empty_padding(x, added)] * 3,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         fused_qkv=fused_qkv,
-        positions=_token_positions(cache.lengths, seq_len),
+        positions=_token_positions(lengths, seq_len) if positions is None else positions,
         rope_theta=rope_theta,
     )
-    check_cache(cache.keys, cache.values, k)
-    appended = _append(cache, k, v, new_lengths)
-    if seq_len == 1 and not dropout:
+    check_cache(cache.keys, cache.values, k, ("cache.keys", "cache.values"))
+    appended = _append(cache, k, v, added)
+    if seq_len == 1 and mask is None and bias is None and not dropout:
         # A sequence that has no room sees a slot that is there, so that its output is finite before it is made NaN.
-        last_positions = jnp.minimum(cache.lengths, cache.capacity - 1)
+        last_positions = jnp.minimum(lengths, cache.capacity - 1)
         context = fused.attend_to_cache(q, appended.keys, appended.values, last_positions)
     else:
-        mask = _cache_mask(cache.lengths, seq_len, cache.capacity)
+        causal = _cache_mask(lengths, seq_len, cache.capacity)
         context, _ = fused.scaled_dot_product_attention(
-            q, appended.keys, appended.values, mask=mask, dropout=dropout, dropout_rng=dropout_rng
+            q,
+            appended.keys,
+            appended.values,
+            mask=causal if mask is None else causal | to_scores_rank(mask),
+            bias=bias,
+            dropout=dropout,
+            dropout_rng=dropout_rng,
         )
     output = combine_heads(context)
     output = project("out_proj", output) if out_proj else output
-    added = _added(cache, seq_len, new_lengths)
-    is_real = jnp.arange(seq_len, dtype=jnp.int32)[None] < added[:, None]
-    output = jnp.where(is_real[:, :, None], output, 0.0)
-    # Outside jit a sequence that does not fit was refused above; under jit NaN is the only way to say so.
-    return jnp.where(_fits(cache, added, seq_len)[:, None, None], output, jnp.nan), appended
+    return _tell_what_fits(output, cache, added), appended
+
+
+@compiled()
+def _empty_padding(x: Array, added: Array) -> Array:
+    return emptied(x, jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None] >= added[:, None, None])
+
+
+@compiled()
+def _tell_what_fits(output: Array, cache: KVCache, added: Array) -> Array:
+    """0 for padding. Outside jit a sequence that does not fit was refused; under jit NaN is the only way to say so."""
+    fits = _fits(cache, added, output.shape[1])
+    return jnp.where(fits[:, None, None], _empty_padding(output, added), jnp.nan)
 
 
 def _token_positions(lengths: Array, seq_len: int) -> Array:
@@ -305,7 +435,8 @@ def _token_positions(lengths: Array, seq_len: int) -> Array:
 
 
 def _added(cache: KVCache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> Array:
-    return jnp.full_like(cache.lengths, seq_len) if new_lengths is None else jnp.asarray(new_lengths, jnp.int32)  # (B,)
+    added = np.full(cache.lengths.shape, seq_len, np.int32) if new_lengths is None else new_lengths
+    return jnp.asarray(added, jnp.int32)  # (B,)
 
 
 def _fits(cache: KVCache, added: Array, seq_len: int) -> Array:
@@ -315,10 +446,22 @@ def _fits(cache: KVCache, added: Array, seq_len: int) -> Array:
 class MultiHeadAttentionWithCache(AttentionLayer):
     """Causal multi-head self-attention over everything cached; keywords as in `AttentionLayer`."""
 
-    def init_cache(self, batch_size: int, capacity: int) -> KVCache:
-        """An empty cache for this module, in the dtype of its weights and beside them."""
-        kernel = (self.qkv_proj if self.fused_qkv else self.k_proj).kernel
-        return init_cache(batch_size, self.num_kv_heads, capacity, self.head_dim, kernel.dtype)
+    _is_self_attention = True
+
+    def init_cache(self, batch_size: int, capacity: int, dtype: jnp.dtype | None = None) -> KVCache:
+        """An empty cache for this module, beside its weights.
+
+        Args:
+            batch_size: number of sequences, B.
+            capacity: number of slots of each sequence.
+            dtype: floating-point dtype of keys and values; that of the weights when absent.
+
+        Raises:
+            TypeError: if a size is not an integer or the dtype not floating point.
+            ValueError: if the capacity is below 1 or the batch size below 0.
+        """
+        held = (self.qkv_proj if self.fused_qkv else self.k_proj).kernel[...].dtype
+        return init_cache(batch_size, self.num_kv_heads, capacity, self.head_dim, held if dtype is None else dtype)
 
     def __call__(
         self,
@@ -326,6 +469,9 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         cache: KVCache,
         *,
         new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
+        mask: Bool[Array, "..."] | None = None,
+        bias: Float[Array, "..."] | None = None,
+        positions: Int[Array, "#B T"] | None = None,
     ) -> tuple[Float[Array, "B T E"], KVCache]:
         """Append the new tokens to the cache and attend from each to everything up to it.
 
@@ -334,6 +480,9 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             cache: the tokens so far. Do not use it afterwards; its storage may be reused.
             new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding:
                 not cached, output 0. All of them when absent.
+            mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
+            bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
+            positions: place of each new token for RoPE, (B or 1, T); `cache.lengths`, and so on, when absent.
 
         Returns:
             The output (B, T, E) and the cache with the new tokens.
@@ -353,6 +502,9 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             out_proj=self.out_proj is not None,
             rope_theta=self.rope_theta,
             new_lengths=new_lengths,
+            mask=mask,
+            bias=bias,
+            positions=positions,
             dropout=0.0 if self.deterministic else self.dropout,
             dropout_rng=self.dropout_rng(self.dropout),
         )
@@ -360,14 +512,14 @@ class MultiHeadAttentionWithCache(AttentionLayer):
 
 
 def kv_cache_nbytes(
-    batch: int, num_kv_heads: int, seq_len: int, head_dim: int, *, num_layers: int = 1, dtype: jnp.dtype
+    batch_size: int, num_kv_heads: int, capacity: int, head_dim: int, *, num_layers: int = 1, dtype: jnp.dtype
 ) -> int:
-    """Bytes that the keys and values of all layers take: 2 * batch * heads * tokens * head_dim * bytes per layer.
+    """Bytes that the keys and values of all layers take: 2 * batch * heads * slots * head_dim * bytes per layer.
 
     Args:
-        batch: number of sequences, B.
+        batch_size: number of sequences, B.
         num_kv_heads: number of key/value heads, K.
-        seq_len: number of tokens, or slots, of each sequence.
+        capacity: number of slots, or tokens, of each sequence.
         head_dim: features of a head, H.
         num_layers: number of layers.
         dtype: dtype of the cache.
@@ -378,7 +530,7 @@ def kv_cache_nbytes(
 
     Example: kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=jnp.float16) == 2684354560 (2.5 GiB)
     """
-    sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "seq_len": seq_len, "head_dim": head_dim}
+    sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
     for name, size in {**sizes, "num_layers": num_layers}.items():
         check_count(name, size)
-    return 2 * batch * num_kv_heads * seq_len * head_dim * num_layers * jnp.dtype(dtype).itemsize
+    return 2 * batch_size * num_kv_heads * capacity * head_dim * num_layers * jnp.dtype(dtype).itemsize

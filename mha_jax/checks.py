@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -52,8 +53,8 @@ def check_rope(head_dim: int, theta: float) -> None:
     check_number("rope_theta", theta)
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for RoPE, got head_dim={head_dim}")
-    if not theta > 0:
-        raise ValueError(f"rope_theta must be positive, got rope_theta={theta}")
+    if not 0 < theta < math.inf:
+        raise ValueError(f"rope_theta must be positive and finite, got rope_theta={theta}")
 
 
 def check_array(name: str, x: object) -> None:
@@ -159,6 +160,8 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
 def check_lengths(name: str, lengths: Array | Sequence[int], batch_size: int | None, maximum: int) -> None:
     """Refuse lengths that are not one integer in 0..maximum for each sequence."""
     array = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
+    if isinstance(array, np.ndarray) and not array.size:  # NumPy takes [] for floats
+        array = array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {name}.dtype={array.dtype}")
     if array.ndim != 1 or (batch_size is not None and len(array) != batch_size):
@@ -183,6 +186,15 @@ def check_positions(positions: Array, batch_size: int, seq_len: int) -> None:
         )
 
 
+def check_rope_positions(positions: Array | None, batch_size: int, seq_len: int, rope_theta: float | None) -> None:
+    """Refuse positions without RoPE, or that do not fit."""
+    if positions is None:
+        return
+    if rope_theta is None:
+        raise ValueError("positions must come with RoPE, got positions and rope_theta=None")
+    check_positions(positions, batch_size, seq_len)
+
+
 def check_config(
     *,
     d_model: int,
@@ -195,6 +207,8 @@ def check_config(
     rope_theta: float | None,
     dropout: float,
     output_dropout: float,
+    param_dtype: jnp.dtype,
+    is_self_attention: bool,
 ) -> None:
     """Refuse keywords of a module that do not fit each other."""
     check_count("d_model", d_model)
@@ -214,8 +228,12 @@ def check_config(
         raise ValueError(f"d_kv must equal d_in with RoPE, got d_kv={d_kv} and d_in={d_in or d_model}")
     if rope_theta is not None:
         check_rope(head_dim or d_model // num_heads, rope_theta)
+    if is_self_attention and d_kv not in (None, d_in or d_model):
+        raise ValueError(f"d_kv must equal d_in in self-attention, got d_kv={d_kv} and d_in={d_in or d_model}")
     check_rate("dropout", dropout)
     check_rate("output_dropout", output_dropout)
+    if not jnp.issubdtype(jnp.dtype(param_dtype), jnp.floating):
+        raise TypeError(f"param_dtype must be floating point, got param_dtype={jnp.dtype(param_dtype)}")
 
 
 def check_layer_inputs(
@@ -292,11 +310,16 @@ def check_weights(weights: Mapping[str, Mapping[str, Array]], num_heads: int, nu
 def check_finite(weights: Mapping[str, Mapping[str, Array]]) -> None:
     """Refuse weights with a NaN or an infinity, wherever their values are known."""
     arrays = {f"{name}.{leaf}": array for name, leaves in weights.items() for leaf, array in leaves.items()}
-    if any(isinstance(array, Tracer) for array in arrays.values()):  # values are not known under jit
-        return
-    wrong = [name for name, array in arrays.items() if not bool(jnp.isfinite(array).all())]
+    known = {name: array for name, array in arrays.items() if not isinstance(array, Tracer)}
+    with jax.ensure_compile_time_eval():  # weights may be known where inputs are not: closed over under jit
+        wrong = [name for name, is_finite in _are_finite(known).items() if not is_finite]
     if wrong:
         raise ValueError(f"weights must be finite, got NaN or infinities in {wrong}")
+
+
+@jax.jit
+def _are_finite(arrays: dict[str, Array]) -> dict[str, Array]:
+    return {name: jnp.isfinite(array).all() for name, array in arrays.items()}
 
 
 def check_projected(name: str, x: Array, kernel: Array) -> None:
@@ -307,9 +330,9 @@ def check_projected(name: str, x: Array, kernel: Array) -> None:
         raise TypeError(f"the input of {name} must have the dtype of its kernel, got {x.dtype} and {kernel.dtype}")
 
 
-def check_cache(cache_k: Array, cache_v: Array, key: Array) -> None:
+def check_cache(cache_k: Array, cache_v: Array, key: Array, names: tuple[str, str] = ("cache_k", "cache_v")) -> None:
     """Refuse cached keys and values (B, K, S, H) that new keys (B, K, T, H) cannot join."""
-    for name, x in (("cache_k", cache_k), ("cache_v", cache_v)):
+    for name, x in zip(names, (cache_k, cache_v), strict=True):
         check_floating(name, x, rank=4)
         expected = (*key.shape[:2], cache_k.shape[2], key.shape[3])
         if x.shape != expected:
@@ -337,7 +360,7 @@ def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array 
     check_is_cache(cache)
     check_floating("key", key, rank=4)
     check_floating("value", value, rank=4)
-    check_cache(cache.keys, cache.values, key)
+    check_cache(cache.keys, cache.values, key, ("cache.keys", "cache.values"))
     if key.shape != value.shape:
         raise ValueError(f"value must have the shape of key, got {value.shape} and {key.shape}")
     if value.dtype != key.dtype:
@@ -352,10 +375,9 @@ def check_room(cache: KVCache, seq_len: int, new_lengths: Array | Sequence[int] 
     if new_lengths is not None:
         check_lengths("new_lengths", new_lengths, batch_size, seq_len)
     added = seq_len if new_lengths is None else new_lengths
-    if isinstance(cache.lengths, Tracer) or isinstance(added, Tracer):  # values are not known under jit
-        return
-    lengths, added = np.asarray(cache.lengths), np.asarray(added)
-    if bool((lengths + added > cache.capacity).any()):
+    # Under jit values may not be known; they are 0 at least.
+    lengths, added = (np.zeros(1, np.int64) if isinstance(x, Tracer) else np.asarray(x) for x in (cache.lengths, added))
+    if bool((lengths.astype(np.int64) + added > cache.capacity).any()):
         raise ValueError(
             f"lengths + new tokens must not exceed the {cache.capacity} slots of the cache, "
             f"got lengths={lengths.tolist()} and new_lengths={added.tolist()}"

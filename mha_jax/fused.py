@@ -13,7 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import blockwise, mha
 from mha_jax.checks import check_attention, check_rate
+from mha_jax.compiled import compiled
 from mha_jax.masks import hide_infinite_bias, join_masks, to_scores_rank
+from mha_jax.not_finite import emptied, not_finite, sees_any, spoilt
 
 
 def scaled_dot_product_attention(
@@ -55,21 +57,23 @@ def scaled_dot_product_attention(
     check_rate("dropout", dropout)
     if need_weights or dropout_keep is not None:
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
-    hidden = {"mask": mask, "is_causal": is_causal, "key_padding_lengths": key_padding_lengths}
-    is_small = math.prod(query.shape[:3]) * key.shape[2] <= blockwise.FEW_SCORES
-    if dropout or (is_small and _is_on_cpu()):
+    lengths = None if key_padding_lengths is None else jnp.asarray(key_padding_lengths, jnp.int32)
+    num_scores = math.prod(query.shape[:3]) * key.shape[2]
+    if dropout or not num_scores or (num_scores <= blockwise.FEW_SCORES and _is_on_cpu()):
+        hidden = {"mask": mask, "bias": bias, "is_causal": is_causal, "key_padding_lengths": lengths}
         context, _ = mha.scaled_dot_product_attention(
-            query, key, value, bias=bias, dropout=dropout, dropout_rng=dropout_rng, **hidden
+            query, key, value, **hidden, dropout=dropout, dropout_rng=dropout_rng
         )
-    elif _is_on_cpu():
-        lengths = None if key_padding_lengths is None else jnp.asarray(key_padding_lengths, jnp.int32)
-        mask = hide_infinite_bias(mask, bias)
-        context = blockwise.attend(query, key, value, mask=mask, bias=bias, is_causal=is_causal, lengths=lengths)
+        return context, None
+    options = {"mask": mask, "bias": bias, "is_causal": is_causal, "lengths": lengths}
+    if _is_on_cpu():
+        context = blockwise.attend(query, key, value, **options, sizes=blockwise.sizes())
     else:
-        context = _attend_by_library(query, key, value, bias=bias, **hidden)
+        context = _attend_by_library(query, key, value, **options, platform=jax.default_backend())
     return context, None
 
 
+@compiled("is_causal", "platform")
 def _attend_by_library(
     query: Array,
     key: Array,
@@ -78,22 +82,28 @@ def _attend_by_library(
     mask: Array | None,
     bias: Array | None,
     is_causal: bool,
-    key_padding_lengths: Array | Sequence[int] | None,
+    lengths: Array | None,
+    platform: str,
 ) -> Array:
     seq_len_q, seq_len_k = query.shape[2], key.shape[2]
     empty_rows = None
-    if mask is not None or bias is not None or key_padding_lengths is not None or seq_len_q != seq_len_k:
-        mask = join_masks(mask, seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths)
+    # What is not finite is handled here: kernels disagree about it, as they do about a row without a key.
+    wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
+    query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
+    if mask is not None or bias is not None or lengths is not None or seq_len_q != seq_len_k:
+        mask = join_masks(mask, seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=lengths)
         mask, is_causal = hide_infinite_bias(mask, bias), False
+    wrong_keys = jnp.repeat(wrong_keys[..., 0], query.shape[1] // key.shape[1], axis=1)
+    wrong_rows |= sees_any(wrong_keys, seq_len_q, mask, is_causal=is_causal)
     if mask is not None:
-        # Kernels disagree about a row without a key. Such a row is shown every key instead, and emptied afterwards.
+        # Such a row is shown every key instead, and emptied afterwards.
         mask = to_scores_rank(mask)
         empty_rows = mask.all(axis=-1, keepdims=True)
         mask = mask & ~empty_rows
     if bias is not None:
         bias = jnp.where(jnp.isneginf(bias), 0.0, bias)  # the mask hides these
     is_half, head_dim = query.dtype in (jnp.float16, jnp.bfloat16), query.shape[-1]
-    takes_cudnn = jax.default_backend() == "gpu" and is_half and head_dim % 8 == 0 and head_dim <= 128
+    takes_cudnn = platform == "gpu" and is_half and head_dim % 8 == 0 and head_dim <= 128
     with jax.numpy_dtype_promotion("standard"):  # which it needs, where the caller may be strict
         context = jax.nn.dot_product_attention(
             query.swapaxes(1, 2),
@@ -104,7 +114,8 @@ def _attend_by_library(
             is_causal=is_causal,
             implementation="cudnn" if takes_cudnn else "xla",
         ).swapaxes(1, 2)
-    return context if empty_rows is None else jnp.where(empty_rows, 0.0, context)
+    context = spoilt(context, wrong_rows)
+    return context if empty_rows is None else emptied(context, empty_rows)
 
 
 def _is_on_cpu() -> bool:
@@ -129,9 +140,7 @@ def attend_to_cache(
         ValueError: if the shapes do not fit.
     """
     check_attention(query, keys, values, None, None, None)
-    if keys.shape[2] > blockwise.BLOCK_KEYS and _is_on_cpu():
-        return blockwise.attend_to_cache(query, keys, values, last_positions)
-    mask = (jnp.arange(keys.shape[2], dtype=jnp.int32)[None] > last_positions[:, None])[:, None, None]
-    if _is_on_cpu():
-        return mha.scaled_dot_product_attention(query, keys, values, mask=mask)[0]
-    return scaled_dot_product_attention(query, keys, values, mask=mask)[0]
+    if keys.shape[2] > blockwise.BLOCK_KEYS and query.size and _is_on_cpu():
+        return blockwise.attend_to_cache(query, keys, values, last_positions, sizes=blockwise.sizes())
+    attend = mha.scaled_dot_product_attention if _is_on_cpu() else scaled_dot_product_attention
+    return attend(query, keys, values, key_padding_lengths=last_positions + 1)[0]

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax.checks import check_count, check_lengths
+from mha_jax.compiled import compiled
 
 
 def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[Array, "T S"]:
@@ -30,7 +31,7 @@ def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[Arr
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
-    return _positions(seq_len_k)[None, :] > _positions(seq_len_q)[:, None]
+    return _hides_later(seq_len_q, seq_len_k)
 
 
 def create_padding_mask(lengths: Int[Array, " B"] | Sequence[int], seq_len_k: int) -> Bool[Array, "B 1 1 S"]:
@@ -53,8 +54,7 @@ def create_padding_mask(lengths: Int[Array, " B"] | Sequence[int], seq_len_k: in
     """
     check_count("seq_len_k", seq_len_k)
     check_lengths("lengths", lengths, None, seq_len_k)
-    lengths = jnp.asarray(lengths, jnp.int32)
-    return (_positions(seq_len_k)[None, :] >= lengths[:, None])[:, None, None, :]
+    return _hides_padding(jnp.asarray(lengths, jnp.int32), seq_len_k)
 
 
 def create_attention_mask(
@@ -86,12 +86,10 @@ def create_attention_mask(
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
-    mask = jnp.zeros((1, 1, seq_len_q, seq_len_k), dtype=bool)
-    if is_causal:
-        mask = mask | create_causal_mask(seq_len_q, seq_len_k)[None, None]
     if key_padding_lengths is not None:
-        mask = mask | create_padding_mask(key_padding_lengths, seq_len_k)
-    return mask
+        check_lengths("key_padding_lengths", key_padding_lengths, None, seq_len_k)
+        key_padding_lengths = jnp.asarray(key_padding_lengths, jnp.int32)
+    return _hides_both(seq_len_q, seq_len_k, key_padding_lengths, is_causal=is_causal)
 
 
 def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> Bool[Array, "T S"]:
@@ -123,7 +121,7 @@ def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int
             f"seq_len_k must be cache_len + seq_len_q, "
             f"got seq_len_k={seq_len_k}, cache_len={cache_len} and seq_len_q={seq_len_q}"
         )
-    return _positions(seq_len_k)[None, :] > cache_len + _positions(seq_len_q)[:, None]
+    return _hides_later(seq_len_q, seq_len_k, first=cache_len)
 
 
 def create_sliding_window_mask(seq_len_q: int, seq_len_k: int | None = None, *, window_size: int) -> Bool[Array, "T S"]:
@@ -153,8 +151,7 @@ def create_sliding_window_mask(seq_len_q: int, seq_len_k: int | None = None, *, 
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
     check_count("window_size", window_size)
-    distance = _positions(seq_len_q)[:, None] - _positions(seq_len_k)[None, :]
-    return (distance < 0) | (distance >= window_size)
+    return _hides_later(seq_len_q, seq_len_k, window_size=window_size)
 
 
 def join_masks(
@@ -166,7 +163,8 @@ def join_masks(
     key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
 ) -> Bool[Array, "..."] | None:
     """The mask, joined with what causality and padding hide; None if nothing is hidden."""
-    if not is_causal and key_padding_lengths is None:
+    has_scores = seq_len_q and seq_len_k
+    if not has_scores or (not is_causal and key_padding_lengths is None):
         return mask
     joined = create_attention_mask(seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths)
     return joined if mask is None else joined | to_scores_rank(mask)
@@ -182,6 +180,30 @@ def hide_infinite_bias(mask: Bool[Array, "..."] | None, bias: Float[Array, "..."
 def to_scores_rank(x: Array) -> Array:
     """x with leading axes of length 1, so that it has the four axes of the scores."""
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+# Compiled, so that of all that is compared nothing but the mask is stored: it may be large.
+
+
+@compiled("seq_len_q", "seq_len_k", "first", "window_size")
+def _hides_later(seq_len_q: int, seq_len_k: int, *, first: int = 0, window_size: int | None = None) -> Array:
+    distance = first + _positions(seq_len_q)[:, None] - _positions(seq_len_k)[None, :]
+    return distance < 0 if window_size is None else (distance < 0) | (distance >= window_size)
+
+
+@compiled("seq_len_k")
+def _hides_padding(lengths: Array, seq_len_k: int) -> Array:
+    return (_positions(seq_len_k)[None, :] >= lengths[:, None])[:, None, None, :]
+
+
+@compiled("seq_len_q", "seq_len_k", "is_causal")
+def _hides_both(seq_len_q: int, seq_len_k: int, key_padding_lengths: Array | None, *, is_causal: bool) -> Array:
+    mask = jnp.zeros((1, 1, seq_len_q, seq_len_k), dtype=bool)
+    if is_causal:
+        mask = mask | create_causal_mask(seq_len_q, seq_len_k)[None, None]
+    if key_padding_lengths is not None:
+        mask = mask | create_padding_mask(key_padding_lengths, seq_len_k)
+    return mask
 
 
 def _positions(seq_len: int) -> Int[Array, " L"]:

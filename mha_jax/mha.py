@@ -29,7 +29,9 @@ from mha_jax.checks import (
     check_weighed,
     check_weights,
 )
+from mha_jax.compiled import compiled
 from mha_jax.masks import hide_infinite_bias, join_masks, to_scores_rank
+from mha_jax.not_finite import by_finite_tokens, emptied, not_finite, sees_any, spoilt
 from mha_jax.rope import apply_rope, at_least_float32
 
 Project = Callable[[str, Array], Array]
@@ -135,6 +137,8 @@ def masked_softmax(scores: Float[Array, "B N T S"], mask: Bool[Array, "..."] | N
     check_floating("scores", scores, rank=4)
     check_mask(mask, scores.shape)
     scores = at_least_float32(scores)
+    if not scores.size:  # JAX has no maximum of no keys
+        return scores
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
     # -inf, since a score may be as low as any finite fill (a bias of finfo.min). A row without a key is all 0 instead,
@@ -229,11 +233,55 @@ def scaled_dot_product_attention(
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     check_attention(query, key, value, mask, bias, key_padding_lengths)
-    mask = join_masks(mask, query.shape[2], key.shape[2], is_causal=is_causal, key_padding_lengths=key_padding_lengths)
-    scores = attention_scores(query, key, bias)
-    attn_weights = masked_softmax(scores, hide_infinite_bias(mask, bias)).astype(query.dtype)
+    check_rate("dropout", dropout)
+    check_keep(dropout_keep, (*query.shape[:3], key.shape[2]))
+    lengths = None if key_padding_lengths is None else jnp.asarray(key_padding_lengths, jnp.int32)
+    context, attn_weights = _attend(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        is_causal=is_causal,
+        lengths=lengths,
+        dropout=dropout,
+        dropout_keep=dropout_keep,
+        dropout_rng=dropout_rng,
+        need_weights=need_weights,
+    )
+    return context, attn_weights
+
+
+@compiled("is_causal", "dropout", "need_weights")
+def _attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: Array | None,
+    bias: Array | None,
+    is_causal: bool,
+    lengths: Array | None,
+    dropout: float,
+    dropout_keep: Array | None,
+    dropout_rng: jax.Array | None,
+    need_weights: bool,
+) -> tuple[Array, Array | None]:
+    mask = join_masks(mask, query.shape[2], key.shape[2], is_causal=is_causal, key_padding_lengths=lengths)
+    mask = hide_infinite_bias(mask, bias)
+    if mask is None:  # whatever there is, everybody sees it
+        attn_weights = masked_softmax(attention_scores(query, key, bias)).astype(query.dtype)
+        context = attention_context(apply_dropout(attn_weights, dropout, dropout_keep, rng=dropout_rng), value)
+        return context, attn_weights if need_weights else None
+    wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
+    query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
+    wrong_rows &= ~to_scores_rank(mask).all(axis=-1, keepdims=True)  # a row without a key is 0 whatever it asks
+    wrong_keys = jnp.repeat(wrong_keys[..., 0], query.shape[1] // key.shape[1], axis=1)
+    wrong_rows |= sees_any(wrong_keys, query.shape[2], mask)
+    attn_weights = masked_softmax(attention_scores(query, key, bias), mask).astype(query.dtype)
     context = attention_context(apply_dropout(attn_weights, dropout, dropout_keep, rng=dropout_rng), value)
-    return context, attn_weights if need_weights else None
+    attn_weights = spoilt(attn_weights, wrong_rows & ~to_scores_rank(mask)) if need_weights else None
+    return spoilt(context, wrong_rows), attn_weights
 
 
 def multi_head_attention_core(
@@ -273,6 +321,8 @@ def multi_head_attention(
     num_kv_heads: int | None = None,
     mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
+    is_causal: bool = False,
+    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     positions: Int[Array, "#B T"] | None = None,
     rope_theta: float | None = None,
@@ -291,7 +341,9 @@ def multi_head_attention(
         num_heads: number of query heads, N.
         num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
-        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
+        bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         need_weights: also return the attention weights, which takes the plain path.
         positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
         rope_theta: base of the RoPE frequencies, or None for no RoPE.
@@ -322,6 +374,8 @@ def multi_head_attention(
         out_proj="out_proj" in weights,
         mask=mask,
         bias=bias,
+        is_causal=is_causal,
+        key_padding_lengths=key_padding_lengths,
         need_weights=need_weights,
         positions=positions,
         rope_theta=rope_theta,
@@ -361,8 +415,8 @@ def _attention_layer(
     out_proj: bool,
     mask: Array | None,
     bias: Array | None,
-    is_causal: bool = False,
-    key_padding_lengths: Array | Sequence[int] | None = None,
+    is_causal: bool,
+    key_padding_lengths: Array | Sequence[int] | None,
     need_weights: bool,
     positions: Array | None,
     rope_theta: float | None,
@@ -373,6 +427,10 @@ def _attention_layer(
     check_layer_inputs(query, key, value, positions, rope_theta)
     key = query if key is None else key
     value = key if value is None else value
+    if key_padding_lengths is not None:
+        check_lengths("key_padding_lengths", key_padding_lengths, key.shape[0], key.shape[1])
+    if mask is not None or bias is not None or is_causal or key_padding_lengths is not None:
+        project = by_finite_tokens(project)
     q, k, v = project_qkv(
         project,
         query,
@@ -449,9 +507,11 @@ class AttentionLayer(nnx.Module):
         rngs: draws the weights from `params` and, in training, what is dropped from `dropout`.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer.
+        TypeError: if a width or a number of heads is not an integer, or the dtype not floating point.
         ValueError: if the widths, heads or rates do not fit.
     """
+
+    _is_self_attention = False  # keys and values come from the input of the queries, always
 
     def __init__(
         self,
@@ -483,6 +543,8 @@ class AttentionLayer(nnx.Module):
             rope_theta=rope_theta,
             dropout=dropout,
             output_dropout=output_dropout,
+            param_dtype=param_dtype,
+            is_self_attention=self._is_self_attention,
         )
         self.d_model = d_model
         self.num_heads = num_heads
@@ -550,10 +612,7 @@ class AttentionLayer(nnx.Module):
         need_weights: bool = False,
         positions: Int[Array, "#B T"] | None = None,
     ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
-        """`multi_head_attention` with the weights and the configuration of this module.
-
-        What is causal or padding may be told in place of a mask, as to `scaled_dot_product_attention`.
-        """
+        """`multi_head_attention` with the weights and the configuration of this module."""
         output, attn_weights = _attention_layer(
             self.project,
             query,
@@ -596,6 +655,8 @@ class MultiHeadAttention(AttentionLayer):
         *,
         mask: Bool[Array, "..."] | None = None,
         bias: Float[Array, "..."] | None = None,
+        is_causal: bool = False,
+        key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
         need_weights: bool = False,
         positions: Int[Array, "#B T"] | None = None,
     ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
@@ -607,6 +668,8 @@ class MultiHeadAttention(AttentionLayer):
             value: (B, S, d_kv); the key when absent.
             mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
             bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
+            is_causal: hide every key after the query's own position, as `create_causal_mask`.
+            key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
             need_weights: also return the attention weights, which takes the plain path.
             positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
 
@@ -617,35 +680,53 @@ class MultiHeadAttention(AttentionLayer):
             TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
             ValueError: if the shapes do not fit.
         """
-        return self.attend(query, key, value, mask=mask, bias=bias, need_weights=need_weights, positions=positions)
+        return self.attend(
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            is_causal=is_causal,
+            key_padding_lengths=key_padding_lengths,
+            need_weights=need_weights,
+            positions=positions,
+        )
 
 
 class MultiHeadSelfAttention(AttentionLayer):
     """Multi-head attention of a sequence over itself, causal or not; keywords as in `AttentionLayer`."""
 
+    _is_self_attention = True
+
     def __call__(
         self,
         x: Float[Array, "B T d_in"],
         *,
+        mask: Bool[Array, "..."] | None = None,
+        bias: Float[Array, "..."] | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
+        positions: Int[Array, "#B T"] | None = None,
     ) -> Float[Array, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
         Args:
             x: (B, T, d_in).
+            mask: boolean, True = masked; broadcasts to (B, N, T, T). A row in which every key is masked gives 0.
+            bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, T). -inf masks a key.
             is_causal: hide every token after the query's own position.
             key_padding_lengths: number of real tokens of each sequence, (B,); the padding is on the right.
+            positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
 
         Returns:
             The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.
 
         Raises:
-            TypeError: if x is not floating point or the lengths are not integers.
+            TypeError: if x is not floating point, the mask is not boolean or the lengths are not integers.
             ValueError: if the shapes do not fit or a length lies outside 0..T.
         """
         check_floating("x", x, rank=3)
-        if key_padding_lengths is not None:
-            check_lengths("key_padding_lengths", key_padding_lengths, x.shape[0], x.shape[1])
-        output, _ = self.attend(x, is_causal=is_causal, key_padding_lengths=key_padding_lengths)
+        output, _ = self.attend(
+            x, mask=mask, bias=bias, is_causal=is_causal, key_padding_lengths=key_padding_lengths, positions=positions
+        )
         return output

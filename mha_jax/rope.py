@@ -5,6 +5,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mha_jax.checks import check_floating, check_positions, check_rope
+from mha_jax.compiled import compiled
 
 
 def rope_frequencies(head_dim: int, theta: float) -> np.ndarray:
@@ -46,9 +47,13 @@ def apply_rope(
     """
     check_floating("x", x, rank=4)
     check_positions(positions, x.shape[0], x.shape[2])
-    frequencies = rope_frequencies(x.shape[-1], theta)
+    return _apply_rope(x, positions, rope_frequencies(x.shape[-1], theta))
+
+
+@compiled()
+def _apply_rope(x: Array, positions: Array, exact_frequencies: np.ndarray) -> Array:
     first, second = jnp.split(at_least_float32(x), 2, axis=-1)
-    frequencies = jnp.asarray(frequencies, dtype=first.dtype)
+    frequencies = jnp.asarray(exact_frequencies, dtype=first.dtype)
     angles = positions[:, None, :, None].astype(first.dtype) * frequencies[None, None, None]  # (B or 1, 1, T, H/2)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

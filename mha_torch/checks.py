@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
     """Refuse what is not an integer of at least `minimum`."""
+    if isinstance(value, Tensor) and torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        value = int(value)  # a size, of which the tracer makes a tensor
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an integer, got {name}={value!r}")
     if value < minimum:
@@ -50,8 +53,27 @@ def check_rope(head_dim: int, theta: float) -> None:
     check_number("rope_theta", theta)
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for RoPE, got head_dim={head_dim}")
-    if not theta > 0:
-        raise ValueError(f"rope_theta must be positive, got rope_theta={theta}")
+    if not 0 < theta < math.inf:
+        raise ValueError(f"rope_theta must be positive and finite, got rope_theta={theta}")
+
+
+def values_of(x: Tensor) -> Any:
+    """The values of x as Python's, or None where none are known: in a traced graph, on meta, of a fake, under vmap."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return None
+    try:
+        values = x.tolist()
+    except RuntimeError:
+        return None
+    first = values
+    while isinstance(first, list) and first:
+        first = first[0]
+    return values if isinstance(first, (bool, int, float, list)) else None  # a fake tensor may give symbols
+
+
+def is_autocast_on(device: torch.device) -> bool:
+    """Whether autocast narrows what is computed on a device; some, such as meta, have none."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def check_array(name: str, x: object) -> None:
@@ -69,6 +91,12 @@ def check_floating(name: str, x: Tensor, rank: int) -> None:
         raise TypeError(f"{name} must be floating point, got {name}.dtype={x.dtype}")
 
 
+def check_device(name: str, x: Tensor, expected: torch.device, of: str) -> None:
+    """Refuse an array that lies on another device than the one that it meets."""
+    if x.device != expected:
+        raise ValueError(f"{name} must lie on the device of {of}, got {x.device} and {expected}")
+
+
 def check_attention(
     query: Tensor,
     key: Tensor,
@@ -82,10 +110,13 @@ def check_attention(
         check_floating(name, x, rank=4)
         if x.dtype != query.dtype:
             raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
+        check_device(name, x, query.device, "query")
     if key.shape != value.shape:
         raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
     check_scored(query, key, bias)
     check_mask(mask, (*query.shape[:3], key.shape[2]))
+    if mask is not None:
+        check_device("mask", mask, query.device, "query")
     if key_padding_lengths is not None:
         check_lengths("key_padding_lengths", key_padding_lengths, key.shape[0], key.shape[2])
 
@@ -101,6 +132,8 @@ def check_scored(query: Tensor, key: Tensor, bias: Tensor | None) -> None:
         )
     check_head_groups(query.shape[1], key.shape[1])
     check_bias(bias, (*query.shape[:3], key.shape[2]), query.dtype)
+    if bias is not None:
+        check_device("bias", bias, query.device, "query")
 
 
 def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
@@ -142,7 +175,7 @@ def check_bias(bias: Tensor | None, scores_shape: tuple[int, ...], dtype: torch.
     if bias is None:
         return
     check_array("bias", bias)
-    if bias.dtype != dtype and not (bias.is_floating_point() and torch.is_autocast_enabled(bias.device.type)):
+    if bias.dtype != dtype and not (bias.is_floating_point() and is_autocast_on(bias.device)):
         raise TypeError(f"bias must have the dtype of query, got bias.dtype={bias.dtype} and {dtype}")
     check_broadcasts("bias", tuple(bias.shape), scores_shape)
 
@@ -154,19 +187,25 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
         raise ValueError(f"{name} must broadcast to the scores (B, N, T, S) = {scores_shape}, got {name}.shape={shape}")
 
 
-def check_lengths(name: str, lengths: Tensor | Sequence[int], batch_size: int | None, maximum: int) -> None:
-    """Refuse lengths that are not one integer in 0..maximum for each sequence."""
-    lengths = torch.as_tensor(lengths)
-    if lengths.is_floating_point() or lengths.dtype == torch.bool:
-        raise TypeError(f"{name} must be integers, got {name}.dtype={lengths.dtype}")
-    if lengths.ndim != 1 or (batch_size is not None and len(lengths) != batch_size):
+def check_lengths(name: str, lengths: Tensor | Sequence[int], batch_size: int | None, maximum: int) -> list[int] | None:
+    """Refuse lengths that are not one integer in 0..maximum for each sequence.
+
+    Returns:
+        The lengths where they are known: a list is, in a compiled graph, too.
+    """
+    if isinstance(lengths, (list, tuple)) and all(type(length) is int for length in lengths):
+        shape, values = (len(lengths),), list(lengths)
+    else:
+        array = torch.as_tensor(lengths)
+        if array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
+            raise TypeError(f"{name} must be integers, got {name}.dtype={array.dtype}")
+        shape, values = tuple(array.shape), values_of(array)
+    if len(shape) != 1 or (batch_size is not None and shape[0] != batch_size):
         expected = "(B,)" if batch_size is None else f"(B,) = ({batch_size},)"
-        raise ValueError(f"{name} must have shape {expected}, got {name}.shape={tuple(lengths.shape)}")
-    if torch.compiler.is_compiling():  # values are not known while a graph is traced
-        return
-    values = lengths.tolist()
-    if any(not 0 <= value <= maximum for value in values):
+        raise ValueError(f"{name} must have shape {expected}, got {name}.shape={shape}")
+    if values is not None and any(not 0 <= value <= maximum for value in values):
         raise ValueError(f"{name} must lie in 0..{maximum}, got {name}={values}")
+    return values
 
 
 def check_positions(positions: Tensor, batch_size: int, seq_len: int) -> None:
@@ -181,6 +220,15 @@ def check_positions(positions: Tensor, batch_size: int, seq_len: int) -> None:
         )
 
 
+def check_rope_positions(positions: Tensor | None, batch_size: int, seq_len: int, rope_theta: float | None) -> None:
+    """Refuse positions without RoPE, or that do not fit."""
+    if positions is None:
+        return
+    if rope_theta is None:
+        raise ValueError("positions must come with RoPE, got positions and rope_theta=None")
+    check_positions(positions, batch_size, seq_len)
+
+
 def check_config(
     *,
     d_model: int,
@@ -193,6 +241,8 @@ def check_config(
     rope_theta: float | None,
     dropout: float,
     output_dropout: float,
+    dtype: torch.dtype | None,
+    is_self_attention: bool,
 ) -> None:
     """Refuse keywords of a module that do not fit each other."""
     check_count("d_model", d_model)
@@ -212,8 +262,12 @@ def check_config(
         raise ValueError(f"d_kv must equal d_in with RoPE, got d_kv={d_kv} and d_in={d_in or d_model}")
     if rope_theta is not None:
         check_rope(head_dim or d_model // num_heads, rope_theta)
+    if is_self_attention and d_kv not in (None, d_in or d_model):
+        raise ValueError(f"d_kv must equal d_in in self-attention, got d_kv={d_kv} and d_in={d_in or d_model}")
     check_rate("dropout", dropout)
     check_rate("output_dropout", output_dropout)
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"dtype must be floating point, got dtype={dtype}")
 
 
 def check_layer_inputs(
@@ -225,14 +279,14 @@ def check_layer_inputs(
         raise ValueError("value must come with a key, got key=None and a value")
     if key is not None and rope_theta is not None:
         raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope_theta={rope_theta}")
-    if positions is not None and rope_theta is None:
-        raise ValueError("positions must come with RoPE, got positions and rope_theta=None")
+    check_rope_positions(positions, query.shape[0], query.shape[1], rope_theta)
     for name, x in (("key", key), ("value", value)):
         if x is None:
             continue
         check_floating(name, x, rank=3)
         if x.dtype != query.dtype:
             raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
+        check_device(name, x, query.device, "query")
         if x.shape[0] != query.shape[0]:
             raise ValueError(f"{name} must have the batch size of query, got {x.shape[0]} and {query.shape[0]}")
     if key is not None and value is not None and key.shape[1] != value.shape[1]:
@@ -259,6 +313,7 @@ def check_weights(weights: Mapping[str, Tensor], num_heads: int, num_kv_heads: i
             raise TypeError(f"{name} must be floating point, got {name}.dtype={weight.dtype}")
         if weight.dtype != weights[first].dtype:
             raise TypeError(f"{name} must have the dtype of {first}, got {weight.dtype} and {weights[first].dtype}")
+        check_device(name, weight, weights[first].device, first)
     groups = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
     groups = {"qkv_proj": num_heads + 2 * num_kv_heads} if packed else groups
     head_dims = set()
@@ -287,13 +342,12 @@ def check_weights(weights: Mapping[str, Tensor], num_heads: int, num_kv_heads: i
 
 def check_finite(weights: Mapping[str, Tensor]) -> None:
     """Refuse weights with a NaN or an infinity, wherever their values are known."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # the question itself would be a part of the graph
         return
-    try:
-        finite = torch.stack([torch.isfinite(weight).all() for weight in weights.values()]).tolist()
-    except RuntimeError:  # under vmap values are not known
+    are_finite = values_of(torch.stack([torch.isfinite(weight).all() for weight in weights.values()]))
+    if are_finite is None:
         return
-    wrong = [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
+    wrong = [name for name, is_finite in zip(weights, are_finite, strict=True) if not is_finite]
     if wrong:
         raise ValueError(f"weights must be finite, got NaN or infinities in {wrong}")
 
@@ -303,19 +357,21 @@ def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"the input of {name} must have {weight.shape[1]} features, got shape={tuple(x.shape)}")
     mixed = x.dtype != weight.dtype and weight.is_floating_point()
-    if mixed and not torch.is_autocast_enabled(x.device.type):
+    if mixed and not is_autocast_on(x.device):
         raise TypeError(f"the input of {name} must have the dtype of its weight, got {x.dtype} and {weight.dtype}")
+    check_device(f"the input of {name}", x, weight.device, "its weight")
 
 
-def check_cache(cache_k: Tensor, cache_v: Tensor, key: Tensor) -> None:
+def check_cache(cache_k: Tensor, cache_v: Tensor, key: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")) -> None:
     """Refuse cached keys and values (B, K, S, H) that new keys (B, K, T, H) cannot join."""
-    for name, x in (("cache_k", cache_k), ("cache_v", cache_v)):
+    for name, x in zip(names, (cache_k, cache_v), strict=True):
         check_floating(name, x, rank=4)
         expected = (*key.shape[:2], cache_k.shape[2], key.shape[3])
         if tuple(x.shape) != expected:
             raise ValueError(f"{name} must have shape (B, K, S, H) = {expected}, got {name}.shape={tuple(x.shape)}")
         if x.dtype != key.dtype:
             raise TypeError(f"{name} must have the dtype of the new keys, got {x.dtype} and {key.dtype}")
+        check_device(name, x, key.device, "the new keys")
 
 
 def check_is_cache(cache: object) -> None:
@@ -332,31 +388,41 @@ def check_cached_input(x: Tensor, cache: KVCache) -> None:
         raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
 
 
-def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: Tensor | Sequence[int] | None) -> None:
-    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
+def check_appended(
+    cache: KVCache, key: Tensor, value: Tensor, new_lengths: Tensor | Sequence[int] | None
+) -> list[int] | None:
+    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity.
+
+    Returns:
+        The lengths of the cache, where they and those of the new tokens are known.
+    """
     check_is_cache(cache)
     check_floating("key", key, rank=4)
     check_floating("value", value, rank=4)
-    check_cache(cache.keys, cache.values, key)
+    check_cache(cache.keys, cache.values, key, ("cache.keys", "cache.values"))
     if key.shape != value.shape:
         raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
     if value.dtype != key.dtype:
         raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
-    check_room(cache, key.shape[2], new_lengths)
+    return check_room(cache, key.shape[2], new_lengths)
 
 
-def check_room(cache: KVCache, seq_len: int, new_lengths: Tensor | Sequence[int] | None) -> None:
-    """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
+def check_room(cache: KVCache, seq_len: int, new_lengths: Tensor | Sequence[int] | None) -> list[int] | None:
+    """Refuse more new tokens than the cache has slots left: they would be written outside of it.
+
+    Returns:
+        The lengths of the cache, where they and those of the new tokens are known.
+    """
     batch_size = cache.lengths.shape[0]
-    check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
+    lengths = check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
+    added = [seq_len] * batch_size
     if new_lengths is not None:
-        check_lengths("new_lengths", new_lengths, batch_size, seq_len)
-    if torch.compiler.is_compiling():  # values are not known while a graph is traced
-        return
-    lengths = cache.lengths.tolist()
-    added = [seq_len] * batch_size if new_lengths is None else torch.as_tensor(new_lengths).tolist()
+        added = check_lengths("new_lengths", new_lengths, batch_size, seq_len)
+    if lengths is None or added is None:
+        return None
     if any(length + new > cache.capacity for length, new in zip(lengths, added, strict=True)):
         raise ValueError(
             f"lengths + new tokens must not exceed the {cache.capacity} slots of the cache, "
             f"got lengths={lengths} and new_lengths={added}"
         )
+    return lengths

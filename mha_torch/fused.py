@@ -1,6 +1,7 @@
 """The fast path: the same function without attention weights.
 
-It is PyTorch's own scaled_dot_product_attention behind the masks and the empty rows of this package.
+It is PyTorch's own scaled_dot_product_attention behind the masks and the empty rows of this package. By itself that
+gives 0 for some rows of NaN, and lets a NaN that is hidden through to rows that do not see it; here neither happens.
 """
 
 from collections.abc import Sequence
@@ -9,9 +10,12 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from mha_torch.checks import check_attention, check_rate
+from mha_torch import mha
+from mha_torch.checks import check_attention, check_rate, values_of
 from mha_torch.masks import hide_infinite_bias, join_masks
+from mha_torch.not_finite import emptied, not_finite, sees_any, spoilt
 
 
 def scaled_dot_product_attention(
@@ -29,7 +33,8 @@ def scaled_dot_product_attention(
 ) -> tuple[Float[Tensor, "B N T H"], None]:
     """Attention of split heads without the attention weights: the function of `mha`, in the fastest form there is.
 
-    The scores of masked keys must be finite too: to the kernel a mask is -inf added to a score, and inf - inf is NaN.
+    In forward mode (`jvp`, `jacfwd`, `hessian`) it is the plain path, for the kernel on a CPU has no such derivative.
+    Nor has it a second one in reverse mode (`create_graph=True`): there the plain path must be called.
 
     Args:
         query: (B, N, T, H).
@@ -55,12 +60,114 @@ def scaled_dot_product_attention(
     check_rate("dropout", dropout)
     if need_weights or dropout_keep is not None:
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
+    if _is_forward_mode():
+        context, _ = mha.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            is_causal=is_causal,
+            key_padding_lengths=key_padding_lengths,
+            dropout=dropout,
+        )
+        return context, None
+    options = {
+        "mask": mask,
+        "bias": bias,
+        "is_causal": is_causal,
+        "key_padding_lengths": key_padding_lengths,
+        "dropout": dropout,
+    }
+    if query.device.type == "cpu" and not torch.compiler.is_compiling():  # where looking costs little
+        has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        if has_gradient and _are_moderate(query, key, value, bias):  # in a gradient what is hidden is multiplied by 0
+            return _attend_hidden(query, key, value, **options), None
+        if not has_gradient:
+            context = _attend_hidden(query, key, value, **options)
+            if _is_sound(context) or _are_moderate(query, key, value, bias):
+                return context, None
+    return _attend_not_finite(query, key, value, **options), None
+
+
+def _is_forward_mode() -> bool:
+    """Whether forward-mode differentiation is under way; tangents may lie below other transforms, out of sight."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+
+
+def _is_sound(context: Tensor) -> bool:
+    """Whether no row is NaN or infinite, nor 0, as rows are in which the kernel swallows that; no if not known."""
+    if context.numel() == 0:
+        return True
+    smallest, largest = torch.linalg.vector_norm(context, dim=-1).aminmax()
+    known = values_of(smallest)
+    return known is not None and known > 0.0 and largest.item() < torch.inf
+
+
+def _are_moderate(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> bool:
+    """Whether all is finite, and every score too; no if not known."""
+    dtype = torch.promote_types(query.dtype, torch.float32)  # float64 would be read 20 times as slowly
+    sizes = [values_of(torch.linalg.vector_norm(x.detach(), dtype=dtype)) for x in (query, key, value)]
+    if bias is not None and bias.numel():
+        sizes.append(values_of(bias.detach().amax()))  # -inf hides a key
+    if any(size is None for size in sizes):
+        return False
+    return all(bound < torch.finfo(torch.float32).max for bound in (sizes[0] * sizes[1], *sizes[2:]))
+
+
+def _attend_not_finite(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    is_causal: bool,
+    key_padding_lengths: Tensor | Sequence[int] | None,
+    dropout: float,
+) -> Tensor:
+    """The same of anything: what is not finite is 0 to the kernel, and the rows that see it are NaN afterwards."""
+    options = {"is_causal": is_causal, "key_padding_lengths": key_padding_lengths}
+    if query.numel() == 0 or key.numel() == 0:
+        return _attend_hidden(query, key, value, mask=mask, bias=bias, dropout=dropout, **options)
+    num_groups = query.shape[1] // key.shape[1]
+    wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
+    query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
+    wrong_keys = wrong_keys[..., 0].repeat_interleave(num_groups, dim=1)
+    hidden = hide_infinite_bias(mask, bias)
+    wrong_rows = wrong_rows | sees_any(wrong_keys, query.shape[2], hidden, **options)
+    if bias is not None:
+        wrong_bias = torch.isnan(bias) | torch.isposinf(bias)
+        bias = emptied(bias, wrong_bias)
+        joined = join_masks(hidden, query.shape[2], key.shape[2], device=query.device, **options)
+        wrong_rows = wrong_rows | (wrong_bias if joined is None else wrong_bias & ~joined).any(dim=-1, keepdim=True)
+    context = _attend_hidden(query, key, value, mask=mask, bias=bias, dropout=dropout, **options)
+    # Where every score of a row overflows to -inf, the kernel gives 0.
+    sizes = [torch.linalg.vector_norm(x.detach().double(), dim=-1, keepdim=True) for x in (query, key)]
+    bound = sizes[0] * sizes[1].amax(dim=2, keepdim=True).repeat_interleave(num_groups, dim=1)
+    may_overflow = bound > torch.finfo(torch.float32).max
+    wrong_rows = wrong_rows | (may_overflow & (context == 0).all(dim=-1, keepdim=True))
+    return spoilt(context, wrong_rows & sees_any(torch.ones_like(wrong_keys), query.shape[2], hidden, **options))
+
+
+def _attend_hidden(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    is_causal: bool,
+    key_padding_lengths: Tensor | Sequence[int] | None,
+    dropout: float,
+) -> Tensor:
+    """The kernel with the cheapest form of what is hidden."""
     if mask is None and bias is None and key_padding_lengths is None:  # nothing is hidden, or what a kernel knows
-        return _attend(query, key, value, is_causal=is_causal, dropout=dropout), None
-    if mask is None and bias is None and query.device.type == "cpu" and not torch.compiler.is_compiling():
-        lengths = torch.as_tensor(key_padding_lengths).tolist()
+        return _attend(query, key, value, is_causal=is_causal, dropout=dropout)
+    if mask is None and bias is None and query.device.type == "cpu":
+        lengths = values_of(torch.as_tensor(key_padding_lengths))
         if lengths and all(lengths):  # no row is empty
-            return _attend_by_sequence(query, key, value, lengths, is_causal=is_causal, dropout=dropout), None
+            return _attend_by_sequence(query, key, value, lengths, is_causal=is_causal, dropout=dropout)
     seq_len_q, seq_len_k = query.shape[2], key.shape[2]
     mask = join_masks(
         mask, seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths, device=query.device
@@ -79,7 +186,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         attn_mask = attn_mask.broadcast_to((*query.shape[:3], seq_len_k))
     context = _attend(query, key, value, attn_mask=attn_mask, dropout=dropout)
-    return context if empty_rows is None else context.masked_fill(empty_rows, 0.0), None
+    return context if empty_rows is None else context.masked_fill(empty_rows, 0.0)
 
 
 def _attend(
@@ -98,7 +205,7 @@ def _attend(
         attn_mask=attn_mask,
         is_causal=is_causal,  # top-left, as ours
         dropout_p=dropout,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=bool(query.shape[1] != key.shape[1]),
     )
 
 

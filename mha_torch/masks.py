@@ -60,8 +60,8 @@ def create_padding_mask(
     """
     check_count("seq_len_k", seq_len_k)
     check_lengths("lengths", lengths, None, seq_len_k)
-    lengths = torch.as_tensor(lengths, device=device)
-    return (_positions(seq_len_k, lengths.device)[None, :] >= lengths[:, None])[:, None, None, :]
+    lengths = as_lengths(lengths, device)
+    return _positions(seq_len_k, lengths.device) >= lengths[:, None, None, None]
 
 
 def create_attention_mask(
@@ -95,12 +95,27 @@ def create_attention_mask(
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
-    mask = torch.zeros(1, 1, seq_len_q, seq_len_k, dtype=torch.bool, device=device)
-    if is_causal:
-        mask = mask | create_causal_mask(seq_len_q, seq_len_k, device=device)
     if key_padding_lengths is not None:
-        mask = mask | create_padding_mask(key_padding_lengths, seq_len_k, device=device)
-    return mask
+        check_lengths("key_padding_lengths", key_padding_lengths, None, seq_len_k)
+    return _attention_mask(seq_len_q, seq_len_k, is_causal, key_padding_lengths, device)
+
+
+def _attention_mask(
+    seq_len_q: int,
+    seq_len_k: int,
+    is_causal: bool,
+    key_padding_lengths: Tensor | Sequence[int] | None,
+    device: torch.device | str | None,
+) -> Tensor:
+    """The same, of zero tokens too: a query sees as many keys as causality and the length of its sequence allow."""
+    lengths = None if key_padding_lengths is None else as_lengths(key_padding_lengths, device)
+    device = device if lengths is None else lengths.device
+    num_visible = torch.full((1, seq_len_q), seq_len_k, device=device)  # (B or 1, T)
+    if is_causal:
+        num_visible = _positions(seq_len_q, device)[None, :] + 1
+    if lengths is not None:
+        num_visible = torch.minimum(num_visible, lengths[:, None])
+    return _positions(seq_len_k, device) >= num_visible[:, None, :, None]  # one comparison, and one mask in memory
 
 
 def create_causal_mask_with_cache(
@@ -168,8 +183,8 @@ def create_sliding_window_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
     check_count("window_size", window_size)
-    distance = _positions(seq_len_q, device)[:, None] - _positions(seq_len_k, device)[None, :]
-    return (distance < 0) | (distance >= window_size)
+    visible = torch.ones(seq_len_q, seq_len_k, dtype=torch.bool, device=device)
+    return visible.tril_().triu_(1 - window_size).logical_not_()  # in place: it may be large
 
 
 def join_masks(
@@ -184,9 +199,7 @@ def join_masks(
     """The mask, joined with what causality and padding hide; None if nothing is hidden."""
     if not is_causal and key_padding_lengths is None:
         return mask
-    joined = create_attention_mask(
-        seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths, device=device
-    )
+    joined = _attention_mask(seq_len_q, seq_len_k, is_causal, key_padding_lengths, device)
     return joined if mask is None else joined | mask
 
 
@@ -197,6 +210,11 @@ def hide_infinite_bias(
     if bias is None:
         return mask
     return torch.isneginf(bias) if mask is None else mask | torch.isneginf(bias)
+
+
+def as_lengths(lengths: Tensor | Sequence[int], device: torch.device | str | None = None) -> Int[Tensor, " B"]:
+    """Lengths as an array, those of no sequence too."""
+    return torch.as_tensor(lengths, dtype=torch.int64, device=device)
 
 
 def _positions(seq_len: int, device: torch.device | str | None) -> Int[Tensor, " L"]:

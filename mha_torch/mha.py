@@ -5,6 +5,7 @@ A mask is boolean and True where a query may not see a key; an additive term is 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from mha_torch.checks import (
     check_weights,
 )
 from mha_torch.masks import hide_infinite_bias, join_masks
+from mha_torch.not_finite import by_finite_tokens, emptied, may_hold, not_finite, sees_any, spoilt
 from mha_torch.rope import apply_rope, at_least_float32
 
 Project = Callable[[str, Tensor], Tensor]
@@ -125,7 +127,7 @@ def attention_scores(
     check_scored(query, key, bias)
     scale = query.shape[-1] ** -0.5
     key = repeat_kv_heads(key, query.shape[1])
-    with torch.autocast(query.device.type, enabled=False):  # it would take these sums in half precision
+    with _without_autocast(query.device.type):  # it would take these sums in half precision
         scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
     return scores if bias is None else scores + at_least_float32(bias)
 
@@ -143,7 +145,7 @@ def masked_softmax(
     # which keeps it and its gradient free of NaN, and is emptied after the softmax.
     scores = scores.masked_fill(mask, -torch.inf)
     empty_rows = mask.all(dim=-1, keepdim=True)
-    if not _may_hold(empty_rows):  # two passes over the scores less
+    if not may_hold(empty_rows):  # two passes over the scores less
         return torch.softmax(scores, dim=-1)
     return torch.softmax(scores.masked_fill(empty_rows, 0.0), dim=-1).masked_fill(empty_rows, 0.0)
 
@@ -154,7 +156,7 @@ def attention_context(
     """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
     check_weighed(attn_weights, value)
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
-    with torch.autocast(value.device.type, enabled=False):
+    with _without_autocast(value.device.type):
         context = torch.einsum("bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head))
     return context.to(value.dtype)
 
@@ -176,14 +178,9 @@ def apply_dropout(
     return torch.where(keep, attn_weights / (1.0 - rate), 0.0)
 
 
-def _may_hold(x: Tensor) -> bool:
-    """Whether any of x is True; yes where values are not known: in a compiled graph or under vmap."""
-    if torch.compiler.is_compiling():
-        return True
-    try:
-        return bool(x.any())
-    except RuntimeError:
-        return True
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Autocast switched off, where there is one: not on meta."""
+    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
 
 
 def _unpack_qkv(packed: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
@@ -238,9 +235,25 @@ def scaled_dot_product_attention(
         key_padding_lengths=key_padding_lengths,
         device=query.device,
     )
-    scores = attention_scores(query, key, bias)
-    attn_weights = masked_softmax(scores, hide_infinite_bias(mask, bias)).to(query.dtype)
+    mask = hide_infinite_bias(mask, bias)
+    if mask is None:  # everything is seen: what is not finite spreads by itself
+        attn_weights = masked_softmax(attention_scores(query, key, bias)).to(query.dtype)
+        context = attention_context(apply_dropout(attn_weights, dropout, dropout_keep), value)
+        return context, attn_weights if need_weights else None
+    wrong = [not_finite(x) for x in (query, key, value)]
+    is_clean = not key.numel() or not any(may_hold(of_one) for of_one in wrong)
+    if not is_clean:
+        query, key, value = (emptied(x, where) for x, where in zip((query, key, value), wrong, strict=True))
+    attn_weights = masked_softmax(attention_scores(query, key, bias), mask).to(query.dtype)
     context = attention_context(apply_dropout(attn_weights, dropout, dropout_keep), value)
+    if not is_clean:
+        wrong_key, wrong_value = (
+            where[..., 0].repeat_interleave(query.shape[1] // key.shape[1], dim=1) for where in wrong[1:]
+        )
+        wrong_scores = wrong[0] | sees_any(wrong_key, query.shape[2], mask)
+        wrong_rows = wrong_scores | sees_any(wrong_value, query.shape[2], mask)
+        has_key = ~mask.all(dim=-1, keepdim=True)
+        attn_weights, context = spoilt(attn_weights, wrong_scores & has_key), spoilt(context, wrong_rows & has_key)
     return context, attn_weights if need_weights else None
 
 
@@ -281,6 +294,8 @@ def multi_head_attention(
     num_kv_heads: int | None = None,
     mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
+    is_causal: bool = False,
+    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     positions: Int[Tensor, "#B T"] | None = None,
     rope_theta: float | None = None,
@@ -299,6 +314,8 @@ def multi_head_attention(
         num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         need_weights: also return the attention weights, which takes the plain path.
         positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
         rope_theta: base of the RoPE frequencies, or None for no RoPE.
@@ -309,9 +326,11 @@ def multi_head_attention(
         The output (B, T, E), or (B, T, N * H) without `out_proj`, and the attention weights (B, N, T, S) or None.
 
     Raises:
-        TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
-        ValueError: if names or shapes of the weights, or the shapes of the inputs, do not fit, or a weight is not
-            finite (where values are known: not in a compiled graph or under vmap).
+        TypeError: if an input is not floating point, dtypes differ, the mask is not boolean or the lengths are not
+            integers.
+        ValueError: if names or shapes of the weights, or the shapes of the inputs, do not fit, devices differ, a length
+            lies outside 0..S, or a weight is not finite (where values are known: not in a compiled graph or under
+            vmap).
 
     Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
     """
@@ -328,6 +347,8 @@ def multi_head_attention(
         out_proj="out_proj.weight" in weights,
         mask=mask,
         bias=bias,
+        is_causal=is_causal,
+        key_padding_lengths=key_padding_lengths,
         need_weights=need_weights,
         positions=positions,
         rope_theta=rope_theta,
@@ -370,6 +391,8 @@ def _attention_layer(
     check_layer_inputs(query, key, value, positions, rope_theta)
     key = query if key is None else key
     value = key if value is None else value
+    if mask is not None or bias is not None or is_causal or key_padding_lengths is not None:
+        project = by_finite_tokens(project)
     q, k, v = project_qkv(
         project,
         query,
@@ -423,9 +446,11 @@ class AttentionLayer(nn.Module):
         device, dtype: where and how the weights are kept.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer.
+        TypeError: if a width or a number of heads is not an integer, or the dtype is not floating point.
         ValueError: if the widths, heads or rates do not fit.
     """
+
+    _is_self_attention = False  # keys and values come from the input of the queries, always
 
     def __init__(
         self,
@@ -458,6 +483,8 @@ class AttentionLayer(nn.Module):
             rope_theta=rope_theta,
             dropout=dropout,
             output_dropout=output_dropout,
+            dtype=dtype,
+            is_self_attention=self._is_self_attention,
         )
         self.d_model = d_model
         self.num_heads = num_heads
@@ -534,10 +561,7 @@ class AttentionLayer(nn.Module):
         need_weights: bool = False,
         positions: Int[Tensor, "#B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
-        """`multi_head_attention` with the weights and the configuration of this module.
-
-        What is causal or padding may be told in place of a mask, as to `scaled_dot_product_attention`.
-        """
+        """`multi_head_attention` with the weights and the configuration of this module."""
         output, attn_weights = _attention_layer(
             self.project,
             query,
@@ -570,6 +594,8 @@ class MultiHeadAttention(AttentionLayer):
         *,
         mask: Bool[Tensor, "..."] | None = None,
         bias: Float[Tensor, "..."] | None = None,
+        is_causal: bool = False,
+        key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
         need_weights: bool = False,
         positions: Int[Tensor, "#B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
@@ -581,6 +607,8 @@ class MultiHeadAttention(AttentionLayer):
             value: (B, S, d_kv); the key when absent.
             mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
             bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
+            is_causal: hide every key after the query's own position, as `create_causal_mask`.
+            key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
             need_weights: also return the attention weights, which takes the plain path.
             positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
 
@@ -588,38 +616,64 @@ class MultiHeadAttention(AttentionLayer):
             The output (B, T, E), and the attention weights before dropout (B, N, T, S) or None.
 
         Raises:
-            TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
-            ValueError: if the shapes do not fit.
+            TypeError: if an input is not floating point, dtypes differ, the mask is not boolean or the lengths are not
+                integers.
+            ValueError: if the shapes do not fit, devices differ, or a length lies outside 0..S.
         """
-        return self.attend(query, key, value, mask=mask, bias=bias, need_weights=need_weights, positions=positions)
+        return self.attend(
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            is_causal=is_causal,
+            key_padding_lengths=key_padding_lengths,
+            need_weights=need_weights,
+            positions=positions,
+        )
 
 
 class MultiHeadSelfAttention(AttentionLayer):
     """Multi-head attention of a sequence over itself, causal or not; keywords as in `AttentionLayer`."""
 
+    _is_self_attention = True
+
     def forward(
         self,
         x: Float[Tensor, "B T d_in"],
         *,
+        mask: Bool[Tensor, "..."] | None = None,
+        bias: Float[Tensor, "..."] | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+        positions: Int[Tensor, "#B T"] | None = None,
     ) -> Float[Tensor, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
         Args:
             x: (B, T, d_in).
+            mask: boolean, True = masked; broadcasts to (B, N, T, T). A row in which every key is masked gives 0.
+            bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, T). -inf masks a key.
             is_causal: hide every token after the query's own position.
             key_padding_lengths: number of real tokens of each sequence, (B,); the padding is on the right.
+            positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
 
         Returns:
             The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.
 
         Raises:
-            TypeError: if x is not floating point or the lengths are not integers.
-            ValueError: if the shapes do not fit or a length lies outside 0..T.
+            TypeError: if x is not floating point, the mask is not boolean or the lengths are not integers.
+            ValueError: if the shapes do not fit, devices differ, or a length lies outside 0..T.
         """
         check_floating("x", x, rank=3)
         if key_padding_lengths is not None:
             check_lengths("key_padding_lengths", key_padding_lengths, x.shape[0], x.shape[1])
-        output, _ = self.attend(x, is_causal=is_causal, key_padding_lengths=key_padding_lengths)
+        output, _ = self.attend(
+            x,
+            mask=mask,
+            bias=bias,
+            is_causal=is_causal,
+            key_padding_lengths=key_padding_lengths,
+            positions=positions,
+        )
         return output

@@ -48,7 +48,7 @@ def apply_rope(
     check_floating("x", x, rank=4)
     check_positions(positions, x.shape[0], x.shape[2])
     first, second = at_least_float32(x).chunk(2, dim=-1)
-    frequencies = torch.as_tensor(rope_frequencies(x.shape[-1], theta), dtype=first.dtype, device=x.device)
+    frequencies = torch.as_tensor(rope_frequencies(int(x.shape[-1]), theta), dtype=first.dtype, device=x.device)
     angles = positions[:, None, :, None].to(first.dtype) * frequencies  # (B or 1, 1, T, H/2)
     cos, sin = torch.cos(angles), torch.sin(angles)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

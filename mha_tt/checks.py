@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -52,8 +53,8 @@ def check_rope(head_dim: int, theta: float) -> None:
     check_number("rope_theta", theta)
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for RoPE, got head_dim={head_dim}")
-    if not theta > 0:
-        raise ValueError(f"rope_theta must be positive, got rope_theta={theta}")
+    if not 0 < theta < math.inf:
+        raise ValueError(f"rope_theta must be positive and finite, got rope_theta={theta}")
 
 
 def check_array(name: str, x: object) -> None:
@@ -193,7 +194,7 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
 def check_lengths(name: str, lengths: np.ndarray | Sequence[int], batch_size: int | None, maximum: int) -> None:
     """Refuse lengths that are not one integer in 0..maximum for each sequence."""
     lengths = np.asarray(lengths)
-    if lengths.dtype.kind not in "iu":
+    if lengths.dtype.kind not in "iu" and lengths.shape != (0,):  # NumPy takes an empty list for float64
         raise TypeError(f"{name} must be integers, got {name}.dtype={lengths.dtype}")
     if lengths.ndim != 1 or (batch_size is not None and len(lengths) != batch_size):
         expected = "(B,)" if batch_size is None else f"(B,) = ({batch_size},)"
@@ -220,6 +221,17 @@ def check_positions(positions: object, batch_size: int, seq_len: int) -> None:
         )
 
 
+def check_rope_positions(
+    positions: np.ndarray | Rotation | None, batch_size: int, seq_len: int, rope_theta: float | None
+) -> None:
+    """Refuse positions without RoPE, or that do not fit."""
+    if positions is None:
+        return
+    if rope_theta is None:
+        raise ValueError("positions must come with RoPE, got positions and rope_theta=None")
+    check_positions(positions, batch_size, seq_len)
+
+
 def check_config(
     *,
     d_model: int,
@@ -232,6 +244,7 @@ def check_config(
     rope_theta: float | None,
     dropout: float,
     output_dropout: float,
+    is_self_attention: bool,
 ) -> None:
     """Refuse keywords of a module that do not fit each other."""
     check_count("d_model", d_model)
@@ -249,6 +262,8 @@ def check_config(
         raise ValueError(f"d_kv must equal d_in with fused_qkv, got d_kv={d_kv} and d_in={d_in or d_model}")
     if rope_theta is not None and d_kv not in (None, d_in or d_model):
         raise ValueError(f"d_kv must equal d_in with RoPE, got d_kv={d_kv} and d_in={d_in or d_model}")
+    if is_self_attention and d_kv not in (None, d_in or d_model):
+        raise ValueError(f"d_kv must equal d_in in self-attention, got d_kv={d_kv} and d_in={d_in or d_model}")
     if rope_theta is not None:
         check_rope(head_dim or d_model // num_heads, rope_theta)
     check_rate("dropout", dropout)
@@ -268,10 +283,7 @@ def check_layer_inputs(
         raise ValueError("value must come with a key, got key=None and a value")
     if key is not None and rope_theta is not None:
         raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope_theta={rope_theta}")
-    if positions is not None and rope_theta is None:
-        raise ValueError("positions must come with RoPE, got positions and rope_theta=None")
-    if positions is not None:
-        check_positions(positions, query.shape[0], query.shape[1])
+    check_rope_positions(positions, query.shape[0], query.shape[1], rope_theta)
     for name, x in (("key", key), ("value", value)):
         if x is None:
             continue
@@ -387,7 +399,6 @@ def check_cached_input(x: Tensor, cache: KVCache) -> None:
     check_floating("x", x, rank=3)
     if (x.dtype == ttnn.float32) != (cache.keys.dtype == ttnn.float32):
         raise TypeError(f"x must be float32 if the cache is, got x.dtype={x.dtype} and {cache.keys.dtype}")
-    check_count("the number of new tokens", x.shape[1])
     if x.shape[0] != cache.lengths.shape[0]:
         raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
 
@@ -410,7 +421,7 @@ def check_room(cache: KVCache, seq_len: int, new_lengths: np.ndarray | Sequence[
     check_lengths("cache.lengths", cache.lengths, cache.keys.shape[0], cache.capacity)
     if new_lengths is not None:
         check_lengths("new_lengths", new_lengths, cache.keys.shape[0], seq_len)
-    added = np.asarray(seq_len if new_lengths is None else new_lengths)
+    added = np.full(len(cache.lengths), seq_len) if new_lengths is None else np.asarray(new_lengths)
     if (cache.lengths + added > cache.capacity).any():
         raise ValueError(
             f"lengths + new tokens must not exceed the {cache.capacity} slots of the cache, "

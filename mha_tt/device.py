@@ -170,6 +170,12 @@ def download(tensor: ttnn.Tensor) -> np.ndarray:
     return ttnn.to_dtype(ttnn.from_device(tensor), ttnn.float32).to_numpy()
 
 
+def zeros(shape: Sequence[int], dtype: ttnn.DataType, device: ttnn.MeshDevice) -> ttnn.Tensor:
+    """Zeros; those of bfloat8_b are narrowed on the device, since the host takes seconds to make a large cache."""
+    made_as = ttnn.bfloat16 if dtype == ttnn.bfloat8_b else dtype
+    return as_dtype(ttnn.zeros(shape, dtype=made_as, layout=ttnn.TILE_LAYOUT, device=device), dtype)
+
+
 def as_dtype(x: ttnn.Tensor, dtype: ttnn.DataType) -> ttnn.Tensor:
     """x in a dtype, converted on the device; x itself if it has it already."""
     return x if x.dtype == dtype else ttnn.typecast(x, dtype)

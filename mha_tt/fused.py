@@ -13,8 +13,16 @@ from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
 from mha_tt.checks import check_attention, check_cached_step, check_floating, check_head_dim, check_rate
-from mha_tt.device import TILE, accurate_config, as_dtype, round_up, upload_integers
-from mha_tt.masks import MASKED, DeviceMask, bias_on_device, hide_infinite_bias, join_masks, on_device
+from mha_tt.device import TILE, accurate_config, as_dtype, round_up, upload_integers, zeros
+from mha_tt.masks import (
+    MASKED,
+    DeviceMask,
+    bias_on_device,
+    hide_infinite_bias,
+    join_masks,
+    on_device,
+)
+from mha_tt.not_finite import emptied, hide_not_finite, spoilt
 
 LARGEST_CHUNK = 128
 """Queries and keys that the kernel takes at a time: what fits a core in every arithmetic, up to a head_dim of 256."""
@@ -37,7 +45,9 @@ def scaled_dot_product_attention(
 ) -> tuple[Float[Tensor, "B N T H"], None]:
     """Attention of split heads without the attention weights: the function of `mha`, in the fastest form there is.
 
-    The scores of masked keys must be far below 1e9 in size: to the kernel a mask is -1e9 added to a score.
+    The scores of masked keys must be far below 1e9 in size: to the kernel a mask is -1e9 added to a score. A masked key
+    or value may hold NaN or infinity, a bias at a masked key may not. What is seen is never swallowed in IEEE
+    arithmetic; a card's matrix unit has another, in which NaN is a number (docs/ttnn.md).
 
     Args:
         query: (B, N, T, H), bfloat16 or bfloat8_b, H whole tiles.
@@ -68,13 +78,18 @@ def scaled_dot_product_attention(
     check_rate("dropout", dropout)
     if need_weights or dropout or dropout_keep is not None:
         raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
-    device, (_, _, seq_len_q, padded), seq_len_k = query.device(), query.shape, key.shape[2]
+    device, (batch_size, _, seq_len_q, padded), seq_len_k = query.device(), query.shape, key.shape[2]
+    if 0 in (batch_size, seq_len_q, seq_len_k):
+        return zeros(tuple(query.shape), query.dtype, device), None
     mask = join_masks(
         mask, seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths, device=device
     )
     mask = on_device(hide_infinite_bias(mask, bias), device)
     only_causal = mask is not None and mask.is_causal and mask.shape[2] == seq_len_q == seq_len_k and bias is None
     attn_mask = None if only_causal else _attn_mask(mask, bias, seq_len_q, seq_len_k, device)
+    spoilt_rows = None
+    if mask is not None:
+        (key, value), spoilt_rows = hide_not_finite(mask, seq_len_q, key, value)
     config = compute_kernel_config or accurate_config(device)
     context = ttnn.transformer.scaled_dot_product_attention(
         query,
@@ -86,7 +101,7 @@ def scaled_dot_product_attention(
         program_config=_program_config(device, config, seq_len_q, seq_len_k),
         compute_kernel_config=config,
     )
-    return context if mask is None or mask.keep is None else ttnn.multiply(context, mask.keep), None
+    return emptied(spoilt(context, spoilt_rows), mask), None
 
 
 def attend_to_cache(
@@ -99,6 +114,8 @@ def attend_to_cache(
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "1 B N H"]:
     """Attention of one new token of each sequence over its cached tokens; reads the filled part of the cache only.
+
+    So slots beyond the last positions may hold anything, NaN too.
 
     Args:
         query: (1, B, N, H), bfloat16 or bfloat8_b, H whole tiles.

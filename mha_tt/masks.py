@@ -33,15 +33,15 @@ def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[np.
         Mask that broadcasts against the scores (B, N, T, S), on the host.
 
     Raises:
-        ValueError: if a length is below 1.
+        ValueError: if a length is negative.
 
     Example: create_causal_mask(2, 3)
         [[False, True,  True],
          [False, False, True]]
     """
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
-    check_count("seq_len_q", seq_len_q)
-    check_count("seq_len_k", seq_len_k)
+    check_count("seq_len_q", seq_len_q, minimum=0)
+    check_count("seq_len_k", seq_len_k, minimum=0)
     return np.arange(seq_len_k)[None, :] > np.arange(seq_len_q)[:, None]
 
 
@@ -63,7 +63,7 @@ def create_padding_mask(lengths: Int[np.ndarray, " B"] | Sequence[int], seq_len_
         [[[[False, True,  True ]]],
          [[[False, False, False]]]]
     """
-    check_count("seq_len_k", seq_len_k)
+    check_count("seq_len_k", seq_len_k, minimum=0)
     check_lengths("lengths", lengths, None, seq_len_k)
     return (np.arange(seq_len_k)[None, :] >= np.asarray(lengths)[:, None])[:, None, None, :]
 
@@ -95,14 +95,15 @@ def create_attention_mask(
            [False, True]]]]
     """
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
-    check_count("seq_len_q", seq_len_q)
-    check_count("seq_len_k", seq_len_k)
-    mask = np.zeros((1, 1, seq_len_q, seq_len_k), dtype=bool)
+    check_count("seq_len_q", seq_len_q, minimum=0)
+    check_count("seq_len_k", seq_len_k, minimum=0)
+    num_visible = np.full((1, seq_len_q), seq_len_k)  # (B or 1, T)
     if is_causal:
-        mask = mask | create_causal_mask(seq_len_q, seq_len_k)
+        num_visible = np.arange(seq_len_q)[None, :] + 1
     if key_padding_lengths is not None:
-        mask = mask | create_padding_mask(key_padding_lengths, seq_len_k)
-    return mask
+        check_lengths("key_padding_lengths", key_padding_lengths, None, seq_len_k)
+        num_visible = np.minimum(num_visible, np.asarray(key_padding_lengths)[:, None])
+    return np.arange(seq_len_k) >= num_visible[:, None, :, None]  # one comparison, and one mask in memory
 
 
 def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> Bool[np.ndarray, "T S"]:
@@ -126,8 +127,8 @@ def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int
         [[False, False, True ],
          [False, False, False]]
     """
-    check_count("seq_len_q", seq_len_q)
-    check_count("seq_len_k", seq_len_k)
+    check_count("seq_len_q", seq_len_q, minimum=0)
+    check_count("seq_len_k", seq_len_k, minimum=0)
     check_count("cache_len", cache_len, minimum=0)
     if seq_len_k != cache_len + seq_len_q:
         raise ValueError(
@@ -153,7 +154,7 @@ def create_sliding_window_mask(
         Mask that broadcasts against the scores (B, N, T, S), on the host.
 
     Raises:
-        ValueError: if a length or the window is below 1.
+        ValueError: if a length is negative or the window below 1.
 
     Example: create_sliding_window_mask(3, window_size=2)
         [[False, True,  True ],
@@ -163,11 +164,14 @@ def create_sliding_window_mask(
     Source: Longformer, arXiv:2004.05150, section 3.1; causal as in Mistral 7B, arXiv:2310.06825, section 2.
     """
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
-    check_count("seq_len_q", seq_len_q)
-    check_count("seq_len_k", seq_len_k)
+    check_count("seq_len_q", seq_len_q, minimum=0)
+    check_count("seq_len_k", seq_len_k, minimum=0)
     check_count("window_size", window_size)
-    distance = np.arange(seq_len_q)[:, None] - np.arange(seq_len_k)[None, :]
-    return (distance < 0) | (distance >= window_size)
+    if not seq_len_q or not seq_len_k:
+        return np.zeros((seq_len_q, seq_len_k), bool)
+    distance = np.arange(1 - seq_len_q, seq_len_k)  # from a query to a key; every row holds a part of these
+    is_hidden = (distance > 0) | (distance <= -window_size)
+    return np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(is_hidden, seq_len_k)[::-1])
 
 
 def join_masks(
@@ -185,7 +189,7 @@ def join_masks(
     if mask is None and key_padding_lengths is None and seq_len_q == seq_len_k:
         return CausalMask(seq_len_q, device=device)
     joined = create_attention_mask(seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths)
-    return joined if mask is None else joined | (mask.mask if isinstance(mask, DeviceMask) else mask)
+    return joined if mask is None else joined | on_host(mask)
 
 
 def hide_infinite_bias(
@@ -197,7 +201,7 @@ def hide_infinite_bias(
     hidden = np.isneginf(bias.astype(np.float64))
     if not hidden.any():
         return mask
-    return hidden if mask is None else hidden | (mask.mask if isinstance(mask, DeviceMask) else mask)
+    return hidden if mask is None else hidden | on_host(mask)
 
 
 class DeviceMask:
@@ -244,6 +248,21 @@ class DeviceMask:
             return None
         return upload(~self._empty_rows, device=self.device, dtype=ttnn.bfloat16)
 
+    @cached_property
+    def real_keys(self) -> Tensor | None:
+        """0 where a key is masked, else 1, (B or 1, 1, S or 1, 1), if all rows are the same; None if they are not."""
+        first = self.mask[:, :1, :1]
+        if not np.array_equal(self.mask, np.broadcast_to(first, self.shape)):
+            return None
+        return upload(~first.swapaxes(2, 3), device=self.device, dtype=ttnn.bfloat16)
+
+    def shown(self, seq_len_q: int, seq_len_k: int) -> Tensor:
+        """1 where a key is seen, else 0, in bfloat16, (B or 1, N or 1, T, S)."""
+        if self._shown is None or tuple(self._shown.shape)[2:] != (seq_len_q, seq_len_k):
+            shown = np.broadcast_to(~self.mask, (*self.shape[:2], seq_len_q, seq_len_k))
+            self._shown = upload(shown, device=self.device)
+        return self._shown
+
     def additive(self, seq_len_q: int, seq_len_k: int) -> Tensor:
         """`MASKED` where a key is masked, else 0, in bfloat16, (B or 1, N or 1, T, S): what the fused kernel adds.
 
@@ -256,6 +275,7 @@ class DeviceMask:
         return self._additive
 
     _additive: Tensor | None = None
+    _shown: Tensor | None = None
 
     @cached_property
     def _empty_rows(self) -> np.ndarray:
@@ -267,7 +287,7 @@ class CausalMask(DeviceMask):
 
     def __init__(self, seq_len: int, *, device: ttnn.MeshDevice) -> None:
         """Keep the number of queries, and of keys, for a device."""
-        check_count("seq_len", seq_len)
+        check_count("seq_len", seq_len, minimum=0)
         self.seq_len = seq_len
         self.device = device
         self.is_causal = True
@@ -283,13 +303,25 @@ class CausalMask(DeviceMask):
         return (1, 1, self.seq_len, self.seq_len)
 
     @cached_property
+    def real_keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """None: a key is masked for some rows only, wherever there are two."""
+        return None
+
+    @cached_property
     def _empty_rows(self) -> np.ndarray:
         return np.zeros((1, 1, self.seq_len, 1), bool)
 
 
+def on_host(mask: np.ndarray | DeviceMask) -> np.ndarray:
+    """The boolean mask."""
+    return mask.mask if isinstance(mask, DeviceMask) else mask
+
+
 def on_device(mask: np.ndarray | DeviceMask | None, device: ttnn.MeshDevice) -> DeviceMask | None:
-    """The mask in the forms that the device takes; one that is so already comes back itself."""
-    return mask if mask is None or isinstance(mask, DeviceMask) else DeviceMask(mask, device=device)
+    """The mask in the forms that the device takes; None if it hides nothing, itself if it is so already."""
+    if mask is None or isinstance(mask, DeviceMask):
+        return mask
+    return DeviceMask(mask, device=device) if mask.any() else None
 
 
 def bias_on_device(bias: np.ndarray | Tensor, device: ttnn.MeshDevice, dtype: ttnn.DataType) -> Tensor:

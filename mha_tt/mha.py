@@ -19,6 +19,7 @@ from ttnn import Tensor
 from mha_tt import fused
 from mha_tt.checks import (
     check_attention,
+    check_bias,
     check_config,
     check_count,
     check_dtype,
@@ -47,17 +48,18 @@ from mha_tt.device import (
     round_up,
     upload,
     upload_weights,
+    zeros,
 )
 from mha_tt.masks import (
     MASKED,
     CausalMask,
     DeviceMask,
     bias_on_device,
-    create_attention_mask,
     hide_infinite_bias,
     join_masks,
     on_device,
 )
+from mha_tt.not_finite import emptied, hide_not_finite, spoilt
 from mha_tt.rope import Rotation, at_least_float32
 
 Project = Callable[[str, Tensor], Tensor]
@@ -78,6 +80,8 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
     batch_size, seq_len, width = x.shape
     if width % num_heads:
         raise ValueError(f"the width must be a multiple of num_heads, got width={width} and num_heads={num_heads}")
+    if 0 in (batch_size, seq_len):  # most operations do not take tensors of nothing
+        return zeros((batch_size, num_heads, seq_len, width // num_heads), x.dtype, x.device())
     if width // num_heads % TILE:  # the operation below would take this, and give heads of another width
         return ttnn.transpose(ttnn.reshape(x, (batch_size, seq_len, num_heads, width // num_heads)), 1, 2)
     x = ttnn.reshape(x, (batch_size, 1, seq_len, width))
@@ -91,6 +95,8 @@ def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
     """Put the heads side by side again: the inverse of `split_heads`."""
     check_floating("x", x, rank=4)
     batch_size, num_heads, seq_len, head_dim = x.shape
+    if 0 in (batch_size, seq_len):
+        return zeros((batch_size, seq_len, num_heads * head_dim), x.dtype, x.device())
     # The operation takes whole tiles, and keeps a row of them twice on a core: 64 heads of 128 in float32 do not fit.
     row_nbytes = num_heads * round_up(head_dim) // TILE * TILE_NBYTES[x.dtype]
     if head_dim % TILE or row_nbytes > 2**19:
@@ -157,7 +163,7 @@ def project_qkv(
         q, k, v = (
             _unpack_qkv(project("qkv_proj", x), num_heads, num_kv_heads)[i] for i, x in enumerate((query, key, value))
         )
-    if rope_theta is not None:
+    if rope_theta is not None and 0 not in (q.shape[0], q.shape[2]):
         if not isinstance(positions, Rotation):
             positions = np.arange(q.shape[2])[None] if positions is None else positions
             positions = Rotation(positions, rope_theta, head_dim=head_dim, padded=q.shape[3], device=q.device())
@@ -204,7 +210,11 @@ def masked_softmax(
         scores = ttnn.where(mask.hidden, MASKED, scores)
     config = compute_kernel_config or accurate_config(scores.device())
     attn_weights = ttnn.softmax(scores, dim=-1, numeric_stable=True, compute_kernel_config=config)
-    return attn_weights if mask is None or mask.keep is None else ttnn.multiply(attn_weights, mask.keep)
+    if mask is None:
+        return attn_weights
+    # Where every score that is seen is -inf, or as low as `MASKED`, the masked keys would weigh something.
+    lowest = ttnn.le(ttnn.max(scores, dim=-1, keepdim=True), MASKED)
+    return emptied(spoilt(attn_weights, lowest), mask)
 
 
 def attention_context(
@@ -259,6 +269,10 @@ def _drop(name: str, x: Tensor, rate: float, seed: int) -> Tensor:
 
 def _unpack_qkv(packed: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     head_dim = packed.shape[2] // (num_heads + 2 * num_kv_heads)
+    if 0 in (packed.shape[0], packed.shape[1]):
+        shapes = [(packed.shape[0], heads, packed.shape[1], head_dim) for heads in (num_heads, num_kv_heads)]
+        q, kv = (zeros(shape, packed.dtype, packed.device()) for shape in shapes)
+        return q, kv, kv
     if head_dim % TILE == 0:
         return ttnn.transformer.split_query_key_value_and_split_heads(
             packed, num_heads=num_heads, num_kv_heads=num_kv_heads, transpose_key=False
@@ -289,6 +303,9 @@ def scaled_dot_product_attention(
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B N T S"] | None]:
     """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
 
+    A masked key or value may hold anything, NaN too. What is seen is never swallowed in IEEE arithmetic; a card's
+    matrix unit has another, in which NaN is a number (docs/ttnn.md).
+
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
@@ -314,21 +331,24 @@ def scaled_dot_product_attention(
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     check_attention(query, key, value, mask, bias, key_padding_lengths)
+    device, seq_len_q, seq_len_k = query.device(), query.shape[2], key.shape[2]
+    if 0 in (query.shape[0], seq_len_q, seq_len_k):
+        attn_weights = zeros((*tuple(query.shape)[:3], seq_len_k), query.dtype, device)
+        return zeros(tuple(query.shape), query.dtype, device), attn_weights if need_weights else None
     mask = join_masks(
-        mask,
-        query.shape[2],
-        key.shape[2],
-        is_causal=is_causal,
-        key_padding_lengths=key_padding_lengths,
-        device=query.device(),
+        mask, seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths, device=device
     )
-    config = compute_kernel_config or accurate_config(query.device())
+    mask = on_device(hide_infinite_bias(mask, bias), device)
+    spoilt_rows = None
+    if mask is not None:  # a masked key reaches no weight
+        (value,), spoilt_rows = hide_not_finite(mask, seq_len_q, value)
+    config = compute_kernel_config or accurate_config(device)
     scores = attention_scores(query, key, bias, head_dim=head_dim, compute_kernel_config=config)
-    attn_weights = masked_softmax(scores, hide_infinite_bias(mask, bias), compute_kernel_config=config)
+    attn_weights = masked_softmax(scores, mask, compute_kernel_config=config)
     attn_weights = as_dtype(attn_weights, query.dtype)
     dropped = apply_dropout(attn_weights, dropout, dropout_keep, seed=seed)
     context = as_dtype(attention_context(dropped, value, compute_kernel_config=config), query.dtype)
-    return context, attn_weights if need_weights else None
+    return spoilt(context, spoilt_rows), attn_weights if need_weights else None
 
 
 def multi_head_attention_core(
@@ -368,6 +388,8 @@ def multi_head_attention(
     num_kv_heads: int | None = None,
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
+    is_causal: bool = False,
+    key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     positions: Int[np.ndarray, "#B T"] | None = None,
     rope_theta: float | None = None,
@@ -390,6 +412,8 @@ def multi_head_attention(
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0. A
             `DeviceMask` made of it is uploaded once for many calls.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
         need_weights: also return the attention weights, which takes the plain path.
         positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
         rope_theta: base of the RoPE frequencies, or None for no RoPE.
@@ -403,8 +427,10 @@ def multi_head_attention(
         The output (B, T, E), or (B, T, N * H) without `out_proj`, and the attention weights (B, N, T, S) or None.
 
     Raises:
-        TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
-        ValueError: if names or shapes of the weights, or the shapes of the inputs, do not fit.
+        TypeError: if an input is not floating point, dtypes differ, the mask is not boolean or the lengths are not
+            integers.
+        ValueError: if names or shapes of the weights, or the shapes of the inputs, do not fit, or a length lies outside
+            0..S.
 
     Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
     """
@@ -421,6 +447,8 @@ def multi_head_attention(
         out_proj="out_proj.weight" in weights,
         mask=mask,
         bias=bias,
+        is_causal=is_causal,
+        key_padding_lengths=key_padding_lengths,
         need_weights=need_weights,
         positions=positions,
         rope_theta=rope_theta,
@@ -463,8 +491,8 @@ def _attention_layer(
     out_proj: bool,
     mask: np.ndarray | DeviceMask | None,
     bias: np.ndarray | Tensor | None,
-    is_causal: bool = False,
-    key_padding_lengths: np.ndarray | Sequence[int] | None = None,
+    is_causal: bool,
+    key_padding_lengths: np.ndarray | Sequence[int] | None,
     need_weights: bool,
     positions: np.ndarray | Rotation | None,
     rope_theta: float | None,
@@ -475,6 +503,11 @@ def _attention_layer(
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
 ) -> tuple[Tensor, Tensor | None]:
     check_layer_inputs(query, key, value, positions, rope_theta)
+    batch_size, seq_len_q, seq_len_k = query.shape[0], query.shape[1], (query if key is None else key).shape[1]
+    check_mask(mask, (batch_size, num_heads, seq_len_q, seq_len_k))
+    check_bias(bias, (batch_size, num_heads, seq_len_q, seq_len_k))
+    if key_padding_lengths is not None:
+        check_lengths("key_padding_lengths", key_padding_lengths, batch_size, seq_len_k)
     key = query if key is None else key
     value = key if value is None else value
     q, k, v = project_qkv(
@@ -540,9 +573,11 @@ class AttentionLayer:
         rng: draws the weights, and the seeds of dropout.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer.
+        TypeError: if a width or a number of heads is not an integer, or a dtype is another.
         ValueError: if the widths, heads or rates do not fit.
     """
+
+    _is_self_attention = False  # keys and values come from the input of the queries, always
 
     def __init__(
         self,
@@ -577,6 +612,7 @@ class AttentionLayer:
             rope_theta=rope_theta,
             dropout=dropout,
             output_dropout=output_dropout,
+            is_self_attention=self._is_self_attention,
         )
         check_dtype("dtype", dtype)
         check_dtype("weight_dtype", dtype if weight_dtype is None else weight_dtype)
@@ -701,13 +737,12 @@ class AttentionLayer:
         need_weights: bool = False,
         positions: Int[np.ndarray, "#B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
-        """`multi_head_attention` with the weights and the configuration of this module.
-
-        What is causal or padding may be told in place of a mask, as to `scaled_dot_product_attention`.
-        """
+        """`multi_head_attention` with the weights and the configuration of this module."""
         check_floating("query", query, rank=3)
         check_input_dtype("query", query, self.dtype)
         self._check_dropout()
+        if is_causal and mask is None and key is None and key_padding_lengths is None:
+            mask, is_causal = self._causal(query.shape[1]), False
         output, attn_weights = _attention_layer(
             self.project,
             query,
@@ -733,7 +768,7 @@ class AttentionLayer:
 
     def _first_rotation(self, seq_len: int) -> Rotation | None:
         """The turns of positions 0, 1, …, kept for the next call of as many tokens."""
-        if self.rope_theta is None:
+        if self.rope_theta is None or not seq_len:
             return None
         if self._rotation is None or self._rotation.cos.shape[2] != seq_len:
             padded = padded_head_dim(self.head_dim, rope=True)
@@ -742,6 +777,12 @@ class AttentionLayer:
                 positions, self.rope_theta, head_dim=self.head_dim, padded=padded, device=self.device
             )
         return self._rotation
+
+    def _causal(self, seq_len: int) -> DeviceMask:
+        """The causal mask, kept for the next call of as many tokens."""
+        if self._causal_mask is None or self._causal_mask.shape[2] != seq_len:
+            self._causal_mask = CausalMask(seq_len, device=self.device)
+        return self._causal_mask
 
     def _drop_output(self, output: Tensor) -> Tensor:
         return _drop("output", output, self.output_dropout if self.training else 0.0, self._draw_seed())
@@ -769,6 +810,8 @@ class MultiHeadAttention(AttentionLayer):
         *,
         mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
         bias: Float[np.ndarray, "..."] | Tensor | None = None,
+        is_causal: bool = False,
+        key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
         need_weights: bool = False,
         positions: Int[np.ndarray, "#B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
@@ -782,6 +825,8 @@ class MultiHeadAttention(AttentionLayer):
                 `DeviceMask` made of it is uploaded once for many calls.
             bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key; on the device it is not read: there
                 a row of nothing but -inf gives the mean of the values.
+            is_causal: hide every key after the query's own position, as `create_causal_mask`.
+            key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
             need_weights: also return the attention weights, which takes the plain path.
             positions: place of each token for RoPE, (B or 1, T), on the host; 0, 1, … when absent.
 
@@ -789,48 +834,60 @@ class MultiHeadAttention(AttentionLayer):
             The output (B, T, E), and the attention weights before dropout (B, N, T, S) or None.
 
         Raises:
-            TypeError: if an input is not on the device, not of the dtype, or the mask is not boolean.
-            ValueError: if the shapes do not fit.
+            TypeError: if an input is not on the device, not of the dtype, the mask is not boolean or the lengths are
+                not integers.
+            ValueError: if the shapes do not fit, or a length lies outside 0..S.
         """
-        return self.attend(query, key, value, mask=mask, bias=bias, need_weights=need_weights, positions=positions)
+        return self.attend(
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            is_causal=is_causal,
+            key_padding_lengths=key_padding_lengths,
+            need_weights=need_weights,
+            positions=positions,
+        )
 
 
 class MultiHeadSelfAttention(AttentionLayer):
     """Multi-head attention of a sequence over itself, causal or not; keywords as in `AttentionLayer`."""
 
+    _is_self_attention = True
+
     def __call__(
         self,
         x: Float[Tensor, "B T d_in"],
         *,
+        mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+        bias: Float[np.ndarray, "..."] | Tensor | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
+        positions: Int[np.ndarray, "#B T"] | None = None,
     ) -> Float[Tensor, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
         Args:
             x: (B, T, d_in), on the device, in the dtype of the module.
+            mask: boolean, True = masked; broadcasts to (B, N, T, T). A row in which every key is masked gives 0. A
+                `DeviceMask` made of it is uploaded once for many calls.
+            bias: added to the scores; broadcasts to (B, N, T, T). -inf masks a key; on the device it is not read: there
+                a row of nothing but -inf gives the mean of the values.
             is_causal: hide every token after the query's own position.
             key_padding_lengths: number of real tokens of each sequence, (B,); the padding is on the right.
+            positions: place of each token for RoPE, (B or 1, T), on the host; 0, 1, … when absent.
 
         Returns:
             The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.
 
         Raises:
-            TypeError: if x is not on the device, not of the dtype, or the lengths are not integers.
+            TypeError: if x is not on the device, not of the dtype, the mask is not boolean or the lengths are not
+                integers.
             ValueError: if the shapes do not fit or a length lies outside 0..T.
         """
         check_floating("x", x, rank=3)
-        mask = None
-        if key_padding_lengths is not None:
-            check_lengths("key_padding_lengths", key_padding_lengths, x.shape[0], x.shape[1])
-            mask = create_attention_mask(x.shape[1], is_causal=is_causal, key_padding_lengths=key_padding_lengths)
-        elif is_causal:
-            mask = self._causal(x.shape[1])
-        output, _ = self.attend(x, mask=mask)
+        output, _ = self.attend(
+            x, mask=mask, bias=bias, is_causal=is_causal, key_padding_lengths=key_padding_lengths, positions=positions
+        )
         return output
-
-    def _causal(self, seq_len: int) -> DeviceMask:
-        """The causal mask, kept for the next call of as many tokens."""
-        if self._causal_mask is None or self._causal_mask.shape[2] != seq_len:
-            self._causal_mask = CausalMask(seq_len, device=self.device)
-        return self._causal_mask

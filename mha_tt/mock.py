@@ -319,6 +319,8 @@ _TRAPS: dict[str, Callable[..., None]] = {
     "ttnn.transformer.scaled_dot_product_attention": Shadow.check_filling_of_mask,
 }
 
+_INTEGERS = (ttnn.int32, ttnn.uint8, ttnn.uint16, ttnn.uint32)
+
 _active: list[Shadow] = []
 
 
@@ -359,8 +361,8 @@ def _rounded(value: torch.Tensor, tensor: ttnn.Tensor) -> torch.Tensor:
     """A value as a tensor of that dtype holds it, in float32."""
     import torch
 
-    if not value.is_floating_point():
-        return value
+    if not value.is_floating_point():  # that of a comparison is in the dtype of what was compared
+        return value if tensor.dtype in _INTEGERS else value.float()
     if tensor.dtype == ttnn.bfloat16:
         return value.to(torch.bfloat16).float()
     if tensor.dtype in (ttnn.bfloat8_b, ttnn.bfloat4_b):  # the host's own conversion knows the block formats
@@ -378,6 +380,27 @@ def _linear(a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = Non
     """ttnn's takes a bias of two elements for a matrix, and raises."""
     bias = None if bias is None else bias.reshape(1, -1)
     return ttnn.get_golden_function(ttnn.linear)(a, b, bias=bias, **keywords)
+
+
+@golden("ttnn.transformer.scaled_dot_product_attention")
+def _scaled_dot_product_attention(query: torch.Tensor, *others: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    """ttnn's is PyTorch's own, whose kernels for a CPU give 0 for a query that is not finite."""
+    return _attend_unswallowed(ttnn.transformer.scaled_dot_product_attention, query, *others, **keywords)
+
+
+@golden("ttnn.transformer.scaled_dot_product_attention_decode")
+def _scaled_dot_product_attention_decode(query: torch.Tensor, *others: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    """The same for one token."""
+    return _attend_unswallowed(ttnn.transformer.scaled_dot_product_attention_decode, query, *others, **keywords)
+
+
+def _attend_unswallowed(operation: Any, query: torch.Tensor, *others: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):  # whose softmax still gives 0 for a row of nothing but -inf
+        context = ttnn.get_golden_function(operation)(query, *others, **keywords)
+    return context.masked_fill(~torch.isfinite(query).all(-1, keepdim=True), torch.nan)
 
 
 @golden("ttnn.experimental.nlp_create_qkv_heads")

@@ -57,6 +57,9 @@ def apply_rope(
     """
     check_floating("x", x, rank=4)
     check_positions(positions, x.shape[0], x.shape[2])
+    if 0 in (x.shape[0], x.shape[2]):
+        check_rope(head_dim or x.shape[3], theta)
+        return x
     return Rotation(positions, theta, head_dim=head_dim, padded=x.shape[3], device=x.device()).turn(x)
 
 

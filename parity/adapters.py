@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from parity.arrays import to_jax, to_numpy_by_name, to_torch
 from parity.layouts import LAYOUTS, from_canonical, to_canonical
 from parity.spec import AttentionSpec
 from parity.weights import Weights
@@ -19,31 +18,34 @@ class Adapter:
 
     Attributes:
         layout: of its weights by name.
-        spec: the layer that a module is.
+        spec_of: the layer that a module is.
         read: its weights by name.
         write: puts weights, which fit, in the place of its own.
     """
 
     layout: str
-    spec: Callable[[Any], AttentionSpec]
+    spec_of: Callable[[Any], AttentionSpec]
     read: Callable[[Any], Weights]
     write: Callable[[Any, Weights], None]
 
-    def load_into(self, module: Any, weights: Mapping[str, np.ndarray]) -> Any:
+    def load_into(self, module: Any, weights: Mapping[str, Any]) -> Any:
         """Fill a module from canonical weights, or leave it as it was."""
-        tensors = from_canonical(weights, self.spec(module), LAYOUTS[self.layout])
+        tensors = from_canonical(weights, self.spec_of(module), LAYOUTS[self.layout])
         own = self.read(module)
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
         if shapes != wanted:
-            different = sorted(name for name in {*shapes, *wanted} if shapes.get(name) != wanted.get(name))
-            raise TypeError(f"weights must have the names, shapes and dtypes of the module, others are {different}")
+            name = min(name for name in {*shapes, *wanted} if shapes.get(name) != wanted.get(name))
+            got, expected = (
+                f"{found[name][1]}{list(found[name][0])}" if name in found else "none" for found in (shapes, wanted)
+            )
+            raise TypeError(f"{name} must have the shape and dtype of the module's, {expected}, got {got}")
         self.write(module, tensors)
         return module
 
     def weights_of(self, module: Any) -> Weights:
         """The canonical weights of a module."""
-        spec = self.spec(module)
+        spec = self.spec_of(module)
         heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
         weights, _ = to_canonical(self.read(module), LAYOUTS[self.layout], **heads)
         return weights
@@ -61,10 +63,12 @@ def adapter_of(module: Any) -> Adapter | None:
 
 
 def _torch_spec(module: Any) -> AttentionSpec:
-    if module.kdim != module.vdim or module.bias_k is not None or module.add_zero_attn:
+    if module.kdim != module.vdim:
+        raise ValueError(f"module must have kdim equal to vdim, got kdim={module.kdim} and vdim={module.vdim}")
+    if module.bias_k is not None or module.add_zero_attn:
         raise ValueError(
-            f"module must have kdim equal to vdim and neither add_bias_kv nor add_zero_attn, "
-            f"got kdim={module.kdim}, vdim={module.vdim}"
+            f"module must have neither add_bias_kv nor add_zero_attn, "
+            f"got add_bias_kv={module.bias_k is not None} and add_zero_attn={module.add_zero_attn}"
         )
     return AttentionSpec(
         module.embed_dim,
@@ -76,19 +80,15 @@ def _torch_spec(module: Any) -> AttentionSpec:
 
 
 def _torch_read(module: Any) -> Weights:
-    from parity.backends.torch import to_numpy
-
-    return {name: to_numpy(tensor) for name, tensor in module.state_dict().items()}
+    return to_numpy_by_name(module.state_dict())
 
 
 def _torch_write(module: Any, tensors: Weights) -> None:
     import torch
 
-    from parity.backends.torch import from_numpy
-
     with torch.no_grad():
         for name, parameter in module.state_dict().items():
-            parameter.copy_(from_numpy(tensors[name]))
+            parameter.copy_(to_torch(tensors[name]))
 
 
 # ---- flax.nnx.MultiHeadAttention -------------------------------------------------------------------------------------
@@ -110,16 +110,13 @@ def _nnx_spec(module: Any) -> AttentionSpec:
 def _nnx_read(module: Any) -> Weights:
     from flax import nnx
 
-    state = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    return {f"{layer}.{leaf}": np.asarray(array) for layer, leaves in state.items() for leaf, array in leaves.items()}
+    return to_numpy_by_name(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
 
 
 def _nnx_write(module: Any, tensors: Weights) -> None:
-    import jax.numpy as jnp
-
     for name, tensor in tensors.items():
         layer, _, leaf = name.partition(".")
-        getattr(getattr(module, layer), leaf)[...] = jnp.asarray(tensor)
+        getattr(getattr(module, layer), leaf)[...] = to_jax(tensor)
 
 
 ADAPTERS = {

@@ -7,12 +7,10 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib import metadata
 from typing import Any
 
 from parity.backends import load_backend
-
-PACKAGES = ("numpy", "ml_dtypes", "safetensors", "jax", "jaxlib", "flax", "torch", "ttnn")
+from parity.packages import installed
 
 
 @contextmanager
@@ -41,14 +39,3 @@ def environment(backends: Iterable[str]) -> dict[str, Any]:
             "packages": installed(),
             "backends": {name: {**load_backend(name).environment(), "numerics": settings[name]} for name in names},
         }
-
-
-def installed() -> dict[str, str]:
-    """Versions of the packages that matter, those that are installed."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from parity import pretrained
-from parity.spec import AttentionSpec, Case
+from parity.arrays import to_numpy_by_name
+from parity.spec import DTYPES, AttentionSpec, Case, case_named
 from parity.weights import Weights, dtype_named, load_tensors, random_weights, weight_shapes
 
 # torch.manual_seed(123), then nn.Linear(3, 4, bias=False) three times: the weights of query, key and value.
@@ -89,14 +92,24 @@ class Problem:
         return self.inputs["query"][:, start : start + self.case.chunks[step]]
 
 
-def make_problem(case: Case, dtype: str, weights: Weights | None = None) -> Problem:
+def make_problem(case: Case | str, dtype: str, weights: Mapping[str, Any] | None = None) -> Problem:
     """The weights and inputs of a case, drawn from its name or read from its trained layer, and rounded to a dtype.
 
     Args:
-        case: the case.
-        dtype: name of a floating-point dtype.
-        weights: canonical weights to take instead of the case's own.
+        case: the case, or the name of one: of `CASES`, or `random-N`.
+        dtype: name of a floating-point dtype, one of `DTYPES`.
+        weights: canonical weights, as arrays of any framework, to take instead of the case's own.
+
+    Raises:
+        TypeError: if the case is neither a case nor a name.
+        ValueError: if there is no case or dtype of that name.
     """
+    if isinstance(case, str):
+        case = case_named(case)
+    if not isinstance(case, Case):
+        raise TypeError(f"case must be a parity.Case or the name of one, got {type(case).__name__}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {list(DTYPES)}, got dtype={dtype!r}")
     spec = case.spec
     seed = [zlib.crc32(case.name.encode())]
     rng = np.random.default_rng(seed)
@@ -124,9 +137,27 @@ def make_problem(case: Case, dtype: str, weights: Weights | None = None) -> Prob
                 weights[name] = weights[name] * np.float32(case.gain**0.5)
     target = dtype_named(dtype)
     inputs = {name: x if x.dtype == np.bool_ else x.astype(target) for name, x in inputs.items()}
+    if case.not_finite:
+        tokens = inputs["query" if case.seq_len_k is None else "key"]
+        tokens[nan_tokens(case)] = np.nan
     if case.strided:
         inputs |= {name: _strided(inputs[name]) for name in ("query", "key") if name in inputs}
-    return Problem(case, dtype, {name: weight.astype(target) for name, weight in weights.items()}, inputs)
+    weights = {name: weight.astype(target) for name, weight in to_numpy_by_name(weights).items()}
+    return Problem(case, dtype, weights, inputs)
+
+
+def nan_tokens(case: Case) -> np.ndarray:
+    """Which tokens of a case are NaN, (B, S)."""
+    is_nan = np.zeros((case.batch, case.key_len), bool)
+    if case.not_finite == "visible":
+        is_nan[-1, case.key_len // 2] = True
+    elif case.not_finite == "hidden" and case.is_cached:
+        for step, chunk in enumerate(case.chunks):
+            start = sum(case.chunks[:step])
+            is_nan[:, start : start + chunk] = np.arange(chunk) >= np.array(case.added(step))[:, None]
+    elif case.not_finite == "hidden":
+        is_nan[:] = np.arange(case.key_len) >= np.array(case.key_padding_lengths)[:, None]
+    return is_nan
 
 
 def _draw(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

@@ -156,10 +156,25 @@ class Layer:
         shown = np.where(mask, -np.inf, scores)
         highest = shown.max(axis=-1, keepdims=True, initial=-np.inf)
         exponentials = enter(np.exp(shown - np.where(np.isfinite(highest), highest, 0.0).astype(scores.dtype)))
-        total = exponentials.sum(axis=-1, keepdims=True)
-        return {"attn_weights": self.arithmetic.keep(exponentials / np.where(total == 0.0, 1.0, total))}
+        bias = self.score_bias()
+        is_hidden = mask if bias is None or not np.isneginf(bias).any() else mask | np.isneginf(bias)
+        # A row is empty because every key is hidden, never because its scores are not finite: 0 / 0 is NaN there.
+        total = np.where(is_hidden.all(axis=-1, keepdims=True), 1.0, exponentials.sum(axis=-1, keepdims=True))
+        return {"attn_weights": self.arithmetic.keep(exponentials / total.astype(exponentials.dtype))}
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
+        """The weighed values of the keys that a row may see: of others nothing, whatever they hold."""
+        is_bad = ~np.isfinite(values["v"])
+        if not is_bad.any():
+            return self.weighed(values)
+        finite = np.where(is_bad, np.zeros_like(values["v"]), values["v"])
+        context = self.weighed({**values, "v": finite})["context"]
+        is_bad = np.any(self.per_query_head(is_bad), axis=-1)[:, :, None, :]
+        sees_bad = np.any(is_bad & ~values["mask"], axis=-1, keepdims=True)
+        return {"context": np.where(sees_bad, np.full_like(context, np.nan), context)}
+
+    def weighed(self, values: Values) -> dict[str, np.ndarray]:
+        """The formula, for which 0 * NaN is NaN."""
         attn_weights, v = self.arithmetic.widen(values["attn_weights"]), self.arithmetic.widen(values["v"])
         return {"context": self.arithmetic.keep(self.arithmetic.matmul(attn_weights, self.per_query_head(v)))}
 
@@ -315,8 +330,8 @@ class Layer:
         if magnitude:
             values = {name: np.abs(value) for name, value in values.items()}
             inputs = {name: np.abs(value) for name, value in inputs.items()}
-        query = inputs["query"]
-        key = inputs.get("key", query)
+        query = self.without_bad_tokens(inputs["query"])
+        key = self.without_bad_tokens(inputs["key"]) if "key" in inputs else query
         batch, seq_len, _ = query.shape
         grads: dict[str, np.ndarray] = {}
 
@@ -326,7 +341,7 @@ class Layer:
             d_output = self.linear_backward("out_proj", combined, d_output, grads, magnitude)
         d_context = a.widen(d_output).reshape(batch, seq_len, spec.num_heads, -1).swapaxes(1, 2)
 
-        q, k, v = (a.widen(values[name]) for name in "qkv")
+        q, k, v = (self.without_bad_tokens(a.widen(values[name])) for name in "qkv")
         d_attn_weights = a.matmul(d_context, self.per_query_head(v).swapaxes(2, 3))
         if fused:
             attn_weights = self.recomputed_attn_weights(values)
@@ -357,6 +372,11 @@ class Layer:
             d_inputs["query"] += d_inputs["key"]
         grads["grad.query"] = a.keep(d_inputs["query"])
         return grads
+
+    def without_bad_tokens(self, x: np.ndarray) -> np.ndarray:
+        """x, and 0 for a token that is not finite: hidden, it passes nothing on. Visible, it has made rows of the
+        attention weights NaN, and through them all gradients."""
+        return np.where(np.isfinite(x).all(axis=-1, keepdims=True), x, np.zeros_like(x))
 
     def recomputed_attn_weights(self, values: Values) -> np.ndarray:
         """exp(score - log sum exp), the score summed again from its last feature to its first."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
+import numbers
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -35,8 +38,8 @@ class AttentionSpec:
         output_dropout: rate at which outputs are dropped in training.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer.
-        ValueError: if the widths, heads or rates do not fit.
+        TypeError: if a width or a number of heads is not an integer, or rope_theta no number.
+        ValueError: if the widths, heads or rates do not fit, or rope_theta is not finite.
     """
 
     d_model: int
@@ -80,12 +83,14 @@ class AttentionSpec:
         if self.fused_qkv and self.d_kv != self.d_in:
             raise ValueError(f"d_kv must equal d_in with fused_qkv, got d_kv={self.d_kv} and d_in={self.d_in}")
         if self.rope_theta is not None:
+            if isinstance(self.rope_theta, bool) or not isinstance(self.rope_theta, numbers.Real):
+                raise TypeError(f"rope_theta must be a number, got rope_theta={self.rope_theta!r}")
             if self.d_kv != self.d_in:
                 raise ValueError(f"d_kv must equal d_in with RoPE, got d_kv={self.d_kv} and d_in={self.d_in}")
             if self.head_dim % 2:
                 raise ValueError(f"head_dim must be even for RoPE, got head_dim={self.head_dim}")
-            if not self.rope_theta > 0:
-                raise ValueError(f"rope_theta must be positive, got rope_theta={self.rope_theta}")
+            if not 0 < self.rope_theta < math.inf:  # JSON has neither infinity nor NaN
+                raise ValueError(f"rope_theta must be positive and finite, got rope_theta={self.rope_theta}")
         for name in ("dropout", "output_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {name}={getattr(self, name)}")
@@ -114,13 +119,13 @@ class AttentionSpec:
         """Width of the output: d_model, or N * H without out_proj."""
         return self.d_model if self.out_proj else self.q_width
 
-    def cache_nbytes(self, batch: int, seq_len: int, dtype: np.dtype, *, num_layers: int = 1) -> int:
-        """Bytes of the keys and values of `seq_len` tokens in all layers; the siblings' `kv_cache_nbytes`."""
-        return 2 * batch * self.kv_width * seq_len * num_layers * dtype.itemsize
+    def cache_nbytes(self, batch_size: int, capacity: int, dtype: np.dtype, *, num_layers: int = 1) -> int:
+        """Bytes of the keys and values in all slots of all layers; the siblings' `kv_cache_nbytes`."""
+        return 2 * batch_size * self.kv_width * capacity * num_layers * dtype.itemsize
 
     def to_json(self) -> str:
         """The fields as a JSON object."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(asdict(self), sort_keys=True, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> AttentionSpec:
@@ -139,6 +144,11 @@ class AttentionSpec:
         if missing := sorted(required - values.keys()):
             raise ValueError(f"a specification must have the fields of AttentionSpec, missing {missing}")
         return cls(**values)
+
+
+def unheld(spec: AttentionSpec) -> AttentionSpec:
+    """The layer without what its weights do not tell and its results in evaluation do not depend on."""
+    return replace(spec, fused_qkv=False, dropout=0.0, output_dropout=0.0)
 
 
 @dataclass(frozen=True)
@@ -161,6 +171,8 @@ class Case:
         bias: add a random bias to the scores.
         gain: factor on the query and key projections; large ones make large logits.
         strided: inputs that are not contiguous in memory.
+        not_finite: tokens that are NaN: `visible`, one in the middle of the last sequence, which every row that may see
+            it must show; or `hidden`, all padding, which no other row may show.
         chunks: with a cache: how many tokens each call appends.
         new_lengths: with a cache: how many of them are real, for each call and sequence.
         capacity: with a cache: its number of slots.
@@ -181,6 +193,7 @@ class Case:
     bias: bool = False
     gain: float = 1.0
     strided: bool = False
+    not_finite: Literal["visible", "hidden"] | None = None
     chunks: tuple[int, ...] = ()
     new_lengths: tuple[tuple[int, ...], ...] = ()
     capacity: int = 0
@@ -196,6 +209,11 @@ class Case:
     def has_mask(self) -> bool:
         """Whether anything is hidden."""
         return self.is_causal or self.random_mask or bool(self.key_padding_lengths or self.window_size)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients are compared: without a cache, and where no query is NaN, which makes all of them NaN."""
+        return not self.is_cached and (self.not_finite is None or self.seq_len_k is not None)
 
     @property
     def key_len(self) -> int:
@@ -314,6 +332,28 @@ def _cases() -> dict[str, Case]:
             is_causal=True,
             dtype="float16",
         ),
+        Case(
+            "nan-visible-causal",
+            gqa,
+            "a NaN reaches every row that sees it, and no other",
+            is_causal=True,
+            not_finite="visible",
+        ),
+        Case(
+            "nan-hidden-padding",
+            rope,
+            "padding that is NaN changes nothing",
+            key_padding_lengths=(3, 5),
+            not_finite="hidden",
+        ),
+        Case(
+            "nan-hidden-cross",
+            cross,
+            "hidden keys that are NaN change nothing",
+            seq_len_k=7,
+            key_padding_lengths=(2, 6),
+            not_finite="hidden",
+        ),
         Case("wide", AttentionSpec(256, 4), "64 features a head, 48 tokens", seq_len=48, is_causal=True),
         Case("decode", mha, "a prompt, then token by token", seq_len=8, chunks=(5, 1, 1, 1), capacity=10),
         Case("chunked-prefill", rope, "a prompt in pieces", seq_len=9, chunks=(4, 3, 2), capacity=9),
@@ -335,6 +375,25 @@ def _cases() -> dict[str, Case]:
             chunks=tuple(map(max, ragged)),
             new_lengths=ragged,
             capacity=9,
+        ),
+        Case(
+            "nan-visible-decode",
+            gqa,
+            "a NaN in the prompt reaches every later token of its sequence",
+            seq_len=6,
+            chunks=(4, 1, 1),
+            capacity=8,
+            not_finite="visible",
+        ),
+        Case(
+            "nan-hidden-decode",
+            rope,
+            "a prompt padded with NaN, then token by token",
+            seq_len=6,
+            chunks=(4, 1, 1),
+            new_lengths=((2, 3), (1, 1), (1, 1)),
+            capacity=6,
+            not_finite="hidden",
         ),
         *(random_case(seed) for seed in range(6)),
         Case(
@@ -437,6 +496,19 @@ def find_case(name: str) -> Case | None:
     """The case of that name: one of `CASES`, or `random-N` for any N."""
     drawn = re.fullmatch(r"random-(\d{1,6})", name)
     return CASES.get(name) or (random_case(int(drawn[1])) if drawn else None)
+
+
+def case_named(name: str) -> Case:
+    """The case of that name: one of `CASES`, or `random-N` for any N.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    case = find_case(name)
+    if case is None:
+        nearest = ", ".join(difflib.get_close_matches(name, CASES, n=3, cutoff=0.0))
+        raise ValueError(f"case must be one of parity.CASES or random-N, got case={name!r}; the nearest are {nearest}")
+    return case
 
 
 CASES: dict[str, Case] = _cases()

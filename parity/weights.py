@@ -7,16 +7,18 @@ Canonical weights are a dict of NumPy arrays by name: `q_proj.weight` (N*H, d_in
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from parity.arrays import to_numpy_by_name
 from parity.formats import TensorInfo
-from parity.formats.reading import open_file
+from parity.formats.reading import SUFFIXES, open_file
 from parity.formats.safetensors import header
+from parity.formats.target import refuse_other_file, scratch_beside
 from parity.spec import AttentionSpec
 
 Weights = dict[str, np.ndarray]
@@ -75,23 +77,29 @@ def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
     return weights
 
 
-def check_weights(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> None:
+def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> Weights:
     """Refuse weights that are not exactly those of the layer.
+
+    Args:
+        weights: canonical weights, as arrays of any framework: see `parity.to_numpy`.
+        spec: the layer.
+
+    Returns:
+        The weights as NumPy arrays.
 
     Raises:
         TypeError: if an entry is not a floating-point array, or the dtypes differ.
         ValueError: if names are missing or unexpected, a shape is another one, or a value is not finite.
     """
-    shapes = weight_shapes(spec)
+    weights, shapes = to_numpy_by_name(weights), weight_shapes(spec)
     missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
     if missing or unexpected:
         raise ValueError(f"weights must have exactly the names of the spec, missing {missing}, unexpected {unexpected}")
     dtypes = set()
     for name, shape in shapes.items():
         weight = weights[name]
-        if not isinstance(weight, np.ndarray) or not is_floating(weight.dtype):
-            kind = getattr(weight, "dtype", type(weight).__name__)
-            raise TypeError(f"{name} must be a floating-point NumPy array, got {kind}")
+        if not is_floating(weight.dtype):
+            raise TypeError(f"{name} must be a floating-point array, got {name}.dtype={weight.dtype}")
         if weight.shape != shape:
             hint = "; it looks transposed" if weight.shape == shape[::-1] else ""
             raise ValueError(f"{name} must have shape {shape}, got {name}.shape={weight.shape}{hint}")
@@ -100,22 +108,48 @@ def check_weights(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> Non
         dtypes.add(weight.dtype.name)
     if len(dtypes) > 1:
         raise TypeError(f"weights must have one dtype, got {sorted(dtypes)}")
+    return weights
 
 
-def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+def check_held(names: Iterable[str], spec: AttentionSpec) -> None:
+    """Refuse a module that holds other weights than those of its specification, by their canonical names.
+
+    Raises:
+        ValueError: if names are missing or unexpected.
+    """
+    fused = {f"{each}_proj": "qkv_proj" for each in "qkv"} if spec.fused_qkv else {}
+    parts = (name.split(".") for name in weight_shapes(spec))
+    wanted, held = {f"{fused.get(projection, projection)}.{leaf}" for projection, leaf in parts}, set(names)
+    missing, unexpected = sorted(wanted - held), sorted(held - wanted)
+    if missing or unexpected:
+        wrapped = "; a projection that is wrapped, as by LoRA, must be merged first" if missing and unexpected else ""
+        raise ValueError(
+            f"module must hold exactly the weights of its spec, missing {missing}, unexpected {unexpected}{wrapped}"
+        )
+
+
+def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
     """Write arrays to a safetensors file: whole and verified, or not at all.
 
     The bytes depend on nothing but the arguments. They are written to a temporary file beside `path`, read back,
-    compared, and only then moved into place; a file that was there before stays until that moment.
+    compared, and only then moved into place; a file that was there before stays until that moment. A safetensors file
+    is replaced, a file of another format is not.
 
     Args:
-        path: file to write.
-        tensors: arrays by name; of any memory order.
+        path: file to write; its suffix must not be that of another format.
+        tensors: arrays by name, of any framework and memory order.
         metadata: text by name, kept in the file's header.
 
     Raises:
         OSError: if the file cannot be written, or what is read back is not what was written.
+        TypeError: if an entry is not an array.
+        ValueError: if the suffix, or the file that is there, is of another format.
     """
+    tensors = to_numpy_by_name(tensors)
+    kind = SUFFIXES.get(Path(path).suffix.lower(), "safetensors")
+    if kind != "safetensors":
+        raise ValueError(f"{path} must end in .safetensors, the only format written here, got that of {kind}")
+    refuse_other_file(path, kind)
 
     def verify(written: Path) -> None:
         found, _ = load_tensors(written)
@@ -151,23 +185,18 @@ def write_whole(
     Raises:
         OSError: if the file cannot be written.
     """
-    path = Path(path).resolve()  # the file that a link leads to, not the link
-    if path.exists() and not path.is_file():  # a device or a pipe, which nothing can be moved onto
-        path.write_bytes(data)
+    if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe, which nothing can be moved onto
+        Path(path).write_bytes(data)
         return
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    written = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+    path = Path(os.path.realpath(path))  # the file that a link leads to, not the link
+    with scratch_beside(path) as scratch:
+        written = scratch / path.name
+        with written.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         verify(written)
-        written.chmod(0o666 & ~_umask())  # temporary files are private, this one is not
         written.replace(path)
-    except BaseException:
-        written.unlink(missing_ok=True)
-        raise
 
 
 def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -181,15 +210,16 @@ def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], d
         return {name: file.read(name) for name in file.infos}, file.metadata
 
 
-def save_weights(path: str | os.PathLike[str], weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> None:
+def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Any], spec: AttentionSpec) -> None:
     """Write canonical weights and their specification to a safetensors file, whole or not at all.
+
+    `parity.save` writes other formats, too.
 
     Raises:
         OSError: if the file cannot be written.
-        TypeError, ValueError: if the weights are not those of the spec.
+        TypeError, ValueError: if the weights are not those of the spec, or the path is one that `save_tensors` refuses.
     """
-    check_weights(weights, spec)
-    save_tensors(path, weights, {"format": FORMAT, "spec": spec.to_json()})
+    save_tensors(path, check_weights(weights, spec), {"format": FORMAT, "spec": spec.to_json()})
 
 
 def load_weights(path: str | os.PathLike[str]) -> tuple[Weights, AttentionSpec]:
@@ -220,13 +250,6 @@ def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Atte
         return AttentionSpec.from_json(metadata["spec"])
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} must hold a valid spec: {error}") from None
-
-
-def _umask() -> int:
-    """The process's umask, which can only be read by setting it."""
-    umask = os.umask(0o022)
-    os.umask(umask)
-    return umask
 
 
 def pack_qkv(weights: Mapping[str, np.ndarray]) -> Weights:

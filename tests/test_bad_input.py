@@ -102,8 +102,17 @@ CONFIGS = {
         ValueError,
         "head_dim must be even for RoPE, got head_dim=3",
     ),
-    "rope_theta 0": ({"rope_theta": 0.0}, ValueError, "rope_theta must be positive, got rope_theta=0.0"),
-    "rope_theta NaN": ({"rope_theta": math.nan}, ValueError, "rope_theta must be positive, got rope_theta=nan"),
+    "rope_theta 0": ({"rope_theta": 0.0}, ValueError, "rope_theta must be positive and finite, got rope_theta=0.0"),
+    "rope_theta NaN": (
+        {"rope_theta": math.nan},
+        ValueError,
+        "rope_theta must be positive and finite, got rope_theta=nan",
+    ),
+    "rope_theta infinite": (
+        {"rope_theta": math.inf},
+        ValueError,
+        "rope_theta must be positive and finite, got rope_theta=inf",
+    ),
     "dropout 1": ({"dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1, got dropout=1.0"),
     "dropout negative": ({"dropout": -0.1}, ValueError, "dropout must be at least 0 and below 1, got dropout=-0.1"),
     "dropout NaN": ({"dropout": math.nan}, ValueError, "dropout must be at least 0 and below 1, got dropout=nan"),
@@ -129,6 +138,20 @@ def test_spec_refuses_the_configuration_in_the_same_words(name):
     keywords, error, message = CONFIGS[name]
     with pytest.raises(error, match=f"^{message}"):
         parity.AttentionSpec(**{"d_model": 8, "num_heads": 2, **keywords})
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_self_attention_refuses_another_width_of_keys(sibling, kind):
+    with pytest.raises(ValueError, match=r"^d_kv must equal d_in in self-attention, got d_kv=6 and d_in=8"):
+        sibling.module(kind, 8, 2, d_kv=6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.bool_, np.complex64], ids=lambda dtype: dtype.__name__)
+def test_module_refuses_weights_that_are_not_floating_point(sibling, kind, dtype):
+    keyword = {"jax": "param_dtype", "torch": "dtype"}[sibling.name]
+    with pytest.raises(TypeError, match=f"^{keyword} must be floating point, got {keyword}="):
+        sibling.module(kind, 8, 2, **{keyword: sibling.array(np.zeros(1, dtype)).dtype})
 
 
 @pytest.mark.parametrize(("option", "message"), [("dropout", "dropout must be"), ("rope_theta", "rope_theta must be")])
@@ -366,6 +389,10 @@ SELF_ATTENTIONS = {
     "integers": ({"x": integers(2, 3, 8)}, TypeError, "x must be floating point"),
     "list": ({"x": [[[1.0] * 8]]}, TypeError, "x must be"),
     "width": ({"x": ones(2, 3, 6)}, ValueError, "q_proj must have 8 features"),
+    "mask": ({"mask": booleans(3, 4)}, ValueError, "mask must broadcast"),
+    "float mask": ({"mask": ones(3, 3)}, TypeError, "mask must be boolean"),
+    "bias": ({"bias": ones(3, 4)}, ValueError, "bias must broadcast"),
+    "positions without RoPE": ({"positions": lengths(0, 1, 2)[None]}, ValueError, "positions must come with RoPE"),
 }
 
 
@@ -566,16 +593,26 @@ def cache(sibling):
 
 TOKENS = ones(2, 2, 3, 4)
 SIZES = {"batch_size": 2, "num_kv_heads": 2, "capacity": 4, "head_dim": 4}
-NBYTES = {"batch": 1, "num_kv_heads": 2, "seq_len": 3, "head_dim": 4, "num_layers": 5}
+NBYTES = {"batch_size": 1, "num_kv_heads": 2, "capacity": 3, "head_dim": 4, "num_layers": 5}
 
 
-@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)])
-@pytest.mark.parametrize("size", SIZES)
+REFUSED_SIZES = [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)]
+
+
+@pytest.mark.parametrize(
+    ("size", "value", "error"),
+    [
+        (size, value, error)
+        for size in SIZES
+        for value, error in REFUSED_SIZES
+        if (size, value) != ("batch_size", 0)  # a batch may be empty
+    ],
+)
 def test_init_cache_refuses_size(sibling, size, value, error):
     refused(sibling, "init_cache", (), {**SIZES, size: value}, error, f"{size} must be .*{size}={value}")
 
 
-@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(("value", "error"), REFUSED_SIZES)
 @pytest.mark.parametrize("size", NBYTES)
 def test_kv_cache_nbytes_refuses_size(sibling, size, value, error):
     dtype = sibling.array(ones(1)).dtype
@@ -584,10 +621,10 @@ def test_kv_cache_nbytes_refuses_size(sibling, size, value, error):
     )
 
 
-@pytest.mark.parametrize(("size", "args"), [("batch_size", (0, 4)), ("capacity", (2, 0))])
-def test_module_refuses_cache_of_size(sibling, size, args):
+@pytest.mark.parametrize(("rule", "args"), [("batch_size must be at least 0", (-1, 4)), ("capacity must be", (2, 0))])
+def test_module_refuses_cache_of_size(sibling, rule, args):
     module = sibling.module("MultiHeadAttentionWithCache", 8, 2)
-    with pytest.raises(ValueError, match=f"{size} must be at least 1"):
+    with pytest.raises(ValueError, match=rule):
         module.init_cache(*args)
 
 

@@ -410,6 +410,292 @@ def test_padding_tokens_change_nothing(sibling, value):
     np.testing.assert_array_equal(contents(sibling, cache)[0], contents(sibling, expected_cache)[0])
 
 
+# ---- Masks, biases and positions beside the causality of the cache ---------------------------------------------------
+
+
+def window_mask(num_tokens, capacity, window_size):
+    """Hides all but the last few slots up to a token's own, (T, S); causality itself is the cache's."""
+    return np.arange(num_tokens)[:, None] - np.arange(capacity) >= window_size
+
+
+def feed_with(sibling, module, x, chunks, capacity=NUM_TOKENS, **options):
+    """As `feed`, with arrays that have a row for each token, cut as the tokens are."""
+    cache = module.init_cache(len(x), capacity)
+    outputs, begin = [], 0
+    for chunk in chunks:
+        end = begin + chunk
+        cut = {
+            name: sibling.array(array[:, begin:end] if name == "positions" else array[..., begin:end, :])
+            for name, array in options.items()
+        }
+        output, cache = module(sibling.array(x[:, begin:end]), cache, **cut)
+        outputs.append(sibling.numpy(output))
+        begin = end
+    return np.concatenate(outputs, axis=1), cache
+
+
+def grow_with(sibling, spec, x, chunks, **options):
+    """The same of the growing form."""
+    module = cached_layer(sibling, spec)
+    sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "rope_theta": spec.rope_theta}
+    cached, outputs, begin = (None, None), [], 0
+    for chunk in chunks:
+        end = begin + chunk
+        cut = {
+            name: sibling.array(array[:, begin:end] if name == "positions" else array[..., begin:end, :end])
+            for name, array in options.items()
+        }
+        weights = framework_weights(sibling, module)
+        output, *cached = sibling.package.multi_head_attention_with_cache(
+            sibling.array(x[:, begin:end]), weights, *cached, **sizes, **cut
+        )
+        outputs.append(sibling.numpy(output))
+        begin = end
+    return np.concatenate(outputs, axis=1)
+
+
+def one_pass(sibling, spec, x, **options):
+    """The output of one causal pass with a mask, a bias or positions, without a cache."""
+    module = layer(sibling, "MultiHeadSelfAttention", spec, x.dtype)
+    arrays = {name: sibling.array(array) for name, array in options.items()}
+    return sibling.numpy(module(sibling.array(x), is_causal=True, **arrays))
+
+
+MORE_CHUNKS = pytest.mark.parametrize("chunks", [[6], CHUNKS, [1, 3, 2]], ids=str)
+
+
+@MORE_CHUNKS
+@pytest.mark.parametrize("form", ["static", "growing"])
+def test_sliding_window_over_a_cache_equals_one_pass(sibling, form, chunks):
+    x = random_tokens(GQA_ROPE)
+    mask = window_mask(NUM_TOKENS, NUM_TOKENS, window_size=3)
+    if form == "static":
+        output, _ = feed_with(sibling, cached_layer(sibling, GQA_ROPE), x, chunks, mask=mask)
+    else:
+        output = grow_with(sibling, GQA_ROPE, x, chunks, mask=mask)
+    assert_same_up_to_rounding(output, one_pass(sibling, GQA_ROPE, x, mask=mask))
+    assert np.abs(output - full_pass(sibling, GQA_ROPE, x)).max() > 1e-3  # the window hides something
+
+
+@MORE_CHUNKS
+@pytest.mark.parametrize("form", ["static", "growing"])
+def test_bias_by_distance_over_a_cache_equals_one_pass(sibling, form, chunks):  # ALiBi
+    x, spec = random_tokens(SPECS["mha"]), SPECS["mha"]
+    slopes = 2.0 ** -np.arange(1, 1 + spec.num_heads, dtype=np.float32)[:, None, None]
+    bias = slopes * (np.arange(NUM_TOKENS) - np.arange(NUM_TOKENS)[:, None]).astype(np.float32)
+    if form == "static":
+        output, _ = feed_with(sibling, cached_layer(sibling, spec), x, chunks, bias=bias)
+    else:
+        output = grow_with(sibling, spec, x, chunks, bias=bias)
+    assert_same_up_to_rounding(output, one_pass(sibling, spec, x, bias=bias))
+    assert np.abs(output - full_pass(sibling, spec, x)).max() > 1e-3
+
+
+@MORE_CHUNKS
+@pytest.mark.parametrize("form", ["static", "growing"])
+def test_left_padding_changes_nothing(sibling, form, chunks):
+    num_padding = np.array([0, 3, 1])
+    tokens = random_tokens(GQA_ROPE)
+    x = np.full_like(tokens, 1e3)  # padding that would show, were it seen
+    for row, count in enumerate(num_padding):
+        x[row, count:] = tokens[row, : NUM_TOKENS - count]
+    mask = np.broadcast_to(
+        np.arange(NUM_TOKENS) < num_padding[:, None, None, None], (3, 1, NUM_TOKENS, NUM_TOKENS)
+    ).copy()
+    positions = np.maximum(np.arange(NUM_TOKENS) - num_padding[:, None], 0).astype(np.int32)
+    if form == "static":
+        output, _ = feed_with(sibling, cached_layer(sibling, GQA_ROPE), x, chunks, mask=mask, positions=positions)
+    else:
+        output = grow_with(sibling, GQA_ROPE, x, chunks, mask=mask, positions=positions)
+    alone = full_pass(sibling, GQA_ROPE, tokens)
+    for row, count in enumerate(num_padding):
+        assert_same_up_to_rounding(output[row, count:], alone[row, : NUM_TOKENS - count])
+
+
+def test_mask_of_all_slots_may_be_wider_than_what_is_filled(sibling):
+    x, mask = random_tokens(GQA_ROPE, num_tokens=2), np.zeros((3, 1, 1, 9), bool)
+    mask[1, ..., 0] = True
+    module = cached_layer(sibling, GQA_ROPE)
+    output, _ = module(sibling.array(x), module.init_cache(3, 9), mask=sibling.array(mask))
+    assert_same_up_to_rounding(sibling.numpy(output), one_pass(sibling, GQA_ROPE, x, mask=mask[..., :2]))
+
+
+REFUSED_OPTIONS = {
+    "mask-keys": ({"mask": np.zeros((2, 5), bool)}, ValueError, r"mask must broadcast to .* \(3, 4, 2, 6\)"),
+    "float-mask": ({"mask": np.zeros((2, 6), np.float32)}, TypeError, "mask must be boolean"),
+    "bias-keys": ({"bias": np.zeros((2, 5), np.float32)}, ValueError, r"bias must broadcast to .* \(3, 4, 2, 6\)"),
+    "bias-dtype": ({"bias": np.zeros((2, 6), np.float16)}, TypeError, "bias must have the dtype of query"),
+    "positions": ({"positions": np.zeros((3, 3), np.int32)}, ValueError, "positions must have shape"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_OPTIONS)
+def test_what_does_not_fit_the_cache_is_refused_and_leaves_it(sibling, name):
+    options, error, message = REFUSED_OPTIONS[name]
+    module = cached_layer(sibling, GQA_ROPE)
+    cache = module.init_cache(3, NUM_TOKENS)
+    with pytest.raises(error, match=message):
+        module(
+            sibling.array(random_tokens(GQA_ROPE, num_tokens=2)),
+            cache,
+            **{key: sibling.array(array) for key, array in options.items()},
+        )
+    assert not sibling.numpy(cache.keys).any()
+
+
+def test_cache_refuses_positions_without_rope(sibling):
+    module = cached_layer(sibling, SPECS["mha"])
+    x, positions = random_tokens(SPECS["mha"], num_tokens=2), np.zeros((1, 2), np.int32)
+    with pytest.raises(ValueError, match="positions must come with RoPE"):
+        module(sibling.array(x), module.init_cache(3, NUM_TOKENS), positions=sibling.array(positions))
+
+
+# ---- No tokens at all ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("held", [[0, 0, 0], [2, 2, 2], [1, 4, 0]], ids=str)
+@pytest.mark.parametrize("new_lengths", [None, [0, 0, 0]], ids=["all", "ragged"])
+def test_no_new_tokens_leave_the_cache_as_it_was(sibling, held, new_lengths):
+    module = cached_layer(sibling, GQA_ROPE)
+    cache = filled_cache(sibling, module, held)
+    before = contents(sibling, cache)
+    output, cache = module(sibling.array(random_tokens(GQA_ROPE, num_tokens=0)), cache, new_lengths=new_lengths)
+    assert output.shape == (3, 0, 24)
+    for now, then in zip(contents(sibling, cache), before, strict=True):
+        np.testing.assert_array_equal(now, then, strict=True)
+
+
+@pytest.mark.parametrize("new_lengths", [None, []], ids=["all", "ragged"])
+def test_cache_of_no_sequences_takes_tokens_of_none(sibling, new_lengths):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = sibling.array(random_tokens(GQA_ROPE)[:0])
+    output, cache = module(x, module.init_cache(0, NUM_TOKENS), new_lengths=new_lengths)
+    assert (output.shape, cache.lengths.shape) == ((0, NUM_TOKENS, 24), (0,))
+
+
+@pytest.mark.parametrize(("batch_size", "num_tokens"), [(3, 0), (0, 2)], ids=["tokens", "sequences"])
+@pytest.mark.parametrize("num_cached", [None, 0, 4])
+def test_growing_cache_takes_nothing(sibling, batch_size, num_tokens, num_cached):
+    cached = (None, None)
+    if num_cached is not None:
+        cached = [sibling.array(np.zeros((batch_size, 2, num_cached, 6), np.float32)) for _ in range(2)]
+    x = sibling.array(np.zeros((batch_size, num_tokens, 24), np.float32))
+    weights = framework_weights(sibling, cached_layer(sibling, GQA_ROPE))
+    output, keys, _ = sibling.package.multi_head_attention_with_cache(
+        x, weights, *cached, num_heads=4, num_kv_heads=2, rope_theta=10000.0
+    )
+    assert (output.shape, keys.shape) == (
+        (batch_size, num_tokens, 24),
+        (batch_size, 2, num_tokens + (num_cached or 0), 6),
+    )
+
+
+# ---- Caches made of caches -------------------------------------------------------------------------------------------
+
+
+def held_by(sibling, cache):
+    """Keys and values of the tokens that a cache holds, by sequence."""
+    keys, values, lengths = contents(sibling, cache)
+    return [(keys[row, :, :length], values[row, :, :length]) for row, length in enumerate(lengths)]
+
+
+def assert_holds(sibling, cache, expected):
+    """The tokens expected, and nothing in the other slots."""
+    found, (keys, values, lengths) = held_by(sibling, cache), contents(sibling, cache)
+    assert len(found) == len(expected)
+    for now, then in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(now, then)
+    is_free = np.arange(keys.shape[2]) >= lengths[:, None]
+    assert not np.moveaxis(keys, 1, 2)[is_free].any()
+    assert not np.moveaxis(values, 1, 2)[is_free].any()
+
+
+def assert_goes_on_as_its_sequences(sibling, cache, sequences):
+    """Another token of each gives what it gives over the sequences alone, and changes no other cache."""
+    module = cached_layer(sibling, GQA_ROPE)
+    x = random_tokens(GQA_ROPE, num_tokens=1)[:1].repeat(len(sequences), axis=0)
+    output, _ = module(sibling.array(x), cache)
+    whole = [full_pass(sibling, GQA_ROPE, np.concatenate([tokens[None], x[:1]], axis=1))[0, -1] for tokens in sequences]
+    assert_same_up_to_rounding(sibling.numpy(output)[:, 0], np.stack(whole))
+
+
+HELD = [2, 4, 0]
+
+
+def cache_and_tokens(sibling):
+    """A cache of three sequences, and the tokens that each holds."""
+    cache = filled_cache(sibling, cached_layer(sibling, GQA_ROPE), HELD)
+    x = random_tokens(GQA_ROPE, num_tokens=max(HELD), seed=2)
+    return cache, [tokens[:length] for tokens, length in zip(x, HELD, strict=True)]
+
+
+MADE = {
+    "reorder": (lambda cache: cache.reorder([2, 0, 0, 1]), [2, 0, 0, 1]),
+    "reorder-one": (lambda cache: cache.reorder([1]), [1]),
+    "repeat": (lambda cache: cache.repeat(2), [0, 0, 1, 1, 2, 2]),
+    "repeat-once": (lambda cache: cache.repeat(1), [0, 1, 2]),
+    "grow": (lambda cache: cache.grow(9), [0, 1, 2]),
+    "grow-by-nothing": (lambda cache: cache.grow(NUM_TOKENS), [0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_cache_made_of_a_cache_goes_on_as_its_sequences(sibling, name):
+    make, order = MADE[name]
+    cache, tokens = cache_and_tokens(sibling)
+    expected, before = held_by(sibling, cache), contents(sibling, cache)
+    made = make(cache)
+    assert made.capacity == (9 if name == "grow" else NUM_TOKENS)
+    assert_holds(sibling, made, [expected[index] for index in order])
+    assert_goes_on_as_its_sequences(sibling, made, [tokens[index] for index in order])
+    for now, then in zip(contents(sibling, cache), before, strict=True):  # it has storage of its own
+        np.testing.assert_array_equal(now, then, strict=True)
+
+
+@pytest.mark.parametrize("lengths", [0, [1, 3, 0], [2, 4, 0]], ids=str)
+@pytest.mark.parametrize("kind", ["list", "array"])
+def test_cropped_cache_goes_on_as_its_first_tokens(sibling, lengths, kind):
+    cache, tokens = cache_and_tokens(sibling)
+    expected, before = held_by(sibling, cache), contents(sibling, cache)
+    kept = [lengths] * 3 if isinstance(lengths, int) else lengths
+    made = cache.crop(lengths if kind == "list" or isinstance(lengths, int) else sibling.array(lengths))
+    assert made.capacity == NUM_TOKENS
+    assert sibling.numpy(made.lengths).dtype == np.int32
+    first = [tuple(x[:, :length] for x in held) for held, length in zip(expected, kept, strict=True)]
+    assert_holds(sibling, made, first)
+    assert_goes_on_as_its_sequences(sibling, made, [each[:length] for each, length in zip(tokens, kept, strict=True)])
+    for now, then in zip(contents(sibling, cache), before, strict=True):
+        np.testing.assert_array_equal(now, then, strict=True)
+
+
+REFUSED_MAKING = {
+    "index": (lambda cache: cache.reorder([0, 3]), ValueError, r"indices must lie in 0..2, got indices=\[0, 3\]"),
+    "negative-index": (lambda cache: cache.reorder([-1]), ValueError, "indices must lie in 0..2"),
+    "float-index": (lambda cache: cache.reorder([0.0]), TypeError, "indices must be integers"),
+    "index-of-2-axes": (lambda cache: cache.reorder([[0]]), ValueError, "indices must have shape"),
+    "no-repeats": (lambda cache: cache.repeat(0), ValueError, "repeats must be at least 1, got repeats=0"),
+    "half-a-repeat": (lambda cache: cache.repeat(1.5), TypeError, "repeats must be an integer"),
+    "fewer-slots": (lambda cache: cache.grow(5), ValueError, "capacity must be at least 6, got capacity=5"),
+    "float-slots": (lambda cache: cache.grow(7.0), TypeError, "capacity must be an integer"),
+    "longer": (
+        lambda cache: cache.crop([2, 4, 1]),
+        ValueError,
+        r"lengths must not exceed .*\[2, 4, 1\] and \[2, 4, 0\]",
+    ),
+    "longer-than-one": (lambda cache: cache.crop(1), ValueError, "lengths must not exceed"),
+    "negative-length": (lambda cache: cache.crop(-1), ValueError, "lengths must lie in 0..6"),
+    "too-few-lengths": (lambda cache: cache.crop([1]), ValueError, "lengths must have shape"),
+    "float-lengths": (lambda cache: cache.crop([1.0, 1.0, 0.0]), TypeError, "lengths must be integers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_MAKING)
+def test_cache_refuses_to_be_made_into(sibling, name):
+    make, error, message = REFUSED_MAKING[name]
+    with pytest.raises(error, match=message):
+        make(cache_and_tokens(sibling)[0])
+
+
 # ---- Capacity --------------------------------------------------------------------------------------------------------
 
 
@@ -730,9 +1016,15 @@ def test_init_cache_of_a_module_has_the_dtype_of_its_weights(sibling, dtype):
     np.testing.assert_array_equal(sibling.numpy(cache.keys), np.zeros((3, 2, 5, 6), dtype), strict=True)
 
 
-@pytest.mark.parametrize("sizes", [(0, 1, 1, 1), (1, -1, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
+def test_init_cache_of_a_module_takes_a_dtype(sibling, dtype):
+    cache = cached_layer(sibling, GQA_ROPE).init_cache(3, 5, framework_dtype(sibling, dtype))
+    assert {sibling.numpy(cache.keys).dtype, sibling.numpy(cache.values).dtype} == {np.dtype(dtype)}
+
+
+@pytest.mark.parametrize("sizes", [(-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)], ids=str)
 def test_init_cache_refuses_sizes_below_one(sibling, sizes):
-    with pytest.raises(ValueError, match="must be at least 1"):
+    with pytest.raises(ValueError, match=r"must be at least [01]"):
         sibling.package.init_cache(*sizes)
 
 

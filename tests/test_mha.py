@@ -6,7 +6,7 @@ A layer is reached by four paths: the function or the module, with attention wei
 
 import copy
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import flax.linen
@@ -595,6 +595,82 @@ def test_sequences_do_not_see_each_other(sibling, path):
     assert np.array_equal(before[0], after[0])
 
 
+# ---- What is causal or padding, passed in place of a mask ------------------------------------------------------------
+
+HIDING = {
+    "causal": {"is_causal": True},
+    "padding": {"key_padding_lengths": [4, 2]},
+    "both": {"is_causal": True, "key_padding_lengths": [0, 3]},
+}
+every_hiding = pytest.mark.parametrize("hiding", HIDING.values(), ids=HIDING)
+
+
+@every_hiding
+@every_path
+def test_layer_takes_what_is_causal_or_padding_as_the_mask_of_it(sibling, path, hiding):
+    arrays = {**problem(SPEC), "mask": MASK[:1]}
+    hidden = sibling.numpy(sibling.package.create_attention_mask(3, 4, **hiding)) | MASK[:1]
+    passed = {name: sibling.array(x) for name, x in arrays.items()}
+    output, attn_weights = attend(sibling, path, SPEC, passed, **hiding)
+    masked = {name: sibling.array(x) for name, x in {**arrays, "mask": hidden}.items()}
+    expected, expected_weights = attend(sibling, path, SPEC, masked)
+    np.testing.assert_allclose(sibling.numpy(output), sibling.numpy(expected), rtol=0, atol=8 * EPSILON)
+    if path.endswith("plain"):
+        np.testing.assert_array_equal(sibling.numpy(attn_weights), sibling.numpy(expected_weights))
+
+
+@every_hiding
+def test_self_attention_takes_what_attention_takes(sibling, rng, hiding):
+    spec = parity.AttentionSpec(8, 2, rope_theta=100.0)
+    arrays = {
+        "mask": rng.random((2, 1, 4, 4)) < 0.3,
+        "bias": rng.standard_normal((1, 2, 4, 4)).astype(np.float32),
+        "positions": np.array([[3, 5, 6, 9], [0, 1, 2, 30]], np.int32),
+    }
+    x = sibling.array(rng.standard_normal((2, 4, 8)).astype(np.float32))
+    options = {name: sibling.array(x) for name, x in arrays.items()}
+    found = filled(sibling, "MultiHeadSelfAttention", spec)(x, **options, **hiding)
+    expected, _ = filled(sibling, "MultiHeadAttention", spec)(x, **options, **hiding)
+    np.testing.assert_array_equal(sibling.numpy(found), sibling.numpy(expected))
+    for name in options:  # none of them is without effect
+        without = {other: array for other, array in options.items() if other != name}
+        other = filled(sibling, "MultiHeadSelfAttention", spec)(x, **without, **hiding)
+        assert (sibling.numpy(other) != sibling.numpy(found)).any()
+
+
+# ---- No tokens at all ------------------------------------------------------------------------------------------------
+
+NOTHING = {"no-queries": (2, 0, 4), "no-keys": (2, 3, 0), "neither": (2, 0, 0), "no-sequences": (0, 3, 4)}
+
+
+@pytest.mark.parametrize("sizes", NOTHING.values(), ids=NOTHING)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("masked", [False, True], ids=["seen", "masked"])
+@both_forms
+def test_nothing_gives_nothing(sibling, form, sizes, is_causal, padding, masked):
+    batch_size, num_queries, num_keys = sizes
+    query = np.ones((batch_size, 4, num_queries, 6), np.float32)
+    key = np.ones((batch_size, 2, num_keys, 6), np.float32)
+    mask = np.zeros((num_queries, num_keys), bool) if masked else None
+    lengths = [num_keys] * batch_size if padding else None
+    options = {"mask": mask, "is_causal": is_causal, "key_padding_lengths": lengths}
+    context = dot_product_attention(sibling, form, query, key, key, **options)
+    np.testing.assert_array_equal(context, np.zeros_like(query), strict=True)
+
+
+@pytest.mark.parametrize(("batch_size", "num_tokens"), [(2, 0), (0, 3), (0, 0)], ids=["tokens", "sequences", "both"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
+def test_module_of_nothing_gives_nothing(sibling, batch_size, num_tokens, is_causal, padding):
+    spec = parity.AttentionSpec(8, 2, rope_theta=100.0)
+    x = sibling.array(np.zeros((batch_size, num_tokens, 8), np.float32))
+    hiding = {"is_causal": is_causal, "key_padding_lengths": [num_tokens] * batch_size if padding else None}
+    assert filled(sibling, "MultiHeadSelfAttention", spec)(x, **hiding).shape == x.shape
+    output, attn_weights = filled(sibling, "MultiHeadAttention", spec)(x, **hiding, need_weights=True)
+    assert (output.shape, attn_weights.shape) == (x.shape, (batch_size, 2, num_tokens, num_tokens))
+
+
 # ---- Heads -----------------------------------------------------------------------------------------------------------
 
 
@@ -993,6 +1069,8 @@ def test_repr_shows_the_configuration(sibling, kind):
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
 @every_spec
 def test_config_makes_a_module_of_the_same_config(sibling, spec, kind):
+    if kind != "MultiHeadAttention":  # their keys come from the input of the queries
+        spec = replace(spec, d_kv=spec.d_in)
     module = sibling.module(kind, **asdict(spec))
     assert sibling.module(kind, **module.config).config == module.config == asdict(spec)
 

@@ -1,12 +1,13 @@
 """The specification of a layer, and the list of cases."""
 
 import json
+import math
 
 import numpy as np
 import pytest
 
 from parity import CASES, AttentionSpec, pretrained, random_case
-from parity.spec import STAGES, stage_axes, stage_kind
+from parity.spec import STAGES, case_named, stage_axes, stage_kind
 from parity.weights import load_tensors, weight_shapes
 
 
@@ -34,6 +35,11 @@ def test_spec_never_derives_a_head_dim_that_is_given():
         ({"d_model": 8, "num_heads": 4, "head_dim": -1}, ValueError, "head_dim must be at least 1"),
         ({"d_model": 6, "num_heads": 2, "rope_theta": 1e4}, ValueError, "head_dim must be even for RoPE"),
         ({"d_model": 8, "num_heads": 2, "rope_theta": 0.0}, ValueError, "rope_theta must be positive"),
+        ({"d_model": 8, "num_heads": 2, "rope_theta": math.inf}, ValueError, "rope_theta must be positive and finite"),
+        ({"d_model": 8, "num_heads": 2, "rope_theta": math.nan}, ValueError, "rope_theta must be positive and finite"),
+        ({"d_model": 8, "num_heads": 2, "rope_theta": "1e4"}, TypeError, "rope_theta must be a number"),
+        ({"d_model": 8, "num_heads": 2, "rope_theta": True}, TypeError, "rope_theta must be a number"),
+        ({"d_model": 8, "num_heads": 2, "dropout": math.nan}, ValueError, "dropout must be at least 0 and below 1"),
         ({"d_model": 8, "num_heads": 2, "d_kv": 4, "rope_theta": 1e4}, ValueError, "d_kv must equal d_in with RoPE"),
         ({"d_model": 8, "num_heads": 2, "dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1"),
         ({"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True}, ValueError, "d_kv must equal d_in"),
@@ -79,6 +85,16 @@ def test_random_case_is_the_same_every_time():
     assert random_case(3) != random_case(4)
 
 
+def test_a_case_is_found_by_its_name():
+    assert case_named("rope-gqa") is CASES["rope-gqa"]
+    assert case_named("random-7") == random_case(7)
+
+
+def test_an_unknown_case_is_refused_with_the_nearest_names():
+    with pytest.raises(ValueError, match=r"got case='ropegqa'; the nearest are rope-gqa, "):
+        case_named("ropegqa")
+
+
 def test_cases_cover_what_attention_can_do():
     cases = CASES.values()
     covered = {
@@ -95,6 +111,14 @@ def test_cases_cover_what_attention_can_do():
         "one query": any(case.seq_len == 1 for case in cases),
         "one key": any(case.seq_len_k == 1 for case in cases),
         "ragged": any(case.new_lengths for case in cases),
+        **{
+            f"{kind} NaN, {'with' if cached else 'without'} a cache": any(
+                (case.not_finite, case.is_cached) == (kind, cached) for case in cases
+            )
+            for kind in ("visible", "hidden")
+            for cached in (False, True)
+        },
+        "gradients beside NaN": any(case.not_finite and case.has_gradients for case in cases),
         "trained": sum(case.trained is not None for case in cases) >= 5,
     }
     assert [name for name, is_covered in covered.items() if not is_covered] == []

@@ -2,14 +2,19 @@
 
 import contextlib
 import os
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
+from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+import mha_jax
+import mha_torch
 import parity
 from parity import AttentionSpec, check_weights, load_tensors, load_weights, random_weights, save_tensors, save_weights
 from parity.weights import pack_qkv, unpack_qkv
@@ -56,8 +61,15 @@ def test_a_value_that_is_not_finite_is_refused(weights, value):
 @pytest.mark.parametrize("wrong", [np.zeros((8, 7), np.int32), [[0.0]], None])
 def test_an_entry_that_is_no_floating_point_array_is_refused(weights, wrong):
     weights["k_proj.weight"] = wrong
-    with pytest.raises(TypeError, match=r"k_proj.weight must be a floating-point NumPy array"):
+    with pytest.raises(TypeError, match=r"k_proj.weight must be (a floating-point|an) array"):
         check_weights(weights, SPEC)
+
+
+def test_weights_of_any_framework_become_numpys(weights):
+    for of_framework in (parity.to_torch, parity.to_jax):
+        found = check_weights({name: of_framework(x) for name, x in weights.items()}, SPEC)
+        assert found.keys() == weights.keys()
+        assert all(same_bits(found[name], weights[name]) for name in weights)
 
 
 def test_mixed_dtypes_are_refused(weights):
@@ -113,6 +125,80 @@ def test_a_subclass_of_a_users_own_is_known(sibling, weights):
     module.__class__ = type("Mine", (base,), {"__module__": "elsewhere"})
     parity.load_into(module, weights)
     assert same_bits(parity.weights_of(module)["q_proj.weight"], weights["q_proj.weight"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_of_any_framework_are_loaded_bit_for_bit(sibling, weights, dtype):
+    weights = {name: weight.astype(dtype) for name, weight in weights.items()}
+    for of_framework in (parity.to_torch, parity.to_jax):
+        module = new_module(sibling, "MultiHeadAttention", SPEC, dtype)
+        parity.load_into(module, {name: of_framework(x) for name, x in weights.items()})
+        assert all(same_bits(x, weights[name]) for name, x in parity.weights_of(module).items())
+
+
+def test_a_module_is_filled_from_another_one_bit_for_bit():
+    jax_layer = mha_jax.MultiHeadAttention(**SPEC.keywords, rngs=nnx.Rngs(0))
+    for source in (
+        mha_torch.MultiHeadSelfAttention(**replace(SPEC, fused_qkv=True).keywords),
+        mha_jax.MultiHeadAttentionWithCache(**SPEC.keywords, rngs=nnx.Rngs(1)),
+    ):
+        parity.load_into(jax_layer, source)
+        expected = parity.weights_of(source)
+        assert all(same_bits(x, expected[name]) for name, x in parity.weights_of(jax_layer).items())
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (AttentionSpec(10, 4, head_dim=6, num_kv_heads=2, d_in=7), r"got num_heads=6, .* and num_heads=4, "),
+        (replace(SPEC, rope_theta=10000.0), r"got rope_theta=None and rope_theta=10000\.0"),
+    ],
+)
+def test_weights_of_a_layer_that_computes_something_else_are_refused(sibling, weights, other, message):
+    module = parity.load_into(new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights)
+    layer = mha_torch.MultiHeadAttention(**other.keywords)
+    with pytest.raises(ValueError, match=f"module must be of one specification with the weights, {message}"):
+        parity.load_into(module, layer)
+    with pytest.raises(ValueError, match="of one specification"):
+        parity.load_into(module, random_weights(other), other)
+    assert all(same_bits(x, weights[name]) for name, x in parity.weights_of(module).items())
+
+
+def test_four_heads_do_not_pass_for_eight_of_the_same_width(sibling):
+    four, eight = AttentionSpec(16, 4), AttentionSpec(16, 8)
+    module = new_module(sibling, "MultiHeadAttention", eight, "float32")
+    with pytest.raises(ValueError, match=r"num_heads=8, num_kv_heads=8, head_dim=2 and num_heads=4, "):
+        parity.load_into(module, random_weights(four), four)
+    with pytest.raises(ValueError, match="of one specification"):
+        parity.load_into(module, torch.nn.MultiheadAttention(16, 4))
+
+
+@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
+def test_the_specification_of_a_module_is_told(sibling, kind):
+    spec = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7, fused_qkv=True, rope_theta=500.0, dropout=0.25)
+    assert parity.spec_of(new_module(sibling, kind, spec, "float32")) == spec
+
+
+def test_the_specification_of_other_libraries_modules_is_told():
+    layer = torch.nn.MultiheadAttention(16, 4, kdim=8, vdim=8, bias=False)
+    assert parity.spec_of(layer) == AttentionSpec(16, 4, d_kv=8, qkv_bias=False, out_bias=False)
+    layer = nnx.MultiHeadAttention(4, 16, qkv_features=24, decode=False, rngs=nnx.Rngs(0))
+    assert parity.spec_of(layer) == AttentionSpec(16, 4, head_dim=6)
+
+
+def test_a_wrapped_projection_is_named(sibling, weights):
+    module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
+    if sibling.name == "torch":
+        module.q_proj = torch.nn.Sequential(module.q_proj)
+        missing, unexpected = "q_proj.weight", "q_proj.0.weight"
+    else:
+        module.q_proj = nnx.LoRA(7, 2, 24, base_module=module.q_proj, rngs=nnx.Rngs(0))
+        missing, unexpected = "q_proj.weight", "q_proj.base_module.weight"
+    message = rf"missing \[.*'{missing}'\], unexpected \[.*'{unexpected}'.*\]; .* wrapped, as by LoRA, must be merged"
+    with pytest.raises(ValueError, match=message):
+        parity.weights_of(module)
+    with pytest.raises(ValueError, match=message):
+        parity.load_into(module, weights)
 
 
 def test_a_module_of_somebody_else_is_refused():
@@ -172,7 +258,8 @@ def test_metadata_survives_a_file(tmp_path):
 @pytest.mark.parametrize("culprit", ["pathlib.Path.replace", "os.fsync", "parity.weights.load_tensors"])
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, weights, culprit):
     path = tmp_path / "w.safetensors"
-    path.write_bytes(b"the old content")
+    save_tensors(path, {"old": np.ones(1)}, {})
+    old = path.read_bytes()
 
     def fail(*_):
         raise OSError(28, "No space left on device")
@@ -181,7 +268,17 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     with pytest.raises(OSError, match="No space left"):
         save_weights(path, weights, SPEC)
     assert os.listdir(tmp_path) == ["w.safetensors"]
-    assert path.read_bytes() == b"the old content"
+    assert path.read_bytes() == old
+
+
+def test_a_file_of_another_format_is_neither_written_nor_replaced(tmp_path, weights):
+    with pytest.raises(ValueError, match=r"must end in \.safetensors, the only format written here, got that of npz"):
+        save_weights(tmp_path / "w.npz", weights, SPEC)
+    (tmp_path / "w.safetensors").write_text("Dear diary")
+    with pytest.raises(ValueError, match="must be a safetensors file to be replaced, got one that begins with b'Dear"):
+        save_weights(tmp_path / "w.safetensors", weights, SPEC)
+    assert (tmp_path / "w.safetensors").read_text() == "Dear diary"
+    assert os.listdir(tmp_path) == ["w.safetensors"]
 
 
 def test_a_write_that_does_not_read_back_is_an_error(tmp_path, monkeypatch, weights):
@@ -206,9 +303,9 @@ def test_weights_that_do_not_fit_are_not_written(tmp_path, weights):
 def test_a_file_cut_off_anywhere_is_refused(tmp_path, part):
     save_weights(tmp_path / "w", random_weights(SPEC), SPEC)
     whole = (tmp_path / "w").read_bytes()
-    (tmp_path / "w").write_bytes(whole[: int(part * len(whole))])
+    (tmp_path / "cut").write_bytes(whole[: int(part * len(whole))])
     with pytest.raises(ValueError, match="must be a whole safetensors file"):
-        load_weights(tmp_path / "w")
+        load_weights(tmp_path / "cut")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
@@ -218,6 +315,7 @@ def test_a_damaged_header_never_raises_anything_but_a_refusal(tmp_path, position
     save_weights(path, random_weights(SPEC), SPEC)
     data = bytearray(path.read_bytes())
     data[position % (8 + int.from_bytes(data[:8], "little"))] = byte
+    path = tmp_path / "damaged"
     path.write_bytes(data)
     with contextlib.suppress(ValueError, TypeError):
         check_weights(*load_weights(path))  # what is not refused must be whole

@@ -1,7 +1,8 @@
 """The backends: how canonical weights get into a sibling's modules, and how a case runs there, stage by stage.
 
-Each is a module with the same names: `from_numpy`, `to_numpy`, `load_into`, `weights_of`, `why_skipped`, `steps`,
-`HAS_GRADIENTS` and, where that is true, `gradients`, `lock` and `environment`. None is imported before it is asked for.
+Each is a module with the same names: `from_numpy`, `to_numpy`, `load_into`, `weights_of`, `spec_of`, `why_skipped`,
+`steps`, `HAS_GRADIENTS` and, where that is true, `gradients`, `lock` and `environment`. None is imported before it is
+asked for.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from parity.problem import Problem
-from parity.reference import Step
-from parity.spec import Case
+from parity.reference import Step, Values
+from parity.spec import AttentionSpec, Case, unheld
 
 if TYPE_CHECKING:
     from parity.adapters import Adapter
@@ -35,6 +36,7 @@ class Backend(Protocol):
     def to_numpy(self, x: Any) -> np.ndarray: ...
     def load_into(self, module: Any, weights: Mapping[str, np.ndarray]) -> Any: ...
     def weights_of(self, module: Any) -> dict[str, np.ndarray]: ...
+    def spec_of(self, module: Any) -> AttentionSpec: ...
     def why_skipped(self, case: Case, dtype: str) -> str | None: ...
     def steps(self, problem: Problem) -> list[Step]: ...
     def gradients(self, problem: Problem) -> dict[str, np.ndarray]: ...
@@ -70,22 +72,41 @@ def load_backend(name: str) -> Backend:
     return cast(Backend, module)
 
 
-def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
+def values_to_weigh(problem: Problem, values: Values) -> np.ndarray:
+    """The values of a problem for its stage `context`, (B, K, S, H), without NaN.
+
+    A sibling's `attention_context` knows no mask: it is the formula, for which 0 * NaN is NaN. What hides such values
+    are the functions made of the stages, and `module.output` and `fused.output` ask it of them. A row that sees a NaN
+    is NaN here, too: its attention weights are.
+    """
+    v = values["v"]
+    return v if problem.case.not_finite is None else np.where(np.isfinite(v), v, np.zeros_like(v))
+
+
+def load_into(module: Any, weights: Any, spec: AttentionSpec | None = None) -> Any:
     """Fill a module of any sibling from canonical weights, bit for bit, or leave it as it was.
 
     Args:
         module: a module of mha_jax, mha_torch or mha_tt, a `torch.nn.MultiheadAttention` or a
             `flax.nnx.MultiHeadAttention`.
-        weights: canonical weights, in the dtype of the module.
+        weights: canonical weights, as arrays of any framework, in the dtype of the module; or another such module.
+        spec: the layer that the weights are of, as `load` and `spec_of` give it. Then the module must compute the same:
+            weights alone tell neither the number of heads nor RoPE. That of another module is known.
 
     Returns:
         The module.
 
     Raises:
         TypeError: if the module is none of these, or dtypes differ.
-        ValueError: if names or shapes do not fit, or a value is not finite.
+        ValueError: if names or shapes do not fit, a value is not finite, or the specifications differ.
     """
-    return _backend_of(module).load_into(module, weights)
+    backend = _backend_of(module)
+    if not isinstance(weights, Mapping):
+        spec = spec_of(weights) if spec is None else spec
+        weights = weights_of(weights)
+    if spec is not None:
+        check_same_layer(backend.spec_of(module), spec, "the module", "the weights")
+    return backend.load_into(module, weights)
 
 
 def weights_of(module: Any) -> dict[str, np.ndarray]:
@@ -96,8 +117,35 @@ def weights_of(module: Any) -> dict[str, np.ndarray]:
 
     Raises:
         TypeError: if it is none of these.
+        ValueError: if it does not hold just the weights of its specification, as where a projection is wrapped.
     """
     return _backend_of(module).weights_of(module)
+
+
+def spec_of(module: Any) -> AttentionSpec:
+    """The specification of a module of any sibling: what `save`, `verify` and `load_into` want beside its weights.
+
+    Args:
+        module: one that `load_into` takes. Of another library's it is what the module computes itself, which is no
+            RoPE.
+
+    Raises:
+        TypeError: if it is none of these.
+    """
+    return _backend_of(module).spec_of(module)
+
+
+def check_same_layer(spec: AttentionSpec, other: AttentionSpec, what: str, whose: str) -> None:
+    """Refuse specifications of layers that compute different things from the same weights.
+
+    Raises:
+        ValueError: if they differ in more than dropout and in whether q, k and v are held as one.
+    """
+    fields, others = unheld(spec).keywords, unheld(other).keywords
+    differ = [name for name in fields if fields[name] != others[name]]
+    if differ:
+        one, two = (", ".join(f"{name}={each[name]}" for name in differ) for each in (fields, others))
+        raise ValueError(f"{what} must be of one specification with {whose}, got {one} and {two}")
 
 
 def _backend_of(module: Any) -> Backend | Adapter:
@@ -109,5 +157,7 @@ def _backend_of(module: Any) -> Backend | Adapter:
 
     if adapter := adapter_of(module):
         return adapter
+    if isinstance(module, type):
+        raise TypeError(f"module must be a module and not its class, got {module.__name__}")
     others = " or a ".join(ADAPTERS)
     raise TypeError(f"module must be one of mha_jax, mha_torch or mha_tt, or a {others}, got {type(module).__name__}")

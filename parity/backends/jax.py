@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -16,10 +17,12 @@ from jaxtyping import Array
 
 import mha_jax
 from mha_jax import blockwise
+from parity.backends import values_to_weigh
+from parity.formats.tensor_file import flatten
 from parity.problem import Problem
 from parity.reference import Step, Values, in_step
 from parity.spec import AttentionSpec, Case
-from parity.weights import Weights, check_weights, pack_qkv, unpack_qkv, weight_shapes
+from parity.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 
 Params = dict[str, dict[str, Array]]
 
@@ -39,8 +42,9 @@ def to_numpy(x: Array) -> np.ndarray:
 
 def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     """Fill a module of `mha_jax` from canonical weights, bit for bit, or leave it as it was."""
-    spec = AttentionSpec(**module.config)
-    check_weights(weights, spec)
+    spec = spec_of(module)
+    weights = check_weights(weights, spec)
+    _check_held(nnx.to_pure_dict(nnx.state(module, nnx.Param)), spec)
     (dtype,) = {weight.dtype for weight in weights.values()}  # one, as checked; before JAX can narrow it
     held = (module.qkv_proj if spec.fused_qkv else module.q_proj).kernel.dtype
     if dtype != held:
@@ -49,9 +53,21 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     return module
 
 
+def spec_of(module: Any) -> AttentionSpec:
+    """The specification of a module of `mha_jax`."""
+    return AttentionSpec(**module.config)
+
+
 def weights_of(module: Any) -> Weights:
     """The canonical weights of a module of `mha_jax`, bit for bit."""
-    return from_params(nnx.to_pure_dict(nnx.state(module, nnx.Param)), AttentionSpec(**module.config))
+    spec, params = spec_of(module), nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    _check_held(params, spec)
+    return from_params(params, spec)
+
+
+def _check_held(params: Mapping[str, Any], spec: AttentionSpec) -> None:
+    names = (re.sub(r"kernel$", "weight", name) for name in flatten(params))
+    check_held(names, spec)
 
 
 def to_params(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> Params:
@@ -178,7 +194,7 @@ class _Layer:
         return _to_numpy({"attn_weights": self.jit_softmax(values["scores"], values["mask"])})
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
-        return _to_numpy({"context": self.jit_context(values["attn_weights"], values["v"])})
+        return _to_numpy({"context": self.jit_context(values["attn_weights"], values_to_weigh(self.problem, values))})
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
         return _to_numpy({"output": self.jit_output(values["context"])})

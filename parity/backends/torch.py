@@ -6,31 +6,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
 
 import mha_torch
+from parity.arrays import to_numpy, to_torch
+from parity.backends import values_to_weigh
 from parity.problem import Problem
 from parity.reference import Step, Values, in_step
 from parity.spec import AttentionSpec, Case
-from parity.weights import Weights, check_weights, pack_qkv, unpack_qkv, weight_shapes
+from parity.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 
-
-def from_numpy(x: np.ndarray) -> Tensor:
-    """The tensor of the same values, dtype and memory order."""
-    if x.dtype == ml_dtypes.bfloat16:  # torch does not know NumPy's bfloat16; the bits are the same
-        return torch.from_numpy(np.array(x).view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(np.array(x))
-
-
-def to_numpy(x: Tensor) -> np.ndarray:
-    """The NumPy array of the same values and dtype."""
-    x = x.detach().cpu().contiguous().clone()  # a cache is written to in place
-    if x.dtype == torch.bfloat16:
-        return x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-    return x.numpy()
+from_numpy = to_torch
 
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------
@@ -38,10 +26,10 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     """Fill a module of `mha_torch` from canonical weights, bit for bit, or leave it as it was."""
-    spec = AttentionSpec(**module.config)
-    check_weights(weights, spec)
-    tensors = to_state_dict(weights, spec)
+    spec = spec_of(module)
+    tensors = to_state_dict(check_weights(weights, spec), spec)
     parameters = dict(module.named_parameters())
+    check_held(parameters, spec)
     for name, tensor in tensors.items():
         if tensor.dtype != parameters[name].dtype:
             raise TypeError(
@@ -53,9 +41,16 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     return module
 
 
+def spec_of(module: Any) -> AttentionSpec:
+    """The specification of a module of `mha_torch`."""
+    return AttentionSpec(**module.config)
+
+
 def weights_of(module: Any) -> Weights:
     """The canonical weights of a module of `mha_torch`, bit for bit."""
-    return from_state_dict(dict(module.named_parameters()), AttentionSpec(**module.config))
+    spec, parameters = spec_of(module), dict(module.named_parameters())
+    check_held(parameters, spec)
+    return from_state_dict(parameters, spec)
 
 
 def to_state_dict(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[str, Tensor]:
@@ -149,7 +144,8 @@ class _Layer:
         return {"attn_weights": to_numpy(attn_weights.to(self.inputs["query"].dtype))}
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
-        context = mha_torch.attention_context(from_numpy(values["attn_weights"]), from_numpy(values["v"]))
+        v = from_numpy(values_to_weigh(self.problem, values))
+        context = mha_torch.attention_context(from_numpy(values["attn_weights"]), v)
         return {"context": to_numpy(context)}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:

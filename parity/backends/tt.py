@@ -21,6 +21,7 @@ os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn tells its whole configu
 import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
 
 import mha_tt
+from parity.backends import values_to_weigh
 from parity.problem import Problem
 from parity.reference import Step, Values, in_step
 from parity.spec import AttentionSpec, Case
@@ -66,7 +67,7 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
 
     A module with bfloat8_b weights takes those of bfloat16 and rounds them.
     """
-    check_weights(weights, AttentionSpec(**module.config))
+    weights = check_weights(weights, spec_of(module))
     expected = np.dtype(np.float32 if module.weight_dtype == ttnn.float32 else ml_dtypes.bfloat16)
     for name, weight in weights.items():
         if weight.dtype != expected:
@@ -75,9 +76,14 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     return module
 
 
+def spec_of(module: Any) -> AttentionSpec:
+    """The specification of a module of `mha_tt`."""
+    return AttentionSpec(**module.config)
+
+
 def weights_of(module: Any) -> Weights:
     """The canonical weights of a module of `mha_tt`, bit for bit; those of bfloat8_b as bfloat16."""
-    spec = AttentionSpec(**module.config)
+    spec = spec_of(module)
     held = mha_tt.download_weights(
         module.weights,
         num_heads=spec.num_heads,
@@ -131,10 +137,12 @@ class _Layer:
         return from_numpy(padded)
 
     def heads_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        heads = to_numpy(x)
-        if np.delete(heads, self.slots, axis=-1).any():
-            raise ValueError(f"features that pad a head must be 0, got others in {heads.shape}")
-        return heads[..., self.slots]
+        padded = to_numpy(x)
+        heads = padded[..., self.slots]
+        is_nan = np.isnan(heads).all(axis=-1)  # a token that is NaN is so in all features
+        if np.delete(padded, self.slots, axis=-1)[~is_nan].any():
+            raise ValueError(f"features that pad a head must be 0, got others in {padded.shape}")
+        return heads
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         case = self.problem.case
@@ -182,7 +190,8 @@ class _Layer:
         return {"attn_weights": to_numpy(attn_weights).astype(self.dtype)}
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
-        context = mha_tt.attention_context(from_numpy(values["attn_weights"]), self.heads_from_numpy(values["v"]))
+        v = self.heads_from_numpy(values_to_weigh(self.problem, values))
+        context = mha_tt.attention_context(from_numpy(values["attn_weights"]), v)
         return {"context": self.heads_to_numpy(context)}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:

@@ -424,8 +424,12 @@ CONFIGS = {
         ValueError,
         "head_dim must be even for RoPE, got head_dim=3",
     ),
-    "rope_theta 0": ({"rope_theta": 0.0}, ValueError, "rope_theta must be positive, got rope_theta=0.0"),
-    "rope_theta NaN": ({"rope_theta": math.nan}, ValueError, "rope_theta must be positive, got rope_theta=nan"),
+    "rope_theta 0": ({"rope_theta": 0.0}, ValueError, "rope_theta must be positive and finite, got rope_theta=0.0"),
+    "rope_theta NaN": (
+        {"rope_theta": math.nan},
+        ValueError,
+        "rope_theta must be positive and finite, got rope_theta=nan",
+    ),
     "rope_theta text": ({"rope_theta": "1e4"}, TypeError, "rope_theta must be a number, got rope_theta='1e4'"),
     "rope with another d_kv": (
         {"rope_theta": 1e4, "d_kv": 6},
@@ -440,6 +444,12 @@ CONFIGS = {
     "dtype None": ({"dtype": None}, TypeError, "dtype must be ttnn.bfloat16"),
     "weight_dtype": ({"weight_dtype": ttnn.int32}, TypeError, "weight_dtype must be ttnn.bfloat16"),
 }
+
+
+@pytest.mark.parametrize("kind", ["MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
+def test_self_attention_refuses_keys_of_another_width(device, kind):
+    with pytest.raises(ValueError, match="d_kv must equal d_in in self-attention, got d_kv=6 and d_in=8"):
+        getattr(mha_tt, kind)(8, 2, d_kv=6, device=device)
 
 
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
@@ -670,6 +680,9 @@ LAYERS = {
     "mask of S, T": ({"mask": booleans(4, 3)}, ValueError, "mask must broadcast"),
     "bias keys": ({"bias": np.ones((3, 3))}, ValueError, "bias must broadcast"),
     "positions without RoPE": ({"positions": lengths(0, 1, 2)[None]}, ValueError, "positions must come with RoPE"),
+    "lengths too long": ({"key_padding_lengths": [3, 5]}, ValueError, "key_padding_lengths must lie in 0..4"),
+    "lengths too few": ({"key_padding_lengths": [3]}, ValueError, "key_padding_lengths must have shape"),
+    "lengths of floats": ({"key_padding_lengths": [1.0, 2.0]}, TypeError, "key_padding_lengths must be integers"),
 }
 INPUTS = {"query": ones(2, 3, 6), "key": ones(2, 4, 5)}
 every_need = pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
@@ -766,6 +779,10 @@ SELF_ATTENTIONS = {
     "booleans": ({"key_padding_lengths": [True, False]}, TypeError, "key_padding_lengths must be integers"),
     "number": ({"key_padding_lengths": 3}, ValueError, "key_padding_lengths must have shape"),
     "2 axes": ({"key_padding_lengths": lengths(1, 2)[None]}, ValueError, "key_padding_lengths must have shape"),
+    "float mask": ({"mask": np.ones((3, 3))}, TypeError, "mask must be boolean"),
+    "mask keys": ({"mask": booleans(3, 4)}, ValueError, "mask must broadcast"),
+    "bias keys": ({"bias": np.ones((3, 4))}, ValueError, "bias must broadcast"),
+    "positions without RoPE": ({"positions": lengths(0, 1, 2)[None]}, ValueError, "positions must come with RoPE"),
 }
 
 
@@ -780,19 +797,19 @@ def test_self_attention_refuses(device, name, is_causal):
 # ---- Masks -----------------------------------------------------------------------------------------------------------
 
 MASKS = {
-    "causal 0": ("create_causal_mask", (0,), {}, ValueError, "seq_len_q must be at least 1, got seq_len_q=0"),
-    "causal keys 0": ("create_causal_mask", (2, 0), {}, ValueError, "seq_len_k must be at least 1"),
+    "causal -1": ("create_causal_mask", (-1,), {}, ValueError, "seq_len_q must be at least 0, got seq_len_q=-1"),
+    "causal keys -1": ("create_causal_mask", (2, -1), {}, ValueError, "seq_len_k must be at least 0"),
     "causal float": ("create_causal_mask", (2.0,), {}, TypeError, "seq_len_q must be an integer"),
     "causal boolean": ("create_causal_mask", (True,), {}, TypeError, "seq_len_q must be an integer"),
-    "padding keys 0": ("create_padding_mask", ([0], 0), {}, ValueError, "seq_len_k must be at least 1"),
+    "padding keys -1": ("create_padding_mask", ([0], -1), {}, ValueError, "seq_len_k must be at least 0"),
     "padding too long": ("create_padding_mask", ([1, 4], 3), {}, ValueError, r"lengths must lie in 0..3.*\[1, 4\]"),
     "padding negative": ("create_padding_mask", ([-1], 3), {}, ValueError, "lengths must lie in 0..3"),
     "padding floats": ("create_padding_mask", ([1.0], 3), {}, TypeError, "lengths must be integers"),
     "padding booleans": ("create_padding_mask", ([True, False], 2), {}, TypeError, "lengths must be integers"),
     "padding number": ("create_padding_mask", (2, 3), {}, ValueError, "lengths must have shape"),
     "padding 2 axes": ("create_padding_mask", ([[1, 2]], 3), {}, ValueError, "lengths must have shape"),
-    "attention 0": ("create_attention_mask", (0,), {}, ValueError, "seq_len_q must be at least 1"),
-    "attention keys": ("create_attention_mask", (2, -1), {}, ValueError, "seq_len_k must be at least 1"),
+    "attention -1": ("create_attention_mask", (-1,), {}, ValueError, "seq_len_q must be at least 0"),
+    "attention keys": ("create_attention_mask", (2, -1), {}, ValueError, "seq_len_k must be at least 0"),
     "attention too long": (
         "create_attention_mask",
         (2, 3),
@@ -808,13 +825,13 @@ MASKS = {
         "seq_len_k must be cache_len .*seq_len_k=4, cache_len=1 and seq_len_q=2",
     ),
     "cached negative": ("create_causal_mask_with_cache", (3, 2, -1), {}, ValueError, "cache_len must be at least 0"),
-    "cached nothing new": ("create_causal_mask_with_cache", (0, 2, 2), {}, ValueError, "seq_len_q must be at least 1"),
+    "cached less": ("create_causal_mask_with_cache", (-1, 1, 2), {}, ValueError, "seq_len_q must be at least 0"),
     "window 0": ("create_sliding_window_mask", (3,), {"window_size": 0}, ValueError, "window_size must be at least 1"),
     "window float": ("create_sliding_window_mask", (3,), {"window_size": 1.5}, TypeError, "window_size must be an int"),
     "slots too long": ("create_cache_mask", ([5], 1, 4), {}, ValueError, "lengths must lie in 0..4"),
     "slots negative": ("create_cache_mask", ([-1], 1, 4), {}, ValueError, "lengths must lie in 0..4"),
     "slots floats": ("create_cache_mask", ([1.0], 1, 4), {}, TypeError, "lengths must be integers"),
-    "slots nothing new": ("create_cache_mask", ([1], 0, 4), {}, ValueError, "seq_len_q must be at least 1"),
+    "slots -1": ("create_cache_mask", ([1], -1, 4), {}, ValueError, "seq_len_q must be at least 0"),
     "slots capacity": ("create_cache_mask", ([0], 1, 0), {}, ValueError, "capacity must be at least 1"),
 }
 
@@ -851,7 +868,7 @@ def test_device_mask_refuses_a_device_mask(device):
 # ---- Caches ----------------------------------------------------------------------------------------------------------
 
 SIZES = {"batch_size": 2, "num_kv_heads": 2, "capacity": 4, "head_dim": 4}
-NBYTES = {"batch": 1, "num_kv_heads": 2, "seq_len": 3, "head_dim": 4, "num_layers": 5}
+NBYTES = {"batch_size": 1, "num_kv_heads": 2, "capacity": 3, "head_dim": 4, "num_layers": 5}
 bad_size = pytest.mark.parametrize(
     ("value", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)]
 )
@@ -860,6 +877,8 @@ bad_size = pytest.mark.parametrize(
 @bad_size
 @pytest.mark.parametrize("size", SIZES)
 def test_init_cache_refuses_size(device, size, value, error):
+    if (size, value) == ("batch_size", 0):  # no sequence is fine
+        value = -2
     with pytest.raises(error, match=f"{size} must be .*{size}={value}"):
         mha_tt.init_cache(**{**SIZES, size: value}, device=device)
 
@@ -883,11 +902,37 @@ def test_kv_cache_nbytes_refuses_dtype(dtype):
         mha_tt.kv_cache_nbytes(**NBYTES, dtype=dtype)
 
 
-@pytest.mark.parametrize(("size", "args"), [("batch_size", (0, 4)), ("capacity", (2, 0))])
+@pytest.mark.parametrize(("size", "args"), [("batch_size", (-1, 4)), ("capacity", (2, 0))])
 def test_module_refuses_cache_of_size(device, size, args):
     layer = mha_tt.MultiHeadAttentionWithCache(8, 2, device=device)
-    with pytest.raises(ValueError, match=f"{size} must be at least 1"):
+    with pytest.raises(ValueError, match=f"{size} must be at least [01]"):
         layer.init_cache(*args)
+
+
+CHANGES = {
+    "reorder beyond": ("reorder", ([0, 2],), ValueError, r"indices must lie in 0..1, got indices=\[0, 2\]"),
+    "reorder negative": ("reorder", ([-1],), ValueError, "indices must lie in 0..1"),
+    "reorder floats": ("reorder", ([0.0],), TypeError, "indices must be integers"),
+    "reorder a number": ("reorder", (0,), ValueError, "indices must have shape"),
+    "repeat 0": ("repeat", (0,), ValueError, "repeats must be at least 1, got repeats=0"),
+    "repeat float": ("repeat", (2.0,), TypeError, "repeats must be an integer"),
+    "grow less": ("grow", (3,), ValueError, "capacity must be at least 4, got capacity=3"),
+    "grow float": ("grow", (5.0,), TypeError, "capacity must be an integer"),
+    "crop to more": ("crop", (1,), ValueError, r"lengths must not exceed those of the cache, got lengths=\[1, 1\]"),
+    "crop beyond": ("crop", ([5, 0],), ValueError, "lengths must lie in 0..4"),
+    "crop negative": ("crop", ([-1, 0],), ValueError, "lengths must lie in 0..4"),
+    "crop too few": ("crop", ([0],), ValueError, "lengths must have shape"),
+    "crop floats": ("crop", ([0.0, 0.0],), TypeError, "lengths must be integers"),
+    "crop a boolean": ("crop", (True,), TypeError, "lengths must be integers"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_cache_refuses(device, name):
+    method, args, error, message = CHANGES[name]
+    held = mha_tt.init_cache(2, 2, 4, 4, device=device)
+    with pytest.raises(error, match=message):
+        getattr(held, method)(*args)
 
 
 TOKENS = ones(2, 2, 3, 32)
@@ -933,6 +978,10 @@ CACHED = {
     "new_lengths negative": ({"new_lengths": [-1, 1]}, ValueError, "new_lengths must lie in 0..3"),
     "new_lengths too few": ({"new_lengths": [1]}, ValueError, "new_lengths must have shape"),
     "new_lengths floats": ({"new_lengths": [1.0, 2.0]}, TypeError, "new_lengths must be integers"),
+    "float mask": ({"mask": np.ones((3, 4))}, TypeError, "mask must be boolean"),
+    "mask of the tokens only": ({"mask": booleans(3, 3)}, ValueError, "mask must broadcast"),
+    "bias of the tokens only": ({"bias": np.ones((3, 3))}, ValueError, "bias must broadcast"),
+    "positions without RoPE": ({"positions": lengths(0, 1, 2)[None]}, ValueError, "positions must come with RoPE"),
 }
 # With one token, which is written in another way: what is 3 above is 1 here.
 CACHED_STEPS = {
@@ -940,6 +989,7 @@ CACHED_STEPS = {
     "cache head_dim": CACHED["cache head_dim"],
     "cache dtype": CACHED["cache dtype"],
     "batch": ({"x": ones(3, 1, 8)}, *CACHED["batch"][1:]),
+    "mask of too many": ({"mask": booleans(2, 4)}, ValueError, "mask must broadcast"),
     "new_lengths too long": ({"new_lengths": [2, 1]}, ValueError, "new_lengths must lie in 0..1"),
 }
 CACHED_CALLS = [(name, 3, row) for name, row in CACHED.items()] + [(name, 1, row) for name, row in CACHED_STEPS.items()]
@@ -975,6 +1025,9 @@ GROWING = {
     "cache_v length": ({"cache_v": ones(2, 2, 4, 32)}, ValueError, "cache_v must have shape"),
     "cache_v head_dim": ({"cache_v": ones(2, 2, 5, 64)}, ValueError, "cache_v must have shape"),
     "cache_v dtype": ({"cache_v": wide(2, 2, 5, 32)}, TypeError, "cache_v must be float32 if the new keys are"),
+    "mask of the tokens only": ({"mask": booleans(3, 3)}, ValueError, "mask must broadcast"),
+    "bias of the tokens only": ({"bias": np.ones((3, 3))}, ValueError, "bias must broadcast"),
+    "positions without RoPE": ({"positions": lengths(0, 1, 2)[None]}, ValueError, "positions must come with RoPE"),
 }
 
 

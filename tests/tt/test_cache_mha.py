@@ -260,6 +260,190 @@ def test_static_functional_form_equals_the_module(device, spec, dtype):
     assert np.array_equal(mha_tt.download(output), mha_tt.download(expected))
 
 
+# ---- Masks, biases and positions of one's own ------------------------------------------------------------------------
+
+
+@both_dtypes
+@pytest.mark.parametrize("chunks", [[9], [4, 5], [5, 1, 1, 2], [1] * 9], ids=str)
+@pytest.mark.parametrize("growing", [False, True], ids=["static", "growing"])
+def test_sliding_window_over_a_cache_equals_one_pass(device, growing, chunks, dtype):
+    module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(9, dtype)
+    window = mha_tt.create_sliding_window_mask(9, window_size=3)
+    options = {name: getattr(GQA_ROPE, name) for name in ("num_heads", "num_kv_heads", "rope_theta", "head_dim")}
+    cache, held, outputs, begin = module.init_cache(3, 12), (None, None), [], 0
+    for count in chunks:
+        end = begin + count
+        chunk = mha_tt.upload(x[:, begin:end], device=device, dtype=dtype)
+        if growing:
+            mask = window[begin:end, :end]
+            output, *held = mha_tt.multi_head_attention_with_cache(chunk, module.weights, *held, **options, mask=mask)
+        else:
+            output, cache = module(chunk, cache, mask=np.pad(window[begin:end], ((0, 0), (0, 3))))
+        outputs.append(mha_tt.download(output))
+        begin = end
+    expected, _ = layer(GQA_ROPE, rounded_weights(GQA_ROPE, dtype), x, mask=window)
+    assert_close(np.concatenate(outputs, axis=1), expected, dtype)
+
+
+@both_dtypes
+@pytest.mark.parametrize("chunks", [[7], [4, 3], [5, 1, 1]], ids=str)
+def test_padding_on_the_left_equals_each_sequence_alone(device, chunks, dtype):
+    module, x, paddings = cached_layer(GQA_ROPE, device, dtype), random_tokens(7, dtype), np.array([0, 2, 3])
+    hidden = (np.arange(8) < paddings[:, None])[:, None, None]  # (B, 1, 1, S)
+    spoilt = np.where((np.arange(7) < paddings[:, None])[..., None], np.nan, x)  # nor may the padding hold a number
+    cache, outputs, begin = module.init_cache(3, 8), [], 0
+    for count in chunks:
+        chunk = mha_tt.upload(spoilt[:, begin : begin + count], device=device, dtype=dtype)
+        positions = np.maximum(begin + np.arange(count) - paddings[:, None], 0)
+        output, cache = module(chunk, cache, mask=hidden, positions=positions)
+        outputs.append(mha_tt.download(output))
+        begin += count
+    output = np.concatenate(outputs, axis=1)
+    for sequence, padding in enumerate(paddings):
+        expected = full_pass(GQA_ROPE, dtype, x[sequence : sequence + 1, padding:])
+        assert_close(output[sequence : sequence + 1, padding:], expected, dtype)
+
+
+@both_dtypes
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("chunks", [[7], [4, 3], [5, 1, 1]], ids=str)
+@pytest.mark.parametrize("capacity", [7, 40])
+def test_bias_over_a_cache_equals_one_pass(device, capacity, chunks, on_device, dtype):
+    spec = SPECS["mha"]
+    module, x = cached_layer(spec, device, dtype), random_tokens(7, dtype)
+    distance = np.arange(capacity) - np.arange(7)[:, None]
+    bias = rounded(0.25 * 2.0 ** -np.arange(4)[:, None, None] * distance, dtype)  # as ALiBi, (N, T, S)
+    cache, outputs, begin = module.init_cache(3, capacity), [], 0
+    for count in chunks:
+        rows = bias[:, begin : begin + count]
+        rows = mha_tt.upload(rows[None], device=device, dtype=dtype) if on_device else rows
+        chunk = mha_tt.upload(x[:, begin : begin + count], device=device, dtype=dtype)
+        output, cache = module(chunk, cache, bias=rows)
+        outputs.append(mha_tt.download(output))
+        begin += count
+    options = {"mask": mha_tt.create_causal_mask(7), "bias": bias[..., :7]}
+    expected, _ = layer(spec, rounded_weights(spec, dtype), x, **options)
+    assert_close(np.concatenate(outputs, axis=1), expected, dtype)
+
+
+@both_dtypes
+@pytest.mark.parametrize("num_new", [1, 3])
+def test_functional_form_takes_a_mask_bias_and_positions_as_the_module_does(device, num_new, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    x = mha_tt.upload(random_tokens(num_new, dtype), device=device, dtype=dtype)
+    options = {
+        "mask": mha_tt.DeviceMask(np.arange(8) == 1, device=device),
+        "bias": np.linspace(-1.0, 1.0, 8),
+        "positions": 5 + np.arange(num_new)[None],
+    }
+    spec = {name: getattr(GQA_ROPE, name) for name in ("num_heads", "num_kv_heads", "rope_theta", "head_dim")}
+    cache = filled_cache(module, [2, 4, 3], 8)
+    expected, _ = module(x, cache.grow(8), **options)
+    output, _ = mha_tt.multi_head_attention_with_static_cache(x, module.weights, cache.grow(8), **spec, **options)
+    plain, _ = module(x, cache.grow(8))
+    assert np.array_equal(mha_tt.download(output), mha_tt.download(expected))
+    assert not np.array_equal(mha_tt.download(output), mha_tt.download(plain))
+
+
+@both_dtypes
+def test_token_whose_slots_are_all_masked_gives_what_no_key_gives(device, dtype):
+    module, x = cached_layer(SPECS["mha"], device, dtype), random_tokens(2, dtype)
+    mask = np.array([True, False, False])[:, None, None, None]
+    for num_new in (1, 2):
+        output, _ = module(
+            mha_tt.upload(x[:, :num_new], device=device, dtype=dtype), module.init_cache(3, 4), mask=mask
+        )
+        bias = mha_tt.download(module.weights["out_proj.bias"])[0]
+        assert np.array_equal(mha_tt.download(output)[0], np.broadcast_to(bias, (num_new, 24)))
+
+
+# ---- Other caches of one ---------------------------------------------------------------------------------------------
+
+
+def is_own(cache, other):
+    """Whether no storage is shared."""
+    return not {cache.keys.buffer_address(), cache.values.buffer_address()} & {
+        other.keys.buffer_address(),
+        other.values.buffer_address(),
+    } and not np.shares_memory(cache.lengths, other.lengths)
+
+
+@every_dtype
+@pytest.mark.parametrize("indices", [[2, 0], [1], [0, 0, 0, 2, 1], [0, 1, 2], [], np.array([2, 2])], ids=str)
+def test_reordered_cache_holds_the_sequences_that_are_named(device, indices, dtype):
+    cache = filled_cache(cached_layer(GQA_ROPE, device, dtype), [2, 33, 0], 40)
+    keys, values, lengths = contents(cache)
+    reordered = cache.reorder(indices)
+    found = contents(reordered)
+    indices = np.asarray(indices, int)
+    for array, expected in zip(found, (keys[indices], values[indices], lengths[indices]), strict=True):
+        np.testing.assert_array_equal(array, expected, strict=True)
+    assert (reordered.capacity, reordered.keys.dtype) == (40, dtype)
+    assert is_own(reordered, cache)
+
+
+def test_the_only_sequence_is_copied(device):
+    cache = filled_cache(cached_layer(GQA_ROPE, device), [3], 8)
+    for other in (cache.reorder([0]), cache.repeat(1), cache.grow(8), cache.crop(3)):
+        assert is_own(other, cache)
+        assert [np.array_equal(*pair) for pair in zip(contents(other), contents(cache), strict=True)] == [True] * 3
+
+
+@every_dtype
+def test_beams_of_a_repeated_cache_decode_as_each_sequence_alone(device, dtype):
+    module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(6, dtype, batch=6)
+    cache = filled_cache(module, [3, 5], 8)
+    beams = cache.repeat(3)
+    assert beams.lengths.tolist() == [3, 3, 3, 5, 5, 5]
+    token = mha_tt.upload(x[:, :1], device=device, dtype=dtype)
+    output, beams = module(token, beams)
+    for beam in range(6):
+        alone = cache.reorder([beam // 3])
+        expected, _ = module(mha_tt.upload(x[beam : beam + 1, :1], device=device, dtype=dtype), alone)
+        assert_close(mha_tt.download(output)[beam : beam + 1], mha_tt.download(expected), dtype)
+    assert cache.lengths.tolist() == [3, 5]
+
+
+@every_dtype
+@pytest.mark.parametrize("capacity", [6, 7, 32, 33, 100])
+def test_grown_cache_holds_the_same_and_takes_more(device, capacity, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    cache = filled_cache(module, [2, 6, 0], 6)
+    grown = cache.grow(capacity)
+    keys, values, lengths = contents(grown)
+    assert (grown.capacity, keys.shape[2], grown.keys.dtype) == (capacity, -(-capacity // 32) * 32, dtype)
+    for found, held in ((keys, cache.keys), (values, cache.values)):
+        assert np.array_equal(found[:, :, :32], mha_tt.download(held))
+        assert not found[:, :, 32:].any()
+    assert lengths.tolist() == [2, 6, 0]
+    assert is_own(grown, cache)
+    if capacity > 6:
+        x = mha_tt.upload(random_tokens(1, dtype), device=device, dtype=dtype)
+        assert module(x, grown)[1].lengths.tolist() == [3, 7, 1]
+
+
+@every_dtype
+@pytest.mark.parametrize("lengths", [0, 2, np.int64(1), [2, 33, 0], [0, 5, 0], np.array([1, 32, 0])], ids=str)
+def test_cropped_cache_holds_the_first_tokens_and_nothing_else(device, lengths, dtype):
+    cache = filled_cache(cached_layer(GQA_ROPE, device, dtype), [2, 33, 2 if np.ndim(lengths) == 0 else 0], 40)
+    keys, values, _ = contents(cache)
+    cropped = cache.crop(lengths)
+    is_kept = (np.arange(64) < np.broadcast_to(lengths, 3)[:, None])[:, None, :, None]
+    for found, held in ((cropped.keys, keys), (cropped.values, values)):
+        np.testing.assert_array_equal(mha_tt.download(found), np.where(is_kept, held, 0.0), strict=True)
+    np.testing.assert_array_equal(cropped.lengths, np.broadcast_to(lengths, 3).astype(np.int32), strict=True)
+    assert (cropped.capacity, cropped.keys.dtype) == (40, dtype)
+    assert is_own(cropped, cache)
+
+
+@both_dtypes
+def test_cropped_cache_goes_on_from_there(device, dtype):
+    module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(8, dtype)
+    _, cache = feed(module, np.concatenate([x[:, :4], -x[:, :3]], axis=1), [7], 8)
+    output, _ = feed(module, x[:, 4:], [2, 1, 1], 8, cache.crop(4))
+    assert_close(output, full_pass(GQA_ROPE, dtype, x)[:, 4:], dtype)
+
+
 # ---- What the cache holds --------------------------------------------------------------------------------------------
 
 
@@ -350,12 +534,12 @@ def test_storage_of_the_cache_is_updated_in_place(device):
 
 
 @both_dtypes
-@pytest.mark.parametrize("value", [1.0, -65504.0, 1e30])
+@pytest.mark.parametrize("value", [1.0, -65504.0, 1e30, np.nan, np.inf])
 @pytest.mark.parametrize("num_new", [1, 2])
 def test_stale_slots_change_nothing(device, num_new, value, dtype):
     module = cached_layer(GQA_ROPE, device, dtype)
     x = mha_tt.upload(random_tokens(num_new, dtype), device=device, dtype=dtype)
-    if dtype == ttnn.bfloat16 and num_new > 1:
+    if dtype == ttnn.bfloat16 and num_new > 1 and np.isfinite(value):
         value = min(abs(value), 1e4)  # there a mask is -1e9 added to a score, which must be far below that in size
     cache = filled_cache(module, [2, 4, 0], 6)
     keys, values, lengths = contents(cache)
@@ -614,7 +798,43 @@ def test_dropout_that_cannot_be_leaves_the_cache_as_it_was(device, rates):
     assert not mha_tt.download(cache.keys).any()
 
 
-def test_no_new_token_is_refused(device):
-    module = cached_layer(GQA_ROPE, device)
-    with pytest.raises(ValueError, match="the number of new tokens must be at least 1"):
-        module(mha_tt.upload(np.ones((2, 0, 24)), device=device), module.init_cache(2, 4))
+# ---- Nothing ---------------------------------------------------------------------------------------------------------
+
+
+@both_dtypes
+@pytest.mark.parametrize(
+    "spec", [SPECS["mqa-no-out-proj"], SPECS["fused-qkv-head-dim"]], ids=["no-out-proj", "fused-qkv"]
+)
+@pytest.mark.parametrize(("filled", "new_lengths"), [(0, None), (3, None), (3, [0, 0])], ids=str)
+def test_no_new_token_gives_no_output_and_the_same_cache(device, new_lengths, filled, spec, dtype):
+    module = cached_layer(spec, device, dtype)
+    cache = filled_cache(module, [filled, filled], 6)
+    before = contents(cache)
+    x = mha_tt.upload(np.ones((2, 0, 24)), device=device, dtype=dtype)
+    output, cache = module(x, cache, new_lengths=new_lengths)
+    assert tuple(output.shape)[:2] == (2, 0)
+    assert [np.array_equal(*pair) for pair in zip(contents(cache), before, strict=True)] == [True] * 3
+
+
+@both_dtypes
+@pytest.mark.parametrize("seq_len", [1, 3])
+def test_no_sequence_gives_no_output(device, seq_len, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    x = mha_tt.upload(np.ones((0, seq_len, 24)), device=device, dtype=dtype)
+    output, cache = module(x, module.init_cache(0, 6), new_lengths=[])
+    assert (tuple(output.shape), cache.lengths.tolist()) == ((0, seq_len, 24), [])
+    grown, keys, _ = mha_tt.multi_head_attention_with_cache(
+        x, module.weights, num_heads=4, num_kv_heads=2, rope_theta=10000.0, head_dim=6
+    )
+    assert (tuple(grown.shape), tuple(keys.shape)) == ((0, seq_len, 24), (0, 2, seq_len, 64))
+
+
+@both_dtypes
+def test_no_new_token_leaves_a_growing_cache_as_it_is(device, dtype):
+    module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(3, dtype)
+    options = {name: getattr(GQA_ROPE, name) for name in ("num_heads", "num_kv_heads", "rope_theta", "head_dim")}
+    none, some = (mha_tt.upload(x[:, :count], device=device, dtype=dtype) for count in (0, 3))
+    _, keys, values = mha_tt.multi_head_attention_with_cache(some, module.weights, **options)
+    output, grown, _ = mha_tt.multi_head_attention_with_cache(none, module.weights, keys, values, **options)
+    assert tuple(output.shape) == (3, 0, 24)
+    assert np.array_equal(mha_tt.download(grown), mha_tt.download(keys))

@@ -179,6 +179,11 @@ RUNS = {
 COMPUTING = {"ttnn.linear", f"{ATTENTION}_decode", *PLAIN, *FUSED}
 
 
+def counts_marked_keys(call):
+    """Whether it is the product that looks for NaN: of zeros and ones, which every arithmetic counts alike."""
+    return call.name == "ttnn.matmul" and call.keywords.keys() == {"transpose_b"}
+
+
 def settings(config):
     return mha_tt.describe_config(config), config.packer_l1_acc
 
@@ -189,7 +194,7 @@ def test_every_operation_that_sums_has_the_arithmetic_asked_for(device, calls, n
     run, attending = RUNS[name]
     config = None if arithmetic == "default" else WHOLE[arithmetic][0](device)
     run(device, config)
-    computing = [call for call in calls if call.name in COMPUTING]
+    computing = [call for call in calls if call.name in COMPUTING and not counts_marked_keys(call)]
     assert {call.name for call in computing} == attending | {"ttnn.linear"}
     expected = settings(config or mha_tt.accurate_config(device))
     assert {settings(call.keywords["compute_kernel_config"]) for call in computing} == {expected}

@@ -1,5 +1,7 @@
 """Masks: literal tables, and the forms that a mask has on the device."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import ttnn
@@ -267,7 +269,7 @@ def test_late_causal_mask_of_very_many_tokens_takes_no_memory(device):
     assert (mask.is_causal, mask.shape, mask.keep) == (True, (1, 1, 2**20, 2**20), None)
 
 
-@pytest.mark.parametrize(("seq_len", "error"), [(0, ValueError), (2.0, TypeError)])
+@pytest.mark.parametrize(("seq_len", "error"), [(-1, ValueError), (2.0, TypeError)])
 def test_late_causal_mask_refuses_a_length(device, seq_len, error):
     with pytest.raises(error, match="seq_len must be"):
         CausalMask(seq_len, device=device)
@@ -308,3 +310,51 @@ def test_bias_on_the_device_has_the_dtype_asked_for(device, on, dtype):
     bias = np.ones((3, 4), np.float64)
     bias = mha_tt.upload(bias, device=device, dtype=ttnn.bfloat16) if on == "device" else bias
     assert bias_on_device(bias, device, dtype).dtype == dtype
+
+
+# ---- Memory ----------------------------------------------------------------------------------------------------------
+
+LARGE = {
+    "causal": lambda: mha_tt.create_causal_mask(2048),
+    "padding": lambda: mha_tt.create_padding_mask([5] * 64, 65536),
+    "attention": lambda: mha_tt.create_attention_mask(2048, is_causal=True),
+    "attention of lengths": lambda: mha_tt.create_attention_mask(1024, is_causal=True, key_padding_lengths=[5, 7, 9]),
+    "attention of nothing": lambda: mha_tt.create_attention_mask(2048),
+    "with cache": lambda: mha_tt.create_causal_mask_with_cache(1024, 2048, 1024),
+    "window": lambda: mha_tt.create_sliding_window_mask(2048, window_size=100),
+    "cache": lambda: mha_tt.create_cache_mask([3, 5], 1024, 2048),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_mask_is_made_in_little_more_memory_than_it_takes(name):
+    tracemalloc.start()
+    try:
+        mask = LARGE[name]()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert mask.nbytes <= peak <= 1.5 * mask.nbytes
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "shape"),
+    [
+        ("create_causal_mask", (0,), (0, 0)),
+        ("create_causal_mask", (3, 0), (3, 0)),
+        ("create_padding_mask", ([], 3), (0, 1, 1, 3)),
+        ("create_padding_mask", ([0, 0], 0), (2, 1, 1, 0)),
+        ("create_attention_mask", (0, 3), (1, 1, 0, 3)),
+        ("create_causal_mask_with_cache", (0, 2, 2), (0, 2)),
+        ("create_cache_mask", ([1], 0, 4), (1, 1, 0, 4)),
+        ("create_cache_mask", ([], 2, 4), (0, 1, 2, 4)),
+    ],
+)
+def test_mask_of_nothing(function, args, shape):
+    mask = getattr(mha_tt, function)(*args)
+    assert (mask.shape, mask.dtype) == (shape, bool)
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (0, 0)])
+def test_window_of_nothing(lengths):
+    assert mha_tt.create_sliding_window_mask(*lengths, window_size=2).shape == lengths

@@ -925,3 +925,46 @@ def test_causal_mask_made_late_is_the_causal_mask(device, seq_len):
     assert late.shape == early.shape
     assert late.keep is None
     assert np.array_equal(mha_tt.download(late.hidden), mha_tt.download(early.hidden))
+
+
+# ---- Nothing ---------------------------------------------------------------------------------------------------------
+
+NOTHING = {"no query": (2, 0, 3), "no key": (2, 3, 0), "neither": (2, 0, 0), "no sequence": (0, 3, 3)}
+OF_NOTHING = {
+    "nothing": {},
+    "causal": {"is_causal": True},
+    "lengths": {"key_padding_lengths": [0, 0]},
+    "mask": {"mask": np.zeros((1, 1), bool)},
+    "weights": {"need_weights": True},
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("told", OF_NOTHING.values(), ids=OF_NOTHING)
+@pytest.mark.parametrize(("batch_size", "seq_len_q", "seq_len_k"), NOTHING.values(), ids=NOTHING)
+def test_no_query_gives_no_row_and_no_key_a_row_without_one(device, batch_size, seq_len_q, seq_len_k, told, dtype):
+    spec = parity.AttentionSpec(24, 4, num_kv_heads=2)
+    module = module_of("MultiHeadAttention", spec, device, dtype)
+    query, key = (
+        mha_tt.upload(np.ones((batch_size, count, 24)), device=device, dtype=dtype) for count in (seq_len_q, seq_len_k)
+    )
+    told = (
+        {**told, "key_padding_lengths": told["key_padding_lengths"][:batch_size]}
+        if "key_padding" in str(told)
+        else told
+    )
+    output, attn_weights = module(query, key, **told)
+    expected = np.zeros((batch_size, seq_len_q, 24)) + mha_tt.download(module.weights["out_proj.bias"])
+    np.testing.assert_array_equal(mha_tt.download(output), expected.astype(np.float32))
+    if "need_weights" in told:
+        assert tuple(attn_weights.shape) == (batch_size, 4, seq_len_q, seq_len_k)
+
+
+@both_dtypes
+@pytest.mark.parametrize("spec", [{}, {"fused_qkv": True}, {"rope_theta": 100.0}, {"out_proj": False}], ids=str)
+@pytest.mark.parametrize("shape", [(2, 0, 24), (0, 3, 24)])
+def test_self_attention_of_nothing_gives_nothing(device, shape, spec, dtype):
+    module = module_of("MultiHeadSelfAttention", parity.AttentionSpec(24, 4, **spec), device, dtype)
+    x = mha_tt.upload(np.ones(shape), device=device, dtype=dtype)
+    for told in ({}, {"is_causal": True}, {"key_padding_lengths": [0] * shape[0]}):
+        assert tuple(module(x, **told).shape)[:2] == shape[:2]

@@ -150,15 +150,15 @@ MUTATIONS = {
         "causal-padding-empty",
         "attn_weights",
         mha.masked_softmax,
-        "return attn_weights if mask is None or mask.keep is None else",
-        "return attn_weights if True else",
+        "emptied(spoilt(attn_weights, lowest), mask)",
+        "spoilt(attn_weights, lowest)",
     ),
     "empty rows are not emptied, fused": one(
         "causal-padding-empty",
         "fused.output",
         fused.scaled_dot_product_attention,
-        "return context if mask is None or mask.keep is None else",
-        "return context if True else",
+        "emptied(spoilt(context, spoilt_rows), mask), None",
+        "spoilt(context, spoilt_rows), None",
         FUSED,
     ),
     "bias forgotten": one(
@@ -211,8 +211,8 @@ MUTATIONS = {
         "decode-gqa-rope",
         "step1.module.output",
         cache_mha._cached_layer,
-        "x.shape[2])), positions.T",
-        "x.shape[2])), positions.T + 1",
+        "np.broadcast_to(positions, (batch_size, 1)).T",
+        "np.broadcast_to(positions, (batch_size, 1)).T + 1",
     ),
     # ---- The cache
     "cache mask shows the next slot": one(

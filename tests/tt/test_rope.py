@@ -189,7 +189,7 @@ def test_layer_turns_queries_and_keys_but_not_values(device, rng):
 
 REFUSALS = {
     "odd head": ((1, 1, 1, 3), [[0]], 1e4, ValueError, "head_dim must be even for RoPE, got head_dim=3"),
-    "theta 0": ((1, 1, 1, 4), [[0]], 0.0, ValueError, "rope_theta must be positive, got rope_theta=0.0"),
+    "theta 0": ((1, 1, 1, 4), [[0]], 0.0, ValueError, "rope_theta must be positive and finite, got rope_theta=0.0"),
     "theta negative": ((1, 1, 1, 4), [[0]], -1.0, ValueError, "rope_theta must be positive"),
     "theta NaN": ((1, 1, 1, 4), [[0]], math.nan, ValueError, "rope_theta must be positive"),
     "theta text": ((1, 1, 1, 4), [[0]], "1e4", TypeError, "rope_theta must be a number"),

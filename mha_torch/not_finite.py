@@ -1,0 +1,74 @@
+"""NaN and infinity: kept from the rows that may not see them, and never lost to those that do.
+
+0 * NaN is NaN. So a token that holds one is emptied before it is multiplied, forward and backward, and what depends on
+it is made NaN afterwards. Where everything is finite, nothing changes.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mha_torch.checks import values_of
+from mha_torch.masks import as_lengths, create_attention_mask
+
+
+def not_finite(x: Float[Tensor, "*tokens H"]) -> Bool[Tensor, "*tokens 1"]:
+    """True for each token that holds a NaN or an infinity."""
+    sizes = torch.linalg.vector_norm(x.detach(), torch.inf, dim=-1, keepdim=True)  # x is read once, and not copied
+    return ~torch.isfinite(sizes)
+
+
+def may_hold(x: Bool[Tensor, "..."]) -> bool:
+    """Whether any of x is True; yes where values are not known."""
+    return torch.compiler.is_compiling() or values_of(x.any()) is not False
+
+
+def emptied(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """x, and 0 where asked; there it takes no gradient."""
+    return x.masked_fill(where, 0.0)
+
+
+def spoilt(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """x, and NaN where asked; its gradient passes, so that it is NaN if what comes back is, and 0 if that is 0."""
+    return x + torch.where(where, torch.nan, 0.0).to(x.dtype)
+
+
+def sees_any(
+    marked: Bool[Tensor, "B N S"],
+    seq_len_q: int,
+    mask: Bool[Tensor, "..."] | None = None,
+    *,
+    is_causal: bool = False,
+    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+) -> Bool[Tensor, "B N #T 1"]:
+    """Whether a query sees any of the keys that are marked, by what hides keys in `join_masks`; T and S are not 0."""
+    seq_len_k, device = marked.shape[2], marked.device
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.ndim)]
+        if is_causal or key_padding_lengths is not None:
+            hidden = create_attention_mask(
+                seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths, device=device
+            )
+            mask = mask | hidden
+        return torch.einsum("bns,bnts->bnt", marked.float(), (~mask).float())[..., None] > 0  # no array of N x T x S
+    if key_padding_lengths is not None:
+        lengths = as_lengths(key_padding_lengths, device)
+        marked = marked & (torch.arange(seq_len_k, device=device) < lengths[:, None, None])
+    if not is_causal:
+        return marked.any(dim=-1, keepdim=True)[..., None]
+    last_seen = torch.arange(seq_len_q, device=device).clamp(max=seq_len_k - 1)
+    return (marked.cumsum(dim=-1) > 0)[..., last_seen, None]
+
+
+def by_finite_tokens(project: Callable[[str, Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
+    """Projections through which a token that is not finite gives NaN, and spoils no gradient if nobody sees it."""
+    if not torch.is_grad_enabled():  # forward, a token spoils nothing but itself
+        return project
+
+    def project_finite(name: str, x: Tensor) -> Tensor:
+        wrong = not_finite(x)
+        return spoilt(project(name, emptied(x, wrong)), wrong) if may_hold(wrong) else project(name, x)
+
+    return project_finite

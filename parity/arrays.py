@@ -1,0 +1,116 @@
+"""Arrays of NumPy, torch, JAX and TTNN as NumPy's, and back: the same values, dtype and shape, bit for bit.
+
+No framework is imported for an array of another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+if TYPE_CHECKING:
+    import jax
+    import torch
+
+FOREIGN = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+"""Dtypes that torch has and NumPy has not; ml_dtypes has them under the same names."""
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """The NumPy array of the same values and dtype, bfloat16 being that of ml_dtypes.
+
+    Args:
+        x: an array of NumPy, torch (on any device, with or without a gradient), JAX or TTNN, a Flax or Keras variable,
+            or whatever else NumPy takes for an array.
+
+    Returns:
+        `x` itself if it is NumPy's; else an array that shares no memory with a torch tensor.
+
+    Raises:
+        TypeError: if it is no array, or one without values: a tracer, a tensor on torch's meta device.
+    """
+    if isinstance(x, np.ndarray):
+        return x
+    packages = {kind.__module__.partition(".")[0] for kind in type(x).__mro__}
+    if "torch" in packages and hasattr(x, "detach"):
+        return _from_torch(x)
+    if "ttnn" in packages:
+        from parity.backends.tt import to_numpy as from_ttnn
+
+        return from_ttnn(x)
+    if not hasattr(x, "__array__") or any(kind.__name__ == "Tracer" for kind in type(x).__mro__):
+        raise TypeError(f"an array must be one of NumPy, torch or JAX that has values, got {type(x).__name__}")
+    return np.asarray(x)
+
+
+def to_torch(x: Any) -> torch.Tensor:
+    """The torch tensor of the same values, dtype and shape, on the CPU; `x` itself if it is one.
+
+    Raises:
+        TypeError: if it is no array, or torch does not know its dtype.
+    """
+    import torch
+
+    if isinstance(x, torch.Tensor):
+        return x
+    array = to_numpy(x)
+    if array.dtype.name in FOREIGN:  # torch does not know NumPy's dtype of this name; the bits are the same
+        bits = np.array(array).view(f"u{array.itemsize}")
+        return torch.from_numpy(bits).view(getattr(torch, array.dtype.name))
+    return torch.from_numpy(np.array(array))
+
+
+def to_jax(x: Any) -> jax.Array:
+    """The JAX array of the same values, dtype and shape; `x` itself if it is one.
+
+    JAX has 64-bit dtypes only where `jax_enable_x64` is set; else they become 32-bit ones.
+
+    Raises:
+        TypeError: if it is no array, or JAX does not know its dtype.
+    """
+    import jax
+
+    return x if isinstance(x, jax.Array) else jax.numpy.asarray(to_numpy(x))
+
+
+def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Arrays by name as NumPy's, those of nested mappings, such as Flax's, under their names joined with dots.
+
+    Raises:
+        TypeError: if there is something else in it, or `arrays` is no mapping.
+        ValueError: if two of them have one name then.
+    """
+    if not isinstance(arrays, Mapping):
+        raise TypeError(f"weights must be a mapping of arrays by name, got {type(arrays).__name__}")
+    found: dict[str, np.ndarray] = {}
+
+    def visit(name: str, node: Any) -> None:
+        if isinstance(node, Mapping):
+            for key, child in node.items():
+                visit(f"{name}.{key}" if name else str(key), child)
+            return
+        if name in found:
+            raise ValueError(f"names must differ when their levels are joined with dots, got {name} twice")
+        try:
+            found[name] = to_numpy(node)
+        except TypeError:
+            raise TypeError(f"{name} must be an array of NumPy, torch or JAX, got {type(node).__name__}") from None
+
+    visit("", arrays)
+    return found
+
+
+def _from_torch(x: torch.Tensor) -> np.ndarray:
+    import torch
+
+    if x.is_meta or x.layout != torch.strided or x.is_quantized:
+        raise TypeError(f"a tensor must be dense and have values, got one of {x.dtype} on {x.device} in {x.layout}")
+    x = x.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()  # the tensor may be written to in place
+    name = str(x.dtype).removeprefix("torch.")
+    if name in FOREIGN:
+        bits = {1: torch.uint8, 2: torch.uint16}[x.element_size()]
+        return x.view(bits).numpy().view(getattr(ml_dtypes, name))
+    return x.numpy()

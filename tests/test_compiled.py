@@ -1,0 +1,182 @@
+"""JAX without `jit`: compiled once for each shape; and no check asks for a value that is not known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mha_jax
+from mha_jax import blockwise
+
+LONG = 600  # 4 heads of it have more than 2^20 scores
+
+
+@pytest.fixture
+def compilations():
+    """The compilations so far, as they happen, those that a cache on the disk spares, too."""
+    events = []
+
+    def note(event, _, **__):
+        if "backend_compile" in event:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+def tokens(seq_len, batch_size=1):
+    return jnp.asarray(np.random.default_rng(0).standard_normal((batch_size, seq_len, 32)), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def layer():
+    return mha_jax.MultiHeadSelfAttention(32, 4, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("capacity", [blockwise.BLOCK_KEYS + 1, 2 * blockwise.BLOCK_KEYS])
+def test_decoding_compiles_nothing_after_the_first_steps(compilations, capacity):
+    decoder, x = mha_jax.MultiHeadAttentionWithCache(32, 4, rope_theta=100.0, rngs=nnx.Rngs(0)), tokens(1)
+    cache = decoder.init_cache(1, capacity)
+    _, cache = decoder(x, cache)
+    assert compilations
+    compilations.clear()
+    for _ in range(32):
+        _, cache = decoder(x, cache)
+    assert cache.lengths.tolist() == [33]
+    assert compilations == []
+
+
+CALLS = {
+    "full": lambda layer, x: layer(x),
+    "causal": lambda layer, x: layer(x, is_causal=True),
+    "padding": lambda layer, x: layer(x, key_padding_lengths=[LONG - 1]),
+    "mask": lambda layer, x: layer(x, mask=mha_jax.create_sliding_window_mask(LONG, window_size=9)),
+    "bias": lambda layer, x: layer(x, bias=jnp.zeros((1, LONG))),
+    "gradient": lambda layer, x: jax.grad(lambda x: layer(x, is_causal=True).sum())(x),
+    "gradient-of-weights": lambda layer, x: nnx.grad(lambda layer: layer(x, is_causal=True).sum())(layer),
+    "map": lambda layer, x: jax.vmap(lambda x: layer(x[None], is_causal=True))(x),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_call_in_blocks_compiles_nothing_the_second_time(compilations, layer, call):
+    x = tokens(LONG)
+    call(layer, x)
+    compilations.clear()
+    call(layer, x)
+    assert compilations == []
+
+
+def test_other_sizes_of_blocks_are_compiled_anew(compilations, monkeypatch, layer):  # the control of the tests above
+    x = tokens(LONG)
+    expected = layer(x, is_causal=True)
+    monkeypatch.setattr(blockwise, "BLOCK_KEYS", 64)
+    compilations.clear()
+    np.testing.assert_allclose(layer(x, is_causal=True), expected, atol=1e-5)  # of another order of summing
+    assert compilations
+
+
+def test_what_a_caller_compiles_is_one_program(layer):
+    jaxpr = str(jax.make_jaxpr(lambda x: layer(x, is_causal=True))(tokens(9)))
+    assert "_attend" not in jaxpr
+
+
+# ---- Weights that are known where inputs are not ---------------------------------------------------------------------
+
+TRANSFORMED = {
+    "jit": lambda function, x: jax.jit(function)(x),
+    "eval_shape": lambda function, x: jax.eval_shape(function, x),
+    "vmap": lambda function, x: jax.vmap(lambda x: function(x[None])[0])(x),
+    "scan": lambda function, x: jax.lax.scan(lambda carry, x: (carry, function(x[None])[0]), 0, x)[1],
+    "grad": lambda function, x: jax.grad(lambda x: function(x).sum())(x),
+    "jit-grad": lambda function, x: jax.jit(jax.grad(lambda x: function(x).sum()))(x),
+}
+every_transformation = pytest.mark.parametrize("transform", TRANSFORMED.values(), ids=TRANSFORMED)
+every_kind_of_weights = pytest.mark.parametrize("kind", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
+
+
+def weights_of(layer, kind):
+    return jax.tree.map(kind, nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
+
+
+@every_kind_of_weights
+@every_transformation
+def test_weights_may_be_closed_over(layer, transform, kind):
+    weights, x = weights_of(layer, kind), tokens(5, batch_size=3)
+    found = transform(lambda x: mha_jax.multi_head_attention(x, weights, num_heads=4)[0], x)
+    assert found.shape == x.shape
+    if isinstance(found, jax.Array):
+        expected = transform(layer, x)
+        np.testing.assert_allclose(found, expected, atol=1e-6)  # of another order of summing
+
+
+@every_kind_of_weights
+@pytest.mark.parametrize("transform", [TRANSFORMED["jit"], TRANSFORMED["eval_shape"]], ids=["jit", "eval_shape"])
+def test_weights_may_be_closed_over_with_a_cache(layer, transform, kind):
+    weights, x = weights_of(layer, kind), tokens(5, batch_size=3)
+    cache = mha_jax.init_cache(3, 4, 8, 8)
+
+    def function(x):
+        output, _ = mha_jax.multi_head_attention_with_static_cache(x, weights, cache, num_heads=4)
+        return output + mha_jax.multi_head_attention_with_cache(x, weights, num_heads=4)[0]
+
+    assert transform(function, x).shape == x.shape
+
+
+@every_kind_of_weights
+@every_transformation
+def test_weights_that_are_closed_over_must_be_finite(layer, transform, kind):
+    weights = weights_of(layer, kind)
+    weights["v_proj"]["bias"] = weights["v_proj"]["bias"] * np.float32(np.nan)
+    with pytest.raises(ValueError, match=r"weights must be finite, got NaN or infinities in \['v_proj.bias'\]"):
+        transform(lambda x: mha_jax.multi_head_attention(x, weights, num_heads=4)[0], tokens(5, batch_size=3))
+
+
+@pytest.mark.parametrize("kind", [list, np.array], ids=["list", "array"])
+def test_lengths_that_are_known_are_checked_under_jit(layer, kind):
+    with pytest.raises(ValueError, match=r"key_padding_lengths must lie in 0..5, got key_padding_lengths=\[6\]"):
+        jax.jit(lambda x: layer(x, key_padding_lengths=kind([6])))(tokens(5))
+
+
+def test_new_lengths_that_are_known_are_checked_under_jit():
+    decoder = mha_jax.MultiHeadAttentionWithCache(32, 4, rngs=nnx.Rngs(0))
+    step = jax.jit(lambda x, cache: decoder(x, cache, new_lengths=[5]))
+    with pytest.raises(ValueError, match="must not exceed the 4 slots of the cache"):
+        step(tokens(5), decoder.init_cache(1, 4))
+
+
+# ---- NumPy, and memory -----------------------------------------------------------------------------------------------
+
+
+def test_cache_may_be_of_numpy():
+    decoder, x = mha_jax.MultiHeadAttentionWithCache(32, 4, rope_theta=100.0, rngs=nnx.Rngs(0)), tokens(3)
+    _, cache = decoder(x, decoder.init_cache(1, 8))
+    expected, after = decoder(x[:, :1], cache)
+    found, after_numpy = decoder(x[:, :1], jax.tree.map(np.asarray, cache))
+    np.testing.assert_array_equal(found, expected)
+    jax.tree.map(np.testing.assert_array_equal, after_numpy, after)
+    assert all(isinstance(part, jax.Array) for part in jax.tree.leaves(after_numpy))
+
+
+MASKS = {
+    "causal": mha_jax.create_causal_mask,
+    "window": lambda size: mha_jax.create_sliding_window_mask(size, window_size=7),
+    "attention": lambda size: mha_jax.create_attention_mask(size, is_causal=True, key_padding_lengths=[size - 1]),
+    "cached": lambda size: mha_jax.create_causal_mask_with_cache(size, size, 0),
+}
+
+
+@pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
+def test_mask_is_all_that_is_stored_of_a_mask(make):
+    analysis = jax.jit(make, static_argnums=0).lower(1024).compile().memory_analysis()
+    assert analysis.output_size_in_bytes == 1024**2
+    assert analysis.temp_size_in_bytes < 1024**2 / 2
+
+
+def test_healthy_values_raise_nothing_where_nan_is_looked_for(layer):
+    with jax.debug_nans(True):
+        output = layer(tokens(LONG), is_causal=True, key_padding_lengths=[LONG - 9])
+        layer(tokens(9), mask=jnp.ones((1, 1), bool))
+    assert np.isfinite(output).all()
