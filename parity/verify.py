@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from parity import reference
 from parity.compare import Comparison, compare, kept_dtype
 from parity.problem import Problem, make_problem
 from parity.run import run_steps
-from parity.spec import AttentionSpec, Case
+from parity.spec import AttentionSpec, Case, unheld
 from parity.weights import Weights, is_floating
 
 
@@ -53,7 +51,7 @@ def probe(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: Att
     Raises:
         ValueError: if the layers differ in more than their weights.
     """
-    spec, other_spec = (replace(each, fused_qkv=False, dropout=0.0, output_dropout=0.0) for each in (spec, other_spec))
+    spec, other_spec = unheld(spec), unheld(other_spec)
     if spec != other_spec:
         told, differ = spec.keywords, other_spec.keywords
         words = ", ".join(f"{name}={told[name]} and {differ[name]}" for name in told if told[name] != differ[name])

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from parity import AttentionSpec, random_weights
 from parity.cli import main
@@ -92,11 +93,53 @@ def test_convert_divides_the_target_into_shards(source, tmp_path):
     assert all((tmp_path / shard).exists() for shard in shards)
 
 
+def test_convert_replaces_only_when_it_is_forced_to(source, tmp_path, capsys):
+    target = tmp_path / "target.npz"
+    assert main(convert(source, target, "--to", "W_q")) == 0
+    old = target.read_bytes()
+    assert main(convert(source, target, "--to", "qkv_proj")) == 2
+    assert capsys.readouterr().err == f"mha-parity: {target} exists; pass --force to replace it\n"
+    assert target.read_bytes() == old
+    assert main(convert(source, target, "--to", "qkv_proj", "--force")) == 0
+    assert target.read_bytes() != old
+
+
+def test_convert_does_not_even_force_what_is_no_checkpoint(source, tmp_path, capsys):
+    (tmp_path / "run.orbax" / "1000").mkdir(parents=True)
+    assert main(convert(source, tmp_path / "run.orbax", "--to", "W_q", "--force")) == 2
+    assert "must be an orbax checkpoint and nothing else to be replaced, got ['1000'] there" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "run.orbax") == ["1000"]
+
+
+@pytest.mark.parametrize("same", ["itself", "dot", "link"])
+def test_convert_does_not_write_onto_its_source(source, tmp_path, capsys, same):
+    target = tmp_path / "source.safetensors"
+    old = target.read_bytes()
+    if same == "dot":
+        target = f"{tmp_path}/./source.safetensors"
+    elif same == "link":
+        target = tmp_path / "link.safetensors"
+        target.symlink_to("source.safetensors")
+    assert main(convert(source, target, "--to", "W_q", "--force")) == 2
+    assert "the target must be another file than the source" in capsys.readouterr().err
+    assert (tmp_path / "source.safetensors").read_bytes() == old
+
+
+@pytest.mark.parametrize("other", ["SRC", "DST"])
+def test_a_report_is_not_written_onto_what_is_converted(source, tmp_path, capsys, other):
+    path = source if other == "SRC" else tmp_path / "b.npz"
+    assert main(convert(source, tmp_path / "b.npz", "--to", "W_q", "--json", str(path))) == 2
+    assert f"--json must name another file than {other}" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["source.safetensors"]
+
+
 def test_convert_writes_what_it_did_as_json(source, tmp_path):
     arguments = convert(source, tmp_path / "b.npz", "--to", "W_q", "--json", str(tmp_path / "r.json"))
     assert main(arguments) == 0
     content = json.loads((tmp_path / "r.json").read_text())
-    assert content.keys() == {"format", "source", "layers", "spec", "kept", "dropped"}
+    others = {"heads_from", "left_out", "unconverted", "optimizer_state"}
+    assert content.keys() == {"format", "source", "layers", "spec", "kept", "dropped", *others}
+    assert not any(content[name] for name in others)
     assert content["format"] == 1
     assert content["source"] == "transformers.LLaMA"
     assert content["layers"] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
@@ -117,7 +160,7 @@ def test_convert_asks_for_heads_by_the_flags_that_decide(source, tmp_path, capsy
     assert main([*arguments, "--to", "W_q"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("mha-parity: model.layers.0.self_attn: the heads must be told")
+    assert captured.err.startswith("mha-parity: model.layers.0.self_attn: the heads must be given")
     assert captured.err.endswith("; --num-heads or --num-kv-heads or --head-dim decides\n")
     assert "4 x 6 (key/value 2)" in captured.err
     assert captured.err.count("\n") == 1
@@ -126,14 +169,19 @@ def test_convert_asks_for_heads_by_the_flags_that_decide(source, tmp_path, capsy
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        (["--to", "meta"], "layout must be one of canonical, "),
+        (["--to", "meta"], "--to must be one of canonical, "),
         (["--to", "flax.linen"], "num_kv_heads must equal num_heads"),
-        (["--to", "W_q", "--to-prefix", "attention"], "to_prefix must have as many {i} as prefix"),
-        (["--to", "W_q", "--prefix", "encoder.{i}"], "prefix must be that of a layer in"),
+        (["--to", "W_q", "--to-prefix", "{i}.{i}"], "--to-prefix must have as many {i} as --"),
+        (["--to", "W_q", "--prefix", "encoder.{i}"], "--prefix must be that of a layer in"),
         (["--to", "W_q", "--from", "transformers.GPT2"], "tensors must be those of transformers.GPT2"),
-        (["--to", "W_q", "--num-heads", "5"], "shapes must be those of a layer in transformers.LLaMA"),
-        (["--to", "W_q", "--max-shard-gib", "0"], "max_shard_bytes must be"),
-        (["--to", "W_q", "--rope-theta", "-1"], "rope_theta must be positive"),
+        (["--to", "W_q", "--num-heads", "5"], "num_heads * head_dim must be 24, "),
+        (["--to", "W_q", "--max-shard-gib", "0"], "--max-shard-gib must be a number > 0 and <= 1048576, got 0.0"),
+        (["--to", "W_q", "--max-shard-gib", "-1"], "--max-shard-gib must be a number > 0"),
+        (["--to", "W_q", "--max-shard-gib", "inf"], "--max-shard-gib must be a number > 0"),
+        (["--to", "W_q", "--max-shard-gib", "nan"], "--max-shard-gib must be a number > 0"),
+        (["--to", "W_q", "--max-shard-gib", "1e300"], "--max-shard-gib must be a number > 0"),
+        (["--to", "W_q", "--rope-theta", "inf"], "--rope-theta must be finite, got inf"),
+        (["--to", "W_q", "--rope-theta", "-1"], "--rope-theta must be positive"),
         (["--to", "W_q", "--json", "/no/such/folder/r.json"], "--json must name a file in a folder that is there"),
     ],
 )
@@ -162,7 +210,10 @@ def test_convert_of_a_file_that_is_not_there_is_one_line(tmp_path, capsys):
 
 def test_convert_of_a_file_that_does_not_tell_its_layout_says_where_to_look(source, tmp_path, capsys):
     assert main(["convert", source, str(tmp_path / "b.npz"), "--to", "W_q"]) == 2
-    assert re.search(r"layout of .* must be told \(--from\).*mha-parity inspect", capsys.readouterr().err)
+    assert re.search(
+        r"--from must be given .*; --from 'transformers\.LLaMA' with --prefix 'model\.layers\.\{i\}\.self_attn' fits",
+        capsys.readouterr().err,
+    )
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
@@ -212,7 +263,9 @@ def test_layouts_writes_all_or_one_as_json(tmp_path):
 
 def test_an_unknown_layout_exits_2_and_lists_those_there_are(capsys):
     assert main(["layouts", "llama"]) == 2
-    assert re.fullmatch(r"mha-parity: layout must be one of canonical, .*, got 'llama'\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        r"mha-parity: layout must be one of canonical, .*, got layout='llama'\n", capsys.readouterr().err
+    )
 
 
 # ---- inspect ---------------------------------------------------------------------------------------------------------
@@ -245,6 +298,7 @@ def test_inspect_writes_json(source, tmp_path):
             "layout": "transformers.LLaMA",
             "heads": "4 x 6, key/value 2",
             "dtype": "float32",
+            "is_stacked": False,
         }
     ]
 
@@ -333,10 +387,176 @@ def test_verify_of_layers_that_are_not_alike_exits_2(tmp_path, capsys):
     assert re.fullmatch(r"mha-parity: the layers must be of one .*num_heads=4 and 2.*\n", capsys.readouterr().err)
 
 
-def test_verify_of_several_layers_at_once_exits_2(source, capsys):
-    arguments = ["verify", source, source, "--from", "transformers.LLaMA", "--prefix", PREFIX, *HEADS]
+def test_verify_takes_all_layers_at_once_numbered_or_stacked(source, tmp_path, capsys):
+    stack, report = str(tmp_path / "b.npz"), tmp_path / "r.json"
+    assert main(convert(source, stack, "--to", "mha_jax", "--to-prefix", "layers.attn")) == 0
+    assert "2 attention layers" in capsys.readouterr().out
+    arguments = ["verify", source, stack, "--from", "transformers.LLaMA", "--from", "mha_jax", *HEADS]
+    arguments += ["--prefix", PREFIX, "--prefix", "layers.attn", "--json", str(report)]
+    assert main(arguments) == 0
+    assert "hold the same attention in all 2 layers: 2 the same, bit for bit; 0 the" in capsys.readouterr().out
+    layers = json.loads(report.read_text())["layers"]
+    assert [each["layers"] for each in layers] == [
+        [PREFIX.replace("{i}", str(i)), f"layers.attn[{i}]"] for i in range(2)
+    ]
+
+
+def test_verify_of_all_layers_says_which_differ_and_shows_the_first(source, tmp_path, capsys):
+    with open_tensors(source) as file:
+        tensors = {name: file.read(name) for name in file.infos}
+    tensors["model.layers.1.self_attn.v_proj.weight"] *= 2
+    infos = {name: (x.shape, x.dtype) for name, x in tensors.items()}
+    other = str(write_tensors(tmp_path / "other.npz", infos, tensors.__getitem__))
+    arguments = ["verify", source, other, "--from", "transformers.LLaMA", "--prefix", PREFIX, *HEADS]
+    assert main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "model.layers.1.self_attn and model.layers.1.self_attn differ first at v" in out
+    assert "model.layers.1.self_attn/v: the other differs from the reference" in out
+    assert "do NOT hold the same attention in all 2 layers: 1 the same, bit for bit; 0 the" in out
+
+
+def test_verify_of_other_numbers_of_layers_exits_2(source, tmp_path, capsys):
+    weights = random_weights(SPEC)
+    other = saved(tmp_path / "b.npz", weights, "transformers.LLaMA", "model.layers.7.self_attn")
+    arguments = ["verify", source, other, "--from", "transformers.LLaMA", "--prefix", PREFIX, *HEADS]
     assert main(arguments) == 2
-    assert "prefix must be that of one layer" in capsys.readouterr().err
+    assert "both files must have layers of the same numbers" in capsys.readouterr().err
+
+
+# ---- run, with the layer of a file -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_run_takes_any_layer_of_any_file(source, tmp_path, capsys, suffix):
+    target = str(tmp_path / f"b.{suffix}")
+    assert main(convert(source, target, "--to", "canonical")) == 0
+    run = ["run", "--backends", "torch", "--weights"]
+    assert main([*run, target, "--prefix", "model.layers.1.self_attn"]) == 0
+    arguments = [source, "--prefix", "model.layers.1.self_attn", "--from", "transformers.LLaMA", *HEADS]
+    assert main([*run, *arguments]) == 0
+    capsys.readouterr()
+    assert main([*run, target]) == 2
+    assert "got one of 2 in" in capsys.readouterr().err
+    assert main(["run", "--prefix", "a", "--num-heads", "3"]) == 2
+    assert "--prefix, --num-heads must stand with --weights" in capsys.readouterr().err
+
+
+# ---- What is said ----------------------------------------------------------------------------------------------------
+
+
+def training_checkpoint(path):
+    """What a training loop saves: weights, an average of them, an optimizer, a step."""
+    model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 4, 8), 2, enable_nested_tensor=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 16)).sum().backward()
+    optimizer.step()
+    state = model.state_dict()
+    torch.save({"model": state, "ema": state, "opt": optimizer.state_dict(), "step": 50}, path)
+    return str(path)
+
+
+def test_what_is_no_tensor_or_stays_in_the_old_layout_is_named(tmp_path, capsys):
+    source, report = training_checkpoint(tmp_path / "train.pt"), tmp_path / "r.json"
+    arguments = ["convert", source, str(tmp_path / "b.pt"), "--to", "flax.nnx", "--json", str(report)]
+    arguments += ["--from", "torch.nn.MultiheadAttention", "--prefix", "model.layers.{i}.self_attn", "--num-heads", "4"]
+    assert main(arguments) == 0
+    told = json.loads(report.read_text())
+    assert {"step", "opt.param_groups.0.lr"} <= set(told["left_out"])
+    assert told["unconverted"] == ["ema.layers.{i}.self_attn"]
+    assert "opt.state.0.exp_avg" in told["optimizer_state"]
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 3
+    assert all(line.startswith("mha-parity: warning: ") and len(line) < 400 for line in warnings)
+    assert "not tensors" in warnings[0]
+    assert f"({len(told['left_out'])})" in warnings[0]
+    assert "ema.layers.{i}.self_attn" in warnings[1]
+    assert "exp_avg" in warnings[2]
+
+
+@pytest.mark.parametrize(
+    "prefix", [[], ["--prefix", "layers.*.self_attn"], ["--prefix", "model.layers.{i}.self_attn."]]
+)
+@pytest.mark.parametrize("layout", [[], ["--from", "torch.nn.MultiheadAttention"]])
+def test_a_prefix_that_is_none_is_answered_with_those_that_fit(tmp_path, capsys, prefix, layout):
+    source = training_checkpoint(tmp_path / "train.pt")
+    heads = ["--num-heads", "4"]
+    for arguments in (
+        ["convert", source, str(tmp_path / "b.npz"), "--to", "W_q", *layout, *prefix, *heads],
+        ["verify", source, source, *layout, *prefix, *heads],
+        ["run", "--weights", source, *layout, *prefix, *heads],
+    ):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert "--prefix 'model.layers.{i}.self_attn'" in error
+        assert error.count("\n") == 1
+        assert len(error) < 400 + len(source)
+
+
+# ---- Heads that lie beside -------------------------------------------------------------------------------------------
+
+
+def config_beside(path, **others):
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "rope_theta": 500, **others}
+    (path.parent / "config.json").write_text(json.dumps(config))
+
+
+def test_a_config_beside_the_file_tells_the_heads_and_convert_says_so(source, tmp_path, capsys):
+    config_beside(tmp_path / "source.safetensors")
+    arguments = [source, str(tmp_path / "b.npz"), "--from", "transformers.LLaMA", "--prefix", PREFIX]
+    assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 0
+    assert "4 x 6, key/value 2 (from config.json, --rope-theta 500): " in capsys.readouterr().out
+    with open_tensors(tmp_path / "b.npz") as file:
+        assert AttentionSpec.from_json(file.metadata["spec"]) == SPEC
+    assert main(["inspect", source]) == 0
+    assert "4 x 6, key/value 2 (config.json)" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"num_attention_heads": 5},
+        {"num_attention_heads": "4"},
+        {"num_attention_heads": True},
+        {"num_attention_heads": None},
+    ],
+)
+def test_a_config_that_does_not_fit_tells_nothing(source, tmp_path, capsys, others):
+    config_beside(tmp_path / "source.safetensors", **others)
+    arguments = [source, str(tmp_path / "b.npz"), "--from", "transformers.LLaMA", "--prefix", PREFIX]
+    assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 2
+    assert "the heads must be given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": {"rope_type": "llama3"}},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500}},
+        {"partial_rotary_factor": 0.25},
+        {"rope_theta": float("inf")},
+    ],
+)
+def test_rope_that_a_specification_cannot_say_is_not_taken_from_a_config(source, tmp_path, capsys, rope):
+    config_beside(tmp_path / "source.safetensors", **rope)
+    arguments = [source, str(tmp_path / "b.npz"), "--from", "transformers.LLaMA", "--prefix", PREFIX]
+    assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 0
+    assert "(from config.json): " in capsys.readouterr().out
+
+
+def test_flags_win_over_a_config(source, tmp_path, capsys):
+    config_beside(tmp_path / "source.safetensors", rope_theta=None)
+    arguments = [
+        source,
+        str(tmp_path / "b.npz"),
+        "--from",
+        "transformers.LLaMA",
+        "--prefix",
+        PREFIX,
+        "--num-heads",
+        "2",
+    ]
+    assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 0
+    assert "2 x 12, key/value 1: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flag", ["--from", "--prefix"])

@@ -2,15 +2,19 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
-from parity import AttentionSpec, first_difference, pretrained, random_weights
+import mha_torch
+from parity import AttentionSpec, first_difference, pretrained, random_weights, spec_of, to_jax, weights_of
 from parity.convert import convert, convert_file, find_layers, is_finite, load, save
 from parity.formats import open_tensors, write_tensors
 from parity.layouts import LAYOUTS, from_canonical
@@ -92,7 +96,7 @@ def test_every_layout_becomes_every_other_and_comes_back_bit_for_bit(kind, sourc
 
 
 def test_an_unknown_layout_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match=r"layout must be one of canonical, .*, got 'torch'"):
+    with pytest.raises(ValueError, match=r"target must be one of canonical, .*, got target='torch'"):
         convert(random_weights(MHA), source="canonical", target="torch", num_heads=4)
 
 
@@ -199,7 +203,7 @@ def test_two_numbers_in_a_prefix_stay_in_their_order(tmp_path):
     assert (found["s0.l12.W_k.weight"] == tensors["stack.0.layer.12.k_proj.weight"]).all()
 
 
-@pytest.mark.parametrize("to_prefix", ["attention", "layers.{i}.{i}"])
+@pytest.mark.parametrize("to_prefix", ["layers.{i}.{i}", "{i}.layers.{i}.{i}"])
 def test_a_prefix_with_other_numbers_is_refused(tmp_path, to_prefix):
     source = write(tmp_path / "a.npz", checkpoint())
     with pytest.raises(ValueError, match=r"to_prefix must have as many \{i\} as prefix"):
@@ -224,12 +228,19 @@ def test_names_that_are_there_already_are_refused(tmp_path):
 def refused_to_convert(tmp_path, tensors, match, *, error=ValueError, **options):
     """A refusal, after which all is as it was."""
     source = write(tmp_path / "a.npz", tensors)
-    (tmp_path / "b.npz").write_bytes(b"older")
-    options = {"source": "transformers.LLaMA", "target": "meta.LLaMA", "prefix": PREFIX, **HEADS, **options}
+    old = write(tmp_path / "b.npz", {"old": np.ones(1)}).read_bytes()
+    options = {
+        "force": True,
+        "source": "transformers.LLaMA",
+        "target": "meta.LLaMA",
+        "prefix": PREFIX,
+        **HEADS,
+        **options,
+    }
     with pytest.raises(error, match=match) as refusal:
         convert_file(source, tmp_path / "b.npz", **options)
     assert "\n" not in str(refusal.value)
-    assert (tmp_path / "b.npz").read_bytes() == b"older"
+    assert (tmp_path / "b.npz").read_bytes() == old
     assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "b.npz"}
 
 
@@ -268,12 +279,18 @@ def test_a_layer_that_lacks_a_tensor_is_refused(tmp_path):
     refused_to_convert(tmp_path, tensors, r"model\.layers\.1\.self_attn: .* missing \['q_proj\.weight'\]")
 
 
-@pytest.mark.parametrize("prefix", ["model.layers.{i}.attn", "model.layers.{i}.self", "odel.layers.{i}.self_attn"])
-def test_a_prefix_that_is_none_is_refused_with_names_that_there_are(tmp_path, prefix):
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        *("", "model.layers.{i}.attn", "model.layers.{i}.self", "odel.layers.{i}.self_attn"),
+        *("model.layers.{i}.self_attn.", "model.layers.*.self_attn", "model.layers.9.self_attn"),
+    ],
+)
+def test_a_prefix_that_is_none_is_refused_with_those_that_fit(tmp_path, prefix):
     refused_to_convert(
         tmp_path,
         checkpoint(),
-        r"prefix must be that of a layer in .*; names .* model\.embed_tokens\.weight",
+        r"prefix must be that of a layer in .*; for transformers.LLaMA prefix='model\.layers\.\{i\}\.self_attn' fits$",
         prefix=prefix,
     )
 
@@ -286,7 +303,7 @@ def test_heads_that_are_not_told_are_asked_for(tmp_path):
     refused_to_convert(
         tmp_path,
         checkpoint(),
-        r"model\.layers\.0\.self_attn: the heads must be told .*--num-heads",
+        r"model\.layers\.0\.self_attn: the heads must be given .*--num-heads",
         num_heads=None,
         num_kv_heads=None,
         head_dim=None,
@@ -294,7 +311,12 @@ def test_heads_that_are_not_told_are_asked_for(tmp_path):
 
 
 def test_a_layout_that_is_not_told_is_asked_for(tmp_path):
-    refused_to_convert(tmp_path, checkpoint(), r"layout of .* must be told \(--from\)", source=None)
+    refused_to_convert(
+        tmp_path,
+        checkpoint(),
+        r"source must be given for .*; source='transformers.LLaMA' with prefix='model.layers.\{i\}.self_attn' fits",
+        source=None,
+    )
 
 
 def test_a_format_that_is_only_read_is_refused(tmp_path):
@@ -383,12 +405,24 @@ def test_the_same_file_is_written_every_time(tmp_path):
     assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
 
 
-def test_a_file_may_be_converted_in_its_place(tmp_path):
+def test_a_file_is_not_converted_in_its_place(tmp_path):
     tensors = checkpoint()
     path = write(tmp_path / "a.safetensors", tensors)
-    convert_file(path, path, source="transformers.LLaMA", target="meta.LLaMA", prefix=PREFIX, **HEADS)
-    convert_file(path, path, target="transformers.LLaMA")
+    options = {"source": "transformers.LLaMA", "target": "meta.LLaMA", "prefix": PREFIX, "force": True, **HEADS}
+    with pytest.raises(ValueError, match="the target must be another file than the source"):
+        convert_file(path, path, **options)
     assert bits(tensors_in(path)) == bits(tensors)
+
+
+def test_a_target_is_replaced_when_that_is_forced(tmp_path):
+    tensors = checkpoint()
+    path, target = write(tmp_path / "a.safetensors", tensors), write(tmp_path / "b.safetensors", {"old": np.ones(1)})
+    options = {"source": "transformers.LLaMA", "target": "meta.LLaMA", "prefix": PREFIX, **HEADS}
+    with pytest.raises(FileExistsError, match=r"b\.safetensors exists; pass --force to replace it"):
+        convert_file(path, target, **options)
+    assert list(tensors_in(target)) == ["old"]
+    convert_file(path, target, force=True, **options)
+    assert "old" not in tensors_in(target)
 
 
 def test_every_tensor_is_announced_once_before_it_is_written(tmp_path):
@@ -482,6 +516,38 @@ def test_a_layer_that_is_not_finite_is_not_loaded(tmp_path):
         load(write(tmp_path / "a.npz", tensors), "transformers.LLaMA", prefix=PREFIX.format(i=1), **HEADS)
 
 
+def test_a_module_is_saved_with_its_own_specification(tmp_path):
+    spec = replace(GQA, fused_qkv=True)
+    module = mha_torch.MultiHeadAttention(**spec.keywords)
+    save(tmp_path / "a.npz", module)
+    found, found_spec = load(tmp_path / "a.npz")
+    assert same_bits(found, weights_of(module))
+    assert found_spec == spec
+    with pytest.raises(ValueError, match=r"of one specification with spec, got rope_theta=500\.0 and rope_theta=None"):
+        save(tmp_path / "b.npz", module, replace(GQA, rope_theta=None))
+    with pytest.raises(TypeError, match="spec must be given with weights by name"):
+        save(tmp_path / "b.npz", random_weights(GQA))
+    assert not (tmp_path / "b.npz").exists()
+
+
+def test_weights_of_torch_are_converted_and_saved(tmp_path):
+    layer = torch.nn.MultiheadAttention(16, 4).bfloat16()
+    found = convert(layer.state_dict(), source="torch.nn.MultiheadAttention", target="canonical", num_heads=4)
+    assert same_bits(found, weights_of(layer))
+    save(tmp_path / "a.npz", {name: to_jax(x) for name, x in found.items()}, spec_of(layer))
+    assert same_bits(load(tmp_path / "a.npz")[0], found)
+
+
+def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
+    page = (Path(__file__).parent.parent / "docs" / "conversion.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(compile(code, "conversion.md", "exec"), names)
+    assert (str(names["kernel"].dtype), names["kernel"].shape) == ("bfloat16", (64, 8, 8))
+    assert same_bits(names["weights"], weights_of(names["layer"]))
+
+
 def test_weights_that_do_not_fit_are_not_saved(tmp_path):
     weights = random_weights(GQA)
     del weights["k_proj.weight"]
@@ -536,7 +602,7 @@ def test_the_dtype_of_a_layer_is_that_of_its_weights_and_not_of_what_lies_beside
 
 def test_heads_that_are_not_known_are_told_as_such(tmp_path):
     found = found_in(write(tmp_path / "a.npz", checkpoint()))
-    assert "the heads must be told" in found["transformers.LLaMA", PREFIX].heads
+    assert "the heads must be given" in found["transformers.LLaMA", PREFIX].heads
 
 
 def test_nothing_is_found_where_there_is_nothing(tmp_path):
@@ -660,6 +726,11 @@ def smollm2(tmp_path):
         writer.add_tensor(f"blk.7.{names[projection]}.weight", np.ascontiguousarray(laid_out))
     writer.add_tensor("blk.7.attn_norm.weight", np.ones(576, np.float32))
     writer.add_tensor("token_embd.weight", np.ones((4, 576), np.float32))
+    writer.add_embedding_length(576)
+    writer.add_head_count(spec.num_heads)
+    writer.add_head_count_kv(spec.num_kv_heads)
+    writer.add_rope_dimension_count(spec.head_dim)
+    writer.add_rope_freq_base(spec.rope_theta)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -687,6 +758,13 @@ def test_a_whole_gguf_file_is_converted(smollm2, tmp_path):
     )
     assert sorted(done.kept) == ["blk.7.attn_norm.weight", "token_embd.weight"]
     assert same_bits(load(tmp_path / "b.safetensors")[0], weights)
+
+
+def test_a_gguf_file_that_tells_its_heads_needs_no_flags(smollm2, tmp_path):
+    path, weights, spec = smollm2
+    found, found_spec = load(path, "gguf.LLaMA", prefix="blk.7")
+    assert same_bits(found, weights)
+    assert told(found_spec) == told(spec)
 
 
 def test_a_trained_layer_of_gguf_read_as_half_split_is_reported(smollm2, tmp_path):

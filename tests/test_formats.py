@@ -30,6 +30,7 @@ from flax import nnx
 from parity.formats import gguf as gguf_format
 from parity.formats import msgpack as msgpack_format
 from parity.formats import open_tensors, write_tensors
+from parity.formats.target import BEFORE, SCRATCH
 from parity.formats.tensor_file import flatten, nest
 from parity.formats.zipped import ALIGNMENT
 
@@ -279,6 +280,22 @@ def test_npz_are_read_by_numpy(tmp_path, dtype):
     with np.load(tmp_path / "w.npz") as found:
         assert list(found) == list(tensors)
         assert all(found[name].tobytes() == tensor.tobytes() for name, tensor in tensors.items())
+
+
+def test_names_that_flax_joins_with_slashes_are_read_with_dots(tmp_path):
+    tree = {"encoder": {"layer_0": {"kernel": np.ones((2, 3))}}, "step": np.ones(1)}
+    np.savez(tmp_path / "w.npz", **flax.traverse_util.flatten_dict(tree, sep="/"))
+    assert same_tensors(read_all(tmp_path / "w.npz"), flatten(tree))
+    np.savez(tmp_path / "v.npz", **{"a/b": np.ones(1), "a.b": np.ones(2)})
+    assert list(read_all(tmp_path / "v.npz")) == ["a/b", "a.b"]  # else two would have one name
+    write(tmp_path / "u.npz", {"a/b": np.ones(1)})
+    assert list(read_all(tmp_path / "u.npz")) == ["a/b"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_suffix_in_capitals_is_the_same(tmp_path, suffix):
+    write(tmp_path / f"w{suffix.upper()}", some_tensors(empty=False))
+    assert same_tensors(read_all(tmp_path / f"w{suffix.upper()}"), some_tensors(empty=False))
 
 
 def test_arrays_in_fortran_order_and_of_the_other_byte_order_are_read(tmp_path):
@@ -642,12 +659,9 @@ def test_a_folder_of_two_checkpoints_is_refused(tmp_path):
 
 def before(folder, suffix):
     """Something that is there already, in each of the names that will be written."""
-    if suffix == ".orbax":
-        write(folder / "w.orbax", {"old": np.ones(1)})
-    else:
-        for name in ("w", "w-00001-of-00002", "w-00002-of-00002"):
-            (folder / f"{name}{suffix}").write_bytes(b"the old content")
-        (folder / f"w{suffix}.index.json").write_bytes(b"the old content")
+    write(folder / f"w{suffix}", {"old": np.ones(1)})
+    if suffix in (".safetensors", ".bin"):
+        write(folder / f"w{suffix}", {"old": np.ones(1), "older": np.ones(1)}, max_shard_bytes=9)
     return contents(folder)
 
 
@@ -692,6 +706,70 @@ def test_a_move_that_fails_half_way_is_undone(tmp_path, monkeypatch, suffix, cou
     assert contents(tmp_path) == old
 
 
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("suffix", "count"), [*((".orbax", count) for count in range(2)), *((".safetensors", count) for count in range(6))]
+)
+def test_an_interrupt_right_before_or_after_a_move_is_undone(tmp_path, monkeypatch, suffix, count, after):
+    old = before(tmp_path, suffix)
+    moves, replace = itertools.count(), Path.replace
+
+    def interrupt(path, target):
+        number = next(moves)
+        moved = replace(path, target) if number != count or after else None
+        if number == count:
+            raise KeyboardInterrupt
+        return moved
+
+    monkeypatch.setattr(Path, "replace", interrupt)
+    options = {} if suffix == ".orbax" else {"max_shard_bytes": 9}
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / f"w{suffix}", {"a": np.ones(1), "b": np.ones(1)}, **options)
+    assert contents(tmp_path) == old
+
+
+@pytest.mark.parametrize("suffix", [".orbax", ".safetensors"])
+def test_an_interrupt_when_all_is_in_its_place_undoes_nothing(tmp_path, monkeypatch, suffix):
+    before(tmp_path, suffix)
+    replace = Path.replace
+
+    def interrupt(path, target):
+        replace(path, target)
+        if path.name == BEFORE:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupt)
+    options = {} if suffix == ".orbax" else {"max_shard_bytes": 9}
+    tensors = {"a": np.ones(1), "b": np.ones(1)}
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / f"w{suffix}", tensors, **options)
+    assert same_tensors(read_all(tmp_path / f"w{suffix}{'' if suffix == '.orbax' else '.index.json'}"), tensors)
+    assert not list(tmp_path.glob(".*"))
+
+
+FILL_THE_DISK = """
+import resource, sys
+import numpy as np
+from parity.formats import write_tensors
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))
+names = [f"layer.{i}" for i in range(4)]
+try:
+    write_tensors(sys.argv[1], {name: ((10**5,), float) for name in names}, lambda name: np.random.rand(10**5))
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_full_disk_is_one_line(tmp_path, suffix):
+    path = tmp_path / f"w{suffix}"
+    result = subprocess.run([sys.executable, "-c", FILL_THE_DISK, path], capture_output=True, text=True, check=True)
+    assert result.stdout == "[Errno 27] File too large\n"
+    assert result.stderr == ""
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("suffix", FILES)
 def test_a_write_that_does_not_read_back_is_an_error(tmp_path, monkeypatch, suffix):
     old = before(tmp_path, suffix)
@@ -733,7 +811,8 @@ def test_what_was_there_is_replaced(tmp_path, suffix):
 
 
 def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
-    (tmp_path / "real").write_bytes(b"old")
+    write(tmp_path / "old.safetensors", {"old": np.ones(1)})
+    (tmp_path / "old.safetensors").rename(tmp_path / "real")
     (tmp_path / "w.safetensors").symlink_to("real")
     write(tmp_path / "w.safetensors", some_tensors())
     assert (tmp_path / "w.safetensors").is_symlink()
@@ -761,6 +840,224 @@ def test_a_file_without_a_hash_cannot_be_verified(tmp_path):
     np.savez(tmp_path / "w.npz", a=np.ones(1))
     with open_tensors(tmp_path / "w.npz") as file, pytest.raises(ValueError, match="must have a sha256"):
         file.verify()
+
+
+# ---- What is there already -------------------------------------------------------------------------------------------
+
+
+def manager_root(path):
+    """What a checkpoint manager leaves: a folder of steps, and notes of a person's."""
+    (path / "1000").mkdir(parents=True)
+    (path / "1000" / "weights").write_text("precious")
+    (path / "NOTES.md").write_text("precious")
+
+
+def checkpoint_with(name):
+    def make(path):
+        write(path, {"old": np.ones(1)})
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text("precious")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (manager_root, "1000"),
+        (lambda path: (path / "an empty one").mkdir(parents=True), "an empty one"),
+        (checkpoint_with("NOTES.md"), r"\['NOTES.md'\]"),
+        (checkpoint_with("1000/_METADATA"), "1000"),
+        (checkpoint_with("d/notes"), "d/notes"),
+        (lambda path: (write(path, {"old": np.ones(1)}) / "_sharding").symlink_to("d"), "_sharding"),
+    ],
+    ids=["manager", "folder", "notes", "step", "inside", "link"],
+)
+def test_a_folder_is_not_replaced_unless_it_is_a_checkpoint_and_nothing_else(tmp_path, make, named):
+    make(tmp_path / "run.orbax")
+    old = contents(tmp_path)
+    with pytest.raises(ValueError, match=rf"run\.orbax must be an orbax checkpoint and nothing else .*{named}"):
+        write(tmp_path / "run.orbax", {"new": np.ones(1)})
+    assert contents(tmp_path) == old
+
+
+@pytest.mark.parametrize("kind", ["ours", "orbax's", "empty"])
+def test_a_folder_that_is_a_checkpoint_is_replaced(tmp_path, kind):
+    path = tmp_path / "w.orbax"
+    if kind == "ours":
+        write(path, {"old": np.ones(1)})
+    elif kind == "empty":
+        path.mkdir()
+    else:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path, {"a": jnp.ones(3), "b": {"c": jnp.ones(2)}})
+    write(path, {"new": np.ones(1)})
+    assert list(read_all(path)) == ["new"]
+    assert os.listdir(tmp_path) == ["w.orbax"]
+
+
+def test_what_comes_into_a_folder_during_the_write_is_not_removed(tmp_path):
+    write(tmp_path / "w.orbax", {"old": np.ones(1)})
+
+    def read(name):
+        (tmp_path / "w.orbax" / "NOTES.md").write_text("precious")
+        return np.ones(1)
+
+    with pytest.raises(ValueError, match=r"NOTES\.md"):
+        write_tensors(tmp_path / "w.orbax", {"new": ((1,), float)}, read)
+    assert (tmp_path / "w.orbax" / "NOTES.md").read_text() == "precious"
+    assert "old" in str(refusal(tmp_path / "w.orbax")) or list(read_all(tmp_path / "w.orbax")) == ["old"]
+
+
+@pytest.mark.parametrize("suffix", FILES)
+def test_a_file_of_another_format_is_not_replaced(tmp_path, suffix):
+    (tmp_path / f"w{suffix}").write_text("Dear diary")
+    with pytest.raises(ValueError, match=r"w\.\w+ must be a \w+ file to be replaced, got one that begins with b'Dear"):
+        write(tmp_path / f"w{suffix}", some_tensors())
+    assert contents(tmp_path) == {Path(f"w{suffix}"): b"Dear diary"}
+
+
+@pytest.mark.parametrize("suffix", FILES)
+def test_an_empty_file_is_replaced(tmp_path, suffix):
+    (tmp_path / f"w{suffix}").touch()
+    write(tmp_path / f"w{suffix}", some_tensors())
+    assert same_tensors(read_all(tmp_path / f"w{suffix}"), some_tensors())
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_nothing_is_replaced_where_that_is_not_wanted(tmp_path, suffix):
+    old = before(tmp_path, suffix)
+    with pytest.raises(FileExistsError, match=r"exists; pass --force to replace it"):
+        write(tmp_path / f"w{suffix}", {"a": np.ones(1)}, overwrite=False)
+    assert contents(tmp_path) == old
+
+
+def test_what_comes_during_the_write_is_not_replaced_either(tmp_path):
+    def read(name):
+        write(tmp_path / "w.npz", {"of another": np.ones(1)})
+        return np.ones(1)
+
+    with pytest.raises(FileExistsError):
+        write_tensors(tmp_path / "w.npz", {"a": ((1,), float)}, read, overwrite=False)
+    assert list(read_all(tmp_path / "w.npz")) == ["of another"]
+    assert os.listdir(tmp_path) == ["w.npz"]
+
+
+def test_shards_of_another_count_go_with_their_index(tmp_path):
+    (tmp_path / "v-00001-of-00009.safetensors").write_text("another checkpoint's")
+    tensors = {name: np.ones(1) for name in "abcd"}
+    write(tmp_path / "w.safetensors", tensors, max_shard_bytes=9)
+    write(tmp_path / "w.safetensors", tensors, max_shard_bytes=17)
+    shards = [f"w-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    others = ["v-00001-of-00009.safetensors", "w.safetensors.index.json"]
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, *shards])
+    assert same_tensors(read_all(tmp_path / "w.safetensors.index.json"), tensors)
+
+
+def test_shards_of_which_no_index_tells_are_not_replaced(tmp_path):
+    write(tmp_path / "w-00001-of-00002.safetensors", {"precious": np.ones(1)})
+    old = contents(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"w-00001-of-00002\.safetensors must be named by .*index\.json to be replaced"
+    ):
+        write(tmp_path / "w.safetensors", {"a": np.ones(1), "b": np.ones(1)}, max_shard_bytes=9)
+    (tmp_path / "w.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="must have a weight_map"):
+        write(tmp_path / "w.safetensors", {"a": np.ones(1), "b": np.ones(1)}, max_shard_bytes=9)
+    assert contents(tmp_path) == {**old, Path("w.safetensors.index.json"): b"{}"}
+
+
+@pytest.mark.parametrize("same", ["itself", "dot", "link", "hard link"])
+def test_the_source_is_no_target(tmp_path, monkeypatch, same):
+    monkeypatch.chdir(tmp_path)
+    source, target = Path("a.npz"), Path("b.npz")
+    write(source, some_tensors())
+    if same == "itself":
+        target = source
+    elif same == "dot":
+        target = Path("./a.npz").absolute()
+    elif same == "link":
+        target.symlink_to(source)
+    else:
+        target.hardlink_to(source)
+    old = contents(tmp_path)
+    with pytest.raises(ValueError, match="the target must be another file than the source, got"):
+        write(target, some_tensors(), source=source)
+    assert contents(tmp_path) == old
+
+
+def test_a_shard_that_is_read_is_no_target(tmp_path):
+    index = write(tmp_path / "w.safetensors", {"a": np.ones(1), "b": np.ones(1)}, max_shard_bytes=9)
+    for source in (index, tmp_path / "w-00002-of-00002.safetensors"):
+        with pytest.raises(ValueError, match="another file than the source"):
+            write(tmp_path / "w.safetensors", {"c": np.ones(1), "d": np.ones(1)}, max_shard_bytes=9, source=source)
+    with pytest.raises(ValueError, match="another file than the source"):
+        write(tmp_path / "w-00001-of-00002.safetensors", {"c": np.ones(1)}, source=index)
+    write(tmp_path / "v.safetensors", {"c": np.ones(1)}, source=index)
+
+
+def test_a_folder_that_is_read_is_no_target_and_holds_none(tmp_path):
+    write(tmp_path / "w.orbax", {"a": np.ones(1)})
+    for target in ("w.orbax", "w.orbax/b.npz", "w.orbax/d/b.npz"):
+        with pytest.raises(ValueError, match="the target must lie outside the folder that is read"):
+            write(tmp_path / target, {"a": np.ones(1)}, source=tmp_path / "w.orbax")
+    with pytest.raises(ValueError, match="another file than the source"):
+        write(tmp_path / "w.orbax", {"a": np.ones(1)}, source=tmp_path / "w.orbax" / "_METADATA")
+    assert list(read_all(tmp_path / "w.orbax")) == ["a"]
+
+
+WRITE_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from parity.formats import target, write_tensors
+
+path, when = Path(sys.argv[1]), sys.argv[2]
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def replace(self, to, original=Path.replace):
+    if self.parent.name.endswith(target.SCRATCH):
+        die()
+    return original(self, to)
+
+if when == "move":
+    Path.replace = replace
+write_tensors(path, {"new": ((2,), float)}, die if when == "read" else lambda name: np.ones(2))
+"""
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".orbax"])
+@pytest.mark.parametrize("when", ["read", "move"])
+def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path, suffix, when):
+    path = tmp_path / f"w{suffix}"
+    write(path, {"old": np.ones(1)})
+    killed = subprocess.run([sys.executable, "-c", WRITE_AND_DIE, path, when], check=False)
+    assert killed.returncode == -9
+    (left,) = (name for name in os.listdir(tmp_path) if name != path.name)
+    assert left.endswith(SCRATCH)
+    # Killed between two moves, it had set the old folder aside, which comes back before anything else happens.
+    with pytest.raises(ValueError, match="no more"):
+        write_tensors(path, {"new": ((1,), float)}, no_more)
+    assert list(read_all(path)) == ["old"]
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def no_more(name):
+    raise ValueError("no more")
+
+
+def test_the_scratch_folder_of_a_process_that_still_writes_stays(tmp_path):
+    path = tmp_path / "w.npz"
+
+    def read(name):
+        write(path, {"of another": np.ones(1)})
+        return np.ones(1)
+
+    write_tensors(path, {"a": ((1,), float)}, read)
+    assert list(read_all(path)) == ["a"]
+    assert os.listdir(tmp_path) == ["w.npz"]
 
 
 # ---- What cannot be written ------------------------------------------------------------------------------------------
@@ -862,6 +1159,7 @@ CONVERT = """
 import resource, sys
 import numpy as np
 from parity.formats import open_tensors, write_tensors
+from parity.formats.target import BEFORE, SCRATCH
 
 def resident():  # what is mapped from files may be dropped at any time, and does not count
     with open("/proc/self/status") as status:
@@ -1362,6 +1660,8 @@ def test_a_library_that_is_missing_is_told(tmp_path, monkeypatch, suffix, module
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf"w{suffix} needs {module.split('.')[0]}"):
         open_tensors(tmp_path / f"w{suffix}")
-    with pytest.raises(ImportError, match=rf"needs {module.split('.')[0]}"):
+    with pytest.raises(
+        ImportError, match=rf"v{suffix} needs {module.split('.')[0]}.*; pip install {module.split('.')[0]}"
+    ):
         write(tmp_path / f"v{suffix}", {"a": np.ones(1)})
     assert os.listdir(tmp_path) == [f"w{suffix}"]

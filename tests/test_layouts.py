@@ -503,7 +503,7 @@ def test_a_stack_of_heads_tells_how_many_there_are():
 )
 def test_heads_that_the_shapes_do_not_tell_are_asked_for(name):
     tensors, _ = tensors_of(LAYOUTS[name])
-    with pytest.raises(ValueError, match=rf"heads must be told for {name}, whose shapes fit .*; --.* decides?$"):
+    with pytest.raises(ValueError, match=rf"heads must be given for {name}, whose shapes fit .*; --.* decides?$"):
         to_canonical(tensors, LAYOUTS[name])
 
 
@@ -568,7 +568,28 @@ def test_padded_heads_do_not_tell_their_features():
 def test_a_number_that_does_not_fit_is_refused_and_told(field, value):
     tensors, spec = tensors_of(LAYOUTS["canonical"])
     said = {**told(spec), field: value}
-    assert f"'{field}': {value}" in refusal_of(tensors, LAYOUTS["canonical"], **said)
+    rule = (
+        "num_heads \\* head_dim must be 16, and num_kv_heads \\* head_dim 8"
+        if value > 0
+        else f"{field} must be at least 1"
+    )
+    with pytest.raises(ValueError, match=rf"{rule}.*{field}={value}"):
+        to_canonical(tensors, LAYOUTS["canonical"], **said)
+
+
+@pytest.mark.parametrize("value", [True, 4.0, "4"])
+def test_a_number_of_heads_that_is_no_integer_is_refused(value):
+    tensors, _ = tensors_of(LAYOUTS["canonical"])
+    with pytest.raises(TypeError, match=r"num_heads must be an integer, got num_heads="):
+        to_canonical(tensors, LAYOUTS["canonical"], num_heads=value)
+
+
+def test_candidates_are_few_and_the_usual_ones_come_first():
+    tensors = {"qkv_proj.weight": np.zeros((3 * 4096, 8), np.float32)}
+    words = refusal_of(tensors, LAYOUTS["qkv_proj"])
+    assert words.count(" x ") == 4
+    tensors = {f"{name}.weight": np.zeros((64, 64), np.float32) for name in ("wq", "wk", "wv", "wo")}
+    assert "fit 1 x 64 (key/value 1), 2 x 32 (key/value 2), 4 x 16 " in refusal_of(tensors, LAYOUTS["meta.LLaMA"])
 
 
 @every_layout
@@ -626,7 +647,7 @@ def test_an_entry_that_is_no_floating_point_array_is_refused(layout, wrong):
     tensors, spec = tensors_of(layout)
     first = next(iter(tensors))
     tensors[first] = tensors[first].tolist() if wrong is None else tensors[first].astype(wrong)
-    with pytest.raises(TypeError, match="must be a floating-point NumPy array"):
+    with pytest.raises(TypeError, match=r"must be (a floating-point|an) array"):
         to_canonical(tensors, layout, **told(spec))
 
 

@@ -9,6 +9,7 @@ import stat
 import zipfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from parity.formats.gguf import open_gguf
 from parity.formats.msgpack import open_msgpack
@@ -79,7 +80,7 @@ def open_file(path: Path, kind: str | None = None) -> TensorFile:
 
 def _kind(path: Path, begin: bytes) -> str:
     """The format of a file, by its first bytes, or else its suffix."""
-    suffix = SUFFIXES.get(path.suffix, "")
+    suffix = SUFFIXES.get(path.suffix.lower(), "")
     if begin[:4] == b"GGUF":
         return "gguf"
     if begin[:4] in (b"PK\3\4", b"PK\5\6"):
@@ -103,7 +104,7 @@ def _open_folder(path: Path) -> TensorFile:
     names = sorted(os.listdir(path))
     for suffix, whole in (("safetensors", r".*\.safetensors"), ("bin", r"pytorch_model.*\.bin")):
         indexes = [name for name in names if name.endswith(f".{suffix}{INDEX}")]
-        files = [name for name in names if re.fullmatch(whole, name)]
+        files = [name for name in names if re.fullmatch(whole, name, re.IGNORECASE)]
         beside = [name for name in indexes if name.removesuffix(INDEX) in files]
         if len(indexes) > 1 or beside:
             raise ValueError(f"{path} must hold one checkpoint, got {sorted({*indexes, *files})}; name one of them")
@@ -111,22 +112,39 @@ def _open_folder(path: Path) -> TensorFile:
             return _open_index(path / indexes[0])
         if files:
             return _open_shards(path, path, files)
-    if any(mark in names for mark in MARKS) or path.suffix == ".orbax":
+    if any(mark in names for mark in MARKS) or path.suffix.lower() == ".orbax":
         return open_orbax(path)
     raise ValueError(f"{path} must hold safetensors files, torch shards or an orbax checkpoint, got {names[:10]}")
 
 
+def shards_in(path: Path) -> list[str]:
+    """The names of the shards that an index names.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is no index, or names files of other folders.
+    """
+    with in_one_line(path, "index"):
+        return sorted(set(_read_index(path)["weight_map"].values()))
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > MAX_INDEX:
+        raise ValueError(f"{path} must be a file of at most {MAX_INDEX} bytes, it is not")
+    index = parse_json(path.read_bytes())
+    shard_of = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(shard_of, dict) or not shard_of or shard_of != text_by_name(shard_of):
+        raise ValueError(f"{path} must have a weight_map from the names of tensors to those of files, it has none")
+    for shard in shard_of.values():
+        if shard in ("", ".", "..") or any(character in shard for character in "/\\\0"):
+            raise ValueError(f"{path} must name shards in its own folder, got {shard!r}")
+    return index
+
+
 def _open_index(path: Path) -> TensorFile:
     with in_one_line(path, "index"):
-        if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > MAX_INDEX:
-            raise ValueError(f"{path} must be a file of at most {MAX_INDEX} bytes, it is not")
-        index = parse_json(path.read_bytes())
-        shard_of = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(shard_of, dict) or not shard_of or shard_of != text_by_name(shard_of):
-            raise ValueError(f"{path} must have a weight_map from the names of tensors to those of files, it has none")
-        for shard in shard_of.values():
-            if shard in ("", ".", "..") or any(character in shard for character in "/\\\0"):
-                raise ValueError(f"{path} must name shards in its own folder, got {shard!r}")
+        index = _read_index(path)
+        shard_of = index["weight_map"]
         file = _open_shards(path, path.parent, sorted(set(shard_of.values())))
         try:
             lost = sorted(file.infos.keys() ^ shard_of.keys())

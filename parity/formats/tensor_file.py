@@ -112,6 +112,20 @@ class TensorFile:
                 raise ValueError(f"{name} must be {info.dtype}{info.shape}, got {array.dtype}{array.shape}")
         return array
 
+    def read_entry(self, name: str, index: int) -> np.ndarray:
+        """One entry of the first axis of a tensor, as a new array in C order; no more is read where that can be.
+
+        Raises:
+            As `read`.
+        """
+        info = self._info(name)
+        if name not in self.places:
+            return self.read(name)[index].copy()
+        array = np.empty(info.shape[1:], info.dtype)
+        with in_one_line(self.path, self.format):
+            _read_into(raw(array), _part(self.places[name], index * array.nbytes, array.nbytes))
+        return array
+
     def chunks(self, name: str) -> Iterator[memoryview]:
         """The bytes of a tensor, in C order, `CHUNK` at a time: for what needs no array. Each lives until the next one.
 

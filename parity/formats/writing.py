@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import operator
 import os
-import shutil
-import stat
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from parity.formats.msgpack import METADATA, write_msgpack
-from parity.formats.orbax import write_orbax
+from parity.formats.orbax import orbax_library, write_orbax
 from parity.formats.reading import INDEX, SUFFIXES, open_tensors
 from parity.formats.safetensors import CODES, write_safetensors
+from parity.formats.target import check_target, locked, move, scratch_beside
 from parity.formats.tensor_file import (
     DTYPES,
     NATIVE,
@@ -30,7 +28,7 @@ from parity.formats.tensor_file import (
     digest,
     hash_of,
 )
-from parity.formats.zipped import write_npz, write_torch
+from parity.formats.zipped import torch_library, write_npz, write_torch
 
 WRITERS = {
     "safetensors": (write_safetensors, CODES),
@@ -40,6 +38,9 @@ WRITERS = {
     "orbax": (write_orbax, DTYPES),
 }
 """By format: how it is written, and the names of the dtypes that it holds."""
+
+LIBRARIES = {"torch": torch_library, "orbax": orbax_library}
+"""By format: what it cannot be written without."""
 
 SHARDED = ("safetensors", "torch")
 COMPUTED = ("sha256", "total_size")  # metadata that a file has of its own
@@ -106,11 +107,15 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     *,
     max_shard_bytes: int | None = None,
+    overwrite: bool = True,
+    source: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Write tensors to a file, whole and verified, or not at all; memory holds one of them at a time.
 
     All is written beside the target, read back and compared, and then moved into place. What was there before stays
-    until that moment, and if anything fails.
+    until that moment, and if anything fails. It is replaced only if it is of the same format: a file that begins as
+    such a file does; an orbax checkpoint in whose folder nothing else lies; an index with those shards of its own
+    that it names. What a killed process left beside a target is removed when that is written again.
 
     Args:
         path: file to write; its suffix tells the format.
@@ -120,13 +125,17 @@ def write_tensors(
         metadata: text by name, kept in the file with `sha256`, the hash of all tensors: see `TensorFile.verify`.
         max_shard_bytes: write files of at most about that size and an index, as Hugging Face does; a larger tensor gets
             a file of its own.
+        overwrite: replace what is there, if it is of the same format; False refuses it.
+        source: the file or folder that `read` reads from, which must not be the target nor hold it.
 
     Returns:
         What to open: the file, or the index of the shards.
 
     Raises:
         OSError: if a file cannot be written, or what is read back is not what was written.
-        TypeError, ValueError: if the format cannot hold the tensors, or `read` gives another one. Nothing is written.
+        FileExistsError: if the target exists and `overwrite` is False.
+        TypeError, ValueError: if the format cannot hold the tensors, `read` gives another one, or what is there is
+            something else. Nothing is written.
         ImportError: if a library is missing that the format needs.
 
     Example:
@@ -135,7 +144,6 @@ def write_tensors(
     """
     path = Path(path)
     kind = _kind(path)
-    _refuse_others(path, is_folder=kind == "orbax")
     metadata = _checked_metadata(metadata or {})
     check_names(infos, metadata)
     checked = _checked_infos(path, kind, infos)
@@ -144,28 +152,31 @@ def write_tensors(
     if len(shards) == 1:
         real = Path(os.path.realpath(path))  # the file that a link leads to, not the link
         folder, name = real.parent, real.name
+    names = [name] if len(shards) == 1 else [*_shard_names(name, len(shards)), f"{name}{INDEX}"]
+    check_target(path, kind, names, folder, overwrite=overwrite, source=source)
+    if kind in LIBRARIES:
+        LIBRARIES[kind](path)
 
     with (
-        tempfile.TemporaryDirectory(prefix=f".{name[:40]}.", dir=folder) as beside,
+        scratch_beside(folder / name) as scratch,
         ThreadPoolExecutor(1) as pool,  # for what can be done beside: a tensor is hashed while it is written
     ):
-        scratch = Path(beside)
         digests: dict[str, str] = {}
         checksums: dict[str, int] = {}
-        names = [name] if len(shards) == 1 else _shard_names(name, len(shards))
-        for shard, part in zip(names, shards, strict=True):
+        for shard, part in zip(names, shards, strict=False):
             tensors = Tensors(part, read, metadata, pool)
             WRITERS[kind][0](scratch / shard, tensors)
             digests |= tensors.digests
             checksums |= tensors.checksums
         metadata["sha256"] = hash_of(checked, digests)
         if len(shards) > 1:
-            names.append(f"{name}{INDEX}")
             (scratch / names[-1]).write_bytes(_index(checked, shards, names, metadata))
         flushed = pool.submit(_flush, scratch)  # the disk works while we compare
         _compare(path, scratch / names[-1], checked, metadata, checksums)
         flushed.result()
-        _move(names, scratch, folder)
+        with locked(folder):  # and look again, for others may have written there meanwhile
+            stale = check_target(path, kind, names, folder, overwrite=overwrite, source=source)
+            move(names, scratch, folder, stale)
     return path if len(shards) == 1 else folder / names[-1]
 
 
@@ -173,22 +184,12 @@ def write_tensors(
 
 
 def _kind(path: Path) -> str:
-    kind = SUFFIXES.get(path.suffix)
+    kind = SUFFIXES.get(path.suffix.lower())
     if kind not in WRITERS:
         suffixes = [suffix for suffix, kind in SUFFIXES.items() if kind in WRITERS]
         reason = "; GGUF files are only read" if kind == "gguf" else ""
         raise ValueError(f"{path} must end in one of {suffixes} to be written, got {path.suffix!r}{reason}")
     return kind
-
-
-def _refuse_others(path: Path, *, is_folder: bool) -> None:
-    """Refuse a target that is something else already: a pipe, a device, a loop of links."""
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return
-    if not (stat.S_ISDIR(mode) if is_folder else stat.S_ISREG(mode)):
-        raise ValueError(f"{path} must be a {'folder' if is_folder else 'file'} or not there yet, it is something else")
 
 
 def _checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -283,34 +284,3 @@ def _compare(
     except ValueError as error:
         text = str(error).replace(f"{written.parent}{os.sep}", "")
         raise OSError(f"{path} must read back as it was written: {text}") from None
-
-
-def _move(names: list[str], scratch: Path, folder: Path) -> None:
-    """Move what was written into place: a file at once; several, and folders, so that what was there can come back."""
-    if len(names) == 1 and not (scratch / names[0]).is_dir():
-        (scratch / names[0]).replace(folder / names[0])
-        return
-    before = scratch / ".before"
-    before.mkdir()
-    aside, moved = [], []
-    try:
-        for name in reversed(names):  # the index first, so that it never names files that are others now
-            if os.path.lexists(folder / name):
-                (folder / name).replace(before / name)
-                aside.append(name)
-        for name in names:
-            (scratch / name).replace(folder / name)
-            moved.append(name)
-    except BaseException:
-        for name in reversed(moved):
-            _remove(folder / name)
-        for name in reversed(aside):
-            (before / name).replace(folder / name)
-        raise
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()

@@ -126,7 +126,7 @@ def write_npz(path: Path, tensors: Tensors) -> None:
 
 
 def open_npz(path: Path, file: BinaryIO) -> TensorFile:
-    """Open an archive of .npy files. Names are only names, and no path on a disk."""
+    """Open an archive of .npy files. Names are only names, and no path on a disk; `a/b` of others is read as `a.b`."""
     archive = open_zip(file)
     infos: dict[str, TensorInfo] = {}
     ignored = []
@@ -139,9 +139,14 @@ def open_npz(path: Path, file: BinaryIO) -> TensorFile:
             if stream.tell() + info.nbytes != member.file_size:
                 raise ValueError(f"{member.filename} must have {info.nbytes} bytes after its header, as that says")
         infos[member.filename.removesuffix(".npy")] = info
+    metadata = _metadata(archive)
+    members = {_dotted(name): name for name in infos} if not metadata else {name: name for name in infos}
+    if len(members) < len(infos):
+        members = {name: name for name in infos}
+    infos = {name: infos[member] for name, member in members.items()}
 
     def fetch(name: str) -> np.ndarray:
-        with archive.open(f"{name}.npy") as stream:
+        with archive.open(f"{members[name]}.npy") as stream:
             info, stored, is_fortran = _read_header(stream)
             array = np.empty(info.shape[::-1] if is_fortran else info.shape, stored)
             buffer = raw(array)
@@ -153,7 +158,13 @@ def open_npz(path: Path, file: BinaryIO) -> TensorFile:
         array = array.view(BFLOAT16) if info.dtype == BFLOAT16 else array.astype(info.dtype, copy=False)
         return np.ascontiguousarray(array.T).reshape(info.shape) if is_fortran else array
 
-    return TensorFile(path, "npz", infos, _metadata(archive), fetch=fetch, ignored=ignored)
+    return TensorFile(path, "npz", infos, metadata, fetch=fetch, ignored=ignored)
+
+
+def _dotted(name: str) -> str:
+    """A name of levels, which others join with slashes, joined with dots; what looks like a path stays as it is."""
+    levels = name.split("/")
+    return name if "." in name or not all(levels) else ".".join(levels)
 
 
 def _read_header(stream: IO[bytes]) -> tuple[TensorInfo, np.dtype, bool]:
@@ -242,7 +253,7 @@ class _Pickler(pickle.Pickler):
 
 def write_torch(path: Path, tensors: Tensors) -> None:
     """Write the archive that `torch.save` writes for a state dict. (That would want all tensors at once.)"""
-    _library(path)
+    torch_library(path)
     entries = {name: _Tensor(_Storage(str(i), info)) for i, (name, info) in enumerate(tensors.infos.items())}
     with new_zip(path, tensors) as archive:
         with new_member(archive, "archive/data.pkl") as member:
@@ -257,7 +268,7 @@ def write_torch(path: Path, tensors: Tensors) -> None:
 
 def open_torch(path: Path, file: BinaryIO) -> TensorFile:
     """Open what `torch.save` wrote, mapped and with `weights_only`: nothing in it is executed."""
-    torch = _library(path)
+    torch = torch_library(path)
     if not zipfile.is_zipfile(file):
         raise ValueError(f"{path} must be a zip archive, as torch.save writes since 1.6, it is none, or is cut off")
     archive = open_zip(file)
@@ -288,11 +299,12 @@ def open_torch(path: Path, file: BinaryIO) -> TensorFile:
     return TensorFile(path, "torch", infos, _metadata(archive), fetch=fetch, ignored=ignored)
 
 
-def _library(path: Path) -> Any:
+def torch_library(path: Path) -> Any:
+    """The library, without which there is no such file."""
     try:
         import torch
     except ImportError as error:
-        raise ImportError(f"{path} needs torch: {error}") from None
+        raise ImportError(f"{path} needs torch: {error}; pip install torch") from None
     return torch
 
 

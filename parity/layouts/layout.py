@@ -18,14 +18,26 @@ from typing import Any
 import einops
 import numpy as np
 
+from parity.arrays import to_numpy_by_name
 from parity.spec import AttentionSpec
 from parity.weights import Weights, check_weights, is_floating, weight_shapes
 
 TILE = 32  # rows and columns in which TTNN keeps tensors
 USUAL = (64, 128, 32, 80, 96, 256)  # sizes of heads, told first where more than one could be
 
+OTHERS = ("inputs.*", "dropout_rngs.*")
+"""What lies beside weights in any layout: inputs in our own files, and the state of mha_jax's dropout."""
+
 LOGICAL = {"weight": "n h d", "bias": "n h", "out.weight": "e n h", "out.bias": "e"}
 """What a projection is before it is laid out, by axis: n heads, h features of a head, d input width, e output width."""
+
+
+class DoesNotFit(ValueError):
+    """Tensors are not those of a layout, or of no layer with these heads."""
+
+
+class HeadsUnknown(ValueError):
+    """Shapes fit more than one number of heads."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +118,8 @@ class Layout:
         return list(dict.fromkeys(tensor for form in self.forms for tensor in form))
 
     def ignores(self, name: str) -> bool:
-        """Whether a name under the prefix of a layer is no weight; in our own files inputs lie beside them."""
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in ("inputs.*", *self.ignored))
+        """Whether a name under the prefix of a layer is no weight."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored))
 
     def to_dict(self) -> dict[str, Any]:
         """The layout as JSON takes it."""
@@ -162,14 +174,14 @@ def _broken(spec: AttentionSpec, layout: Layout) -> str:
 # ---- Canonical -> layout ---------------------------------------------------------------------------------------------
 
 
-def from_canonical(weights: Mapping[str, np.ndarray], spec: AttentionSpec, layout: Layout) -> Weights:
+def from_canonical(weights: Mapping[str, Any], spec: AttentionSpec, layout: Layout) -> Weights:
     """The tensors of a layout that hold canonical weights.
 
     Raises:
         TypeError, ValueError: if the weights are not those of the spec, or the layout cannot hold such a layer.
     """
-    check_weights(weights, spec)
-    return {name: lay_out(name, weights.__getitem__, spec, layout) for name in shapes_in(layout, spec)}
+    held = check_weights(weights, spec)
+    return {name: lay_out(name, held.__getitem__, spec, layout) for name in shapes_in(layout, spec)}
 
 
 def shapes_in(layout: Layout, spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
@@ -226,7 +238,7 @@ def _form_for(spec: AttentionSpec, layout: Layout) -> tuple[Tensor, ...]:
 
 
 def to_canonical(
-    tensors: Mapping[str, np.ndarray],
+    tensors: Mapping[str, Any],
     layout: Layout,
     *,
     num_heads: int | None = None,
@@ -237,7 +249,8 @@ def to_canonical(
     """Canonical weights, and the specification of the layer, from the tensors of a layout.
 
     Args:
-        tensors: arrays by name, without the prefix of the layer.
+        tensors: arrays by name, of any framework, without the prefix of the layer; in nested mappings, too, as Flax
+            has them.
         layout: theirs.
         num_heads, num_kv_heads, head_dim: of the layer, where the shapes do not tell.
         rope_theta: base of the RoPE frequencies, or None for no RoPE; no checkpoint's tensors tell.
@@ -245,12 +258,12 @@ def to_canonical(
     Raises:
         ValueError: if names are missing or unknown, shapes do not fit, or the heads can be read in more than one way.
     """
+    tensors = to_numpy_by_name(tensors)
     form = find_form(tensors, layout)
     held = _names_of(list(form), tensors)
     for name in held:
-        if not isinstance(tensors[name], np.ndarray) or not is_floating(tensors[name].dtype):
-            kind = getattr(tensors[name], "dtype", type(tensors[name]).__name__)
-            raise TypeError(f"{name} must be a floating-point NumPy array, got {kind}")
+        if not is_floating(tensors[name].dtype):
+            raise TypeError(f"{name} must be a floating-point array, got {name}.dtype={tensors[name].dtype}")
     dtypes = sorted({tensors[name].dtype.name for name in held})
     if len(dtypes) > 1:
         raise TypeError(f"weights must have one dtype, got {dtypes}")
@@ -289,6 +302,13 @@ def read_out(
     return weight.reshape(weight_shapes(spec)[name]).view(arrays[0].dtype)
 
 
+def shorten(names: Iterable[str], most: int = 8) -> str:
+    """Names as a list, of which no more than some are shown."""
+    names = list(names)
+    shown = ", ".join(map(repr, names[:most]))
+    return f"[{shown}]" if len(names) <= most else f"[{shown}, … {len(names) - most} more]"
+
+
 def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
     """The form of a layout that these names are.
 
@@ -304,19 +324,39 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
     if len(found) != 1:
         likeliest = max(range(len(missing)), key=lambda i: len(required[i]) - len(missing[i]))
         what = "more than one of its forms" if found else f"missing {missing[likeliest]}"
-        raise ValueError(f"tensors must be those of {layout.name}, got {what} in {sorted(names)}")
+        raise DoesNotFit(f"tensors must be those of {layout.name}, got {what} in {shorten(sorted(names))}")
     stacks = [(tensor.name, _matches(tensor.name, names)) for tensor in found[0] if tensor.is_per_head]
     count = max((len(heads) for _, heads in stacks), default=0)
     gaps = [
         name for pattern, heads in stacks if heads for n in range(count) if (name := pattern.format(n=n)) not in heads
     ]
     if gaps:
-        raise ValueError(f"tensors must be those of {layout.name}, got missing {gaps} in {sorted(names)}")
+        raise DoesNotFit(
+            f"tensors must be those of {layout.name}, got missing {shorten(gaps)} in {shorten(sorted(names))}"
+        )
     known = set().union(*(_matches(tensor.name, names) for tensor in found[0]))
     unknown = sorted(name for name in names - known if not layout.ignores(name))
     if unknown:
-        raise ValueError(f"tensors must be those of {layout.name}, got unknown names {unknown}")
+        raise DoesNotFit(f"tensors must be those of {layout.name}, got unknown names {shorten(unknown)}")
     return found[0]
+
+
+def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | None:
+    """How many layers are stacked on a leading axis, as `scan` and `vmap` keep them; None where it is one layer.
+
+    Nothing is guessed: every tensor of a layout has a number of axes, and those of a stack have one more.
+
+    Raises:
+        ValueError: if the tensors are none of the layout, or not all of one stack.
+    """
+    form = find_form(shapes, layout)
+    axes = {name: len(tensor.groups()) for tensor in form for name in _matches(tensor.name, shapes)}
+    if any(len(shapes[name]) != count + 1 for name, count in axes.items()):
+        return None
+    sizes = sorted({shapes[name][0] for name in axes})
+    if len(sizes) > 1 or sizes == [0]:
+        raise ValueError(f"stacked tensors must be of equally many layers, at least 1, got {sizes}")
+    return sizes[0]
 
 
 def find_spec(
@@ -333,14 +373,24 @@ def find_spec(
     Raises:
         ValueError: if there is none, or more than one.
     """
+    said = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    said = {name: value for name, value in said.items() if value is not None}
+    for name, value in said.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise TypeError(f"{name} must be an integer, got {name}={value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {name}={value}")
     form = find_form(shapes, layout)
     present = [tensor for tensor in form if _matches(tensor.name, shapes)]
     biases = {part for tensor in present if tensor.kind == "bias" for part in tensor.parts}
     of_qkv = sorted(biases - {"out_proj.bias"})
     if len(of_qkv) not in (0, 3):
         raise ValueError(f"q_proj, k_proj and v_proj must all have a bias, or none, got {of_qkv}")
-    widths = _widths(present, shapes)
     told = {name: shapes[name] for name in _names_of(present, shapes)}
+    axes = {name: len(tensor.groups()) for tensor in present for name in _matches(tensor.name, shapes)}
+    if any(len(shape) != axes[name] for name, shape in told.items()):
+        raise DoesNotFit(f"shapes must be those of a layer in {layout.name}, got {told}")
+    widths = _widths(present, shapes)
     fitting, reasons = [], []
     for heads, kv_heads, features in _head_counts(present, shapes, layout, num_heads, num_kv_heads, head_dim):
         try:
@@ -366,20 +416,40 @@ def find_spec(
         else:
             fitting.append(spec)
     if not fitting:
-        said = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        said = {name: value for name, value in said.items() if value is not None}
-        raise ValueError(
-            f"shapes must be those of a layer in {layout.name}{f' with {said}' if said else ''}"
-            f"{f' ({reasons[0]})' if reasons else ''}, got {shapes}"
+        if said and not reasons and (rule := _head_rule(present, shapes, layout)):
+            got = " and ".join(f"{name}={value}" for name, value in said.items())
+            raise DoesNotFit(f"{rule} in {layout.name}, got {got}")
+        raise DoesNotFit(
+            f"shapes must be those of a layer in {layout.name}{f' ({reasons[0]})' if reasons else ''}, got {told}"
         )
     if len(fitting) > 1:
-        fitting.sort(key=lambda s: (USUAL.index(s.head_dim) if s.head_dim in USUAL else len(USUAL), s.head_dim))
-        options = ", ".join(f"{s.num_heads} x {s.head_dim} (key/value {s.num_kv_heads})" for s in fitting[:8])
-        raise ValueError(
-            f"the heads must be told for {layout.name}, whose shapes fit {options}{', …' if len(fitting) > 8 else ''}; "
-            f"{_deciding(fitting)} decides"
+        fitting.sort(key=lambda s: (USUAL.index(s.head_dim) if s.head_dim in USUAL else len(USUAL), -s.head_dim))
+        options = ", ".join(f"{s.num_heads} x {s.head_dim} (key/value {s.num_kv_heads})" for s in fitting[:4])
+        raise HeadsUnknown(
+            f"the heads must be given for {layout.name}, whose shapes fit {options}"
+            f"{', …' if len(fitting) > 4 else ''}; {_deciding(fitting)} decides"
         )
     return fitting[0]
+
+
+def _head_rule(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> str:
+    """What the heads must be for a layer of these shapes, or nothing if no heads would do."""
+    features = {}
+    for tensor in present:
+        if tensor.kind == "weight" and tensor.holds != "out":
+            names = _matches(tensor.name, shapes)
+            groups = zip(shapes[min(names)], tensor.groups(), strict=False)
+            features[tensor.holds] = len(names) * math.prod(size for size, group in groups if {"n", "h"} & set(group))
+    try:
+        find_spec(shapes, layout)
+    except HeadsUnknown:
+        pass
+    except ValueError:
+        return ""
+    size = "head_dim in whole tiles" if layout.padded else "head_dim"
+    if "qkv" in features:
+        return f"(num_heads + 2 * num_kv_heads) * {size} must be {features['qkv']}"
+    return f"num_heads * {size} must be {features['q']}, and num_kv_heads * {size} {features['k']}"
 
 
 def _deciding(specs: list[AttentionSpec]) -> str:

@@ -28,12 +28,16 @@ def separate(
     )
 
 
-def packed(qkv: str, out: str | None, *, rows: str = ROWS, columns: str = "e (n h)") -> tuple[Tensor, ...]:
+def packed(
+    qkv: str, out: str, *, leaf: str = "weight", rows: str = ROWS, columns: str = "e (n h)"
+) -> tuple[Tensor, ...]:
     """One tensor for q, k and v, and one for the output."""
-    tensors = (Tensor(f"{qkv}.weight", "qkv", "weight", rows), Tensor(f"{qkv}.bias", "qkv", "bias", "(n h)"))
-    if out is None:
-        return tensors
-    return (*tensors, Tensor(f"{out}.weight", "out", "weight", columns), Tensor(f"{out}.bias", "out", "bias", "e"))
+    return (
+        Tensor(f"{qkv}.{leaf}", "qkv", "weight", rows),
+        Tensor(f"{qkv}.bias", "qkv", "bias", "(n h)"),
+        Tensor(f"{out}.{leaf}", "out", "weight", columns),
+        Tensor(f"{out}.bias", "out", "bias", "e"),
+    )
 
 
 def with_and_without_out(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], ...]:
@@ -49,9 +53,24 @@ _TORCH_BIAS = Tensor("in_proj_bias", "qkv", "bias", "(n h)")
 _TABLE = [
     Layout(
         "canonical",
-        "the form in which weights meet here",
+        "the form in which weights meet here; that of mha_torch's modules",
         "parity/weights.py",
         with_and_without_out(separate("q_proj", "k_proj", "v_proj", "out_proj")),
+    ),
+    Layout(
+        "mha_jax",
+        "the modules of mha_jax: kernels (in, out)",
+        "mha_jax/mha.py",
+        with_and_without_out(
+            separate("q_proj", "k_proj", "v_proj", "out_proj", leaf="kernel", heads=COLUMNS, back="(n h) e")
+        ),
+    ),
+    Layout(
+        "mha_jax.qkv_proj",
+        "the same with one projection for q, k and v",
+        "mha_jax.MultiHeadAttention(fused_qkv=True)",
+        with_and_without_out(packed("qkv_proj", "out_proj", leaf="kernel", rows=COLUMNS, columns="(n h) e")),
+        rules=("one width",),
     ),
     Layout(
         "torch.nn.MultiheadAttention",
@@ -274,3 +293,6 @@ _TABLE = [
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _TABLE}
 """Every layout by its name."""
+
+ALIASES = {"mha_torch": "canonical"}
+"""Other names of layouts."""

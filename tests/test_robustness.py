@@ -1,0 +1,235 @@
+"""What a command line meets: signals, places that take no file, absurd numbers, mistakes of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import parity.cli
+from parity import AttentionSpec, random_weights, save
+from parity.cli import main
+
+CACHE_SIZE = ["cache-size", "--num-kv-heads", "1", "--head-dim", "1", "--capacity", "1"]
+MHA_PARITY = [sys.executable, "-m", "parity"]
+
+
+def refused(capsys, *arguments):
+    """The one line that a command says when it refuses."""
+    assert main([str(argument) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("mha-parity: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+# ---- Places ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["--json", "--junit", "--html"])
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/proc/x", "that can be written, got /proc/x: No such file or directory"),
+        ("loop", "that can be written, got loop: Too many levels of symbolic links"),
+        ("x" * 300, "File name too long"),
+        (".", "in a folder that is there"),
+        ("none/x", "in a folder that is there"),
+        ("", "got an empty name"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path, monkeypatch, flag, path, reason):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("parity.run.run_cases", lambda *_, **__: pytest.fail("it began to work"))
+    os.symlink("loop", "loop")
+    said = refused(capsys, "run", "--cases", "textbook", flag, path)
+    assert said.startswith(f"mha-parity: {flag} must name a file")
+    assert reason in said
+    assert os.listdir() == ["loop"]
+
+
+@pytest.mark.parametrize("path", ["", "/proc/x/y", "file", "file/x"])
+def test_traces_that_cannot_be_saved_are_refused_before_the_work(capsys, tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert "--save-traces must name a" in refused(capsys, "run", "--cases", "textbook", "--save-traces", path)
+
+
+@pytest.mark.parametrize("command", ["plot", "bench"])
+def test_a_picture_that_cannot_be_written_is_refused_before_the_work(capsys, command):
+    arguments = ["no.npz", "/proc/x.png"] if command == "plot" else ["--what", "growth", "--plot", "/proc/x.png"]
+    assert "must name a file that can be written" in refused(capsys, command, *arguments)
+
+
+@pytest.mark.parametrize("arguments", [["compare", ""], ["inspect", ""], ["verify", "", "a"], ["convert", "a", ""]])
+def test_an_empty_name_is_not_the_folder_one_is_in(capsys, arguments):
+    to = ["--to", "ttnn"] if arguments[0] == "convert" else []
+    assert "must name a file or a folder, got an empty name" in refused(capsys, *arguments, *to)
+
+
+@pytest.mark.parametrize("path", ["-", "/dev/stdout"])
+def test_a_report_can_go_to_standard_output_and_the_rest_then_does_not(capsys, path):
+    assert main([*CACHE_SIZE, "--json", path]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"format": 1, "nbytes": 4}
+    assert captured.err.startswith("2 x 1 sequences")
+
+
+def test_a_report_can_go_into_a_pipe():
+    command = [*MHA_PARITY, *CACHE_SIZE, "--json", "/dev/fd/2"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(result.stderr)["nbytes"] == 4
+    result = subprocess.run([*command[:-1], "-"], capture_output=True, text=True, check=True)
+    assert json.loads(result.stdout)["nbytes"] == 4
+
+
+def test_two_reports_do_not_both_go_to_standard_output(capsys):
+    assert "--json and --html must not both be standard output" in refused(
+        capsys, "run", "--cases", "textbook", "--json", "-", "--html", "-"
+    )
+
+
+def test_a_function_is_no_place(capsys):
+    for target in ([], ["torch.nn.functional:nothing"]):
+        assert "must name a file" not in refused(capsys, "conformance", *target)
+
+
+# ---- Numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_cases_drawn_at_random_are_not_drawn_for_ever(capsys):
+    assert "--random must be at most 10000, got 9999" in refused(capsys, "run", "--random", "9" * 20)
+
+
+@pytest.mark.parametrize("flag", ["--batch-size", "--num-kv-heads", "--head-dim", "--capacity", "--num-layers"])
+def test_a_size_that_no_array_has_is_refused(capsys, flag):
+    assert f"{flag} must be at most {2**63 - 1}" in refused(capsys, *CACHE_SIZE, flag, "9" * 400)
+    assert main([*CACHE_SIZE, flag, str(2**63 - 1)]) == 0
+
+
+# ---- Mistakes of our own ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mistaken(monkeypatch):
+    """A command that fails in a way that nobody thought of."""
+
+    def fail(options):
+        raise KeyError("what?\nno")
+
+    monkeypatch.setattr(parity.cli, "_doctor", fail)
+
+
+@pytest.mark.usefixtures("mistaken")
+def test_a_mistake_of_ours_is_one_line_and_no_mismatch(capsys, monkeypatch):
+    assert main(["doctor"]) == 70
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("mha-parity: a mistake of this program, KeyError: ")
+    assert captured.err.endswith("; MHA_PARITY_TRACEBACK=1 shows where\n")
+    monkeypatch.setenv("MHA_PARITY_TRACEBACK", "1")
+    assert main(["doctor"]) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+# ---- Signals ---------------------------------------------------------------------------------------------------------
+
+CONVERT_AND_WAIT = """
+import signal, sys, time
+from parity.cli import main
+import parity.formats.writing
+
+read = parity.formats.writing.Tensors.read
+
+def wait(self, name):
+    print("begun", flush=True)
+    time.sleep(60)
+    return read(self, name)
+
+parity.formats.writing.Tensors.read = wait
+if "nohup" in sys.argv:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    sys.argv.remove("nohup")
+sys.exit(main())
+"""
+
+
+@pytest.fixture
+def converting(tmp_path):
+    """A conversion that has begun to write."""
+    spec = AttentionSpec(8, 2)
+    save(tmp_path / "a.npz", random_weights(spec), spec)
+    started = []
+
+    def start(*extra):
+        command = [sys.executable, "-c", CONVERT_AND_WAIT, *extra, "convert", "a.npz", "b.npz", "--to", "ttnn"]
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        assert len(os.listdir(tmp_path)) == 2
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_leaves_nothing_behind(tmp_path, converting, name):
+    process, number = converting(), getattr(signal, name)
+    process.send_signal(number)
+    by = "" if name == "SIGINT" else f" by {name}"
+    assert process.communicate()[1] == f"mha-parity: interrupted{by}\n"
+    assert process.returncode == 128 + number
+    assert os.listdir(tmp_path) == ["a.npz"]
+
+
+def test_signals_that_follow_do_not_disturb_the_cleaning(tmp_path, converting):
+    process = converting()
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # as a terminal that closes may
+        process.send_signal(number)
+    process.communicate()
+    assert process.returncode > 128
+    assert os.listdir(tmp_path) == ["a.npz"]
+
+
+def test_what_nohup_ignores_stays_ignored(tmp_path, converting):
+    process = converting("nohup")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate()[1] == "mha-parity: interrupted by SIGTERM\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which signals a process handles")
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.2, 0.6, 1.5])
+def test_an_interrupt_at_any_moment_shows_no_traceback(tmp_path, delay):
+    command = [*MHA_PARITY, "run", "--cases", "textbook", "--backends", "torch"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not handles(process.pid, signal.SIGTERM):  # until then, an interrupt is Python's
+            time.sleep(0.001)
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert process.returncode in (0, 130, -signal.SIGINT)
+    assert errors in ("", "mha-parity: interrupted\n")
+
+
+def handles(pid, number):
+    status = Path(f"/proc/{pid}/status").read_text()
+    (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+    return int(caught, 16) >> (number - 1) & 1
+
+
+def test_handlers_are_as_they_were_after_a_command():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert main(CACHE_SIZE) == 0
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
