@@ -6,6 +6,9 @@ passes if its error against the float64 reference is at most `FACTOR` times the 
 plus one unit of rounding. The idea is that of FlashAttention's tests, which allow a kernel twice the error of a plain
 implementation of the same precision (Dao-AILab/flash-attention#446).
 
+Where the reference is NaN, because the case has a NaN that the row may see, so must the implementation be; everywhere
+else it must be finite. The error is that of the elements where both are.
+
 The error is measured in two norms, and the worse ratio decides: the root mean square sees a small error everywhere,
 which the largest element would hide; the maximum sees one wrong element, which the mean would hide.
 
@@ -178,22 +181,19 @@ def measure(
     """How far an array is from another of its shape, and whether that is more than allowed in one of the norms.
 
     Args:
-        actual, expected: at least one element.
+        actual, expected: at least one element. Where one is NaN and the other is not, the error is infinite.
         allowed: by norm, `rms` and `max`.
         case, backend, dtype, stage: what is compared.
         ulps_of: name of the dtype whose units in the last place are counted.
     """
-    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
-    errors = np.abs(actual - expected)
-    errors = np.where(np.isnan(errors), np.inf, errors)
-    measured = {"rms": float(np.sqrt(np.mean(errors**2))), "max": float(errors.max())}
+    actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
+    errors = errors_of(actual, expected)
+    measured = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
     ratios = {norm: share(measured[norm], allowed[norm]) for norm in measured}
     norm = max(ratios, key=ratios.__getitem__)
     worst = np.unravel_index(int(errors.argmax()), errors.shape)
     with np.errstate(over="ignore"):  # an error beside an expected 0 may be beyond counting
-        ulps = errors / _spacing(expected, ulps_of)
-    not_finite = np.count_nonzero(~np.isfinite(actual))
-    reason = f"{not_finite} elements are NaN or infinite" if not_finite else ""
+        ulps = errors / _spacing(np.nan_to_num(expected), ulps_of)
     return Comparison(
         case=case,
         backend=backend,
@@ -212,9 +212,40 @@ def measure(
         mismatched=int(np.count_nonzero(errors > allowed["max"])),
         size=actual.size,
         shape=actual.shape,
-        reason=reason,
+        reason=_what_is_not_finite(actual, expected),
         by_position=_by_position(errors, allowed["max"], stage),
     )
+
+
+def errors_of(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Absolute errors in float64: 0 where both are NaN, infinity where one is NaN or infinite and the other is not."""
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        errors = np.abs(actual - expected)
+    return np.where(np.isnan(errors), np.where(np.isnan(actual) & np.isnan(expected), 0.0, np.inf), errors)
+
+
+def whole_rows(x: np.ndarray, stage: str) -> np.ndarray:
+    """Attention weights with NaN in all of a row that has one: beside it a masked key may weigh 0 or NaN."""
+    if not stage_kind(stage).endswith("attn_weights") or x.ndim == 0:
+        return x
+    return np.where((x == 0) & np.isnan(x).any(axis=-1, keepdims=True), np.full_like(x, np.nan), x)
+
+
+def norms_of(x: np.ndarray, counted: np.ndarray) -> dict[str, float]:
+    """Root mean square and largest absolute value of the elements that count; 0 of none."""
+    values = np.abs(x[counted], dtype=np.float64)
+    return {"rms": float(np.sqrt(np.mean(values**2))) if values.size else 0.0, "max": float(values.max(initial=0.0))}
+
+
+def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
+    """What is NaN or infinite where it should not be, or finite where it should be NaN, in words; nothing if all is."""
+    lost = np.isnan(expected)
+    swallowed, leaked = np.count_nonzero(lost & ~np.isnan(actual)), np.count_nonzero(~lost & ~np.isfinite(actual))
+    reasons = [f"{swallowed} elements are not NaN where the reference is"] if swallowed else []
+    where = " where the reference is finite" if lost.any() else ""
+    reasons += [f"{leaked} elements are NaN or infinite{where}"] if leaked else []
+    return ", ".join(reasons)
 
 
 def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
@@ -246,12 +277,11 @@ def budget(
     what the same-precision reference was computed in; what `SAME_PRECISION` names when absent.
     """
     shrink = unit_of_rounding(dtype) / unit_of_rounding(same_dtype or SAME_PRECISION[dtype])
-    errors = np.abs(same_precision.astype(np.float64) - expected)
+    known = ~np.isnan(expected)  # what must be NaN has no budget
     terms = expected if terms is None else terms
-    scale = {"rms": float(np.sqrt(np.mean(terms**2))), "max": float(np.abs(terms).max())}
-    noise = {"rms": float(np.sqrt(np.mean(errors**2))), "max": float(errors.max())}
-    least = floor(dtype, arithmetic)
-    return {norm: factor(expected.size) * shrink * noise[norm] + least * scale[norm] for norm in noise}
+    scale, noise = norms_of(terms, known), norms_of(same_precision.astype(np.float64) - expected, known)
+    times, least = factor(int(known.sum()) or 1), floor(dtype, arithmetic)
+    return {norm: times * shrink * noise[norm] + least * scale[norm] for norm in noise}
 
 
 def factor(size: int) -> float:
@@ -333,7 +363,9 @@ def _spacing(expected: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _correlation(actual: np.ndarray, expected: np.ndarray) -> float | None:
-    if not np.isfinite(actual).all():
+    known = ~np.isnan(expected)
+    actual, expected = actual[known], expected[known]
+    if not (actual.size and np.isfinite(actual).all()):
         return None
     x, y = actual - actual.mean(), expected - expected.mean()
     norms = math.sqrt((x**2).sum() * (y**2).sum())
@@ -341,9 +373,11 @@ def _correlation(actual: np.ndarray, expected: np.ndarray) -> float | None:
 
 
 def finite(value: Any) -> Any:
-    """The value as JSON takes it: an infinity or NaN becomes null, a tuple a list."""
+    """The value as JSON takes it, and all that is in it: an infinity or NaN becomes null, a tuple a list."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return [finite(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: finite(item) for name, item in value.items()}
     return value

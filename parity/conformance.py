@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -27,6 +29,7 @@ from parity.subjects import (
     HEAD_DIM,
     NUM_HEADS,
     NUM_KV_HEADS,
+    Failed,
     Inputs,
     Path,
     Refused,
@@ -44,6 +47,8 @@ STATUSES = ("ok", "note", "absent", "differs", "broken")
 
 SEED = 0
 TOKENS, FEW_TOKENS = 5, 3
+MANY_TOKENS = 600
+"""Enough for code that goes block by block: several blocks of keys, and more than 2^20 scores in all."""
 LARGE = {"float32": 1e5, "bfloat16": 1e5, "float16": 30.0}
 """Size of a perturbation: large enough that a key hidden by a finite penalty shows, small enough for the dtype."""
 
@@ -58,6 +63,7 @@ class Answer:
         words: for the cell of the matrix.
         example: of a broken promise: shapes, seed, path and the numbers seen.
         by_path: what each path answered, where several were asked.
+        refusal: the first reason given, with its path, where something was refused.
     """
 
     question: str
@@ -65,11 +71,17 @@ class Answer:
     words: str
     example: str = ""
     by_path: Mapping[str, str] = field(default_factory=dict)
+    refusal: str = ""
 
     @property
     def is_broken(self) -> bool:
         """Whether it is a broken promise."""
         return self.status in ("differs", "broken")
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether there was anything to ask: a refusal is an answer, too."""
+        return self.status != "absent" or bool(self.refusal)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
@@ -79,6 +91,7 @@ class Answer:
             "words": self.words,
             "example": self.example,
             "by_path": dict(self.by_path),
+            "refusal": self.refusal,
         }
 
 
@@ -93,7 +106,15 @@ class Conformance:
     missing: str = ""
 
     def __getitem__(self, question: str) -> Answer:
-        return next(answer for answer in self.answers if answer.question == question)
+        """The answer to a question.
+
+        Raises:
+            KeyError: if it was not asked.
+        """
+        answers = {answer.question: answer for answer in self.answers}
+        if question not in answers:
+            raise KeyError(f"{question!r}, of {self.name} asked: {', '.join(answers) or 'nothing'}")
+        return answers[question]
 
     @property
     def broken(self) -> list[Answer]:
@@ -127,8 +148,11 @@ def examine(
         TypeError: if the target needs arguments to be made.
     """
     questions = list(QUESTIONS if questions is None else questions)
-    if unknown := [question for question in questions if question not in QUESTIONS]:
-        raise ValueError(f"a question must be one of {', '.join(QUESTIONS)}, got {', '.join(unknown)}")
+    for question in questions:
+        if question not in QUESTIONS:
+            meant = get_close_matches(question, QUESTIONS, 1)
+            hint = f"; did you mean {meant[0]!r}?" if meant else ""
+            raise ValueError(f"a question must be one of {', '.join(QUESTIONS)}, got {question!r}{hint}")
     if unknown := [dtype for dtype in dtypes if dtype not in DTYPES]:
         raise ValueError(f"a dtype must be one of {', '.join(DTYPES)}, got {', '.join(unknown)}")
     subject = target if isinstance(target, Subject) else subject_of(target, **declared)
@@ -159,11 +183,19 @@ def _answers(subject: Subject, questions: Iterable[str], dtypes: Sequence[str]) 
         try:
             answer = QUESTIONS[question].ask(examination)
         except Refused as refused:
-            answer = Answer(question, "absent", "refused", by_path={str(examination.base): str(refused)})
+            answer = _refused(question, examination.base, str(refused))
+        except Failed as failed:
+            answer = broken(subject, question, failed.words, examination.base, str(failed))
+        if answer.status == "note" and question in subject.promises:
+            answer = replace(answer, status="broken")
         if answer.is_broken and question in subject.documented:
             answer = Answer(question, "note", subject.documented[question], by_path=answer.by_path)
         answers.append(answer)
     return Conformance(subject.name, subject.framework, subject.version, tuple(answers))
+
+
+def _refused(question: str, path: Path, reason: str) -> Answer:
+    return Answer(question, "absent", "refused", by_path={str(path): reason}, refusal=f"{path}: {reason}")
 
 
 def examine_target(
@@ -190,6 +222,10 @@ def examine_peers(
         names: some of `parity.peers.PEERS`; all when absent.
         questions, dtypes: as in `examine`.
         on_subject: called before each, with its name.
+
+    Raises:
+        ImportError: if none of them is installed.
+        ValueError: as `examine`.
     """
     from parity.peers import PEERS, peer
 
@@ -202,7 +238,17 @@ def examine_peers(
             found.append(Conformance(name, "", "", missing=str(error)))
             continue
         found.append(examine(subject, questions, dtypes))
+    if found and all(subject.missing for subject in found):
+        missing = dict.fromkeys(subject.missing for subject in found)
+        raise ImportError(f"at least one peer must be installed, got {'; '.join(missing)}")
     return found
+
+
+def exit_status(found: Sequence[Conformance]) -> int:
+    """1 where a promise is broken, 2 where nothing could be asked, else 0."""
+    if any(subject.broken for subject in found):
+        return 1
+    return 0 if any(answer.was_asked for subject in found for answer in subject.answers) else 2
 
 
 # ---- What the questions share ----------------------------------------------------------------------------------------
@@ -230,10 +276,14 @@ class Examination:
         self.base = self.paths[0]
         try:
             run(subject, self.base, self.inputs())
-        except Refused as refused:
+        except (Refused, Failed) as error:
             shapes = describe_shapes(self.inputs())
-            raise ValueError(f"{subject.name} must take inputs of shapes {shapes}, got {refused}") from refused
+            raise ValueError(f"{subject.name} must attend over inputs of shapes {shapes}, got {error}") from error
+        self.weights_refusal = self._find_weights_refusal()
+        if self.weights_refusal:
+            self.paths = [path for path in self.paths if not path.need_weights]
         self._polarity: tuple[str, str] | None = None
+        self.poisoned: dict[Any, Poisoned] = {}  # what is known, see `_poisoned`
 
     @property
     def steady_paths(self) -> list[Path]:
@@ -245,6 +295,48 @@ class Examination:
         """The steady paths in the first dtype, without gradients: for what a dtype has no part in."""
         return [path for path in self.steady_paths if path.dtype == self.base.dtype and not path.grad]
 
+    def _find_weights_refusal(self) -> str:
+        if "need_weights" not in self.subject.takes:
+            return ""
+        try:
+            run(self.subject, replace(self.base, need_weights=True), self.inputs())
+        except Refused as refused:
+            return str(refused)
+        except Failed:  # the questions will find it
+            pass
+        return ""
+
+    @cached_property
+    def felt(self) -> np.ndarray:
+        """(T, S): which outputs of a plain call change with which token."""
+        inputs = self.inputs()
+        tokens = range(TOKENS)
+        before = run(self.subject, self.base, inputs).output
+        felt = np.zeros((TOKENS, TOKENS), bool)
+        for s in tokens:
+            after = run(self.subject, self.base, perturbed(inputs, s, self.base, scale=3.0)).output
+            felt[:, s] = [change(before[..., [t], :], after[..., [t], :], self.base, [t])[0] for t in tokens]
+        return felt
+
+    @property
+    def is_causal_itself(self) -> bool:
+        """Whether it is causal without being asked."""
+        return not np.triu(self.felt, 1).any()
+
+    @property
+    def takes_mask(self) -> bool:
+        """Whether its mask means something."""
+        return "mask" in self.subject.takes and self.polarity()[0] in ("hides", "shows")
+
+    @cached_property
+    def padding_true_hides(self) -> bool:
+        """Whether True in a padding mask hides: the last key, from all."""
+        inputs = self.inputs()
+        padding = np.zeros((BATCH, TOKENS), bool)
+        padding[:, -1] = True
+        others = perturbed(inputs, TOKENS - 1, self.base)
+        return not self.moved(self.base, inputs, others, [0, 1], padding=padding)[0]
+
     def inputs(self, num_keys: int | None = None, num_queries: int = TOKENS, seed: int = SEED) -> Inputs:
         """Random inputs: of a layer the same array three times, or two where the number of keys is given."""
         rng = np.random.default_rng(seed)
@@ -255,6 +347,20 @@ class Examination:
         num_keys = num_queries if num_keys is None else num_keys
         shapes = [(BATCH, NUM_HEADS, num_tokens, HEAD_DIM) for num_tokens in (num_queries, num_keys, num_keys)]
         return tuple(rng.standard_normal(shape) for shape in shapes)  # type: ignore[return-value]
+
+    @property
+    def separate_keys(self) -> tuple[tuple[str, str], ...]:
+        """What may be changed apart from the query, in letters and in words."""
+        if "key" not in self.subject.takes:
+            return ()
+        return (("k", "key"), ("v", "value")) if "value" in self.subject.takes else (("kv", "key"),)
+
+    def separate_inputs(self, num_tokens: int = TOKENS) -> Inputs:
+        """Random inputs in which no array is another, as far as it takes them apart."""
+        if "key" not in self.subject.takes:
+            return self.inputs(num_queries=num_tokens)
+        query, key, value = self.inputs(num_tokens, num_tokens)
+        return query, key, value if "value" not in self.subject.takes else value.copy()
 
     def run(self, path: Path, inputs: Inputs, hidden: np.ndarray | None = None, **options: Any) -> Result:
         """Call the subject, with a mask that hides (T, S) where it is true."""
@@ -282,12 +388,13 @@ class Examination:
         one_true = np.zeros((1, 1, TOKENS, TOKENS), bool)
         one_true[..., 2] = True  # only key 2
         inputs = self.inputs()
+        row = TOKENS - 1  # the last sees every key, also of what is causal by itself
         before = run(self.subject, self.base, inputs, mask=one_true).output
         felt = []
         for token in (2, 3):
             after = run(self.subject, self.base, perturbed(inputs, token, self.base, scale=3.0), mask=one_true).output
-            felt.append(float(np.abs(before - after)[..., 0, :].max()) > tolerance(before, self.base))
-        seen = f"mask True at key 2 only; row 0 feels key 2: {felt[0]}, key 3: {felt[1]}"
+            felt.append(float(np.abs(before - after)[..., row, :].max()) > tolerance(before, self.base))
+        seen = f"mask True at key 2 only; row {row} feels key 2: {felt[0]}, key 3: {felt[1]}"
         if felt == [False, True]:
             return "hides", seen
         return {(True, False): "shows", (True, True): "ignored"}.get((felt[0], felt[1]), "hides all"), seen
@@ -310,6 +417,8 @@ class Examination:
                 findings[path] = ask(path)
             except Refused as refused:
                 findings[path] = Finding("refused", "absent", str(refused))
+            except Failed as failed:
+                findings[path] = Finding(failed.words, "broken", str(failed))
         return merge(self.subject, question, findings, about)
 
 
@@ -377,7 +486,9 @@ def merge(subject: Subject, question: str, findings: Mapping[Path, Finding], abo
     if len(given) > 1 and status != "broken":
         status = "differs"
     told = by_rule(words)
-    answer = Answer(question, status, told, by_path=by_path)
+    refused = next((path for path, word in words.items() if word == "refused"), None)
+    refusal = "" if refused is None else f"{refused}: {findings[refused].seen}"
+    answer = Answer(question, status, told, by_path=by_path, refusal=refusal)
     if not answer.is_broken:
         return answer
     path = next((path for path, finding in findings.items() if finding.status == "broken"), next(iter(findings)))
@@ -387,7 +498,7 @@ def merge(subject: Subject, question: str, findings: Mapping[Path, Finding], abo
         lines.append(
             ("but", f"{findings[kept].words} ({kept}){': ' if findings[kept].seen else ''}{findings[kept].seen}")
         )
-    return Answer(question, status, told, example(subject, question, told, lines, about), by_path)
+    return replace(answer, example=example(subject, question, told, lines, about))
 
 
 def broken(subject: Subject, question: str, words: str, path: Path, seen: str, about: str = "") -> Answer:
@@ -464,6 +575,30 @@ class Question:
     ask: Callable[[Examination], Answer]
 
 
+def _attends(exam: Examination) -> Answer:
+    """Whether it is attention at all: its outputs change with other tokens, and with each of its inputs."""
+    felt = exam.felt
+    others = felt & ~np.eye(TOKENS, dtype=bool)
+    rows = "; ".join(f"output {t} changes with tokens {np.flatnonzero(felt[t]).tolist()}" for t in range(TOKENS))
+    if not others.any():
+        return broken(exam.subject, "attends", "to no other token", exam.base, rows)
+    inputs = exam.separate_inputs()
+
+    def ask(path: Path) -> Finding:
+        for letters, what in (("q", "query"), *exam.separate_keys):
+            others = inputs
+            for token in range(TOKENS):
+                others = perturbed(others, token, path, letters, scale=3.0)
+            if not exam.moved(path, inputs, others, range(TOKENS))[0]:
+                return Finding(f"{what} ignored", "broken", f"every {what} is changed, and the output stays")
+        return Finding("to all tokens" if felt.all() else "causally" if exam.is_causal_itself else "to some tokens")
+
+    if "key" not in exam.subject.takes:
+        told = "to all tokens" if felt.all() else "causally" if exam.is_causal_itself else "to some tokens"
+        return Answer("attends", "ok", told)
+    return exam.answer("attends", ask, exam.plain_paths)
+
+
 def _mask(exam: Examination) -> Answer:
     if "mask" not in exam.subject.takes:
         return Answer("mask", "absent", "—")
@@ -526,19 +661,17 @@ def _causal(exam: Examination) -> Answer:
 
 
 def _causal_and_mask(exam: Examination) -> Answer:
-    if not {"mask", "is_causal"} <= exam.subject.takes:
+    takes_flag = "is_causal" in exam.subject.takes
+    if "mask" not in exam.subject.takes or not (takes_flag or exam.is_causal_itself):
         return Answer("causal and mask", "absent", "—")
     inputs = exam.inputs()
     hidden = np.zeros((TOKENS, TOKENS), bool)
     hidden[2:, 1] = True
+    options: dict[str, Any] = {"hidden": hidden, "is_causal": takes_flag}
 
     def ask(path: Path) -> Finding:
-        masked, seen_masked, _ = exam.moved(
-            path, inputs, perturbed(inputs, 1, path), [2, 3, 4], hidden=hidden, is_causal=True
-        )
-        future, seen_future, _ = exam.moved(
-            path, inputs, perturbed(inputs, 4, path), [0, 1, 2, 3], hidden=hidden, is_causal=True
-        )
+        masked, seen_masked, _ = exam.moved(path, inputs, perturbed(inputs, 1, path), [2, 3, 4], **options)
+        future, seen_future, _ = exam.moved(path, inputs, perturbed(inputs, 4, path), [0, 1, 2, 3], **options)
         if masked:
             return Finding("mask dropped", "broken", f"token 1, hidden by the mask, is changed: {seen_masked}")
         if future:
@@ -551,9 +684,11 @@ def _causal_and_mask(exam: Examination) -> Answer:
 def _future_token(exam: Examination) -> Answer:
     takes = exam.subject.takes
     ways: dict[str, dict[str, Any]] = {}
+    if exam.is_causal_itself:
+        ways["nothing but itself"] = {}
     if "is_causal" in takes:
         ways["is_causal=True"] = {"is_causal": True}
-    if "mask" in takes and exam.polarity()[0] in ("hides", "shows"):
+    if exam.takes_mask:
         ways["a causal mask"] = {"hidden": ~np.tri(TOKENS, dtype=bool)}
     if not ways:
         return Answer("future token", "absent", "—")
@@ -581,7 +716,7 @@ def _future_token(exam: Examination) -> Answer:
 
 
 def _masked_key(exam: Examination) -> Answer:
-    if "mask" not in exam.subject.takes or exam.polarity()[0] not in ("hides", "shows"):
+    if not exam.takes_mask:
         return Answer("masked key", "absent", "—")
     hidden = np.zeros((TOKENS, TOKENS), bool)
     hidden[:, 2] = True
@@ -612,6 +747,180 @@ def _other_sequence(exam: Examination) -> Answer:
     return exam.answer("other sequence", ask)
 
 
+@dataclass(frozen=True)
+class Way:
+    """A way to hide keys: what is passed for it, and (T, S), which keys each query sees by it."""
+
+    name: str
+    options: Mapping[str, Any]
+    visible: np.ndarray
+
+
+@dataclass(frozen=True)
+class Poison:
+    """A value that is not finite, in one token of the arrays that `letters` name: query, key, value."""
+
+    letters: str
+    token: int
+    value: float
+
+    def __str__(self) -> str:
+        arrays = {"q": "query", "k": "key", "v": "value", "kv": "key and value", "qkv": "token"}
+        return f"{self.value} in {arrays[self.letters]} {self.token}"
+
+
+@dataclass(frozen=True)
+class Poisoned:
+    """What became of poisons, each in a call of its own.
+
+    Attributes:
+        swallowed: of the first output that should not be finite and is, or "".
+        leaked: of the first output that should be as without the poison and is not, or "".
+        hides: whether anything was hidden.
+    """
+
+    swallowed: str
+    leaked: str
+    hides: bool
+
+
+def _ways(exam: Examination, num_tokens: int) -> list[Way]:
+    """Every way to hide that the subject has: the last key from all queries, causally, or both by a mask."""
+    everything = np.ones((num_tokens, num_tokens), bool)
+    all_but_last = everything.copy()
+    all_but_last[:, -1] = False
+    causal = np.tri(num_tokens, dtype=bool)
+    ways = [Way("no mask", {}, everything)]
+    try:
+        takes_mask = exam.takes_mask
+    except (Refused, Failed):  # which is for the questions about the mask to tell
+        takes_mask = False
+    if takes_mask:
+        ways.append(Way("mask", {"hidden": ~(causal & all_but_last)}, causal & all_but_last))
+    if "is_causal" in exam.subject.takes:
+        ways.append(Way("flag", {"is_causal": True}, causal))
+    if exam.subject.padding is not None:
+        ways.append(Way("padding", {}, all_but_last))
+    itself = everything if exam.felt.all() else causal
+    return [replace(way, visible=way.visible & itself) for way in ways]
+
+
+def _poison(exam: Examination, path: Path, way: Way, poisons: Sequence[Poison]) -> Poisoned:
+    """Call once for each poison, with it in the first sequence; the second is the same without it."""
+    num_tokens = len(way.visible)
+    is_separate = len(poisons[0].letters) < 3
+    inputs = exam.separate_inputs(num_tokens) if is_separate else exam.inputs(num_queries=num_tokens)
+    options = dict(way.options)
+    if way.name == "padding":
+        is_last = np.broadcast_to(np.arange(num_tokens) == num_tokens - 1, (BATCH, num_tokens))
+        options["padding"] = (
+            np.full(BATCH, num_tokens - 1, np.int32)
+            if exam.subject.padding == "lengths"
+            else is_last == exam.padding_true_hides
+        )
+    rows = range(num_tokens - 1) if way.name == "padding" else range(num_tokens)  # of what is no padding
+    size = f" of {num_tokens}" if num_tokens != TOKENS else ""
+    swallowed = leaked = ""
+    for poison in poisons:
+        # As many sequences as the other questions have: in JAX every other shape is compiled once more.
+        arrays = {id(x): np.repeat(x[:1], BATCH, axis=0) for x in inputs}
+        for letter, x in zip("qkv", inputs, strict=True):
+            if letter in poison.letters:
+                arrays[id(x)][0, ..., poison.token, :] = poison.value
+        poisoned, clean = exam.run(path, tuple(arrays[id(x)] for x in inputs), **options).output  # type: ignore[arg-type]
+        sees = np.zeros(num_tokens, bool)
+        if poison.letters != "q":
+            sees |= way.visible[:, poison.token]
+        if "q" in poison.letters:
+            sees[poison.token] = True
+        shown = np.isnan(poisoned) if np.isnan(poison.value) else ~np.isfinite(poisoned)
+        shown = shown.all(axis=-1) if np.isnan(poison.value) else shown.any(axis=-1)  # (…, T)
+        kept = next((t for t in rows if sees[t] and not shown[..., t].all()), None)
+        if kept is not None and not swallowed:
+            row = numbers(poisoned[..., kept, :][~shown[..., kept]][0])
+            swallowed = f"{way.name}: {poison}{size}, and output {kept}, which sees it, is {row}"
+        blind = [t for t in rows if not sees[t]]
+        if blind and not leaked:
+            moves, seen = change(clean[None][..., blind, :], poisoned[None][..., blind, :], path, blind)
+            if moves:
+                leaked = f"{way.name}: {poison}{size}, which must not be seen: {seen}"
+    return Poisoned(swallowed, leaked, not way.visible.all())
+
+
+def _poisoned(exam: Examination, path: Path, num_tokens: int = TOKENS) -> dict[str, Poisoned]:
+    """What became of the poisons, by the name of the way to hide, on separate inputs and on equal ones.
+
+    Raises:
+        Refused: if every way is.
+    """
+    last = num_tokens - 1
+    kinds: list[list[Poison]] = []
+    if "key" in exam.subject.takes:
+        poisons = [Poison("q", 1, np.nan)]
+        for letters, _ in exam.separate_keys:
+            poisons += [Poison(letters, 2, np.nan), Poison(letters, last, np.nan)]
+        letters = exam.separate_keys[-1][0]
+        kinds.append([*poisons, Poison(letters, 2, np.inf), Poison(letters, last, np.inf)])
+    if not kinds or (exam.subject.is_layer and exam.subject.framework == "torch"):  # which can tell equal inputs
+        kinds.append([Poison("qkv", 2, np.nan), Poison("qkv", last, np.nan), Poison("qkv", 2, np.inf)])
+    found: dict[str, Poisoned] = {}
+    refusals: list[Refused] = []
+    for way in _ways(exam, num_tokens):
+        for poisons in kinds:
+            asked = (path, way.name, num_tokens, poisons[0].letters)
+            try:
+                if asked not in exam.poisoned:
+                    exam.poisoned[asked] = _poison(exam, path, way, poisons)
+            except Refused as refused:
+                refusals.append(refused)
+                continue
+            before, after = found.get(way.name, Poisoned("", "", False)), exam.poisoned[asked]
+            found[way.name] = Poisoned(
+                before.swallowed or after.swallowed, before.leaked or after.leaked, before.hides or after.hides
+            )
+    if not found:
+        raise refusals[0]
+    return found
+
+
+def _about_poisons(exam: Examination, question: str, good: str, bad: str, status: str) -> Answer:
+    """Ask on every path, and once more with many tokens."""
+
+    def find(path: Path, num_tokens: int = TOKENS) -> Finding:
+        found = _poisoned(exam, path, num_tokens)
+        if bad == "leaks":
+            found = {name: poisoned for name, poisoned in found.items() if poisoned.hides}
+        if not found:
+            return Finding("—", "absent")
+        seen = {name: poisoned.swallowed if bad == "swallowed" else poisoned.leaked for name, poisoned in found.items()}
+        names = [name for name, text in seen.items() if text]
+        if not names:
+            return Finding(good)
+        return Finding(bad if len(names) == len(seen) else f"{bad} ({', '.join(names)})", status, seen[names[0]])
+
+    # A path that only rounds otherwise is asked once, without gradients.
+    paths = [path for path in exam.steady_paths if path.dtype == exam.base.dtype or not path.grad]
+    answer = exam.answer(question, find, paths)
+    if not (exam.felt.all() or exam.is_causal_itself):
+        return answer  # what is seen by what, among many tokens, is not known
+    few, many = find(exam.base), find(exam.base, MANY_TOKENS)
+    if few.words == many.words:
+        return answer
+    words = f"{answer.words}; {many.words} of {MANY_TOKENS} tokens"
+    if many.status == "broken":
+        return broken(exam.subject, question, words, exam.base, many.seen)
+    example = answer.example.replace(answer.words, words, 1)
+    return replace(answer, words=words, status=max(answer.status, many.status, key=STATUSES.index), example=example)
+
+
+def _nan_seen(exam: Examination) -> Answer:
+    return _about_poisons(exam, "NaN seen", "seen", "swallowed", "broken")
+
+
+def _nan_hidden(exam: Examination) -> Answer:
+    return _about_poisons(exam, "NaN hidden", "hidden", "leaks", "note")
+
+
 EMPTY_ROW = 1
 
 
@@ -622,7 +931,7 @@ def _hidden_row() -> np.ndarray:
 
 
 def _empty_row(exam: Examination) -> Answer:
-    if "mask" not in exam.subject.takes or exam.polarity()[0] not in ("hides", "shows"):
+    if not exam.takes_mask:
         return Answer("empty row", "absent", "—")
     inputs = exam.inputs()
 
@@ -657,7 +966,7 @@ def _empty_row(exam: Examination) -> Answer:
 
 
 def _empty_row_gradient(exam: Examination) -> Answer:
-    if "mask" not in exam.subject.takes or exam.polarity()[0] not in ("hides", "shows"):
+    if not exam.takes_mask:
         return Answer("its gradient", "absent", "—")
     inputs = exam.inputs()
 
@@ -681,12 +990,14 @@ def _weights(exam: Examination) -> Answer:
     subject = exam.subject
     if "need_weights" not in subject.takes:
         return Answer("weights", "absent", "—")
+    if exam.weights_refusal:
+        return _refused("weights", replace(exam.base, need_weights=True), exam.weights_refusal)
     use_values = "value" in subject.takes
     inputs = exam.inputs(TOKENS, TOKENS) if "key" in subject.takes else exam.inputs()
     if use_values and subject.is_layer:
         inputs = (*inputs[:2], np.random.default_rng(SEED + 4).standard_normal(inputs[1].shape))
     hidden = None
-    if "mask" in subject.takes and exam.polarity()[0] in ("hides", "shows"):
+    if exam.takes_mask:
         hidden = ~np.tri(TOKENS, dtype=bool)
 
     def ask(path: Path) -> Finding:
@@ -761,16 +1072,21 @@ def _padding(exam: Examination) -> Answer:
     lengths[0] = 3  # of the first sequence only
     hidden = np.arange(TOKENS) >= lengths[:, None]
     ways = {"by lengths": lengths} if kind == "lengths" else {"True hides": hidden, "True shows": ~hidden}
-    real = range(3)
+    real, last = range(3), TOKENS - 1
 
     def ask(path: Path) -> Finding:
-        others = perturbed(perturbed(inputs, 3, path), 4, path)
+        def with_other_keys(x: np.ndarray) -> np.ndarray:
+            others = perturbed(perturbed((x, x, x), 3, path), last, path)[0]
+            others[1:, ..., last, :] = x[1:, ..., last, :]  # whose output tells whether key 3 is felt
+            return others
+
+        others = mapped(inputs, with_other_keys)
         seen = ""
         for words, padding in ways.items():
-            before, after = (exam.run(path, given, padding=padding).output[..., :3, :] for given in (inputs, others))
-            leaks, seen = change(before[:1], after[:1], path, real)
-            feels, _ = change(before[1:], after[1:], path, real)
-            if feels and not leaks and np.isfinite(before).all():
+            before, after = (exam.run(path, given, padding=padding).output for given in (inputs, others))
+            leaks, seen = change(before[:1, ..., :3, :], after[:1, ..., :3, :], path, real)
+            feels, _ = change(before[1:, ..., [last], :], after[1:, ..., [last], :], path, [last])
+            if feels and not leaks and np.isfinite(before[:, ..., :3, :]).all():
                 return Finding(words)
         return Finding("leaks", "broken", f"tokens 3 and 4, the padding of sequence 0, are changed: {seen}")
 
@@ -893,9 +1209,13 @@ def _scale(exam: Examination) -> Answer:
     value = np.zeros(shape)
     value[..., -1, :] = 1.0
     inputs = (np.ones(shape), value / np.sqrt(HEAD_DIM), value)
+    if weights is not None:  # the same from one array, for self-attention
+        weights["q_proj.weight"][:], weights["q_proj.bias"][:] = 0.0, 1.0
+        weights["k_proj.weight"] /= np.float32(np.sqrt(HEAD_DIM))
+        inputs = (value, value, value)
 
     def ask(path: Path) -> Finding:
-        share = run(subject, path, inputs, spec=spec, weights=weights).output.flat[0]
+        share = run(subject, path, inputs, spec=spec, weights=weights).output[0, ..., -1, 0].flat[0]  # sees every key
         with np.errstate(all="ignore"):
             factor = float(np.log((TOKENS - 1) * share / (1.0 - share)))  # times 1/sqrt(H)
         seen = f"that key weighs {share:.4f}: scale = {factor:.3f} / sqrt(H)"
@@ -956,9 +1276,8 @@ def _strided(exam: Examination) -> Answer:
 
 def _agreement(exam: Examination) -> Answer:
     """Whether the paths compute one function: causal where it can be, so that the masks take part."""
-    takes = exam.subject.takes
     hidden = None
-    if "mask" in takes and exam.polarity()[0] in ("hides", "shows"):
+    if exam.takes_mask:
         hidden = ~np.tri(TOKENS, dtype=bool)
     inputs = exam.inputs()
     expected = exam.run(exam.base, inputs, hidden).output
@@ -982,7 +1301,7 @@ def _cache(exam: Examination) -> Answer:
     if subject.decode is None:
         return Answer("cache", "absent", "—")
     x, *_ = exam.inputs()
-    options: dict[str, Any] = {"hidden": ~np.tri(TOKENS, dtype=bool)}
+    options: dict[str, Any] = {} if exam.is_causal_itself else {"hidden": ~np.tri(TOKENS, dtype=bool)}
     whole = exam.run(exam.base, (x, x, x), **options).output
     words: list[str] = []
     seen: list[str] = []
@@ -1030,6 +1349,7 @@ def _cache(exam: Examination) -> Answer:
 
 
 QUESTIONS: dict[str, Question] = {
+    "attends": Question("do the outputs change with other tokens, and with each of the inputs?", _attends),
     "mask": Question("which keys does a boolean mask with one True hide?", _mask),
     "causal": Question(f"which of {TOKENS} keys does each of {FEW_TOKENS} queries see with the causal flag?", _causal),
     "causal and mask": Question("do the causal flag and a mask both hold?", _causal_and_mask),
@@ -1037,6 +1357,8 @@ QUESTIONS: dict[str, Question] = {
     "masked key": Question("does a token that the mask hides from all change another's output?", _masked_key),
     "padding": Question("does a padded token change the output of a real one?", _padding),
     "other sequence": Question("does one sequence of the batch change the output of another?", _other_sequence),
+    "NaN seen": Question("does a NaN or infinity reach every output whose query sees it?", _nan_seen),
+    "NaN hidden": Question("does a NaN or infinity in a hidden key or value stay hidden?", _nan_hidden),
     "empty row": Question("what does a query give whose keys are all hidden?", _empty_row),
     "its gradient": Question("are the gradients finite where a query sees no key?", _empty_row_gradient),
     "weights": Question("are the returned attention weights those that were used?", _weights),
@@ -1086,13 +1408,25 @@ def print_conformance(found: Sequence[Conformance], out: Console, again: Callabl
     for subject in found:
         if subject.missing:
             out.print(Text(f"{subject.name}: {subject.missing}", style="dim"), soft_wrap=True)
+    refusals = [(subject, answer) for subject in examined for answer in subject.answers if answer.refusal]
+    for i, (subject, answer) in enumerate(refusals):
+        refused = f"{subject.name}, {answer.question}: refused ({answer.refusal})"
+        out.print(Text(refused if i else f"\n{refused}", style="dim"), soft_wrap=True)
     for subject in examined:
         for answer in subject.broken:
             out.print()
             out.print(Text(answer.example, style="red"), soft_wrap=True)
             out.print(Text(f"  again   {again(subject.name, answer.question)}"), soft_wrap=True)
     out.print()
-    promises = sum(len(subject.broken) for subject in examined)
+    answers = [answer for subject in examined for answer in subject.answers]
+    asked, promises = sum(answer.was_asked for answer in answers), sum(answer.is_broken for answer in answers)
     how_many = f"{len(examined)} subject{'s' if len(examined) != 1 else ''}"
     verdict = f"{promises} broken promise{'s' if promises != 1 else ''}" if promises else "no broken promises"
-    out.print(Text(f"{how_many} examined: {verdict}", style="bold red" if promises else "bold green"), soft_wrap=True)
+    verdict = verdict if asked else "nothing to ask"
+    out.print(
+        Text(
+            f"{how_many} examined, {asked} of {len(answers)} questions answered: {verdict}",
+            style="bold red" if promises or not asked else "bold green",
+        ),
+        soft_wrap=True,
+    )

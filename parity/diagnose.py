@@ -19,7 +19,16 @@ import numpy as np
 from parity import reference
 from parity.assertion import stages_of
 from parity.backends import load_backend
-from parity.compare import FACTOR, SAME_PRECISION, budget, finite, share
+from parity.compare import (
+    FACTOR,
+    SAME_PRECISION,
+    budget,
+    errors_of,
+    finite,
+    norms_of,
+    share,
+    whole_rows,
+)
 from parity.hypotheses import PRECISIONS, Hypothesis, hypotheses_for, permuted_heads, wrong_layer
 from parity.problem import Problem
 from parity.run import Trace, run_steps
@@ -53,7 +62,7 @@ class Explanation:
         hypotheses: their names, in the order of the stages that they are made in.
         about: what they are, in words.
         fixes: what to do about each.
-        docs: the pages of docs/bugs that tell more.
+        docs: the pages of parity/bugs that tell more.
         error_before: error of the stage without them (root mean square), from the observed stages before it.
         error: with them.
         ratio: what is left, over what is allowed; at most 1.
@@ -80,7 +89,7 @@ class Explanation:
             *(f"  or if     {other}: they cannot be told apart here" for other in self.others),
             f"  mistake   {', '.join(self.hypotheses)}",
             *(f"  fix       {fix}" for fix in self.fixes),
-            f"  see       {', '.join(f'docs/bugs/{page}.md' for page in self.docs)}",
+            f"  see       mha-parity bugs {' '.join(self.docs)}",
         ]
         return "\n".join(lines)
 
@@ -193,7 +202,7 @@ def diagnose(observed: Mapping[str, np.ndarray], problem: Problem, *, arithmetic
     )
 
 
-def _why_malformed(stage: str, x: np.ndarray, shape: tuple[int, ...]) -> str:
+def _why_malformed(stage: str, x: np.ndarray, shape: tuple[int, ...], *, may_be_nan: bool) -> str:
     """Why an array cannot be what the stage is, in words, or nothing."""
     kind = stage_kind(stage)
     if kind == "mask" and x.dtype != np.bool_:
@@ -202,7 +211,7 @@ def _why_malformed(stage: str, x: np.ndarray, shape: tuple[int, ...]) -> str:
         return f"has dtype {x.dtype}, and should be floating-point"
     if x.shape != shape:
         return f"has shape {x.shape}, and should have {shape}"
-    lost = 0 if kind in EXACT_STAGES else np.count_nonzero(~np.isfinite(x.astype(np.float64)))
+    lost = 0 if kind in EXACT_STAGES or may_be_nan else np.count_nonzero(~np.isfinite(x.astype(np.float64)))
     return f"has {lost} elements that are NaN or infinite" if lost else ""
 
 
@@ -286,7 +295,10 @@ class _Replay:
         self.steps = names
         self.step_of = {name: index for index, found in enumerate(names) for name in found}
         known = {name: x for name, x in observed.items() if name in values}  # gradients are not explained
-        reasons = {name: _why_malformed(name, x, values[name].shape) for name, x in known.items()}
+        may_be_nan = problem.case.not_finite is not None
+        reasons = {
+            name: _why_malformed(name, x, values[name].shape, may_be_nan=may_be_nan) for name, x in known.items()
+        }
         self.malformed = {name: reason for name, reason in reasons.items() if reason}
         self.observed = {name: x for name, x in known.items() if name not in self.malformed}
         self.stages = [name for found in names for name in found if name in self.observed]
@@ -325,11 +337,11 @@ class _Replay:
         expected, actual = self.computed(index, mistakes)[stage], self.observed[stage]
         if actual.shape != expected.shape:
             return _Verdict(math.inf, math.inf)
-        errors = np.abs(actual.astype(np.float64) - expected.astype(np.float64))
+        errors = errors_of(whole_rows(actual, stage), whole_rows(expected, stage))
         if stage_kind(stage) in EXACT_STAGES:
             return _Verdict(float(errors.mean()), math.inf if errors.any() else 0.0)
         allowed = self._allowed(stage, () if quick else mistakes, kind)
-        error = {"rms": float(np.sqrt(np.mean(errors**2))), "max": float(errors.max(initial=0.0))}
+        error = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
         if not math.isfinite(error["rms"]):
             return _Verdict(math.inf, math.inf)
         return _Verdict(error["rms"], max(share(error[norm], allowed[norm]) for norm in error))
@@ -416,7 +428,7 @@ def _explain(replay: _Replay, stages: Sequence[str], stage: str, found: Mistakes
     expected = replay.computed(index, found)[stage]
 
     def changes(mistake: Hypothesis) -> bool:
-        return not np.array_equal(expected, replay.computed(index, (*found, mistake))[stage])
+        return not np.array_equal(expected, replay.computed(index, (*found, mistake))[stage], equal_nan=True)
 
     def explains(added: Mistakes) -> bool:
         mistakes = (*found, *added)
@@ -468,7 +480,7 @@ def _explanation(replay: _Replay, stages: Sequence[str], found: Mistakes, choice
         """The first step that a mistake changes."""
         for index, names in enumerate(replay.steps):
             right, wrong = replay.computed(index, found), replay.computed(index, (*found, mistake))
-            if not all(np.array_equal(right[name], wrong[name]) for name in names):
+            if not all(np.array_equal(right[name], wrong[name], equal_nan=True) for name in names):
                 return index
         return len(replay.steps)
 

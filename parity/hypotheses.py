@@ -29,7 +29,7 @@ class Hypothesis:
         name: what reports and the command line call it.
         about: what would be the case, so that "it matches the reference if" may stand before it.
         fix: what to do about it.
-        docs: the page of docs/bugs that tells more.
+        docs: the page of parity/bugs that tells more.
         part: the reference with this mistake.
     """
 
@@ -627,6 +627,42 @@ def _scores(spec: AttentionSpec, case: Case) -> Iterator[Hypothesis]:
         )
 
 
+# ---- NaN -------------------------------------------------------------------------------------------------------------
+
+
+def _not_finite(_: AttentionSpec, case: Case) -> Iterator[Hypothesis]:
+    def without_nan(x: np.ndarray) -> np.ndarray:
+        return np.where(np.isnan(x), np.zeros_like(x), x)
+
+    class Swallowed(Layer):
+        def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
+            return {"attn_weights": without_nan(super().attn_weights(values)["attn_weights"])}
+
+        def context(self, values: Values) -> dict[str, np.ndarray]:
+            return {"context": without_nan(super().context(values)["context"])}
+
+    class Leaking(Layer):
+        def context(self, values: Values) -> dict[str, np.ndarray]:
+            return self.weighed(values)
+
+    if case.not_finite == "visible" or (case.not_finite and not case.is_cached and case.seq_len_k is None):
+        yield Hypothesis(
+            "nan-swallowed",
+            "a row whose scores are NaN is 0, as if every key were hidden",
+            "let a row be empty because every key is masked, never because of its scores",
+            "not-finite",
+            Swallowed,
+        )
+    if case.not_finite and case.has_mask:
+        yield Hypothesis(
+            "nan-leaks",
+            "a NaN in a value that is hidden reaches the rows that may not see it: 0 * NaN is NaN",
+            "put 0 in the place of hidden values before they are weighed",
+            "not-finite",
+            Leaking,
+        )
+
+
 # ---- Caches ----------------------------------------------------------------------------------------------------------
 
 
@@ -704,7 +740,7 @@ def _caches(spec: AttentionSpec, case: Case) -> Iterator[Hypothesis]:
         )
 
 
-GROUPS = (_transposed, _swapped, _rope, _fused_qkv, _heads, _masks, _scores, _missing_biases, _caches)
+GROUPS = (_not_finite, _transposed, _swapped, _rope, _fused_qkv, _heads, _masks, _scores, _missing_biases, _caches)
 
 PRECISIONS = {
     "tf32": ("matrix products take their inputs as TF32, with 10 bits", "set the float32 matmul precision to highest"),

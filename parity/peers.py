@@ -409,21 +409,17 @@ def _keras_gqa() -> Subject:
 # ---- Our own ---------------------------------------------------------------------------------------------------------
 
 
-def _causal_too(package: Any, mask: Any, is_causal: bool, query: Any, key: Any) -> Any:
-    """The mask with the causal one, as our users combine them."""
-    if not is_causal:
-        return mask
-    causal = package.create_causal_mask(query.shape[-2], key.shape[-2])[None, None]
-    return causal if mask is None else causal | mask
+PROMISES = frozenset({"NaN hidden"})
 
 
-def _our_layer(framework: str) -> Subject:
+def _our_module(framework: str, kind: str) -> Callable[..., Any]:
+    """What makes a module of ours for a path: one to call, with random numbers of its own."""
     from parity.backends import load_backend
 
     backend = load_backend(framework)
     package = __import__(f"mha_{framework}")
 
-    def made(kind: str, path: Path, spec: AttentionSpec | None, weights: Weights | None) -> Any:
+    def made(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Any:
         spec, weights = _filled(path, spec, weights)
         keywords = spec.keywords | {"dropout": path.dropout}
         if framework == "torch":
@@ -436,52 +432,79 @@ def _our_layer(framework: str) -> Subject:
 
             module = getattr(package, kind)(**keywords, param_dtype=jnp.dtype(path.dtype), rngs=nnx.Rngs(0))
             module.train() if path.train else module.eval()
-        return backend.load_into(module, weights)
+        module = backend.load_into(module, weights)
+        return fresh_copies(module) if framework == "jax" else lambda: module
 
-    def make(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Call:
-        layer = made("MultiHeadAttention", path, spec, weights)
-        fresh = fresh_copies(layer) if framework == "jax" else lambda: layer
+    return made
 
-        def call(
-            query: Any,
-            key: Any,
-            value: Any,
-            *,
-            mask: Any = None,
-            is_causal: bool = False,
-            need_weights: bool = False,
-            padding: Any = None,
-        ) -> tuple[Any, Any]:
-            mask = _causal_too(package, mask, is_causal, query, key)
-            if padding is not None:
-                hidden = package.create_padding_mask(padding, key.shape[1])
-                mask = hidden if mask is None else hidden | mask
-            return fresh()(query, key, value, mask=mask, need_weights=need_weights)
 
-        return call
+def _named(padding: Any, **options: Any) -> dict[str, Any]:
+    """Options by the names of our parameters; what was not asked for is left out."""
+    return options if padding is None else {**options, "key_padding_lengths": padding}
 
+
+def _our_subject(framework: str, kind: str, make: Callable[..., Call], takes: set[str], **known: Any) -> Subject:
     return Subject(
-        f"mha_{framework}.MultiHeadAttention",
+        f"mha_{framework}.{kind}",
         framework,
-        "BTE",
-        make,
-        takes=CORE | {"need_weights", "dropout"} | ({"train"} if framework == "torch" else set()),
+        make=make,
+        takes=frozenset({"mask", "dropout"} | takes),
         padding="lengths",
-        has_settable_weights=True,
-        has_groups=True,
-        decode=_our_decode(framework, made),
         mask_true="hides",
-        causal="top-left",
+        promises=PROMISES,
+        **{"axes": "BTE", "has_settable_weights": True, "has_groups": True, "causal": "top-left"} | known,
     )
 
 
-def _our_decode(framework: str, made: Callable[..., Any]) -> Callable[[np.ndarray, int, bool], np.ndarray]:
+def _our_layer(framework: str) -> Subject:
+    made = _our_module(framework, "MultiHeadAttention")
+
+    def make(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Call:
+        fresh = made(path, spec, weights)
+
+        def call(query: Any, key: Any, value: Any, *, padding: Any = None, **options: Any) -> tuple[Any, Any]:
+            return fresh()(query, key, value, **_named(padding, **options))
+
+        return call
+
+    train = {"train"} if framework == "torch" else set()
+    return _our_subject(framework, "MultiHeadAttention", make, {"is_causal", "key", "value", "need_weights"} | train)
+
+
+def _our_self_attention(framework: str) -> Subject:
+    made = _our_module(framework, "MultiHeadSelfAttention")
+
+    def make(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Call:
+        fresh = made(path, spec, weights)
+
+        def call(x: Any, key: Any, value: Any, *, padding: Any = None, **options: Any) -> tuple[Any, Any]:
+            return fresh()(x, **_named(padding, **options)), None
+
+        return call
+
+    train = {"train"} if framework == "torch" else set()
+    return _our_subject(framework, "MultiHeadSelfAttention", make, {"is_causal"} | train)
+
+
+def _our_cached(framework: str) -> Subject:
+    """The layer with a cache: called once with all tokens, it is causal by itself; its padding is `new_lengths`."""
     from parity.backends import load_backend
 
     backend: Any = load_backend(framework)
+    made = _our_module(framework, "MultiHeadAttentionWithCache")
+
+    def make(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Call:
+        fresh = made(path, spec, weights)
+
+        def call(x: Any, key: Any, value: Any, *, padding: Any = None, **options: Any) -> tuple[Any, Any]:
+            module = fresh()
+            output, _ = module(x, module.init_cache(*x.shape[:2]), new_lengths=padding, **options)
+            return output, None
+
+        return call
 
     def decode(x: np.ndarray, capacity: int, is_causal: bool) -> np.ndarray:
-        module = made("MultiHeadAttentionWithCache", Path(), None, None)
+        module = made(Path())()
         held = module.init_cache(x.shape[0], capacity)
         outputs = []
         for t in range(x.shape[1]):
@@ -490,38 +513,28 @@ def _our_decode(framework: str, made: Callable[..., Any]) -> Callable[[np.ndarra
             outputs.append(backend.to_numpy(output))
         return np.concatenate(outputs, axis=1)
 
-    return decode
+    train = {"train"} if framework == "torch" else set()
+    return _our_subject(framework, "MultiHeadAttentionWithCache", make, train, decode=decode, causal=None)
 
 
 def _our_core(framework: str) -> Subject:
-    package = __import__(f"mha_{framework}")
     fused = __import__(f"mha_{framework}.fused", fromlist=["fused"])
 
     def make(path: Path) -> Call:
-        options: dict[str, Any] = {"dropout": path.dropout if path.train else 0.0}
+        given: dict[str, Any] = {"dropout": path.dropout if path.train else 0.0}
         if framework == "jax" and path.drops:
             import jax
 
-            options["dropout_rng"] = jax.random.key(0)
+            given["dropout_rng"] = jax.random.key(0)
 
-        def call(
-            query: Any, key: Any, value: Any, *, mask: Any = None, is_causal: bool = False, need_weights: bool = False
-        ) -> tuple[Any, Any]:
-            mask = _causal_too(package, mask, is_causal, query, key)
-            function = package.scaled_dot_product_attention if need_weights else fused.scaled_dot_product_attention
-            return function(query, key, value, mask=mask, need_weights=need_weights, **options)
+        def call(query: Any, key: Any, value: Any, *, padding: Any = None, **options: Any) -> tuple[Any, Any]:
+            return fused.scaled_dot_product_attention(query, key, value, **given, **_named(padding, **options))
 
         return call
 
-    return Subject(
-        f"mha_{framework}.fused",
-        framework,
-        "BNTH",
-        make,
-        takes=CORE | {"need_weights", "dropout"},
-        mask_true="hides",
-        causal="top-left",
-    )
+    takes = {"is_causal", "key", "value", "need_weights"}
+    of_heads = {"axes": "BNTH", "has_settable_weights": False, "has_groups": False}
+    return _our_subject(framework, "fused", make, takes, **of_heads)
 
 
 # ---- The list --------------------------------------------------------------------------------------------------------
@@ -536,8 +549,12 @@ PEERS: Mapping[str, tuple[str, Callable[[], Subject]]] = {
     "keras.layers.GroupQueryAttention": ("keras", _keras_gqa),
     "equinox.nn.MultiheadAttention": ("equinox", _equinox),
     "mha_torch.MultiHeadAttention": ("torch", lambda: _our_layer("torch")),
+    "mha_torch.MultiHeadSelfAttention": ("torch", lambda: _our_self_attention("torch")),
+    "mha_torch.MultiHeadAttentionWithCache": ("torch", lambda: _our_cached("torch")),
     "mha_torch.fused": ("torch", lambda: _our_core("torch")),
     "mha_jax.MultiHeadAttention": ("flax", lambda: _our_layer("jax")),
+    "mha_jax.MultiHeadSelfAttention": ("flax", lambda: _our_self_attention("jax")),
+    "mha_jax.MultiHeadAttentionWithCache": ("flax", lambda: _our_cached("jax")),
     "mha_jax.fused": ("flax", lambda: _our_core("jax")),
 }
 """What each peer needs to be installed, and how its subject is made."""

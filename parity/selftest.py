@@ -48,6 +48,7 @@ SELFTEST_CASES = [
         key_padding_lengths=(2, 7),
     ),
     Case("window", AttentionSpec(32, 4, qkv_bias=False), "a sliding window", seq_len=9, window_size=3),
+    Case("nan", AttentionSpec(32, 4), "a token that is NaN", seq_len=6, is_causal=True, not_finite="visible"),
     Case(
         "cached",
         AttentionSpec(32, 4, num_kv_heads=2, head_dim=8, rope_theta=10000.0),
@@ -198,6 +199,7 @@ class _Plan:
         self.spec = problem.spec
         self.case = problem.case
         self.backend = load_backend(backend)
+        self.sibling: Any = importlib.import_module(f"mha_{backend}")
         self.xp: Any = importlib.import_module({"jax": "jax.numpy", "torch": "torch"}[backend])
         self.weights: Weights = dict(problem.weights)
         self.functions: dict[str, Breaks] = {}
@@ -339,10 +341,10 @@ class _Plan:
 
     def mask_mistake(self, name: str) -> bool:
         later = {
-            "causal-off-by-one": ("create_causal_mask", lambda f: lambda t, s, **o: f(t + 1, s, **o)[1:]),
-            "causal-excludes-self": ("create_causal_mask", lambda f: lambda t, s, **o: self.one_early(f(t, s, **o))),
-            "causal-bottom-right": ("create_causal_mask", lambda f: lambda t, s, **o: f(s, s, **o)[s - t :]),
-            "causal-ignored": ("create_causal_mask", lambda f: lambda t, s, **o: f(t, s, **o) & False),
+            "causal-off-by-one": lambda f: lambda t, s: f(t + 1, s)[1:],
+            "causal-excludes-self": lambda f: lambda t, s: self.one_early(f(t, s)),
+            "causal-bottom-right": lambda f: lambda t, s: f(s, s)[s - t :],
+            "causal-ignored": lambda f: lambda t, s: f(t, s) & False,
         }
         cached = {
             "causal-top-left": lambda f: lambda lengths, t, s, **o: f(lengths * 0, t, s, **o),
@@ -357,10 +359,10 @@ class _Plan:
             "window-ignored": self.window(lambda distance, size: distance < 0),
         }
         padded = {
-            "padding-ignored": lambda f: lambda lengths, s, **o: f(lengths, s, **o) & False,
-            "padding-on-the-left": lambda f: lambda lengths, s, **o: self.flipped(f(lengths, s, **o)),
-            "padding-off-by-one": lambda f: lambda lengths, s, **o: self.shifted(f(lengths, s, **o), 1),
-            "padding-off-by-minus-one": lambda f: lambda lengths, s, **o: self.shifted(f(lengths, s, **o), -1),
+            "padding-ignored": lambda f: lambda lengths, s: f(lengths, s) & False,
+            "padding-on-the-left": lambda f: lambda lengths, s: self.flipped(f(lengths, s)),
+            "padding-off-by-one": lambda f: lambda lengths, s: self.shifted(f(lengths, s), 1),
+            "padding-off-by-minus-one": lambda f: lambda lengths, s: self.shifted(f(lengths, s), -1),
         }
         if name == "mask-flipped":
             self.functions["masked_softmax"] = lambda f: lambda s, m=None: f(s, None if m is None else ~m)
@@ -377,12 +379,25 @@ class _Plan:
         elif self.case.window_size is not None and name in windowed:
             self.functions["create_sliding_window_mask"] = windowed[name]
         elif name in later:
-            self.functions[later[name][0]] = later[name][1]
+            self.functions["create_attention_mask"] = lambda _: self.joined(causal=later[name])
         elif name in padded:
-            self.functions["create_padding_mask"] = padded[name]
+            self.functions["create_attention_mask"] = lambda _: self.joined(padding=padded[name])
         else:
             return False
         return True
+
+    def joined(self, causal: Breaks = lambda f: f, padding: Breaks = lambda f: f) -> Function:
+        """A mask for causality and padding, made of one for each of them."""
+
+        def broken(t: int, s: int, *, is_causal: bool = False, key_padding_lengths: Any = None) -> Any:
+            mask = (self.sibling.create_causal_mask(t, s) & False)[None, None]
+            if is_causal:
+                mask = mask | causal(self.sibling.create_causal_mask)(t, s)[None, None]
+            if key_padding_lengths is not None:
+                mask = mask | padding(self.sibling.create_padding_mask)(key_padding_lengths, s)
+            return mask
+
+        return broken
 
     def emptied(self, attn_weights: Any, mask: Any) -> Any:
         return attn_weights if mask is None else self.xp.where(mask, 0.0, attn_weights)
@@ -443,6 +458,14 @@ class _Plan:
         elif name.startswith("softmax-over-"):
             axis = {"queries": 2, "heads": 1, "batch": 0}[name.removeprefix("softmax-over-")]
             self.functions["masked_softmax"] = lambda f: lambda s, m=None: self.over(axis, f, s, m)
+        elif name == "nan-swallowed":
+            without_nan = lambda x: self.xp.where(x != x, self.xp.zeros_like(x), x)  # noqa: E731
+            self.functions["masked_softmax"] = lambda f: lambda s, m=None: without_nan(f(s, m))
+            self.functions["scaled_dot_product_attention"] = lambda f: (
+                lambda *a, **o: tuple(x if x is None else without_nan(x) for x in f(*a, **o))
+            )
+        elif name == "nan-leaks":
+            self.functions["scaled_dot_product_attention"] = lambda _: self.naive
         elif name == "out-proj-missing":
             self.functions["project_with"] = lambda f: (
                 lambda weights: lambda which, x: x if which == "out_proj" else f(weights)(which, x)
@@ -460,10 +483,15 @@ class _Plan:
             return False
         return True
 
+    def naive(self, query: Any, key: Any, value: Any, *, mask: Any, bias: Any = None, **_: Any) -> tuple[Any, Any]:
+        """Attention as its formula has it, from the stage functions: whoever asks for weights gets that."""
+        attn_weights = self.sibling.masked_softmax(self.sibling.attention_scores(query, key, bias), mask)
+        return self.sibling.attention_context(attn_weights, value), attn_weights
+
     def over(self, axis: int, softmax: Function, scores: Any, mask: Any) -> Any:
         """The softmax over another axis."""
         if mask is not None:
-            mask = (mask | (scores != scores)).swapaxes(axis, 3)  # of the scores' whole shape
+            mask = (mask | (scores != scores) & False).swapaxes(axis, 3)  # of the scores' whole shape
         return softmax(scores.swapaxes(axis, 3), mask).swapaxes(axis, 3)
 
     def moved(self, append: Function, cache: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -505,6 +533,8 @@ def _stages_of(hypothesis: str, case: Case) -> tuple[str, ...]:
         ("kv-heads-tiled", "scale-", "score-bias"): ("scores",),
         ("mask-", "softmax-over"): ("attn_weights",),
         ("causal-", "padding-", "window-"): ("mask",),
+        ("nan-swallowed",): ("attn_weights",),
+        ("nan-leaks",): ("module.output",),
         ("cache-keys-as-values",): ("cache.values",),
         ("cache-",): ("cache.keys",),
     }

@@ -74,6 +74,7 @@ class Subject:
         mask_true, causal, num_kv_heads: what it claims: a mask's True `hides` or `shows`; aligned `top-left` or
             `bottom-right`; that it takes fewer key/value than query heads.
         documented: by question, the warning in its documentation that covers what it does.
+        promises: questions whose `note` is a broken promise, since it promises more than everybody expects.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Subject:
     causal: str | None = None
     num_kv_heads: int | None = None
     documented: Mapping[str, str] = field(default_factory=dict)
+    promises: frozenset[str] = frozenset()
 
     @property
     def is_layer(self) -> bool:
@@ -113,7 +115,24 @@ class Subject:
 
 
 class Refused(Exception):
-    """The subject raised an error: it does not do what it was asked, and says so."""
+    """The subject raised an error that is meant: it does not do what it was asked, and says so."""
+
+
+class Failed(Exception):
+    """The subject raised an error that nobody means, such as a NameError, or returned what is no output of attention.
+
+    Attributes:
+        words: for the cell of the matrix.
+    """
+
+    def __init__(self, words: str, seen: str) -> None:
+        super().__init__(seen)
+        self.words = words
+
+
+REFUSALS = (ValueError, TypeError, NotImplementedError)
+LIBRARIES = ("torch", "jax", "jaxlib", "flax", "keras", "equinox", "jaxtyping")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -150,7 +169,8 @@ def run(
         options: the mask and the like, see `Call`.
 
     Raises:
-        Refused: if the subject raises an error.
+        Refused: if the subject raises an error that is meant, see `REFUSALS`, or one of its library's own.
+        Failed: if it raises another, or its output is no array of floating-point numbers, one row for each query.
     """
     dtype = dtype_named(path.dtype)
     given = {id(x): x.astype(dtype) for x in inputs}
@@ -171,12 +191,47 @@ def run(
             output, attn_weights, grads = _RUNNERS[subject.framework](
                 lambda: subject.make(path, **made), path, given, names, options, cotangent, seed
             )
+        _check_output(subject, output, given[names[0]].shape)
+    except Failed:
+        raise
     except Exception as error:  # whatever another library raises
+        kind = type(error).__name__
         reason = str(error).strip().split("\n")[0]
-        raise Refused(f"{type(error).__name__}: {reason}" if reason else type(error).__name__) from error
+        reason = f"{kind}: {reason}" if reason else kind
+        raise (Refused(reason) if _is_meant(error, subject.framework) else Failed(kind, reason)) from error
+    output = output.astype(np.float64)
     if subject.axes == "BTNH":
         output = output.swapaxes(1, 2)
     return Result(output, attn_weights, grads)
+
+
+def _is_meant(error: Exception, framework: str) -> bool:
+    """Whether an error says that the call is refused, and is no accident in the subject's own code."""
+    if isinstance(error, REFUSALS) or type(error).__module__.split(".")[0] in LIBRARIES:
+        return True
+    if type(error) is RuntimeError:
+        return framework == "torch"  # what its kernels raise
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    raised_in = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0]
+    return isinstance(error, (AssertionError, LookupError)) and raised_in in LIBRARIES
+
+
+def _check_output(subject: Subject, output: np.ndarray, query_shape: Sequence[int]) -> None:
+    if str(output.dtype) not in FLOATS:
+        raise Failed(f"gives {output.dtype}", f"the output is of dtype {output.dtype}, no floating-point numbers")
+    is_fit = (
+        output.ndim == 3 and output.shape[:2] == query_shape[:2] if subject.is_layer else output.shape == query_shape
+    )
+    if not is_fit:
+        wanted = f"({', '.join(map(str, query_shape[:2]))}, width)" if subject.is_layer else str(tuple(query_shape))
+        raise Failed("wrong shape", f"the output is of shape {output.shape}, not {wanted}")
+
+
+def _check_array(output: Any, kind: type | tuple[type, ...]) -> None:
+    if not isinstance(output, kind):
+        raise Failed("no array", f"the output is no array but {type(output).__name__}")
 
 
 def _run_torch(
@@ -199,11 +254,12 @@ def _run_torch(
         call = make()
         torch.manual_seed(seed)
         output, attn_weights = call(*(leaves[name] for name in names), **options)
+        _check_array(output, torch.Tensor)
         grads = ()
         if cotangent is not None:
             grads = torch.autograd.grad(output, list(leaves.values()), from_numpy(cotangent))
     return (
-        to_numpy(output).astype(np.float64),
+        to_numpy(output),
         None if attn_weights is None else to_numpy(attn_weights).astype(np.float64),
         tuple(to_numpy(grad).astype(np.float64) for grad in grads),
     )
@@ -223,7 +279,9 @@ def _run_jax(
 
     def apply(*arrays: Any) -> Any:
         by_name = dict(zip(given, arrays, strict=True))
-        return call(*(by_name[name] for name in names), **options)
+        output, attn_weights = call(*(by_name[name] for name in names), **options)
+        _check_array(output, (jax.Array, np.ndarray))
+        return output, attn_weights
 
     with (
         jax.numpy_dtype_promotion("standard"),  # as a user has them
@@ -241,7 +299,7 @@ def _run_jax(
         else:
             output, attn_weights = apply(*arrays)
     return (
-        np.asarray(output).astype(np.float64),
+        np.asarray(output),
         None if attn_weights is None else np.asarray(attn_weights).astype(np.float64),
         tuple(np.asarray(grad).astype(np.float64) for grad in grads),
     )
@@ -273,12 +331,19 @@ ROLES = {
     "is_causal": ("is_causal", "causal", "use_causal_mask"),
     "need_weights": ("need_weights", "return_weights", "return_attention_scores", "output_attentions"),
     "padding": ("key_padding_mask",),
+    "lengths": ("key_padding_lengths", "key_value_seq_lengths"),
     "training": ("training", "train"),
     "deterministic": ("deterministic",),
     "dropout": ("dropout_p", "dropout_rate", "dropout"),
     "rng": ("dropout_rng", "rng"),
 }
 """The names that a parameter may have, by what it is for."""
+
+NO_MASKS = (
+    *("scale", "softmax_scale", "bias", "attn_bias", "positions", "position_ids", "position_embeddings"),
+    *("enable_gqa", "average_attn_weights", "inference", "rngs", "decode", "cache", "new_lengths"),
+)
+"""Parameters that are asked nothing, and are no mask either."""
 
 WIDTHS = ("d_model", "embed_dim", "in_features", "query_size", "hidden_size", "dim")
 HEADS = ("num_heads", "n_heads", "nhead", "heads", "num_attention_heads")
@@ -333,7 +398,7 @@ def subject_of(
         axes: of its inputs, one of `AXES`.
         d_model: width of a layer's inputs.
         num_heads: its query heads, for a mask (B * N, T, S).
-        mask_name, causal_name: names of its parameters.
+        mask_name, causal_name: names of its parameters; `""` says that it has none.
         mask_true, causal, num_kv_heads: what it claims, see `Subject`.
 
     Raises:
@@ -359,14 +424,17 @@ def subject_of(
         raise ValueError(f"framework must be declared as torch or jax where it cannot be seen, got {name}")
     parameters = _parameters(target)
     declared = {"mask": mask_name, "is_causal": causal_name}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in (parameters or {}).values())
     for role, wanted in declared.items():
-        if wanted is not None and parameters is not None and wanted not in parameters:
+        if wanted and parameters is not None and wanted not in parameters and not takes_any:
             raise ValueError(f"{role} must be a parameter of {name}, got {wanted!r}; there are {', '.join(parameters)}")
-    roles: dict[str, str] = {
-        role: found
-        for role, names in ROLES.items()
-        if (found := declared.get(role) or next((known for known in names if known in (parameters or ())), None))
-    }
+    roles: dict[str, str] = {}
+    for role, names in ROLES.items():
+        found = next((known for known in names if known in (parameters or ())), "")
+        if found := found if declared.get(role) is None else declared[role]:
+            roles[role] = found
+    if mask_name is None and "mask" not in roles:
+        _check_for_a_mask(name, parameters, roles)
     if library is not None:
         num_heads = num_heads or _size(target, HEADS)
         roles.pop("dropout", None)  # the module's own
@@ -381,7 +449,7 @@ def subject_of(
         axes or "BTE",
         call.on_path,
         takes=frozenset(takes),
-        padding="mask" if "padding" in roles else None,
+        padding="mask" if "padding" in roles else "lengths" if "lengths" in roles else None,
         width=d_model or NUM_HEADS * HEAD_DIM,
         num_heads=num_heads,
         mask_true=mask_true,
@@ -391,6 +459,24 @@ def subject_of(
     if axes is None and library is None:
         return _with_axes(subject)
     return subject if d_model or not subject.is_layer else _with_width(subject, _widths(target, library))
+
+
+def _check_for_a_mask(name: str, parameters: Mapping[str, inspect.Parameter] | None, roles: Mapping[str, str]) -> None:
+    """Refuse to examine without a mask what may take one by a name that is not known."""
+    if parameters is None:
+        unknown = ["parameters that cannot be seen"]
+    else:
+        unknown = [  # what is required and not given fails by itself
+            str(parameter)
+            for parameter in parameters.values()
+            if parameter.name not in {*roles.values(), *NO_MASKS}
+            and (parameter.default is not parameter.empty or parameter.kind is parameter.VAR_KEYWORD)
+        ]
+    if unknown:
+        raise ValueError(
+            f"mask_name must tell which parameter of {name} is the mask, or '' for none (--mask-name), "
+            f"got {', '.join(unknown)}"
+        )
 
 
 def _made(target: Any, name: str) -> Any:
@@ -487,8 +573,8 @@ def _with_width(subject: Subject, widths: Sequence[int]) -> Subject:
         x = np.random.default_rng(0).standard_normal((BATCH, NUM_HEADS, width))
         try:
             run(found, Path(), (x, x, x))
-        except Refused as refused:
-            reasons.append(str(refused))
+        except (Refused, Failed) as error:
+            reasons.append(str(error))
             continue
         return found
     raise ValueError(
@@ -524,6 +610,8 @@ class _Adapter:
         fixed = {self.roles[role]: value for role, value in modes.items() if role in self.roles}
 
         def call(query: Any, key: Any, value: Any, *, mask: Any = None, **options: Any) -> tuple[Any, Any]:
+            if "padding" in options and "padding" not in self.roles:
+                options["lengths"] = options.pop("padding")
             named = fixed | {self.roles[role]: option for role, option in options.items()}
             if mask is None:
                 return self._parsed(self._call(function, query, key, value, named))
@@ -623,13 +711,13 @@ def _with_axes(subject: Subject) -> Subject:
         before = run(as_given, Path(), (query, key, value)).output
         value[0, 1, 2] += 10.0
         after = run(as_given, Path(), (query, key, value)).output
-    except Refused as refused:
+    except (Refused, Failed) as error:
         try:
             run(subject, Path(), (x, x, x))
-        except Refused:
+        except (Refused, Failed):
             raise ValueError(
-                f"{subject.name} must take split heads (2, 4, 4, 8) or (B, T, E) = {x.shape}, got {refused}"
-            ) from refused
+                f"{subject.name} must take split heads (2, 4, 4, 8) or (B, T, E) = {x.shape}, got {error}"
+            ) from error
         return subject
     changed = np.abs(after - before).max(axis=-1)[0] > 1e-6
     if changed[1].sum() > 1 and not np.delete(changed, 1, axis=0).any():

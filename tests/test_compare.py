@@ -92,6 +92,69 @@ def test_numbers_in_place_of_a_mask_fail(expected):
     assert "dtype" in comparison.reason
 
 
+def with_nan(x):
+    x = x.copy()
+    x[0, 1] = np.nan
+    return x
+
+
+def test_nan_where_the_reference_is_nan_passes(expected, rng):
+    comparison = compare(with_nan(noisy(expected, rng)), with_nan(expected), with_nan(noisy(expected, rng)), **ABOUT)
+    assert comparison.passed
+    assert 0.0 < comparison.ratio < 1.0
+    assert (comparison.reason, comparison.mismatched) == ("", 0)
+
+
+@pytest.mark.parametrize("given", [0.0, 1.0, np.inf])
+def test_a_nan_that_is_swallowed_fails_and_is_named(expected, given):
+    actual = with_nan(expected)
+    actual[0, 1, 2, 3] = given
+    comparison = compare(actual, with_nan(expected), with_nan(expected), **ABOUT)
+    assert not comparison.passed
+    assert comparison.reason == "1 elements are not NaN where the reference is"
+    assert comparison.worst_index == {"B": 0, "N": 1, "T": 2, "H": 3}
+
+
+def test_a_nan_that_spreads_fails_and_is_named(expected):
+    actual = with_nan(expected)
+    actual[1, 0, 2, 3] = np.nan
+    comparison = compare(actual, with_nan(expected), with_nan(expected), **ABOUT)
+    assert not comparison.passed
+    assert comparison.reason == "1 elements are NaN or infinite where the reference is finite"
+    assert comparison.worst_index == {"B": 1, "N": 0, "T": 2, "H": 3}
+
+
+def test_an_error_beside_a_nan_is_seen(expected):
+    """NaN neither hides it nor lends it its share of the mean."""
+    expected = with_nan(expected)
+    exact = compare((expected * (1 + 1e-6)).astype(np.float32), expected, expected.astype(np.float32), **ABOUT)
+    assert not exact.passed
+    assert exact.norm == "rms"
+
+
+def test_the_budget_beside_a_nan_is_that_of_what_is_finite(expected, rng):
+    same = noisy(expected, rng)
+    alone = budget(expected[:, :1], same[:, :1], "float32")
+    nan = np.full_like(expected[:, :1], np.nan)
+    both = [np.concatenate([x[:, :1], nan], axis=1) for x in (expected, same)]
+    assert budget(*both, "float32") == alone
+
+
+def test_a_masked_key_may_weigh_0_or_nan_in_a_row_that_is_nan():
+    expected, stage = np.full((1, 1, 1, 4), np.nan), {**ABOUT, "stage": "attn_weights"}
+    actual = np.array([[[[np.nan, np.nan, 0.0, 0.0]]]])
+    assert compare(actual, expected, expected, **stage).passed
+    assert not compare(np.zeros_like(actual), expected, expected, **stage).passed
+    assert not compare(np.where(np.isnan(actual), actual, 0.5), expected, expected, **stage).passed
+    assert not compare(actual, expected, expected, **ABOUT).passed  # of weights alone
+
+
+def test_json_of_a_swallowed_nan_has_no_nan(expected):
+    comparison = compare(expected, with_nan(expected), with_nan(expected), **ABOUT)
+    content = json.loads(json.dumps(comparison.to_dict(), allow_nan=False))
+    assert content["worst_values"][1] is None
+
+
 def test_one_flipped_mask_element_fails(expected):
     mask = expected > 0
     flipped = mask.copy()
@@ -225,14 +288,14 @@ MUTATIONS = {
     "no scale": ("attention_scores", lambda f, _: lambda q, *a: f(q, *a) * q.shape[-1] ** 0.5, "full", "scores"),
     "no bias": ("attention_scores", lambda f, _: lambda q, k, bias=None: f(q, k), "bias", "scores"),
     "causal one late": (
-        "create_causal_mask",
-        lambda f, _: lambda t, s, **options: f(t + 1, s, **options)[1:],
+        "create_attention_mask",
+        lambda f, _: lambda t, s, **options: f(t + 1, s, **options)[:, :, 1:],
         "causal",
         "mask",
     ),
     "causal aligned to the end": (
-        "create_causal_mask",
-        lambda f, _: lambda t, s, **options: f(s, s, **options)[s - t :],
+        "create_attention_mask",
+        lambda f, _: lambda t, s, **options: f(s, s, **options)[:, :, s - t :],
         "causal-cross",
         "mask",
     ),
@@ -243,8 +306,12 @@ MUTATIONS = {
         "mask",
     ),
     "padding one shorter": (
-        "create_padding_mask",
-        lambda f, _: lambda lengths, s, **options: f([min(n + 1, s) for n in lengths], s, **options),
+        "create_attention_mask",
+        lambda f, _: (
+            lambda t, s, **options: f(
+                t, s, **{**options, "key_padding_lengths": [min(n + 1, s) for n in options["key_padding_lengths"]]}
+            )
+        ),
         "padding",
         "mask",
     ),
@@ -252,7 +319,7 @@ MUTATIONS = {
     "mask ignored": ("masked_softmax", lambda f, _: lambda s, m: f(s), "causal", "attn_weights"),
     "softmax over queries": (
         "masked_softmax",
-        lambda f, _: lambda s, m: f(s.swapaxes(2, 3)).swapaxes(2, 3),
+        lambda f, _: lambda s, m=None: f(s.swapaxes(2, 3)).swapaxes(2, 3),
         "full",
         "attn_weights",
     ),

@@ -1,6 +1,7 @@
 """What `conformance` says of an attention: known facts of the peers, nothing of ours, every fault put in on purpose."""
 
 import functools
+import importlib
 import json
 import tempfile
 from dataclasses import replace
@@ -14,10 +15,12 @@ import pytest
 import torch
 from flax import nnx
 
+import mha_torch
 from parity import peers
 from parity.cli import main
 from parity.conformance import QUESTIONS, Path, by_rule, examine
 from parity.peers import PEERS, peer
+from parity.subjects import run
 
 with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory() as _home:
     _environment.setenv("KERAS_BACKEND", "torch")
@@ -85,6 +88,27 @@ FACTS = [
         "equals one pass; with is_causal sees only key 0; overflow silent",
     ),
     ("flax.linen.MultiHeadDotProductAttention", "cache", "equals one pass; overflow silent"),
+    # torch's kernel for a CPU gives zeros for a query of NaN, with few tokens and without a mask
+    (
+        "torch.nn.MultiheadAttention",
+        "NaN seen",
+        "swallowed (no mask) without weights, seen else; seen of 600 tokens",
+    ),
+    ("F.scaled_dot_product_attention", "NaN seen", "swallowed (no mask, flag); seen of 600 tokens"),
+    ("jax.nn.dot_product_attention", "NaN seen", "seen"),
+    ("flax.nnx.MultiHeadAttention", "NaN seen", "seen"),
+    ("flax.linen.MultiHeadDotProductAttention", "NaN seen", "seen"),
+    (
+        "keras.layers.MultiHeadAttention",
+        "NaN seen",
+        "seen with weights or with dropout, swallowed (no mask, flag) else; seen of 600 tokens",
+    ),
+    ("equinox.nn.MultiheadAttention", "NaN seen", "seen"),
+    ("torch.nn.MultiheadAttention", "NaN hidden", "leaks"),
+    ("F.scaled_dot_product_attention", "NaN hidden", "leaks"),
+    ("jax.nn.dot_product_attention", "NaN hidden", "leaks"),
+    ("flax.linen.MultiHeadDotProductAttention", "NaN hidden", "leaks"),
+    ("torch.nn.MultiheadAttention", "attends", "to all tokens"),
 ]
 
 
@@ -101,6 +125,7 @@ BROKEN = [
     ("keras.layers.MultiHeadAttention", "empty row"),
     ("flax.nnx.MultiHeadAttention", "cache"),
     ("flax.nnx.MultiHeadAttention", "float16 overflow"),
+    ("F.scaled_dot_product_attention", "NaN seen"),
 ]
 
 
@@ -152,14 +177,39 @@ def test_ours_is_clean_in_every_column(name):
     found = examine(peer(name))
     assert [(answer.question, answer.status, answer.words) for answer in found.broken] == []
     assert {answer.status for answer in found.answers} <= {"ok", "absent"}
-    assert found["empty row"].words == "zeros"
-    assert found["mask"].words == "True hides; floats refused"
-    assert found["causal"].words == "top-left"
-    assert found["grouped heads"].words == "repeat"
-    assert found["float16 overflow"].words == "finite"
-    if name.endswith("MultiHeadAttention"):
-        assert found["cache"].words == "equals one pass; overflow refused"
-        assert found["padding"].words == "by lengths"
+    is_cached = name.endswith("WithCache")
+    words = {answer.question: answer.words for answer in found.answers}
+    assert words["attends"] == ("causally" if is_cached else "to all tokens")
+    assert words["mask"] == "True hides; floats refused"
+    assert words["causal"] == ("—" if is_cached else "T = S only" if "Self" in name else "top-left")
+    assert words["causal and mask"] == "both"
+    assert words["padding"] == "by lengths"
+    assert words["NaN seen"] == "seen"
+    assert words["NaN hidden"] == "hidden"
+    assert words["empty row"] == "zeros"
+    assert words["weights"] == {"MultiHeadAttention": "per head", "fused": "refused"}.get(name.split(".")[1], "—")
+    assert words["grouped heads"] == "repeat"
+    assert words["float16 overflow"] == "finite"
+    assert words["cache"] == ("equals one pass; overflow refused" if is_cached else "—")
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name.endswith("Attention")])
+def test_ours_is_asked_by_its_own_parameters(name, monkeypatch):
+    package, kind = name.split(".")
+    subject = peer(name)
+    layer = getattr(importlib.import_module(package), kind)
+    method = "forward" if package == "mha_torch" else "__call__"
+    called, given = getattr(layer, method), []
+
+    def spy(self, *inputs, **options):
+        given.append({option: value for option, value in options.items() if value is not None})
+        return called(self, *inputs, **options)
+
+    monkeypatch.setattr(layer, method, spy)
+    x = np.ones((2, 5, 32))
+    run(subject, Path(), (x, x, x), is_causal=True)
+    run(subject, Path(), (x, x, x), padding=np.array([5, 3], np.int32))
+    assert [list(options) for options in given] == [["is_causal"], ["key_padding_lengths"]]
 
 
 # ---- Controls: attention with one fault each -------------------------------------------------------------------------
@@ -192,6 +242,9 @@ def toy(framework, fault=""):
             value = torch.as_strided(value, value.shape, torch.empty(value.shape).stride())
         heads = np.arange(n) % key.shape[1] if fault == "tiled" else np.arange(n) // (n // key.shape[1])
         q, k, v = query, key[:, heads], value[:, heads]
+        bad = ~xp.isfinite(k + v).all(-1)[:, :, None]  # (B, N, 1, S)
+        if fault == "careful":
+            k, v = (xp.where(bad[:, :, 0, :, None], 0.0, x) for x in (k, v))
         if fault != "narrow":
             q, k, v = (cast(x, array(np.zeros(1, np.float32))) for x in (q, k, v))
         scores = xp.einsum("bnth,bnsh->bnts", q, k)
@@ -223,6 +276,10 @@ def toy(framework, fault=""):
             )
             used = xp.where(drawn < dropout_rate, 0.0, used / (1.0 - dropout_rate))
         context = xp.einsum("bnts,bnsh->bnth", used, v)
+        if fault == "careful":
+            context = xp.where((bad & ~hidden).any(-1)[..., None], xp.nan, context)
+        if fault == "swallowed" or (fault == "swallowed when long" and s > 512):
+            context = xp.nan_to_num(context)
         if fault == "batch":
             context = context + 0.01 * xp.flip(context, (0,))
         if fault == "other weights":
@@ -249,6 +306,9 @@ CONTROLS = [
     ("padding", "padding", "leaks"),
     ("padding of all", "padding", "leaks"),
     ("narrow", "float16 overflow", "NaN"),
+    ("gradient", "NaN seen", "swallowed"),
+    ("swallowed", "NaN seen", "swallowed"),
+    ("swallowed when long", "NaN seen", "seen; swallowed of 600 tokens"),
 ]
 
 
@@ -281,11 +341,26 @@ def test_without_a_fault_nothing_is_found(framework):
     assert words["padding"] == "True hides"
     assert words["dropout"] == "train only"
     assert words["grouped heads"] == "repeat"
+    assert words["attends"] == "to all tokens"
+    assert words["NaN seen"] == "seen"
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_what_is_hidden_with_care_is_hidden(framework):
+    found = examine_toy(framework, "careful", ["NaN seen", "NaN hidden"])
+    assert [answer.words for answer in found.answers] == ["seen", "hidden"]
+
+
+def test_a_convention_is_broken_where_it_is_promised():
+    ours = replace(peer("F.scaled_dot_product_attention"), promises=frozenset({"NaN hidden"}))
+    answer = examine(ours, ["NaN hidden"], ["float32"])["NaN hidden"]
+    assert (answer.status, answer.words) == ("broken", "leaks")
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize(
-    ("fault", "question", "words"), [("tiled", "grouped heads", "tile"), ("mean", "empty row", "mean(V)")]
+    ("fault", "question", "words"),
+    [("tiled", "grouped heads", "tile"), ("mean", "empty row", "mean(V)"), ("", "NaN hidden", "leaks")],
 )
 def test_another_convention_is_a_note(framework, fault, question, words):
     answer = examine_toy(framework, fault, [question])[question]
@@ -302,7 +377,7 @@ def shifted(decode, x, capacity, is_causal):
 
 
 def test_a_cache_that_is_off_by_one_is_found():
-    ours = peer("mha_torch.MultiHeadAttention")
+    ours = peer("mha_torch.MultiHeadAttentionWithCache")
     subject = replace(ours, decode=functools.partial(shifted, ours.decode))
     answer = examine(subject, ["cache"])["cache"]
     assert answer.is_broken
@@ -412,6 +487,145 @@ def test_functions_without_heads_and_callable_objects_are_taken(target, scale):
     assert [answer.words for answer in found.answers] == ["apart", scale]
 
 
+def identity(x):
+    return x
+
+
+def only_values(query, key, value):
+    return value
+
+
+def mean_of_values(query, key, value):
+    return value.mean(-2, keepdim=True).expand(value.shape)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [(identity, "to no other token"), (only_values, "to no other token"), (mean_of_values, "query ignored")],
+)
+def test_what_is_no_attention_is_a_broken_promise(target, words):
+    declared = {} if target is identity else {"axes": "BNTH"}
+    (answer,) = examine(target, framework="torch", dtypes=["float32"], **declared).broken[:1]
+    assert (answer.question, answer.words) == ("attends", words)
+
+
+def transposed(query, key, value):
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value).mT
+
+
+def rounded(query, key, value):
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value).int()
+
+
+def nothing(query, key, value):
+    torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+def misspelt(query, key, value):
+    return scaled_dot_product_atention(query, key, value)  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (transposed, r"got the output is of shape \(2, 4, 8, 5\), not \(2, 4, 5, 8\)"),
+        (rounded, "got the output is of dtype int32, no floating-point numbers"),
+        (nothing, "got the output is no array but NoneType"),
+        (misspelt, "got NameError: name 'scaled_dot_product_atention' is not defined"),
+    ],
+)
+def test_what_gives_no_output_of_attention_is_refused(target, message):
+    with pytest.raises(ValueError, match=message):
+        examine(target, framework="torch", axes="BNTH")
+
+
+def test_an_accident_on_one_path_is_a_broken_promise_with_its_name():
+    def attention(query, key, value, mask=None):
+        if mask is not None:
+            mask = masks.invert(mask)  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    found = examine(attention, ["mask", "masked key"], ["float32"], framework="torch")
+    assert [(answer.status, answer.words) for answer in found.answers] == [("broken", "NameError")] * 2
+    assert "NameError: name 'masks' is not defined" in found["mask"].example
+
+
+@pytest.mark.parametrize(
+    ("error", "is_refusal"),
+    [
+        (ValueError("no"), True),
+        (NotImplementedError("no"), True),
+        (RuntimeError("no"), True),
+        (RecursionError("no"), False),
+        (ZeroDivisionError("no"), False),
+        (AssertionError("no"), False),
+    ],
+)
+def test_only_errors_that_are_meant_are_refusals(error, is_refusal):
+    def attention(query, key, value, mask=None):
+        if mask is not None:
+            raise error
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+    answer = examine(attention, ["masked key"], ["float32"], framework="torch")["masked key"]
+    expected = ("absent", "refused") if is_refusal else ("broken", type(error).__name__)
+    assert (answer.status, answer.words) == expected
+    assert (f"{type(error).__name__}: no" in answer.refusal) == is_refusal
+
+
+def test_a_mask_of_an_unknown_name_must_be_declared():
+    def attention(query, key, value, may_look=None, scale=None):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=may_look, scale=scale)
+
+    with pytest.raises(ValueError, match=r"mask_name must tell .* \(--mask-name\), got may_look=None"):
+        examine(attention, ["mask"], framework="torch")
+    found = examine(attention, ["mask"], framework="torch", mask_name="may_look")
+    assert found["mask"].words == "True shows; floats added"
+    assert examine(attention, ["mask"], framework="torch", mask_name="")["mask"].words == "—"
+
+
+def test_a_mask_among_further_keywords_must_be_declared():
+    def attention(query, key, value, **options):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
+
+    with pytest.raises(ValueError, match=r"got \*\*options"):
+        examine(attention, ["mask"], framework="torch")
+    assert examine(attention, ["mask"], framework="torch", mask_name="attn_mask")["mask"].words.startswith("True shows")
+
+
+def test_lengths_of_padding_are_found_by_their_name():
+    attention = functools.partial(mha_torch.scaled_dot_product_attention)
+    found = examine(attention, ["padding"], ["float32"], framework="torch", axes="BNTH")
+    assert found["padding"].words == "by lengths"
+
+
+def test_weights_that_are_always_refused_are_said_once():
+    def attention(query, key, value, need_weights=False):
+        if need_weights:
+            raise ValueError("no weights here")
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+    found = examine(attention, ["weights", "other sequence"], ["float32"], framework="torch")
+    assert [answer.words for answer in found.answers] == ["refused", "apart"]
+    assert found["weights"].refusal == "float32, eval, no grad, with weights: ValueError: no weights here"
+
+
+def test_attention_that_is_causal_by_itself_is_not_said_to_swallow():
+    def attention(query, key, value):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    found = examine(attention, ["attends", "future token", "NaN seen", "scale"], ["bfloat16"], framework="torch")
+    assert [answer.words for answer in found.answers][:2] == ["causally", "hidden"]
+    assert found["scale"].words == "1/sqrt(H)"
+    assert "nan in query 1" in found["NaN seen"].example  # which torch's kernel for a CPU swallows, and nothing else
+
+
+def test_an_unknown_question_is_a_key_error_that_lists_the_others():
+    found = examine(plain_attention, ["other sequence", "scale"], ["float32"], framework="torch")
+    with pytest.raises(KeyError, match="'nope', of plain_attention asked: other sequence, scale"):
+        found["nope"]
+
+
 def test_what_takes_no_plain_call_is_refused_with_its_own_error():
     def attention(query, key, value):
         raise RuntimeError("not today")
@@ -477,7 +691,7 @@ def test_a_users_function_is_examined_and_exits_1(own, capsys):
     assert "! NaN" in out
     assert "own_attention:attention, empty row: NaN" in out
     assert "again   mha-parity conformance own_attention:attention --questions 'empty row'" in out
-    assert "1 subject examined: 2 broken promises" in out
+    assert "1 subject examined, 12 of 20 questions answered: 2 broken promises" in out
     content = json.loads((own / "c.json").read_text())
     (subject,) = content["subjects"]
     assert content["format"] == 1
@@ -513,7 +727,8 @@ def test_clean_answers_exit_0_and_a_false_declaration_1(capsys):
         (["own_attention:attention", "--mask-name", "masque"], "mask must be a parameter of"),
         (["own_attention:attention", "--axes", "BTE", "--d-model", "0"], "d_model must be at least 1"),
         (["own_attention:attention", "--questions", "colour"], "a question must be one of"),
-        (["own_attention:attention", "--dtypes", "int8"], "a dtype must be one of"),
+        (["own_attention:attention", "--questions", "masked keys"], "did you mean 'masked key'?"),
+        (["own_attention:attention", "--dtypes", "int8"], "--dtypes must be of float32, bfloat16, float16, got int8"),
         (["own_attention:attention", "--only", "keras*"], "--only must stand with --peers"),
         (["--peers", "--only", "tensorflow*"], "--only must match a peer"),
         (["--peers", "--mask-true", "hides"], "--peers must stand without --mask-true"),
@@ -537,7 +752,32 @@ def test_peers_are_printed_side_by_side_within_100_columns(capsys):
     assert "torch.nn.MultiheadAttention, empty row: NaN with weights" in out
 
 
-def test_a_peer_that_is_not_installed_is_a_line_of_its_own(capsys, monkeypatch):
-    monkeypatch.setitem(peers.PEERS, "absent.Attention", ("absent_package", lambda: None))
-    assert main(["conformance", "--peers", "--only", "absent*"]) == 0
-    assert "absent.Attention: absent_package is not installed" in capsys.readouterr().out
+@pytest.fixture
+def absent_peer(monkeypatch):
+    monkeypatch.setitem(peers.PEERS, "F.absent", ("absent_package", lambda: None))
+
+
+@pytest.mark.usefixtures("absent_peer")
+def test_a_peer_that_is_not_installed_is_a_line_of_its_own(capsys):
+    assert main(["conformance", "--peers", "--only", "F.*", "--questions", "other sequence"]) == 0
+    assert "F.absent: absent_package is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("absent_peer")
+def test_peers_none_of_which_is_installed_are_bad_usage(capsys):
+    assert main(["conformance", "--peers", "--only", "F.absent"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.endswith("at least one peer must be installed, got absent_package is not installed\n")
+    assert captured.out == ""
+
+
+@pytest.mark.usefixtures("own")
+def test_nothing_that_could_be_asked_exits_2(capsys):
+    assert main(["conformance", "own_attention:attention", "--questions", "cache,causal"]) == 2
+    assert "1 subject examined, 0 of 2 questions answered: nothing to ask" in capsys.readouterr().out
+
+
+def test_the_first_reason_of_a_refusal_is_printed(capsys):
+    assert main(["conformance", "--peers", "--only", "mha_torch.fused", "--questions", "weights"]) == 0
+    out = capsys.readouterr().out
+    assert "mha_torch.fused, weights: refused (float32, eval, no grad, with weights: ValueError: need_weights" in out
