@@ -103,7 +103,7 @@ def conversion(layout: str, told: str | None = None) -> Callable[[Path, Path], N
     def convert(source: Path, target: Path) -> None:
         from parity.convert import convert_file
 
-        convert_file(source, target, source=told, target=layout, prefix=PREFIX, **(HEADS if told else {}))
+        convert_file(source, target, source=told, target=layout, prefix=PREFIX, force=True, **(HEADS if told else {}))
 
     return convert
 

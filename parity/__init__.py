@@ -6,8 +6,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parity.arrays import to_jax, to_numpy, to_torch
     from parity.assertion import assert_parity
-    from parity.backends import load_into, weights_of
+    from parity.backends import load_into, spec_of, weights_of
+    from parity.caches import load_cache, save_cache
     from parity.compare import Comparison, first_difference
     from parity.conformance import Conformance, examine
     from parity.convert import convert, convert_file, load, save
@@ -48,6 +50,7 @@ __all__ = [
     "examine",
     "first_difference",
     "load",
+    "load_cache",
     "load_into",
     "load_tensors",
     "load_weights",
@@ -57,8 +60,13 @@ __all__ = [
     "random_weights",
     "run_cases",
     "save",
+    "save_cache",
     "save_tensors",
     "save_weights",
+    "spec_of",
+    "to_jax",
+    "to_numpy",
+    "to_torch",
     "verify",
     "weight_shapes",
     "weights_of",
@@ -67,8 +75,10 @@ __all__ = [
 # The names are imported when they are first asked for: `mha-parity --help`, and every pytest run where this package is
 # installed, import `parity` and need nothing of it.
 _MODULES = {
+    "arrays": ["to_jax", "to_numpy", "to_torch"],
     "assertion": ["assert_parity"],
-    "backends": ["load_into", "weights_of"],
+    "backends": ["load_into", "spec_of", "weights_of"],
+    "caches": ["load_cache", "save_cache"],
     "compare": ["Comparison", "first_difference"],
     "conformance": ["Conformance", "examine"],
     "convert": ["convert", "convert_file", "load", "save"],

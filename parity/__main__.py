@@ -1,7 +1,17 @@
-"""`python -m parity`: the command line."""
+"""`python -m parity`, and `mha-parity`: the command line."""
 
+import signal
 import sys
 
-from parity.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command line. Until it is imported, an interrupt ends the process at once and without a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from parity.cli import main
+
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

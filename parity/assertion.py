@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from parity.arrays import to_numpy
 from parity.compare import NOTHING, Comparison, budget, compare, factor, failure, first_difference, measure
 from parity.compare import unit_of_rounding as unit
 from parity.problem import Problem
@@ -96,6 +97,8 @@ def compare_arrays(
         raise TypeError("problem must stand without same_precision and dtype: it gives both")
     if problem is not None and not isinstance(problem, Problem):
         raise TypeError(f"problem must be a Problem, see parity.make_problem, got {type(problem).__name__}")
+    if actual is None:
+        raise TypeError("actual must be an array or a mapping of arrays by stage, got None: is there a return missing?")
     given = {"actual": actual, "expected": expected, "same_precision": same_precision}
     given = {role: value for role, value in given.items() if value is not None}
     if len({isinstance(value, Mapping) for value in given.values()}) > 1:
@@ -140,7 +143,7 @@ def explanation(actual: Any, problem: Problem | None, stage: str = "output") -> 
 
 def _compare_with_reference(actual: Stages, problem: Problem, name: str) -> list[Comparison]:
     about: dict[str, Any] = {"case": name, "backend": "actual", "dtype": problem.dtype}
-    with_gradients = any("grad." in stage for stage in actual) and not problem.case.is_cached
+    with_gradients = any("grad." in stage for stage in actual) and problem.case.has_gradients
     reference = Reference(problem, with_gradients)
     expected, same_precision = reference.accumulated, reference.same_precision(local=False)
     comparisons = []
@@ -248,13 +251,10 @@ def stages_of(role: str, value: Any, stage: str) -> dict[str, np.ndarray]:
 
 
 def _array(what: str, value: Any) -> np.ndarray:
-    if hasattr(value, "detach") and any(kind.__module__.partition(".")[0] == "torch" for kind in type(value).__mro__):
-        from parity.backends.torch import to_numpy  # NumPy knows neither its bfloat16 nor its devices
-
+    try:
         return to_numpy(value)
-    if not hasattr(value, "__array__"):
-        raise TypeError(f"{what} must be an array of NumPy, torch or JAX, got {type(value).__name__}")
-    return np.asarray(value)
+    except TypeError:
+        raise TypeError(f"{what} must be an array of NumPy, torch or JAX, got {type(value).__name__}") from None
 
 
 def _in_order(stages: Iterable[str]) -> list[str]:

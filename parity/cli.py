@@ -1,23 +1,47 @@
-"""The command line, `mha-parity`: exit status 0 all well, 1 a mismatch, 2 bad usage or something missing."""
+"""The command line, `mha-parity`.
+
+Exit status: 0 all well, 1 a mismatch, 2 bad usage or something missing, 70 a mistake of this program, 128 + signal.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import fnmatch
+import math
+import os
+import re
+import signal
 import sys
-from collections.abc import Sequence
-from importlib import metadata
+import tempfile
+import textwrap
+import threading
+import time
+import traceback
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from parity.help import EXIT_STATUS, PAGES
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from parity.spec import Case
 
 # Everything else is imported by the command that needs it, so that --help answers at once.
 
+PATIENCE = 5.0  # seconds that an import may go on when a signal has come
+MOST_RANDOM = 10_000  # cases, which take hours
+MOST_SIZE = 2**63 - 1  # of an axis, as arrays have it
+MOST_GIB = 2**20  # of a shard: a pebibyte
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
+
+    SIGINT, SIGTERM and SIGHUP end it as an error does: what was begun is cleared away, and the status is 128 + signal.
 
     Args:
         arguments: as on the command line; those of the process when absent.
@@ -25,40 +49,150 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    options = _parser().parse_args(arguments)
+    with _signals_raise(for_good=arguments is None) as received:
+        try:
+            return _run_command(_parser().parse_args(arguments))
+        except (Exception, KeyboardInterrupt) as error:
+            if os.environ.get("MHA_PARITY_TRACEBACK"):
+                traceback.print_exc()
+            if received or isinstance(error, KeyboardInterrupt):  # an import that is interrupted may fail in any way
+                number = received[0] if received else signal.SIGINT
+                by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+                return _say(f"interrupted{by}", 128 + number)
+            if isinstance(error, EXPECTED):
+                return _say(str(error) or type(error).__name__, 2)
+            what = f"{type(error).__name__}: {error}".rstrip(": ")
+            return _say(f"a mistake of this program, {what}; MHA_PARITY_TRACEBACK=1 shows where", 70)
+
+
+EXPECTED = (OSError, ValueError, TypeError, ImportError, RuntimeError, MemoryError)
+"""What a wrong argument, a bad file or a machine raises; all else is a mistake of ours, and no mismatch."""
+
+REPORTS = ("json", "junit", "html")
+"""Flags whose result can go to standard output."""
+
+STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+
+
+def _say(text: str, status: int) -> int:
+    print(f"mha-parity: {'; '.join(filter(None, map(str.strip, text.splitlines())))}", file=sys.stderr)
+    return status
+
+
+@contextmanager
+def _signals_raise(*, for_good: bool) -> Iterator[list[int]]:
+    """Signals that end a process raise KeyboardInterrupt instead, once: what they interrupt cleans up in peace.
+
+    An import goes on until it is done. What is ignored, as by nohup, stays ignored. Afterwards all is as it was;
+    `for_good`: a signal ends the process at once.
+
+    Yields:
+        The signals that came.
+    """
+    received: list[int] = []
+    raised = False
+    latest = math.inf
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal raised, latest
+        if not received:
+            received.append(number)
+            latest = time.monotonic() + PATIENCE
+        if raised:
+            return
+        if hasattr(signal, "setitimer") and _is_importing(frame) and time.monotonic() < latest:
+            before.setdefault(signal.SIGALRM, signal.signal(signal.SIGALRM, interrupt))
+            signal.setitimer(signal.ITIMER_REAL, 0.02)  # libraries in C print a traceback when they cannot be imported
+            return
+        raised = True
+        raise KeyboardInterrupt
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, interrupt)
     try:
-        for flag in ("json", "junit", "html"):
-            _check_destination(flag, getattr(options, flag, None))
+        yield received
+    finally:
+        if getattr(signal, "SIGALRM", None) in before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if for_good else handler)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a frame is part of an import."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _run_command(options: argparse.Namespace) -> int:
+    _check_destinations(options)
+    to_stdout = [flag for flag in REPORTS if getattr(options, flag, None) in STANDARD_OUTPUT]
+    if not to_stdout:
         return options.command(options)
-    except KeyboardInterrupt:
-        print("mha-parity: interrupted", file=sys.stderr)
-        return 130
-    except (OSError, ValueError, TypeError, ImportError, RuntimeError) as error:
-        print(f"mha-parity: {error}", file=sys.stderr)
-        return 2
+    if len(to_stdout) > 1:
+        raise ValueError(f"--{' and --'.join(to_stdout)} must not both be standard output")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report"
+        setattr(options, to_stdout[0], str(path))
+        with redirect_stdout(sys.stderr):  # what is for people goes there
+            status = options.command(options)
+        with suppress(BrokenPipeError):  # the reader has seen enough
+            sys.stdout.flush()
+            sys.stdout.buffer.write(path.read_bytes())
+            sys.stdout.flush()
+    return status
+
+
+class _Version(argparse.Action):
+    """Print the version, which is looked up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib import metadata
+
+        print(f"{parser.prog} {metadata.version('mha-parity')}")
+        parser.exit()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mha-parity",
         description="Prove that attention layers in JAX, PyTorch and TTNN agree, or see where they do not.",
+        epilog=f"`mha-parity COMMAND --help` has an example of each command. {EXIT_STATUS}",
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {metadata.version('mha-parity')}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="run cases on backends and judge every stage")
-    run.add_argument("--backends", type=_names, metavar="A,B", help="jax, torch, tt; all that are there by default")
-    run.add_argument("--cases", default="*", metavar="GLOB", help="names of the cases to run, such as 'rope*'")
+    run.add_argument("--backends", type=_names, metavar="A,B", help="jax, torch, tt; all that are installed by default")
+    run.add_argument("--cases", default="*", metavar="GLOB", help="names such as 'rope*'; see `mha-parity cases`")
     run.add_argument("--random", type=int, default=0, metavar="N", help="also run N cases drawn at random")
-    run.add_argument("--dtypes", type=_names, default=["float32"], metavar="A,B", help="float32 by default")
+    run.add_argument(
+        "--dtypes",
+        type=_names,
+        default=["float32"],
+        metavar="A,B",
+        help="float32, bfloat16, float16, float64; float32 by default",
+    )
     run.add_argument("--grad", action="store_true", help="also compare gradients")
-    run.add_argument("--weights", metavar="FILE", help="run the layer of this file of canonical weights instead")
+    run.add_argument("--weights", metavar="FILE", help="run a layer of this file instead, in any layout")
+    run.add_argument("--from", dest="layout", metavar="LAYOUT", help="of --weights; what its metadata tell by default")
     run.add_argument("--save-traces", metavar="DIR", help="keep every stage as a file, for `compare` and --join")
     run.add_argument("--join", action="append", default=[], metavar="DIR", help="also judge the traces of this folder")
     length = run.add_mutually_exclusive_group()
     length.add_argument("--verbose", action="store_true", help="print every comparison")
     length.add_argument("--quiet", action="store_true", help="print failures and the last line only")
     run.set_defaults(command=_run)
+
+    cases = commands.add_parser("cases", help="the cases there are, and what each one covers")
+    cases.add_argument("names", nargs="?", default="*", metavar="GLOB", help="such as 'rope*'; all by default")
+    cases.set_defaults(command=_cases)
 
     compare = commands.add_parser("compare", help="judge saved traces, also from other machines")
     compare.add_argument("traces", nargs="+", metavar="DIR", help="folders of traces, or single files")
@@ -68,13 +202,22 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what is installed, and what would be skipped and why")
     doctor.set_defaults(command=_doctor)
 
+    bugs = commands.add_parser("bugs", help="the mistakes that are known: symptoms, reproduction and fix of each")
+    bugs.add_argument("names", nargs="*", metavar="NAME", help="a page or a mistake; without one, the list of them")
+    bugs.set_defaults(command=_bugs)
+
     cache_size = commands.add_parser("cache-size", help="memory of a key/value cache")
-    cache_size.add_argument("--batch", type=int, default=1, metavar="B")
+    cache_size.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences; 1 by default")
     cache_size.add_argument("--num-kv-heads", type=int, required=True, metavar="K")
     cache_size.add_argument("--head-dim", type=int, required=True, metavar="H")
-    cache_size.add_argument("--seq-len", type=int, required=True, metavar="S", help="tokens, or slots, a sequence")
-    cache_size.add_argument("--num-layers", type=int, default=1, metavar="L")
-    cache_size.add_argument("--dtype", default="float16")
+    slots = cache_size.add_mutually_exclusive_group(required=True)
+    slots.add_argument("--capacity", type=int, metavar="S", help="slots, or tokens, of each sequence")
+    slots.add_argument("--seq-len", dest="capacity", type=int, help=argparse.SUPPRESS)  # its former name
+    cache_size.add_argument("--batch", dest="batch_size", type=int, help=argparse.SUPPRESS)  # its former name
+    cache_size.add_argument("--num-layers", type=int, default=1, metavar="L", help="1 by default")
+    cache_size.add_argument(
+        "--dtype", default="float16", help="float32, bfloat16, float16, float64; float16 by default"
+    )
     cache_size.set_defaults(command=_cache_size)
 
     convert = commands.add_parser("convert", help="attention weights from one layout to another, whole checkpoints too")
@@ -82,9 +225,12 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("target", metavar="DST", help="a file; its suffix tells the format")
     convert.add_argument("--from", dest="layout", metavar="LAYOUT", help="what the file's metadata tell, by default")
     convert.add_argument("--to", required=True, metavar="LAYOUT", help="see `mha-parity layouts`")
-    convert.add_argument("--to-prefix", metavar="P", help="prefix of the layers that are written; --prefix by default")
+    convert.add_argument(
+        "--to-prefix", metavar="P", help="of the layers that are written; without {i}, they are stacked on an axis"
+    )
     convert.add_argument("--rest", choices=("keep", "drop"), default="keep", help="all other tensors; kept by default")
     convert.add_argument("--max-shard-gib", type=float, metavar="G", help="divide the target into files of that size")
+    convert.add_argument("--force", action="store_true", help="replace DST, if it is of the same format")
     convert.set_defaults(command=_convert)
 
     layouts = commands.add_parser("layouts", help="the layouts there are, or the tensors of one")
@@ -169,7 +315,14 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(command=_bench)
 
     of_both = "the layer, in both files or each"
-    of_layers = ((convert, "a layer"), (diagnose, of_both), (verify, of_both), (plot, "the layer"), (inspect, ""))
+    of_layers = (
+        (run, "the layer of --weights"),
+        (convert, "a layer"),
+        (diagnose, of_both),
+        (verify, of_both),
+        (plot, "the layer"),
+        (inspect, ""),
+    )
     for command, what in of_layers:
         if what:
             many: dict[str, Any] = {"action": "append", "default": []} if command in (verify, diagnose) else {}
@@ -180,8 +333,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--head-dim", type=int, metavar="H")
         command.add_argument("--rope-theta", type=float, metavar="THETA", help="base of the RoPE frequencies, if any")
 
-    for command in commands.choices.values():
-        command.add_argument("--json", metavar="PATH", help="also write the result as JSON")
+    for name, command in commands.choices.items():
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.description, command.epilog = textwrap.fill(PAGES[name].about, 78), PAGES[name].epilog
+        command.add_argument("--json", metavar="PATH", help="also write the result as JSON; - is standard output")
     for command in (run, compare):
         command.add_argument("--junit", metavar="PATH", help="also write the result as JUnit XML")
         command.add_argument("--html", metavar="PATH", help="also write the result as one page that needs no network")
@@ -202,10 +357,69 @@ def _numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"must be numbers, got {text}") from None
 
 
-def _check_destination(flag: str, path: str | None) -> None:
-    """Refuse a place that cannot be written to before the work, not after it."""
-    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise ValueError(f"--{flag} must name a file in a folder that is there, got {path}")
+def _check_destinations(options: argparse.Namespace) -> None:
+    """Refuse places that cannot be written to, or that something is read from, before the work and not after it."""
+    given = vars(options)
+    for name, values in given.items():
+        if name in PATHS and "" in (values if isinstance(values, list) else [values]):
+            raise ValueError(f"{_flag(name)} must name a file or a folder, got an empty name")
+    if folder := given.get("save_traces"):
+        _check_folder("--save-traces", folder)
+    written = {name: path for name in (*REPORTS, "plot", "target") if (path := given.get(name)) is not None}
+    if options.command is _conformance:
+        written.pop("target", None)  # a function
+    read = [name for name in PATHS if name not in written]
+    for name, path in written.items():
+        if name in REPORTS and path in STANDARD_OUTPUT:
+            continue
+        if name != "target" or options.command is not _convert:  # which knows what it may write
+            _check_destination(_flag(name), path)
+        others = [*(other for other in written if other != name), *(read if name != "target" else ())]
+        for other in others:
+            values = given.get(other)
+            if any(_is_same(path, value) for value in (values if isinstance(values, list) else [values]) if value):
+                raise ValueError(f"{_flag(name)} must name another file than {_flag(other)}, got {path} for both")
+
+
+PATHS = ("source", "target", "file", "files", "traces", "weights", "input", "key_input", "tokens_file", "join")
+PATHS += ("save_traces", "plot", *REPORTS)
+
+
+def _flag(name: str) -> str:
+    positional = {"source": "SRC", "target": "DST", "file": "FILE", "files": "FILE", "traces": "DIR"}
+    return positional.get(name, f"--{name.replace('_', '-')}")
+
+
+def _is_same(path: str, other: str) -> bool:
+    """Whether two names are those of one file, which need not be there yet."""
+    try:
+        return os.path.samefile(path, other) and os.path.isfile(path)
+    except OSError:
+        return os.path.realpath(path) == os.path.realpath(other)
+
+
+def _check_destination(flag: str, path: str) -> None:
+    from parity.formats.target import check_writable
+
+    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise ValueError(f"{flag} must name a file in a folder that is there, got {path}")
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise ValueError(f"{flag} must name a file that can be written, got {path}: {error.strerror}") from None
+
+
+def _check_folder(flag: str, path: str) -> None:
+    """Refuse a folder that can neither be written into nor made."""
+    from parity.formats.target import check_writable
+
+    there = Path(path).absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    try:
+        check_writable(there / f".{os.getpid()}")
+    except OSError as error:
+        raise ValueError(f"{flag} must name a folder that can be written into, got {path}: {error.strerror}") from None
 
 
 # ---- Commands --------------------------------------------------------------------------------------------------------
@@ -214,16 +428,26 @@ def _check_destination(flag: str, path: str | None) -> None:
 def _run(options: argparse.Namespace) -> int:
     from parity import report
     from parity.backends import NEEDS, why_missing
+    from parity.convert import load
     from parity.run import run_cases
-    from parity.weights import load_weights
+    from parity.spec import DTYPES
 
+    _check_names("--backends", options.backends, NEEDS)
+    _check_names("--dtypes", options.dtypes, DTYPES)
     weights, cases, maps = None, _chosen_cases(options), _attention_maps(options)
+    of_weights = {"--from": options.layout, "--prefix": options.prefix}
+    of_weights |= {f"--{name.replace('_', '-')}": value for name, value in _heads(options).items()}
+    if options.weights is None and (needless := [flag for flag, value in of_weights.items() if value is not None]):
+        raise ValueError(f"{', '.join(needless)} must stand with --weights")
     if options.weights is not None:
         if options.cases != "*" or options.random or options.save_traces or options.join:
             raise ValueError("--weights must stand without --cases, --random, --save-traces and --join")
-        weights, spec = load_weights(options.weights)
+        with _in_flags(options):
+            weights, spec = load(options.weights, options.layout, prefix=options.prefix, **_heads(options))
         cases = _weight_cases(Path(options.weights).stem, spec)
     backends = [name for name in options.backends or NEEDS if name in NEEDS and why_missing(name) is None]
+    if not (backends or options.backends or options.join):
+        raise ModuleNotFoundError(_no_framework())
     runs = sum(1 if case.dtype else len(options.dtypes) for case in cases) * len(backends)
     with report.progress_bar(runs) as on_case:
         results = run_cases(
@@ -270,21 +494,72 @@ def _finish(options: argparse.Namespace, results: Any, maps: Any) -> int:
         from parity.html import write_html
 
         write_html(options.html, results, maps)
-    return 1 if results.failed else 0
+    return results.status
+
+
+def _check_names(flag: str, names: Sequence[str] | None, known: Collection[str]) -> None:
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"{flag} must be of {', '.join(known)}, got {name}")
+
+
+def _no_framework() -> str:
+    from parity.backends import NEEDS, why_missing
+
+    reasons = "; ".join(str(why_missing(name)) for name in NEEDS)
+    return f"at least one backend must be installed: {reasons}. One is enough: pip install torch, or jax and flax"
 
 
 def _chosen_cases(options: argparse.Namespace) -> list[Case]:
-    from parity.spec import CASES, find_case, random_case
+    from parity.spec import random_case
 
     if options.random < 0:
         raise ValueError(f"--random must be at least 0, got {options.random}")
+    if options.random > MOST_RANDOM:
+        raise ValueError(f"--random must be at most {MOST_RANDOM}, got {options.random}")
     drawn = {case.name: case for case in map(random_case, range(options.random))}
-    cases = {name: case for name, case in CASES.items() if fnmatch.fnmatchcase(name, options.cases)} | drawn
-    if not cases and (case := find_case(options.cases)):
-        cases = {case.name: case}
-    if not cases:
-        raise ValueError(f"--cases must match a case, got {options.cases!r}; there are {', '.join(CASES)}")
-    return list(cases.values())
+    return list(({case.name: case for case in _cases_named("--cases", options.cases, bool(drawn))} | drawn).values())
+
+
+def _cases_named(flag: str, pattern: str, may_be_none: bool = False) -> list[Case]:
+    """The cases whose names fit a pattern, `random-N` too where it is the name itself."""
+    from parity.spec import CASES, find_case
+
+    cases = [case for name, case in CASES.items() if fnmatch.fnmatchcase(name, pattern)]
+    if not cases and (case := find_case(pattern)):
+        cases = [case]
+    if not (cases or may_be_none):
+        raise ValueError(f"{flag} must match a case, got {pattern!r}{_near(pattern, CASES)}; see `mha-parity cases`")
+    return cases
+
+
+def _near(name: str, known: Collection[str]) -> str:
+    """The names that are nearest to one that is not known, as the end of a message."""
+    near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
+    return f"; near it: {', '.join(near)}" if near else ""
+
+
+def _cases(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from parity import report
+
+    cases = _cases_named("GLOB", options.names)
+    report.print_cases(cases, report.console())
+    if options.json is not None:
+        listed = [{"covers": report.covers(case), **asdict(case)} for case in cases]
+        report.write_json(options.json, {"format": 1, "cases": listed})
+    return 0
+
+
+def _bugs(options: argparse.Namespace) -> int:
+    from parity import report
+
+    pages = {name: report.bug_page(name) for name in options.names or ["README"]}
+    report.print_pages(pages.values(), report.console())
+    if options.json is not None:
+        report.write_json(options.json, {"format": 1, "pages": pages})
+    return 0
 
 
 def _weight_cases(name: str, spec: Any) -> list[Case]:
@@ -304,6 +579,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from parity import report
     from parity.backends import NEEDS, why_missing
     from parity.numerics import environment
+    from parity.packages import OPTIONAL, is_installed, version_of
 
     missing = {name: reason for name in NEEDS if (reason := why_missing(name))}
     for name in NEEDS.keys() - missing.keys():
@@ -333,8 +609,21 @@ def _doctor(options: argparse.Namespace) -> int:
         numerics = ", ".join(f"{key}={value}" for key, value in facts["numerics"].items())
         backends.add_row(name, "[green]yes[/]", f"{device} ({others})" if others else device, numerics)
     out.print(backends)
+    optional = {name: version_of(name) if is_installed(name) else None for name in OPTIONAL}
+    packages = report.begin_table(out, "Optional packages")
+    packages.add_column("package", no_wrap=True)
+    packages.add_column("version", no_wrap=True)
+    packages.add_column("needed for", overflow="fold")
+    for name, (_, purpose) in OPTIONAL.items():
+        version = optional[name]
+        packages.add_row(
+            name,
+            "[yellow]missing[/]" if version is None else version,
+            purpose if version is not None else f"skipped or refused: {purpose}; pip install {name}",
+        )
+    out.print(packages)
     if options.json is not None:
-        report.write_json(options.json, {"format": 1, "environment": found, "missing": missing})
+        report.write_json(options.json, {"format": 1, "environment": found, "missing": missing, "optional": optional})
     return 0
 
 
@@ -345,16 +634,18 @@ def _cache_size(options: argparse.Namespace) -> int:
 
     if options.dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {options.dtype}")
-    for name in ("batch", "num_kv_heads", "head_dim", "seq_len", "num_layers"):
+    for name in ("batch_size", "num_kv_heads", "head_dim", "capacity", "num_layers"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+        if getattr(options, name) > MOST_SIZE:
+            raise ValueError(f"--{name.replace('_', '-')} must be at most {MOST_SIZE}, got {getattr(options, name)}")
     spec = AttentionSpec(options.num_kv_heads * options.head_dim, options.num_kv_heads)
     nbytes = spec.cache_nbytes(
-        options.batch, options.seq_len, dtype_named(options.dtype), num_layers=options.num_layers
+        options.batch_size, options.capacity, dtype_named(options.dtype), num_layers=options.num_layers
     )
     out = report.console()
     out.print(
-        f"2 x {options.batch} sequences x {options.num_kv_heads} heads x {options.seq_len} tokens x "
+        f"2 x {options.batch_size} sequences x {options.num_kv_heads} heads x {options.capacity} slots x "
         f"{options.head_dim} features x {options.num_layers} layers in {options.dtype}: "
         f"{nbytes} bytes = {nbytes / 2**30:.3g} GiB",
         soft_wrap=True,
@@ -364,7 +655,25 @@ def _cache_size(options: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _in_flags(options: argparse.Namespace) -> Iterator[None]:
+    """What is refused is told in the words of the command line: `--to-prefix a` and not `to_prefix='a'`."""
+    flags = {"source": "--from", "layout": "--from", "target": "--to", "prefix": "--prefix", "to_prefix": "--to-prefix"}
+    heads = {name: f"--{name.replace('_', '-')}" for name, value in _heads(options).items() if value is not None}
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        text = str(error).replace("as many {i} as prefix", "as many {i} as --prefix")
+        for name, flag in (flags | heads).items():
+            of_layer = "be (?:at least|an integer|positive)" if name in heads else ""  # layouts have rules for layers
+            text = re.sub(rf"(^|: |\(){name}(?= must {of_layer})", rf"\1{flag}", text)
+            text = re.sub(rf"(?<![\w-]){name}=", f"{flag} ", text)
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(text) from None
+
+
 def _heads(options: argparse.Namespace) -> dict[str, Any]:
+    if options.rope_theta is not None and not math.isfinite(options.rope_theta):
+        raise ValueError(f"--rope-theta must be finite, got {options.rope_theta}")
     return {name: getattr(options, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope_theta")}
 
 
@@ -372,8 +681,10 @@ def _convert(options: argparse.Namespace) -> int:
     from parity import report
     from parity.convert import convert_file, count_tensors
 
-    shard = None if options.max_shard_gib is None else int(options.max_shard_gib * 2**30)
-    with report.progress_bar(count_tensors(options.source)) as on_tensor:
+    gib = options.max_shard_gib
+    if gib is not None and not 0 < gib <= MOST_GIB:
+        raise ValueError(f"--max-shard-gib must be a number > 0 and <= {MOST_GIB}, got {gib}")
+    with report.progress_bar(count_tensors(options.source)) as on_tensor, _in_flags(options):
         converted = convert_file(
             options.source,
             options.target,
@@ -382,18 +693,30 @@ def _convert(options: argparse.Namespace) -> int:
             prefix=options.prefix,
             to_prefix=options.to_prefix,
             keep_rest=options.rest == "keep",
-            max_shard_bytes=shard,
+            max_shard_bytes=None if gib is None else max(1, int(gib * 2**30)),
+            force=options.force,
             on_tensor=on_tensor,
             **_heads(options),
         )
     out = report.console()
     layers, spec = converted.layers, converted.spec
     heads = f", {spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}" if spec else ""
+    if converted.heads_from:
+        theta = f", --rope-theta {spec.rope_theta:g}" if spec and spec.rope_theta is not None else ""
+        heads += f" (from {converted.heads_from}{theta})"
     out.print(
         f"{len(layers)} attention layer{'s' if len(layers) != 1 else ''}{heads}: {converted.source} -> {options.to}; "
         f"other tensors: {len(converted.kept)} kept, {len(converted.dropped)} dropped; wrote {options.target}",
         soft_wrap=True,
     )
+    for what, names in (
+        ("left out, for they are not tensors", converted.left_out),
+        (f"kept in {converted.source}, for --prefix does not name them", converted.unconverted),
+        ("kept in the old layout, which an optimizer will take for the new one", converted.optimizer_state),
+    ):
+        if names:
+            some = f"{', '.join(names[:6])}{', …' if len(names) > 6 else ''}"
+            print(f"mha-parity: warning: {what}: {some} ({len(names)})", file=sys.stderr)
     if options.json is not None:
         report.write_json(options.json, {"format": 1, **converted.to_dict()})
     return 0
@@ -438,24 +761,40 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    from dataclasses import replace
+
     from parity import report
     from parity.diagnose import diagnose_weights
     from parity.verify import same_bits, verify
 
-    (weights, spec), (other, other_spec) = _two_layers(options)
-    comparisons = verify(weights, spec, other, other_spec)
-    diagnosis = diagnose_weights(weights, spec, other, other_spec)
-    out = report.console()
-    report.print_verdict(comparisons, diagnosis, same_bits(weights, other), options.files, out)
+    verdicts, wrong, diagnosis = [], False, None
+    with _pairs_of_layers(options) as pairs:
+        for one, other in pairs:
+            layers = (*one.load(), *other.load())
+            comparisons = verify(*layers)
+            if len(pairs) > 1:
+                comparisons = [replace(each, case=one.label) for each in comparisons]
+            verdicts.append((one.label, other.label, comparisons, same_bits(layers[0], layers[2])))
+            differs = not all(each.passed for each in comparisons)
+            if diagnosis is None or (differs and not wrong):
+                diagnosis = diagnose_weights(*layers)
+            wrong |= differs
+    report.print_verdicts(verdicts, cast(Any, diagnosis), options.files, report.console())
     if options.json is not None:
-        results = [comparison.to_dict() for comparison in comparisons]
-        report.write_json(options.json, {"format": 1, "results": results, "diagnosis": diagnosis.to_dict()})
-    return 0 if all(comparison.passed for comparison in comparisons) else 1
+        results = [each.to_dict() for _, _, comparisons, _ in verdicts for each in comparisons]
+        layers = [
+            {"layers": [one, other], "same": all(each.passed for each in comparisons), "same_bits": same}
+            for one, other, comparisons, same in verdicts
+        ]
+        told = {"results": results, "layers": layers, "diagnosis": cast(Any, diagnosis).to_dict()}
+        report.write_json(options.json, {"format": 1, **told})
+    return 1 if wrong else 0
 
 
-def _two_layers(options: argparse.Namespace) -> list[Any]:
-    """The weights and specifications in two files; what is given once is said of both."""
-    from parity.convert import load
+@contextmanager
+def _pairs_of_layers(options: argparse.Namespace) -> Iterator[list[tuple[Any, Any]]]:
+    """The layers of two open files that belong together; what is given once is said of both."""
+    from parity.convert import open_layers
 
     def each(flag: str, values: list[str]) -> list[str | None]:
         if len(values) > 2:
@@ -463,10 +802,26 @@ def _two_layers(options: argparse.Namespace) -> list[Any]:
         return [values[0], values[-1]] if values else [None, None]
 
     layouts, prefixes = each("--from", options.layouts), each("--prefix", options.prefix)
-    return [
-        load(path, layout, prefix=prefix, **_heads(options))
-        for path, layout, prefix in zip(options.files, layouts, prefixes, strict=True)
-    ]
+    with ExitStack() as stack:
+        with _in_flags(options):
+            one, other = (
+                stack.enter_context(open_layers(path, layout, prefix=prefix, **_heads(options)))
+                for path, layout, prefix in zip(options.files, layouts, prefixes, strict=True)
+            )
+        places = [[layer.place for layer in layers] for layers in (one, other)]
+        if places[0] != places[1] and not len(one) == len(other) == 1:
+            counts = " and ".join(f"{len(layers)} ({layers[0].label}, …)" for layers in (one, other))
+            raise ValueError(f"both files must have layers of the same numbers to be compared, got {counts}")
+        yield list(zip(one, other, strict=True))
+
+
+def _two_layers(options: argparse.Namespace) -> list[Any]:
+    """The weights and specifications of one layer in each of two files."""
+    with _pairs_of_layers(options) as pairs:
+        if len(pairs) > 1:
+            raise ValueError(f"--prefix must be that of one layer, got one of {len(pairs)}: {pairs[0][0].label}, …")
+        ((one, other),) = pairs
+        return [one.load(), other.load()]
 
 
 def _diagnose(options: argparse.Namespace) -> int:
@@ -568,7 +923,8 @@ def _observed(options: argparse.Namespace) -> tuple[Any, Any]:
     if reason := why_missing(framework):
         raise ModuleNotFoundError(reason)
     layouts, prefixes = options.layouts or [None], options.prefix or [None]
-    weights, spec = load(options.weights, layouts[0], prefix=prefixes[0], **_heads(options))
+    with _in_flags(options):
+        weights, spec = load(options.weights, layouts[0], prefix=prefixes[0], **_heads(options))
     case = probe_case("diagnose", spec, is_causal=False if options.not_causal else None)
     problem = make_problem(case, "float32", weights)
     return observe(function, problem, framework), problem
@@ -580,14 +936,16 @@ def _selftest(options: argparse.Namespace) -> int:
     from parity.selftest import BACKENDS, SELFTEST_CASES, mistakes_in, selftest
 
     backends = options.backends or [name for name in BACKENDS if not why_missing(name)]
+    _check_names("--backends", backends, BACKENDS)
     for name in backends:
-        if name not in BACKENDS:
-            raise ValueError(f"--backends must be of {', '.join(BACKENDS)}, got {name}")
         if reason := why_missing(name):
             raise ModuleNotFoundError(reason)
+    if not backends:
+        raise ModuleNotFoundError(_no_framework())
     cases = [case for case in SELFTEST_CASES if fnmatch.fnmatch(case.name, options.cases)]
-    if not (cases and backends):
-        raise ValueError(f"--cases must match one of {[case.name for case in SELFTEST_CASES]}, got {options.cases}")
+    if not cases:
+        known = ", ".join(case.name for case in SELFTEST_CASES)
+        raise ValueError(f"--cases must match one of {known}, got {options.cases}")
     total = len(backends) * sum(1 + len(mistakes_in(case)) for case in cases)
     with report.progress_bar(total) as on_mistake:
         outcomes = list(selftest(backends, cases, seeds=[options.seed], on_mistake=on_mistake))
@@ -599,13 +957,17 @@ def _selftest(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     from parity import report
-    from parity.bench import GROUPS, bench, count_rows
+    from parity.bench import DEVICES, DTYPES, FRAMEWORKS, GROUPS, bench, count_rows
 
+    _check_names("--what", options.what, GROUPS)
+    _check_names("--frameworks", options.frameworks, FRAMEWORKS)
+    _check_names("--dtypes", options.dtypes, DTYPES)
+    _check_names("--device", [options.device], DEVICES)
     groups = options.what or GROUPS
     if options.plot is not None:
         from parity.plot import check_destination
 
-        check_destination(options.plot)
+        check_destination(options.plot, "--plot")
         if "growth" not in groups:
             raise ValueError(f"--plot must stand with growth among --what, got --what {','.join(groups)}")
     asked = {"dtypes": options.dtypes, "device": options.device, "quick": options.quick}
@@ -625,7 +987,7 @@ def _plot(options: argparse.Namespace) -> int:
     from parity import report
     from parity.plot import check_destination, plot_attention
 
-    check_destination(options.target)
+    check_destination(options.target, "DST")
     if options.tokens_file is not None:
         tokens = Path(options.tokens_file).read_text("utf-8").splitlines()
     else:
@@ -654,8 +1016,12 @@ def _attention(options: argparse.Namespace) -> tuple[str, Any]:
     from parity.convert import load
     from parity.plot import attention_for, attention_in, attention_in_case, read_array
     from parity.run import load_trace
-    from parity.spec import find_case
+    from parity.spec import CASES, find_case
 
+    case = None if options.case is None else find_case(options.case)
+    if options.case is not None and case is None:
+        near = _near(options.case, CASES)
+        raise ValueError(f"--case must name a case, got {options.case!r}{near}; see `mha-parity cases`")
     of_input = {"--causal": options.causal, "--key-input": options.key_input}
     of_layer = {"--input": options.input, "--case": options.case, **of_input, "--from": options.layout}
     of_layer |= {"--prefix": options.prefix}
@@ -667,10 +1033,10 @@ def _attention(options: argparse.Namespace) -> tuple[str, Any]:
         raise ValueError(f"--stage must be left out for a file of weights, got {options.stage}")
     if options.input is None and (needless := [flag for flag, value in of_input.items() if value]):
         raise ValueError(f"{', '.join(needless)} must stand with --input")
-    case = None if options.case is None else find_case(options.case)
     if options.input is None and case is None:
-        raise ValueError(f"--input or --case must tell what the layer is applied to, got --case {options.case}")
-    weights, spec = load(options.source, options.layout, prefix=options.prefix, **_heads(options))
+        raise ValueError("--input or --case must say what the layer is applied to")
+    with _in_flags(options):
+        weights, spec = load(options.source, options.layout, prefix=options.prefix, **_heads(options))
     if case is not None:
         return attention_in_case(weights, spec, case)
     query = read_array(str(options.input))
@@ -680,8 +1046,8 @@ def _attention(options: argparse.Namespace) -> tuple[str, Any]:
 
 def _conformance(options: argparse.Namespace) -> int:
     from parity import report
-    from parity.conformance import examine_peers, examine_target, print_conformance
-    from parity.numerics import installed
+    from parity.conformance import examine_peers, examine_target, exit_status, print_conformance
+    from parity.packages import installed
     from parity.peers import PEERS
     from parity.subjects import DTYPES
 
@@ -690,6 +1056,7 @@ def _conformance(options: argparse.Namespace) -> int:
     claims = ("framework", "axes", "d_model", "num_heads", "num_kv_heads", "mask_name", "mask_true", "causal_name")
     declared = {name: value for name in (*claims, "causal") if (value := getattr(options, name)) is not None}
     flags = {f"--{name.replace('_', '-')}": value for name, value in declared.items()}
+    _check_names("--dtypes", options.dtypes, DTYPES)
     dtypes = options.dtypes or DTYPES
     if options.peers:
         if flags:
@@ -714,4 +1081,4 @@ def _conformance(options: argparse.Namespace) -> int:
     if options.json is not None:
         subjects = [subject.to_dict() for subject in found]
         report.write_json(options.json, {"format": 1, "packages": installed(), "subjects": subjects})
-    return 1 if any(subject.broken for subject in found) else 0
+    return exit_status(found)

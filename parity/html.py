@@ -11,13 +11,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
-from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from parity.compare import Comparison, axis_names, first_difference
+from parity import packages
+from parity.compare import Comparison, axis_names, errors_of, first_difference, whole_rows
 from parity.plot import downsample
 from parity.report import reproduction, skipped_reasons, summary_line
 from parity.run import Reference, Report, Trace, flattened
@@ -43,17 +43,16 @@ HEAT = (0.03, 0.1, 0.3, 1.0)
 """Shares of the budget at which the next colour begins; beyond the last is beyond the budget."""
 
 
-def check_installed() -> None:
+def check_installed(*, pictures: bool = False) -> None:
     """Refuse to begin what could not be finished.
+
+    Args:
+        pictures: whether the page will hold attention maps, too.
 
     Raises:
         ModuleNotFoundError: if a library that makes the page is not installed.
     """
-    missing = [package for module, package in (("jinja2", "jinja2"), ("PIL", "pillow")) if find_spec(module) is None]
-    if missing:
-        raise ModuleNotFoundError(
-            f"an HTML report needs {' and '.join(missing)}, not installed here: pip install 'mha-parity[report]'"
-        )
+    packages.check_installed("an HTML report", "jinja2", *(["pillow"] if pictures else []))
 
 
 # ---- Attention maps --------------------------------------------------------------------------------------------------
@@ -92,7 +91,7 @@ class AttentionMaps(dict[Key, AttentionMap]):
     """
 
     def __init__(self) -> None:
-        check_installed()
+        check_installed(pictures=True)
         super().__init__()
 
     def __call__(self, trace: Trace, reference: Reference, comparisons: list[Comparison]) -> None:
@@ -109,7 +108,7 @@ class AttentionMaps(dict[Key, AttentionMap]):
         if failed and (worst := shown.worst_index.get("N", 0)) not in heads:
             heads[-1] = worst
         expected, actual = (np.asarray(x[sequence, heads], np.float64) for x in (expected, actual))
-        difference = np.abs(actual - expected)
+        difference = errors_of(whole_rows(actual, shown.stage), expected)
         finite = difference[np.isfinite(difference)]
         largest = float(finite.max()) if finite.size == difference.size else math.inf
         pictures = {"expected": levels(expected), "actual": levels(actual)}
@@ -177,7 +176,7 @@ def write_html(path: str | os.PathLike[str], report: Report, maps: Mapping[Key, 
 
 def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) -> bytes:
     """The page as `write_html` writes it."""
-    check_installed()
+    check_installed(pictures=bool(maps))
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     # The autoescape of everything, and no name that is silently empty.
@@ -223,7 +222,7 @@ def _failures(report: Report) -> Iterator[dict[str, Any]]:
             "again": reproduction(difference),
             "diagnosis": "" if diagnosis is None else str(diagnosis),
             "pages": [
-                (" + ".join(explanation.hypotheses), f"docs/bugs/{page}.md")
+                (" + ".join(explanation.hypotheses), f"mha-parity bugs {page}")
                 for explanation in (diagnosis.explanations if diagnosis else [])
                 for page in explanation.docs
             ],

@@ -8,13 +8,12 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from parity import reference
+from parity import packages, reference
 from parity.backends import NEEDS, load_backend
 from parity.problem import Problem, make_problem
 from parity.run import Trace, run_steps
@@ -26,19 +25,22 @@ MOST_LABELS = 64  # tokens that are written along an axis; beyond, every second,
 MOST_CELLS = 1024  # along an axis; beyond, of neighbours the largest is shown
 
 
-def check_destination(path: str | os.PathLike[str]) -> None:
+def check_destination(path: str | os.PathLike[str], name: str = "path") -> None:
     """Refuse what could not be drawn, or written, before the work.
+
+    Args:
+        path: of the picture.
+        name: what the user calls it.
 
     Raises:
         ModuleNotFoundError: if matplotlib is not installed.
         ValueError: if the suffix is not that of a format, or the folder is not there.
     """
     if Path(path).suffix.lower() not in FORMATS:
-        raise ValueError(f"path must end in {' or '.join(FORMATS)}, got {path}")
+        raise ValueError(f"{name} must end in {' or '.join(FORMATS)}, got {path}")
     if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-        raise ValueError(f"path must be that of a file in a folder that is there, got {path}")
-    if find_spec("matplotlib") is None:
-        raise ModuleNotFoundError("a plot needs matplotlib, not installed here: pip install 'mha-parity[report]'")
+        raise ValueError(f"{name} must be that of a file in a folder that is there, got {path}")
+    packages.check_installed("a plot", "matplotlib")
 
 
 def plot_attention(

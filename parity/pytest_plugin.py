@@ -128,11 +128,18 @@ class _Controller(_Recorder):
 
     def check(self) -> None:
         """Refuse what cannot be written before the tests run, not after them."""
-        if self.path.suffix not in WRITERS:
+        from parity.formats.target import check_writable
+
+        suffix = self.path.suffix.lower()
+        if suffix not in WRITERS:
             raise ValueError(f"its suffix must be one of {', '.join(WRITERS)}, got {self.path}")
         if self.path.is_dir() or not self.path.parent.is_dir():
             raise ValueError(f"it must name a file in a folder that is there, got {self.path}")
-        module = importlib.import_module(WRITERS[self.path.suffix][0])
+        try:
+            check_writable(self.path)
+        except OSError as error:
+            raise ValueError(f"it must name a file that can be written, got {self.path}: {error.strerror}") from None
+        module = importlib.import_module(WRITERS[suffix][0])
         getattr(module, "check_installed", lambda: None)()  # the page's libraries are imported when it is written
 
     def write(self) -> None:
@@ -141,6 +148,6 @@ class _Controller(_Recorder):
 
         warnings = [f"worker {worker} went down: what it compared is not here" for worker in self.silent]
         report = Report(self.comparisons, {}, environment([]), warnings)
-        module, function = WRITERS[self.path.suffix]
+        module, function = WRITERS[self.path.suffix.lower()]
         write = getattr(importlib.import_module(module), function)
         write(self.path, report.to_dict() if function == "write_json" else report)

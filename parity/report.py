@@ -7,12 +7,14 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -28,9 +30,11 @@ if TYPE_CHECKING:
     from parity.layouts import Layout
     from parity.run import Report
     from parity.selftest import Outcome
+    from parity.spec import Case
 
 DETAILED_FAILURES = 5  # shown whole on the terminal; all are in the JSON
 PIPE_WIDTH = 100
+NARROWEST = 9  # columns for a verdict in a table: `FAIL 1.03`
 
 
 class _Console(Console):
@@ -88,10 +92,10 @@ def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: 
         quiet: print only what is wrong and the last line.
     """
     if verbose:
-        out.print(_comparison_table(report, out))
+        _print_comparisons(report, out)
     if not quiet:
-        out.print(_case_table(report, out))
-        out.print(_stage_table(report, out))
+        _print_cases_of(report, out)
+        _print_stages(report, out)
     differences = report.first_differences()
     for comparison in differences[:DETAILED_FAILURES]:
         out.print()
@@ -154,12 +158,13 @@ def summary_line(report: Report) -> Text:
     numbers = {"backend": len(report.skipped), "case": len(report.skipped_cases)}
     skipped = " and ".join(_counted(number, what) for what, number in numbers.items() if number)
     counts += f", {skipped} skipped" if skipped else ""
+    counts += f", {_counted(len(report.missing), 'trace')} missing" if report.missing else ""
     names = " and ".join(filter(None, (", ".join(backends[:-1]), backends[-1])))
     against = {comparison.against for comparison in report.comparisons}
     expected = "the float64 reference" if against == {"the reference"} else "what was expected"
     return Text(
         f"{names} {verdict} with {expected}: {_counted(count, 'case')}, {counts}",
-        style="bold red" if summary["failed"] else "bold green",
+        style="bold red" if report.status else "bold green",
     )
 
 
@@ -177,7 +182,7 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
     write_whole(path, f"{json.dumps(content, indent=1, allow_nan=False)}\n".encode())
 
 
-def _case_table(report: Report, out: Console) -> Table:
+def _print_cases_of(report: Report, out: Console) -> None:
     """One row a case and dtype, one column a backend: the worst stage and how much of its budget it uses."""
     skipped = {(skipped.case, skipped.dtype, skipped.backend) for skipped in report.skipped_cases}
     groups = {**report.groups(), **{key: [] for key in sorted(skipped)}}
@@ -185,62 +190,103 @@ def _case_table(report: Report, out: Console) -> Table:
     # A case that has one dtype of its own has it in its name.
     dtypes = {dtype for case, dtype, _ in groups if (known := find_case(case)) is None or known.dtype is None}
     longest = max(len(case) for case, _, _ in groups)
-    table = begin_table(out, "Worst error / budget of each case (1.00 is the limit)")
+    pairs = list(dict.fromkeys((case, dtype) for case, dtype, _ in groups))
+    between = 3 if out.is_terminal else 2  # columns
+    taken = longest + 6 + 2 * between + (8 + between if len(dtypes) > 1 else 0)
+    width = (out.width - taken - 1) // max(len(backends), 1) - between
+    title = "Worst error / budget of each case (1.00 is the limit)"
+    if width < NARROWEST:  # no room for columns: a line for each verdict
+        out.print(Text(title, style="bold"))
+        for case, dtype in pairs:
+            out.print(Text(f"{case}, {dtype}" if len(dtypes) > 1 else case, overflow="fold"))
+            for backend in backends:
+                out.print(Text(f"  {backend}: ", overflow="fold") + _verdict(groups.get((case, dtype, backend))))
+        return
+    table = begin_table(out, title)
     table.add_column("case", no_wrap=True, min_width=longest)
     if len(dtypes) > 1:
         table.add_column("dtype", no_wrap=True, min_width=8)
     table.add_column("stages", justify="right", no_wrap=True, min_width=6)
-    between = 3 if out.is_terminal else 2  # columns
-    taken = longest + 6 + 2 * between + (8 + between if len(dtypes) > 1 else 0)
     for backend in backends:
-        width = (out.width - taken) // len(backends) - between
-        table.add_column(backend, no_wrap=True, min_width=9, max_width=max(width, 9))
-    for case, dtype in dict.fromkeys((case, dtype) for case, dtype, _ in groups):
+        table.add_column(Text(backend, no_wrap=True, overflow="ellipsis"), min_width=NARROWEST, max_width=width)
+    for case, dtype in pairs:
         of_backends = [groups.get((case, dtype, backend)) for backend in backends]
         row = [case, *([dtype] if len(dtypes) > 1 else []), str(max(len(group or []) for group in of_backends))]
         table.add_row(*row, *(_verdict(comparisons) for comparisons in of_backends))
-    return table
+    out.print(table)
 
 
 def _verdict(comparisons: list[Comparison] | None) -> Text:
+    """What a cell says; the stage of what passed may be cut off, that of what failed goes on in the next line."""
     if not comparisons:
         return Text("—" if comparisons is None else "skipped", style="dim")
     difference = first_difference(comparisons)
     if difference is not None:
-        return Text(f"FAIL {_short(difference.worse_ratio)} {difference.stage}", style="bold red")
+        words = f"FAIL {_short(difference.worse_ratio)} {difference.stage}"
+        return Text(words, style="bold red", overflow="fold")
     worst = max(comparisons, key=lambda comparison: comparison.worse_ratio)
-    return Text(f"ok {_short(worst.ratio)} {worst.stage}", style="green")
+    return Text(f"ok {_short(worst.ratio)} {worst.stage}", style="green", no_wrap=True, overflow="ellipsis")
 
 
-def _stage_table(report: Report, out: Console) -> Table:
+def _print_stages(report: Report, out: Console) -> None:
     """One row a stage: over all cases, the worst error / budget and largest absolute error of each backend."""
     backends = list(dict.fromkeys(comparison.backend for comparison in report.comparisons))
-    table = begin_table(out, "Stage by stage: worst error / budget, and largest absolute error")
-    table.add_column("stage", no_wrap=True)
-    for backend in backends:
-        table.add_column(backend, justify="right", no_wrap=True, min_width=5)
-        table.add_column("max abs", justify="right", no_wrap=True, min_width=7)
-    room_for_cases = out.width - 24 - 18 * len(backends) >= 20
-    if room_for_cases:
-        table.add_column("worst in", no_wrap=True, style="dim")
     kinds: dict[str, list[Comparison]] = {}
     for comparison in report.comparisons:
         kinds.setdefault(stage_kind(comparison.stage), []).append(comparison)
+    longest = max(map(len, kinds), default=0)
+    widths = [min(max(len(backend), 5), NARROWEST) for backend in backends]
+    room = out.width - longest - 4 - sum(width + 3 for width in widths)  # for all but the stage and the ratios
+    room_for_sizes = room >= 10 * len(backends)
+    room_for_cases = room - 10 * len(backends) >= 20
+
+    def ratio(comparisons: list[Comparison]) -> Text:
+        if not comparisons:
+            return Text("—")
+        style = "" if all(comparison.passed for comparison in comparisons) else "bold red"
+        return Text(_short(max(comparison.worse_ratio for comparison in comparisons)), style=style)
+
+    title = "Stage by stage: worst error / budget"
+    if room < 0:  # no room for columns: a line for each stage
+        out.print(Text(title, style="bold"))
+        for kind, comparisons in kinds.items():
+            ratios = (Text(f"{backend} ") + ratio(_of(backend, comparisons)) for backend in backends)
+            out.print(Text(f"{kind}: ", overflow="fold") + Text(", ").join(ratios))
+        return
+    table = begin_table(out, f"{title}, and largest absolute error" if room_for_sizes else title)
+    table.add_column("stage", no_wrap=True)
+    for backend, width in zip(backends, widths, strict=True):
+        table.add_column(backend, justify="right", no_wrap=True, min_width=width, max_width=width)
+        if room_for_sizes:
+            table.add_column("max abs", justify="right", no_wrap=True, min_width=7)
+    if room_for_cases:
+        table.add_column("worst in", no_wrap=True, style="dim", max_width=room - 10 * len(backends) - 3)
     for kind, comparisons in kinds.items():
         row: list[str | Text] = [kind]
         for backend in backends:
-            of_backend = [comparison for comparison in comparisons if comparison.backend == backend]
-            style = "" if all(comparison.passed for comparison in of_backend) else "bold red"
-            ratios = [comparison.worse_ratio for comparison in of_backend]
-            row.append(Text(_short(max(ratios)), style=style) if ratios else "—")
-            row.append(f"{max(comparison.max_abs for comparison in of_backend):.1e}" if of_backend else "—")
+            of_backend = _of(backend, comparisons)
+            row.append(ratio(of_backend))
+            if room_for_sizes:
+                row.append(f"{max(comparison.max_abs for comparison in of_backend):.1e}" if of_backend else "—")
         worst = max(comparisons, key=lambda comparison: comparison.worse_ratio)
         place = f"{worst.case} ({worst.backend})" if worst.worse_ratio else ""
         table.add_row(*row, *([place] if room_for_cases else []))
-    return table
+    out.print(table)
 
 
-def _comparison_table(report: Report, out: Console) -> Table:
+def _of(backend: str, comparisons: list[Comparison]) -> list[Comparison]:
+    return [comparison for comparison in comparisons if comparison.backend == backend]
+
+
+def _print_comparisons(report: Report, out: Console) -> None:
+    """One row a comparison; where there is no room for columns, a line with its ratio."""
+    if out.width < 80:
+        out.print(Text("Every comparison: error / budget", style="bold"))
+        for comparison in report.comparisons:
+            names = f"{comparison.case} {comparison.stage} {comparison.dtype} {comparison.backend}"
+            style = "" if comparison.passed else "red"
+            out.print(Text(f"{names} {_short(comparison.worse_ratio)}", style=style, overflow="fold"))
+        return
     table = begin_table(out, "Every comparison")
     for name in ("case", "stage"):
         table.add_column(name, overflow="fold")
@@ -256,11 +302,74 @@ def _comparison_table(report: Report, out: Console) -> Table:
         table.add_row(
             comparison.case, comparison.stage, comparison.dtype, comparison.backend, *numbers, *sizes, style=style
         )
-    return table
+    out.print(table)
 
 
 def _short(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0e}"
+
+
+# ---- Cases and pages -------------------------------------------------------------------------------------------------
+
+
+def covers(case: Case) -> str:
+    """What a case covers, of its own fields: heads and tokens, then whatever is not the plain thing."""
+    spec = case.spec
+    heads = f"{spec.num_heads}" if spec.num_kv_heads == spec.num_heads else f"{spec.num_heads}/{spec.num_kv_heads}"
+    tokens = "+".join(map(str, case.chunks)) or str(case.seq_len)
+    across = f" over {case.seq_len_k}" if case.seq_len_k is not None else ""
+    said = {
+        "causal": case.is_causal,
+        "padding": case.key_padding_lengths is not None,
+        f"window {case.window_size}": case.window_size is not None,
+        "random mask": case.random_mask,
+        "bias": case.bias,
+        "RoPE": spec.rope_theta is not None,
+        f"cache of {case.capacity} slots": case.is_cached,
+        "ragged": bool(case.new_lengths),
+        "fused qkv": spec.fused_qkv,
+        "no biases": not (spec.qkv_bias or spec.out_bias),
+        "no out_proj": not spec.out_proj,
+        "strided": case.strided,
+        "large logits": case.gain > 1.0,
+        f"NaN {case.not_finite}": case.not_finite is not None,
+        "trained": case.trained is not None,
+        f"{case.dtype} only": case.dtype is not None,
+    }
+    sizes = f"heads {heads} x {spec.head_dim}, tokens {case.batch} x {tokens}{across}"
+    return ", ".join([sizes, *(words for words, holds in said.items() if holds)])
+
+
+def print_cases(cases: list[Case], out: Console) -> None:
+    """Print cases, one a line: the name, what fails when it fails, and what it covers."""
+    name_width = max(len(case.name) for case in cases)
+    about_width = max(len(case.about) for case in cases)
+    for case in cases:
+        line = f"{case.name:<{name_width}}  {case.about:<{about_width}}  {covers(case)}"
+        out.print(Text(line), soft_wrap=True)
+
+
+def bug_page(name: str) -> str:
+    """The page of a class of mistakes, by its name or that of one of its mistakes.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    folder = resources.files("parity") / "bugs"
+    pages = {page.name.removesuffix(".md"): page.read_text("utf-8") for page in folder.iterdir()}
+    if name in pages:
+        return pages[name]
+    for text in pages.values():
+        if f"`{name}`" in text.partition("The hypotheses of this class:")[2]:
+            return text
+    known = ", ".join(sorted(pages.keys() - {"README"}))
+    raise ValueError(f"NAME must be that of a page or of a mistake, got {name!r}; the pages are {known}")
+
+
+def print_pages(pages: Iterable[str], out: Console) -> None:
+    """Print pages of Markdown: laid out on a terminal, as they are elsewhere."""
+    for page in pages:
+        out.print(Markdown(page) if out.is_terminal else Text(page.rstrip()), soft_wrap=not out.is_terminal)
 
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------
@@ -309,7 +418,8 @@ def print_inspection(path: str, file: TensorFile, found: list[Found], out: Conso
     for column in ("prefix", "layers", "layout", "heads"):
         table.add_column(column, overflow="fold")
     for layer in found:
-        table.add_row(Text(layer.prefix), str(layer.layers), layer.layout, Text(layer.heads))
+        count = f"{layer.layers}, stacked" if layer.is_stacked else str(layer.layers)
+        table.add_row(Text(layer.prefix), count, layer.layout, Text(layer.heads))
     if found:
         out.print(table)
 
@@ -337,6 +447,35 @@ def print_verdict(
     )
 
 
+def print_verdicts(
+    verdicts: list[tuple[str, str, list[Comparison], bool]], diagnosis: Diagnosis, files: list[str], out: Console
+) -> None:
+    """Print whether two files hold the same attention, in full for one layer, and of many for the first that differs.
+
+    Args:
+        verdicts: of each layer its name in both files, the comparisons, and whether its weights are the same bits.
+        diagnosis: of the first layer that differs, or of one that does not.
+        files: their names.
+        out: where to.
+    """
+    if len(verdicts) == 1:
+        _, _, comparisons, same_bits = verdicts[0]
+        print_verdict(comparisons, diagnosis, same_bits, files, out)
+        return
+    wrong = [(one, other, first) for one, other, each, _ in verdicts if (first := first_difference(each)) is not None]
+    for one, other, first in wrong:
+        out.print(Text(f"{one} and {other} differ first at {first.stage}", style="red"), soft_wrap=True)
+    same = sum(same_bits for *_, same_bits in verdicts)
+    rounded = len(verdicts) - len(wrong) - same
+    counts = f"{same} the same, bit for bit; {rounded} the same up to rounding; {len(wrong)} different"
+    if wrong:
+        out.print(Text(str(wrong[0][2]), style="red"))
+        print_diagnosis(diagnosis, out)
+    verb, style = ("do NOT hold", "bold red") if wrong else ("hold", "bold green")
+    told = f"{files[0]} and {files[1]} {verb} the same attention in all {len(verdicts)} layers: {counts}"
+    out.print(Text(told, style=style), soft_wrap=True)
+
+
 # ---- Diagnosis -------------------------------------------------------------------------------------------------------
 
 
@@ -349,17 +488,28 @@ def print_divergence(sides: list[list[Comparison]], distances: dict[str, float],
         out: where to.
     """
     names = [side[0].backend for side in sides]
-    table = begin_table(out, "Error / budget of each against the reference, and their difference")
-    table.add_column("stage", no_wrap=True)
-    for column in (*names, "difference"):
-        table.add_column(column, justify="right")
+    title = "Error / budget of each against the reference, and their difference"
     by_stage = [{comparison.stage: comparison for comparison in side} for side in sides]
+    rows = []
     for stage, distance in distances.items():
         found = [side.get(stage) for side in by_stage]
         ratios = ("—" if each is None else _short(each.worse_ratio) for each in found)
         style = "" if all(each is None or each.passed for each in found) else "red"
-        table.add_row(stage, *ratios, f"{distance:.1e}", style=style)
-    out.print(table)
+        rows.append((stage, [*ratios, f"{distance:.1e}"], style))
+    columns = (*names, "difference")
+    if out.width < 80:  # no room for columns
+        out.print(Text(title, style="bold"))
+        for stage, numbers, style in rows:
+            said = ", ".join(map(" ".join, zip(columns, numbers, strict=True)))
+            out.print(Text(f"{stage}: {said}", style=style, overflow="fold"))
+    else:
+        table = begin_table(out, title)
+        table.add_column("stage", no_wrap=True)
+        for column in columns:
+            table.add_column(column, justify="right")
+        for stage, numbers, style in rows:
+            table.add_row(stage, *numbers, style=style)
+        out.print(table)
     for side in sides:
         wrong = first_difference(side)
         words = "is right" if wrong is None else f"goes wrong at {wrong.stage}"
@@ -371,8 +521,11 @@ def print_divergence(sides: list[list[Comparison]], distances: dict[str, float],
 def print_selftest(outcomes: list[Outcome], out: Console) -> None:
     """Print what became of the mistakes that were planted: a row for each kind, what was not as it should be, a sum."""
     table = begin_table(out, "Planted mistakes: seen at their stage, and named by the diagnosis")
-    for column in ("mistake", "stage", "planted", "seen", "named"):
-        table.add_column(column, justify="right" if column in ("planted", "seen", "named") else "left", no_wrap=True)
+    is_narrow = out.width < 80
+    table.add_column("mistake", overflow="fold", no_wrap=not is_narrow)
+    table.add_column("stage", overflow="fold", no_wrap=not is_narrow)
+    for column in ("planted", "seen", "named"):
+        table.add_column(column, justify="right", no_wrap=True)
     kinds: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         kinds.setdefault(outcome.hypothesis or "(none)", []).append(outcome)

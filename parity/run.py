@@ -211,6 +211,7 @@ class Report:
         warnings: what makes results less comparable than they look.
         skipped_cases: what a backend that did run cannot.
         diagnoses: what is wrong with those of the first cases that failed, by case, dtype and backend.
+        missing: what a backend whose traces were read has no trace of, though another backend has.
     """
 
     comparisons: list[Comparison]
@@ -219,6 +220,7 @@ class Report:
     warnings: list[str] = field(default_factory=list)
     skipped_cases: list[SkippedCase] = field(default_factory=list)
     diagnoses: dict[tuple[str, str, str], Diagnosis] = field(default_factory=dict)
+    missing: list[SkippedCase] = field(default_factory=list)
 
     @property
     def failed(self) -> list[Comparison]:
@@ -227,9 +229,16 @@ class Report:
 
     @property
     def summary(self) -> dict[str, int]:
-        """How many comparisons passed and failed, and how many backends, and cases of the others, were skipped."""
+        """How many comparisons passed and failed, how many backends, and cases of the others, were skipped, and how
+        many traces are missing."""
         failed, skipped = len(self.failed), len(self.skipped) + len(self.skipped_cases)
-        return {"passed": len(self.comparisons) - failed, "failed": failed, "skipped": skipped}
+        passed = len(self.comparisons) - failed
+        return {"passed": passed, "failed": failed, "skipped": skipped, "missing": len(self.missing)}
+
+    @property
+    def status(self) -> int:
+        """The exit status of the commands that make a report: 1 if a comparison failed, 2 if a trace is missing."""
+        return 1 if self.failed else 2 if self.missing else 0
 
     def groups(self) -> dict[tuple[str, str, str], list[Comparison]]:
         """The comparisons by case, dtype and backend."""
@@ -254,6 +263,7 @@ class Report:
             for backend, reason in self.skipped.items()
         ]
         skipped += [{**asdict(case), "stage": None, "status": "skipped"} for case in self.skipped_cases]
+        skipped += [{**asdict(case), "stage": None, "status": "missing"} for case in self.missing]
         return {
             "format": 1,
             "environment": self.environment,
@@ -288,7 +298,8 @@ def run_cases(
         with_gradients: also compare the gradients of inputs and weights, for cases without a cache.
         weights: canonical weights to take instead of each case's own.
         traces: folder to save the traces in.
-        join: folders of traces made elsewhere; those of the same cases and dtypes are judged, too.
+        join: folders of traces made elsewhere, their sub-folders among them; those of the same cases and dtypes are
+            judged, too.
         on_case: called before each case, with its name, the dtype and the backend.
         on_judged: called with each trace that was judged, its reference and the comparisons.
 
@@ -324,7 +335,7 @@ def run_cases(
 
     def recorded() -> Iterator[tuple[Trace, Reference]]:
         for case, dtype in chosen:
-            expected = Reference(make_problem(case, dtype, weights), with_gradients and not case.is_cached)
+            expected = Reference(make_problem(case, dtype, weights), with_gradients and case.has_gradients)
             for name in here:
                 on_case(case.name, dtype, name)
                 trace = replace(_attempt(name, expected), environment=where)
@@ -336,8 +347,13 @@ def run_cases(
                     yield trace, expected
 
     report = _judge_all(recorded(), joined, on_judged)
-    if with_gradients and (cached := [case.name for case in cases if case.is_cached]):
-        report.warnings.append(f"gradients are not compared with a cache: {', '.join(cached)}")
+    without = [case for case in cases if with_gradients and not case.has_gradients]
+    for why, names in {
+        "with a cache": [case.name for case in without if case.is_cached],
+        "where a query is NaN, which makes all of them NaN": [case.name for case in without if not case.is_cached],
+    }.items():
+        if names:
+            report.warnings.append(f"gradients are not compared {why}: {', '.join(names)}")
     if joined:
         where["joined"] = {trace.folder: trace.environment for trace in joined}
     return replace(report, skipped=skipped, environment=where)
@@ -407,13 +423,18 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace
         if len({json.dumps(settings, sort_keys=True) for settings in held.values()}) > 1
     ]
     every = set().union(*had.values())
-    for backend in sorted(had):
-        if lacking := sorted(every - had[backend]):
-            warnings.append(f"{backend} has no trace of {_listed(f'{case} in {dtype}' for case, dtype in lacking)}")
+    missing = [
+        SkippedCase(case, dtype, backend, f"{backend} has no trace of {case} in {dtype}")
+        for backend in sorted(had)
+        for case, dtype in sorted(every - had[backend])
+    ]
+    for backend in dict.fromkeys(each.backend for each in missing):
+        lacking = (f"{each.case} in {each.dtype}" for each in missing if each.backend == backend)
+        warnings.append(f"{backend} has no trace of {_listed(lacking)}")
     for backend, values in without_hardware.items():
         warnings.append(f"{backend} ran without its hardware: its values are those of {values}")
     warnings.extend(f"{backend} has no gradients: its other stages are compared" for backend in without_gradients)
-    return Report(comparisons, {}, {}, warnings, skipped, diagnoses)
+    return Report(comparisons, {}, {}, warnings, skipped, diagnoses, missing)
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "", depth: int = 6) -> dict[str, str]:
@@ -520,7 +541,7 @@ def compare_traces(
     """Judge saved traces, from any number of machines and environments, against the reference made here.
 
     Args:
-        folders: folders of traces, or single trace files.
+        folders: folders of traces, their sub-folders among them, or single trace files.
         on_judged: called with each trace that was judged, its reference and the comparisons.
 
     Raises:
@@ -562,8 +583,12 @@ def _printable(text: str) -> str:
 
 
 def _trace_files(folders: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
-    for folder in map(Path, folders):
-        files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    for folder in folders:
+        if not os.fspath(folder):  # which would be the current folder: an unset variable of a shell
+            raise ValueError(f"a folder of traces must have a name, got {folder!r}")
+        files = [Path(folder)] if Path(folder).is_file() else sorted(Path(folder).rglob("*.safetensors"))
         if not files:
-            raise ValueError(f"{folder} must be a trace or a folder of traces, got no *.safetensors there")
+            raise ValueError(
+                f"{folder} must be a trace or a folder of traces, got no *.safetensors there or in its sub-folders"
+            )
         yield from files

@@ -398,13 +398,13 @@ def test_one_framework_may_be_measured_alone(tiny_plan, as_users_have_it):
     [
         (
             ["--what", "cores,speed"],
-            "groups must be of cores, layers, decode, memory, import, convert, growth, got speed",
+            "--what must be of cores, layers, decode, memory, import, convert, growth, got speed",
         ),
-        (["--frameworks", "tt"], "frameworks must be of jax, torch, got tt"),
-        (["--dtypes", "float64"], "dtypes must be of float32, bfloat16, float16, got float64"),
-        (["--device", "tpu"], "device must be one of cpu, cuda, got device=tpu"),
+        (["--frameworks", "tt"], "--frameworks must be of jax, torch, got tt"),
+        (["--dtypes", "float64"], "--dtypes must be of float32, bfloat16, float16, got float64"),
+        (["--device", "tpu"], "--device must be of cpu, cuda, got tpu"),
         (["--plot", "a.png", "--what", "cores"], "--plot must stand with growth among --what, got --what cores"),
-        (["--plot", "a.pdf"], "path must end in .png or .svg, got a.pdf"),
+        (["--plot", "a.pdf"], "--plot must end in .png or .svg, got a.pdf"),
         (["--json", "/nowhere/a.json"], "--json must name a file in a folder that is there, got /nowhere/a.json"),
     ],
 )
@@ -425,7 +425,7 @@ def test_a_framework_that_is_not_there_is_refused_by_name_and_left_out_otherwise
 def test_a_device_that_is_not_there_is_refused(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["bench", "--device", "cuda"]) == 2
-    assert "device must be there, got device=cuda" in capsys.readouterr().err
+    assert "a GPU must be there for cuda, got torch" in capsys.readouterr().err
 
 
 def test_help_of_the_command_needs_no_framework():

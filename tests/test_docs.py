@@ -1,17 +1,21 @@
-"""The documentation: what its pages print is what is printed, every mistake has its page, and links lead somewhere."""
+"""The documentation: its code runs, it shows what is printed, every mistake has its page, and links lead somewhere."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import parity
 from parity.hypotheses import PRECISIONS, hypotheses_for
 from parity.selftest import SELFTEST_CASES
 
 ROOT = Path(__file__).parent.parent
-BUGS = ROOT / "docs" / "bugs"
+BUGS = ROOT / "parity" / "bugs"
 PAGES = sorted(path.stem for path in BUGS.glob("*.md") if path.stem != "README")
-LINKED = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINKED = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(BUGS.glob("*.md"))]
 SECTIONS = ["What it looks like", "Reproduction", "How the tool shows it", "The fix"]
 
 
@@ -69,15 +73,93 @@ def test_a_reproduction_prints_what_its_page_shows(page, capsys):
     exec(compile(code, f"{page}.md", "exec"), {"__name__": page})
     printed = capsys.readouterr().out
     assert without_errors(printed) == without_errors(block_of(sections["How the tool shows it"], "text"))
-    assert f"docs/bugs/{page}.md" in printed
+    assert f"see       mha-parity bugs {page}" in printed
 
 
-def test_the_index_has_every_page_and_every_mistake():
+def test_the_list_of_bugs_has_every_page_and_every_mistake():
     index = (BUGS / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[([\w-]+)\]\(([\w-]+)\.md\) \|.*\| (.+?) \|$", index, flags=re.MULTILINE)
     assert all(title == target for title, target, _ in rows)
     assert {title: set(re.findall(r"`([\w-]+)`", names)) for title, _, names in rows} == hypotheses_by_page()
     assert len(rows) == len(PAGES)
+
+
+# ---- Code and commands -----------------------------------------------------------------------------------------------
+
+STATUS = {"pytest -q --tb=short test_wrong.py": 1, "mha-parity diagnose": 1}
+"""The commands of the pages that end with another status than 0: those that show a failure."""
+
+
+def blocks_of(path):
+    """The fenced blocks of a page in order, each with its language."""
+    text = path.read_text(encoding="utf-8")
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def environment():
+    """That of a shell in which a user would work: the project's commands, no colours, nothing of the running pytest."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    paths = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}", "PYTHONPATH": str(ROOT)}
+    return kept | paths | {"NO_COLOR": "1", "COLUMNS": "80", "PYTEST_ADDOPTS": "-p no:cacheprovider -p no:xdist"}
+
+
+def without_numbers(text):
+    """The lines of a text, with a mark for every number and without trailing blanks."""
+    return [re.sub(r"-?\d[\d.]*(e[-+]\d+)?", "#", line).rstrip() for line in text.splitlines()]
+
+
+def run_code(path, code, names, folder):
+    """Run a block of Python after those before it; one that begins with the name of a file is kept as that file."""
+    if file := re.match(r"# (\w+\.py)\n", code):
+        (folder / file[1]).write_text(code, "utf-8")
+        names = {"__name__": file[1].removesuffix(".py")}
+    exec(compile(code, f"{path.name}: {code.splitlines()[0]}", "exec"), names)
+
+
+def run_session(block, folder):
+    """Run the commands of a block in a shell, and want what it shows; … stands for any lines."""
+    lines = block.splitlines()
+    commands = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    printed = ""
+    for command in commands:
+        result = subprocess.run(
+            command, shell=True, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
+        )
+        wanted = next((status for start, status in STATUS.items() if command.startswith(start)), 0)
+        assert (result.returncode, result.stderr) == (wanted, ""), f"{command}: {result.stdout}{result.stderr}"
+        printed += result.stdout
+    expected = without_numbers("\n".join(lines[len(commands) :]))
+    pattern = "\n".join(".*" if line == "…" else re.escape(line).replace("…", ".*") for line in expected)
+    assert re.fullmatch(pattern, "\n".join(without_numbers(printed)), re.DOTALL), printed
+
+
+def imports_tt(code):
+    return "mha_tt" in code
+
+
+@pytest.mark.parametrize("path", [path for path in LINKED if path.parent != BUGS], ids=lambda path: path.name)
+def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
+    """All but what is for ttnn, which tests/tt/test_docs.py runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = {"__name__": "page"}
+    for language, block in blocks_of(path):
+        if language == "python" and not imports_tt(block):
+            run_code(path, block, names, tmp_path)
+        elif block.startswith("$ ") and os.name == "posix":
+            run_session(block, tmp_path)
+    for test in [value for name, value in names.items() if name.startswith("test_")]:
+        test(parity.assert_parity)
+
+
+# ---- Public names ----------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_public_names_is_that_of_the_source():
+    written = subprocess.run([sys.executable, ROOT / "tools" / "api-page"], capture_output=True, text=True, check=True)
+    page = (ROOT / "docs" / "api.md").read_text("utf-8")
+    assert page == written.stdout, "run `tools/api-page > docs/api.md`"
+    assert {f"`{name}`" for name in parity.__all__} <= set(re.findall(r"^\| (`\w+`)", page, flags=re.MULTILINE))
 
 
 # ---- Links -----------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def test_a_diagnosis_is_shown_with_the_page_of_its_class_of_bugs():
     object.__setattr__(report, "diagnoses", {("causal", "float32", "torch"): diagnosis})
     text = Page(html_page(report, maps)).text
     assert "the mask is shifted by one\n  fix it <so>" in text
-    assert "mask shifted + keys <twice>: docs/bugs/some-page.md" in text
+    assert "mask shifted + keys <twice>: mha-parity bugs some-page" in text
 
 
 def test_what_was_skipped_is_told_with_its_reason(good):
@@ -247,11 +247,12 @@ def test_it_is_written_whole_or_not_at_all(good, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
 
 
-def test_without_the_libraries_the_extra_is_named_before_any_work(monkeypatch, capsys, tmp_path):
+def test_without_the_libraries_the_packages_are_named_before_any_work(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(parity.run, "record", None)
-    monkeypatch.setattr("parity.html.find_spec", lambda name: None)
+    monkeypatch.setattr("parity.packages.is_installed", lambda package: False)
     assert main(["run", "--cases", "textbook", "--html", str(tmp_path / "r.html")]) == 2
-    assert "pip install 'mha-parity[report]'" in capsys.readouterr().err
+    words = "an HTML report needs jinja2 and pillow, not installed here: pip install jinja2 pillow"
+    assert words in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -57,6 +57,22 @@ def test_every_case_of_a_backend_and_dtype_is_a_test_of_their_suite(report):
     assert (root.get("tests"), root.get("failures"), root.get("errors")) == ("4", "0", "0")
 
 
+@pytest.mark.parametrize(
+    ("node", "classname", "name"),
+    [
+        ("tests/test_port.py::test_layer", "tests.test_port", "test_layer"),
+        ("tests/test_port.py::TestLayer::test_it[a::b] layer 3", "tests.test_port.TestLayer", "test_it[a::b] layer 3"),
+        ("test_port.py::test_layer a::b", "test_port", "test_layer a::b"),
+    ],
+)
+def test_a_test_of_pytest_is_of_the_class_of_its_module(node, classname, name):
+    xml = junit_xml(
+        Report([failure(np.empty(0), "no", case=node, backend="actual", dtype="float32", stage="q")], {}, {})
+    )
+    SCHEMA.validate(xml.decode())
+    assert list(cases_in(xml)) == [(classname, f"{name}-float32")]
+
+
 def test_the_environment_is_told_as_properties(report):
     suite = ElementTree.fromstring(junit_xml(report))[0]
     properties = {found.get("name"): found.get("value") for found in suite.iter("property")}

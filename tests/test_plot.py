@@ -239,9 +239,9 @@ def test_plot_draws_a_layer_for_a_case_in_any_layout(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["W", "a.jpg", "--input", "X"], "path must end in .png or .svg"),
-        (["W", "a.png"], "--input or --case must tell what the layer is applied to"),
-        (["W", "a.png", "--case", "no-such-case"], "--input or --case must tell"),
+        (["W", "a.jpg", "--input", "X"], "DST must end in .png or .svg"),
+        (["W", "a.png"], "--input or --case must say what the layer is applied to"),
+        (["W", "a.png", "--case", "no-such-case"], "--case must name a case, got 'no-such-case'; near it: no-bias"),
         (["W", "a.png", "--case", "full", "--causal"], "--causal must stand with --input"),
         (["W", "a.png", "--input", "X", "--stage", "attn_weights"], "--stage must be left out for a file of weights"),
         (["W", "a.png", "--input", "W"], "must hold one array as numpy.save writes it"),
@@ -285,10 +285,10 @@ def test_an_array_of_objects_is_refused(tmp_path):
         read_array(tmp_path / "x.npy")
 
 
-def test_without_matplotlib_the_extra_is_named_before_any_work(capsys, layer, tmp_path, monkeypatch):
-    monkeypatch.setattr(parity.plot, "find_spec", lambda name: None)
+def test_without_matplotlib_the_package_is_named_before_any_work(capsys, layer, tmp_path, monkeypatch):
+    monkeypatch.setattr("parity.packages.is_installed", lambda package: False)
     assert main(["plot", layer[0], str(tmp_path / "a.png"), "--input", layer[1]]) == 2
-    assert "pip install 'mha-parity[report]'" in capsys.readouterr().err
+    assert "a plot needs matplotlib, not installed here: pip install matplotlib" in capsys.readouterr().err
 
 
 def test_parity_imports_no_picture_library_before_it_is_asked_to():

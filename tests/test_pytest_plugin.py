@@ -200,6 +200,12 @@ def test_arguments_that_do_not_go_together_are_refused(options, error, words):
         assert_parity(ONE, **options)
 
 
+@pytest.mark.parametrize("options", [{"expected": ONE}, {"problem": parity.make_problem("full", "float32")}])
+def test_a_function_that_returns_nothing_is_told(options):
+    with pytest.raises(TypeError, match=r"actual must be an array .*, got None: is there a return missing\?"):
+        assert_parity(None, **options)
+
+
 def test_the_message_says_what_where_and_how_much(x):
     actual = x.copy()
     actual[1, 2, 3, 4] = 7.0
@@ -320,7 +326,7 @@ def test_the_report_has_every_comparison(run_two_tests, pytester):
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["*parity report: */report.json (3 comparisons, 1 failed)*"])
     report = json.loads((pytester.path / "report.json").read_text())
-    assert report["summary"] == {"passed": 2, "failed": 1, "skipped": 0}
+    assert report["summary"] == {"passed": 2, "failed": 1, "skipped": 0, "missing": 0}
     assert report["environment"]["packages"]["numpy"] == np.__version__
     assert results(pytester.path / "report.json") == RESULTS_OF_TWO_TESTS
 
@@ -351,12 +357,15 @@ def test_the_report_may_be_junit_xml(run_two_tests, pytester):
     run_two_tests("--parity-report", "report.xml")
     root = ElementTree.parse(pytester.path / "report.xml").getroot()
     assert root.attrib["failures"] == "1"
+    tests = [(test.get("classname"), test.get("name")) for test in root.iter("testcase")]
+    assert sorted(tests) == [("test_two", "test_right-float64"), ("test_two", "test_wrong layer 3-float64")]
     assert "test_two.py::test_wrong layer 3/k" in "".join(root.itertext())
 
 
-def test_the_report_may_be_a_page(run_two_tests, pytester):
-    run_two_tests("--parity-report", "report.html")
-    assert "test_two.py::test_wrong layer 3" in (pytester.path / "report.html").read_text()
+@pytest.mark.parametrize("name", ["report.html", "REPORT.HTML"])
+def test_the_report_may_be_a_page(run_two_tests, pytester, name):
+    run_two_tests("--parity-report", name)
+    assert "test_two.py::test_wrong layer 3" in (pytester.path / name).read_text()
 
 
 @pytest.mark.parametrize(
@@ -364,6 +373,10 @@ def test_the_report_may_be_a_page(run_two_tests, pytester):
     [
         ("report.txt", "its suffix must be one of .json, .xml, .html, got */report.txt"),
         ("nowhere/report.json", "it must name a file in a folder that is there, got */nowhere/report.json"),
+        (
+            "/proc/report.json",
+            "it must name a file that can be written, got /proc/report.json: No such file or directory",
+        ),
     ],
 )
 def test_a_report_that_cannot_be_written_is_told_before_any_test_runs(run_two_tests, path, words):
@@ -374,11 +387,18 @@ def test_a_report_that_cannot_be_written_is_told_before_any_test_runs(run_two_te
 
 
 def test_a_report_whose_library_is_missing_is_told_before_any_test_runs(run_two_tests, monkeypatch):
-    monkeypatch.setattr(parity.html, "find_spec", lambda name: None)
+    monkeypatch.setattr("parity.packages.is_installed", lambda package: package != "jinja2")
     result = run_two_tests("--parity-report", "report.html")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --parity-report cannot be written: *jinja2* not installed here*"])
+    result.stderr.fnmatch_lines(["ERROR: --parity-report cannot be written: *jinja2, not installed here*"])
     result.stdout.no_fnmatch_line("*collected*")
+
+
+def test_a_page_needs_no_library_of_pictures_for_it_holds_none(run_two_tests, monkeypatch):
+    monkeypatch.setattr("parity.packages.is_installed", lambda package: package != "pillow")
+    result = run_two_tests("--parity-report", "report.html")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*parity report: *report.html (* comparisons, 1 failed)*"])
 
 
 def test_a_report_that_can_no_longer_be_written_is_an_error(pytester):

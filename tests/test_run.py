@@ -1,19 +1,24 @@
 """The main job: every case on every backend, stage by stage, in every dtype, gradients included."""
 
 import importlib.util
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import xmlschema
 
 import parity.backends.torch
 import parity.run
 from parity import CASES, make_problem, random_case, run_cases
+from parity.html import html_page
+from parity.junit import junit_xml
 from parity.run import Reference, SkippedCase, judge, record
 from parity.spec import DTYPES
 
 
 def failures(case, backend, dtype, with_gradients):
-    expected = Reference(make_problem(case, dtype), with_gradients=with_gradients and not case.is_cached)
+    expected = Reference(make_problem(case, dtype), with_gradients=with_gradients and case.has_gradients)
     return [str(comparison) for comparison in judge(record(backend, expected), expected) if not comparison.passed]
 
 
@@ -94,7 +99,7 @@ def poor_torch(monkeypatch):
 def test_a_case_that_a_backend_cannot_run_is_skipped_with_its_reason():
     report = run_cases([CASES["textbook"]], ["jax", "torch"], ["float32", "float16"])
     assert report.skipped_cases == [SkippedCase("textbook", "float16", "torch", "no such dtype")]
-    assert report.summary == {"passed": 33, "failed": 0, "skipped": 1}
+    assert report.summary == {"passed": 33, "failed": 0, "skipped": 1, "missing": 0}
     assert report.to_dict()["results"][-1] == {
         "case": "textbook",
         "backend": "torch",
@@ -167,3 +172,38 @@ def test_a_backend_that_raises_fails_its_case_and_no_other(monkeypatch):
 def test_nothing_to_run_is_an_error_and_no_success(arguments, message):
     with pytest.raises(ValueError, match=message):
         run_cases(**arguments)
+
+
+NAN_CASES = [name for name, case in CASES.items() if case.not_finite]
+
+
+@pytest.mark.parametrize("name", NAN_CASES)
+def test_nan_is_where_it_belongs(name, sibling):
+    report = run_cases([CASES[name]], [sibling.name], ["float32", "bfloat16"], with_gradients=True)
+    assert report.failed == []
+    json.dumps(report.to_dict(), allow_nan=False)
+
+
+def test_a_nan_that_a_backend_swallows_fails_and_is_named(monkeypatch):
+    original = parity.run.record
+
+    def record(backend, reference):
+        trace = original(backend, reference)
+        trace.accumulated["fused.output"] = np.nan_to_num(trace.accumulated["fused.output"])
+        return trace
+
+    monkeypatch.setattr(parity.run, "record", record)
+    report = run_cases([CASES["nan-visible-causal"]], ["torch"])
+    (failed,) = report.failed
+    assert (failed.stage, failed.reason) == ("fused.output", "96 elements are not NaN where the reference is")
+    content = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert [each["status"] for each in content["results"]].count("failed") == 1
+    xmlschema.XMLSchema(Path(__file__).with_name("junit.xsd")).validate(junit_xml(report).decode())
+    assert b"96 elements are not NaN" in html_page(report)
+
+
+def test_gradients_that_are_not_compared_are_told():
+    report = run_cases([CASES["nan-visible-causal"], CASES["nan-hidden-cross"]], ["torch"], with_gradients=True)
+    words = "gradients are not compared where a query is NaN, which makes all of them NaN: nan-visible-causal"
+    assert report.warnings == [words]
+    assert {c.case for c in report.comparisons if "grad." in c.stage} == {"nan-hidden-cross"}

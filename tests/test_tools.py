@@ -1,15 +1,19 @@
 """The scripts that `make` uses."""
 
+import importlib.machinery
+import importlib.util
 import os
 import platform
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 FIND = Path(__file__).parents[1] / "tools" / "find-python312"
 
-pytestmark = pytest.mark.skipif(
+needs_linux = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="ttnn has wheels for x86-64 Linux only"
 )
 
@@ -29,11 +33,13 @@ def find(path, home):
     return result.stdout.strip()
 
 
+@needs_linux
 def test_python312_is_found_on_the_path(tmp_path):
     python = put_python(tmp_path / "bin" / "python3.12")
     assert find(tmp_path / "bin", tmp_path) == str(python)
 
 
+@needs_linux
 @pytest.mark.parametrize("says", ["cpython 3 11", "pypy 3 12", ""])
 def test_a_python_of_that_name_that_is_another_or_does_not_run_is_not_chosen(tmp_path, says):
     put_python(tmp_path / "bin" / "python3.12", says, status=0 if says else 127)
@@ -41,7 +47,76 @@ def test_a_python_of_that_name_that_is_another_or_does_not_run_is_not_chosen(tmp
     assert find(tmp_path / "bin", tmp_path) == str(python)
 
 
+@needs_linux
 def test_a_shim_does_not_hide_a_python_further_down_the_path(tmp_path):
     put_python(tmp_path / "shims" / "python3.12", "", status=127)
     python = put_python(tmp_path / "bin" / "python3.12")
     assert find(f"{tmp_path / 'shims'}:{tmp_path / 'bin'}", tmp_path) == str(python)
+
+
+# ---- fuzz-cli --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fuzz():
+    path = str(Path(__file__).parents[1] / "tools" / "fuzz-cli")
+    loader = importlib.machinery.SourceFileLoader("fuzz_cli", path)
+    spec = importlib.util.spec_from_loader("fuzz_cli", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.dont_write_bytecode", True)
+        patch.setattr("sys.path", [*sys.path])
+        loader.exec_module(module)
+    return module
+
+
+def test_commands_drawn_at_random_lose_nothing_and_say_why_they_refuse(fuzz, tmp_path):
+    assert list(fuzz.fuzz_commands(tmp_path, 60, seed=0)) == []
+
+
+def lose(arguments):
+    os.unlink("a.npz")
+    return 0
+
+
+def spoil(arguments):
+    Path("r.json").write_text('{"half": ')
+    return 2
+
+
+def leave(arguments):
+    Path(".b.npz.0.mha-parity").mkdir()
+    return 0
+
+
+def complain(arguments):
+    sys.stderr.write("Traceback (most recent call last):\n")
+    return 2
+
+
+def crash(arguments):
+    raise KeyError("what?")
+
+
+@pytest.mark.parametrize(
+    ("fault", "finding"),
+    [
+        (lose, "lost though not named: a.npz"),
+        (spoil, "changed or written with exit status 2: r.json"),
+        (spoil, "r.json is not whole"),
+        (leave, "left: .b.npz.0.mha-parity"),
+        (complain, "a traceback"),
+        (crash, "exit status exception: Traceback"),
+        (lambda arguments: 3, "exit status 3"),
+        (lambda arguments: 2, "no line that says why"),
+        (lambda arguments: 1, "exit status 1 of a command that compares nothing"),
+        (lambda arguments: time.sleep(10), "exit status hang"),
+    ],
+)
+def test_every_fault_is_found(fuzz, tmp_path, monkeypatch, fault, finding):
+    monkeypatch.setattr("parity.cli.main", fault)
+    monkeypatch.setattr(fuzz.call, "__defaults__", (1,))
+    monkeypatch.setattr(fuzz, "draw", lambda rng: (["inspect", "a.npz"], []))
+    (told, *_) = [told for told in fuzz.fuzz_commands(tmp_path, 1, seed=0) if finding in told]
+    assert told.startswith("0: mha-parity 'inspect' 'a.npz'")

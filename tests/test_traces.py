@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import parity.run
 from parity import CASES, AttentionSpec, load_tensors, random_case, random_weights, run_cases, save_tensors
 from parity.backends import torch as torch_backend
+from parity.cli import main
 from parity.run import SkippedCase, compare_traces, load_trace
 
 
@@ -134,6 +136,44 @@ def test_a_trace_that_others_have_is_missed(traces, tmp_path):
     assert f"torch ({other}) has no trace of decode in bfloat16" in compare_traces([traces, other]).warnings
 
 
+def test_a_missing_trace_is_in_the_exit_status_and_in_every_report(traces, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(traces, other)
+    (other / "decode-bfloat16-torch.safetensors").unlink()
+    files = {name: tmp_path / f"r.{name}" for name in ("json", "xml")}
+    assert main(["compare", str(traces), str(other), "--json", str(files["json"]), "--junit", str(files["xml"])]) == 2
+    out = capsys.readouterr().out
+    assert "0 failed, 1 trace missing" in out
+    assert f"warning: torch ({other}) has no trace of decode in bfloat16" in out
+    content = json.loads(files["json"].read_text())
+    assert content["summary"]["missing"] == 1
+    assert [each["case"] for each in content["results"] if each["status"] == "missing"] == ["decode"]
+    (error,) = ElementTree.fromstring(files["xml"].read_text()).iter("error")
+    assert error.get("message") == f"torch ({other}) has no trace of decode in bfloat16"
+
+
+def test_a_mismatch_weighs_more_than_a_missing_trace(traces, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(traces, other)
+    (other / "decode-bfloat16-torch.safetensors").unlink()
+    path = other / "causal-float32-torch.safetensors"
+    change(path, {"accumulated/scores": load_tensors(path)[0]["accumulated/scores"] * np.float32(1.01)})
+    assert main(["compare", str(traces), str(other)]) == 1
+
+
+def test_traces_in_sub_folders_are_found(traces, tmp_path):
+    (tmp_path / "all" / "deep").mkdir(parents=True)
+    traces.rename(tmp_path / "all" / "deep" / "torch")
+    report = compare_traces([tmp_path / "all"])
+    assert len(report.groups()) == 6
+    assert list(report.environment) == [str(tmp_path / "all" / "deep" / "torch")]
+
+
+def test_a_folder_without_a_name_is_refused():
+    with pytest.raises(ValueError, match="a folder of traces must have a name, got ''"):
+        compare_traces([""])
+
+
 def test_traces_of_random_cases_are_judged(tmp_path):
     run_cases([random_case(31)], ["torch"], traces=tmp_path)
     assert compare_traces([tmp_path]).summary["passed"] == 11
@@ -164,7 +204,7 @@ def joined(folder, names=("textbook",), dtypes=("float32",), **options):
 def test_joined_traces_are_further_backends_of_the_run(tt_traces):
     report = run_cases([CASES["textbook"]], join=[tt_traces])
     assert list(report.groups()) == [("textbook", "float32", backend) for backend in ("jax", "torch", "tt")]
-    assert (report.summary, report.warnings) == ({"passed": 33, "failed": 0, "skipped": 0}, [])
+    assert (report.summary, report.warnings) == ({"passed": 33, "failed": 0, "skipped": 0, "missing": 0}, [])
     assert "tt" in report.environment["joined"][str(tt_traces)]["backends"]
 
 

@@ -185,7 +185,7 @@ def _checked(
         import torch
 
         if not torch.cuda.is_available():
-            raise RuntimeError(f"device must be there, got device=cuda and torch {torch.__version__} without a GPU")
+            raise RuntimeError(f"a GPU must be there for cuda, got torch {torch.__version__} without one")
     return list(groups), list(frameworks), list(dtypes)
 
 

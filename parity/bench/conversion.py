@@ -39,6 +39,7 @@ def bench_conversion(*, num_layers: int, repeats: int) -> list[Row]:
             "num_heads": SPEC.num_heads,
             "num_kv_heads": SPEC.num_kv_heads,
             "head_dim": SPEC.head_dim,
+            "force": True,
         }
 
         def ours() -> None:

@@ -1,0 +1,62 @@
+"""The packages that make more possible: whether they are installed, what is refused without them, how to get them."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from importlib.util import find_spec
+
+PACKAGES = ("numpy", "ml_dtypes", "safetensors", "jax", "jaxlib", "flax", "torch", "ttnn")
+"""Those that may change numbers: every report has their versions."""
+
+OPTIONAL = {
+    "jax": ("jax", "the backend jax; JAX arrays in assert_parity"),
+    "flax": ("flax", "the backend jax; flax in `conformance --peers`"),
+    "torch": ("torch", "the backend torch; torch tensors in assert_parity"),
+    "orbax-checkpoint": ("orbax.checkpoint", "orbax checkpoints"),
+    "gguf": ("gguf", "this project's tests; GGUF files are read without it"),
+    "jinja2": ("jinja2", "`--html`, `pytest --parity-report *.html`"),
+    "pillow": ("PIL", "`run --html` and `compare --html`, for their pictures"),
+    "matplotlib": ("matplotlib", "`plot`, `bench --plot`"),
+    "transformers": ("transformers", "this project's tests"),
+    "keras": ("keras", "keras in `conformance --peers`"),
+    "equinox": ("equinox", "equinox in `conformance --peers`"),
+    "pytest": ("pytest", "the fixture assert_parity; the function needs no pytest"),
+}
+"""By the name to install: the module, and what it is needed for."""
+
+
+def version_of(package: str) -> str | None:
+    """The version that is installed, None where there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def installed() -> dict[str, str]:
+    """Versions of the packages that may change numbers, those that are installed."""
+    return {package: version for package in PACKAGES if (version := version_of(package)) is not None}
+
+
+def is_installed(package: str) -> bool:
+    """Whether an optional package is there; it is looked for, not imported."""
+    module = OPTIONAL[package][0]
+    parent = module.partition(".")[0]
+    return find_spec(parent) is not None and (parent == module or find_spec(module) is not None)
+
+
+def check_installed(what: str, *packages: str) -> None:
+    """Refuse to begin what could not be finished.
+
+    Args:
+        what: that needs the packages.
+        packages: names of `OPTIONAL`.
+
+    Raises:
+        ModuleNotFoundError: if one is not installed.
+    """
+    missing = [package for package in packages if not is_installed(package)]
+    if missing:
+        raise ModuleNotFoundError(
+            f"{what} needs {' and '.join(missing)}, not installed here: pip install {' '.join(missing)}"
+        )

@@ -1,0 +1,96 @@
+"""What a person reads on a terminal, however narrow it is: what failed is never cut off."""
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from parity import report
+from parity.compare import compare
+from parity.run import Report
+from parity.selftest import Outcome
+
+CASE = "trained-smollm2-causal"
+WRONG = "step0.module.attn_weights"
+STAGES = ("step0.q", WRONG, "step0.module.output")
+
+
+def compared(backend, wrong=()):
+    """The comparisons of one case on a backend, with those stages wrong."""
+    x = np.linspace(0.0, 1.0, 120).reshape(2, 3, 4, 5)
+    for stage in STAGES:
+        values = x if stage != "step0.module.output" else x[0]
+        actual = (values + (stage in wrong)).astype(np.float32)
+        about = {"case": CASE, "backend": backend, "dtype": "float32", "stage": stage}
+        yield compare(actual, values, values.astype(np.float32), **about)
+
+
+@pytest.fixture(params=[40, 80])
+def terminal(request, monkeypatch):
+    """A terminal of as many columns as the environment says."""
+    monkeypatch.setenv("COLUMNS", str(request.param))
+    out = Console(file=io.StringIO(), force_terminal=True, color_system=None, highlight=False)
+    assert out.width == request.param
+    return out
+
+
+def words(out):
+    """The lines on a terminal, and its words in one piece, those that were folded put together again."""
+    lines = out.file.getvalue().splitlines()
+    assert all(len(line) <= out.width for line in lines if "│" in line)
+    return lines, "".join("".join(lines).replace("│", " ").split())
+
+
+def test_the_stage_that_failed_is_named_whole_with_any_number_of_backends(terminal):
+    found = [*compared("jax"), *compared("torch", wrong=[WRONG]), *compared("tt", wrong=[WRONG])]
+    report._print_cases_of(Report(found, {}, {}), terminal)
+    lines, text = words(terminal)
+    assert any(CASE in line for line in lines)
+    cells = [line for line in lines if "FAIL" in line]
+    assert cells
+    # In a table the words of one cell stand below each other.
+    columns = "".join(line.split("│")[4] for line in lines if line.count("│") == 6).replace(" ", "")
+    assert WRONG in (columns if "│" in cells[0] else text)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_the_stages_are_named_whole_and_ratios_are_not_cut_off(terminal, number):
+    found = [comparison for i in range(number) for comparison in compared(f"torch (/tmp/{i})", wrong=[WRONG])]
+    report._print_stages(Report(found, {}, {}), terminal)
+    lines, text = words(terminal)
+    ratio = report._short(found[1].worse_ratio)
+    if any("│" in line for line in lines):
+        row = next(line for line in lines if "module.attn_weights" in line)
+        assert row.count(ratio) == number
+    else:
+        assert f"module.attn_weights:torch(/tmp/0){ratio}" in text
+        assert text.count(ratio) == number
+
+
+def test_every_comparison_is_named_whole(terminal):
+    found = list(compared("torch", wrong=[WRONG]))
+    report._print_comparisons(Report(found, {}, {}), terminal)
+    lines, text = words(terminal)
+    if terminal.width == 40:
+        assert f"{CASE}{WRONG}float32torch" in text
+    else:
+        assert WRONG in "".join(line.split("│")[2].strip() for line in lines if line.count("│") > 2)
+
+
+def test_mistakes_that_were_planted_are_named_whole(terminal):
+    outcome = Outcome("rope-weights-deinterleaved", CASE, "torch", 0, ("q",), "q", ("rope-missing",), (), "structure")
+    report.print_selftest([outcome] * 12, terminal)
+    lines, text = words(terminal)
+    folded = "".join(line.split("│")[1].strip() for line in lines if line.count("│") == 6)
+    assert "rope-weights-deinterleaved" in folded
+    assert "planted" in text
+    assert "named" in text
+
+
+def test_two_traces_are_set_side_by_side(terminal):
+    sides = [list(compared("jax")), list(compared("torch", wrong=[WRONG]))]
+    report.print_divergence(sides, dict.fromkeys(STAGES, 0.5), terminal)
+    lines, text = words(terminal)
+    assert f"torchgoeswrongat{WRONG}" in text
+    assert f"{WRONG}:jax" in text if terminal.width == 40 else any(WRONG in line for line in lines if "│" in line)
