@@ -691,7 +691,7 @@ def test_a_users_function_is_examined_and_exits_1(own, capsys):
     assert "! NaN" in out
     assert "own_attention:attention, empty row: NaN" in out
     assert "again   mha-parity conformance own_attention:attention --questions 'empty row'" in out
-    assert "1 subject examined, 12 of 20 questions answered: 2 broken promises" in out
+    assert "1 subject examined, 13 of 20 questions answered: 2 broken promises" in out
     content = json.loads((own / "c.json").read_text())
     (subject,) = content["subjects"]
     assert content["format"] == 1
