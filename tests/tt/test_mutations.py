@@ -282,7 +282,7 @@ MUTATIONS = {
         "upload_integers(np.where(slots < 0, slots, slots + 1),",
     ),
     "rows up to the next tile skipped": one(
-        "tiles", "step1.cache.keys", cache_mha.append_to_cache, "range(single.max())", "range(0)"
+        "tiles", "step1.cache.keys", cache_mha.append_to_cache, "range(single.max(initial=0))", "range(0)"
     ),
     "rows up to the next tile written again in tiles": one(
         "tiles",
@@ -318,9 +318,9 @@ MUTATIONS = {
     "chunk attends to the first tile only": one(
         "tiles",
         "step1.module.output",
-        cache_mha._attend_in_prefill,
-        "round_up(int((before + seq_len).max()))",
-        "TILE",
+        cache_mha._attend_to_slots,
+        "round_up(int(before.max(initial=0)) + seq_len)",
+        "round_up(int(before.max(initial=0)))",
     ),
     "padding cached": one(
         "ragged",
