@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from parity.convert import convert, convert_file, load, save
     from parity.diagnose import Diagnosis, diagnose
     from parity.layouts import LAYOUTS, Layout
+    from parity.not_carried import NotCarriedWarning
     from parity.numerics import numerics_lock
     from parity.problem import Problem, make_problem
     from parity.run import Report, run_cases
@@ -40,6 +41,7 @@ __all__ = [
     "Conformance",
     "Diagnosis",
     "Layout",
+    "NotCarriedWarning",
     "Problem",
     "Report",
     "assert_parity",
@@ -84,6 +86,7 @@ _MODULES = {
     "convert": ["convert", "convert_file", "load", "save"],
     "diagnose": ["Diagnosis", "diagnose"],
     "layouts": ["LAYOUTS", "Layout"],
+    "not_carried": ["NotCarriedWarning"],
     "numerics": ["numerics_lock"],
     "problem": ["Problem", "make_problem"],
     "run": ["Report", "run_cases"],

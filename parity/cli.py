@@ -18,12 +18,14 @@ import textwrap
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from parity.help import EXIT_STATUS, PAGES
+from parity.not_carried import NotCarriedWarning
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -51,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     with _signals_raise(for_good=arguments is None) as received:
         try:
-            return _run_command(_parser().parse_args(arguments))
+            options = _parser().parse_args(arguments)
+            with _warnings_in_a_line():
+                return _run_command(options)
         except (Exception, KeyboardInterrupt) as error:
             if os.environ.get("MHA_PARITY_TRACEBACK"):
                 traceback.print_exc()
@@ -77,6 +81,24 @@ STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 def _say(text: str, status: int) -> int:
     print(f"mha-parity: {'; '.join(filter(None, map(str.strip, text.splitlines())))}", file=sys.stderr)
     return status
+
+
+@contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    """What is not carried, on standard error, each once; what others warn of as it was."""
+    shown = set()
+
+    def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+        if not issubclass(category, NotCarriedWarning):
+            show_others(message, category, *place)
+        elif str(message) not in shown:
+            shown.add(str(message))
+            print(f"mha-parity: warning: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        show_others, warnings.showwarning = warnings.showwarning, show
+        warnings.simplefilter("always", NotCarriedWarning)
+        yield
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -15,7 +16,8 @@ import numpy as np
 from parity.formats import TensorFile, open_tensors, write_tensors
 from parity.layouts import LAYOUTS, Layout, Tensor, find_layout, find_spec, from_canonical, to_canonical
 from parity.layouts.layout import DoesNotFit, HeadsUnknown, find_form, lay_out, read_out, shapes_in, stack_size
-from parity.model_config import HEADS, heads_beside
+from parity.model_config import HEADS, Beside, heads_beside
+from parity.not_carried import NotCarriedWarning
 from parity.spec import AttentionSpec, unheld
 from parity.weights import FORMAT, Weights, is_finite, is_floating, read_spec, weight_shapes
 
@@ -84,6 +86,9 @@ def load(
     Raises:
         OSError: if the file cannot be read.
         ValueError: as `convert`, or if the file holds no such layer.
+
+    Warns:
+        NotCarriedWarning: if what lies beside the tensors says of RoPE what a specification cannot hold.
     """
     heads: Heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     with open_layers(path, layout, prefix=prefix, **heads, rope_theta=rope_theta) as layers:
@@ -166,6 +171,7 @@ class Converted:
         left_out: names of what is not a tensor, such as numbers and text, and is not in the target.
         unconverted: prefixes of other layers in the source's layout, which are in the target as they were.
         optimizer_state: names of an optimizer's tensors for the layers, which are in the target in the old layout.
+        not_carried: what the source says of RoPE that its specification cannot hold, so that it is said to have none.
     """
 
     source: str
@@ -177,6 +183,7 @@ class Converted:
     left_out: list[str] = field(default_factory=list)
     unconverted: list[str] = field(default_factory=list)
     optimizer_state: list[str] = field(default_factory=list)
+    not_carried: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
@@ -232,7 +239,8 @@ def convert_file(
             to_prefix = str(entry[1]) if entry else prefix
         latest = _Latest(file)
         layout = _source_of(file, source, source_path, "source")
-        layers = _layers(latest, prefix, layout, _heads_of(file, heads), source_path)
+        known = _heads_of(file, heads)
+        layers = _layers(latest, prefix, layout, known, source_path)
         targets, stacks = _targets(layers, prefix, to_prefix)
         of_name: dict[str, dict[str, None]] = {}
         for to, group in targets.items():
@@ -296,6 +304,7 @@ def convert_file(
             optimizer_state=[
                 name for name in kept if name.rpartition(".")[2] in OPTIMIZER_STATE and file.infos[name].shape in shapes
             ],
+            not_carried=list(known.not_carried),
         )
 
 
@@ -478,6 +487,13 @@ def _layers(file: _Latest, prefix: str, layout: Layout, heads: _Heads, path: str
                 raise ValueError(f"prefix must be that of a layer in {path}, got prefix={prefix!r} of {words}")
             indices = [int(entry[2])]
         layers += [Layer(file, concrete, numbers, i, layout, spec, heads_from, sources) for i in indices]
+    if heads.not_carried:
+        warnings.warn(
+            f"{heads.told_by} says {', '.join(heads.not_carried)}, which a specification cannot hold: "
+            "RoPE is left out of it; rope_theta (--rope-theta) takes it for plain RoPE",
+            NotCarriedWarning,
+            stacklevel=3,
+        )
     return layers
 
 
@@ -521,12 +537,14 @@ class _Heads:
         saved: the specification in the file's own metadata.
         told: what others tell of the model.
         told_by: who.
+        not_carried: what they tell of RoPE, which the caller says nothing of, and no specification can hold.
     """
 
     said: Heads
     saved: AttentionSpec | None
     told: Heads
     told_by: str
+    not_carried: tuple[str, ...]
 
     def find_spec(self, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> tuple[AttentionSpec, str]:
         """The specification of a layer, and who told of its heads, if it was another file."""
@@ -546,10 +564,12 @@ def _heads_of(file: TensorFile, said: Heads) -> _Heads:
         saved = read_spec(file.path, {**file.metadata, "format": FORMAT})
         known = {name: getattr(saved, name) for name in HEADS}
     merged = {name: said.get(name) if said.get(name) is not None else known.get(name) for name in (*known, *said)}
-    told, told_by = ({}, "") if known else heads_beside(file)
+    beside = Beside() if known else heads_beside(file)
+    told = {name: value for name, value in beside.heads.items() if said.get(name) is None}
     if any(said.get(name) is not None for name in ("num_heads", "num_kv_heads", "head_dim")):
         told = {name: value for name, value in told.items() if name == "rope_theta"}  # counts of two origins do not mix
-    return _Heads(merged, saved, {name: value for name, value in told.items() if said.get(name) is None}, told_by)
+    not_carried = beside.not_carried if said.get("rope_theta") is None else ()
+    return _Heads(merged, saved, told, beside.origin, not_carried)
 
 
 def _metadata(layout: Layout, specs: Sequence[AttentionSpec], prefix: str) -> dict[str, str]:

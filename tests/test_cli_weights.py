@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import parity
 from parity import AttentionSpec, random_weights
 from parity.cli import main
 from parity.convert import save
@@ -541,6 +542,42 @@ def test_rope_that_a_specification_cannot_say_is_not_taken_from_a_config(source,
     arguments = [source, str(tmp_path / "b.npz"), "--from", "transformers.LLaMA", "--prefix", PREFIX]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 0
     assert "(from config.json): " in capsys.readouterr().out
+
+
+ROPE_NOT_CARRIED = {
+    "rope_scaling={'rope_type': 'llama3'}": {"rope_scaling": {"rope_type": "llama3"}},
+    "rope_type=yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500}},
+    "partial_rotary_factor=0.25": {"partial_rotary_factor": 0.25},
+    "rotary_pct=0.25": {"rotary_pct": 0.25},
+}
+
+
+@pytest.mark.parametrize("words", ROPE_NOT_CARRIED)
+def test_rope_that_a_specification_cannot_say_is_named_once_by_every_command(source, tmp_path, capsys, words):
+    config_beside(tmp_path / "source.safetensors", **ROPE_NOT_CARRIED[words])
+    layer = [source, "--from", "transformers.LLaMA", "--prefix", PREFIX]
+    convert = ["convert", source, str(tmp_path / "b.npz"), *layer[1:], "--to", "meta.LLaMA"]
+    commands = [
+        [*convert, "--json", str(tmp_path / "c.json")],
+        ["inspect", source],
+        ["run", "--weights", source, *layer[1:3], "--prefix", PREFIX.replace("{i}", "0"), "--backends", "torch"],
+    ]
+    for command in commands:
+        assert main(command) == 0
+        error = capsys.readouterr().err
+        assert error.count(f"warning: config.json says {words}, which a specification cannot hold") == 1
+        assert error.count("\n") == 1
+        assert main([*command, *(["--force"] if command[0] == "convert" else []), "--rope-theta", "500"]) == 0
+        assert capsys.readouterr().err == ""
+    main([*commands[0], "--force"])
+    assert json.loads((tmp_path / "c.json").read_text())["not_carried"] == [words]
+
+
+def test_rope_that_a_specification_cannot_say_is_warned_of_in_python(source, tmp_path):
+    config_beside(tmp_path / "source.safetensors", rope_scaling={"rope_type": "llama3"})
+    with pytest.warns(parity.NotCarriedWarning, match="config.json says rope_scaling="):
+        _, spec = parity.load(source, "transformers.LLaMA", prefix=PREFIX.replace("{i}", "0"))
+    assert spec.rope_theta is None
 
 
 def test_flags_win_over_a_config(source, tmp_path, capsys):

@@ -14,7 +14,16 @@ import pytest
 import torch
 
 import mha_torch
-from parity import AttentionSpec, first_difference, pretrained, random_weights, spec_of, to_jax, weights_of
+from parity import (
+    AttentionSpec,
+    NotCarriedWarning,
+    first_difference,
+    pretrained,
+    random_weights,
+    spec_of,
+    to_jax,
+    weights_of,
+)
 from parity.convert import convert, convert_file, find_layers, is_finite, load, save
 from parity.formats import open_tensors, write_tensors
 from parity.layouts import LAYOUTS, from_canonical
@@ -743,6 +752,35 @@ def test_a_trained_layer_of_gguf_equals_the_half_split_one_bit_for_bit(smollm2):
     found, found_spec = load(path, "gguf.LLaMA", prefix="blk.7", **told(spec))
     assert same_bits(found, weights)
     assert all(comparison.passed for comparison in verify(found, found_spec, weights, found_spec))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda writer: writer.add_rope_dimension_count(4), "rope.dimension_count=4"),
+        (lambda writer: writer.add_string("llama.rope.scaling.type", "yarn"), "rope.scaling.type=yarn"),
+        (lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32)), "rope_freqs.weight"),
+    ],
+)
+def test_rope_of_a_gguf_file_that_a_specification_cannot_say_is_named(tmp_path, change, words):
+    import gguf
+
+    spec = AttentionSpec(32, 4, num_kv_heads=2, qkv_bias=False, out_bias=False)
+    writer = gguf.GGUFWriter(tmp_path / "layer.gguf", "llama")
+    for name, x in from_canonical(random_weights(spec), spec, LAYOUTS["gguf.LLaMA"]).items():
+        writer.add_tensor(f"blk.0.{name}", x)
+    writer.add_embedding_length(32)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_freq_base(500.0)
+    change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.warns(NotCarriedWarning, match=f"GGUF says {words}"):
+        _, found = load(tmp_path / "layer.gguf", "gguf.LLaMA", prefix="blk.0")
+    assert found == spec
 
 
 def test_a_whole_gguf_file_is_converted(smollm2, tmp_path):
