@@ -187,7 +187,7 @@ def test_every_fault_of_the_control_must_be_seen(check_html, browser, tmp_path, 
 @pytest.mark.parametrize(
     ("what", "says", "why"),
     [
-        ("npm", (1, "npm error\nnpm error offline\n"), "no browser from npm: npm error offline"),
+        ("npm", (1, "npm warn x\nnpm error code EAI\n"), "no browser from npm: npm error code EAI"),
         ("failed.html", None, "Chromium does not start here: why"),
     ],
 )

@@ -52,7 +52,10 @@ def install(folder: Path) -> None:
         shutil.copy(HERE / name, folder)
     installed = run("npm", ["ci", "--no-progress"], folder)
     if installed.returncode:
-        raise NoBrowser(f"no browser from npm: {' '.join(installed.stderr.strip().splitlines()[-1:])}")
+        said = [
+            line for line in installed.stderr.splitlines() if line.startswith("npm error")
+        ]  # the last: where the log is
+        raise NoBrowser(f"no browser from npm: {'; '.join(said[:2]) or f'exit status {installed.returncode}'}")
 
 
 def opened(page: Path) -> dict:
