@@ -11,7 +11,7 @@ export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/build/jax-cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 IF_TT := [ ! -e .venv-tt/installed ] ||
 
-.PHONY: parity test test-tt fuzz lint clean
+.PHONY: parity test test-tt check-html fuzz lint clean
 
 parity: .venv/installed .venv-tt/installed
 	rm -rf build/traces/tt
@@ -23,11 +23,16 @@ test: .venv/installed
 	$(BIN)/pytest --numprocesses 2
 	$(MAKE) --no-print-directory test-tt
 
-# Where there is no card, once on the mock of each board: they differ in what they accept.
+# Where there is no card, on the mocks of two boards, which differ in what they accept: all of them on the first one,
+# those that depend on the board on the second one, too.
 test-tt: .venv-tt/installed
 	rm -f build/tt-*.xml
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest tests/tt --confcutdir tests/tt --numprocesses 2 --junit-xml build/tt-n150.xml
-	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest tests/tt --confcutdir tests/tt --numprocesses 2 --junit-xml build/tt-p150.xml
+	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/tt --confcutdir tests/tt --numprocesses 2 --junit-xml build/tt-p150.xml
+
+# HTML reports in headless Chromium. It comes from npm's registry: where it cannot be had, a line says so.
+check-html: .venv/installed
+	$(BIN)/python tools/check-html/check.py
 
 # Commands drawn at random, signals, full disks, two writers at once: a short version is among the tests.
 fuzz: .venv/installed

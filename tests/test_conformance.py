@@ -318,9 +318,15 @@ def examine_toy(framework, fault, questions=None):
     return examine(toy(framework, fault), questions, dtypes, **declared)
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize(
-    ("fault", "question", "words"), CONTROLS, ids=[f"{fault}-{asked}" for fault, asked, _ in CONTROLS]
+    ("framework", "fault", "question", "words"),
+    [
+        pytest.param(framework, *control, id=f"{framework}-{control[0]}-{control[1]}")
+        for framework in ("torch", "jax")
+        for control in CONTROLS
+        # JAX compiles seconds for this question, whose answer is read from arrays of NumPy: the last of them there.
+        if framework == "torch" or control[1] != "NaN seen" or control == CONTROLS[-1]
+    ],
 )
 def test_a_fault_is_found_and_named(framework, fault, question, words):
     answer = examine_toy(framework, fault, [question])[question]
@@ -343,6 +349,7 @@ def test_without_a_fault_nothing_is_found(framework):
     assert words["grouped heads"] == "repeat"
     assert words["attends"] == "to all tokens"
     assert words["NaN seen"] == "seen"
+    assert (found["NaN hidden"].status, words["NaN hidden"]) == ("note", "leaks")
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -360,7 +367,7 @@ def test_a_convention_is_broken_where_it_is_promised():
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize(
     ("fault", "question", "words"),
-    [("tiled", "grouped heads", "tile"), ("mean", "empty row", "mean(V)"), ("", "NaN hidden", "leaks")],
+    [("tiled", "grouped heads", "tile"), ("mean", "empty row", "mean(V)")],
 )
 def test_another_convention_is_a_note(framework, fault, question, words):
     answer = examine_toy(framework, fault, [question])[question]

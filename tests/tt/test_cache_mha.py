@@ -24,6 +24,8 @@ from .formulas import (
     without_padding,
 )
 
+pytestmark = pytest.mark.board
+
 SPECS = {
     "mha": parity.AttentionSpec(24, 4),
     "gqa-rope": parity.AttentionSpec(24, 4, num_kv_heads=2, rope_theta=10000.0),

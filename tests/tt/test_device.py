@@ -118,6 +118,7 @@ def test_fast_config_gives_accuracy_away(name):
     assert mha_tt.describe_config(config) == "HiFi2, bfloat16 sums, approximations"
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("name", WHOLE)
 def test_module_tells_its_arithmetic(device, name):
     config = WHOLE[name][0](device)
@@ -125,6 +126,7 @@ def test_module_tells_its_arithmetic(device, name):
     assert f"compute_kernel_config=({mha_tt.describe_config(config)})" in repr(module)
 
 
+@pytest.mark.board
 def test_module_computes_accurately_by_default(device):
     module = mha_tt.MultiHeadAttention(8, 2, device=device)
     assert mha_tt.describe_config(mha_tt.accurate_config(device)) in repr(module)
@@ -188,6 +190,7 @@ def settings(config):
     return mha_tt.describe_config(config), config.packer_l1_acc
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("arithmetic", ["default", *WHOLE])
 @pytest.mark.parametrize("name", RUNS)
 def test_every_operation_that_sums_has_the_arithmetic_asked_for(device, calls, name, arithmetic):
@@ -200,6 +203,7 @@ def test_every_operation_that_sums_has_the_arithmetic_asked_for(device, calls, n
     assert {settings(call.keywords["compute_kernel_config"]) for call in computing} == {expected}
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("arithmetic", WHOLE)
 @pytest.mark.parametrize("name", ["fused", "decode"])
 def test_exponentials_are_approximated_only_where_asked_for(device, calls, name, arithmetic):
@@ -209,6 +213,7 @@ def test_exponentials_are_approximated_only_where_asked_for(device, calls, name,
     assert {program.exp_approx_mode for program in programs} == {approximate}
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("name", ["float32", "plain"])
 def test_softmax_subtracts_the_largest_score_first(device, calls, name):
     RUNS[name][0](device, None)

@@ -10,6 +10,8 @@ import ttnn
 import mha_tt
 import parity
 
+pytestmark = pytest.mark.board
+
 LLAMA = parity.AttentionSpec(4096, 32, num_kv_heads=8, rope_theta=500000.0, qkv_bias=False, out_bias=False)
 
 cache_dtypes = pytest.mark.parametrize("dtype", [ttnn.bfloat16, ttnn.bfloat8_b], ids=["bfloat16", "bfloat8_b"])

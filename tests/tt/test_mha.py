@@ -29,6 +29,8 @@ from .formulas import (
     without_padding,
 )
 
+pytestmark = pytest.mark.board
+
 PATHS = ("function-plain", "function-fused", "module-plain", "module-fused")
 SPEC = parity.AttentionSpec(8, 2)
 BARE = parity.AttentionSpec(8, 2, out_proj=False)  # the context is the output

@@ -78,6 +78,7 @@ def test_unknown_board_is_refused():
         mock.use("n151")
 
 
+@pytest.mark.board
 def test_second_board_is_refused(opened_device):
     other = next(name for name in BOARDS if name != USED)
     with pytest.raises(RuntimeError, match=f"must stay the same for the whole process, got '{other}' after '{USED}'"):
@@ -164,6 +165,7 @@ def test_value_is_rounded_to_blocks(device, rng):
     assert np.array_equal(mha_tt.download(narrow), rounded(rounded(x, ttnn.bfloat16), ttnn.bfloat8_b))
 
 
+@pytest.mark.board
 def test_board_itself_computes_nothing(device, opened_device):  # the control of the tests above
     tensor = ttnn.add(mha_tt.upload(np.ones((5, 40)), device=device), 1.0)
     assert ttnn._ttnn.operations.core.to_dtype(tensor.cpu(), ttnn.float32).to_numpy().max() == 0.0
@@ -258,6 +260,7 @@ def test_linear_takes_a_bias_of_two(device):
     assert mha_tt.download(ttnn.linear(x, weight, bias=bias)).tolist() == [[5.0] * 2] * 3
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("slots", [[3, 0], [3, -1], [-1, -1]], ids=str)
 def test_rows_are_written_to_a_slot_of_each_sequence_or_to_none(device, rng, slots):
     cache = mha_tt.init_cache(2, 3, 32, 32, device=device)
@@ -270,6 +273,7 @@ def test_rows_are_written_to_a_slot_of_each_sequence_or_to_none(device, rng, slo
     assert np.array_equal(mha_tt.download(cache.keys), expected)
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("num_kv_heads", [0, 1])
 def test_heads_of_whole_tiles_are_created(device, rng, num_kv_heads):
     x = rounded(rng.standard_normal((2, 1, 5, (2 + 2 * num_kv_heads) * 32)), ttnn.bfloat16)
@@ -312,23 +316,27 @@ def attend_under(mask, device):
     return ttnn.transformer.scaled_dot_product_attention(x, x, x, attn_mask=mask, is_causal=False)
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("name", FILLED_WITH_ZERO)
 def test_mask_whose_last_tiles_hide_nothing_is_caught(device, name):
     with pytest.raises(AssertionError, match="the mask's last tiles must hide the keys beyond the last one, got 0"):
         attend_under(FILLED_WITH_ZERO[name](device), device)
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("name", FILLED)
 def test_mask_whose_last_tiles_hide_their_filling_is_taken(device, name):
     assert mha_tt.download(attend_under(FILLED[name](device), device)).max() == 1.0
 
 
+@pytest.mark.board
 def test_mask_of_whole_tiles_needs_no_filling(device):
     x, mask = (mha_tt.upload(np.ones(shape), device=device) for shape in ((1, 1, 64, 32), (1, 1, 64, 64)))
     context = ttnn.transformer.scaled_dot_product_attention(x, x, x, attn_mask=mask, is_causal=False)
     assert mha_tt.download(context).max() == 1.0
 
 
+@pytest.mark.board
 def test_rows_of_more_heads_than_are_read_are_caught(device):
     cache, new = (mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 33, 32, 32), (1, 2, 33, 32)))
     held = mha_tt.KVCache(cache, cache, np.zeros(2, np.int32), 32)
@@ -336,6 +344,7 @@ def test_rows_of_more_heads_than_are_read_are_caught(device):
         _write_rows(held, new, new, np.array([0, 0]))
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("slots", [[32, 0], [0, 40]], ids=str)
 def test_row_beyond_the_cache_is_caught(device, slots):
     cache = mha_tt.init_cache(2, 1, 32, 32, device=device)
@@ -344,12 +353,14 @@ def test_row_beyond_the_cache_is_caught(device, slots):
         _write_rows(cache, new, new, np.array(slots))
 
 
+@pytest.mark.board
 def test_row_of_all_sequences_beyond_the_cache_is_caught(device):
     cache, new = (mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 1, 32, 32), (1, 1, 2, 32)))
     with pytest.raises(AssertionError, match="update_cache must stay within 32 slots, got 32"):
         ttnn.update_cache(cache, new, 32)
 
 
+@pytest.mark.board
 def test_tiles_beyond_the_slots_of_a_cache_are_caught(device):
     # The tile itself is there, and its last 24 rows are beyond the 40 slots.
     cache, new = (mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 1, 40, 32), (1, 1, 32, 32)))
@@ -357,6 +368,7 @@ def test_tiles_beyond_the_slots_of_a_cache_are_caught(device):
         ttnn.fill_cache(cache, new, 0, update_idx=32)
 
 
+@pytest.mark.board
 def test_heads_that_ttnn_would_widen_are_caught(device):
     x = mha_tt.upload(np.ones((1, 1, 5, 64)), device=device)
     with pytest.raises(AssertionError, match="head_dim must be a multiple of 32 for nlp_create_qkv_heads, got 16"):

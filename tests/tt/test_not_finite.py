@@ -12,6 +12,8 @@ import parity
 
 from .formulas import both_dtypes, module_of, rounded
 
+pytestmark = pytest.mark.board
+
 B, N, K, T, H = 2, 4, 2, 40, 32
 TOKEN = 5  # of the first sequence, in the first key/value head, where something is not finite
 

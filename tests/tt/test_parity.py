@@ -5,6 +5,8 @@ import pytest
 from parity import CASES, random_case, run_cases
 from parity.backends import tt as backend
 
+pytestmark = pytest.mark.board
+
 DTYPES = ("float32", "bfloat16")
 MORE_SEEDS = range(6, 18)  # the first six are among the cases
 RUNS = [(case, dtype) for case in CASES.values() for dtype in ((case.dtype,) if case.dtype else DTYPES)]

