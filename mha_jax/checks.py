@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
-
-if TYPE_CHECKING:
-    from mha_jax.cache_mha import KVCache
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
@@ -328,57 +324,3 @@ def check_projected(name: str, x: Array, kernel: Array) -> None:
         raise ValueError(f"the input of {name} must have {kernel.shape[0]} features, got shape={x.shape}")
     if x.dtype != kernel.dtype:
         raise TypeError(f"the input of {name} must have the dtype of its kernel, got {x.dtype} and {kernel.dtype}")
-
-
-def check_cache(cache_k: Array, cache_v: Array, key: Array, names: tuple[str, str] = ("cache_k", "cache_v")) -> None:
-    """Refuse cached keys and values (B, K, S, H) that new keys (B, K, T, H) cannot join."""
-    for name, x in zip(names, (cache_k, cache_v), strict=True):
-        check_floating(name, x, rank=4)
-        expected = (*key.shape[:2], cache_k.shape[2], key.shape[3])
-        if x.shape != expected:
-            raise ValueError(f"{name} must have shape (B, K, S, H) = {expected}, got {name}.shape={x.shape}")
-        if x.dtype != key.dtype:
-            raise TypeError(f"{name} must have the dtype of the new keys, got {x.dtype} and {key.dtype}")
-
-
-def check_is_cache(cache: object) -> None:
-    """Refuse what is not a cache."""
-    if not all(hasattr(cache, name) for name in ("keys", "values", "lengths", "capacity")):
-        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
-
-
-def check_cached_input(x: Array, cache: KVCache) -> None:
-    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
-    check_is_cache(cache)
-    check_floating("x", x, rank=3)
-    if x.shape[0] != cache.lengths.shape[0]:
-        raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
-
-
-def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array | Sequence[int] | None) -> None:
-    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
-    check_is_cache(cache)
-    check_floating("key", key, rank=4)
-    check_floating("value", value, rank=4)
-    check_cache(cache.keys, cache.values, key, ("cache.keys", "cache.values"))
-    if key.shape != value.shape:
-        raise ValueError(f"value must have the shape of key, got {value.shape} and {key.shape}")
-    if value.dtype != key.dtype:
-        raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
-    check_room(cache, key.shape[2], new_lengths)
-
-
-def check_room(cache: KVCache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> None:
-    """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
-    batch_size = cache.lengths.shape[0]
-    check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
-    if new_lengths is not None:
-        check_lengths("new_lengths", new_lengths, batch_size, seq_len)
-    added = seq_len if new_lengths is None else new_lengths
-    # Under jit values may not be known; they are 0 at least.
-    lengths, added = (np.zeros(1, np.int64) if isinstance(x, Tracer) else np.asarray(x) for x in (cache.lengths, added))
-    if bool((lengths.astype(np.int64) + added > cache.capacity).any()):
-        raise ValueError(
-            f"lengths + new tokens must not exceed the {cache.capacity} slots of the cache, "
-            f"got lengths={lengths.tolist()} and new_lengths={added.tolist()}"
-        )

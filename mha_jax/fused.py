@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax import blockwise, mha
+from mha_jax import blockwise, stages
 from mha_jax.checks import check_attention, check_rate
 from mha_jax.compiled import compiled
 from mha_jax.masks import hide_infinite_bias, join_masks, to_scores_rank
@@ -32,7 +32,7 @@ def scaled_dot_product_attention(
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
 ) -> tuple[Float[Array, "B N T H"], None]:
-    """Attention of split heads without the attention weights: the function of `mha`, in the fastest form there is.
+    """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
     Args:
         query: (B, N, T, H).
@@ -61,7 +61,7 @@ def scaled_dot_product_attention(
     num_scores = math.prod(query.shape[:3]) * key.shape[2]
     if dropout or not num_scores or (num_scores <= blockwise.FEW_SCORES and _is_on_cpu()):
         hidden = {"mask": mask, "bias": bias, "is_causal": is_causal, "key_padding_lengths": lengths}
-        context, _ = mha.scaled_dot_product_attention(
+        context, _ = stages.scaled_dot_product_attention(
             query, key, value, **hidden, dropout=dropout, dropout_rng=dropout_rng
         )
         return context, None
@@ -142,5 +142,5 @@ def attend_to_cache(
     check_attention(query, keys, values, None, None, None)
     if keys.shape[2] > blockwise.BLOCK_KEYS and query.size and _is_on_cpu():
         return blockwise.attend_to_cache(query, keys, values, last_positions, sizes=blockwise.sizes())
-    attend = mha.scaled_dot_product_attention if _is_on_cpu() else scaled_dot_product_attention
+    attend = stages.scaled_dot_product_attention if _is_on_cpu() else scaled_dot_product_attention
     return attend(query, keys, values, key_padding_lengths=last_positions + 1)[0]

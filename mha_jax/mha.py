@@ -1,10 +1,10 @@
-"""Multi-head attention: stage functions, the functions made of them, and the modules that hold weights.
+"""Multi-head attention: the functions made of the stages, and the modules that hold weights.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, E d_model.
 A mask is boolean and True where a query may not see a key; an additive term is a bias.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,274 +14,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import fused
 from mha_jax.checks import (
-    check_attention,
     check_config,
-    check_count,
     check_floating,
-    check_head_groups,
-    check_keep,
     check_layer_inputs,
     check_lengths,
-    check_mask,
     check_projected,
-    check_rate,
-    check_scored,
-    check_weighed,
     check_weights,
 )
-from mha_jax.compiled import compiled
-from mha_jax.masks import hide_infinite_bias, join_masks, to_scores_rank
-from mha_jax.not_finite import by_finite_tokens, emptied, not_finite, sees_any, spoilt
-from mha_jax.rope import apply_rope, at_least_float32
-
-Project = Callable[[str, Array], Array]
-"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input."""
-
-
-# ---- Stages, in the order of the data flow ---------------------------------------------------------------------------
-
-
-def split_heads(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B N T H"]:
-    """Split the last axis into heads, outermost first, and move them before the tokens.
-
-    Raises:
-        ValueError: if the width is not a multiple of num_heads.
-    """
-    check_floating("x", x, rank=3)
-    check_count("num_heads", num_heads)
-    if x.shape[-1] % num_heads:
-        raise ValueError(
-            f"the width must be a multiple of num_heads, got width={x.shape[-1]} and num_heads={num_heads}"
-        )
-    return x.reshape(*x.shape[:2], num_heads, x.shape[-1] // num_heads).swapaxes(1, 2)
-
-
-def combine_heads(x: Float[Array, "B N T H"]) -> Float[Array, "B T NH"]:
-    """Put the heads side by side again: the inverse of `split_heads`."""
-    check_floating("x", x, rank=4)
-    batch_size, num_heads, seq_len, head_dim = x.shape
-    return x.swapaxes(1, 2).reshape(batch_size, seq_len, num_heads * head_dim)
-
-
-def repeat_kv_heads(x: Float[Array, "B K S H"], num_heads: int) -> Float[Array, "B N S H"]:
-    """Repeat each key/value head for its group of query heads: query head n uses head n // (N // K).
-
-    Raises:
-        ValueError: if num_heads is not a multiple of the key/value heads.
-
-    Source: grouped-query attention, arXiv:2305.13245, section 2.2.
-    """
-    check_floating("x", x, rank=4)
-    check_head_groups(num_heads, x.shape[1])
-    if num_heads == x.shape[1]:  # it would be copied
-        return x
-    return jnp.repeat(x, num_heads // x.shape[1], axis=1)  # repeat, not tile
-
-
-def project_qkv(
-    project: Project,
-    query: Float[Array, "B T d_in"],
-    key: Float[Array, "B S d_kv"],
-    value: Float[Array, "B S d_kv"],
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    fused_qkv: bool = False,
-    positions: Int[Array, "#B T"] | None = None,
-    rope_theta: float | None = None,
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """Project the inputs, split the heads, and turn queries and keys by their positions where RoPE is asked for.
-
-    Args:
-        project: applies a projection by its name.
-        query, key, value: inputs of the layer; the same array three times for self-attention.
-        num_heads, num_kv_heads: N and K.
-        fused_qkv: one `qkv_proj`, its rows q, then k, then v, in place of three projections.
-        positions: place of each token, (B or 1, T); 0, 1, … when absent. Used with RoPE only.
-        rope_theta: base of the RoPE frequencies, or None for no RoPE.
-
-    Returns:
-        q (B, N, T, H), k and v (B, K, S, H).
-    """
-    if not fused_qkv:
-        q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
-    elif key is query and value is query:
-        q, k, v = _unpack_qkv(project("qkv_proj", query), num_heads, num_kv_heads)
-    else:
-        q, k, v = (
-            _unpack_qkv(project("qkv_proj", x), num_heads, num_kv_heads)[i] for i, x in enumerate((query, key, value))
-        )
-    q, k, v = split_heads(q, num_heads), split_heads(k, num_kv_heads), split_heads(v, num_kv_heads)
-    if rope_theta is not None:
-        positions = jnp.arange(q.shape[2], dtype=jnp.int32)[None] if positions is None else positions
-        q, k = apply_rope(q, positions, rope_theta), apply_rope(k, positions, rope_theta)
-    return q, k, v
-
-
-def attention_scores(
-    query: Float[Array, "B N T H"], key: Float[Array, "B K S H"], bias: Float[Array, "..."] | None = None
-) -> Float[Array, "B N T S"]:
-    """Dot products of queries and keys, divided by sqrt(head_dim), plus the bias; in at least float32.
-
-    Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
-    """
-    check_scored(query, key, bias)
-    scale = query.shape[-1] ** -0.5
-    key = repeat_kv_heads(key, query.shape[1])
-    scores = jnp.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
-    return scores if bias is None else scores + to_scores_rank(at_least_float32(bias))
-
-
-def masked_softmax(scores: Float[Array, "B N T S"], mask: Bool[Array, "..."] | None = None) -> Float[Array, "B N T S"]:
-    """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0."""
-    check_floating("scores", scores, rank=4)
-    check_mask(mask, scores.shape)
-    scores = at_least_float32(scores)
-    if not scores.size:  # JAX has no maximum of no keys
-        return scores
-    if mask is None:
-        return jax.nn.softmax(scores, axis=-1)
-    # -inf, since a score may be as low as any finite fill (a bias of finfo.min). A row without a key is all 0 instead,
-    # which keeps it and its gradient free of NaN; the last `where` empties it.
-    mask = to_scores_rank(mask)
-    empty_rows = mask.all(axis=-1, keepdims=True)
-    attn_weights = jax.nn.softmax(jnp.where(empty_rows, 0.0, jnp.where(mask, -jnp.inf, scores)), axis=-1)
-    return jnp.where(mask, 0.0, attn_weights)
-
-
-def attention_context(attn_weights: Float[Array, "B N T S"], value: Float[Array, "B K S H"]) -> Float[Array, "B N T H"]:
-    """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
-    check_weighed(attn_weights, value)
-    value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
-    context = jnp.einsum("bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head))
-    return context.astype(value.dtype)
-
-
-def apply_dropout(
-    attn_weights: Float[Array, "B N T S"],
-    rate: float,
-    keep: Bool[Array, "B N T S"] | None = None,
-    *,
-    rng: jax.Array | None = None,
-) -> Float[Array, "B N T S"]:
-    """Drop each attention weight with probability `rate` and divide the others by 1 - rate.
-
-    Args:
-        attn_weights: weights after the softmax.
-        rate: probability of being dropped, 0 <= rate < 1.
-        keep: True where a weight is kept; drawn at random when absent.
-        rng: random key to draw from.
-
-    Raises:
-        ValueError: if the rate is out of range, or there is neither `keep` nor `rng` to drop by.
-    """
-    check_rate("dropout", rate)
-    check_keep(keep, attn_weights.shape)
-    if keep is None:
-        if not rate:
-            return attn_weights
-        if rng is None:
-            raise ValueError(f"dropout must come with a random key, got dropout={rate} and dropout_rng=None")
-        keep = jax.random.bernoulli(rng, 1.0 - rate, attn_weights.shape)
-    keep = keep.reshape((1,) * (attn_weights.ndim - keep.ndim) + keep.shape)
-    return jnp.where(keep, attn_weights / (1.0 - rate), 0.0)
-
-
-def _unpack_qkv(packed: Array, num_heads: int, num_kv_heads: int) -> list[Array]:
-    head_dim = packed.shape[-1] // (num_heads + 2 * num_kv_heads)
-    return jnp.split(packed, [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim], axis=-1)
-
+from mha_jax.not_finite import by_finite_tokens
+from mha_jax.rope import at_least_float32
+from mha_jax.stages import Project, apply_dropout, combine_heads, project_qkv, scaled_dot_product_attention, split_heads
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
-
-
-def scaled_dot_product_attention(
-    query: Float[Array, "B N T H"],
-    key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S H"],
-    *,
-    mask: Bool[Array, "..."] | None = None,
-    bias: Float[Array, "..."] | None = None,
-    is_causal: bool = False,
-    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
-    need_weights: bool = False,
-    dropout: float = 0.0,
-    dropout_keep: Bool[Array, "B N T S"] | None = None,
-    dropout_rng: jax.Array | None = None,
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T S"] | None]:
-    """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
-
-    Args:
-        query: (B, N, T, H).
-        key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
-        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
-        bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
-        is_causal: hide every key after the query's own position, as `create_causal_mask`.
-        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
-        need_weights: also return the attention weights.
-        dropout: rate at which attention weights are dropped; 0 outside training.
-        dropout_keep: True where a weight is kept, in place of a random draw.
-        dropout_rng: random key to draw what is dropped from.
-
-    Returns:
-        The context (B, N, T, H), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
-
-    Raises:
-        TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
-        ValueError: if the shapes do not fit.
-
-    Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
-    """
-    check_attention(query, key, value, mask, bias, key_padding_lengths)
-    check_rate("dropout", dropout)
-    check_keep(dropout_keep, (*query.shape[:3], key.shape[2]))
-    lengths = None if key_padding_lengths is None else jnp.asarray(key_padding_lengths, jnp.int32)
-    context, attn_weights = _attend(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        is_causal=is_causal,
-        lengths=lengths,
-        dropout=dropout,
-        dropout_keep=dropout_keep,
-        dropout_rng=dropout_rng,
-        need_weights=need_weights,
-    )
-    return context, attn_weights
-
-
-@compiled("is_causal", "dropout", "need_weights")
-def _attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    mask: Array | None,
-    bias: Array | None,
-    is_causal: bool,
-    lengths: Array | None,
-    dropout: float,
-    dropout_keep: Array | None,
-    dropout_rng: jax.Array | None,
-    need_weights: bool,
-) -> tuple[Array, Array | None]:
-    mask = join_masks(mask, query.shape[2], key.shape[2], is_causal=is_causal, key_padding_lengths=lengths)
-    mask = hide_infinite_bias(mask, bias)
-    if mask is None:  # whatever there is, everybody sees it
-        attn_weights = masked_softmax(attention_scores(query, key, bias)).astype(query.dtype)
-        context = attention_context(apply_dropout(attn_weights, dropout, dropout_keep, rng=dropout_rng), value)
-        return context, attn_weights if need_weights else None
-    wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
-    query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
-    wrong_rows &= ~to_scores_rank(mask).all(axis=-1, keepdims=True)  # a row without a key is 0 whatever it asks
-    wrong_keys = jnp.repeat(wrong_keys[..., 0], query.shape[1] // key.shape[1], axis=1)
-    wrong_rows |= sees_any(wrong_keys, query.shape[2], mask)
-    attn_weights = masked_softmax(attention_scores(query, key, bias), mask).astype(query.dtype)
-    context = attention_context(apply_dropout(attn_weights, dropout, dropout_keep, rng=dropout_rng), value)
-    attn_weights = spoilt(attn_weights, wrong_rows & ~to_scores_rank(mask)) if need_weights else None
-    return spoilt(context, wrong_rows), attn_weights
 
 
 def multi_head_attention_core(

@@ -1,13 +1,9 @@
 """Multi-head attention in PyTorch: masks, plain and fused attention, and a key/value cache."""
 
 from mha_torch import fused
+from mha_torch.cache import KVCache, append_to_cache, create_cache_mask, init_cache, kv_cache_nbytes
 from mha_torch.cache_mha import (
-    KVCache,
     MultiHeadAttentionWithCache,
-    append_to_cache,
-    create_cache_mask,
-    init_cache,
-    kv_cache_nbytes,
     multi_head_attention_with_cache,
     multi_head_attention_with_static_cache,
 )
@@ -21,20 +17,22 @@ from mha_torch.masks import (
 from mha_torch.mha import (
     MultiHeadAttention,
     MultiHeadSelfAttention,
+    multi_head_attention,
+    multi_head_attention_core,
+    project_with,
+)
+from mha_torch.rope import apply_rope, rope_frequencies
+from mha_torch.stages import (
     apply_dropout,
     attention_context,
     attention_scores,
     combine_heads,
     masked_softmax,
-    multi_head_attention,
-    multi_head_attention_core,
     project_qkv,
-    project_with,
     repeat_kv_heads,
     scaled_dot_product_attention,
     split_heads,
 )
-from mha_torch.rope import apply_rope, rope_frequencies
 
 __all__ = [
     "KVCache",

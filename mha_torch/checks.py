@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from mha_torch.cache_mha import KVCache
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
@@ -360,69 +357,3 @@ def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
     if mixed and not is_autocast_on(x.device):
         raise TypeError(f"the input of {name} must have the dtype of its weight, got {x.dtype} and {weight.dtype}")
     check_device(f"the input of {name}", x, weight.device, "its weight")
-
-
-def check_cache(cache_k: Tensor, cache_v: Tensor, key: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")) -> None:
-    """Refuse cached keys and values (B, K, S, H) that new keys (B, K, T, H) cannot join."""
-    for name, x in zip(names, (cache_k, cache_v), strict=True):
-        check_floating(name, x, rank=4)
-        expected = (*key.shape[:2], cache_k.shape[2], key.shape[3])
-        if tuple(x.shape) != expected:
-            raise ValueError(f"{name} must have shape (B, K, S, H) = {expected}, got {name}.shape={tuple(x.shape)}")
-        if x.dtype != key.dtype:
-            raise TypeError(f"{name} must have the dtype of the new keys, got {x.dtype} and {key.dtype}")
-        check_device(name, x, key.device, "the new keys")
-
-
-def check_is_cache(cache: object) -> None:
-    """Refuse what is not a cache."""
-    if not all(hasattr(cache, name) for name in ("keys", "values", "lengths", "capacity")):
-        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
-
-
-def check_cached_input(x: Tensor, cache: KVCache) -> None:
-    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
-    check_is_cache(cache)
-    check_floating("x", x, rank=3)
-    if x.shape[0] != cache.lengths.shape[0]:
-        raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
-
-
-def check_appended(
-    cache: KVCache, key: Tensor, value: Tensor, new_lengths: Tensor | Sequence[int] | None
-) -> list[int] | None:
-    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity.
-
-    Returns:
-        The lengths of the cache, where they and those of the new tokens are known.
-    """
-    check_is_cache(cache)
-    check_floating("key", key, rank=4)
-    check_floating("value", value, rank=4)
-    check_cache(cache.keys, cache.values, key, ("cache.keys", "cache.values"))
-    if key.shape != value.shape:
-        raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
-    if value.dtype != key.dtype:
-        raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
-    return check_room(cache, key.shape[2], new_lengths)
-
-
-def check_room(cache: KVCache, seq_len: int, new_lengths: Tensor | Sequence[int] | None) -> list[int] | None:
-    """Refuse more new tokens than the cache has slots left: they would be written outside of it.
-
-    Returns:
-        The lengths of the cache, where they and those of the new tokens are known.
-    """
-    batch_size = cache.lengths.shape[0]
-    lengths = check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
-    added = [seq_len] * batch_size
-    if new_lengths is not None:
-        added = check_lengths("new_lengths", new_lengths, batch_size, seq_len)
-    if lengths is None or added is None:
-        return None
-    if any(length + new > cache.capacity for length, new in zip(lengths, added, strict=True)):
-        raise ValueError(
-            f"lengths + new tokens must not exceed the {cache.capacity} slots of the cache, "
-            f"got lengths={lengths} and new_lengths={added}"
-        )
-    return lengths

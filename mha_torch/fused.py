@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from mha_torch import mha
+from mha_torch import stages
 from mha_torch.checks import check_attention, check_rate, values_of
 from mha_torch.masks import hide_infinite_bias, join_masks
 from mha_torch.not_finite import emptied, not_finite, sees_any, spoilt
@@ -31,7 +31,7 @@ def scaled_dot_product_attention(
     dropout: float = 0.0,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], None]:
-    """Attention of split heads without the attention weights: the function of `mha`, in the fastest form there is.
+    """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
     In forward mode (`jvp`, `jacfwd`, `hessian`) it is the plain path, for the kernel on a CPU has no such derivative.
     Nor has it a second one in reverse mode (`create_graph=True`): there the plain path must be called.
@@ -61,7 +61,7 @@ def scaled_dot_product_attention(
     if need_weights or dropout_keep is not None:
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
     if _is_forward_mode():
-        context, _ = mha.scaled_dot_product_attention(
+        context, _ = stages.scaled_dot_product_attention(
             query,
             key,
             value,

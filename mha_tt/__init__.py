@@ -10,13 +10,9 @@ if importlib.util.find_spec("ttnn") is None:
     )
 
 from mha_tt import fused, mock
+from mha_tt.cache import KVCache, append_to_cache, create_cache_mask, init_cache, kv_cache_nbytes
 from mha_tt.cache_mha import (
-    KVCache,
     MultiHeadAttentionWithCache,
-    append_to_cache,
-    create_cache_mask,
-    init_cache,
-    kv_cache_nbytes,
     multi_head_attention_with_cache,
     multi_head_attention_with_static_cache,
 )
@@ -45,20 +41,22 @@ from mha_tt.masks import (
 from mha_tt.mha import (
     MultiHeadAttention,
     MultiHeadSelfAttention,
+    multi_head_attention,
+    multi_head_attention_core,
+    project_with,
+)
+from mha_tt.rope import Rotation, apply_rope, rope_frequencies
+from mha_tt.stages import (
     apply_dropout,
     attention_context,
     attention_scores,
     combine_heads,
     masked_softmax,
-    multi_head_attention,
-    multi_head_attention_core,
     project_qkv,
-    project_with,
     repeat_kv_heads,
     scaled_dot_product_attention,
     split_heads,
 )
-from mha_tt.rope import Rotation, apply_rope, rope_frequencies
 
 __all__ = [
     "DeviceMask",

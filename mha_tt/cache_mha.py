@@ -6,7 +6,6 @@ Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,224 +14,24 @@ from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
 from mha_tt import fused
-from mha_tt.checks import (
-    check_appended,
-    check_bias,
+from mha_tt.cache import (
+    KVCache,
+    _added,
+    _joined,
+    _write_rows,
+    append_to_cache,
     check_cache,
     check_cache_holds,
     check_cached_input,
-    check_count,
-    check_dtype,
-    check_floating,
-    check_input_dtype,
-    check_lengths,
-    check_mask,
     check_room,
-    check_rope_positions,
-    check_weights,
+    create_cache_mask,
+    init_cache,
 )
-from mha_tt.device import TILE, TILE_NBYTES, as_dtype, padded_head_dim, round_up, upload, upload_integers, zeros
+from mha_tt.checks import check_bias, check_floating, check_input_dtype, check_mask, check_rope_positions, check_weights
+from mha_tt.device import padded_head_dim, round_up, upload, zeros
 from mha_tt.masks import DeviceMask, create_causal_mask_with_cache, on_host
-from mha_tt.mha import AttentionLayer, Project, combine_heads, project_qkv, project_with, scaled_dot_product_attention
-
-MOST_KV_HEADS = TILE
-"""What `paged_update_cache` writes right: it reads one row of tiles for each sequence, and takes more heads unasked."""
-
-
-@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
-class KVCache:
-    """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
-
-    Attributes:
-        keys, values: (B, K, S, H), S being the capacity and H the head_dim, both in whole tiles; keys after RoPE. A
-            slot at or beyond its sequence's length holds nothing.
-        lengths: number of tokens each sequence has cached, (B,), int32, on the host.
-        capacity: number of slots of each sequence.
-    """
-
-    keys: Float[Tensor, "B K S H"]
-    values: Float[Tensor, "B K S H"]
-    lengths: Int[np.ndarray, " B"]
-    capacity: int
-
-    def reorder(self, indices: Int[np.ndarray, " C"] | Sequence[int]) -> KVCache:
-        """A cache of the sequences with these indices, in this order; one may be taken more than once, or not at all.
-
-        Args:
-            indices: which sequences, each 0..B - 1, (B',).
-
-        Returns:
-            A cache of B' sequences, with storage of its own.
-
-        Raises:
-            TypeError: if the indices are not integers.
-            ValueError: if an index lies outside 0..B - 1.
-        """
-        check_lengths("indices", indices, None, len(self.lengths) - 1)
-        indices = np.asarray(indices, int)
-        keys, values = (_sequences(slots, indices.tolist()) for slots in (self.keys, self.values))
-        return KVCache(keys, values, self.lengths[indices], self.capacity)
-
-    def repeat(self, repeats: int) -> KVCache:
-        """A cache that holds each sequence `repeats` times, side by side, as the beams of a search.
-
-        Args:
-            repeats: how many times, at least once.
-
-        Returns:
-            A cache of B * repeats sequences, with storage of its own.
-
-        Raises:
-            TypeError: if `repeats` is not an integer.
-            ValueError: if `repeats` is below 1.
-        """
-        check_count("repeats", repeats)
-        return self.reorder(np.repeat(np.arange(len(self.lengths)), repeats))
-
-    def grow(self, capacity: int) -> KVCache:
-        """A cache of the same tokens with more slots.
-
-        Args:
-            capacity: number of slots of each sequence, at least as many as there are.
-
-        Returns:
-            A cache of that capacity, with storage of its own.
-
-        Raises:
-            TypeError: if the capacity is not an integer.
-            ValueError: if the capacity is below that of this cache.
-        """
-        check_count("capacity", capacity, minimum=self.capacity)
-        keys, values = (_with_slots(slots, round_up(capacity)) for slots in (self.keys, self.values))
-        return KVCache(keys, values, self.lengths.copy(), capacity)
-
-    def crop(self, lengths: Int[np.ndarray, " B"] | Sequence[int] | int) -> KVCache:
-        """A cache of the first tokens of each sequence only; the slots of the others hold nothing again.
-
-        Args:
-            lengths: number of tokens to keep, of every sequence or of each, (B,); as many as there are at most.
-
-        Returns:
-            A cache of the same capacity, with storage of its own.
-
-        Raises:
-            TypeError: if the lengths are not integers.
-            ValueError: if a length is negative or above that of its sequence.
-        """
-        if isinstance(lengths, (int, np.integer)):
-            lengths = np.full(len(self.lengths), lengths)
-        check_lengths("lengths", lengths, len(self.lengths), self.capacity)
-        lengths = np.asarray(lengths, np.int32)
-        if (lengths > self.lengths).any():
-            raise ValueError(
-                f"lengths must not exceed those of the cache, "
-                f"got lengths={lengths.tolist()} and {self.lengths.tolist()}"
-            )
-        is_kept = np.arange(self.keys.shape[2]) < lengths[:, None]  # (B, S)
-        is_kept = upload(is_kept[:, None, :, None], device=self.keys.device(), dtype=self.keys.dtype)
-        keys, values = (ttnn.where(is_kept, slots, 0.0) for slots in (self.keys, self.values))
-        return KVCache(keys, values, lengths.copy(), self.capacity)
-
-
-def init_cache(
-    batch_size: int,
-    num_kv_heads: int,
-    capacity: int,
-    head_dim: int,
-    dtype: ttnn.DataType = ttnn.bfloat16,
-    *,
-    device: ttnn.MeshDevice,
-) -> KVCache:
-    """An empty cache: zeros in every slot, every length 0.
-
-    Args:
-        batch_size: number of sequences, B.
-        num_kv_heads: number of key/value heads, K, at most 32.
-        capacity: number of slots of each sequence.
-        head_dim: features of a head, H, as many as keys and values will have.
-        dtype: of keys and values: `ttnn.bfloat16`, `ttnn.bfloat8_b` or `ttnn.float32`.
-        device: where the cache lies.
-
-    Raises:
-        TypeError: if a size is not an integer or the dtype not floating point.
-        ValueError: if a size is below 1, or the batch size below 0, or there are more than 32 heads.
-    """
-    check_count("batch_size", batch_size, minimum=0)
-    for name, size in {"num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}.items():
-        check_count(name, size)
-    if num_kv_heads > MOST_KV_HEADS:
-        raise ValueError(f"num_kv_heads must be at most {MOST_KV_HEADS} for a cache, got num_kv_heads={num_kv_heads}")
-    check_dtype("dtype", dtype)
-    shape = (batch_size, num_kv_heads, round_up(capacity), round_up(head_dim))
-    return KVCache(
-        keys=zeros(shape, dtype, device),
-        values=zeros(shape, dtype, device),
-        lengths=np.zeros(batch_size, np.int32),
-        capacity=capacity,
-    )
-
-
-def append_to_cache(
-    cache: KVCache,
-    key: Float[Tensor, "B K T H"],
-    value: Float[Tensor, "B K T H"],
-    *,
-    new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
-) -> KVCache:
-    """Append the keys and values of new tokens to those in the cache.
-
-    Args:
-        cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage is reused.
-        key, value: (B, K, T, H), in the cache's dtype or, for a bfloat8_b cache, bfloat16.
-        new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding and is
-            not cached. All of them when absent.
-
-    Returns:
-        The cache, holding `cache.lengths + new_lengths` tokens.
-
-    Raises:
-        TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
-    """
-    check_appended(cache, key, value, new_lengths)
-    added = _added(cache, key.shape[2], new_lengths)
-    # The device writes whole tiles, or single rows. So single rows up to the next tile, for all sequences at once, …
-    single = np.minimum(added, -cache.lengths % TILE) if key.shape[2] > 1 else added
-    for token in range(single.max(initial=0)):
-        slots = np.where(token < single, cache.lengths + token, -1)
-        keys, values = (ttnn.permute(x[:, :, token : token + 1], (2, 0, 1, 3)) for x in (key, value))
-        _write_rows(cache, keys, values, slots)
-    # … and then tiles, one sequence at a time.
-    for sequence in np.flatnonzero(added > single).tolist():
-        first, last = int(single[sequence]), int(added[sequence])
-        for slots, x in ((cache.keys, key), (cache.values, value)):
-            tokens = _as_cached(x[sequence : sequence + 1, :, first:last], slots)
-            ttnn.fill_cache(slots, tokens, sequence, update_idx=int(cache.lengths[sequence]) + first)
-    return KVCache(cache.keys, cache.values, cache.lengths + added, cache.capacity)
-
-
-def create_cache_mask(
-    lengths: Int[np.ndarray, " B"] | Sequence[int], seq_len_q: int, capacity: int
-) -> Bool[np.ndarray, "B 1 T S"]:
-    """True where a new token may not see a cache slot: every slot after its own.
-
-    Args:
-        lengths: number of tokens each sequence had cached before the new ones, (B,).
-        seq_len_q: number of new tokens, T.
-        capacity: number of slots, S.
-
-    Returns:
-        Mask that broadcasts against the scores (B, N, T, S), on the host.
-
-    Example: create_cache_mask([1, 0], 1, 3)
-        [[[[False, False, True ]]],
-         [[[False, True,  True ]]]]
-    """
-    check_count("seq_len_q", seq_len_q, minimum=0)
-    check_count("capacity", capacity)
-    check_lengths("lengths", lengths, None, capacity)
-    query_positions = np.asarray(lengths)[:, None] + np.arange(seq_len_q)  # (B, T)
-    return np.arange(capacity) > query_positions[:, None, :, None]
+from mha_tt.mha import AttentionLayer, project_with
+from mha_tt.stages import Project, combine_heads, project_qkv, scaled_dot_product_attention
 
 
 def multi_head_attention_with_cache(
@@ -526,66 +325,6 @@ def _first_slots(x: Any, count: int) -> Any:
     return on_host(x)[..., :count] if not isinstance(x, Tensor) else x[..., :count]
 
 
-def _sequences(slots: Tensor, indices: list[int]) -> Tensor:
-    """A copy of the slots (B, K, S, H) of the sequences with these indices."""
-    if not indices:
-        return zeros((0, *tuple(slots.shape)[1:]), slots.dtype, slots.device())
-    if len(indices) == 1:  # a slice of everything, as a concatenation of one, may be the tensor itself
-        return ttnn.clone(slots[indices[0] : indices[0] + 1])
-    # Slice by slice: no operation of ttnn picks along an axis by index and takes bfloat8_b.
-    return as_dtype(ttnn.concat([slots[index : index + 1] for index in indices], dim=0), slots.dtype)
-
-
-def _with_slots(slots: Tensor, count: int) -> Tensor:
-    """A copy of slots (B, K, S, H) with zeros after them."""
-    batch_size, num_kv_heads, held, head_dim = slots.shape
-    if count == held:
-        return ttnn.clone(slots)
-    return _joined(slots, zeros((batch_size, num_kv_heads, count - held, head_dim), slots.dtype, slots.device()))
-
-
-def _joined(cached: Tensor, new: Tensor) -> Tensor:
-    """Cached tokens and new ones, in the dtype of the cache, which concatenation may widen."""
-    shape = (*tuple(cached.shape)[:2], cached.shape[2] + new.shape[2], cached.shape[3])
-    if not shape[0] or not shape[2]:
-        return zeros(shape, cached.dtype, cached.device())
-    if not cached.shape[2] or not new.shape[2]:  # concatenation does not take nothing
-        return cached if cached.shape[2] else as_dtype(new, cached.dtype)
-    return as_dtype(ttnn.concat([cached, new], dim=2), cached.dtype)
-
-
-def _added(cache: KVCache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> np.ndarray:
-    added = np.full(len(cache.lengths), seq_len) if new_lengths is None else np.asarray(new_lengths)
-    return added.astype(np.int32)
-
-
-def _as_cached(x: Tensor, slots: Tensor) -> Tensor:
-    """Tokens as `fill_cache` copies them: in the dtype of the cache, zeros after the last token of the last tile."""
-    x = as_dtype(x, slots.dtype)
-    return ttnn.fill_implicit_tile_padding(x, 0.0) if x.shape[2] % TILE else x
-
-
-def _write_rows(cache: KVCache, keys: Tensor, values: Tensor, slots: np.ndarray) -> None:
-    """Write one token of each sequence, (1, B, K, H), into a slot of its own; -1 writes nothing."""
-    device, batch_size = keys.device(), keys.shape[1]
-    grid = device.compute_with_storage_grid_size()
-    if batch_size > grid.x * grid.y:
-        raise ValueError(
-            f"the batch must not exceed the {grid.x * grid.y} cores of the device, got {batch_size} sequences"
-        )
-    one_core_each = ttnn.create_sharded_memory_config(
-        (round_up(keys.shape[2]), keys.shape[3]),
-        core_grid=ttnn.num_cores_to_corerangeset(batch_size, grid, row_wise=True),
-        strategy=ttnn.ShardStrategy.HEIGHT,
-        use_height_and_width_as_shard_shape=True,
-    )
-    where = upload_integers(slots, device=device)
-    for held, rows in ((cache.keys, keys), (cache.values, values)):
-        rows = as_dtype(rows, ttnn.bfloat16) if rows.dtype == ttnn.bfloat8_b else rows
-        rows = ttnn.to_memory_config(rows, one_core_each)
-        ttnn.experimental.paged_update_cache(held, rows, update_idxs_tensor=where)
-
-
 class MultiHeadAttentionWithCache(AttentionLayer):
     """Causal multi-head self-attention over everything cached; keywords as in `AttentionLayer`."""
 
@@ -663,33 +402,3 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             compute_kernel_config=self.compute_kernel_config,
         )
         return self._drop_output(output), cache
-
-
-def kv_cache_nbytes(
-    batch_size: int, num_kv_heads: int, capacity: int, head_dim: int, *, num_layers: int = 1, dtype: ttnn.DataType
-) -> int:
-    """Bytes that the keys and values of all layers take: 2 * batch * heads * slots * head_dim * bytes per layer.
-
-    On the device slots and features take whole tiles of 32; with RoPE count the features of a head as
-    `padded_head_dim(head_dim, rope=True)`.
-
-    Args:
-        batch_size: number of sequences, B.
-        num_kv_heads: number of key/value heads, K.
-        capacity: number of slots, or tokens, of each sequence.
-        head_dim: features of a head, H.
-        num_layers: number of layers.
-        dtype: dtype of the cache.
-
-    Raises:
-        TypeError: if a size is not an integer.
-        ValueError: if a size is below 1.
-
-    Example: kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=ttnn.bfloat16) == 2684354560 (2.5 GiB)
-    """
-    sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
-    for name, size in {**sizes, "num_layers": num_layers}.items():
-        check_count(name, size)
-    check_dtype("dtype", dtype)
-    tiles = round_up(capacity) // TILE * round_up(head_dim) // TILE
-    return 2 * batch_size * num_kv_heads * tiles * num_layers * TILE_NBYTES[dtype]

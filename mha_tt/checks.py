@@ -11,7 +11,6 @@ import ttnn
 from ttnn import Tensor
 
 if TYPE_CHECKING:
-    from mha_tt.cache_mha import KVCache
     from mha_tt.masks import DeviceMask
     from mha_tt.rope import Rotation
 
@@ -350,23 +349,6 @@ def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
         raise ValueError(f"the input of {name} must have {weight.shape[0]} features, got shape={tuple(x.shape)}")
 
 
-def check_cache(cache_k: Tensor, cache_v: Tensor, key: Tensor) -> None:
-    """Refuse cached keys and values (B, K, S, H) that new keys (B, K, T, H) cannot join."""
-    for name, x in (("cache_k", cache_k), ("cache_v", cache_v)):
-        check_floating(name, x, rank=4)
-        expected = (key.shape[0], key.shape[1], cache_k.shape[2], key.shape[3])
-        if tuple(x.shape) != expected:
-            raise ValueError(f"{name} must have shape (B, K, S, H) = {expected}, got {name}.shape={tuple(x.shape)}")
-        if (x.dtype == ttnn.float32) != (key.dtype == ttnn.float32):
-            raise TypeError(f"{name} must be float32 if the new keys are, got {x.dtype} and {key.dtype}")
-
-
-def check_is_cache(cache: object) -> None:
-    """Refuse what is not a cache."""
-    if not all(hasattr(cache, name) for name in ("keys", "values", "lengths", "capacity")):
-        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
-
-
 def check_cached_step(query: Tensor, keys: Tensor, values: Tensor, last_positions: np.ndarray) -> None:
     """Refuse a query (1, B, N, H), a cache (B, K, S, H) or last positions (B,) that do not fit each other."""
     for name, x in (("keys", keys), ("values", values)):
@@ -384,46 +366,3 @@ def check_cached_step(query: Tensor, keys: Tensor, values: Tensor, last_position
     if keys.shape[2] % 32:
         raise ValueError(f"keys must have whole tiles of 32 slots, got keys.shape={tuple(keys.shape)}")
     check_lengths("last_positions", last_positions, keys.shape[0], keys.shape[2] - 1)
-
-
-def check_cache_holds(cache: KVCache, num_kv_heads: int, head_dim: int) -> None:
-    """Refuse a cache that was made for other heads."""
-    expected = (cache.keys.shape[0], num_kv_heads, cache.keys.shape[2], head_dim)
-    if tuple(cache.keys.shape) != expected:
-        raise ValueError(f"cache.keys must have shape {expected}, got cache.keys.shape={tuple(cache.keys.shape)}")
-
-
-def check_cached_input(x: Tensor, cache: KVCache) -> None:
-    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
-    check_is_cache(cache)
-    check_floating("x", x, rank=3)
-    if (x.dtype == ttnn.float32) != (cache.keys.dtype == ttnn.float32):
-        raise TypeError(f"x must be float32 if the cache is, got x.dtype={x.dtype} and {cache.keys.dtype}")
-    if x.shape[0] != cache.lengths.shape[0]:
-        raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
-
-
-def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.ndarray | Sequence[int] | None) -> None:
-    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
-    check_is_cache(cache)
-    check_floating("key", key, rank=4)
-    check_floating("value", value, rank=4)
-    check_cache(cache.keys, cache.values, key)
-    if tuple(key.shape) != tuple(value.shape):
-        raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
-    if value.dtype != key.dtype:
-        raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
-    check_room(cache, key.shape[2], new_lengths)
-
-
-def check_room(cache: KVCache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> None:
-    """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
-    check_lengths("cache.lengths", cache.lengths, cache.keys.shape[0], cache.capacity)
-    if new_lengths is not None:
-        check_lengths("new_lengths", new_lengths, cache.keys.shape[0], seq_len)
-    added = np.full(len(cache.lengths), seq_len) if new_lengths is None else np.asarray(new_lengths)
-    if (cache.lengths + added > cache.capacity).any():
-        raise ValueError(
-            f"lengths + new tokens must not exceed the {cache.capacity} slots of the cache, "
-            f"got lengths={cache.lengths.tolist()} and new_lengths={added.tolist()}"
-        )

@@ -43,7 +43,7 @@ def scaled_dot_product_attention(
     head_dim: int | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], None]:
-    """Attention of split heads without the attention weights: the function of `mha`, in the fastest form there is.
+    """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
     The scores of masked keys must be far below 1e9 in size: to the kernel a mask is -1e9 added to a score. A masked key
     or value may hold NaN or infinity, a bias at a masked key may not. What is seen is never swallowed in IEEE

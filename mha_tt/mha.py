@@ -1,4 +1,4 @@
-"""Multi-head attention: stage functions, the functions made of them, and the modules that hold weights.
+"""Multi-head attention: the functions made of the stages, and the modules that hold weights.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, E d_model.
 A mask is boolean and True where a query may not see a key; an additive term is a bias.
@@ -8,7 +8,7 @@ On the device H is the padded head_dim: see `mha_tt.upload_weights`. Wherever th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,337 +18,31 @@ from ttnn import Tensor
 
 from mha_tt import fused
 from mha_tt.checks import (
-    check_attention,
     check_bias,
     check_config,
-    check_count,
     check_dtype,
     check_floating,
-    check_head_dim,
-    check_head_groups,
     check_input_dtype,
-    check_keep,
     check_layer_inputs,
     check_lengths,
     check_mask,
-    check_positions,
     check_projected,
-    check_rate,
-    check_scored,
-    check_weighed,
     check_weights,
 )
 from mha_tt.device import (
-    TILE,
-    TILE_NBYTES,
     accurate_config,
-    as_dtype,
     describe_config,
     padded_head_dim,
-    round_up,
-    upload,
     upload_weights,
-    zeros,
 )
 from mha_tt.masks import (
-    MASKED,
     CausalMask,
     DeviceMask,
-    bias_on_device,
-    hide_infinite_bias,
-    join_masks,
-    on_device,
 )
-from mha_tt.not_finite import emptied, hide_not_finite, spoilt
-from mha_tt.rope import Rotation, at_least_float32
-
-Project = Callable[[str, Tensor], Tensor]
-"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input."""
-
-
-# ---- Stages, in the order of the data flow ---------------------------------------------------------------------------
-
-
-def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
-    """Split the last axis into heads, outermost first, and move them before the tokens.
-
-    Raises:
-        ValueError: if the width is not a multiple of num_heads.
-    """
-    check_floating("x", x, rank=3)
-    check_count("num_heads", num_heads)
-    batch_size, seq_len, width = x.shape
-    if width % num_heads:
-        raise ValueError(f"the width must be a multiple of num_heads, got width={width} and num_heads={num_heads}")
-    if 0 in (batch_size, seq_len):  # most operations do not take tensors of nothing
-        return zeros((batch_size, num_heads, seq_len, width // num_heads), x.dtype, x.device())
-    if width // num_heads % TILE:  # the operation below would take this, and give heads of another width
-        return ttnn.transpose(ttnn.reshape(x, (batch_size, seq_len, num_heads, width // num_heads)), 1, 2)
-    x = ttnn.reshape(x, (batch_size, 1, seq_len, width))
-    heads, _, _ = ttnn.experimental.nlp_create_qkv_heads(
-        x, num_heads=num_heads, num_kv_heads=0, transpose_k_heads=False
-    )
-    return heads
-
-
-def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
-    """Put the heads side by side again: the inverse of `split_heads`."""
-    check_floating("x", x, rank=4)
-    batch_size, num_heads, seq_len, head_dim = x.shape
-    if 0 in (batch_size, seq_len):
-        return zeros((batch_size, seq_len, num_heads * head_dim), x.dtype, x.device())
-    # The operation takes whole tiles, and keeps a row of them twice on a core: 64 heads of 128 in float32 do not fit.
-    row_nbytes = num_heads * round_up(head_dim) // TILE * TILE_NBYTES[x.dtype]
-    if head_dim % TILE or row_nbytes > 2**19:
-        return ttnn.reshape(ttnn.transpose(x, 1, 2), (batch_size, seq_len, num_heads * head_dim))
-    return ttnn.transformer.concatenate_heads(x)
-
-
-def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor, "B N S H"]:
-    """Repeat each key/value head for its group of query heads: query head n uses head n // (N // K).
-
-    Raises:
-        ValueError: if num_heads is not a multiple of the key/value heads.
-
-    Source: grouped-query attention, arXiv:2305.13245, section 2.2.
-    """
-    check_floating("x", x, rank=4)
-    check_head_groups(num_heads, x.shape[1])
-    repeats = num_heads // x.shape[1]
-    return x if repeats == 1 else ttnn.repeat_interleave(x, repeats, dim=1)  # repeat, not tile
-
-
-def project_qkv(
-    project: Project,
-    query: Float[Tensor, "B T d_in"],
-    key: Float[Tensor, "B S d_kv"],
-    value: Float[Tensor, "B S d_kv"],
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    fused_qkv: bool = False,
-    positions: Int[np.ndarray, "#B T"] | Rotation | None = None,
-    rope_theta: float | None = None,
-    head_dim: int | None = None,
-) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
-    """Project the inputs, split the heads, and turn queries and keys by their positions where RoPE is asked for.
-
-    Args:
-        project: applies a projection by its name.
-        query, key, value: inputs of the layer; the same array three times for self-attention.
-        num_heads, num_kv_heads: N and K.
-        fused_qkv: one `qkv_proj`, its rows q, then k, then v, in place of three projections.
-        positions: place of each token, (B or 1, T); 0, 1, … when absent. Used with RoPE only. A `Rotation` made of them
-            is uploaded once for many calls.
-        rope_theta: base of the RoPE frequencies, or None for no RoPE.
-        head_dim: features of a head before padding; RoPE needs to know.
-
-    Returns:
-        q (B, N, T, H), k and v (B, K, S, H).
-
-    Raises:
-        ValueError: if head_dim is absent with RoPE.
-    """
-    if rope_theta is not None:
-        if head_dim is None and not isinstance(positions, Rotation):
-            raise ValueError("head_dim must be given with RoPE, got head_dim=None")
-        if positions is not None:
-            check_positions(positions, query.shape[0], query.shape[1])
-    if not fused_qkv:
-        q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
-        q, k, v = split_heads(q, num_heads), split_heads(k, num_kv_heads), split_heads(v, num_kv_heads)
-    elif key is query and value is query:
-        q, k, v = _unpack_qkv(project("qkv_proj", query), num_heads, num_kv_heads)
-    else:
-        q, k, v = (
-            _unpack_qkv(project("qkv_proj", x), num_heads, num_kv_heads)[i] for i, x in enumerate((query, key, value))
-        )
-    if rope_theta is not None and 0 not in (q.shape[0], q.shape[2]):
-        if not isinstance(positions, Rotation):
-            positions = np.arange(q.shape[2])[None] if positions is None else positions
-            positions = Rotation(positions, rope_theta, head_dim=head_dim, padded=q.shape[3], device=q.device())
-        q, k = positions.turn(q), positions.turn(k)
-    return q, k, v
-
-
-def attention_scores(
-    query: Float[Tensor, "B N T H"],
-    key: Float[Tensor, "B K S H"],
-    bias: Float[np.ndarray, "..."] | Tensor | None = None,
-    *,
-    head_dim: int | None = None,
-    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
-) -> Float[Tensor, "B N T S"]:
-    """Dot products of queries and keys, divided by sqrt(head_dim), plus the bias; in at least float32.
-
-    Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
-    """
-    check_scored(query, key, bias)
-    check_head_dim(head_dim, query.shape[3])
-    scores = ttnn.matmul(
-        query,
-        repeat_kv_heads(key, query.shape[1]),  # a product of matrices broadcasts no batch axis
-        transpose_b=True,
-        dtype=ttnn.float32,
-        compute_kernel_config=compute_kernel_config or accurate_config(query.device()),
-    )
-    scores = ttnn.multiply(scores, (head_dim or query.shape[3]) ** -0.5)
-    return scores if bias is None else ttnn.add(scores, bias_on_device(bias, query.device(), ttnn.float32))
-
-
-def masked_softmax(
-    scores: Float[Tensor, "B N T S"],
-    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
-    *,
-    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
-) -> Float[Tensor, "B N T S"]:
-    """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0."""
-    check_floating("scores", scores, rank=4)
-    check_mask(mask, tuple(scores.shape))
-    scores, mask = at_least_float32(scores), on_device(mask, scores.device())
-    if mask is not None:
-        scores = ttnn.where(mask.hidden, MASKED, scores)
-    config = compute_kernel_config or accurate_config(scores.device())
-    attn_weights = ttnn.softmax(scores, dim=-1, numeric_stable=True, compute_kernel_config=config)
-    if mask is None:
-        return attn_weights
-    # Where every score that is seen is -inf, or as low as `MASKED`, the masked keys would weigh something.
-    lowest = ttnn.le(ttnn.max(scores, dim=-1, keepdim=True), MASKED)
-    return emptied(spoilt(attn_weights, lowest), mask)
-
-
-def attention_context(
-    attn_weights: Float[Tensor, "B N T S"],
-    value: Float[Tensor, "B K S H"],
-    *,
-    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
-) -> Float[Tensor, "B N T H"]:
-    """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
-    check_weighed(attn_weights, value)
-    return ttnn.matmul(
-        attn_weights,
-        repeat_kv_heads(value, attn_weights.shape[1]),
-        dtype=attn_weights.dtype if value.dtype == ttnn.bfloat8_b else value.dtype,  # a cache may be narrower
-        compute_kernel_config=compute_kernel_config or accurate_config(value.device()),
-    )
-
-
-def apply_dropout(
-    attn_weights: Float[Tensor, "B N T S"],
-    rate: float,
-    keep: Bool[np.ndarray, "B N T S"] | None = None,
-    *,
-    seed: int = 0,
-) -> Float[Tensor, "B N T S"]:
-    """Drop each attention weight with probability `rate` and divide the others by 1 - rate.
-
-    Args:
-        attn_weights: weights after the softmax.
-        rate: probability of being dropped, 0 <= rate < 1.
-        keep: True where a weight is kept; drawn at random when absent, which the device does in bfloat16 only.
-        seed: of the draw.
-
-    Raises:
-        TypeError: if there is something to draw and the weights are not bfloat16.
-    """
-    check_rate("dropout", rate)
-    check_keep(keep, tuple(attn_weights.shape))
-    if keep is not None:
-        kept = keep.reshape((1,) * (4 - keep.ndim) + keep.shape) / (1.0 - rate)
-        return ttnn.multiply(attn_weights, upload(kept, device=attn_weights.device(), dtype=ttnn.float32))
-    return _drop("attn_weights", attn_weights, rate, seed)
-
-
-def _drop(name: str, x: Tensor, rate: float, seed: int) -> Tensor:
-    if not rate:
-        return x
-    if x.dtype != ttnn.bfloat16:
-        raise TypeError(f"{name} must be bfloat16 to be dropped at random (ttnn has no other), got dtype={x.dtype}")
-    return ttnn.experimental.dropout(x, probability=rate, scale=1.0 / (1.0 - rate), seed=seed)
-
-
-def _unpack_qkv(packed: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    head_dim = packed.shape[2] // (num_heads + 2 * num_kv_heads)
-    if 0 in (packed.shape[0], packed.shape[1]):
-        shapes = [(packed.shape[0], heads, packed.shape[1], head_dim) for heads in (num_heads, num_kv_heads)]
-        q, kv = (zeros(shape, packed.dtype, packed.device()) for shape in shapes)
-        return q, kv, kv
-    if head_dim % TILE == 0:
-        return ttnn.transformer.split_query_key_value_and_split_heads(
-            packed, num_heads=num_heads, num_kv_heads=num_kv_heads, transpose_key=False
-        )
-    heads = split_heads(packed, num_heads + 2 * num_kv_heads)
-    values_begin = num_heads + num_kv_heads
-    return heads[:, :num_heads], heads[:, num_heads:values_begin], heads[:, values_begin:]
-
+from mha_tt.rope import Rotation
+from mha_tt.stages import Project, _drop, combine_heads, project_qkv, scaled_dot_product_attention, split_heads
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
-
-
-def scaled_dot_product_attention(
-    query: Float[Tensor, "B N T H"],
-    key: Float[Tensor, "B K S H"],
-    value: Float[Tensor, "B K S H"],
-    *,
-    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
-    bias: Float[np.ndarray, "..."] | Tensor | None = None,
-    is_causal: bool = False,
-    key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
-    need_weights: bool = False,
-    dropout: float = 0.0,
-    dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
-    seed: int = 0,
-    head_dim: int | None = None,
-    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
-) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B N T S"] | None]:
-    """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
-
-    A masked key or value may hold anything, NaN too. What is seen is never swallowed in IEEE arithmetic; a card's
-    matrix unit has another, in which NaN is a number (docs/ttnn.md).
-
-    Args:
-        query: (B, N, T, H).
-        key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
-        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
-        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device it is not read: there a
-            row of nothing but -inf gives the mean of the values.
-        is_causal: hide every key after the query's own position, as `create_causal_mask`.
-        key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
-        need_weights: also return the attention weights.
-        dropout: rate at which attention weights are dropped; 0 outside training.
-        dropout_keep: True where a weight is kept, in place of a random draw.
-        seed: of that draw.
-        head_dim: features of a head before padding; those it has when absent.
-        compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
-
-    Returns:
-        The context (B, N, T, H), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
-
-    Raises:
-        TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
-        ValueError: if the shapes do not fit.
-
-    Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
-    """
-    check_attention(query, key, value, mask, bias, key_padding_lengths)
-    device, seq_len_q, seq_len_k = query.device(), query.shape[2], key.shape[2]
-    if 0 in (query.shape[0], seq_len_q, seq_len_k):
-        attn_weights = zeros((*tuple(query.shape)[:3], seq_len_k), query.dtype, device)
-        return zeros(tuple(query.shape), query.dtype, device), attn_weights if need_weights else None
-    mask = join_masks(
-        mask, seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths, device=device
-    )
-    mask = on_device(hide_infinite_bias(mask, bias), device)
-    spoilt_rows = None
-    if mask is not None:  # a masked key reaches no weight
-        (value,), spoilt_rows = hide_not_finite(mask, seq_len_q, value)
-    config = compute_kernel_config or accurate_config(device)
-    scores = attention_scores(query, key, bias, head_dim=head_dim, compute_kernel_config=config)
-    attn_weights = masked_softmax(scores, mask, compute_kernel_config=config)
-    attn_weights = as_dtype(attn_weights, query.dtype)
-    dropped = apply_dropout(attn_weights, dropout, dropout_keep, seed=seed)
-    context = as_dtype(attention_context(dropped, value, compute_kernel_config=config), query.dtype)
-    return spoilt(context, spoilt_rows), attn_weights if need_weights else None
 
 
 def multi_head_attention_core(

@@ -86,7 +86,7 @@ def test_a_middling_fidelity_is_reported_in_float32(case):
 @pytest.mark.parametrize("case", ["textbook", "wide", "trained-rxnmapper-self"])
 def test_scores_3_percent_too_large_are_reported_on_a_card(monkeypatch, case, dtype):
     original = mha_torch.attention_scores
-    for holder in (mha_torch, mha_torch.mha):
+    for holder in (mha_torch, mha_torch.stages):
         monkeypatch.setattr(holder, "attention_scores", lambda *arguments: original(*arguments) * 1.03)
     difference = difference_on(Card(), case, dtype)
     assert difference is not None

@@ -33,7 +33,7 @@ def break_the_softmax(monkeypatch):
         return original(scores, None if mask is None else mask.roll(1, dims=-1))
 
     monkeypatch.setattr(mha_torch, "masked_softmax", broken)
-    monkeypatch.setattr(mha_torch.mha, "masked_softmax", broken)
+    monkeypatch.setattr(mha_torch.stages, "masked_softmax", broken)
 
 
 def test_run_agrees_and_exits_0(capsys):

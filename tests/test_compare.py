@@ -369,7 +369,7 @@ def mutate(monkeypatch, sibling, name, broken):
     package = sibling.package
     original = getattr(package, name)
     replacement = broken(original, sibling)
-    holders = [package, *(getattr(package, part) for part in ("masks", "rope", "mha", "cache_mha"))]
+    holders = [package, *(getattr(package, part) for part in ("masks", "rope", "stages", "mha", "cache", "cache_mha"))]
     for holder in holders:
         if getattr(holder, name, None) is original:
             monkeypatch.setattr(holder, name, replacement)

@@ -854,7 +854,7 @@ def no_masks(monkeypatch):
     def fail(*args, **keywords):
         raise AssertionError("a mask is built")
 
-    for module in (mha_torch.masks, mha_torch.mha, mha_torch.fused):
+    for module in (mha_torch.masks, mha_torch.stages, mha_torch.fused):
         for name in ("join_masks", "create_attention_mask", "create_causal_mask", "create_padding_mask"):
             monkeypatch.setattr(module, name, fail, raising=False)
 

@@ -64,11 +64,11 @@ def test_a_mistake_that_survives_is_not_called_caught():
 
 
 def test_what_was_planted_is_taken_out_again():
-    original = mha_torch.mha.attention_scores
+    original = mha_torch.stages.attention_scores
     problem = make_problem(CASES["full"], "float32")
     with planted("scale-missing", problem, "torch"):
-        assert mha_torch.mha.attention_scores is not original
-    assert mha_torch.mha.attention_scores is original
+        assert mha_torch.stages.attention_scores is not original
+    assert mha_torch.stages.attention_scores is original
     with pytest.raises(RuntimeError, match="stop"), planted("scale-missing", problem, "torch"):
         raise RuntimeError("stop")
     assert mha_torch.attention_scores is original

@@ -11,7 +11,7 @@ import ttnn
 
 import mha_tt
 from mha_tt import mock
-from mha_tt.cache_mha import _write_rows
+from mha_tt.cache import _write_rows
 
 from .formulas import TOLERANCES, both_dtypes, rounded
 

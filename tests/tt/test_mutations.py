@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mha_tt import cache_mha, device, fused, masks, mha, rope
+from mha_tt import cache, cache_mha, device, fused, masks, mha, rope, stages
 from parity import CASES, AttentionSpec, Case, run_cases
 
 from .formulas import IS_MOCK
@@ -67,9 +67,9 @@ def without_bias(name: str, stage: str) -> Mutation:
 MUTATIONS = {
     # ---- The scale
     "scale of the padded head": one(
-        "full", "scores", mha.attention_scores, "(head_dim or query.shape[3]) ** -0.5", "query.shape[3] ** -0.5"
+        "full", "scores", stages.attention_scores, "(head_dim or query.shape[3]) ** -0.5", "query.shape[3] ** -0.5"
     ),
-    "no scale": one("full", "scores", mha.attention_scores, "(head_dim or query.shape[3]) ** -0.5", "1.0"),
+    "no scale": one("full", "scores", stages.attention_scores, "(head_dim or query.shape[3]) ** -0.5", "1.0"),
     "scale of the padded head, fused": one(
         "full",
         "fused.output",
@@ -105,23 +105,23 @@ MUTATIONS = {
     "heads combined in another order": one(
         "causal",
         "output",
-        mha.combine_heads,
+        stages.combine_heads,
         "concatenate_heads(x)",
         "concatenate_heads(ttnn.concat([x[:, 1:], x[:, :1]], dim=1))",
     ),
     "packed keys and values exchanged": one(
-        "fused-qkv", "k", mha.project_qkv, "q, k, v = _unpack_qkv(", "q, v, k = _unpack_qkv("
+        "fused-qkv", "k", stages.project_qkv, "q, k, v = _unpack_qkv(", "q, v, k = _unpack_qkv("
     ),
     "key heads tiled, not repeated": one(
         "gqa",
         "scores",
-        mha.repeat_kv_heads,
+        stages.repeat_kv_heads,
         "ttnn.repeat_interleave(x, repeats, dim=1)",
         "ttnn.concat([x] * repeats, 1)",
     ),
     # ---- Masks and biases
     "mask shows what it hides": one(
-        "padding", "attn_weights", mha.masked_softmax, "mask.hidden, MASKED, scores", "mask.hidden, scores, MASKED"
+        "padding", "attn_weights", stages.masked_softmax, "mask.hidden, MASKED, scores", "mask.hidden, scores, MASKED"
     ),
     "mask shows what it hides, fused": one(
         "padding",
@@ -131,7 +131,7 @@ MUTATIONS = {
         "np.where(hidden, 0, np.float32(MASKED))",
         FUSED,
     ),
-    "mask forgotten": one("causal", "attn_weights", mha.masked_softmax, "if mask is not None:", "if False:"),
+    "mask forgotten": one("causal", "attn_weights", stages.masked_softmax, "if mask is not None:", "if False:"),
     "causal mask forgotten, fused": one(
         "causal",
         "fused.output",
@@ -149,7 +149,7 @@ MUTATIONS = {
     "empty rows are not emptied": one(
         "causal-padding-empty",
         "attn_weights",
-        mha.masked_softmax,
+        stages.masked_softmax,
         "emptied(spoilt(attn_weights, lowest), mask)",
         "spoilt(attn_weights, lowest)",
     ),
@@ -162,7 +162,7 @@ MUTATIONS = {
         FUSED,
     ),
     "bias forgotten": one(
-        "bias", "scores", mha.attention_scores, "return scores if bias is None else", "return scores if True else"
+        "bias", "scores", stages.attention_scores, "return scores if bias is None else", "return scores if True else"
     ),
     "bias forgotten, fused": one(
         "bias",
@@ -218,14 +218,14 @@ MUTATIONS = {
     "cache mask shows the next slot": one(
         "decode",
         "step0.mask",
-        cache_mha.create_cache_mask,
+        cache.create_cache_mask,
         "query_positions[:, None, :, None]",
         "query_positions[:, None, :, None] + 1",
     ),
     "cache mask hides the own slot": one(
         "decode",
         "step0.mask",
-        cache_mha.create_cache_mask,
+        cache.create_cache_mask,
         "query_positions[:, None, :, None]",
         "query_positions[:, None, :, None] - 1",
     ),
@@ -256,14 +256,14 @@ MUTATIONS = {
     "keys in the cache of values, tiles": one(
         "decode",
         "step0.cache.values",
-        cache_mha.append_to_cache,
+        cache.append_to_cache,
         "((cache.keys, key), (cache.values, value))",
         "((cache.keys, key), (cache.values, key))",
     ),
     "keys in the cache of values, rows": one(
         "decode",
         "step1.cache.values",
-        cache_mha._write_rows,
+        cache._write_rows,
         "((cache.keys, keys), (cache.values, values))",
         "((cache.keys, keys), (cache.values, keys))",
     ),
@@ -277,38 +277,38 @@ MUTATIONS = {
     "rows one slot late": one(
         "decode",
         "step1.cache.keys",
-        cache_mha._write_rows,
+        cache._write_rows,
         "upload_integers(slots,",
         "upload_integers(np.where(slots < 0, slots, slots + 1),",
     ),
     "rows up to the next tile skipped": one(
-        "tiles", "step1.cache.keys", cache_mha.append_to_cache, "range(single.max(initial=0))", "range(0)"
+        "tiles", "step1.cache.keys", cache.append_to_cache, "range(single.max(initial=0))", "range(0)"
     ),
     "rows up to the next tile written again in tiles": one(
         "tiles",
         "step1.cache.keys",
-        cache_mha.append_to_cache,
+        cache.append_to_cache,
         "x[sequence : sequence + 1, :, first:last]",
         "x[sequence : sequence + 1, :, : last - first]",
     ),
     "tiles one tile late": one(
         "tiles",
         "step0.cache.keys",
-        cache_mha.append_to_cache,
+        cache.append_to_cache,
         "update_idx=int(cache.lengths[sequence]) + first",
         "update_idx=int(cache.lengths[sequence]) + first + TILE",
     ),
     "tiles at the beginning of the cache": one(
         "tiles",
         "step1.cache.keys",
-        cache_mha.append_to_cache,
+        cache.append_to_cache,
         "update_idx=int(cache.lengths[sequence]) + first",
         "update_idx=0",
     ),
     "tiles of another sequence": one(
         "ragged-tiles",
         "step0.cache.keys",
-        cache_mha.append_to_cache,
+        cache.append_to_cache,
         "tokens, sequence, update_idx",
         "tokens, 1 - sequence, update_idx",
     ),
@@ -325,14 +325,14 @@ MUTATIONS = {
     "padding cached": one(
         "ragged",
         "step0.cache.keys",
-        cache_mha._added,
+        cache._added,
         "if new_lengths is None else np.asarray(new_lengths)",
         "if True else np.asarray(new_lengths)",
     ),
     "padding cached, tiles": one(
         "ragged-tiles",
         "step0.cache.keys",
-        cache_mha.append_to_cache,
+        cache.append_to_cache,
         "int(single[sequence]), int(added[sequence])",
         "int(single[sequence]), key.shape[2]",
     ),
@@ -346,7 +346,7 @@ MUTATIONS = {
     "every sequence as long as the longest": one(
         "ragged",
         "step1.cache.keys",
-        cache_mha.append_to_cache,
+        cache.append_to_cache,
         "np.where(token < single, cache.lengths + token, -1)",
         "np.where(token < single, cache.lengths.max() + token, -1)",
     ),

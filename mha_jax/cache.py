@@ -1,0 +1,315 @@
+"""The key/value cache: a value of fixed capacity, how it is filled, and what is refused of it.
+
+Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim, E d_model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
+
+from mha_jax.checks import check_count, check_floating, check_lengths
+from mha_jax.compiled import compiled
+from mha_jax.not_finite import emptied
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+class KVCache:
+    """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
+
+    Attributes:
+        keys, values: (B, K, capacity, H); keys after RoPE. A slot at or beyond its sequence's length holds nothing.
+        lengths: number of tokens each sequence has cached, (B,), int32.
+    """
+
+    keys: Float[Array, "B K S H"]
+    values: Float[Array, "B K S H"]
+    lengths: Int[Array, " B"]
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots of each sequence."""
+        return self.keys.shape[2]
+
+    def reorder(self, indices: Int[Array, " C"] | Sequence[int]) -> "KVCache":
+        """A cache of the sequences with these indices, in this order; one may be taken more than once, or not at all.
+
+        Args:
+            indices: which sequences, each 0..B - 1, (B',).
+
+        Returns:
+            A cache of B' sequences, with storage of its own.
+
+        Raises:
+            TypeError: if the indices are not integers.
+            ValueError: if an index lies outside 0..B - 1, where it is known.
+        """
+        check_lengths("indices", indices, None, self.lengths.shape[0] - 1)
+        indices = jnp.asarray(indices, jnp.int32)
+        return KVCache(*(jnp.asarray(x)[indices] for x in (self.keys, self.values, self.lengths)))
+
+    def repeat(self, repeats: int) -> "KVCache":
+        """A cache that holds each sequence `repeats` times, side by side, as the beams of a search.
+
+        Args:
+            repeats: how many times, at least once.
+
+        Returns:
+            A cache of B * repeats sequences, with storage of its own.
+
+        Raises:
+            TypeError: if `repeats` is not an integer.
+            ValueError: if `repeats` is below 1.
+        """
+        check_count("repeats", repeats)
+        return self.reorder([index for index in range(self.lengths.shape[0]) for _ in range(repeats)])
+
+    def grow(self, capacity: int) -> "KVCache":
+        """A cache of the same tokens with more slots.
+
+        Args:
+            capacity: number of slots of each sequence, at least as many as there are.
+
+        Returns:
+            A cache of that capacity, with storage of its own.
+
+        Raises:
+            TypeError: if the capacity is not an integer.
+            ValueError: if the capacity is below that of this cache.
+        """
+        check_count("capacity", capacity, minimum=self.capacity)
+        added = [(0, 0), (0, 0), (0, capacity - self.capacity), (0, 0)]
+        keys, values = (jnp.pad(x, added) for x in (self.keys, self.values))
+        return KVCache(*(jnp.array(x, copy=True) for x in (keys, values, self.lengths)))
+
+    def crop(self, lengths: Int[Array, " B"] | Sequence[int] | int) -> "KVCache":
+        """A cache of the first tokens of each sequence only; the slots of the others hold nothing again.
+
+        Args:
+            lengths: number of tokens to keep, of every sequence or of each, (B,); as many as there are at most.
+
+        Returns:
+            A cache of the same capacity, with storage of its own.
+
+        Raises:
+            TypeError: if the lengths are not integers.
+            ValueError: if a length is negative or above that of its sequence, where they are known.
+        """
+        if isinstance(lengths, int):
+            lengths = [lengths] * self.lengths.shape[0]
+        check_lengths("lengths", lengths, self.lengths.shape[0], self.capacity)
+        if not isinstance(lengths, Tracer) and not isinstance(self.lengths, Tracer):
+            kept, held = np.asarray(lengths), np.asarray(self.lengths)
+            if bool((kept > held).any()):
+                raise ValueError(
+                    f"lengths must not exceed those of the cache, got lengths={kept.tolist()} and {held.tolist()}"
+                )
+        lengths = jnp.minimum(jnp.asarray(lengths, jnp.int32), self.lengths)
+        is_free = jnp.arange(self.capacity, dtype=jnp.int32)[None] >= lengths[:, None]  # (B, S)
+        keys, values = (emptied(x, is_free[:, None, :, None]) for x in (self.keys, self.values))
+        return KVCache(keys, values, lengths)
+
+
+def init_cache(
+    batch_size: int,
+    num_kv_heads: int,
+    capacity: int,
+    head_dim: int,
+    dtype: jnp.dtype = jnp.float32,
+) -> KVCache:
+    """An empty cache: zeros in every slot, every length 0.
+
+    Args:
+        batch_size: number of sequences, B.
+        num_kv_heads: number of key/value heads, K.
+        capacity: number of slots of each sequence.
+        head_dim: features of a head, H.
+        dtype: floating-point dtype of keys and values.
+
+    Raises:
+        TypeError: if a size is not an integer or the dtype not floating point.
+        ValueError: if a size is below 1, or the batch size below 0.
+    """
+    check_count("batch_size", batch_size, minimum=0)
+    for name, size in {"num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}.items():
+        check_count(name, size)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be floating point, got dtype={dtype}")
+    shape = (batch_size, num_kv_heads, capacity, head_dim)
+    return KVCache(
+        keys=jnp.zeros(shape, dtype),
+        values=jnp.zeros(shape, dtype),
+        lengths=jnp.zeros(batch_size, jnp.int32),
+    )
+
+
+def append_to_cache(
+    cache: KVCache,
+    key: Float[Array, "B K T H"],
+    value: Float[Array, "B K T H"],
+    *,
+    new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
+) -> KVCache:
+    """Append the keys and values of new tokens to those in the cache.
+
+    Args:
+        cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage may be reused.
+        key, value: (B, K, T, H), in the cache's dtype.
+        new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding and is
+            not cached. All of them when absent.
+
+    Returns:
+        The cache, holding `cache.lengths + new_lengths` tokens.
+
+    Raises:
+        TypeError: if the dtypes differ or the lengths are not integers.
+        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
+            (Under jit lengths are not known; there a sequence that does not fit keeps the tokens it had.)
+    """
+    check_appended(cache, key, value, new_lengths)
+    return _append(cache, key, value, _added(cache, key.shape[2], new_lengths))
+
+
+@compiled()
+def _append(cache: KVCache, key: Array, value: Array, added: Array) -> KVCache:
+    """The same without its checks."""
+    batch_size, _, seq_len, _ = key.shape
+    cache = KVCache(*map(jnp.asarray, (cache.keys, cache.values, cache.lengths)))  # which NumPy may have read
+    added = jnp.where(_fits(cache, added, seq_len), added, 0)
+    is_real = jnp.arange(seq_len, dtype=jnp.int32)[None] < added[:, None]
+    rows = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
+    slots = jnp.where(is_real, _token_positions(cache.lengths, seq_len), cache.capacity)  # (B, T), beyond = dropped
+    return KVCache(
+        keys=cache.keys.at[rows, :, slots].set(key.swapaxes(1, 2), mode="drop"),
+        values=cache.values.at[rows, :, slots].set(value.swapaxes(1, 2), mode="drop"),
+        lengths=cache.lengths + added,
+    )
+
+
+def create_cache_mask(
+    lengths: Int[Array, " B"] | Sequence[int], seq_len_q: int, capacity: int
+) -> Bool[Array, "B 1 T S"]:
+    """True where a new token may not see a cache slot: every slot after its own.
+
+    Args:
+        lengths: number of tokens each sequence had cached before the new ones, (B,).
+        seq_len_q: number of new tokens, T.
+        capacity: number of slots, S.
+
+    Returns:
+        Mask that broadcasts against the scores (B, N, T, S).
+
+    Example: create_cache_mask([1, 0], 1, 3)
+        [[[[False, False, True ]]],
+         [[[False, True,  True ]]]]
+    """
+    check_count("seq_len_q", seq_len_q)
+    check_count("capacity", capacity)
+    check_lengths("lengths", lengths, None, capacity)
+    return _cache_mask(jnp.asarray(lengths, jnp.int32), seq_len_q, capacity)
+
+
+@compiled("seq_len_q", "seq_len_k")
+def _cache_mask(lengths: Array, seq_len_q: int, seq_len_k: int) -> Array:
+    query_positions = _token_positions(lengths, seq_len_q)
+    return jnp.arange(seq_len_k, dtype=jnp.int32)[None, None, None] > query_positions[:, None, :, None]
+
+
+def _added(cache: KVCache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> Array:
+    added = np.full(cache.lengths.shape, seq_len, np.int32) if new_lengths is None else new_lengths
+    return jnp.asarray(added, jnp.int32)  # (B,)
+
+
+def _token_positions(lengths: Array, seq_len: int) -> Array:
+    return lengths[:, None] + jnp.arange(seq_len, dtype=jnp.int32)[None]  # (B, T)
+
+
+def _fits(cache: KVCache, added: Array, seq_len: int) -> Array:
+    return (added >= 0) & (added <= seq_len) & (cache.lengths + added <= cache.capacity)  # (B,)
+
+
+def kv_cache_nbytes(
+    batch_size: int, num_kv_heads: int, capacity: int, head_dim: int, *, num_layers: int = 1, dtype: jnp.dtype
+) -> int:
+    """Bytes that the keys and values of all layers take: 2 * batch * heads * slots * head_dim * bytes per layer.
+
+    Args:
+        batch_size: number of sequences, B.
+        num_kv_heads: number of key/value heads, K.
+        capacity: number of slots, or tokens, of each sequence.
+        head_dim: features of a head, H.
+        num_layers: number of layers.
+        dtype: dtype of the cache.
+
+    Raises:
+        TypeError: if a size is not an integer.
+        ValueError: if a size is below 1.
+
+    Example: kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=jnp.float16) == 2684354560 (2.5 GiB)
+    """
+    sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
+    for name, size in {**sizes, "num_layers": num_layers}.items():
+        check_count(name, size)
+    return 2 * batch_size * num_kv_heads * capacity * head_dim * num_layers * jnp.dtype(dtype).itemsize
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_cache(cache_k: Array, cache_v: Array, key: Array, names: tuple[str, str] = ("cache_k", "cache_v")) -> None:
+    """Refuse cached keys and values (B, K, S, H) that new keys (B, K, T, H) cannot join."""
+    for name, x in zip(names, (cache_k, cache_v), strict=True):
+        check_floating(name, x, rank=4)
+        expected = (*key.shape[:2], cache_k.shape[2], key.shape[3])
+        if x.shape != expected:
+            raise ValueError(f"{name} must have shape (B, K, S, H) = {expected}, got {name}.shape={x.shape}")
+        if x.dtype != key.dtype:
+            raise TypeError(f"{name} must have the dtype of the new keys, got {x.dtype} and {key.dtype}")
+
+
+def check_is_cache(cache: object) -> None:
+    """Refuse what is not a cache."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
+
+
+def check_cached_input(x: Array, cache: KVCache) -> None:
+    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
+    check_is_cache(cache)
+    check_floating("x", x, rank=3)
+    if x.shape[0] != cache.lengths.shape[0]:
+        raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
+
+
+def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array | Sequence[int] | None) -> None:
+    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
+    check_is_cache(cache)
+    check_floating("key", key, rank=4)
+    check_floating("value", value, rank=4)
+    check_cache(cache.keys, cache.values, key, ("cache.keys", "cache.values"))
+    if key.shape != value.shape:
+        raise ValueError(f"value must have the shape of key, got {value.shape} and {key.shape}")
+    if value.dtype != key.dtype:
+        raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
+    check_room(cache, key.shape[2], new_lengths)
+
+
+def check_room(cache: KVCache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> None:
+    """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
+    batch_size = cache.lengths.shape[0]
+    check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
+    if new_lengths is not None:
+        check_lengths("new_lengths", new_lengths, batch_size, seq_len)
+    added = seq_len if new_lengths is None else new_lengths
+    # Under jit values may not be known; they are 0 at least.
+    lengths, added = (np.zeros(1, np.int64) if isinstance(x, Tracer) else np.asarray(x) for x in (cache.lengths, added))
+    if bool((lengths.astype(np.int64) + added > cache.capacity).any()):
+        raise ValueError(
+            f"lengths + new tokens must not exceed the {cache.capacity} slots of the cache, "
+            f"got lengths={lengths.tolist()} and new_lengths={added.tolist()}"
+        )

@@ -1,0 +1,356 @@
+"""The key/value cache: a value of fixed capacity, how it is filled, and what is refused of it.
+
+Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim, E d_model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mha_torch.checks import check_count, check_device, check_floating, check_lengths, values_of
+from mha_torch.masks import as_lengths
+
+
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+class KVCache:
+    """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
+
+    Attributes:
+        keys, values: (B, K, capacity, H); keys after RoPE. A slot at or beyond its sequence's length holds nothing.
+        lengths: number of tokens each sequence has cached, (B,), int32.
+    """
+
+    keys: Float[Tensor, "B K S H"]
+    values: Float[Tensor, "B K S H"]
+    lengths: Int[Tensor, " B"]
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots of each sequence."""
+        return self.keys.shape[2]
+
+    def reorder(self, indices: Int[Tensor, " C"] | Sequence[int]) -> "KVCache":
+        """A cache of the sequences with these indices, in this order; one may be taken more than once, or not at all.
+
+        Args:
+            indices: which sequences, each 0..B - 1, (B',).
+
+        Returns:
+            A cache of B' sequences, with storage of its own.
+
+        Raises:
+            TypeError: if the indices are not integers.
+            ValueError: if an index lies outside 0..B - 1, where it is known.
+        """
+        check_lengths("indices", indices, None, self.lengths.shape[0] - 1)
+        indices = as_lengths(indices, self.lengths.device)
+        return KVCache(*(x.index_select(0, indices) for x in (self.keys, self.values, self.lengths)))
+
+    def repeat(self, repeats: int) -> "KVCache":
+        """A cache that holds each sequence `repeats` times, side by side, as the beams of a search.
+
+        Args:
+            repeats: how many times, at least once.
+
+        Returns:
+            A cache of B * repeats sequences, with storage of its own.
+
+        Raises:
+            TypeError: if `repeats` is not an integer.
+            ValueError: if `repeats` is below 1.
+        """
+        check_count("repeats", repeats)
+        return KVCache(*(x.repeat_interleave(repeats, dim=0) for x in (self.keys, self.values, self.lengths)))
+
+    def grow(self, capacity: int) -> "KVCache":
+        """A cache of the same tokens with more slots.
+
+        Args:
+            capacity: number of slots of each sequence, at least as many as there are.
+
+        Returns:
+            A cache of that capacity, with storage of its own.
+
+        Raises:
+            TypeError: if the capacity is not an integer.
+            ValueError: if the capacity is below that of this cache.
+        """
+        check_count("capacity", capacity, minimum=self.capacity)
+        num_slots = (*self.keys.shape[:2], capacity - self.capacity, self.keys.shape[3])
+        keys, values = (torch.cat([x, x.new_zeros(num_slots)], dim=2) for x in (self.keys, self.values))
+        return KVCache(keys, values, self.lengths.clone())
+
+    def crop(self, lengths: Int[Tensor, " B"] | Sequence[int] | int) -> "KVCache":
+        """A cache of the first tokens of each sequence only; the slots of the others hold nothing again.
+
+        Args:
+            lengths: number of tokens to keep, of every sequence or of each, (B,); as many as there are at most.
+
+        Returns:
+            A cache of the same capacity, with storage of its own.
+
+        Raises:
+            TypeError: if the lengths are not integers.
+            ValueError: if a length is negative or above that of its sequence, where they are known.
+        """
+        batch_size, held = self.lengths.shape[0], values_of(self.lengths)
+        if isinstance(lengths, int):
+            lengths = [lengths] * batch_size
+        check_lengths("lengths", lengths, batch_size, self.capacity)
+        kept = values_of(torch.as_tensor(lengths))
+        if held is not None and kept is not None and any(new > old for new, old in zip(kept, held, strict=True)):
+            raise ValueError(f"lengths must not exceed those of the cache, got lengths={kept} and {held}")
+        new_lengths = torch.minimum(as_lengths(lengths, self.lengths.device).to(self.lengths.dtype), self.lengths)
+        is_free = torch.arange(self.capacity, device=self.lengths.device) >= new_lengths[:, None]  # (B, S)
+        keys, values = (x.masked_fill(is_free[:, None, :, None], 0.0) for x in (self.keys, self.values))
+        return KVCache(keys, values, new_lengths)
+
+
+def init_cache(
+    batch_size: int,
+    num_kv_heads: int,
+    capacity: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    device: torch.device | str | None = None,
+) -> KVCache:
+    """An empty cache: zeros in every slot, every length 0.
+
+    Args:
+        batch_size: number of sequences, B.
+        num_kv_heads: number of key/value heads, K.
+        capacity: number of slots of each sequence.
+        head_dim: features of a head, H.
+        dtype: floating-point dtype of keys and values.
+        device: where the cache lies.
+
+    Raises:
+        TypeError: if a size is not an integer or the dtype not floating point.
+        ValueError: if a size is below 1, or the batch size below 0.
+    """
+    check_count("batch_size", batch_size, minimum=0)
+    for name, size in {"num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}.items():
+        check_count(name, size)
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype must be floating point, got dtype={dtype}")
+    shape = (batch_size, num_kv_heads, capacity, head_dim)
+    return KVCache(
+        keys=torch.zeros(shape, dtype=dtype, device=device),
+        values=torch.zeros(shape, dtype=dtype, device=device),
+        lengths=torch.zeros(batch_size, dtype=torch.int32, device=device),
+    )
+
+
+def append_to_cache(
+    cache: KVCache,
+    key: Float[Tensor, "B K T H"],
+    value: Float[Tensor, "B K T H"],
+    *,
+    new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+) -> KVCache:
+    """Append the keys and values of new tokens to those in the cache.
+
+    Args:
+        cache: holds `cache.lengths` tokens. Do not use it afterwards; under `torch.no_grad()` its storage is reused,
+            unless sequences share it (`expand`), or it was made in inference mode and this is not: then it is copied.
+        key, value: (B, K, T, H), in the cache's dtype.
+        new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding and is
+            not cached. All of them when absent.
+
+    Returns:
+        The cache, holding `cache.lengths + new_lengths` tokens.
+
+    Raises:
+        TypeError: if the dtypes differ or the lengths are not integers.
+        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
+            (Where lengths are not known a sequence whose tokens do not fit keeps those that it has, or, in a compiled
+            graph without `new_lengths`, an index out of range is the error.)
+    """
+    lengths = check_appended(cache, key, value, new_lengths)
+    return _append(cache, key, value, new_lengths, lengths)
+
+
+def _append(
+    cache: KVCache,
+    key: Tensor,
+    value: Tensor,
+    new_lengths: Tensor | Sequence[int] | None,
+    lengths: list[int] | None,
+) -> KVCache:
+    """The same without its checks, of which the lengths are where all are known."""
+    seq_len, device = key.shape[2], key.device
+    if new_lengths is not None:
+        new_lengths = as_lengths(new_lengths, device).to(cache.lengths.dtype)
+    added = seq_len if new_lengths is None else new_lengths
+    if seq_len == 0:
+        return KVCache(cache.keys, cache.values, cache.lengths + added)
+    if lengths is None and not (torch.compiler.is_compiling() and new_lengths is None):
+        return _append_unknown(cache, key, value, added)
+    keys, values = _writable(cache.keys), _writable(cache.values)
+    if lengths and new_lengths is None and min(lengths) == max(lengths):
+        new_slots = slice(lengths[0], lengths[0] + seq_len)
+        keys[:, :, new_slots], values[:, :, new_slots] = key, value
+        return KVCache(keys, values, cache.lengths + added)
+    token = torch.arange(seq_len, device=device)
+    if new_lengths is None:
+        rows, slots = torch.arange(key.shape[0], device=device)[:, None], cache.lengths[:, None] + token  # (B, T)
+        keys[rows, :, slots], values[rows, :, slots] = key.transpose(1, 2), value.transpose(1, 2)
+    else:
+        rows, real = torch.nonzero(token < new_lengths[:, None], as_tuple=True)
+        slots = cache.lengths[rows] + real
+        keys[rows, :, slots], values[rows, :, slots] = key[rows, :, real], value[rows, :, real]
+    return KVCache(keys, values, cache.lengths + added)
+
+
+def _append_unknown(cache: KVCache, key: Tensor, value: Tensor, added: Tensor | int) -> KVCache:
+    """The same without looking at a length: every slot is either kept or given its new token."""
+    added = torch.where(_fits(cache, key.shape[2], added), added, 0).to(cache.lengths.dtype)
+    token = torch.arange(cache.capacity, device=key.device) - cache.lengths[:, None]  # that a slot is given, (B, S)
+    is_new = ((token >= 0) & (token < added[:, None]))[:, None, :, None]
+    index = token.clamp(0, key.shape[2] - 1)[:, None, :, None].expand(*token.shape[:1], key.shape[1], -1, key.shape[3])
+    keys, values = (
+        torch.where(is_new, new.gather(2, index), old) for new, old in ((key, cache.keys), (value, cache.values))
+    )
+    return KVCache(keys, values, cache.lengths + added)
+
+
+def _fits(cache: KVCache, seq_len: int, added: Tensor | int) -> Tensor:
+    """Whether a sequence has as many slots left, (B,)."""
+    fits = cache.lengths + added <= cache.capacity
+    return fits if isinstance(added, int) else fits & (added >= 0) & (added <= seq_len)
+
+
+def _writable(x: Tensor) -> Tensor:
+    """x, or a copy of it where it must not be written to."""
+    if torch.is_grad_enabled():  # the graph of an earlier step may need the old contents
+        return x.clone()
+    strides = x.stride()
+    is_shared = 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, x.shape, strict=True))
+    is_frozen = not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled()
+    return x.clone() if is_shared or is_frozen else x
+
+
+def create_cache_mask(
+    lengths: Int[Tensor, " B"] | Sequence[int], seq_len_q: int, capacity: int
+) -> Bool[Tensor, "B 1 T S"]:
+    """True where a new token may not see a cache slot: every slot after its own.
+
+    Args:
+        lengths: number of tokens each sequence had cached before the new ones, (B,).
+        seq_len_q: number of new tokens, T.
+        capacity: number of slots, S.
+
+    Returns:
+        Mask that broadcasts against the scores (B, N, T, S).
+
+    Example: create_cache_mask([1, 0], 1, 3)
+        [[[[False, False, True ]]],
+         [[[False, True,  True ]]]]
+    """
+    check_count("seq_len_q", seq_len_q)
+    check_count("capacity", capacity)
+    check_lengths("lengths", lengths, None, capacity)
+    return _cache_mask(torch.as_tensor(lengths), seq_len_q, capacity)
+
+
+def _cache_mask(lengths: Tensor, seq_len_q: int, seq_len_k: int) -> Tensor:
+    query_positions = lengths[:, None] + torch.arange(seq_len_q, device=lengths.device)  # (B, T)
+    return torch.arange(seq_len_k, device=lengths.device) > query_positions[:, None, :, None]
+
+
+def kv_cache_nbytes(
+    batch_size: int, num_kv_heads: int, capacity: int, head_dim: int, *, num_layers: int = 1, dtype: torch.dtype
+) -> int:
+    """Bytes that the keys and values of all layers take: 2 * batch * heads * slots * head_dim * bytes per layer.
+
+    Args:
+        batch_size: number of sequences, B.
+        num_kv_heads: number of key/value heads, K.
+        capacity: number of slots, or tokens, of each sequence.
+        head_dim: features of a head, H.
+        num_layers: number of layers.
+        dtype: dtype of the cache.
+
+    Raises:
+        TypeError: if a size is not an integer.
+        ValueError: if a size is below 1.
+
+    Example: kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=torch.float16) == 2684354560 (2.5 GiB)
+    """
+    sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
+    for name, size in {**sizes, "num_layers": num_layers}.items():
+        check_count(name, size)
+    return 2 * batch_size * num_kv_heads * capacity * head_dim * num_layers * dtype.itemsize
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_cache(cache_k: Tensor, cache_v: Tensor, key: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")) -> None:
+    """Refuse cached keys and values (B, K, S, H) that new keys (B, K, T, H) cannot join."""
+    for name, x in zip(names, (cache_k, cache_v), strict=True):
+        check_floating(name, x, rank=4)
+        expected = (*key.shape[:2], cache_k.shape[2], key.shape[3])
+        if tuple(x.shape) != expected:
+            raise ValueError(f"{name} must have shape (B, K, S, H) = {expected}, got {name}.shape={tuple(x.shape)}")
+        if x.dtype != key.dtype:
+            raise TypeError(f"{name} must have the dtype of the new keys, got {x.dtype} and {key.dtype}")
+        check_device(name, x, key.device, "the new keys")
+
+
+def check_is_cache(cache: object) -> None:
+    """Refuse what is not a cache."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
+
+
+def check_cached_input(x: Tensor, cache: KVCache) -> None:
+    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
+    check_is_cache(cache)
+    check_floating("x", x, rank=3)
+    if x.shape[0] != cache.lengths.shape[0]:
+        raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
+
+
+def check_appended(
+    cache: KVCache, key: Tensor, value: Tensor, new_lengths: Tensor | Sequence[int] | None
+) -> list[int] | None:
+    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity.
+
+    Returns:
+        The lengths of the cache, where they and those of the new tokens are known.
+    """
+    check_is_cache(cache)
+    check_floating("key", key, rank=4)
+    check_floating("value", value, rank=4)
+    check_cache(cache.keys, cache.values, key, ("cache.keys", "cache.values"))
+    if key.shape != value.shape:
+        raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
+    if value.dtype != key.dtype:
+        raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
+    return check_room(cache, key.shape[2], new_lengths)
+
+
+def check_room(cache: KVCache, seq_len: int, new_lengths: Tensor | Sequence[int] | None) -> list[int] | None:
+    """Refuse more new tokens than the cache has slots left: they would be written outside of it.
+
+    Returns:
+        The lengths of the cache, where they and those of the new tokens are known.
+    """
+    batch_size = cache.lengths.shape[0]
+    lengths = check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
+    added = [seq_len] * batch_size
+    if new_lengths is not None:
+        added = check_lengths("new_lengths", new_lengths, batch_size, seq_len)
+    if lengths is None or added is None:
+        return None
+    if any(length + new > cache.capacity for length, new in zip(lengths, added, strict=True)):
+        raise ValueError(
+            f"lengths + new tokens must not exceed the {cache.capacity} slots of the cache, "
+            f"got lengths={lengths} and new_lengths={added}"
+        )
+    return lengths

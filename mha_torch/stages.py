@@ -1,0 +1,248 @@
+"""Attention stage by stage, and as one function: the definition that all else is tested against.
+
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, E d_model.
+A mask is boolean and True where a query may not see a key; an additive term is a bias.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mha_torch.checks import (
+    check_attention,
+    check_count,
+    check_floating,
+    check_head_groups,
+    check_keep,
+    check_mask,
+    check_rate,
+    check_scored,
+    check_weighed,
+)
+from mha_torch.masks import hide_infinite_bias, join_masks
+from mha_torch.not_finite import emptied, may_hold, not_finite, sees_any, spoilt
+from mha_torch.rope import apply_rope, at_least_float32
+
+Project = Callable[[str, Tensor], Tensor]
+"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input."""
+
+
+def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
+    """Split the last axis into heads, outermost first, and move them before the tokens.
+
+    Raises:
+        ValueError: if the width is not a multiple of num_heads.
+    """
+    check_floating("x", x, rank=3)
+    check_count("num_heads", num_heads)
+    if x.shape[-1] % num_heads:
+        raise ValueError(
+            f"the width must be a multiple of num_heads, got width={x.shape[-1]} and num_heads={num_heads}"
+        )
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
+    """Put the heads side by side again: the inverse of `split_heads`."""
+    check_floating("x", x, rank=4)
+    return x.transpose(1, 2).flatten(-2)
+
+
+def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor, "B N S H"]:
+    """Repeat each key/value head for its group of query heads: query head n uses head n // (N // K).
+
+    Raises:
+        ValueError: if num_heads is not a multiple of the key/value heads.
+
+    Source: grouped-query attention, arXiv:2305.13245, section 2.2.
+    """
+    check_floating("x", x, rank=4)
+    check_head_groups(num_heads, x.shape[1])
+    if num_heads == x.shape[1]:  # it would be copied
+        return x
+    return x.repeat_interleave(num_heads // x.shape[1], dim=1)  # repeat, not tile
+
+
+def project_qkv(
+    project: Project,
+    query: Float[Tensor, "B T d_in"],
+    key: Float[Tensor, "B S d_kv"],
+    value: Float[Tensor, "B S d_kv"],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    fused_qkv: bool = False,
+    positions: Int[Tensor, "#B T"] | None = None,
+    rope_theta: float | None = None,
+) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
+    """Project the inputs, split the heads, and turn queries and keys by their positions where RoPE is asked for.
+
+    Args:
+        project: applies a projection by its name.
+        query, key, value: inputs of the layer; the same array three times for self-attention.
+        num_heads, num_kv_heads: N and K.
+        fused_qkv: one `qkv_proj`, its rows q, then k, then v, in place of three projections.
+        positions: place of each token, (B or 1, T); 0, 1, … when absent. Used with RoPE only.
+        rope_theta: base of the RoPE frequencies, or None for no RoPE.
+
+    Returns:
+        q (B, N, T, H), k and v (B, K, S, H).
+    """
+    if not fused_qkv:
+        q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
+    elif key is query and value is query:
+        q, k, v = _unpack_qkv(project("qkv_proj", query), num_heads, num_kv_heads)
+    else:
+        q, k, v = (
+            _unpack_qkv(project("qkv_proj", x), num_heads, num_kv_heads)[i] for i, x in enumerate((query, key, value))
+        )
+    q, k, v = split_heads(q, num_heads), split_heads(k, num_kv_heads), split_heads(v, num_kv_heads)
+    if rope_theta is not None:
+        positions = torch.arange(q.shape[2], device=q.device)[None] if positions is None else positions
+        q, k = apply_rope(q, positions, rope_theta), apply_rope(k, positions, rope_theta)
+    return q, k, v
+
+
+def attention_scores(
+    query: Float[Tensor, "B N T H"], key: Float[Tensor, "B K S H"], bias: Float[Tensor, "..."] | None = None
+) -> Float[Tensor, "B N T S"]:
+    """Dot products of queries and keys, divided by sqrt(head_dim), plus the bias; in at least float32.
+
+    Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
+    """
+    check_scored(query, key, bias)
+    scale = query.shape[-1] ** -0.5
+    key = repeat_kv_heads(key, query.shape[1])
+    with _without_autocast(query.device.type):  # it would take these sums in half precision
+        scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
+    return scores if bias is None else scores + at_least_float32(bias)
+
+
+def masked_softmax(
+    scores: Float[Tensor, "B N T S"], mask: Bool[Tensor, "..."] | None = None
+) -> Float[Tensor, "B N T S"]:
+    """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0."""
+    check_floating("scores", scores, rank=4)
+    check_mask(mask, tuple(scores.shape))
+    scores = at_least_float32(scores)
+    if mask is None:
+        return torch.softmax(scores, dim=-1)
+    # -inf, since a score may be as low as any finite fill (a bias of finfo.min). A row without a key is all 0 instead,
+    # which keeps it and its gradient free of NaN, and is emptied after the softmax.
+    scores = scores.masked_fill(mask, -torch.inf)
+    empty_rows = mask.all(dim=-1, keepdim=True)
+    if not may_hold(empty_rows):  # two passes over the scores less
+        return torch.softmax(scores, dim=-1)
+    return torch.softmax(scores.masked_fill(empty_rows, 0.0), dim=-1).masked_fill(empty_rows, 0.0)
+
+
+def attention_context(
+    attn_weights: Float[Tensor, "B N T S"], value: Float[Tensor, "B K S H"]
+) -> Float[Tensor, "B N T H"]:
+    """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
+    check_weighed(attn_weights, value)
+    value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
+    with _without_autocast(value.device.type):
+        context = torch.einsum("bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head))
+    return context.to(value.dtype)
+
+
+def apply_dropout(
+    attn_weights: Float[Tensor, "B N T S"], rate: float, keep: Bool[Tensor, "B N T S"] | None = None
+) -> Float[Tensor, "B N T S"]:
+    """Drop each attention weight with probability `rate` and divide the others by 1 - rate.
+
+    Args:
+        attn_weights: weights after the softmax.
+        rate: probability of being dropped, 0 <= rate < 1.
+        keep: True where a weight is kept; drawn at random when absent.
+    """
+    check_rate("dropout", rate)
+    check_keep(keep, tuple(attn_weights.shape))
+    if keep is None:
+        return F.dropout(attn_weights, rate) if rate else attn_weights
+    return torch.where(keep, attn_weights / (1.0 - rate), 0.0)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Autocast switched off, where there is one: not on meta."""
+    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
+
+
+def _unpack_qkv(packed: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
+    head_dim = packed.shape[-1] // (num_heads + 2 * num_kv_heads)
+    return list(packed.split([heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)], dim=-1))
+
+
+# ---- Together --------------------------------------------------------------------------------------------------------
+
+
+def scaled_dot_product_attention(
+    query: Float[Tensor, "B N T H"],
+    key: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S H"],
+    *,
+    mask: Bool[Tensor, "..."] | None = None,
+    bias: Float[Tensor, "..."] | None = None,
+    is_causal: bool = False,
+    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+    need_weights: bool = False,
+    dropout: float = 0.0,
+    dropout_keep: Bool[Tensor, "B N T S"] | None = None,
+) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B N T S"] | None]:
+    """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
+
+    Args:
+        query: (B, N, T, H).
+        key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+        bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
+        need_weights: also return the attention weights.
+        dropout: rate at which attention weights are dropped; 0 outside training.
+        dropout_keep: True where a weight is kept, in place of a random draw.
+
+    Returns:
+        The context (B, N, T, H), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
+
+    Raises:
+        TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
+        ValueError: if the shapes do not fit.
+
+    Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
+    """
+    check_attention(query, key, value, mask, bias, key_padding_lengths)
+    mask = join_masks(
+        mask,
+        query.shape[2],
+        key.shape[2],
+        is_causal=is_causal,
+        key_padding_lengths=key_padding_lengths,
+        device=query.device,
+    )
+    mask = hide_infinite_bias(mask, bias)
+    if mask is None:  # everything is seen: what is not finite spreads by itself
+        attn_weights = masked_softmax(attention_scores(query, key, bias)).to(query.dtype)
+        context = attention_context(apply_dropout(attn_weights, dropout, dropout_keep), value)
+        return context, attn_weights if need_weights else None
+    wrong = [not_finite(x) for x in (query, key, value)]
+    is_clean = not key.numel() or not any(may_hold(of_one) for of_one in wrong)
+    if not is_clean:
+        query, key, value = (emptied(x, where) for x, where in zip((query, key, value), wrong, strict=True))
+    attn_weights = masked_softmax(attention_scores(query, key, bias), mask).to(query.dtype)
+    context = attention_context(apply_dropout(attn_weights, dropout, dropout_keep), value)
+    if not is_clean:
+        wrong_key, wrong_value = (
+            where[..., 0].repeat_interleave(query.shape[1] // key.shape[1], dim=1) for where in wrong[1:]
+        )
+        wrong_scores = wrong[0] | sees_any(wrong_key, query.shape[2], mask)
+        wrong_rows = wrong_scores | sees_any(wrong_value, query.shape[2], mask)
+        has_key = ~mask.all(dim=-1, keepdim=True)
+        attn_weights, context = spoilt(attn_weights, wrong_scores & has_key), spoilt(context, wrong_rows & has_key)
+    return context, attn_weights if need_weights else None
