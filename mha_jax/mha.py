@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mha_jax import fused
 from mha_jax.checks import (
     check_attention,
+    check_boolean,
     check_config,
     check_count,
     check_floating,
@@ -103,6 +104,7 @@ def project_qkv(
     Returns:
         q (B, N, T, H), k and v (B, K, S, H).
     """
+    check_boolean("fused_qkv", fused_qkv)
     if not fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
     elif key is query and value is query:
@@ -507,7 +509,8 @@ class AttentionLayer(nnx.Module):
         rngs: draws the weights from `params` and, in training, what is dropped from `dropout`.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer, or the dtype not floating point.
+        TypeError: if a width or a number of heads is not an integer, rope_theta or a rate not a number, what the layer
+            has or has not not a boolean, or the dtype not floating point.
         ValueError: if the widths, heads or rates do not fit.
     """
 
@@ -539,6 +542,9 @@ class AttentionLayer(nnx.Module):
             head_dim=head_dim,
             d_in=d_in,
             d_kv=d_kv,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            out_proj=out_proj,
             fused_qkv=fused_qkv,
             rope_theta=rope_theta,
             dropout=dropout,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mha_torch import fused
 from mha_torch.checks import (
     check_attention,
+    check_boolean,
     check_config,
     check_count,
     check_floating,
@@ -102,6 +103,7 @@ def project_qkv(
     Returns:
         q (B, N, T, H), k and v (B, K, S, H).
     """
+    check_boolean("fused_qkv", fused_qkv)
     if not fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
     elif key is query and value is query:
@@ -227,6 +229,7 @@ def scaled_dot_product_attention(
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     check_attention(query, key, value, mask, bias, key_padding_lengths)
+    check_rate("dropout", dropout)
     mask = join_masks(
         mask,
         query.shape[2],
@@ -446,7 +449,8 @@ class AttentionLayer(nn.Module):
         device, dtype: where and how the weights are kept.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer, or the dtype is not floating point.
+        TypeError: if a width or a number of heads is not an integer, rope_theta or a rate not a number, what the layer
+            has or has not not a boolean, or the dtype not floating point.
         ValueError: if the widths, heads or rates do not fit.
     """
 
@@ -479,6 +483,9 @@ class AttentionLayer(nn.Module):
             head_dim=head_dim,
             d_in=d_in,
             d_kv=d_kv,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            out_proj=out_proj,
             fused_qkv=fused_qkv,
             rope_theta=rope_theta,
             dropout=dropout,

@@ -20,6 +20,7 @@ from mha_tt import fused
 from mha_tt.checks import (
     check_attention,
     check_bias,
+    check_boolean,
     check_config,
     check_count,
     check_dtype,
@@ -149,6 +150,7 @@ def project_qkv(
     Raises:
         ValueError: if head_dim is absent with RoPE.
     """
+    check_boolean("fused_qkv", fused_qkv)
     if rope_theta is not None:
         if head_dim is None and not isinstance(positions, Rotation):
             raise ValueError("head_dim must be given with RoPE, got head_dim=None")
@@ -331,6 +333,7 @@ def scaled_dot_product_attention(
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     check_attention(query, key, value, mask, bias, key_padding_lengths)
+    check_rate("dropout", dropout)
     device, seq_len_q, seq_len_k = query.device(), query.shape[2], key.shape[2]
     if 0 in (query.shape[0], seq_len_q, seq_len_k):
         attn_weights = zeros((*tuple(query.shape)[:3], seq_len_k), query.dtype, device)
@@ -573,7 +576,8 @@ class AttentionLayer:
         rng: draws the weights, and the seeds of dropout.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer, or a dtype is another.
+        TypeError: if a width or a number of heads is not an integer, rope_theta or a rate not a number, what the layer
+            has or has not not a boolean, or a dtype is another.
         ValueError: if the widths, heads or rates do not fit.
     """
 
@@ -608,6 +612,9 @@ class AttentionLayer:
             head_dim=head_dim,
             d_in=d_in,
             d_kv=d_kv,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            out_proj=out_proj,
             fused_qkv=fused_qkv,
             rope_theta=rope_theta,
             dropout=dropout,

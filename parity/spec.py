@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import numbers
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -38,7 +37,8 @@ class AttentionSpec:
         output_dropout: rate at which outputs are dropped in training.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer, or rope_theta no number.
+        TypeError: if a width or a number of heads is not an integer, rope_theta or a rate not a number, or what a
+            layer has or has not not a boolean.
         ValueError: if the widths, heads or rates do not fit, or rope_theta is not finite.
     """
 
@@ -66,6 +66,19 @@ class AttentionSpec:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {name}={value}")
             object.__setattr__(self, name, int(value))
+        for name in ("qkv_bias", "out_bias", "out_proj", "fused_qkv"):
+            value = getattr(self, name)
+            if not isinstance(value, (bool, np.bool_)):
+                raise TypeError(f"{name} must be a boolean, got {name}={value!r}")
+            object.__setattr__(self, name, bool(value))
+        for name in ("rope_theta", "dropout", "output_dropout"):
+            value = getattr(self, name)
+            if value is None and name == "rope_theta":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+                raise TypeError(f"{name} must be a number, got {name}={value!r}")
+            if isinstance(value, np.generic):  # of which JSON has none
+                object.__setattr__(self, name, float(value))
         self._fill_in("num_kv_heads", self.num_heads)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -83,8 +96,6 @@ class AttentionSpec:
         if self.fused_qkv and self.d_kv != self.d_in:
             raise ValueError(f"d_kv must equal d_in with fused_qkv, got d_kv={self.d_kv} and d_in={self.d_in}")
         if self.rope_theta is not None:
-            if isinstance(self.rope_theta, bool) or not isinstance(self.rope_theta, numbers.Real):
-                raise TypeError(f"rope_theta must be a number, got rope_theta={self.rope_theta!r}")
             if self.d_kv != self.d_in:
                 raise ValueError(f"d_kv must equal d_in with RoPE, got d_kv={self.d_kv} and d_in={self.d_in}")
             if self.head_dim % 2:
