@@ -258,6 +258,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     "module.cache.values": ("B", "K", "S", "H"),
     "module.cache.lengths": ("B",),
     "fused.output": ("B", "T", "E"),
+    "blocks.output": ("B", "T", "E"),
     "grad.query": ("B", "T", "d_in"),
     "grad.key": ("B", "S", "d_kv"),
     "grad.bias": ("B", "N", "T", "S"),
@@ -265,10 +266,14 @@ STAGES: dict[str, tuple[str, ...]] = {
 """The stages in the order of the data flow, with the axes of each.
 
 `mask` … `output` are computed by the stage functions, one from the other; `module.*` by the module as users call it,
-with its attention weights; `fused.output` by the module without them. `grad.*` are gradients for a fixed cotangent of
-the output: of the inputs, and of each weight by its name; `fused.grad.*` the same on the fused path. With a cache a
-stage's name begins with its step, `step3.scores`.
+with its attention weights; `fused.output` by the module without them, as users get it; `blocks.output` by the same
+where even small cases go block by block. `grad.*` are gradients for a fixed cotangent of the output: of the inputs, and
+of each weight by its name; `fused.grad.*` and `blocks.grad.*` the same on those paths. With a cache a stage's name
+begins with its step, `step3.scores`.
 """
+
+BACKENDS_OF = {"blocks": ("jax",)}
+"""The backends of the paths that not all have."""
 
 EXACT_STAGES = ("mask", "cache.lengths", "module.cache.lengths")
 
@@ -278,9 +283,16 @@ def stage_kind(stage: str) -> str:
     return stage.split(".", 1)[1] if stage.startswith("step") else stage
 
 
+def stage_path(stage: str) -> str:
+    """The path that a stage is on: `module`, `fused`, `blocks`, or nothing for the stage functions."""
+    path = stage_kind(stage).split(".")[0]
+    return path if path in ("module", "fused", "blocks") else ""
+
+
 def stage_axes(stage: str) -> tuple[str, ...]:
     """The letters of a stage's axes."""
-    kind = stage_kind(stage).removeprefix("fused.") if "grad." in stage else stage_kind(stage)
+    kind = stage_kind(stage)
+    kind = kind.removeprefix("fused.").removeprefix("blocks.") if "grad." in stage else kind
     if kind in STAGES:
         return STAGES[kind]
     return ("out", "in") if kind.endswith("weight") else ("out",)

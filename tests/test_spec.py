@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from parity import CASES, AttentionSpec, pretrained, random_case
-from parity.spec import STAGES, case_named, stage_axes, stage_kind
+from parity.spec import STAGES, case_named, stage_axes, stage_kind, stage_path
 from parity.weights import load_tensors, weight_shapes
 
 
@@ -143,7 +143,13 @@ def test_stage_names_know_their_step_and_axes():
     assert stage_axes("step12.cache.keys") == STAGES["cache.keys"]
     assert stage_axes("fused.grad.q_proj.weight") == ("out", "in")
     assert stage_axes("grad.q_proj.bias") == ("out",)
-    assert stage_axes("fused.grad.query") == ("B", "T", "d_in")
+    assert stage_axes("fused.grad.query") == stage_axes("blocks.grad.query") == ("B", "T", "d_in")
+
+
+def test_stage_names_know_their_path():
+    assert stage_path("blocks.grad.q_proj.weight") == stage_path("step3.blocks.output") == "blocks"
+    assert stage_path("step3.module.cache.keys") == "module"
+    assert stage_path("cache.keys") == stage_path("grad.query") == stage_path("step3.scores") == ""
 
 
 def test_weight_shapes_are_in_torch_order():
