@@ -12,6 +12,7 @@ Source: FlashAttention, arXiv:2205.14135 and arXiv:2307.08691.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -25,33 +26,30 @@ from mha_jax.masks import hide_infinite_bias, to_scores_rank
 from mha_jax.not_finite import emptied, not_finite, spoilt
 from mha_jax.rope import at_least_float32
 
-FEW_SCORES = 2**20
-"""Scores, 4 MiB in float32, up to which the plain path takes less time."""
-BLOCK_QUERIES = 256
-"""Queries of a block; twice as many where all see the same keys, and more where there would be too many blocks."""
-BLOCK_KEYS = 512
-"""Keys of a block: its scores with a block of queries stay in the caches of two cores."""
-LAST_KEYS = 128
-"""Keys of the last few blocks of a cache, so that little is read that is not filled."""
-HEADS_SIDE_BY_SIDE = 16
-"""Heads of a cache that are read at the same time, each by a core if there are as many."""
-MOST_BLOCKS = 16
-"""Blocks of queries at most; each is compiled on its own, so that it ends with the last key that it may see."""
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """How the work is divided: it changes the speed and the rounding, and nothing else.
+
+    Attributes:
+        few_scores: scores, 4 MiB in float32, up to which the plain path takes less time.
+        queries: of a block; twice as many where all see the same keys, and more where there would be too many blocks.
+        keys: of a block: its scores with a block of queries stay in the caches of two cores.
+        last_keys: keys of the last few blocks of a cache, so that little is read that is not filled.
+        heads_side_by_side: heads of a cache that are read at the same time, each by a core if there are as many.
+        most_blocks: of queries; each is compiled on its own, so that it ends with the last key that it may see.
+    """
+
+    few_scores: int = 2**20
+    queries: int = 256
+    keys: int = 512
+    last_keys: int = 128
+    heads_side_by_side: int = 16
+    most_blocks: int = 16
 
 
-class Sizes(NamedTuple):
-    """The constants above, by which what is compiled once may differ."""
-
-    block_queries: int
-    block_keys: int
-    last_keys: int
-    heads_side_by_side: int
-    most_blocks: int
-
-
-def sizes() -> Sizes:
-    """Those that hold now."""
-    return Sizes(BLOCK_QUERIES, BLOCK_KEYS, LAST_KEYS, HEADS_SIDE_BY_SIDE, MOST_BLOCKS)
+BLOCK_SIZES = BlockSizes()
+"""The sizes that are taken where none are passed."""
 
 
 class Hidden(NamedTuple):
@@ -68,7 +66,7 @@ class Hidden(NamedTuple):
     lengths: Array | None
 
 
-@compiled("is_causal", "sizes")
+@compiled("is_causal", "block_sizes")
 def attend(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
@@ -78,7 +76,7 @@ def attend(
     bias: Float[Array, "..."] | None = None,
     is_causal: bool = False,
     lengths: Int[Array, " B"] | None = None,
-    sizes: Sizes,
+    block_sizes: BlockSizes,
 ) -> Float[Array, "B N T H"]:
     """Attention of split heads, in the dtype of query; arguments as those of `fused`, and checked there.
 
@@ -91,17 +89,17 @@ def attend(
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
     mask, bias = (None if x is None else group(to_scores_rank(x)) for x in (hide_infinite_bias(mask, bias), bias))
-    context: Any = _attend((is_causal, sizes), group(query), key, value, Hidden(mask, bias, lengths))
+    context: Any = _attend((is_causal, block_sizes), group(query), key, value, Hidden(mask, bias, lengths))
     return context.reshape(query.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: tuple[bool, Sizes], query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
+def _attend(options: tuple[bool, BlockSizes], query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
     return _forward(options, query, key, value, hidden)[0]
 
 
 def _forward(
-    options: tuple[bool, Sizes], query: Array, key: Array, value: Array, hidden: Hidden
+    options: tuple[bool, BlockSizes], query: Array, key: Array, value: Array, hidden: Hidden
 ) -> tuple[Array, tuple[Any, ...]]:
     blocks = _Blocks(query.shape, key.shape, hidden, *options)
 
@@ -132,7 +130,7 @@ def _forward(
     return context.astype(query.dtype), residuals
 
 
-def _backward(options: tuple[bool, Sizes], residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
+def _backward(options: tuple[bool, BlockSizes], residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
     query, key, value, hidden, context, log_sums = residuals
     blocks = _Blocks(query.shape, key.shape, hidden, *options)
 
@@ -185,14 +183,14 @@ def _backward(options: tuple[bool, Sizes], residuals: tuple[Any, ...], cotangent
 _attend.defvjp(_forward, _backward)
 
 
-@compiled("sizes")
+@compiled("block_sizes")
 def attend_to_cache(
     query: Float[Array, "B N 1 H"],
     keys: Float[Array, "B K S H"],
     values: Float[Array, "B K S H"],
     last_positions: Int[Array, " B"],
     *,
-    sizes: Sizes,
+    block_sizes: BlockSizes,
 ) -> Float[Array, "B N 1 H"]:
     """Attention of one token of each sequence up to a position of its own; arguments as those of `fused`.
 
@@ -200,11 +198,11 @@ def attend_to_cache(
     Heads go side by side, each with a product of its own: XLA copies what it takes from a cache to a product of many,
     and divides the product of one row among no cores.
     """
-    return _attend_to_cache(sizes, query, keys, values, last_positions)
+    return _attend_to_cache(block_sizes, query, keys, values, last_positions)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_to_cache(sizes: Sizes, query: Array, keys: Array, values: Array, last_positions: Array) -> Array:
+def _attend_to_cache(block_sizes: BlockSizes, query: Array, keys: Array, values: Array, last_positions: Array) -> Array:
     batch_size, num_kv_heads, capacity, head_dim = keys.shape
     num_heads = batch_size * num_kv_heads
     group_size = query.shape[1] // num_kv_heads
@@ -219,17 +217,17 @@ def _attend_to_cache(sizes: Sizes, query: Array, keys: Array, values: Array, las
     def attend_side_by_side(heads: Array) -> Array:
         last_of_heads = last_positions[heads // num_kv_heads]
         filled = last_of_heads.max() + 1
-        num_large = filled // sizes.block_keys
-        filled_large = num_large * sizes.block_keys
-        num_small = -((filled_large - filled) // sizes.last_keys)
+        num_large = filled // block_sizes.keys
+        filled_large = num_large * block_sizes.keys
+        num_small = -((filled_large - filled) // block_sizes.last_keys)
 
         def over_blocks(add: Callable[[Array, Array, Array, int], Array], carry: Array) -> Array:
             def step(i: Array, carry: Array, *, after: Array | int, size: int) -> Array:
                 first = after + i * size
                 return add(carry, first, jnp.minimum(first, capacity - size), size)  # the last may lie over another
 
-            carry = lax.fori_loop(0, num_large, partial(step, after=0, size=sizes.block_keys), carry)
-            return lax.fori_loop(0, num_small, partial(step, after=filled_large, size=sizes.last_keys), carry)
+            carry = lax.fori_loop(0, num_large, partial(step, after=0, size=block_sizes.keys), carry)
+            return lax.fori_loop(0, num_small, partial(step, after=filled_large, size=block_sizes.last_keys), carry)
 
         def put_scores(scores: Array, _: Array, begin: Array, size: int) -> Array:
             found = [jnp.einsum("gh,sh->gs", queries[head], block(keys, head, begin, size)) for head in heads]
@@ -252,18 +250,20 @@ def _attend_to_cache(sizes: Sizes, query: Array, keys: Array, values: Array, las
         attn_weights = jax.nn.softmax(scores, axis=-1, where=is_seen[:, None])  # 0 for a sequence without a key
         return over_blocks(add_values, jnp.zeros_like(queries, shape=(len(heads), *queries.shape[1:])))
 
-    together = math.gcd(num_kv_heads if num_kv_heads > 1 else batch_size, sizes.heads_side_by_side)
+    together = math.gcd(num_kv_heads if num_kv_heads > 1 else batch_size, block_sizes.heads_side_by_side)
     contexts = lax.map(attend_side_by_side, jnp.arange(num_heads, dtype=jnp.int32).reshape(-1, together))
     return contexts.reshape(query.shape).astype(query.dtype)
 
 
-def _attend_to_cache_forward(sizes: Sizes, *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
-    return _attend_to_cache(sizes, *inputs), inputs
+def _attend_to_cache_forward(block_sizes: BlockSizes, *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _attend_to_cache(block_sizes, *inputs), inputs
 
 
-def _attend_to_cache_backward(sizes: Sizes, residuals: tuple[Array, ...], cotangent: Array) -> tuple[Array | None, ...]:
+def _attend_to_cache_backward(
+    block_sizes: BlockSizes, residuals: tuple[Array, ...], cotangent: Array
+) -> tuple[Array | None, ...]:
     query, keys, values, last_positions = residuals
-    attend_to_filled = partial(attend, lengths=last_positions + 1, sizes=sizes)
+    attend_to_filled = partial(attend, lengths=last_positions + 1, block_sizes=block_sizes)
     _, differentiate = jax.vjp(attend_to_filled, query, keys, values)
     return *differentiate(cotangent), None
 
@@ -369,7 +369,12 @@ class _Blocks:
     """How the work is divided: into tiles of heads, and each of these into blocks of queries and of keys."""
 
     def __init__(
-        self, query_shape: tuple[int, ...], key_shape: tuple[int, ...], hidden: Hidden, is_causal: bool, sizes: Sizes
+        self,
+        query_shape: tuple[int, ...],
+        key_shape: tuple[int, ...],
+        hidden: Hidden,
+        is_causal: bool,
+        block_sizes: BlockSizes,
     ) -> None:
         self.batch_size, self.num_kv_heads, self.group_size, self.seq_len_q, head_dim = query_shape
         self.seq_len_k = key_shape[2]
@@ -384,12 +389,14 @@ class _Blocks:
         # Where every query sees the same, larger matrices are faster; elsewhere smaller ones leave out more. (A group
         # of heads makes them larger, too.)
         sees_alike = not is_causal and hidden.mask is None and self.group_size == 1
-        block_queries = max(sizes.block_queries * (2 if sees_alike else 1), -(-self.seq_len_q // sizes.most_blocks))
+        block_queries = max(
+            block_sizes.queries * (2 if sees_alike else 1), -(-self.seq_len_q // block_sizes.most_blocks)
+        )
         self.rows = [
             _Rows(number, begin, min(begin + block_queries, self.seq_len_q))
             for number, begin in enumerate(range(0, self.seq_len_q, block_queries))
         ]
-        self.block_keys = min(sizes.block_keys, self.seq_len_k)
+        self.block_keys = min(block_sizes.keys, self.seq_len_k)
         self.seen_blocks = None if hidden.mask is None else self.seen(hidden.mask)
 
     def over_tiles(self, function: Callable[[_Tile, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import fused
+from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
 from mha_jax.cache import (
     KVCache,
     _added,
@@ -172,6 +173,7 @@ def _cached_layer(
     positions: Array | None,
     dropout: float = 0.0,
     dropout_rng: jax.Array | None = None,
+    block_sizes: BlockSizes = BLOCK_SIZES,
 ) -> tuple[Array, KVCache]:
     check_cached_input(x, cache)
     seq_len = x.shape[1]
@@ -196,7 +198,7 @@ def _cached_layer(
     if seq_len == 1 and mask is None and bias is None and not dropout:
         # A sequence that has no room sees a slot that is there, so that its output is finite before it is made NaN.
         last_positions = jnp.minimum(lengths, cache.capacity - 1)
-        context = fused.attend_to_cache(q, appended.keys, appended.values, last_positions)
+        context = fused.attend_to_cache(q, appended.keys, appended.values, last_positions, block_sizes=block_sizes)
     else:
         causal = _cache_mask(lengths, seq_len, cache.capacity)
         context, _ = fused.scaled_dot_product_attention(
@@ -207,6 +209,7 @@ def _cached_layer(
             bias=bias,
             dropout=dropout,
             dropout_rng=dropout_rng,
+            block_sizes=block_sizes,
         )
     output = combine_heads(context)
     output = project("out_proj", output) if out_proj else output
@@ -289,5 +292,6 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             positions=positions,
             dropout=0.0 if self.deterministic else self.dropout,
             dropout_rng=self.dropout_rng(self.dropout),
+            block_sizes=self.block_sizes,
         )
         return self.drop_output(output), cache

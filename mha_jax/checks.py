@@ -26,6 +26,12 @@ def check_number(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a number, got {name}={value!r}")
 
 
+def check_boolean(name: str, value: object) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be a boolean, got {name}={value!r}")
+
+
 def check_rate(name: str, value: float) -> None:
     """Refuse a dropout rate outside [0, 1)."""
     check_number(name, value)
@@ -199,6 +205,9 @@ def check_config(
     head_dim: int | None,
     d_in: int | None,
     d_kv: int | None,
+    qkv_bias: bool,
+    out_bias: bool,
+    out_proj: bool,
     fused_qkv: bool,
     rope_theta: float | None,
     dropout: float,
@@ -213,6 +222,9 @@ def check_config(
     for name, value in sizes.items():
         if value is not None:
             check_count(name, value)
+    parts = {"qkv_bias": qkv_bias, "out_bias": out_bias, "out_proj": out_proj, "fused_qkv": fused_qkv}
+    for name, value in parts.items():
+        check_boolean(name, value)
     check_head_groups(num_heads, num_kv_heads or num_heads)
     if head_dim is None and d_model % num_heads:
         raise ValueError(

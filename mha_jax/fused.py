@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import blockwise, stages
+from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
 from mha_jax.checks import check_attention, check_rate
 from mha_jax.compiled import compiled
 from mha_jax.masks import hide_infinite_bias, join_masks, to_scores_rank
@@ -31,6 +32,7 @@ def scaled_dot_product_attention(
     dropout: float = 0.0,
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
+    block_sizes: BlockSizes = BLOCK_SIZES,
 ) -> tuple[Float[Array, "B N T H"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
@@ -45,6 +47,7 @@ def scaled_dot_product_attention(
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: must be absent, a fused kernel draws its own.
         dropout_rng: random key to draw what is dropped from.
+        block_sizes: how the work is divided on a CPU.
 
     Returns:
         The context (B, N, T, H), in the dtype of query, and None.
@@ -59,7 +62,7 @@ def scaled_dot_product_attention(
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
     lengths = None if key_padding_lengths is None else jnp.asarray(key_padding_lengths, jnp.int32)
     num_scores = math.prod(query.shape[:3]) * key.shape[2]
-    if dropout or not num_scores or (num_scores <= blockwise.FEW_SCORES and _is_on_cpu()):
+    if dropout or not num_scores or (num_scores <= block_sizes.few_scores and _is_on_cpu()):
         hidden = {"mask": mask, "bias": bias, "is_causal": is_causal, "key_padding_lengths": lengths}
         context, _ = stages.scaled_dot_product_attention(
             query, key, value, **hidden, dropout=dropout, dropout_rng=dropout_rng
@@ -67,7 +70,7 @@ def scaled_dot_product_attention(
         return context, None
     options = {"mask": mask, "bias": bias, "is_causal": is_causal, "lengths": lengths}
     if _is_on_cpu():
-        context = blockwise.attend(query, key, value, **options, sizes=blockwise.sizes())
+        context = blockwise.attend(query, key, value, **options, block_sizes=block_sizes)
     else:
         context = _attend_by_library(query, key, value, **options, platform=jax.default_backend())
     return context, None
@@ -127,6 +130,8 @@ def attend_to_cache(
     keys: Float[Array, "B K S H"],
     values: Float[Array, "B K S H"],
     last_positions: Int[Array, " B"],
+    *,
+    block_sizes: BlockSizes = BLOCK_SIZES,
 ) -> Float[Array, "B N 1 H"]:
     """Attention of one new token of each sequence over its cached tokens; reads the filled part of the cache only.
 
@@ -134,13 +139,14 @@ def attend_to_cache(
         query: (B, N, 1, H).
         keys, values: the cache, (B, K, S, H), in the dtype of query.
         last_positions: the last slot that each sequence sees, (B,).
+        block_sizes: how the work is divided on a CPU.
 
     Raises:
         TypeError: if an input is not floating point, or the dtypes differ.
         ValueError: if the shapes do not fit.
     """
     check_attention(query, keys, values, None, None, None)
-    if keys.shape[2] > blockwise.BLOCK_KEYS and query.size and _is_on_cpu():
-        return blockwise.attend_to_cache(query, keys, values, last_positions, sizes=blockwise.sizes())
+    if keys.shape[2] > block_sizes.keys and query.size and _is_on_cpu():
+        return blockwise.attend_to_cache(query, keys, values, last_positions, block_sizes=block_sizes)
     attend = stages.scaled_dot_product_attention if _is_on_cpu() else scaled_dot_product_attention
     return attend(query, keys, values, key_padding_lengths=last_positions + 1)[0]

@@ -5,6 +5,7 @@ A mask is boolean and True where a query may not see a key; an additive term is 
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import fused
+from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
 from mha_jax.checks import (
     check_config,
     check_floating,
@@ -167,6 +169,7 @@ def _attention_layer(
     dropout: float,
     dropout_keep: Array | None = None,
     dropout_rng: jax.Array | None = None,
+    block_sizes: BlockSizes = BLOCK_SIZES,
 ) -> tuple[Array, Array | None]:
     check_layer_inputs(query, key, value, positions, rope_theta)
     key = query if key is None else key
@@ -188,7 +191,7 @@ def _attention_layer(
     )
     attention = scaled_dot_product_attention
     if not need_weights and dropout_keep is None:
-        attention = fused.scaled_dot_product_attention
+        attention = partial(fused.scaled_dot_product_attention, block_sizes=block_sizes)
     context, attn_weights = attention(
         q,
         k,
@@ -251,11 +254,13 @@ class AttentionLayer(nnx.Module):
         rngs: draws the weights from `params` and, in training, what is dropped from `dropout`.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer, or the dtype not floating point.
+        TypeError: if a width or a number of heads is not an integer, rope_theta or a rate not a number, what the layer
+            has or has not not a boolean, or the dtype not floating point.
         ValueError: if the widths, heads or rates do not fit.
     """
 
     _is_self_attention = False  # keys and values come from the input of the queries, always
+    block_sizes = BLOCK_SIZES  # of the fast path on a CPU
 
     def __init__(
         self,
@@ -283,6 +288,9 @@ class AttentionLayer(nnx.Module):
             head_dim=head_dim,
             d_in=d_in,
             d_kv=d_kv,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            out_proj=out_proj,
             fused_qkv=fused_qkv,
             rope_theta=rope_theta,
             dropout=dropout,
@@ -375,6 +383,7 @@ class AttentionLayer(nnx.Module):
             rope_theta=self.rope_theta,
             dropout=0.0 if self.deterministic else self.dropout,
             dropout_rng=self.dropout_rng(self.dropout),
+            block_sizes=self.block_sizes,
         )
         return self.drop_output(output), attn_weights
 

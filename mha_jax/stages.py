@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax.checks import (
     check_attention,
+    check_boolean,
     check_count,
     check_floating,
     check_head_groups,
@@ -92,6 +93,7 @@ def project_qkv(
     Returns:
         q (B, N, T, H), k and v (B, K, S, H).
     """
+    check_boolean("fused_qkv", fused_qkv)
     if not fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
     elif key is query and value is query:

@@ -216,7 +216,8 @@ class AttentionLayer(nn.Module):
         device, dtype: where and how the weights are kept.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer, or the dtype is not floating point.
+        TypeError: if a width or a number of heads is not an integer, rope_theta or a rate not a number, what the layer
+            has or has not not a boolean, or the dtype not floating point.
         ValueError: if the widths, heads or rates do not fit.
     """
 
@@ -249,6 +250,9 @@ class AttentionLayer(nn.Module):
             head_dim=head_dim,
             d_in=d_in,
             d_kv=d_kv,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            out_proj=out_proj,
             fused_qkv=fused_qkv,
             rope_theta=rope_theta,
             dropout=dropout,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mha_torch.checks import (
     check_attention,
+    check_boolean,
     check_count,
     check_floating,
     check_head_groups,
@@ -93,6 +94,7 @@ def project_qkv(
     Returns:
         q (B, N, T, H), k and v (B, K, S, H).
     """
+    check_boolean("fused_qkv", fused_qkv)
     if not fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
     elif key is query and value is query:
@@ -218,6 +220,7 @@ def scaled_dot_product_attention(
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     check_attention(query, key, value, mask, bias, key_padding_lengths)
+    check_rate("dropout", dropout)
     mask = join_masks(
         mask,
         query.shape[2],

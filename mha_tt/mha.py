@@ -267,7 +267,8 @@ class AttentionLayer:
         rng: draws the weights, and the seeds of dropout.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer, or a dtype is another.
+        TypeError: if a width or a number of heads is not an integer, rope_theta or a rate not a number, what the layer
+            has or has not not a boolean, or a dtype is another.
         ValueError: if the widths, heads or rates do not fit.
     """
 
@@ -302,6 +303,9 @@ class AttentionLayer:
             head_dim=head_dim,
             d_in=d_in,
             d_kv=d_kv,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            out_proj=out_proj,
             fused_qkv=fused_qkv,
             rope_theta=rope_theta,
             dropout=dropout,

@@ -17,6 +17,7 @@ from ttnn import Tensor
 
 from mha_tt.checks import (
     check_attention,
+    check_boolean,
     check_count,
     check_floating,
     check_head_dim,
@@ -132,6 +133,7 @@ def project_qkv(
     Raises:
         ValueError: if head_dim is absent with RoPE.
     """
+    check_boolean("fused_qkv", fused_qkv)
     if rope_theta is not None:
         if head_dim is None and not isinstance(positions, Rotation):
             raise ValueError("head_dim must be given with RoPE, got head_dim=None")
@@ -314,6 +316,7 @@ def scaled_dot_product_attention(
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     check_attention(query, key, value, mask, bias, key_padding_lengths)
+    check_rate("dropout", dropout)
     device, seq_len_q, seq_len_k = query.device(), query.shape[2], key.shape[2]
     if 0 in (query.shape[0], seq_len_q, seq_len_k):
         attn_weights = zeros((*tuple(query.shape)[:3], seq_len_k), query.dtype, device)

@@ -186,7 +186,8 @@ class Layer:
         """What the module gives for the inputs, whichever path it takes."""
         values = self.forward()
         output = values["output"]
-        return {"module.attn_weights": values["attn_weights"], "module.output": output, "fused.output": output}
+        outputs = dict.fromkeys(("module.output", "fused.output", "blocks.output"), output)
+        return {"module.attn_weights": values["attn_weights"], **outputs}
 
     def forward(self) -> dict[str, np.ndarray]:
         values: dict[str, np.ndarray] = {}
@@ -222,7 +223,8 @@ class Layer:
                 own |= stage(own)
             is_real = np.arange(case.chunks[index]) < added[:, None]
             zero = np.zeros((), self.arithmetic.dtype)  # a plain 0.0 has no common dtype with bfloat16 in NumPy 1
-            return {"module.output": np.where(is_real[:, :, None], own["output"], zero), **grown}
+            output = np.where(is_real[:, :, None], own["output"], zero)
+            return {"module.output": output, "blocks.output": output, **grown}
 
         def of_cache(stage: Step) -> Step:
             return lambda values: stage({**values, "k": values["cache.keys"], "v": values["cache.values"]})

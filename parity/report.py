@@ -389,11 +389,11 @@ def print_layout(layout: Layout, out: Console) -> None:
             axes = [" x ".join(letters[letter] for letter in group) or "1" for group in tensor.groups()]
             table.add_row(tensor.name, ", ".join(tensor.parts), f"[{' | '.join(axes)}]".replace("[", "\\["))
         out.print(table)
-    if any(tensor.holds == "qkv" for tensor in layout.tensors):
-        order = (
-            "each group's queries, then its key, then its value" if layout.grouped else "all q, then all k, then all v"
-        )
-        out.print(f"heads in a packed tensor: {order}")
+    of_group = {"q": "queries", "k": "key", "v": "value"}
+    for holds in dict.fromkeys(tensor.holds for tensor in layout.tensors if len(tensor.parts) > 1):
+        by_group = "each group's " + ", then its ".join(of_group[projection] for projection in holds)
+        by_projection = "all " + ", then all ".join(holds)
+        out.print(f"heads in a packed tensor: {by_group if layout.grouped else by_projection}")
     out.print(f"RoPE pairs: {'(i, i + H/2)' if layout.rope == 'half' else '(2 i, 2 i + 1)'}")
     for rule in layout.rules:
         out.print(f"rule: {RULES[rule].words}")

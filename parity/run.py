@@ -18,7 +18,7 @@ from parity.compare import SAME_PRECISION, Comparison, compare, failure, first_d
 from parity.numerics import environment
 from parity.problem import Problem, make_problem
 from parity.reference import Step
-from parity.spec import CASES, DTYPES, Case, find_case
+from parity.spec import BACKENDS_OF, CASES, DTYPES, Case, find_case, stage_path
 from parity.weights import FORMAT, Weights, load_tensors, save_tensors
 
 if TYPE_CHECKING:
@@ -52,9 +52,14 @@ class Trace:
     folder: str = ""
 
     @property
+    def library(self) -> str:
+        """The backend without where its traces were read from: `torch` of `torch (folder)`."""
+        return self.backend.split(" ")[0]
+
+    @property
     def numerics(self) -> dict[str, Any]:
         """The numerics lock that it was computed under."""
-        return self.environment.get("backends", {}).get(self.backend.split(" ")[0], {}).get("numerics", {})
+        return self.environment.get("backends", {}).get(self.library, {}).get("numerics", {})
 
     @property
     def arithmetic(self) -> str:
@@ -96,7 +101,7 @@ class Reference:
         if not self.with_gradients:
             return {}
         magnitudes = reference.gradient_magnitudes(self.problem)
-        return magnitudes | {f"fused.{name}": magnitude for name, magnitude in magnitudes.items()}
+        return magnitudes | {f"{path}.{name}": of for path in ("fused", "blocks") for name, of in magnitudes.items()}
 
     @cached_property
     def _local(self) -> dict[str, np.ndarray]:
@@ -114,7 +119,7 @@ class Reference:
             if self.with_gradients and given is None:
                 values |= reference.gradients(self.problem, dtype)
                 fused = reference.gradients(self.problem, dtype, fused=True)
-                values |= {f"fused.{name}": gradient for name, gradient in fused.items()}
+                values |= {f"{path}.{name}": of for path in ("fused", "blocks") for name, of in fused.items()}
         return values
 
 
@@ -172,6 +177,8 @@ def judge(trace: Trace, reference: Reference) -> list[Comparison]:
     comparisons = []
     for stage in reference.accumulated:
         if "grad." in stage and not trace.with_gradients:
+            continue
+        if trace.library not in BACKENDS_OF.get(stage_path(stage), (trace.library,)):
             continue
         comparison = verdict(stage, trace.accumulated, local=False)
         if "grad." not in stage:

@@ -171,7 +171,10 @@ def planted(hypothesis: str, problem: Problem, backend: str) -> Iterator[Problem
         raise ValueError(f"hypothesis must be one that can be planted in {problem.case.name}, got {hypothesis!r}")
     holders = [
         sibling,
-        *(importlib.import_module(f"mha_{backend}.{part}") for part in ("masks", "rope", "stages", "mha", "cache", "cache_mha")),
+        *(
+            importlib.import_module(f"mha_{backend}.{part}")
+            for part in ("masks", "rope", "stages", "mha", "cache", "cache_mha")
+        ),
     ]
     before = []
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import numbers
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -38,7 +37,8 @@ class AttentionSpec:
         output_dropout: rate at which outputs are dropped in training.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer, or rope_theta no number.
+        TypeError: if a width or a number of heads is not an integer, rope_theta or a rate not a number, or what a
+            layer has or has not not a boolean.
         ValueError: if the widths, heads or rates do not fit, or rope_theta is not finite.
     """
 
@@ -66,6 +66,19 @@ class AttentionSpec:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {name}={value}")
             object.__setattr__(self, name, int(value))
+        for name in ("qkv_bias", "out_bias", "out_proj", "fused_qkv"):
+            value = getattr(self, name)
+            if not isinstance(value, (bool, np.bool_)):
+                raise TypeError(f"{name} must be a boolean, got {name}={value!r}")
+            object.__setattr__(self, name, bool(value))
+        for name in ("rope_theta", "dropout", "output_dropout"):
+            value = getattr(self, name)
+            if value is None and name == "rope_theta":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+                raise TypeError(f"{name} must be a number, got {name}={value!r}")
+            if isinstance(value, np.generic):  # of which JSON has none
+                object.__setattr__(self, name, float(value))
         self._fill_in("num_kv_heads", self.num_heads)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -83,8 +96,6 @@ class AttentionSpec:
         if self.fused_qkv and self.d_kv != self.d_in:
             raise ValueError(f"d_kv must equal d_in with fused_qkv, got d_kv={self.d_kv} and d_in={self.d_in}")
         if self.rope_theta is not None:
-            if isinstance(self.rope_theta, bool) or not isinstance(self.rope_theta, numbers.Real):
-                raise TypeError(f"rope_theta must be a number, got rope_theta={self.rope_theta!r}")
             if self.d_kv != self.d_in:
                 raise ValueError(f"d_kv must equal d_in with RoPE, got d_kv={self.d_kv} and d_in={self.d_in}")
             if self.head_dim % 2:
@@ -247,6 +258,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     "module.cache.values": ("B", "K", "S", "H"),
     "module.cache.lengths": ("B",),
     "fused.output": ("B", "T", "E"),
+    "blocks.output": ("B", "T", "E"),
     "grad.query": ("B", "T", "d_in"),
     "grad.key": ("B", "S", "d_kv"),
     "grad.bias": ("B", "N", "T", "S"),
@@ -254,10 +266,14 @@ STAGES: dict[str, tuple[str, ...]] = {
 """The stages in the order of the data flow, with the axes of each.
 
 `mask` … `output` are computed by the stage functions, one from the other; `module.*` by the module as users call it,
-with its attention weights; `fused.output` by the module without them. `grad.*` are gradients for a fixed cotangent of
-the output: of the inputs, and of each weight by its name; `fused.grad.*` the same on the fused path. With a cache a
-stage's name begins with its step, `step3.scores`.
+with its attention weights; `fused.output` by the module without them, as users get it; `blocks.output` by the same
+where even small cases go block by block. `grad.*` are gradients for a fixed cotangent of the output: of the inputs, and
+of each weight by its name; `fused.grad.*` and `blocks.grad.*` the same on those paths. With a cache a stage's name
+begins with its step, `step3.scores`.
 """
+
+BACKENDS_OF = {"blocks": ("jax",)}
+"""The backends of the paths that not all have."""
 
 EXACT_STAGES = ("mask", "cache.lengths", "module.cache.lengths")
 
@@ -267,9 +283,16 @@ def stage_kind(stage: str) -> str:
     return stage.split(".", 1)[1] if stage.startswith("step") else stage
 
 
+def stage_path(stage: str) -> str:
+    """The path that a stage is on: `module`, `fused`, `blocks`, or nothing for the stage functions."""
+    path = stage_kind(stage).split(".")[0]
+    return path if path in ("module", "fused", "blocks") else ""
+
+
 def stage_axes(stage: str) -> tuple[str, ...]:
     """The letters of a stage's axes."""
-    kind = stage_kind(stage).removeprefix("fused.") if "grad." in stage else stage_kind(stage)
+    kind = stage_kind(stage)
+    kind = kind.removeprefix("fused.").removeprefix("blocks.") if "grad." in stage else kind
     if kind in STAGES:
         return STAGES[kind]
     return ("out", "in") if kind.endswith("weight") else ("out",)

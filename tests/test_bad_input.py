@@ -113,14 +113,34 @@ CONFIGS = {
         ValueError,
         "rope_theta must be positive and finite, got rope_theta=inf",
     ),
+    "rope_theta text": ({"rope_theta": "1e4"}, TypeError, "rope_theta must be a number, got rope_theta='1e4'"),
+    "rope_theta True": ({"rope_theta": True}, TypeError, "rope_theta must be a number, got rope_theta=True"),
     "dropout 1": ({"dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1, got dropout=1.0"),
     "dropout negative": ({"dropout": -0.1}, ValueError, "dropout must be at least 0 and below 1, got dropout=-0.1"),
     "dropout NaN": ({"dropout": math.nan}, ValueError, "dropout must be at least 0 and below 1, got dropout=nan"),
+    "dropout text": ({"dropout": "0.5"}, TypeError, "dropout must be a number, got dropout='0.5'"),
+    "dropout False": ({"dropout": False}, TypeError, "dropout must be a number, got dropout=False"),
+    "dropout None": ({"dropout": None}, TypeError, "dropout must be a number, got dropout=None"),
     "output_dropout 1": (
         {"output_dropout": 1.0},
         ValueError,
         "output_dropout must be at least 0 and below 1, got output_dropout=1.0",
     ),
+    "output_dropout text": (
+        {"output_dropout": "0"},
+        TypeError,
+        "output_dropout must be a number, got output_dropout='0'",
+    ),
+    "output_dropout False": (
+        {"output_dropout": np.False_},
+        TypeError,
+        "output_dropout must be a number, got output_dropout=",
+    ),
+    "qkv_bias text": ({"qkv_bias": "no"}, TypeError, "qkv_bias must be a boolean, got qkv_bias='no'"),
+    "qkv_bias None": ({"qkv_bias": None}, TypeError, "qkv_bias must be a boolean, got qkv_bias=None"),
+    "out_bias 0": ({"out_bias": 0}, TypeError, "out_bias must be a boolean, got out_bias=0"),
+    "out_proj 1": ({"out_proj": 1}, TypeError, "out_proj must be a boolean, got out_proj=1"),
+    "fused_qkv text": ({"fused_qkv": "x"}, TypeError, "fused_qkv must be a boolean, got fused_qkv='x'"),
 }
 KINDS = ("MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache")
 
@@ -154,10 +174,24 @@ def test_module_refuses_weights_that_are_not_floating_point(sibling, kind, dtype
         sibling.module(kind, 8, 2, **{keyword: sibling.array(np.zeros(1, dtype)).dtype})
 
 
-@pytest.mark.parametrize(("option", "message"), [("dropout", "dropout must be"), ("rope_theta", "rope_theta must be")])
-def test_module_refuses_text_for_a_number(sibling, option, message):
-    with pytest.raises(TypeError, match=message):
-        sibling.module("MultiHeadAttention", 8, 2, **{option: "0.5"})
+NUMPY_SCALARS = {
+    "d_model": np.int64(8),
+    "num_heads": np.int32(2),
+    "qkv_bias": np.False_,
+    "out_bias": np.True_,
+    "out_proj": np.True_,
+    "fused_qkv": np.False_,
+    "rope_theta": np.float32(1e4),
+    "dropout": np.float16(0.5),
+    "output_dropout": np.int64(0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_module_takes_numbers_and_booleans_of_numpy(sibling, kind):
+    config = sibling.module(kind, **NUMPY_SCALARS).config
+    assert config.items() >= NUMPY_SCALARS.items()
+    assert parity.AttentionSpec(**config) == parity.AttentionSpec(**{x: y.item() for x, y in NUMPY_SCALARS.items()})
 
 
 # ---- Stages ----------------------------------------------------------------------------------------------------------
@@ -201,12 +235,26 @@ STAGES = {
     "dropout rate negative": ("apply_dropout", (HEADS, -0.5), {}, ValueError, "dropout=-0.5"),
     "dropout float keep": ("apply_dropout", (HEADS, 0.5, HEADS), {}, TypeError, "keep must be boolean"),
     "dropout keep": ("apply_dropout", (HEADS, 0.5, booleans(5)), {}, ValueError, "keep must"),
+    "dropout rate text": (
+        "apply_dropout",
+        (HEADS, "0.5"),
+        {},
+        TypeError,
+        "dropout must be a number, got dropout='0.5'",
+    ),
     "project_qkv heads": (
         "project_qkv",
         (lambda sibling: lambda name, x: x, ones(2, 3, 8), ones(2, 3, 8), ones(2, 3, 8)),
         {"num_heads": 3, "num_kv_heads": 3},
         ValueError,
         "num_heads=3",
+    ),
+    "project_qkv fused_qkv": (
+        "project_qkv",
+        (lambda sibling: lambda name, x: x, ones(2, 3, 8), ones(2, 3, 8), ones(2, 3, 8)),
+        {"num_heads": 2, "num_kv_heads": 2, "fused_qkv": "no"},
+        TypeError,
+        "fused_qkv must be a boolean, got fused_qkv='no'",
     ),
 }  # RoPE refuses in test_rope.py
 
@@ -257,6 +305,8 @@ DOT_PRODUCTS = {
     "bias of 5 axes": ({"bias": ones(1, 1, 1, 3, 3)}, ValueError, "bias must broadcast"),
     "dropout 1": ({"dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1"),
     "dropout negative": ({"dropout": -0.5}, ValueError, "dropout must be at least 0 and below 1"),
+    "dropout text": ({"dropout": "0.5"}, TypeError, "dropout must be a number, got dropout='0.5'"),
+    "dropout False": ({"dropout": False}, TypeError, "dropout must be a number, got dropout=False"),
 }
 KEEPS = {
     "float keep": ({"dropout": 0.5, "dropout_keep": HEADS}, TypeError, "keep must be boolean"),
@@ -474,6 +524,14 @@ def test_function_refuses_weights(sibling, name, function):
     weights, error, message = BAD_WEIGHTS[name]
     function, keywords = FUNCTIONS[function]
     refused(sibling, function, (), {**keywords, "weights": weights, "num_heads": 2}, error, message)
+
+
+@every_function
+@pytest.mark.parametrize("rope_theta", ["1e4", True], ids=repr)
+def test_function_refuses_what_is_not_a_number_for_rope(sibling, function, rope_theta):
+    function, keywords = FUNCTIONS[function]
+    keywords = {**keywords, "weights": WEIGHTS, "num_heads": 2, "rope_theta": rope_theta}
+    refused(sibling, function, (), keywords, TypeError, f"rope_theta must be a number, got rope_theta={rope_theta!r}")
 
 
 @every_function

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import mha_jax
-from mha_jax import blockwise
+from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
 
 LONG = 600  # 4 heads of it have more than 2^20 scores
 
@@ -35,7 +35,7 @@ def layer():
     return mha_jax.MultiHeadSelfAttention(32, 4, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("capacity", [blockwise.BLOCK_KEYS + 1, 2 * blockwise.BLOCK_KEYS])
+@pytest.mark.parametrize("capacity", [BLOCK_SIZES.keys + 1, 2 * BLOCK_SIZES.keys])
 def test_decoding_compiles_nothing_after_the_first_steps(compilations, capacity):
     decoder, x = mha_jax.MultiHeadAttentionWithCache(32, 4, rope_theta=100.0, rngs=nnx.Rngs(0)), tokens(1)
     cache = decoder.init_cache(1, capacity)
@@ -69,12 +69,13 @@ def test_call_in_blocks_compiles_nothing_the_second_time(compilations, layer, ca
     assert compilations == []
 
 
-def test_other_sizes_of_blocks_are_compiled_anew(compilations, monkeypatch, layer):  # the control of the tests above
+def test_other_sizes_of_blocks_are_compiled_anew(compilations, layer):  # the control of the tests above
     x = tokens(LONG)
     expected = layer(x, is_causal=True)
-    monkeypatch.setattr(blockwise, "BLOCK_KEYS", 64)
+    other = nnx.clone(layer)
+    other.block_sizes = BlockSizes(keys=64)
     compilations.clear()
-    np.testing.assert_allclose(layer(x, is_causal=True), expected, atol=1e-5)  # of another order of summing
+    np.testing.assert_allclose(other(x, is_causal=True), expected, atol=1e-5)  # of another order of summing
     assert compilations
 
 

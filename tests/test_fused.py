@@ -5,6 +5,7 @@ tested, times the factor of `parity.compare`.
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from flax import nnx
 import mha_jax
 import mha_torch
 import parity
-from mha_jax import blockwise
+from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
 from parity.backends import jax as jax_backend
 from parity.backends import torch as torch_backend
 
@@ -29,12 +30,7 @@ LENGTHS = (0, 17, 41)
 both_forms = pytest.mark.parametrize("form", ["plain", "fused"])
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Every shape goes block by block."""
-    sizes = {"FEW_SCORES": 0, "BLOCK_QUERIES": 16, "BLOCK_KEYS": 16, "LAST_KEYS": 4}
-    for name, size in sizes.items():
-        monkeypatch.setattr(blockwise, name, size)
+SMALL_BLOCKS = BlockSizes(few_scores=0, queries=16, keys=16, last_keys=4)  # every shape goes block by block
 
 
 @pytest.fixture
@@ -256,91 +252,82 @@ def test_lengths_may_be_of_any_kind(sibling, form, kind):
 # ---- JAX: block by block ---------------------------------------------------------------------------------------------
 
 jax_fused = mha_jax.fused.scaled_dot_product_attention
+jax_blocks = functools.partial(jax_fused, block_sizes=SMALL_BLOCKS)
 
 
-@pytest.mark.usefixtures("small_blocks")
 @every_problem
 def test_blocks_give_what_the_plain_path_gives(name):
     arrays, options = named(name)
-    parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
+    parity.assert_parity(results(mha_jax, jax_blocks, arrays, **options), **yardstick(arrays, **options))
 
 
-@pytest.mark.usefixtures("small_blocks")
 @problems_in_half_precision
 def test_blocks_give_what_the_plain_path_gives_in_half_precision(name, dtype):
     arrays, options = named(name, dtype)
-    parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
+    parity.assert_parity(results(mha_jax, jax_blocks, arrays, **options), **yardstick(arrays, **options))
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", WITHOUT_LOOP)
-def test_blocks_of_all_keys_give_what_the_plain_path_gives(monkeypatch, name):
-    monkeypatch.setattr(blockwise, "BLOCK_KEYS", 512)
+def test_blocks_of_all_keys_give_what_the_plain_path_gives(name):
     arrays, options = named(name)
-    parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
+    fused = functools.partial(jax_blocks, block_sizes=replace(SMALL_BLOCKS, keys=512))
+    parity.assert_parity(results(mha_jax, fused, arrays, **options), **yardstick(arrays, **options))
 
 
-@pytest.mark.usefixtures("small_blocks")
 def test_block_of_a_single_key_gives_its_value():
-    assert_single_key_is_seen(results(mha_jax, jax_fused, single_key()), single_key())
+    assert_single_key_is_seen(results(mha_jax, jax_blocks, single_key()), single_key())
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", ["causal-square", "queries-beyond-keys", "bias-b-1-t-s"])
-def test_blocks_of_fewer_keys_than_queries_give_what_the_plain_path_gives(monkeypatch, name):
-    monkeypatch.setattr(blockwise, "BLOCK_KEYS", 6)
+def test_blocks_of_fewer_keys_than_queries_give_what_the_plain_path_gives(name):
     arrays, options = named(name)
-    parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
+    fused = functools.partial(jax_blocks, block_sizes=replace(SMALL_BLOCKS, keys=6))
+    parity.assert_parity(results(mha_jax, fused, arrays, **options), **yardstick(arrays, **options))
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", ["causal-square", "padding-causal-mask", "bias-infinite"])
 def test_blocks_give_float64_in_float64(name):
     arrays, options = named(name, np.float64)
     expected = yardstick(arrays, **options)["expected"]
     with jax.enable_x64(True):
-        found = results(mha_jax, jax_fused, arrays, **options)
+        found = results(mha_jax, jax_blocks, arrays, **options)
         plain = results(mha_jax, mha_jax.scaled_dot_product_attention, arrays, **options)
     parity.assert_parity(found, expected, same_precision=plain)
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", ["mask-of-rows-causal", "padding-causal", "bias-infinite-rows"])
 def test_row_without_a_key_gives_zero_and_takes_no_gradient(name):
     arrays, options = named(name)
     empty = is_hidden(arrays, **options).all(axis=-1)
-    found = results(mha_jax, jax_fused, arrays, **options)
+    found = results(mha_jax, jax_blocks, arrays, **options)
     assert empty.any()
     assert not found["context"][empty].any()
     assert not found["grad.query"][empty].any()
 
 
-@pytest.mark.usefixtures("small_blocks")
 def test_blocks_need_no_jit():
     arrays, options = named("gqa")
-    found = with_gradients(jax_fused, as_jax(arrays), **options)
+    found = with_gradients(jax_blocks, as_jax(arrays), **options)
     parity.assert_parity(found, **yardstick(arrays, **options))
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", ["padding-causal", "bias-b-1-t-s", "gqa-mask-padding"])
 def test_blocks_may_be_mapped_over_sequences(name):
     arrays, options = named(name)
 
     def of_one(arrays):
         batch = {name: x[None] for name, x in arrays.items()}
-        return {name: x[0] for name, x in with_gradients(jax_fused, batch, **options).items()}
+        return {name: x[0] for name, x in with_gradients(jax_blocks, batch, **options).items()}
 
     found = jax.jit(jax.vmap(of_one), compiler_options=QUICKLY)(as_jax(arrays))
     parity.assert_parity(found, **yardstick(arrays, **options))
 
 
-@pytest.mark.usefixtures("small_blocks")
 def test_blocks_may_be_computed_again_in_the_backward_pass():
     arrays, options = named("padding-causal-mask")
 
     def function(**arrays):
-        return jax.checkpoint(lambda arrays: jax_fused(**arrays, **options))(arrays)
+        return jax.checkpoint(lambda arrays: jax_blocks(**arrays, **options))(arrays)
 
     parity.assert_parity(results(mha_jax, function, arrays), **yardstick(arrays, **options))
 
@@ -365,7 +352,7 @@ CASES_IN_BLOCKS = [
 
 
 def layer_with_gradients(problem):
-    """Output and gradients of the layer that a case is about, without attention weights, as its stages."""
+    """Output and gradients of the layer that a case is about, in blocks of two, as its stages."""
     case, spec = problem.case, problem.spec
     inputs = as_jax({name: x for name, x in problem.inputs.items() if name in ("query", "key", "bias")})
     mask = mha_jax.create_attention_mask(
@@ -375,10 +362,13 @@ def layer_with_gradients(problem):
         mask |= mha_jax.create_sliding_window_mask(case.seq_len, case.key_len, window_size=case.window_size)[None, None]
     if "mask" in problem.inputs:
         mask |= problem.inputs["mask"]
-    heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "rope_theta": spec.rope_theta}
+    layer = mha_jax.MultiHeadAttention(**spec.keywords, param_dtype=jnp.dtype(problem.dtype), rngs=nnx.Rngs(0))
+    layer.block_sizes = BlockSizes(few_scores=0, queries=2, keys=2)
 
     def attend(inputs, weights):
-        return mha_jax.multi_head_attention(weights=weights, mask=mask, **inputs, **heads)[0]
+        module = nnx.clone(layer)
+        nnx.update(module, weights)
+        return module(**inputs, mask=mask)[0]
 
     @functools.partial(jax.jit, compiler_options=QUICKLY)
     def run(inputs, weights, cotangent):
@@ -388,13 +378,11 @@ def layer_with_gradients(problem):
     weights = jax_backend.to_params(problem.weights, spec)
     output, gradients, of_weights = run(inputs, weights, jnp.asarray(problem.inputs["cotangent"]))
     gradients |= jax_backend.from_params(of_weights, spec)
-    return {"fused.output": output, **{f"fused.grad.{name}": x for name, x in gradients.items()}}
+    return {"blocks.output": output, **{f"blocks.grad.{name}": x for name, x in gradients.items()}}
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES_IN_BLOCKS, ids=map("-".join, CASES_IN_BLOCKS))
-def test_layer_in_blocks_agrees_with_the_reference(monkeypatch, name, dtype):
-    for size, value in {"FEW_SCORES": 0, "BLOCK_QUERIES": 2, "BLOCK_KEYS": 2}.items():
-        monkeypatch.setattr(blockwise, size, value)
+def test_layer_in_blocks_agrees_with_the_reference(name, dtype):
     problem = parity.make_problem(parity.CASES[name], dtype)
     with jax_backend.lock(dtype):
         found = {stage: np.asarray(x) for stage, x in layer_with_gradients(problem).items()}
@@ -420,7 +408,6 @@ SKIPPED = {
 }
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", SKIPPED)
 def test_blocks_that_nobody_sees_are_not_read(name):
     keywords, is_causal, places = SKIPPED[name]
@@ -429,7 +416,7 @@ def test_blocks_that_nobody_sees_are_not_read(name):
     for batch, keys in places:
         for side in ("key", "value"):
             emptied[side][batch, :, keys], spoilt[side][batch, :, keys] = 0.0, np.nan
-    function = jax.jit(functools.partial(with_gradients, jax_fused, is_causal=is_causal), compiler_options=QUICKLY)
+    function = jax.jit(functools.partial(with_gradients, jax_blocks, is_causal=is_causal), compiler_options=QUICKLY)
     expected, found = function(as_jax(emptied)), function(as_jax(spoilt))
     assert all(np.isfinite(x).all() for x in expected.values())
     jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -452,7 +439,6 @@ def changed_where_unseen(arrays, side, value, **options):
     return {**arrays, side: changed}
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("value", [1e30, np.finfo(np.float32).min], ids=["large", "lowest"])
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize("name", UNSEEN)
@@ -466,8 +452,8 @@ def test_changing_an_unseen_token_changes_nothing_in_blocks(name, side, value):
 
 @functools.cache
 def jitted_in_blocks(is_causal):
-    """Compiled once for all values of the test above; `small_blocks` holds whenever it is traced."""
-    return jax.jit(functools.partial(with_gradients, jax_fused, is_causal=is_causal), compiler_options=QUICKLY)
+    """Compiled once for all values of the test above."""
+    return jax.jit(functools.partial(with_gradients, jax_blocks, is_causal=is_causal), compiler_options=QUICKLY)
 
 
 @pytest.mark.parametrize("value", [1e30, -1e30])
@@ -506,12 +492,11 @@ def cache_problem(heads, last_positions, dtype=np.float32):
     return problem(heads, (1, CAPACITY), padding=np.array(last_positions) + 1, dtype=dtype)
 
 
-def attend_to_cache(query, key, value, key_padding_lengths):
+def attend_to_cache(query, key, value, key_padding_lengths, block_sizes=SMALL_BLOCKS):
     """`fused.attend_to_cache`, as `results` calls it."""
-    return mha_jax.fused.attend_to_cache(query, key, value, key_padding_lengths - 1), None
+    return mha_jax.fused.attend_to_cache(query, key, value, key_padding_lengths - 1, block_sizes=block_sizes), None
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
     ("heads", "last_positions"),
     [((2, 2), positions) for positions in LAST_POSITIONS.values()]
@@ -523,14 +508,12 @@ def test_token_over_a_cache_gives_what_the_plain_path_gives(heads, last_position
     parity.assert_parity(results(mha_jax, attend_to_cache, arrays), **yardstick(arrays))
 
 
-@pytest.mark.usefixtures("small_blocks")
 def test_first_token_of_a_cache_gets_its_value():
     arrays = cache_problem((2, 2), (0, 0, 0))
     context = results(mha_jax, attend_to_cache, arrays)["context"]
     np.testing.assert_array_equal(context, arrays["value"][:, :, :1])
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("heads", [(6, 2), (3, 1)], ids=["gqa", "mqa"])
 @pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
 def test_token_over_a_cache_gives_what_the_plain_path_gives_in_half_precision(heads, dtype):
@@ -538,13 +521,13 @@ def test_token_over_a_cache_gives_what_the_plain_path_gives_in_half_precision(he
     parity.assert_parity(results(mha_jax, attend_to_cache, arrays), **yardstick(arrays))
 
 
-@pytest.mark.parametrize("capacity", [12, blockwise.BLOCK_KEYS, blockwise.BLOCK_KEYS + 1])
+@pytest.mark.parametrize("capacity", [12, BLOCK_SIZES.keys, BLOCK_SIZES.keys + 1])
 def test_token_over_a_cache_about_as_large_as_a_block_gives_what_the_plain_path_gives(capacity):
     arrays = problem((4, 2), (1, capacity), padding=(2, 5, 12))
-    parity.assert_parity(results(mha_jax, attend_to_cache, arrays), **yardstick(arrays))
+    attend = functools.partial(attend_to_cache, block_sizes=BLOCK_SIZES)
+    parity.assert_parity(results(mha_jax, attend, arrays), **yardstick(arrays))
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1)], ids=["mha", "mqa"])
 def test_slots_beyond_the_last_blocks_of_a_cache_are_not_read(heads):
     arrays = cache_problem(heads, (17, 5, 18))
@@ -558,7 +541,6 @@ def test_slots_beyond_the_last_blocks_of_a_cache_are_not_read(heads):
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("side", ["key", "value"])
 def test_changing_a_slot_beyond_the_last_position_changes_nothing(side):
     arrays = cache_problem((2, 2), (17, 5, 18))
@@ -583,6 +565,16 @@ def layer(package, kind):
     """A module with the random weights of its spec; tests share it."""
     options = {"rngs": nnx.Rngs(0)} if package is mha_jax else {}
     return parity.load_into(getattr(package, kind)(**SPEC.keywords, **options), parity.random_weights(SPEC))
+
+
+@functools.cache
+def decoder(package):
+    """A module with a cache, which goes block by block in JAX."""
+    if package is not mha_jax:
+        return layer(package, "MultiHeadAttentionWithCache")
+    module = nnx.clone(layer(package, "MultiHeadAttentionWithCache"))
+    module.block_sizes = SMALL_BLOCKS
+    return module
 
 
 @functools.cache
@@ -612,7 +604,6 @@ def jax_step():
     return jax.jit(lambda module, x, cache: module(x, cache), donate_argnums=2)
 
 
-@pytest.mark.usefixtures("small_blocks")
 def test_jax_decodes_64_tokens_with_one_compilation():
     traced = []  # what is traced is compiled, and nothing else is
 
@@ -621,7 +612,7 @@ def test_jax_decodes_64_tokens_with_one_compilation():
         traced.append(x.shape)
         return module(x, cache)
 
-    module, x = layer(mha_jax, "MultiHeadAttentionWithCache"), jnp.asarray(tokens(64))
+    module, x = decoder(mha_jax), jnp.asarray(tokens(64))
     cache, outputs = module.init_cache(2, 70), []
     for index in range(64):
         output, cache = step(module, x[:, index : index + 1], cache)
@@ -633,7 +624,7 @@ def test_jax_decodes_64_tokens_with_one_compilation():
 
 def test_jax_decodes_into_the_storage_it_is_given(jax_step):
     module, x = layer(mha_jax, "MultiHeadAttentionWithCache"), jnp.asarray(tokens(4))
-    cache = module.init_cache(2, blockwise.BLOCK_KEYS + 8)
+    cache = module.init_cache(2, BLOCK_SIZES.keys + 8)
     _, cache = jax_step(module, x[:, :1], cache)
     before = [part.unsafe_buffer_pointer() for part in (cache.keys, cache.values)]
     _, cache = jax_step(module, x[:, 1:2], cache)
@@ -643,14 +634,14 @@ def test_jax_decodes_into_the_storage_it_is_given(jax_step):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_jax_step_takes_little_memory_beside_its_cache(jax_step, batch):
     module = layer(mha_jax, "MultiHeadAttentionWithCache")
-    cache = module.init_cache(batch, 16 * blockwise.BLOCK_KEYS)
+    cache = module.init_cache(batch, 16 * BLOCK_SIZES.keys)
     analysis = jax_step.lower(module, jnp.asarray(tokens(1, batch)), cache).compile().memory_analysis()
     assert 0 < analysis.temp_size_in_bytes < cache.keys.nbytes / 4
 
 
 def filled(package, counts, num_tokens, capacity):
     """A cache that holds as many tokens of each sequence as `counts` says, and the tokens."""
-    module, x = layer(package, "MultiHeadAttentionWithCache"), tokens(num_tokens)
+    module, x = decoder(package), tokens(num_tokens)
     cache = module.init_cache(len(counts), capacity)
     return module, fed(package, module, x[:, : max(counts)], cache, counts)[1] if max(counts) else cache
 
@@ -673,7 +664,6 @@ def next_tokens(counts, num_tokens, num_new):
     return tokens(num_tokens)[rows, places], expected
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("num_new", [1, 3], ids=["step", "chunk"])
 @pytest.mark.parametrize("counts", [(0, 0), (20, 20), (3, 33)], ids=str)
 def test_ragged_tokens_give_what_one_pass_gives(sibling, counts, num_new):
@@ -684,7 +674,6 @@ def test_ragged_tokens_give_what_one_pass_gives(sibling, counts, num_new):
     parity.assert_parity(output, **expected)
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("counts", [(20, 20), (3, 33)], ids=["even", "ragged"])
 def test_chunk_with_padding_gives_what_one_pass_gives(sibling, counts):
     module, cache = filled(sibling.package, counts, 40, 43)

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from parity import AttentionSpec, random_weights
-from parity.layouts.layout import RULES, from_canonical, to_canonical
+from parity.layouts.layout import RULES, Layout, Tensor, from_canonical, to_canonical
 from parity.layouts.tables import LAYOUTS
 from parity.weights import check_weights, dtype_named, weight_shapes
 
@@ -99,6 +99,22 @@ def example(layout):
     )
 
 
+PACKED = ("qkv", "q kv", "qk v", "k qv", "q vk")
+
+
+def packed_layout(holds, *, grouped, **options):
+    """A layout of one tensor for each word of `holds`, and one for the output."""
+    tensors = [
+        Tensor(f"{word}.{kind}", word, kind, axes)
+        for word in (*holds.split(), "out")
+        for kind, axes in (
+            ("weight", "e (n h)" if word == "out" else "(n h) d"),
+            ("bias", "e" if word == "out" else "(n h)"),
+        )
+    ]
+    return Layout(holds, "a layout of a test", "", (tuple(tensors),), grouped=grouped, rules=("out_proj",), **options)
+
+
 # ---- There and back --------------------------------------------------------------------------------------------------
 
 
@@ -146,6 +162,61 @@ def test_whatever_is_told_a_layer_is_read_as_it_is_or_refused(layout, data, seed
     with contextlib.suppress(ValueError):
         back, _ = to_canonical(laid_out, layout, **said)
         assert bits(back) == bits(weights)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["by projection", "by group"])
+@pytest.mark.parametrize("holds", PACKED)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), rope=st.sampled_from(["half", "interleaved"]), padded=st.booleans(), seed=seeds)
+def test_whatever_is_packed_comes_back_bit_for_bit(holds, grouped, data, rope, padded, seed):
+    rules = () if "kv" in holds.split() else ("one width",)
+    layout = packed_layout(holds, grouped=grouped, rope=rope, padded=padded)
+    spec = data.draw(layers(replace(layout, rules=(*layout.rules, "even", *rules))))
+    rng = np.random.default_rng(seed)
+    weights = {name: any_values(shape, "float32", rng) for name, shape in weight_shapes(spec).items()}
+
+    laid_out = from_canonical(weights, spec, layout)
+    back, found = to_canonical(laid_out, layout, **told(spec))
+
+    assert bits(back) == bits(weights)
+    assert bits(from_canonical(back, found, layout)) == bits(laid_out)
+
+
+@pytest.mark.parametrize(
+    ("grouped", "expected"), [(False, [10, 11, 20, 21]), (True, [10, 20, 11, 21])], ids=["by projection", "by group"]
+)
+def test_keys_and_values_of_grouped_heads_lie_as_the_layout_says(grouped, expected):
+    spec = AttentionSpec(6, 6, num_kv_heads=2)
+    weights = {name: np.zeros(shape, np.float32) for name, shape in weight_shapes(spec).items()}
+    weights |= {"k_proj.bias": np.array([10, 11], np.float32), "v_proj.bias": np.array([20, 21], np.float32)}
+    laid_out = from_canonical(weights, spec, packed_layout("q kv", grouped=grouped))
+    assert laid_out["kv.bias"].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("holds", "rule"),
+    [
+        ("q k v", "num_heads * head_dim must be 12, and num_kv_heads * head_dim 6 in"),
+        ("q kv", "num_heads * head_dim must be 12, and 2 * num_kv_heads * head_dim 12 in"),
+        ("qk v", "(num_heads + num_kv_heads) * head_dim must be 18, and num_kv_heads * head_dim 6 in"),
+        ("qkv", "(num_heads + 2 * num_kv_heads) * head_dim must be 24 in"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused_by_what_is_packed(holds, rule):
+    layout = packed_layout(holds, grouped=False)
+    tensors, _ = tensors_of(layout, AttentionSpec(12, 4, num_kv_heads=2))
+    assert refusal_of(tensors, layout, num_heads=5).startswith(rule)
+
+
+@pytest.mark.parametrize("holds", ["", "x", "qo", "qq", "outq"])
+def test_a_tensor_of_no_projections_is_refused(holds):
+    with pytest.raises(ValueError, match=f"^holds must be 'out' or different letters of 'qkv', got holds='{holds}'"):
+        Tensor("x", holds, "weight", "(n h) d")
+
+
+def test_a_tensor_of_one_head_holds_one_projection():
+    with pytest.raises(ValueError, match=r"^a tensor of one head must hold one projection, got holds='kv'"):
+        Tensor("heads.{n}.kv", "kv", "weight", "h d")
 
 
 @every_layout

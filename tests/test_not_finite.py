@@ -12,7 +12,7 @@ import pytest
 import torch
 from flax import nnx
 
-from mha_jax import blockwise
+from mha_jax.blockwise import BlockSizes
 
 NUM_QUERIES, NUM_KEYS = 29, 41  # with blocks of 16, the last of each are smaller
 NAN_KEY, NAN_VALUE = 13, 20
@@ -85,12 +85,7 @@ def sees_bad(hidden):
     return found
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """JAX's fused path goes block by block, as it does beyond 2^20 scores."""
-    for name, size in {"FEW_SCORES": 0, "BLOCK_QUERIES": 16, "BLOCK_KEYS": 16, "LAST_KEYS": 4}.items():
-        monkeypatch.setattr(blockwise, name, size)
-
+IN_BLOCKS = {"block_sizes": BlockSizes(few_scores=0, queries=16, keys=16, last_keys=4)}  # as beyond 2^20 scores
 
 every_path = pytest.mark.parametrize(
     ("sibling", "path"), [(name, path) for name, paths in PATHS.items() for path in paths], indirect=["sibling"]
@@ -98,12 +93,10 @@ every_path = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def attend(request, sibling, path):
+def attend(sibling, path):
     """A path from NumPy arrays to the context, and the attention weights where it gives them."""
-    if path == "blocks":
-        request.getfixturevalue("small_blocks")
     package = sibling.package.fused if path in ("fused", "blocks") else sibling.package
-    options = {"need_weights": True} if path == "weights" else {}
+    options = {"weights": {"need_weights": True}, "blocks": IN_BLOCKS}.get(path, {})
 
     def run(query, key, value, **hidden):
         arrays = {name: sibling.array(x) if isinstance(x, np.ndarray) else x for name, x in hidden.items()}
@@ -293,9 +286,7 @@ def gradients_of(sibling, function, arrays, cotangent):
 
 @every_path
 @pytest.mark.parametrize("kind", ["padding", "whole-keys"])
-def test_gradients_do_not_know_what_nobody_sees(request, sibling, path, kind):
-    if path == "blocks":
-        request.getfixturevalue("small_blocks")
+def test_gradients_do_not_know_what_nobody_sees(sibling, path, kind):
     package = sibling.package.fused if path in ("fused", "blocks") else sibling.package
     unseen = np.broadcast_to(hidden_by(**KINDS[kind]).all(axis=(1, 2))[:, None], (3, 2, NUM_KEYS))
     spoilt = {name: x.copy() for name, x in heads().items()}
@@ -303,6 +294,8 @@ def test_gradients_do_not_know_what_nobody_sees(request, sibling, path, kind):
     for side in ("key", "value"):
         spoilt[side][unseen], emptied[side][unseen] = np.nan, 0.0
     hides = {name: sibling.array(x) for name, x in KINDS[kind].items()}
+
+    hides |= IN_BLOCKS if path == "blocks" else {}
 
     def function(**arrays):
         return package.scaled_dot_product_attention(**arrays, **hides)[0]

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import xmlschema
 
+import mha_jax
 import parity.backends.torch
 import parity.run
+from mha_jax.blockwise import BLOCK_SIZES
 from parity import CASES, make_problem, random_case, run_cases
+from parity.backends import jax as jax_backend
 from parity.html import html_page
 from parity.junit import junit_xml
-from parity.run import Reference, SkippedCase, judge, record
+from parity.run import Reference, SkippedCase, judge, record, run_steps
 from parity.spec import DTYPES
 
 
@@ -78,6 +81,43 @@ def test_every_step_of_a_cached_case_is_compared():
     per_step |= {"context", "output", "module.output"}
     per_step |= {"module.cache.keys", "module.cache.values", "module.cache.lengths"}
     assert stages == {f"step{index}.{stage}" for index in range(4) for stage in per_step}
+
+
+BLOCKS = {
+    "bias-causal": {"blocks.output", "blocks.grad.query"},
+    "decode": {"step0.blocks.output", "step3.blocks.output"},
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_jax_is_also_judged_in_small_blocks(name):
+    report = run_cases([CASES[name]], ["jax", "torch"], with_gradients=True)
+    stages = {library: {c.stage for c in report.comparisons if c.backend == library} for library in ("jax", "torch")}
+    assert stages["jax"] - stages["torch"] == {stage for stage in stages["jax"] if "blocks." in stage}
+    assert stages["jax"] - stages["torch"] >= BLOCKS[name]
+    assert stages["torch"] < stages["jax"]
+
+
+def test_the_fused_path_of_jax_is_judged_with_the_blocks_that_users_get(monkeypatch):
+    taken, original = [], mha_jax.fused.scaled_dot_product_attention
+
+    def note(*arrays, block_sizes=BLOCK_SIZES, **options):
+        taken.append(block_sizes)
+        return original(*arrays, block_sizes=block_sizes, **options)
+
+    monkeypatch.setattr(mha_jax.fused, "scaled_dot_product_attention", note)
+    problem = make_problem(CASES["causal"], "float32")
+    run_steps(jax_backend.steps(problem))
+    jax_backend.gradients(problem)
+    assert taken == 2 * [BLOCK_SIZES, jax_backend.SMALL_BLOCKS]
+
+
+def test_a_trace_of_jax_without_its_small_blocks_is_a_failure():
+    expected = Reference(make_problem(CASES["full"], "float32"))
+    trace = record("jax", expected)
+    del trace.accumulated["blocks.output"]
+    (failed,) = (comparison for comparison in judge(trace, expected) if not comparison.passed)
+    assert (failed.stage, failed.reason) == ("blocks.output", "the trace lacks this stage")
 
 
 def test_what_is_compared_in_a_cache_is_not_empty():

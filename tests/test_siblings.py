@@ -49,7 +49,13 @@ EXTRA_FILES = {
 }
 
 EXTRA_PARAMETERS = {
-    "jax": {"rngs", "param_dtype", "rng", "dropout_rng"},  # randomness is explicit, and flax's word for a dtype
+    "jax": {
+        "rngs",  # randomness is explicit,
+        "rng",
+        "dropout_rng",
+        "param_dtype",  # and this is the word of flax for a dtype;
+        "block_sizes",  # the kernel for a CPU is one of its own, which is told how to divide its work
+    },
     "torch": {"device", "dtype"},  # where tensors lie, and torch's word for a dtype
     "tt": {
         "device",  # where tensors lie; there is no default one
@@ -76,6 +82,7 @@ EXTRA_NAMES = {
     "jax": {
         "to_scores_rank",  # strict rank promotion is kept, so ranks are made equal by hand
         "Projection",  # nnx.Linear rounds to the narrow dtype before it adds the bias, torch's after
+        "AttentionLayer.block_sizes",  # of the kernel for a CPU
         "AttentionLayer.dropout_rng",  # torch draws from a global generator instead,
         "AttentionLayer.drop_output",  # with F.dropout
     },

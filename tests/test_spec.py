@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from parity import CASES, AttentionSpec, pretrained, random_case
-from parity.spec import STAGES, case_named, stage_axes, stage_kind
+from parity.spec import STAGES, case_named, stage_axes, stage_kind, stage_path
 from parity.weights import load_tensors, weight_shapes
 
 
@@ -40,6 +40,12 @@ def test_spec_never_derives_a_head_dim_that_is_given():
         ({"d_model": 8, "num_heads": 2, "rope_theta": "1e4"}, TypeError, "rope_theta must be a number"),
         ({"d_model": 8, "num_heads": 2, "rope_theta": True}, TypeError, "rope_theta must be a number"),
         ({"d_model": 8, "num_heads": 2, "dropout": math.nan}, ValueError, "dropout must be at least 0 and below 1"),
+        ({"d_model": 8, "num_heads": 2, "dropout": "0.5"}, TypeError, "dropout must be a number, got dropout='0.5'"),
+        ({"d_model": 8, "num_heads": 2, "output_dropout": False}, TypeError, "output_dropout must be a number"),
+        ({"d_model": 8, "num_heads": 2, "qkv_bias": "no"}, TypeError, "qkv_bias must be a boolean, got qkv_bias='no'"),
+        ({"d_model": 8, "num_heads": 2, "out_bias": 1}, TypeError, "out_bias must be a boolean, got out_bias=1"),
+        ({"d_model": 8, "num_heads": 2, "out_proj": None}, TypeError, "out_proj must be a boolean"),
+        ({"d_model": 8, "num_heads": 2, "fused_qkv": "x"}, TypeError, "fused_qkv must be a boolean"),
         ({"d_model": 8, "num_heads": 2, "d_kv": 4, "rope_theta": 1e4}, ValueError, "d_kv must equal d_in with RoPE"),
         ({"d_model": 8, "num_heads": 2, "dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1"),
         ({"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True}, ValueError, "d_kv must equal d_in"),
@@ -53,6 +59,14 @@ def test_spec_refuses_what_does_not_fit(keywords, error, message):
 def test_spec_survives_json():
     spec = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope_theta=10000.0, out_bias=False)
     assert AttentionSpec.from_json(spec.to_json()) == spec
+
+
+def test_spec_of_numpy_scalars_survives_json():
+    numbers = {"rope_theta": np.float32(1e4), "dropout": np.float64(0.5), "output_dropout": np.int64(0)}
+    spec = AttentionSpec(np.int64(8), np.int32(2), qkv_bias=np.False_, out_proj=np.True_, **numbers)
+    assert spec == AttentionSpec(8, 2, qkv_bias=False, rope_theta=1e4, dropout=0.5)
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert all(type(value) in (int, bool, float) for value in spec.keywords.values())
 
 
 @pytest.mark.parametrize("text", ["[]", '{"d_model": 8}', '{"d_model": 8, "num_heads": 2, "colour": 1}', "{", "null"])
@@ -129,7 +143,13 @@ def test_stage_names_know_their_step_and_axes():
     assert stage_axes("step12.cache.keys") == STAGES["cache.keys"]
     assert stage_axes("fused.grad.q_proj.weight") == ("out", "in")
     assert stage_axes("grad.q_proj.bias") == ("out",)
-    assert stage_axes("fused.grad.query") == ("B", "T", "d_in")
+    assert stage_axes("fused.grad.query") == stage_axes("blocks.grad.query") == ("B", "T", "d_in")
+
+
+def test_stage_names_know_their_path():
+    assert stage_path("blocks.grad.q_proj.weight") == stage_path("step3.blocks.output") == "blocks"
+    assert stage_path("step3.module.cache.keys") == "module"
+    assert stage_path("cache.keys") == stage_path("grad.query") == stage_path("step3.scores") == ""
 
 
 def test_weight_shapes_are_in_torch_order():

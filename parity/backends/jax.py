@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import flax
 import jax
@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array
 
 import mha_jax
-from mha_jax import blockwise
+from mha_jax.blockwise import BlockSizes
 from parity.backends import values_to_weigh
 from parity.formats.tensor_file import flatten
 from parity.problem import Problem
@@ -25,6 +25,9 @@ from parity.spec import AttentionSpec, Case
 from parity.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 
 Params = dict[str, dict[str, Array]]
+
+SMALL_BLOCKS = BlockSizes(few_scores=0, queries=8, keys=8, last_keys=4, most_blocks=2)
+"""The sizes of blocks at which most cases have several; at those that users get they leave it to the plain path."""
 
 
 def from_numpy(x: np.ndarray) -> Array:
@@ -111,9 +114,14 @@ def steps(problem: Problem) -> list[Step]:
 
 
 def gradients(problem: Problem) -> dict[str, np.ndarray]:
-    """Gradients of sum(output * cotangent) on the plain path, `grad.…`, and on the fused one, `fused.grad.…`."""
+    """Gradients of sum(output * cotangent) on the plain path, `grad.…`, on the fused one, `fused.grad.…`, and on that
+    one in small blocks, `blocks.grad.…`."""
     layer = _Layer(problem)
-    return {**layer.backward("", need_weights=True), **layer.backward("fused.", need_weights=False)}
+    return {
+        **layer.backward("", partial(layer.attend_with, need_weights=True)),
+        **layer.backward("fused.", partial(layer.attend_with, need_weights=False)),
+        **layer.backward("blocks.", layer.attend_in_blocks),
+    }
 
 
 class _Layer:
@@ -131,6 +139,8 @@ class _Layer:
         )
         module.eval()
         self.module = load_into(module, problem.weights)
+        self.in_blocks = nnx.clone(self.module)
+        self.in_blocks.block_sizes = SMALL_BLOCKS
         self.jit_mask = jax.jit(self.build_mask)
         self.jit_project = jax.jit(self.project)
         self.jit_scores = jax.jit(lambda q, k: mha_jax.attention_scores(q, k, self.inputs.get("bias")))
@@ -139,8 +149,8 @@ class _Layer:
         self.jit_output = jax.jit(self.project_output)
         self.jit_cache_mask = jax.jit(self.build_cache_mask, static_argnums=1)
         self.jit_append = jax.jit(lambda cache, k, v, n: mha_jax.append_to_cache(cache, k, v, new_lengths=n))
-        self.jit_both = nnx.jit(self.both_paths)
-        self.jit_step = nnx.jit(self.step)
+        self.jit_all = nnx.jit(self.all_paths)
+        self.jit_step = nnx.jit(lambda module, x, cache, n: module(x, cache, new_lengths=n))
 
     @property
     def dtype(self) -> Any:
@@ -199,22 +209,19 @@ class _Layer:
     def output(self, values: Values) -> dict[str, np.ndarray]:
         return _to_numpy({"output": self.jit_output(values["context"])})
 
-    def both_paths(self, module: mha_jax.MultiHeadAttention, query: Array) -> dict[str, Array | None]:
+    def all_paths(
+        self, module: mha_jax.MultiHeadAttention, in_blocks: mha_jax.MultiHeadAttention, query: Array
+    ) -> dict[str, Array | None]:
         key, bias = self.inputs.get("key"), self.inputs.get("bias")
         mask = self.build_mask() if self.problem.case.has_mask else None
         output, attn_weights = module(query, key, mask=mask, bias=bias, need_weights=True)
-        with _small_blocks():
-            fused, _ = module(query, key, mask=mask, bias=bias)
-        return {"module.attn_weights": attn_weights, "module.output": output, "fused.output": fused}
-
-    def step(
-        self, module: mha_jax.MultiHeadAttentionWithCache, x: Array, cache: mha_jax.KVCache, new_lengths: Any
-    ) -> tuple[Array, mha_jax.KVCache]:
-        with _small_blocks():
-            return module(x, cache, new_lengths=new_lengths)
+        values = {"module.attn_weights": attn_weights, "module.output": output}
+        for path, layer in {"fused": module, "blocks": in_blocks}.items():
+            values[f"{path}.output"], _ = layer(query, key, mask=mask, bias=bias)
+        return values
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
-        return _to_numpy(self.jit_both(self.module, self.inputs["query"]))
+        return _to_numpy(self.jit_all(self.module, self.in_blocks, self.inputs["query"]))
 
     def cached_steps(self, index: int) -> list[Step]:
         case = self.problem.case
@@ -246,8 +253,11 @@ class _Layer:
             return stages_of(grown, "cache")
 
         def whole(values: Values) -> dict[str, np.ndarray]:
-            output, grown = self.jit_step(self.module, x, cache_of(values, "module.cache"), new_lengths)
-            return {"module.output": to_numpy(output), **stages_of(grown, "module.cache")}
+            cache = cache_of(values, "module.cache")
+            output, grown = self.jit_step(self.module, x, cache, new_lengths)
+            in_blocks, _ = self.jit_step(self.in_blocks, x, cache, new_lengths)
+            outputs = {"module.output": output, "blocks.output": in_blocks}
+            return {**_to_numpy(outputs), **stages_of(grown, "module.cache")}
 
         def scores(values: Values) -> dict[str, np.ndarray]:
             return self.scores({**values, "k": values["cache.keys"]})
@@ -257,24 +267,32 @@ class _Layer:
 
         return [mask, qkv, cache, scores, self.attn_weights, context, self.output, whole]
 
-    def backward(self, prefix: str, *, need_weights: bool) -> dict[str, np.ndarray]:
+    def attend_with(
+        self, weights: Params, query: Array, key: Array | None, *, need_weights: bool, **hides: Any
+    ) -> Array:
+        output, _ = mha_jax.multi_head_attention(
+            query,
+            weights,
+            key,
+            num_heads=self.spec.num_heads,
+            num_kv_heads=self.spec.num_kv_heads,
+            need_weights=need_weights,
+            rope_theta=self.spec.rope_theta,
+            **hides,
+        )
+        return output
+
+    def attend_in_blocks(self, weights: Params, query: Array, key: Array | None, **hides: Any) -> Array:
+        module = nnx.clone(self.in_blocks)
+        nnx.update(module, weights)
+        return module(query, key, **hides)[0]
+
+    def backward(self, prefix: str, attend: Callable[..., Array]) -> dict[str, np.ndarray]:
         names = [name for name in ("query", "key", "bias") if name in self.inputs]
         mask = self.build_mask() if self.problem.case.has_mask else None
 
         def output_of(inputs: dict[str, Array], weights: Params) -> Array:
-            with _small_blocks():
-                output, _ = mha_jax.multi_head_attention(
-                    inputs["query"],
-                    weights,
-                    inputs.get("key"),
-                    num_heads=self.spec.num_heads,
-                    num_kv_heads=self.spec.num_kv_heads,
-                    mask=mask,
-                    bias=inputs.get("bias"),
-                    need_weights=need_weights,
-                    rope_theta=self.spec.rope_theta,
-                )
-            return output
+            return attend(weights, inputs["query"], inputs.get("key"), mask=mask, bias=inputs.get("bias"))
 
         @jax.jit
         def pull_back(inputs: dict[str, Array], weights: Params, cotangent: Array) -> tuple[dict[str, Array], Params]:
@@ -283,11 +301,6 @@ class _Layer:
         grads, params = pull_back({name: self.inputs[name] for name in names}, self.weights, self.inputs["cotangent"])
         of_weights = from_params(params, self.spec)
         return {f"{prefix}grad.{name}": grad for name, grad in {**_to_numpy(grads), **of_weights}.items()}
-
-
-def _small_blocks() -> AbstractContextManager[Any]:
-    """Let the fused path go block by block: cases are so small that it would leave them to the plain one."""
-    return mock.patch.multiple(blockwise, FEW_SCORES=0, MOST_BLOCKS=2, BLOCK_QUERIES=8, BLOCK_KEYS=8, LAST_KEYS=4)
 
 
 def _to_numpy(arrays: Mapping[str, Array | None]) -> dict[str, np.ndarray]:

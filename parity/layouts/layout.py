@@ -46,7 +46,7 @@ class Tensor:
 
     Attributes:
         name: its name, after the prefix of the layer; `{n}` stands for a head where each has a tensor of its own.
-        holds: the projections in it: `q`, `k`, `v`, `qkv` or `out`.
+        holds: the projections in it: `out`, or letters of `q`, `k` and `v` in their order there, such as `qkv` or `kv`.
         kind: `weight` or `bias`.
         axes: its axes, outermost first, in einops' words: n heads (of all projections in it), h features of a head, d
             input width, e output width. In `(n h) d` the rows are the features of all heads, head by head.
@@ -56,6 +56,12 @@ class Tensor:
     holds: str
     kind: str
     axes: str
+
+    def __post_init__(self) -> None:
+        if self.holds != "out" and (not self.holds or {*self.holds} - {*"qkv"} or len({*self.holds}) < len(self.holds)):
+            raise ValueError(f"holds must be 'out' or different letters of 'qkv', got holds={self.holds!r}")
+        if self.is_per_head and len(self.parts) > 1:
+            raise ValueError(f"a tensor of one head must hold one projection, got holds={self.holds!r}")
 
     @property
     def parts(self) -> list[str]:
@@ -226,7 +232,7 @@ def _form_for(spec: AttentionSpec, layout: Layout) -> tuple[Tensor, ...]:
         raise ValueError(f"{layout.name} cannot hold this layer: {broken}")
     held = {f"{name}_proj.weight" for name in ("q", "k", "v", *(["out"] if spec.out_proj else []))}
     for form in layout.forms:
-        packs_two_widths = any(tensor.holds == "qkv" and tensor.kind == "weight" for tensor in form)
+        packs_two_widths = any({"q"} < {*tensor.holds} and tensor.kind == "weight" for tensor in form)
         if packs_two_widths and spec.d_kv != spec.d_in:
             continue
         if held == {part for tensor in form if tensor.kind == "weight" for part in tensor.parts}:
@@ -434,22 +440,34 @@ def find_spec(
 
 def _head_rule(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> str:
     """What the heads must be for a layer of these shapes, or nothing if no heads would do."""
-    features = {}
+    size = "head_dim in whole tiles" if layout.padded else "head_dim"
+    rows: dict[str, int] = {}
     for tensor in present:
         if tensor.kind == "weight" and tensor.holds != "out":
-            names = _matches(tensor.name, shapes)
-            groups = zip(shapes[min(names)], tensor.groups(), strict=False)
-            features[tensor.holds] = len(names) * math.prod(size for size, group in groups if {"n", "h"} & set(group))
+            rows.setdefault(_head_count(tensor), _rows_of(tensor, shapes))
     try:
         find_spec(shapes, layout)
     except HeadsUnknown:
         pass
     except ValueError:
         return ""
-    size = "head_dim in whole tiles" if layout.padded else "head_dim"
-    if "qkv" in features:
-        return f"(num_heads + 2 * num_kv_heads) * {size} must be {features['qkv']}"
-    return f"num_heads * {size} must be {features['q']}, and num_kv_heads * {size} {features['k']}"
+    (first, count), *others = rows.items()
+    return f"{first} * {size} must be {count}" + "".join(f", and {heads} * {size} {n}" for heads, n in others)
+
+
+def _head_count(tensor: Tensor) -> str:
+    """How many heads a tensor holds, in terms of a layer's numbers of them."""
+    kv = {0: "", 1: "num_kv_heads", 2: "2 * num_kv_heads"}[len({*tensor.holds} - {"q"})]
+    if "q" not in tensor.holds:
+        return kv
+    return f"(num_heads + {kv})" if kv else "num_heads"
+
+
+def _rows_of(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Features of all heads that a tensor holds, padded ones too; of each head's own tensors together."""
+    names = _matches(tensor.name, shapes)
+    groups = zip(shapes[min(names)], tensor.groups(), strict=False)
+    return len(names) * math.prod(size for size, group in groups if {"n", "h"} & {*group})
 
 
 def _deciding(specs: list[AttentionSpec]) -> str:
@@ -471,19 +489,13 @@ def _head_counts(
 ) -> Iterator[tuple[int, int, int]]:
     """Every (num_heads, num_kv_heads, head_dim) that agrees with what was said and could have these queries."""
     queries = next(tensor for tensor in present if tensor.kind == "weight" and "q" in tensor.holds)
-    names = _matches(queries.name, shapes)
-    shape = shapes[min(names)]
-    rows = math.prod(size for size, group in zip(shape, queries.groups(), strict=False) if {"n", "h"} & set(group))
-    rows *= len(names)  # features of all heads that are in it, padded ones too
+    rows, beside = _rows_of(queries, shapes), len(queries.holds) - 1  # keys, values or both are packed with the queries
     dims = range(1, rows + 1) if head_dim is None else [head_dim] * (head_dim > 0)
     for features in dims:
         padded = {_padded(features, rope) for rope in (False, True)} if layout.padded else {features}
         for heads in {rows // width for width in padded if rows % width == 0}:
-            if queries.holds == "q":
-                options = ((heads, kv_heads) for kv_heads in range(1, heads + 1))
-            else:
-                options = ((heads - 2 * kv_heads, kv_heads) for kv_heads in range(1, (heads - 1) // 2 + 1))
-            for n, k in options:
+            for k in range(1, (heads - 1) // beside + 1 if beside else heads + 1):
+                n = heads - beside * k
                 if n % k == 0 and num_heads in (None, n) and num_kv_heads in (None, k):
                     yield n, k, features
 
@@ -536,11 +548,11 @@ def _heads(array: np.ndarray, name: str, tensor: Tensor, spec: AttentionSpec, la
     if len(tensor.parts) == 1:
         return heads
     which = tensor.parts.index(name)
-    if layout.grouped:
-        groups = _split(heads, 0, spec.num_kv_heads, -1)
-        return (groups[:, :-2], groups[:, -2], groups[:, -1])[which]
-    begin = (0, spec.num_heads, spec.num_heads + spec.num_kv_heads, sizes["n"])
-    return heads[begin[which] : begin[which + 1]]
+    counts = [spec.num_heads if projection == "q" else spec.num_kv_heads for projection in tensor.holds]
+    if layout.grouped:  # the same division, of each group by itself
+        heads, counts = _split(heads, 0, spec.num_kv_heads, -1), [count // spec.num_kv_heads for count in counts]
+    begin, end = sum(counts[:which]), sum(counts[: which + 1])
+    return heads[:, begin:end] if layout.grouped else heads[begin:end]
 
 
 def _features(heads: np.ndarray, name: str, spec: AttentionSpec, layout: Layout) -> np.ndarray:

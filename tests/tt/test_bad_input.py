@@ -431,6 +431,7 @@ CONFIGS = {
         "rope_theta must be positive and finite, got rope_theta=nan",
     ),
     "rope_theta text": ({"rope_theta": "1e4"}, TypeError, "rope_theta must be a number, got rope_theta='1e4'"),
+    "rope_theta True": ({"rope_theta": True}, TypeError, "rope_theta must be a number, got rope_theta=True"),
     "rope with another d_kv": (
         {"rope_theta": 1e4, "d_kv": 6},
         ValueError,
@@ -439,7 +440,24 @@ CONFIGS = {
     "dropout 1": ({"dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1, got dropout=1.0"),
     "dropout negative": ({"dropout": -0.1}, ValueError, "dropout must be at least 0 and below 1, got dropout=-0.1"),
     "dropout text": ({"dropout": "0.5"}, TypeError, "dropout must be a number, got dropout='0.5'"),
+    "dropout False": ({"dropout": False}, TypeError, "dropout must be a number, got dropout=False"),
+    "dropout None": ({"dropout": None}, TypeError, "dropout must be a number, got dropout=None"),
     "output_dropout 1": ({"output_dropout": 1.0}, ValueError, "output_dropout must be at least 0 and below 1"),
+    "output_dropout text": (
+        {"output_dropout": "0"},
+        TypeError,
+        "output_dropout must be a number, got output_dropout='0'",
+    ),
+    "output_dropout False": (
+        {"output_dropout": np.False_},
+        TypeError,
+        "output_dropout must be a number, got output_dropout=",
+    ),
+    "qkv_bias text": ({"qkv_bias": "no"}, TypeError, "qkv_bias must be a boolean, got qkv_bias='no'"),
+    "qkv_bias None": ({"qkv_bias": None}, TypeError, "qkv_bias must be a boolean, got qkv_bias=None"),
+    "out_bias 0": ({"out_bias": 0}, TypeError, "out_bias must be a boolean, got out_bias=0"),
+    "out_proj 1": ({"out_proj": 1}, TypeError, "out_proj must be a boolean, got out_proj=1"),
+    "fused_qkv text": ({"fused_qkv": "x"}, TypeError, "fused_qkv must be a boolean, got fused_qkv='x'"),
     "dtype": ({"dtype": np.float32}, TypeError, "dtype must be ttnn.bfloat16, ttnn.bfloat8_b or ttnn.float32"),
     "dtype None": ({"dtype": None}, TypeError, "dtype must be ttnn.bfloat16"),
     "weight_dtype": ({"weight_dtype": ttnn.int32}, TypeError, "weight_dtype must be ttnn.bfloat16"),
@@ -512,6 +530,7 @@ STAGES = {
     ),
     "dropout 1": ("apply_dropout", {"attn_weights": HEADS, "rate": 1.0}, ValueError, "dropout=1.0"),
     "dropout negative": ("apply_dropout", {"attn_weights": HEADS, "rate": -0.5}, ValueError, "dropout=-0.5"),
+    "dropout text": ("apply_dropout", {"attn_weights": HEADS, "rate": "0.5"}, TypeError, "dropout must be a number"),
     "dropout float keep": (
         "apply_dropout",
         {"attn_weights": HEADS, "rate": 0.5, "keep": np.ones((3, 32))},
@@ -581,6 +600,8 @@ DOT_PRODUCTS = {
     "bias of 5 axes": ({"bias": np.ones((1, 1, 1, 3, 3))}, ValueError, "bias must broadcast"),
     "dropout 1": ({"dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1"),
     "dropout negative": ({"dropout": -0.5}, ValueError, "dropout must be at least 0 and below 1"),
+    "dropout text": ({"dropout": "0.5"}, TypeError, "dropout must be a number, got dropout='0.5'"),
+    "dropout False": ({"dropout": False}, TypeError, "dropout must be a number, got dropout=False"),
 }
 KEEPS = {
     "float keep": ({"dropout": 0.5, "dropout_keep": np.ones((3, 3))}, TypeError, "keep must be boolean"),
@@ -737,6 +758,21 @@ def test_projections_with_rope_refuse_heads_of_an_unknown_width(device):
     keywords = {name: ones(2, 3, 64) for name in ("query", "key", "value")}
     keywords |= {"num_heads": 1, "num_kv_heads": 1, "rope_theta": 1e4, "project": lambda device: lambda name, x: x}
     refused(device, "project_qkv", keywords, ValueError, "head_dim must be given with RoPE, got head_dim=None")
+
+
+def test_projections_refuse_text_for_a_boolean(device):
+    keywords = {name: ones(2, 3, 64) for name in ("query", "key", "value")}
+    keywords |= {"num_heads": 2, "num_kv_heads": 2, "fused_qkv": "no", "project": lambda device: lambda name, x: x}
+    refused(device, "project_qkv", keywords, TypeError, "fused_qkv must be a boolean, got fused_qkv='no'")
+
+
+@every_need
+@pytest.mark.parametrize("rope_theta", ["1e4", True], ids=repr)
+def test_layer_function_refuses_what_is_not_a_number_for_rope(device, rope_theta, need_weights):
+    options = {"num_heads": 2, "head_dim": 4, "rope_theta": rope_theta, "need_weights": need_weights}
+    keywords = {"query": ones(2, 3, 8), "weights": rope_weights, **options}
+    message = f"rope_theta must be a number, got rope_theta={rope_theta!r}"
+    refused(device, "multi_head_attention", keywords, TypeError, message)
 
 
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)

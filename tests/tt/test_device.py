@@ -1,5 +1,6 @@
 """The device: what is found, what it computes with, and what arrays and weights become on it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -11,6 +12,9 @@ import mha_tt
 import parity
 from mha_tt import device as devices
 from mha_tt.device import round_up
+from parity.layouts.layout import from_canonical, to_canonical
+from parity.layouts.tables import LAYOUTS
+from parity.weights import pack_qkv
 
 from .formulas import both_dtypes, every_dtype, module_of, rounded, rounded_weights
 
@@ -451,6 +455,35 @@ def test_parity_reads_from_a_module_what_it_was_loaded_with(device, spec, dtype)
     weights = rounded_weights(spec, dtype)
     read = parity.weights_of(module_of("MultiHeadAttention", spec, device, dtype, weights))
     assert [name for name in weights if not np.array_equal(read[name].astype(np.float32), weights[name])] == []
+
+
+LAYERS = {
+    "heads": parity.AttentionSpec(10, 2, head_dim=32),
+    "grouped": parity.AttentionSpec(10, 6, num_kv_heads=2, head_dim=48, d_in=7),
+    "odd-head-dim": parity.AttentionSpec(10, 4, num_kv_heads=1, head_dim=5),
+    "rope": parity.AttentionSpec(10, 4, num_kv_heads=2, head_dim=12, rope_theta=500.0),
+    "rope-odd-half": parity.AttentionSpec(10, 2, head_dim=66, rope_theta=500.0),
+    "no-qkv-bias": parity.AttentionSpec(10, 2, head_dim=8, qkv_bias=False),
+    "no-biases": parity.AttentionSpec(10, 2, head_dim=8, qkv_bias=False, out_bias=False, rope_theta=500.0),
+    "no-out-proj": parity.AttentionSpec(10, 2, head_dim=8, out_proj=False),
+}
+
+
+@pytest.mark.parametrize("spec", LAYERS.values(), ids=LAYERS)
+def test_layout_ttnn_has_the_tensors_that_a_module_uploads(device, spec):
+    weights = rounded_weights(spec, ttnn.float32)
+    laid_out = from_canonical(weights, spec, LAYOUTS["ttnn"])
+
+    module = module_of("MultiHeadAttention", replace(spec, fused_qkv=True), device, ttnn.float32, weights)
+    by_function = uploaded(pack_qkv(weights), spec, spec.rope_theta is not None, device, ttnn.float32)
+
+    for held in (module.weights, by_function):
+        downloaded = {name: mha_tt.download(tensor) for name, tensor in held.items()}
+        assert {name: x.shape for name, x in downloaded.items()} == {name: x.shape for name, x in laid_out.items()}
+        assert [name for name in laid_out if not np.array_equal(downloaded[name], laid_out[name])] == []
+        sizes = {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope_theta")}
+        read, _ = to_canonical(downloaded, LAYOUTS["ttnn"], **sizes)
+        assert [name for name in weights if not np.array_equal(read[name], weights[name])] == []
 
 
 def test_uploading_weights_changes_none_of_them(device):
