@@ -29,14 +29,14 @@ from parity.compare import (
     share,
     whole_rows,
 )
-from parity.hypotheses import PRECISIONS, Hypothesis, hypotheses_for, permuted_heads, wrong_layer
+from parity.mistakes import PRECISIONS, Mistake, mistakes_for, permuted_heads, wrong_layer
 from parity.problem import Problem
 from parity.run import Trace, run_steps
 from parity.spec import EXACT_STAGES, STAGES, AttentionSpec, stage_kind
 from parity.verify import probe
 from parity.weights import Weights, is_floating
 
-Mistakes = tuple[Hypothesis, ...]
+Mistakes = tuple[Mistake, ...]
 
 MOST_KEPT = 256  # results of wrong layers, which may be large
 PARTS = {"": "", "module.": "in the module's plain path: ", "fused.": "in the fused path: "}
@@ -302,13 +302,13 @@ class _Replay:
         self.malformed = {name: reason for name, reason in reasons.items() if reason}
         self.observed = {name: x for name, x in known.items() if name not in self.malformed}
         self.stages = [name for found in names for name in found if name in self.observed]
-        self.hypotheses = [*hypotheses_for(problem.case), *permuted_heads(values, self.observed)]
+        self.known = [*mistakes_for(problem.case), *permuted_heads(values, self.observed)]
         self._found: dict[tuple[Any, ...], dict[str, np.ndarray]] = {}
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
 
     def computed(self, index: int, mistakes: Mistakes, dtype: str = "float64", kind: str = "") -> dict[str, np.ndarray]:
         """What a step gives, with mistakes in it."""
-        key = (index, tuple(map(self.hypotheses.index, mistakes)), dtype, kind)
+        key = (index, tuple(map(self.known.index, mistakes)), dtype, kind)
         if key not in self._found:
             if len(self._found) > MOST_KEPT:
                 self._found.clear()
@@ -351,7 +351,7 @@ class _Replay:
         return [stage for stage in stages if self.verdict(stage, mistakes).ratio > 1.0]
 
     def _allowed(self, stage: str, mistakes: Mistakes, kind: str) -> dict[str, float]:
-        key = (stage, tuple(map(self.hypotheses.index, mistakes)), kind)
+        key = (stage, tuple(map(self.known.index, mistakes)), kind)
         if key not in self._budgets:
             index, dtype = self.step_of[stage], self.problem.dtype
             expected = self.computed(index, mistakes)[stage].astype(np.float64)
@@ -427,7 +427,7 @@ def _explain(replay: _Replay, stages: Sequence[str], stage: str, found: Mistakes
     right = [each for each in stages if replay.step_of[each] == index and each not in wrong]
     expected = replay.computed(index, found)[stage]
 
-    def changes(mistake: Hypothesis) -> bool:
+    def changes(mistake: Mistake) -> bool:
         return not np.array_equal(expected, replay.computed(index, (*found, mistake))[stage], equal_nan=True)
 
     def explains(added: Mistakes) -> bool:
@@ -437,7 +437,7 @@ def _explain(replay: _Replay, stages: Sequence[str], stage: str, found: Mistakes
             return False
         return replay.verdict(stage, mistakes).ratio <= 1.0 and not replay.wrong(right, mistakes)
 
-    known = [mistake for mistake in replay.hypotheses if mistake not in found and changes(mistake)]
+    known = [mistake for mistake in replay.known if mistake not in found and changes(mistake)]
     fitting = list(filter(explains, itertools.permutations(known, at_once)))
     fitting = list({frozenset(mistake.name for mistake in added): added for added in reversed(fitting)}.values())[::-1]
     return sorted(fitting, key=lambda added: len(replay.wrong(stages, (*found, *added)))) if fitting[1:] else fitting
@@ -456,11 +456,17 @@ def _precision(replay: _Replay, before: Mapping[str, _Verdict], wrong: Sequence[
     if not explaining:
         return None
     kind = min(explaining, key=lambda kind: abs(math.log(FACTOR * ratios[kind][0])))  # whose noise is nearest in size
-    about, fix = PRECISIONS[kind]
-    first = before[wrong[0]]
-    name, error = f"precision-{kind}", first.error
+    mistake, error = PRECISIONS[kind], before[wrong[0]].error
     return Explanation(
-        wrong[0], tuple(own), (name,), about, (fix,), ("low-precision",), error, error, max(ratios[kind])
+        wrong[0],
+        tuple(own),
+        (mistake.name,),
+        mistake.about,
+        (mistake.fix,),
+        (mistake.page,),
+        error,
+        error,
+        max(ratios[kind]),
     )
 
 
@@ -469,14 +475,14 @@ def _nearest(replay: _Replay, stage: str, found: Mistakes) -> list[tuple[str, fl
     before = replay.verdict(stage, found, quick=True).error
     errors = [
         (mistake.about, replay.verdict(stage, (*found, mistake), quick=True).error)
-        for mistake in replay.hypotheses
+        for mistake in replay.known
         if mistake not in found
     ]
     return sorted(((words, error) for words, error in errors if error < 0.5 * before), key=lambda each: each[1])[:3]
 
 
 def _explanation(replay: _Replay, stages: Sequence[str], found: Mistakes, choice: _Choice, words: str) -> Explanation:
-    def made_in(mistake: Hypothesis) -> int:
+    def made_in(mistake: Mistake) -> int:
         """The first step that a mistake changes."""
         for index, names in enumerate(replay.steps):
             right, wrong = replay.computed(index, found), replay.computed(index, (*found, mistake))
@@ -493,7 +499,7 @@ def _explanation(replay: _Replay, stages: Sequence[str], found: Mistakes, choice
         tuple(mistake.name for mistake in added),
         words + _words(added),
         tuple(dict.fromkeys(mistake.fix for mistake in added)),
-        tuple(dict.fromkeys(mistake.docs for mistake in added)),
+        tuple(dict.fromkeys(mistake.page for mistake in added)),
         before.error,
         after.error,
         after.ratio,
