@@ -333,6 +333,12 @@ RUNS = [(name, dtype) for name, mutation in MUTATIONS.items() for dtype in mutat
 CONTROLS = sorted({(MUTATIONS[name].case, dtype) for name, dtype in RUNS})
 
 
+@pytest.fixture(autouse=True)
+def undiagnosed(monkeypatch):
+    """Only the stage is asked for: the search for a cause takes longer than the case, and has tests of its own."""
+    monkeypatch.setattr("parity.run.DIAGNOSED", 0)
+
+
 def override(monkeypatch: pytest.MonkeyPatch, mutation: Mutation) -> None:
     """Put a mutation's override in the place of what is held."""
     broken, original = mutation.broken, getattr(*mutation.holders[0])
