@@ -85,6 +85,8 @@ def reordered(case: Case) -> Iterator[Mistake]:
 def permuted_heads(expected: Values, observed: Values) -> list[Mistake]:
     """The heads of q, k or v in whatever order they were observed in, where that is an order at all.
 
+    They are only searched for: what to plant is known once it was observed.
+
     Args:
         expected, observed: stages by name; of steps with a cache the first is looked at.
     """

@@ -46,7 +46,7 @@ class Mistake:
     """A mistake that could be in a case.
 
     Attributes:
-        name: what reports and the command line call it; two that are hard to tell apart may share one.
+        name: what reports and the command line call it; two forms of a mistake may share one.
         about: what would be the case, so that "it matches the reference if" may stand before it.
         fix: what to do about it.
         page: the page of parity/bugs that tells more.
