@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,26 +19,15 @@ import numpy as np
 from parity import reference
 from parity.assertion import stages_of
 from parity.backends import load_backend
-from parity.compare import (
-    FACTOR,
-    SAME_PRECISION,
-    budget,
-    errors_of,
-    finite,
-    norms_of,
-    share,
-    whole_rows,
-)
-from parity.hypotheses import PRECISIONS, Hypothesis, hypotheses_for, permuted_heads, wrong_layer
+from parity.compare import FACTOR, finite
+from parity.mistakes import PRECISIONS, Mistake
 from parity.problem import Problem
+from parity.replay import Mistakes, Replay, Verdict
 from parity.run import Trace, run_steps
-from parity.spec import EXACT_STAGES, STAGES, AttentionSpec, stage_kind
+from parity.spec import STAGES, AttentionSpec, stage_kind
 from parity.verify import probe
-from parity.weights import Weights, is_floating
+from parity.weights import Weights
 
-Mistakes = tuple[Hypothesis, ...]
-
-MOST_KEPT = 256  # results of wrong layers, which may be large
 PARTS = {"": "", "module.": "in the module's plain path: ", "fused.": "in the fused path: "}
 """The parts of a trace, which may each have mistakes of their own: the beginnings of their stages, and what to say."""
 
@@ -155,7 +144,7 @@ def diagnose(observed: Mapping[str, np.ndarray], problem: Problem, *, arithmetic
     Raises:
         ValueError: if there is no stage of the problem among the names.
     """
-    replay = _Replay(problem, stages_of("observed", observed, "output"), arithmetic)
+    replay = Replay(problem, stages_of("observed", observed, "output"), arithmetic)
     malformed = replay.malformed
     if not (replay.stages or malformed):
         raise ValueError(f"observed must have stages of the problem, got {sorted(observed)}")
@@ -200,19 +189,6 @@ def diagnose(observed: Mapping[str, np.ndarray], problem: Problem, *, arithmetic
         nearest=nearest,
         has_stages=len(replay.stages) > 1,
     )
-
-
-def _why_malformed(stage: str, x: np.ndarray, shape: tuple[int, ...], *, may_be_nan: bool) -> str:
-    """Why an array cannot be what the stage is, in words, or nothing."""
-    kind = stage_kind(stage)
-    if kind == "mask" and x.dtype != np.bool_:
-        return f"has dtype {x.dtype}, and should be boolean, True where a key is hidden"
-    if kind not in EXACT_STAGES and not is_floating(x.dtype):
-        return f"has dtype {x.dtype}, and should be floating-point"
-    if x.shape != shape:
-        return f"has shape {x.shape}, and should have {shape}"
-    lost = 0 if kind in EXACT_STAGES or may_be_nan else np.count_nonzero(~np.isfinite(x.astype(np.float64)))
-    return f"has {lost} elements that are NaN or infinite" if lost else ""
 
 
 def diagnose_trace(trace: Trace) -> Diagnosis:
@@ -270,97 +246,6 @@ def observe(function: Callable[..., Any], problem: Problem, framework: str) -> d
     return found
 
 
-# ---- The reference again, from what was observed ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    error: float
-    ratio: float
-
-
-class _Replay:
-    """Stages of a problem, computed from the observed ones with mistakes in them."""
-
-    def __init__(self, problem: Problem, observed: Mapping[str, np.ndarray], arithmetic: str) -> None:
-        self.problem = problem
-        self.arithmetic = arithmetic
-        with np.errstate(all="ignore"):
-            names: list[list[str]] = []
-            values: dict[str, np.ndarray] = {}
-            for step in wrong_layer(problem, "float64", ()).steps():
-                found = step(values)
-                values |= found
-                names.append(list(found))
-        self.steps = names
-        self.step_of = {name: index for index, found in enumerate(names) for name in found}
-        known = {name: x for name, x in observed.items() if name in values}  # gradients are not explained
-        may_be_nan = problem.case.not_finite is not None
-        reasons = {
-            name: _why_malformed(name, x, values[name].shape, may_be_nan=may_be_nan) for name, x in known.items()
-        }
-        self.malformed = {name: reason for name, reason in reasons.items() if reason}
-        self.observed = {name: x for name, x in known.items() if name not in self.malformed}
-        self.stages = [name for found in names for name in found if name in self.observed]
-        self.hypotheses = [*hypotheses_for(problem.case), *permuted_heads(values, self.observed)]
-        self._found: dict[tuple[Any, ...], dict[str, np.ndarray]] = {}
-        self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
-
-    def computed(self, index: int, mistakes: Mistakes, dtype: str = "float64", kind: str = "") -> dict[str, np.ndarray]:
-        """What a step gives, with mistakes in it."""
-        key = (index, tuple(map(self.hypotheses.index, mistakes)), dtype, kind)
-        if key not in self._found:
-            if len(self._found) > MOST_KEPT:
-                self._found.clear()
-            steps = wrong_layer(self.problem, dtype, mistakes, kind or self.arithmetic).steps()
-            values = dict(self.observed)
-            try:
-                with np.errstate(all="ignore"):
-                    for step, names in zip(steps[:index], self.steps, strict=False):
-                        if not all(name in self.observed for name in names):
-                            values |= {name: x for name, x in step(values).items() if name not in self.observed}
-                    self._found[key] = steps[index](values)
-            except ValueError:  # two mistakes that do not fit together
-                self._found[key] = {name: np.empty(0) for name in self.steps[index]}
-        return self._found[key]
-
-    def verdict(self, stage: str, mistakes: Mistakes, *, quick: bool = False, kind: str = "") -> _Verdict:
-        """How far a stage is from the one with mistakes in it, and how much of that is allowed.
-
-        Args:
-            stage: the stage.
-            mistakes: in what it is compared with.
-            quick: take the budget of the layer without mistakes.
-            kind: of the arithmetic that gives the budget.
-        """
-        index = self.step_of[stage]
-        expected, actual = self.computed(index, mistakes)[stage], self.observed[stage]
-        if actual.shape != expected.shape:
-            return _Verdict(math.inf, math.inf)
-        errors = errors_of(whole_rows(actual, stage), whole_rows(expected, stage))
-        if stage_kind(stage) in EXACT_STAGES:
-            return _Verdict(float(errors.mean()), math.inf if errors.any() else 0.0)
-        allowed = self._allowed(stage, () if quick else mistakes, kind)
-        error = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
-        if not math.isfinite(error["rms"]):
-            return _Verdict(math.inf, math.inf)
-        return _Verdict(error["rms"], max(share(error[norm], allowed[norm]) for norm in error))
-
-    def wrong(self, stages: Iterable[str], mistakes: Mistakes) -> list[str]:
-        """Those of the stages that mistakes do not explain."""
-        return [stage for stage in stages if self.verdict(stage, mistakes).ratio > 1.0]
-
-    def _allowed(self, stage: str, mistakes: Mistakes, kind: str) -> dict[str, float]:
-        key = (stage, tuple(map(self.hypotheses.index, mistakes)), kind)
-        if key not in self._budgets:
-            index, dtype = self.step_of[stage], self.problem.dtype
-            expected = self.computed(index, mistakes)[stage].astype(np.float64)
-            same = self.computed(index, mistakes, SAME_PRECISION[dtype], kind)[stage]
-            with np.errstate(all="ignore"):
-                self._budgets[key] = budget(expected, same, dtype, arithmetic=self.arithmetic)
-        return self._budgets[key]
-
-
 # ---- The search ------------------------------------------------------------------------------------------------------
 
 MOST_MISTAKES = 4  # that are looked for at the same time
@@ -388,7 +273,7 @@ class _Path:
         return sum(len(choice.mistakes) for choice in self.choices)
 
 
-def _search(replay: _Replay, stages: Sequence[str], found: Mistakes) -> _Path:
+def _search(replay: Replay, stages: Sequence[str], found: Mistakes) -> _Path:
     """The shortest way to explain all stages, or one that goes far."""
     left = replay.wrong(stages, found)
     if not left:
@@ -412,7 +297,7 @@ def _search(replay: _Replay, stages: Sequence[str], found: Mistakes) -> _Path:
     return best
 
 
-def _explain(replay: _Replay, stages: Sequence[str], stage: str, found: Mistakes, *, at_once: int) -> list[Mistakes]:
+def _explain(replay: Replay, stages: Sequence[str], stage: str, found: Mistakes, *, at_once: int) -> list[Mistakes]:
     """What explains a stage beside what was found, and spoils none that its step gives; the best first.
 
     Args:
@@ -427,7 +312,7 @@ def _explain(replay: _Replay, stages: Sequence[str], stage: str, found: Mistakes
     right = [each for each in stages if replay.step_of[each] == index and each not in wrong]
     expected = replay.computed(index, found)[stage]
 
-    def changes(mistake: Hypothesis) -> bool:
+    def changes(mistake: Mistake) -> bool:
         return not np.array_equal(expected, replay.computed(index, (*found, mistake))[stage], equal_nan=True)
 
     def explains(added: Mistakes) -> bool:
@@ -437,13 +322,13 @@ def _explain(replay: _Replay, stages: Sequence[str], stage: str, found: Mistakes
             return False
         return replay.verdict(stage, mistakes).ratio <= 1.0 and not replay.wrong(right, mistakes)
 
-    known = [mistake for mistake in replay.hypotheses if mistake not in found and changes(mistake)]
+    known = [mistake for mistake in replay.known if mistake not in found and changes(mistake)]
     fitting = list(filter(explains, itertools.permutations(known, at_once)))
     fitting = list({frozenset(mistake.name for mistake in added): added for added in reversed(fitting)}.values())[::-1]
     return sorted(fitting, key=lambda added: len(replay.wrong(stages, (*found, *added)))) if fitting[1:] else fitting
 
 
-def _precision(replay: _Replay, before: Mapping[str, _Verdict], wrong: Sequence[str]) -> Explanation | None:
+def _precision(replay: Replay, before: Mapping[str, Verdict], wrong: Sequence[str]) -> Explanation | None:
     """The arithmetic that explains all stages, if one does."""
     products = {stage_kind(stage) for stage in replay.stages} & MULTIPLIED
     if len(products) < 2 or not products <= {stage_kind(stage) for stage in wrong}:
@@ -456,27 +341,33 @@ def _precision(replay: _Replay, before: Mapping[str, _Verdict], wrong: Sequence[
     if not explaining:
         return None
     kind = min(explaining, key=lambda kind: abs(math.log(FACTOR * ratios[kind][0])))  # whose noise is nearest in size
-    about, fix = PRECISIONS[kind]
-    first = before[wrong[0]]
-    name, error = f"precision-{kind}", first.error
+    mistake, error = PRECISIONS[kind], before[wrong[0]].error
     return Explanation(
-        wrong[0], tuple(own), (name,), about, (fix,), ("low-precision",), error, error, max(ratios[kind])
+        wrong[0],
+        tuple(own),
+        (mistake.name,),
+        mistake.about,
+        (mistake.fix,),
+        (mistake.page,),
+        error,
+        error,
+        max(ratios[kind]),
     )
 
 
-def _nearest(replay: _Replay, stage: str, found: Mistakes) -> list[tuple[str, float]]:
+def _nearest(replay: Replay, stage: str, found: Mistakes) -> list[tuple[str, float]]:
     """The single mistakes that lessen the error of a stage most."""
     before = replay.verdict(stage, found, quick=True).error
     errors = [
         (mistake.about, replay.verdict(stage, (*found, mistake), quick=True).error)
-        for mistake in replay.hypotheses
+        for mistake in replay.known
         if mistake not in found
     ]
     return sorted(((words, error) for words, error in errors if error < 0.5 * before), key=lambda each: each[1])[:3]
 
 
-def _explanation(replay: _Replay, stages: Sequence[str], found: Mistakes, choice: _Choice, words: str) -> Explanation:
-    def made_in(mistake: Hypothesis) -> int:
+def _explanation(replay: Replay, stages: Sequence[str], found: Mistakes, choice: _Choice, words: str) -> Explanation:
+    def made_in(mistake: Mistake) -> int:
         """The first step that a mistake changes."""
         for index, names in enumerate(replay.steps):
             right, wrong = replay.computed(index, found), replay.computed(index, (*found, mistake))
@@ -493,7 +384,7 @@ def _explanation(replay: _Replay, stages: Sequence[str], found: Mistakes, choice
         tuple(mistake.name for mistake in added),
         words + _words(added),
         tuple(dict.fromkeys(mistake.fix for mistake in added)),
-        tuple(dict.fromkeys(mistake.docs for mistake in added)),
+        tuple(dict.fromkeys(mistake.page for mistake in added)),
         before.error,
         after.error,
         after.ratio,

@@ -110,7 +110,7 @@ def gradient_magnitudes(problem: Problem) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Layer:
-    """The layer of a problem, computed in some arithmetic; each hypothesis of `parity.hypotheses` overrides a part."""
+    """The layer of a problem, computed in some arithmetic; each mistake of `parity.mistakes` overrides a part."""
 
     problem: Problem
     arithmetic: Arithmetic

@@ -14,7 +14,7 @@ from parity import CASES, AttentionSpec, Case, make_problem, random_weights
 from parity.cli import main
 from parity.compare import kept_dtype
 from parity.diagnose import diagnose, diagnose_weights, observe
-from parity.hypotheses import hypotheses_for, wrong_layer
+from parity.mistakes import mistakes_for, wrong_layer
 from parity.run import Reference, record, run_cases, run_steps
 from parity.selftest import SELFTEST_CASES, mistakes_in, planted
 from parity.weights import dtype_named
@@ -31,7 +31,7 @@ def observed_in(problem, mistakes=()):
 
 
 def mistake(case, name):
-    return next(hypothesis for hypothesis in hypotheses_for(case) if hypothesis.name == name)
+    return next(known for known in mistakes_for(case) if known.name == name)
 
 
 def names_of(diagnosis):
@@ -64,11 +64,11 @@ def test_no_mistake_is_named_in_other_dtypes(case, dtype):
 # ---- One mistake -----------------------------------------------------------------------------------------------------
 
 UNTRAINED = [case for case in SELFTEST_CASES if case.trained is None]
-IN_UNTRAINED = {h.name for case in UNTRAINED for h in hypotheses_for(case)}
+IN_UNTRAINED = {h.name for case in UNTRAINED for h in mistakes_for(case)}
 ALL = [
     (case.name, name)
     for case in SELFTEST_CASES
-    for name in dict.fromkeys(h.name for h in hypotheses_for(case))
+    for name in dict.fromkeys(h.name for h in mistakes_for(case))
     if case in UNTRAINED or name not in IN_UNTRAINED  # test_selftest plants all of them in trained layers of torch
 ]
 
@@ -101,18 +101,16 @@ def test_from_the_output_alone_a_mistake_is_named_or_told_to_be_one_of_several(c
     problem = make_problem(case, "float32")
     clean = observed_in(problem)["output"]
     wrong = []
-    for hypothesis in hypotheses_for(case):
-        output = observed_in(problem, [hypothesis])["output"]
+    for made in mistakes_for(case):
+        output = observed_in(problem, [made])["output"]
         diagnosis = diagnose({"output": output}, problem)
         (explanation, *_) = diagnosis.explanations or [None]
         if np.allclose(output, clean, rtol=1e-5, atol=1e-5):
             seen = diagnosis.kind == "none"  # the mistake cancels, as a shift of all positions does
         else:
-            seen = explanation and (
-                explanation.hypotheses == (hypothesis.name,) or hypothesis.about in explanation.others
-            )
+            seen = explanation and (explanation.hypotheses == (made.name,) or made.about in explanation.others)
         if not seen:
-            wrong.append((hypothesis.name, str(diagnosis)))
+            wrong.append((made.name, str(diagnosis)))
     assert wrong == []
 
 
@@ -276,15 +274,15 @@ def test_outputs_alone_are_never_blamed_on_precision(case):
     """An arithmetic that loses much explains nearly anything, so that an exact explanation comes first."""
     problem = make_problem(CASES[case], "float32")
     blamed = []
-    for hypothesis in hypotheses_for(CASES[case]):
-        if hypothesis.name == "cache-position-off-by-one-q":
+    for made in mistakes_for(CASES[case]):
+        if made.name == "cache-position-off-by-one-q":
             continue  # as long as all others together, and like -restarted-q: pairs of mistakes explain it, too
-        observed = observed_in(problem, [hypothesis])
+        observed = observed_in(problem, [made])
         outputs = {
             name: x for name, x in observed.items() if name.removeprefix("step").lstrip("0123456789.") == "output"
         }
         if diagnose(outputs, problem).kind == "precision":
-            blamed.append(hypothesis.name)
+            blamed.append(made.name)
     assert blamed == []
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import parity
-from parity.hypotheses import PRECISIONS, hypotheses_for
-from parity.selftest import SELFTEST_CASES
+from parity.mistakes import PRECISIONS, mistakes_for
+from parity.selftest import SELFTEST_CASES, mistakes_in
 
 ROOT = Path(__file__).parent.parent
 BUGS = ROOT / "parity" / "bugs"
@@ -19,12 +19,12 @@ LINKED = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(BU
 SECTIONS = ["What it looks like", "Reproduction", "How the tool shows it", "The fix"]
 
 
-def hypotheses_by_page():
+def mistakes_by_page():
     """The names of all mistakes that are known, by the page that tells of them."""
-    found = {"low-precision": {f"precision-{kind}" for kind in PRECISIONS}}
-    for case in SELFTEST_CASES:
-        for hypothesis in hypotheses_for(case):
-            found.setdefault(hypothesis.docs, set()).add(hypothesis.name)
+    found = {}
+    for mistakes in (PRECISIONS.values(), *map(mistakes_for, SELFTEST_CASES)):
+        for mistake in mistakes:
+            found.setdefault(mistake.page, set()).add(mistake.name)
     return found
 
 
@@ -52,7 +52,7 @@ def without_errors(text):
 
 
 def test_every_mistake_has_a_page_and_every_page_a_mistake():
-    assert set(PAGES) == hypotheses_by_page().keys()
+    assert set(PAGES) == mistakes_by_page().keys()
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -62,14 +62,14 @@ def test_a_page_has_its_sections_and_names_its_mistakes(page):
     assert sections[""].startswith("# ")
     assert all(len(text.strip()) > 40 for text in sections.values())
     named = sections["The fix"].partition("The hypotheses of this class:")[2]
-    assert hypotheses_by_page()[page] <= set(re.findall(r"`([\w-]+)`", named))
+    assert mistakes_by_page()[page] <= set(re.findall(r"`([\w-]+)`", named))
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_reproduction_prints_what_its_page_shows(page, capsys):
     sections = sections_of(page)
     code = block_of(sections["Reproduction"], "python")
-    assert "parity.hypotheses" not in code  # or the tool would be shown its own mistakes
+    assert "parity.mistakes" not in code  # or the tool would be shown its own mistakes
     exec(compile(code, f"{page}.md", "exec"), {"__name__": page})
     printed = capsys.readouterr().out
     assert without_errors(printed) == without_errors(block_of(sections["How the tool shows it"], "text"))
@@ -80,8 +80,27 @@ def test_the_list_of_bugs_has_every_page_and_every_mistake():
     index = (BUGS / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[([\w-]+)\]\(([\w-]+)\.md\) \|.*\| (.+?) \|$", index, flags=re.MULTILINE)
     assert all(title == target for title, target, _ in rows)
-    assert {title: set(re.findall(r"`([\w-]+)`", names)) for title, _, names in rows} == hypotheses_by_page()
+    assert {title: set(re.findall(r"`([\w-]+)`", names)) for title, _, names in rows} == mistakes_by_page()
     assert len(rows) == len(PAGES)
+
+
+def test_the_numbers_of_planted_mistakes_are_those_of_the_cases():
+    """Of docs/diagnosis.md: how many are known, and how many planted, with five sets of weights, on JAX with two."""
+    cases = [case for case in SELFTEST_CASES if case.trained is None]
+    page_of = {name: page for page, names in mistakes_by_page().items() for name in names}
+
+    def counted(page):
+        in_each = [[name for name in mistakes_in(case) if page in (page_of[name], "all")] for case in cases]
+        with_nothing = page in ("(nothing planted)", "all")
+        planted = [len(names) + with_nothing for names in in_each]
+        known = str(len({name for names in in_each for name in names})) if page in PAGES else ""
+        return known, str(5 * sum(planted)), str(2 * sum(planted[:3])) if any(planted[:3]) else "—"
+
+    text = (ROOT / "docs" / "diagnosis.md").read_text(encoding="utf-8")
+    row = r"^\| \[?([\w-]+|\(.+?\)).*? \| *(\d*) *\| (\d+), \d+, \d+ \| (\d+|—).* \|$"
+    expected = [(page, *counted(page)) for page in ("(nothing planted)", *PAGES, "all")]
+    wrong = sorted(set(expected) - set(re.findall(row, text, flags=re.MULTILINE)))
+    assert not wrong, f"docs/diagnosis.md must have (class, mistakes, planted in torch, in JAX), got others for {wrong}"
 
 
 # ---- Code and commands -----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import parity.backends
 from parity.backends import NEEDS
 from parity.cli import _parser, main
 from parity.help import PAGES
-from parity.hypotheses import hypotheses_for
+from parity.mistakes import mistakes_for
 from parity.packages import OPTIONAL
 from parity.report import covers
 from parity.selftest import SELFTEST_CASES
@@ -203,11 +203,11 @@ def test_bugs_prints_the_page_that_a_diagnosis_names(capsys):
 
 def test_bugs_finds_the_page_of_every_mistake(capsys):
     for case in SELFTEST_CASES:
-        for hypothesis in hypotheses_for(case):
-            assert main(["bugs", hypothesis.name]) == 0
+        for mistake in mistakes_for(case):
+            assert main(["bugs", mistake.name]) == 0
             assert (
                 capsys.readouterr().out.splitlines()[0]
-                == ((ROOT / "parity" / "bugs" / f"{hypothesis.docs}.md").read_text("utf-8").splitlines()[0])
+                == ((ROOT / "parity" / "bugs" / f"{mistake.page}.md").read_text("utf-8").splitlines()[0])
             )
 
 
