@@ -231,7 +231,7 @@ MUTATIONS = {
         lambda f, x, value: x if value == MASKED else f(x, value),
         FUSED,
     ),
-    "empty rows are not emptied": at("causal-padding-empty", "attn_weights", mha, "emptied", lambda f, x, mask: x),
+    "empty rows are not emptied": at("causal-padding-empty", "attn_weights", stages, "emptied", lambda f, x, mask: x),
     "empty rows are not emptied, fused": at(
         "causal-padding-empty", "fused.output", fused, "emptied", lambda f, x, mask: x, FUSED
     ),
