@@ -39,7 +39,12 @@ from parity.weights import Weights, is_floating
 Mistakes = tuple[Hypothesis, ...]
 
 MOST_KEPT = 256  # results of wrong layers, which may be large
-PARTS = {"": "", "module.": "in the module's plain path: ", "fused.": "in the fused path: "}
+PARTS = {
+    "": "",
+    "module.": "in the module's plain path: ",
+    "fused.": "in the fused path: ",
+    "blocks.": "in the fused path, block by block: ",
+}
 """The parts of a trace, which may each have mistakes of their own: the beginnings of their stages, and what to say."""
 
 MULTIPLIED = {"q", "k", "v", "scores", "context", "output"}
