@@ -28,7 +28,12 @@ from parity.spec import STAGES, AttentionSpec, stage_kind
 from parity.verify import probe
 from parity.weights import Weights
 
-PARTS = {"": "", "module.": "in the module's plain path: ", "fused.": "in the fused path: "}
+PARTS = {
+    "": "",
+    "module.": "in the module's plain path: ",
+    "fused.": "in the fused path: ",
+    "blocks.": "in the fused path, block by block: ",
+}
 """The parts of a trace, which may each have mistakes of their own: the beginnings of their stages, and what to say."""
 
 MULTIPLIED = {"q", "k", "v", "scores", "context", "output"}

@@ -97,7 +97,7 @@ class Outcome:
     @property
     def is_named(self) -> bool:
         """Whether the diagnosis names it and nothing else; where nothing was planted, whether it names nothing."""
-        return self.named == ((self.hypothesis,) if self.hypothesis else ())
+        return {*self.named} == ({self.hypothesis} if self.hypothesis else set())  # perhaps on more than one path
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
