@@ -39,7 +39,7 @@ def break_the_softmax(monkeypatch):
 def test_run_agrees_and_exits_0(capsys):
     assert main(["run", "--cases", "textbook", "--backends", "jax,torch"]) == 0
     assert (
-        "jax and torch agree with the float64 reference: 1 case, 22 stages passed, 0 failed" in capsys.readouterr().out
+        "jax and torch agree with the float64 reference: 1 case, 23 stages passed, 0 failed" in capsys.readouterr().out
     )
 
 
@@ -240,7 +240,7 @@ def test_skipped_cases_are_shown_and_each_reason_once(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.rstrip().endswith("skipped") and line.startswith(" large-logits") for line in lines) == 2
     assert lines[-2] == "skipped: torch, float16: torch is tired (2 cases)"
-    assert lines[-1].endswith("2 cases, 44 stages passed, 0 failed, 2 cases skipped")
+    assert lines[-1].endswith("2 cases, 47 stages passed, 0 failed, 2 cases skipped")
 
 
 def test_a_dtype_that_a_backend_lacks_exits_2_when_asked_for_by_name(monkeypatch, capsys):

@@ -21,6 +21,7 @@ import parity.html
 import parity.junit  # pytester forgets what its runs import, so both are imported before
 from parity import CASES, assert_parity, make_problem
 from parity.run import Reference, record
+from parity.spec import stage_path
 from parity.weights import dtype_named
 
 ROOT = Path(__file__).parents[1]
@@ -84,7 +85,8 @@ def test_a_dtype_that_no_array_shows_can_be_told(x):
 def test_correct_implementations_stay_within_what_is_allowed_without_the_noise(case, dtype):
     reference = Reference(make_problem(CASES[case], dtype))
     stages = {name: record(name, reference).accumulated for name in ("torch", "jax")}
-    assert_parity(stages["torch"], stages["jax"])
+    shared = {name: x for name, x in stages["jax"].items() if stage_path(name) != "blocks"}  # torch has none
+    assert_parity(stages["torch"], shared)
 
 
 def test_the_error_of_the_same_precision_is_the_noise(x):

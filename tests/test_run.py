@@ -152,7 +152,7 @@ def poor_torch(monkeypatch):
 def test_a_case_that_a_backend_cannot_run_is_skipped_with_its_reason():
     report = run_cases([CASES["textbook"]], ["jax", "torch"], ["float32", "float16"])
     assert report.skipped_cases == [SkippedCase("textbook", "float16", "torch", "no such dtype")]
-    assert report.summary == {"passed": 33, "failed": 0, "skipped": 1, "missing": 0}
+    assert report.summary == {"passed": 35, "failed": 0, "skipped": 1, "missing": 0}
     assert report.to_dict()["results"][-1] == {
         "case": "textbook",
         "backend": "torch",

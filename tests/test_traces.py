@@ -204,7 +204,7 @@ def joined(folder, names=("textbook",), dtypes=("float32",), **options):
 def test_joined_traces_are_further_backends_of_the_run(tt_traces):
     report = run_cases([CASES["textbook"]], join=[tt_traces])
     assert list(report.groups()) == [("textbook", "float32", backend) for backend in ("jax", "torch", "tt")]
-    assert (report.summary, report.warnings) == ({"passed": 33, "failed": 0, "skipped": 0, "missing": 0}, [])
+    assert (report.summary, report.warnings) == ({"passed": 34, "failed": 0, "skipped": 0, "missing": 0}, [])
     assert "tt" in report.environment["joined"][str(tt_traces)]["backends"]
 
 
