@@ -60,18 +60,6 @@ def scaled_dot_product_attention(
     check_rate("dropout", dropout)
     if need_weights or dropout_keep is not None:
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
-    if _is_forward_mode():
-        context, _ = stages.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            mask=mask,
-            bias=bias,
-            is_causal=is_causal,
-            key_padding_lengths=key_padding_lengths,
-            dropout=dropout,
-        )
-        return context, None
     options = {
         "mask": mask,
         "bias": bias,
@@ -79,6 +67,8 @@ def scaled_dot_product_attention(
         "key_padding_lengths": key_padding_lengths,
         "dropout": dropout,
     }
+    if _is_forward_mode():
+        return stages.scaled_dot_product_attention(query, key, value, **options)[0], None
     if query.device.type == "cpu" and not torch.compiler.is_compiling():  # where looking costs little
         has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         if has_gradient and _are_moderate(query, key, value, bias):  # in a gradient what is hidden is multiplied by 0

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mha_torch.checks import values_of
-from mha_torch.masks import as_lengths, create_attention_mask
+from mha_torch.masks import as_lengths, join_masks
 
 
 def not_finite(x: Float[Tensor, "*tokens H"]) -> Bool[Tensor, "*tokens 1"]:
@@ -46,12 +46,9 @@ def sees_any(
     """Whether a query sees any of the keys that are marked, by what hides keys in `join_masks`; T and S are not 0."""
     seq_len_k, device = marked.shape[2], marked.device
     if mask is not None:
+        hidden = {"is_causal": is_causal, "key_padding_lengths": key_padding_lengths}
+        mask = join_masks(mask, seq_len_q, seq_len_k, **hidden, device=device)
         mask = mask[(None,) * (4 - mask.ndim)]
-        if is_causal or key_padding_lengths is not None:
-            hidden = create_attention_mask(
-                seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths, device=device
-            )
-            mask = mask | hidden
         return torch.einsum("bns,bnts->bnt", marked.float(), (~mask).float())[..., None] > 0  # no array of N x T x S
     if key_padding_lengths is not None:
         lengths = as_lengths(key_padding_lengths, device)
