@@ -51,7 +51,7 @@ def shapes_of(num_layers: int, *, only_attention: bool) -> Iterator[tuple[str, t
 
 def make_checkpoint(path: Path, gib: float, *, only_attention: bool) -> None:
     """Write a checkpoint of about that size."""
-    from parity.formats import write_tensors
+    from parity.files import write_tensors
 
     size = lambda n: sum(2 * rows * columns for _, (rows, columns) in shapes_of(n, only_attention=only_attention))  # noqa: E731
     num_layers = max(1, round((gib * 2**30 - size(0)) / (size(1) - size(0))))
@@ -91,7 +91,7 @@ def byte_copy(source: Path, target: Path) -> None:
 
 def unchanged(source: Path, target: Path) -> None:
     """Our own reading and writing, with hash and verification."""
-    from parity.formats import open_tensors, write_tensors
+    from parity.files import open_tensors, write_tensors
 
     with open_tensors(source) as file:
         write_tensors(target, file.infos, file.read)
@@ -101,7 +101,7 @@ def conversion(layout: str, told: str | None = None) -> Callable[[Path, Path], N
     """A conversion; what is not told of the source is in its metadata."""
 
     def convert(source: Path, target: Path) -> None:
-        from parity.convert import convert_file
+        from parity.conversion.convert import convert_file
 
         convert_file(source, target, source=told, target=layout, prefix=PREFIX, force=True, **(HEADS if told else {}))
 
@@ -125,7 +125,7 @@ def run_step(name: str, source: Path, target: Path) -> dict[str, float]:
     """Run a step in this process: seconds (also of processors) without imports, and the most memory that it had."""
     import safetensors.torch  # noqa: F401
 
-    import parity.convert  # noqa: F401
+    import parity.conversion.convert  # noqa: F401
 
     begin, cpu_begin = time.perf_counter(), time.process_time()
     STEPS[name][1](source, target)

@@ -2,26 +2,23 @@
 
 import importlib
 import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parity.arrays import to_jax, to_numpy, to_torch
-    from parity.assertion import assert_parity
     from parity.backends import load_into, spec_of, weights_of
-    from parity.caches import load_cache, save_cache
-    from parity.compare import Comparison, first_difference
-    from parity.conformance import Conformance, examine
-    from parity.convert import convert, convert_file, load, save
-    from parity.diagnose import Diagnosis, diagnose
-    from parity.layouts import LAYOUTS, Layout
-    from parity.not_carried import NotCarriedWarning
-    from parity.numerics import numerics_lock
-    from parity.problem import Problem, make_problem
-    from parity.run import Report, run_cases
-    from parity.spec import CASES, STAGES, AttentionSpec, Case, random_case
-    from parity.verify import verify
-    from parity.weights import (
+    from parity.backends.caches import load_cache, save_cache
+    from parity.conformance.examine import Conformance, examine
+    from parity.conversion.convert import convert, convert_file, load, save
+    from parity.conversion.layouts import LAYOUTS, Layout
+    from parity.conversion.not_carried import NotCarriedWarning
+    from parity.conversion.verify import verify
+    from parity.core.arrays import to_jax, to_numpy, to_torch
+    from parity.core.compare import Comparison, first_difference
+    from parity.core.numerics import numerics_lock
+    from parity.core.problem import Problem, make_problem
+    from parity.core.run import Report, run_cases
+    from parity.core.spec import CASES, STAGES, AttentionSpec, Case, random_case
+    from parity.core.weights import (
         check_weights,
         load_tensors,
         load_weights,
@@ -30,6 +27,8 @@ if TYPE_CHECKING:
         save_weights,
         weight_shapes,
     )
+    from parity.diagnosis.diagnose import Diagnosis, diagnose
+    from parity.testing.assertion import assert_parity
 
 __all__ = [
     "CASES",
@@ -77,22 +76,22 @@ __all__ = [
 # The names are imported when they are first asked for: `mha-parity --help`, and every pytest run where this package is
 # installed, import `parity` and need nothing of it.
 _MODULES = {
-    "arrays": ["to_jax", "to_numpy", "to_torch"],
-    "assertion": ["assert_parity"],
+    "core.arrays": ["to_jax", "to_numpy", "to_torch"],
+    "testing.assertion": ["assert_parity"],
     "backends": ["load_into", "spec_of", "weights_of"],
-    "caches": ["load_cache", "save_cache"],
-    "compare": ["Comparison", "first_difference"],
-    "conformance": ["Conformance", "examine"],
-    "convert": ["convert", "convert_file", "load", "save"],
-    "diagnose": ["Diagnosis", "diagnose"],
-    "layouts": ["LAYOUTS", "Layout"],
-    "not_carried": ["NotCarriedWarning"],
-    "numerics": ["numerics_lock"],
-    "problem": ["Problem", "make_problem"],
-    "run": ["Report", "run_cases"],
-    "spec": ["CASES", "STAGES", "AttentionSpec", "Case", "random_case"],
-    "verify": ["verify"],
-    "weights": [
+    "backends.caches": ["load_cache", "save_cache"],
+    "core.compare": ["Comparison", "first_difference"],
+    "conformance.examine": ["Conformance", "examine"],
+    "conversion.convert": ["convert", "convert_file", "load", "save"],
+    "diagnosis.diagnose": ["Diagnosis", "diagnose"],
+    "conversion.layouts": ["LAYOUTS", "Layout"],
+    "conversion.not_carried": ["NotCarriedWarning"],
+    "core.numerics": ["numerics_lock"],
+    "core.problem": ["Problem", "make_problem"],
+    "core.run": ["Report", "run_cases"],
+    "core.spec": ["CASES", "STAGES", "AttentionSpec", "Case", "random_case"],
+    "conversion.verify": ["verify"],
+    "core.weights": [
         "check_weights",
         "load_tensors",
         "load_weights",
@@ -115,14 +114,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """A package in which `convert` and `verify` stay the functions when the modules of these names are imported."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

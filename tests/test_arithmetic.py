@@ -8,10 +8,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_torch
-from parity import CASES, first_difference, make_problem, reference
-from parity.compare import budget, floor
-from parity.reference import Arithmetic
-from parity.run import Reference, judge, record, run_steps
+from parity import CASES, first_difference, make_problem
+from parity.core import reference
+from parity.core.compare import budget, floor
+from parity.core.reference import Arithmetic
+from parity.core.run import Reference, judge, record, run_steps
 
 ATEN = torch.ops.aten
 FUSED = ATEN._scaled_dot_product_flash_attention_for_cpu.default

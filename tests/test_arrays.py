@@ -12,8 +12,8 @@ import torch
 from flax import nnx
 
 import parity
-from parity.arrays import FOREIGN, to_numpy_by_name
-from parity.formats.tensor_file import DTYPES
+from parity.core.arrays import FOREIGN, to_numpy_by_name
+from parity.files.tensor_file import DTYPES
 
 TORCH_ONLY = [name for name in FOREIGN if name in DTYPES and hasattr(torch, name)]
 
@@ -114,7 +114,7 @@ def test_no_framework_is_imported_for_an_array_of_another_one():
     code = """
 import sys
 import numpy as np
-from parity.arrays import to_jax, to_numpy, to_torch
+from parity.core.arrays import to_jax, to_numpy, to_torch
 to_numpy(np.ones(1))
 assert not {"jax", "torch", "ttnn"} & set(sys.modules)
 to_numpy(to_torch(np.ones(1)))

@@ -35,8 +35,8 @@ from parity.bench.measure import (
     times_of,
 )
 from parity.bench.show import lines_of, plot_growth, print_bench
-from parity.cli import main
-from parity.report import console
+from parity.cli.commands import main
+from parity.reporting.console import console
 
 KEYS = ["what", "framework", "shape", "dtype", "ours_ms", "peers", "best_peer", "ratio", "limit_ms", "limit_ratio"]
 TINY = {"num_heads": 2, "head_dim": 8}
@@ -429,7 +429,9 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, capsys):
 
 
 def test_help_of_the_command_needs_no_framework():
-    program = "import sys; from parity.cli import main\ntry: main(['bench', '--help'])\nexcept SystemExit: pass\n"
+    program = (
+        "import sys; from parity.cli.commands import main\ntry: main(['bench', '--help'])\nexcept SystemExit: pass\n"
+    )
     program += "assert not {'jax', 'torch', 'numpy', 'rich'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

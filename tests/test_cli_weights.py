@@ -12,11 +12,11 @@ import torch
 
 import parity
 from parity import AttentionSpec, random_weights
-from parity.cli import main
-from parity.convert import save
-from parity.formats import open_tensors, write_tensors
-from parity.layouts import LAYOUTS, from_canonical
-from parity.layouts.layout import RULES
+from parity.cli.commands import main
+from parity.conversion.convert import save
+from parity.conversion.layouts import LAYOUTS, from_canonical
+from parity.conversion.layouts.layout import RULES
+from parity.files import open_tensors, write_tensors
 
 SPEC = AttentionSpec(16, 4, num_kv_heads=2, head_dim=6, qkv_bias=False, out_bias=False, rope_theta=500.0)
 PREFIX = "model.layers.{i}.self_attn"

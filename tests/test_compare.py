@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import parity.backends
-import parity.compare
+import parity.core.compare
 from parity import CASES, first_difference, make_problem
-from parity.compare import FACTOR, budget, factor
-from parity.run import Reference, judge, record
+from parity.core.compare import FACTOR, budget, factor
+from parity.core.run import Reference, judge, record
 
 ABOUT = {"case": "c", "backend": "b", "dtype": "float32", "stage": "context"}
 
@@ -22,8 +22,8 @@ def expected(rng):
 
 def compare(actual, expected, same_precision, **about):
     """The comparison of an array that is kept in the dtype that the stage is kept in."""
-    kept = parity.compare.kept_dtype(about["stage"], about["dtype"])
-    return parity.compare.compare(actual.astype(kept), expected, same_precision, **about)
+    kept = parity.core.compare.kept_dtype(about["stage"], about["dtype"])
+    return parity.core.compare.compare(actual.astype(kept), expected, same_precision, **about)
 
 
 def noisy(expected, rng, relative=2**-24):
@@ -81,13 +81,13 @@ def test_an_empty_array_fails():
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32, np.complex64, np.bool_])
 def test_a_stage_kept_in_another_dtype_fails(expected, dtype):
-    comparison = parity.compare.compare(expected.astype(dtype), expected, expected, **ABOUT)
+    comparison = parity.core.compare.compare(expected.astype(dtype), expected, expected, **ABOUT)
     assert not comparison.passed
     assert comparison.reason == f"dtype {np.dtype(dtype)}, expected float32"
 
 
 def test_numbers_in_place_of_a_mask_fail(expected):
-    comparison = parity.compare.compare(expected, expected > 0, expected > 0, **{**ABOUT, "stage": "mask"})
+    comparison = parity.core.compare.compare(expected, expected > 0, expected > 0, **{**ABOUT, "stage": "mask"})
     assert not comparison.passed
     assert "dtype" in comparison.reason
 

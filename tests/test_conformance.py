@@ -16,11 +16,10 @@ import torch
 from flax import nnx
 
 import mha_torch
-from parity import peers
-from parity.cli import main
-from parity.conformance import QUESTIONS, Path, by_rule, examine
-from parity.peers import PEERS, peer
-from parity.subjects import run
+from parity.cli.commands import main
+from parity.conformance.examine import QUESTIONS, Path, by_rule, examine, peers
+from parity.conformance.peers import PEERS, peer
+from parity.conformance.subjects import run
 
 with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory() as _home:
     _environment.setenv("KERAS_BACKEND", "torch")

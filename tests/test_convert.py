@@ -24,12 +24,12 @@ from parity import (
     to_jax,
     weights_of,
 )
-from parity.convert import convert, convert_file, find_layers, is_finite, load, save
-from parity.formats import open_tensors, write_tensors
-from parity.layouts import LAYOUTS, from_canonical
-from parity.layouts.layout import RULES
-from parity.verify import same_bits, verify
-from parity.weights import dtype_named
+from parity.conversion.convert import convert, convert_file, find_layers, is_finite, load, save
+from parity.conversion.layouts import LAYOUTS, from_canonical
+from parity.conversion.layouts.layout import RULES
+from parity.conversion.verify import same_bits, verify
+from parity.core.weights import dtype_named
+from parity.files import open_tensors, write_tensors
 
 GQA = AttentionSpec(16, 4, num_kv_heads=2, head_dim=6, d_in=16, qkv_bias=False, out_bias=False, rope_theta=500.0)
 MHA = AttentionSpec(16, 4)
@@ -452,8 +452,8 @@ MEMORY = """
 import sys
 from pathlib import Path
 import ml_dtypes, numpy as np
-from parity.convert import convert_file
-from parity.formats import write_tensors
+from parity.conversion.convert import convert_file
+from parity.files import write_tensors
 folder, target, dtype = Path(sys.argv[1]), sys.argv[2], np.dtype(ml_dtypes.bfloat16)
 layers, width, num_heads, num_kv_heads = map(int, sys.argv[3:])
 rows = {"q": num_heads * 128, "k": num_kv_heads * 128, "v": num_kv_heads * 128}

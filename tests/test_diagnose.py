@@ -11,13 +11,13 @@ import pytest
 
 import parity
 from parity import CASES, AttentionSpec, Case, make_problem, random_weights
-from parity.cli import main
-from parity.compare import kept_dtype
-from parity.diagnose import diagnose, diagnose_weights, observe
-from parity.mistakes import mistakes_for, wrong_layer
-from parity.run import Reference, record, run_cases, run_steps
-from parity.selftest import SELFTEST_CASES, mistakes_in, planted
-from parity.weights import dtype_named
+from parity.cli.commands import main
+from parity.core.compare import kept_dtype
+from parity.core.run import Reference, record, run_cases, run_steps
+from parity.core.weights import dtype_named
+from parity.diagnosis.diagnose import diagnose, diagnose_weights, observe
+from parity.diagnosis.mistakes import mistakes_for, wrong_layer
+from parity.diagnosis.selftest import SELFTEST_CASES, mistakes_in, planted
 
 CASE_OF = {case.name: case for case in SELFTEST_CASES}
 SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope_theta=10000.0)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import parity
-from parity.mistakes import PRECISIONS, mistakes_for
-from parity.selftest import SELFTEST_CASES, mistakes_in
+from parity.diagnosis.mistakes import PRECISIONS, mistakes_for
+from parity.diagnosis.selftest import SELFTEST_CASES, mistakes_in
 
 ROOT = Path(__file__).parent.parent
 BUGS = ROOT / "parity" / "bugs"
@@ -69,7 +69,7 @@ def test_a_page_has_its_sections_and_names_its_mistakes(page):
 def test_a_reproduction_prints_what_its_page_shows(page, capsys):
     sections = sections_of(page)
     code = block_of(sections["Reproduction"], "python")
-    assert "parity.mistakes" not in code  # or the tool would be shown its own mistakes
+    assert "parity.diagnosis.mistakes" not in code  # or the tool would be shown its own mistakes
     exec(compile(code, f"{page}.md", "exec"), {"__name__": page})
     printed = capsys.readouterr().out
     assert without_errors(printed) == without_errors(block_of(sections["How the tool shows it"], "text"))

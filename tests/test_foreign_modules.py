@@ -22,12 +22,12 @@ from flax import nnx
 
 import mha_torch
 from parity import AttentionSpec, Case, random_weights
-from parity.compare import compare
-from parity.layouts.layout import from_canonical, to_canonical
-from parity.layouts.tables import LAYOUTS
-from parity.problem import make_problem
-from parity.run import Reference
-from parity.weights import load_tensors, save_tensors
+from parity.conversion.layouts.layout import from_canonical, to_canonical
+from parity.conversion.layouts.tables import LAYOUTS
+from parity.core.compare import compare
+from parity.core.problem import make_problem
+from parity.core.run import Reference
+from parity.core.weights import load_tensors, save_tensors
 
 with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory() as _home:
     _environment.setenv("KERAS_BACKEND", "torch")  # on JAX it would not run under conftest's strict promotion

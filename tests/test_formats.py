@@ -27,12 +27,12 @@ import safetensors.torch
 import torch
 from flax import nnx
 
-from parity.formats import gguf as gguf_format
-from parity.formats import msgpack as msgpack_format
-from parity.formats import open_tensors, write_tensors
-from parity.formats.target import BEFORE, SCRATCH
-from parity.formats.tensor_file import flatten, nest
-from parity.formats.zipped import ALIGNMENT
+from parity.files import gguf as gguf_format
+from parity.files import msgpack as msgpack_format
+from parity.files import open_tensors, write_tensors
+from parity.files.target import BEFORE, SCRATCH
+from parity.files.tensor_file import flatten, nest
+from parity.files.zipped import ALIGNMENT
 
 SUFFIXES = [".safetensors", ".npz", ".pt", ".msgpack", ".orbax"]
 FILES = [suffix for suffix in SUFFIXES if suffix != ".orbax"]
@@ -750,7 +750,7 @@ def test_an_interrupt_when_all_is_in_its_place_undoes_nothing(tmp_path, monkeypa
 FILL_THE_DISK = """
 import resource, sys
 import numpy as np
-from parity.formats import write_tensors
+from parity.files import write_tensors
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))
 names = [f"layer.{i}" for i in range(4)]
@@ -781,7 +781,7 @@ def test_a_write_that_does_not_read_back_is_an_error(tmp_path, monkeypatch, suff
         path.write_bytes(data[:place] + b"\1" + data[place + 1 :])
         return open_tensors(path)
 
-    monkeypatch.setattr("parity.formats.writing.open_tensors", open_damaged)
+    monkeypatch.setattr("parity.files.writing.open_tensors", open_damaged)
     with pytest.raises(OSError, match="must read back as it was written") as caught:
         write(tmp_path / f"w{suffix}", tensors)
     assert len(str(caught.value).splitlines()) == 1
@@ -1010,7 +1010,7 @@ WRITE_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from parity.formats import target, write_tensors
+from parity.files import target, write_tensors
 
 path, when = Path(sys.argv[1]), sys.argv[2]
 
@@ -1158,8 +1158,8 @@ def something_else(path, kind):
 CONVERT = """
 import resource, sys
 import numpy as np
-from parity.formats import open_tensors, write_tensors
-from parity.formats.target import BEFORE, SCRATCH
+from parity.files import open_tensors, write_tensors
+from parity.files.target import BEFORE, SCRATCH
 
 def resident():  # what is mapped from files may be dropped at any time, and does not count
     with open("/proc/self/status") as status:

@@ -1,7 +1,7 @@
 """The fast paths: what is told, skipped, cut into blocks or left to a library changes nothing but the rounding.
 
 The yardstick is the plain path of torch in float64; what is allowed is the error of the same path in the dtype that is
-tested, times the factor of `parity.compare`.
+tested, times the factor of `parity.core.compare`.
 """
 
 import functools

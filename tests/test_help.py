@@ -15,13 +15,13 @@ import pytest
 
 import parity.backends
 from parity.backends import NEEDS
-from parity.cli import _parser, main
-from parity.help import PAGES
-from parity.mistakes import mistakes_for
-from parity.packages import OPTIONAL
-from parity.report import covers
-from parity.selftest import SELFTEST_CASES
-from parity.spec import CASES, DTYPES
+from parity.cli.commands import _parser, main
+from parity.cli.help import PAGES
+from parity.core.packages import OPTIONAL
+from parity.core.spec import CASES, DTYPES
+from parity.diagnosis.mistakes import mistakes_for
+from parity.diagnosis.selftest import SELFTEST_CASES
+from parity.reporting.console import covers
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,11 +72,12 @@ def test_help_of_run_lists_backends_and_dtypes():
 def test_help_imports_nothing_that_takes_time():
     program = (
         "import sys, contextlib, io\n"
-        "from parity.cli import main\n"
+        "from parity.cli.commands import main\n"
         f"for name in {list(PAGES)}:\n"
         "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
         "        main([name, '--help'])\n"
-        "print(sorted({'numpy', 'rich', 'importlib.metadata', 'parity.spec', 'parity.report'} & set(sys.modules)))"
+        "print(sorted({'numpy', 'rich', 'importlib.metadata', 'parity.core.spec', 'parity.reporting.console'}"
+        " & set(sys.modules)))"
     )
     command = [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{program}"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -174,7 +175,7 @@ def test_cache_size_without_a_capacity_is_refused(capsys):
 
 def test_doctor_has_the_optional_packages_and_what_would_be_refused_without_them(tmp_path, capsys, monkeypatch):
     installed = {"jax", "flax", "torch", "pytest", "matplotlib", "transformers", "keras", "equinox", "gguf", "pillow"}
-    monkeypatch.setattr("parity.packages.is_installed", lambda package: package in installed)
+    monkeypatch.setattr("parity.core.packages.is_installed", lambda package: package in installed)
     assert main(["doctor", "--json", str(tmp_path / "d.json")]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "jinja2 missing skipped or refused: `--html`, `pytest --parity-report *.html`; pip install jinja2" in out

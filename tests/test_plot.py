@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import parity.plot
+import parity.reporting.plot
 from parity import CASES, AttentionSpec, make_problem, random_weights, save_weights
-from parity.cli import main
-from parity.plot import attention_for, attention_in_case, attention_of, downsample, plot_attention, read_array
-from parity.run import Reference, load_trace
+from parity.cli.commands import main
+from parity.core.run import Reference, load_trace
+from parity.reporting.plot import attention_for, attention_in_case, attention_of, downsample, plot_attention, read_array
 
 
 def texts(path):
@@ -219,7 +219,7 @@ def test_plot_reads_tokens_from_a_file_one_a_line(layer, tmp_path):
 
 def test_plot_draws_the_last_step_of_a_trace_or_the_one_that_is_named(trace, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(parity.plot, "_draw", lambda maps, *others: drawn.append(maps) or b"")
+    monkeypatch.setattr(parity.reporting.plot, "_draw", lambda maps, *others: drawn.append(maps) or b"")
     assert main(["plot", trace, str(tmp_path / "a.png")]) == 0
     assert main(["plot", trace, str(tmp_path / "a.png"), "--stage", "step0.attn_weights", "--sequence", "1"]) == 0
     stages = load_trace(trace).accumulated
@@ -286,21 +286,23 @@ def test_an_array_of_objects_is_refused(tmp_path):
 
 
 def test_without_matplotlib_the_package_is_named_before_any_work(capsys, layer, tmp_path, monkeypatch):
-    monkeypatch.setattr("parity.packages.is_installed", lambda package: False)
+    monkeypatch.setattr("parity.core.packages.is_installed", lambda package: False)
     assert main(["plot", layer[0], str(tmp_path / "a.png"), "--input", layer[1]]) == 2
     assert "a plot needs matplotlib, not installed here: pip install matplotlib" in capsys.readouterr().err
 
 
 def test_parity_imports_no_picture_library_before_it_is_asked_to():
-    program = "import sys, parity.plot, parity.html; print({'matplotlib', 'jinja2', 'PIL'} & set(sys.modules))"
+    program = (
+        "import sys, parity.reporting.plot, parity.html; print({'matplotlib', 'jinja2', 'PIL'} & set(sys.modules))"
+    )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout == "set()\n"
 
 
 def test_a_plot_asks_for_no_window_system(tmp_path):
     program = f"""
-import sys, numpy, parity.plot
-parity.plot.plot_attention(numpy.eye(2), path={str(tmp_path / "a.png")!r})
+import sys, numpy, parity.reporting.plot
+parity.reporting.plot.plot_attention(numpy.eye(2), path={str(tmp_path / "a.png")!r})
 print("matplotlib.pyplot" in sys.modules)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

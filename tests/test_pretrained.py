@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from parity import CASES, make_problem, pretrained, reference
-from parity.run import run_steps
+from parity import CASES, make_problem, pretrained
+from parity.core import reference
+from parity.core.run import run_steps
 
 FOLDER = Path(pretrained.__file__).parent
 

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-import parity.assertion
-import parity.html
-import parity.junit  # pytester forgets what its runs import, so both are imported before
+import parity.reporting.html
+import parity.reporting.junit  # pytester forgets what its runs import, so both are imported before
+import parity.testing.assertion
 from parity import CASES, assert_parity, make_problem
-from parity.run import Reference, record
-from parity.spec import stage_path
-from parity.weights import dtype_named
+from parity.core.run import Reference, record
+from parity.core.spec import stage_path
+from parity.core.weights import dtype_named
 
 ROOT = Path(__file__).parents[1]
 
@@ -389,7 +389,7 @@ def test_a_report_that_cannot_be_written_is_told_before_any_test_runs(run_two_te
 
 
 def test_a_report_whose_library_is_missing_is_told_before_any_test_runs(run_two_tests, monkeypatch):
-    monkeypatch.setattr("parity.packages.is_installed", lambda package: package != "jinja2")
+    monkeypatch.setattr("parity.core.packages.is_installed", lambda package: package != "jinja2")
     result = run_two_tests("--parity-report", "report.html")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --parity-report cannot be written: *jinja2, not installed here*"])
@@ -397,7 +397,7 @@ def test_a_report_whose_library_is_missing_is_told_before_any_test_runs(run_two_
 
 
 def test_a_page_needs_no_library_of_pictures_for_it_holds_none(run_two_tests, monkeypatch):
-    monkeypatch.setattr("parity.packages.is_installed", lambda package: package != "pillow")
+    monkeypatch.setattr("parity.core.packages.is_installed", lambda package: package != "pillow")
     result = run_two_tests("--parity-report", "report.html")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*parity report: *report.html (* comparisons, 1 failed)*"])
@@ -432,10 +432,10 @@ def test_loading_the_plugin_imports_nothing_but_pytest():
     program = """
 import sys, pytest
 before = set(sys.modules)
-import parity.pytest_plugin
+import parity.testing.pytest_plugin
 print(*sorted(set(sys.modules) - before))
 """
-    assert run(sys.executable, "-c", program).split() == ["parity", "parity.pytest_plugin"]
+    assert run(sys.executable, "-c", program).split() == ["parity", "parity.testing.pytest_plugin"]
 
 
 def test_every_public_name_is_there_and_needs_no_framework():

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from parity import report
-from parity.compare import compare
-from parity.run import Report
-from parity.selftest import Outcome
+from parity.core.compare import compare
+from parity.core.run import Report
+from parity.diagnosis.selftest import Outcome
+from parity.reporting import console as report
 
 CASE = "trained-smollm2-causal"
 WRONG = "step0.module.attn_weights"

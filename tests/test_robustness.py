@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import parity.cli
+import parity.cli.commands
 from parity import AttentionSpec, random_weights, save
-from parity.cli import main
+from parity.cli.commands import main
 
 CACHE_SIZE = ["cache-size", "--num-kv-heads", "1", "--head-dim", "1", "--capacity", "1"]
 MHA_PARITY = [sys.executable, "-m", "parity"]
@@ -45,7 +45,7 @@ def refused(capsys, *arguments):
 )
 def test_a_report_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path, monkeypatch, flag, path, reason):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("parity.run.run_cases", lambda *_, **__: pytest.fail("it began to work"))
+    monkeypatch.setattr("parity.core.run.run_cases", lambda *_, **__: pytest.fail("it began to work"))
     os.symlink("loop", "loop")
     said = refused(capsys, "run", "--cases", "textbook", flag, path)
     assert said.startswith(f"mha-parity: {flag} must name a file")
@@ -122,7 +122,7 @@ def mistaken(monkeypatch):
     def fail(options):
         raise KeyError("what?\nno")
 
-    monkeypatch.setattr(parity.cli, "_doctor", fail)
+    monkeypatch.setattr(parity.cli.commands, "_doctor", fail)
 
 
 @pytest.mark.usefixtures("mistaken")
@@ -141,17 +141,17 @@ def test_a_mistake_of_ours_is_one_line_and_no_mismatch(capsys, monkeypatch):
 
 CONVERT_AND_WAIT = """
 import signal, sys, time
-from parity.cli import main
-import parity.formats.writing
+from parity.cli.commands import main
+import parity.files.writing
 
-read = parity.formats.writing.Tensors.read
+read = parity.files.writing.Tensors.read
 
 def wait(self, name):
     print("begun", flush=True)
     time.sleep(60)
     return read(self, name)
 
-parity.formats.writing.Tensors.read = wait
+parity.files.writing.Tensors.read = wait
 if "nohup" in sys.argv:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     sys.argv.remove("nohup")

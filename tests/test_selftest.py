@@ -7,9 +7,9 @@ import pytest
 
 import mha_torch
 from parity import CASES, make_problem
-from parity.cli import main
-from parity.mistakes import mistakes_for
-from parity.selftest import SELFTEST_CASES, Outcome, mistakes_in, plan_of, plant, planted
+from parity.cli.commands import main
+from parity.diagnosis.mistakes import mistakes_for
+from parity.diagnosis.selftest import SELFTEST_CASES, Outcome, mistakes_in, plan_of, plant, planted
 
 CASE_OF = {case.name: case for case in SELFTEST_CASES}
 SPECS = ("mha", "gqa-rope-causal")
@@ -101,7 +101,7 @@ def test_the_command_prints_a_table_and_writes_the_outcomes(capsys, tmp_path):
 
 
 def test_the_command_fails_where_a_mistake_survives(capsys, monkeypatch):
-    monkeypatch.setattr("parity.selftest.planted", lambda name, problem, backend: nullcontext(problem))
+    monkeypatch.setattr("parity.diagnosis.selftest.planted", lambda name, problem, backend: nullcontext(problem))
     assert main(["selftest", "--backends", "torch", "--cases", "window"]) == 1
     assert "NOT SEEN: out_proj-transposed in window on torch: all stages passed" in capsys.readouterr().out
 

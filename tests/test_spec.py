@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from parity import CASES, AttentionSpec, pretrained, random_case
-from parity.spec import STAGES, case_named, stage_axes, stage_kind, stage_path
-from parity.weights import load_tensors, weight_shapes
+from parity.core.spec import STAGES, case_named, stage_axes, stage_kind, stage_path
+from parity.core.weights import load_tensors, weight_shapes
 
 
 def test_spec_fills_in_the_sizes_left_out():

@@ -11,11 +11,11 @@ from flax import nnx, serialization
 import mha_jax
 import parity
 from parity import AttentionSpec, random_weights
-from parity.convert import convert_file, find_layers, load, open_layers
-from parity.formats import open_tensors, write_tensors
-from parity.layouts import LAYOUTS, find_layout, from_canonical
-from parity.layouts.layout import RULES
-from parity.verify import same_bits
+from parity.conversion.convert import convert_file, find_layers, load, open_layers
+from parity.conversion.layouts import LAYOUTS, find_layout, from_canonical
+from parity.conversion.layouts.layout import RULES
+from parity.conversion.verify import same_bits
+from parity.files import open_tensors, write_tensors
 
 SPEC = AttentionSpec(16, 4)
 GQA = AttentionSpec(16, 4, num_kv_heads=2, head_dim=6, qkv_bias=False, out_bias=False)

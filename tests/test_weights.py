@@ -17,7 +17,7 @@ import mha_jax
 import mha_torch
 import parity
 from parity import AttentionSpec, check_weights, load_tensors, load_weights, random_weights, save_tensors, save_weights
-from parity.weights import pack_qkv, unpack_qkv
+from parity.core.weights import pack_qkv, unpack_qkv
 
 SPEC = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7)
 DTYPES = [np.float32, np.float16, np.float64, ml_dtypes.bfloat16]
@@ -255,7 +255,7 @@ def test_metadata_survives_a_file(tmp_path):
     assert load_tensors(tmp_path / "a")[1] == {"what": "ein Maß, 测量"}
 
 
-@pytest.mark.parametrize("culprit", ["pathlib.Path.replace", "os.fsync", "parity.weights.load_tensors"])
+@pytest.mark.parametrize("culprit", ["pathlib.Path.replace", "os.fsync", "parity.core.weights.load_tensors"])
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, weights, culprit):
     path = tmp_path / "w.safetensors"
     save_tensors(path, {"old": np.ones(1)}, {})
@@ -285,7 +285,7 @@ def test_a_write_that_does_not_read_back_is_an_error(tmp_path, monkeypatch, weig
     def misread(_):
         return {name: weight * 2 for name, weight in weights.items()}, {}
 
-    monkeypatch.setattr("parity.weights.load_tensors", misread)
+    monkeypatch.setattr("parity.core.weights.load_tensors", misread)
     with pytest.raises(OSError, match="must read back as it was written"):
         save_weights(tmp_path / "w.safetensors", weights, SPEC)
     assert os.listdir(tmp_path) == []

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from parity.problem import Problem
-from parity.reference import Step, Values
-from parity.spec import AttentionSpec, Case, unheld
+from parity.core.problem import Problem
+from parity.core.reference import Step, Values
+from parity.core.spec import AttentionSpec, Case, unheld
 
 if TYPE_CHECKING:
-    from parity.adapters import Adapter
+    from parity.foreign.adapters import Adapter
 
 NEEDS = {"jax": ("jax", "flax", "mha_jax"), "torch": ("torch", "mha_torch"), "tt": ("ttnn", "mha_tt")}
 """The packages that each backend needs."""
@@ -153,7 +153,7 @@ def _backend_of(module: Any) -> Backend | Adapter:
     for name in NEEDS:
         if f"mha_{name}" in packages:
             return load_backend(name)
-    from parity.adapters import ADAPTERS, adapter_of
+    from parity.foreign.adapters import ADAPTERS, adapter_of
 
     if adapter := adapter_of(module):
         return adapter

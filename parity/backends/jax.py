@@ -18,11 +18,11 @@ from jaxtyping import Array
 import mha_jax
 from mha_jax.blockwise import BlockSizes
 from parity.backends import values_to_weigh
-from parity.formats.tensor_file import flatten
-from parity.problem import Problem
-from parity.reference import Step, Values, in_step
-from parity.spec import AttentionSpec, Case
-from parity.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
+from parity.core.problem import Problem
+from parity.core.reference import Step, Values, in_step
+from parity.core.spec import AttentionSpec, Case
+from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
+from parity.files.tensor_file import flatten
 
 Params = dict[str, dict[str, Array]]
 
@@ -106,7 +106,7 @@ def why_skipped(case: Case, dtype: str) -> str | None:
 
 
 def steps(problem: Problem) -> list[Step]:
-    """The stages of a problem as functions, in the order of the data flow: see `parity.reference.steps`."""
+    """The stages of a problem as functions, in the order of the data flow: see `parity.core.reference.steps`."""
     layer = _Layer(problem)
     if not problem.case.is_cached:
         return [layer.mask, layer.qkv, layer.scores, layer.attn_weights, layer.context, layer.output, layer.whole]

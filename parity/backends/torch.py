@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import mha_torch
-from parity.arrays import to_numpy, to_torch
 from parity.backends import values_to_weigh
-from parity.problem import Problem
-from parity.reference import Step, Values, in_step
-from parity.spec import AttentionSpec, Case
-from parity.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
+from parity.core.arrays import to_numpy, to_torch
+from parity.core.problem import Problem
+from parity.core.reference import Step, Values, in_step
+from parity.core.spec import AttentionSpec, Case
+from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 
 from_numpy = to_torch
 
@@ -76,7 +76,7 @@ def why_skipped(case: Case, dtype: str) -> str | None:
 
 
 def steps(problem: Problem) -> list[Step]:
-    """The stages of a problem as functions, in the order of the data flow: see `parity.reference.steps`."""
+    """The stages of a problem as functions, in the order of the data flow: see `parity.core.reference.steps`."""
     layer = _Layer(problem)
     if not problem.case.is_cached:
         return [layer.mask, layer.qkv, layer.scores, layer.attn_weights, layer.context, layer.output, layer.whole]

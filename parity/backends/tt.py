@@ -22,10 +22,10 @@ import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other envi
 
 import mha_tt
 from parity.backends import values_to_weigh
-from parity.problem import Problem
-from parity.reference import Step, Values, in_step
-from parity.spec import AttentionSpec, Case
-from parity.weights import Weights, check_weights, dtype_named, unpack_qkv, weight_shapes
+from parity.core.problem import Problem
+from parity.core.reference import Step, Values, in_step
+from parity.core.spec import AttentionSpec, Case
+from parity.core.weights import Weights, check_weights, dtype_named, unpack_qkv, weight_shapes
 
 HAS_GRADIENTS = False  # ttnn has no automatic differentiation
 
@@ -100,7 +100,7 @@ def weights_of(module: Any) -> Weights:
 
 
 def steps(problem: Problem) -> list[Step]:
-    """The stages of a problem as functions, in the order of the data flow: see `parity.reference.steps`."""
+    """The stages of a problem as functions, in the order of the data flow: see `parity.core.reference.steps`."""
     layer = _Layer(problem)
     if not problem.case.is_cached:
         return [layer.mask, layer.qkv, layer.scores, layer.attn_weights, layer.context, layer.output, layer.whole]

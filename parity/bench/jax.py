@@ -21,7 +21,7 @@ from parity.backends import load_into
 from parity.bench.keras import keras_layer
 from parity.bench.measure import OURS, Contender, Probe, large_enough
 from parity.bench.work import Inputs, Work
-from parity.layouts import LAYOUTS, from_canonical
+from parity.conversion.layouts import LAYOUTS, from_canonical
 
 NAMES = {
     "plain path": "mha_jax.scaled_dot_product_attention, ours, with every stage",

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from parity.layouts import LAYOUTS, from_canonical
-from parity.spec import AttentionSpec
-from parity.weights import Weights
+from parity.conversion.layouts import LAYOUTS, from_canonical
+from parity.core.spec import AttentionSpec
+from parity.core.weights import Weights
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from parity.bench import Bench, Row
 from parity.bench.measure import OURS
-from parity.report import begin_table
-from parity.weights import write_whole
+from parity.core.weights import write_whole
+from parity.reporting.console import begin_table
 
 TITLES = {"jax": "JAX", "torch": "torch", "": "Command line and files"}
 
@@ -101,7 +101,7 @@ def plot_growth(found: Bench, path: str | os.PathLike[str]) -> None:
         OSError: if the file cannot be written.
         ValueError: if there are no rows to draw, or the path does not fit.
     """
-    from parity.plot import check_destination
+    from parity.reporting.plot import check_destination
 
     check_destination(path)
     rows = [row for row in found.rows if row.group == "growth"]

@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from parity.spec import AttentionSpec
-from parity.weights import Weights, dtype_named, random_weights
+from parity.core.spec import AttentionSpec
+from parity.core.weights import Weights, dtype_named, random_weights
 
 GROUPS = ("cores", "layers", "decode", "memory", "import", "convert", "growth")
 DTYPES = ("float32", "bfloat16", "float16")

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.weights import safetensors_bytes, write_whole
+from parity.core.weights import safetensors_bytes, write_whole
 
 Weights = dict[str, np.ndarray]
 

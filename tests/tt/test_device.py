@@ -12,9 +12,9 @@ import mha_tt
 import parity
 from mha_tt import device as devices
 from mha_tt.device import round_up
-from parity.layouts.layout import from_canonical, to_canonical
-from parity.layouts.tables import LAYOUTS
-from parity.weights import pack_qkv
+from parity.conversion.layouts.layout import from_canonical, to_canonical
+from parity.conversion.layouts.tables import LAYOUTS
+from parity.core.weights import pack_qkv
 
 from .formulas import both_dtypes, every_dtype, module_of, rounded, rounded_weights
 

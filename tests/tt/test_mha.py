@@ -14,7 +14,7 @@ import ttnn
 import mha_tt
 import parity
 from mha_tt import device as devices
-from parity.problem import TEXTBOOK_INPUT, TEXTBOOK_OUTPUT, TEXTBOOK_WEIGHTS
+from parity.core.problem import TEXTBOOK_INPUT, TEXTBOOK_OUTPUT, TEXTBOOK_WEIGHTS
 
 from .formulas import (
     TOLERANCES,

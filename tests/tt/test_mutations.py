@@ -19,7 +19,7 @@ from mha_tt import cache_mha, device, fused, masks, mha, rope, stages
 from mha_tt.device import TILE, head_slots, round_up, upload
 from mha_tt.masks import MASKED, on_host
 from parity import CASES, AttentionSpec, Case, make_problem, run_cases
-from parity.selftest import planted
+from parity.diagnosis.selftest import planted
 
 from .formulas import IS_MOCK
 
@@ -336,7 +336,7 @@ CONTROLS = [(case.name, dtype) for case in MORE_CASES for dtype in BOTH]
 @pytest.fixture(autouse=True)
 def undiagnosed(monkeypatch):
     """Only the stage is asked for: the search for a cause takes longer than the case, and has tests of its own."""
-    monkeypatch.setattr("parity.run.DIAGNOSED", 0)
+    monkeypatch.setattr("parity.core.run.DIAGNOSED", 0)
 
 
 def override(monkeypatch: pytest.MonkeyPatch, mutation: Mutation) -> None:

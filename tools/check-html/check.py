@@ -96,7 +96,7 @@ def make_pages(folder: Path) -> None:
     """Write the three pages."""
     from pages import broken_softmax, hostile_report, page_of
 
-    from parity.html import html_page
+    from parity.reporting.html import html_page
 
     with broken_softmax():
         failed = page_of(["causal", "decode"], ["jax", "torch"])[2]

@@ -1,0 +1,1 @@
+"""Questions that an implementation's conventions answer."""

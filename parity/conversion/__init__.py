@@ -1,0 +1,1 @@
+"""Checkpoint layouts, and weights from one to another."""

@@ -1,0 +1,98 @@
+"""What lies beside the tensors of a model and tells of its heads: GGUF's own values, Hugging Face's config.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from parity.files import TensorFile
+from parity.files.tensor_file import parse_json
+
+HEADS = ("num_heads", "num_kv_heads", "head_dim", "rope_theta")
+
+MAX_CONFIG = 1 << 24  # bytes
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What lies beside the tensors of a model and tells of its heads.
+
+    Attributes:
+        heads: those of `HEADS` that it tells.
+        origin: what tells them.
+        not_carried: what it says of RoPE that a specification cannot: `rope_theta` is then left out of the heads.
+    """
+
+    heads: dict[str, Any] = field(default_factory=dict)
+    origin: str = ""
+    not_carried: tuple[str, ...] = ()
+
+
+def heads_beside(file: TensorFile) -> Beside:
+    """What a file that is no checkpoint of ours tells of the heads, and where; nothing where nothing does.
+
+    Who asks must see whether the shapes agree: a config.json may be that of another model.
+    """
+    if file.format == "gguf":
+        return _beside("GGUF", *_in_gguf(file))
+    path = Path(file.path)
+    config = (path if path.is_dir() else path.parent) / "config.json"
+    try:
+        if config.stat().st_size > MAX_CONFIG:
+            return Beside()
+        content = parse_json(config.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return Beside()
+    return _beside("config.json", *_in_config(content)) if isinstance(content, dict) else Beside()
+
+
+def _in_gguf(file: TensorFile) -> tuple[dict[str, Any], list[str]]:
+    values = file.metadata
+
+    def number(key: str, kind: type) -> Any:
+        try:
+            return kind(values[f"{values.get('general.architecture')}.{key}"])
+        except (KeyError, ValueError):
+            return None
+
+    head_dim, rotated = number("attention.key_length", int), number("rope.dimension_count", int)
+    heads, width = number("attention.head_count", int), number("embedding_length", int)
+    size = head_dim or (width // heads if heads and width else None)
+    scaling = {key: number(f"rope.{key}", str) for key in ("scaling.type", "scaling.factor", "scale_linear")}
+    not_carried = [f"rope.{key}={value}" for key, value in scaling.items() if value not in (None, "none", "1.0", "1")]
+    not_carried += ["rope_freqs.weight"] if "rope_freqs.weight" in file.infos else []  # a factor for each frequency
+    not_carried += [f"rope.dimension_count={rotated}"] if rotated not in (None, size) else []
+    found = {
+        "num_heads": heads,
+        "num_kv_heads": number("attention.head_count_kv", int),
+        "head_dim": head_dim,
+        "rope_theta": number("rope.freq_base", float),
+    }
+    return found, not_carried
+
+
+def _in_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    rope = config.get("rope_parameters")
+    rope = {**config, **rope} if isinstance(rope, dict) else config
+    # A specification can say neither of frequencies that are scaled, nor of features that are not rotated.
+    usual = {"rope_scaling": None, "rope_type": "default", "partial_rotary_factor": 1.0, "rotary_pct": 1.0}
+    not_carried = [f"{name}={rope[name]}" for name in usual if rope.get(name) not in (None, usual[name])]
+    found = {
+        "num_heads": config.get("num_attention_heads", config.get("n_head")),
+        "num_kv_heads": config.get("num_key_value_heads"),
+        "head_dim": config.get("head_dim"),
+        "rope_theta": rope.get("rope_theta"),
+    }
+    return found, not_carried
+
+
+def _beside(origin: str, told: Mapping[str, Any], not_carried: list[str]) -> Beside:
+    """Those heads that are numbers, if the most important one is."""
+    heads = {name: told[name] for name in HEADS[:3] if type(told[name]) is int and told[name] > 0}
+    theta = told["rope_theta"]
+    if type(theta) in (int, float) and 0 < theta < math.inf and not not_carried:
+        heads["rope_theta"] = float(theta)
+    return Beside(heads, origin, tuple(not_carried)) if "num_heads" in heads else Beside()

@@ -1,0 +1,82 @@
+"""Do two sets of weights hold the same attention? Both go through the reference, and every stage is compared."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from parity.core import reference
+from parity.core.compare import Comparison, compare, kept_dtype
+from parity.core.problem import Problem, make_problem
+from parity.core.run import run_steps
+from parity.core.spec import AttentionSpec, Case, unheld
+from parity.core.weights import Weights, is_floating
+
+
+def verify(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec) -> list[Comparison]:
+    """Compare two layers on probe inputs, stage by stage, in the narrower of their dtypes.
+
+    Args:
+        weights, spec: canonical weights and the layer.
+        other, other_spec: those that should be the same.
+
+    Returns:
+        A comparison for each stage, `other` being judged by `weights`.
+
+    Raises:
+        ValueError: if the layers differ in more than their weights.
+    """
+    mine, theirs = probe(weights, spec, other, other_spec)
+    dtype = mine.dtype
+    actual = run_steps(reference.steps(theirs, "float64"))
+    expected = run_steps(reference.steps(mine, "float64"))
+    with np.errstate(over="ignore", invalid="ignore"):
+        same_precision = run_steps(reference.steps(mine, dtype if dtype != "float64" else "float32"))
+    return [
+        compare(
+            actual[stage].astype(kept_dtype(stage, dtype)),
+            expected[stage].astype(kept_dtype(stage, dtype)).astype(np.float64),  # so that equal weights differ by 0
+            same_precision[stage],
+            case="verify",
+            backend="the other",
+            dtype=dtype,
+            stage=stage,
+        )
+        for stage in ("q", "k", "v", "scores", "attn_weights", "context", "output")
+    ]
+
+
+def probe(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec) -> tuple[Problem, Problem]:
+    """Probe inputs for two layers that should be the same, with the weights of each.
+
+    Raises:
+        ValueError: if the layers differ in more than their weights.
+    """
+    spec, other_spec = unheld(spec), unheld(other_spec)
+    if spec != other_spec:
+        told, differ = spec.keywords, other_spec.keywords
+        words = ", ".join(f"{name}={told[name]} and {differ[name]}" for name in told if told[name] != differ[name])
+        raise ValueError(f"the layers must be of one specification to be compared, got {words}")
+    case, dtype = probe_case("verify", spec), _narrower(weights, other)
+    return make_problem(case, dtype, weights), make_problem(case, dtype, other)
+
+
+def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None) -> Case:
+    """A few tokens for a layer: causal self-attention, or cross-attention where keys have another width."""
+    is_cross = spec.d_kv != spec.d_in
+    causal = not is_cross if is_causal is None else is_causal
+    return Case(name, spec, "probe inputs", seq_len=19, seq_len_k=23 if is_cross else None, is_causal=causal)
+
+
+def same_bits(weights: Weights, other: Weights) -> bool:
+    """Whether two sets of weights are equal in names, dtypes and every bit."""
+    return weights.keys() == other.keys() and all(
+        (array.dtype, array.shape, array.tobytes()) == (other[name].dtype, other[name].shape, other[name].tobytes())
+        for name, array in weights.items()
+    )
+
+
+def _narrower(*layers: Weights) -> str:
+    """The dtype with the fewest significant bits among those of the layers."""
+    order = ("bfloat16", "float16", "float32", "float64")
+    names = {array.dtype.name for weights in layers for array in weights.values() if is_floating(array.dtype)}
+    return min(names, key=order.index)

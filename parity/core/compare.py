@@ -1,0 +1,383 @@
+"""The verdict: how far an implementation is from float64, how far it may be, and where it is worst.
+
+Two correct implementations differ by their rounding, and how much that is depends on the case: 1e-7 with small random
+weights, 1e-2 with trained ones whose logits are large. So no fixed tolerance decides, but the case's own noise: a stage
+passes if its error against the float64 reference is at most `FACTOR` times the error of the same-precision reference,
+plus one unit of rounding. The idea is that of FlashAttention's tests, which allow a kernel twice the error of a plain
+implementation of the same precision (Dao-AILab/flash-attention#446).
+
+Where the reference is NaN, because the case has a NaN that the row may see, so must the implementation be; everywhere
+else it must be finite. The error is that of the elements where both are.
+
+The error is measured in two norms, and the worse ratio decides: the root mean square sees a small error everywhere,
+which the largest element would hide; the maximum sees one wrong element, which the mean would hide.
+
+Tenstorrent's hardware does not compute as IEEE 754 says ("tensix" in `reference.ARITHMETICS`). What it is allowed
+follows from documented facts: float32 enters the matrix engine as TF32, cut off and not rounded, sums are in float32,
+exponentials and reciprocals are approximations. It is expected to be enough, and has not been measured on a card yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from parity.core.spec import EXACT_STAGES, STAGES, stage_axes, stage_kind
+from parity.core.weights import dtype_named
+
+FACTOR = 4.0
+"""How many times the error of the same-precision reference is allowed (for a stage of few elements, see `factor`).
+
+Two correct implementations are not equally lucky. Over the case list and 60 random layers torch and JAX on a CPU need
+the part of it that `docs/parity.md` shows; `tests/test_compare.py` shows what it still sees.
+"""
+
+SAME_PRECISION = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float32"}
+"""The dtype of the same-precision reference. For float64 that is float32, its error scaled by the units of rounding."""
+
+NOTHING = {"rms": 0.0, "max": 0.0}
+"""What masks and lengths may be off by."""
+
+POSITIONS = 64
+"""How many places along the tokens a comparison tells apart."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One stage of one case, as an implementation computed it, against the float64 reference.
+
+    Attributes:
+        case, backend, dtype, stage: what was compared.
+        status: `passed` or `failed`.
+        error: distance from float64, in the norm that decides.
+        budget: what that distance may be.
+        ratio: error / budget; at most 1 passes. Infinite where nothing is allowed or nothing can be measured.
+        norm: the norm that decides, `rms` or `max`.
+        max_abs: largest absolute error.
+        max_ulp: largest error in units in the last place of the expected value, in the stage's dtype.
+        pcc: Pearson correlation. Shown because it is customary; it cannot see a wrong scale and decides nothing.
+        worst_index: place of the largest error, by axis letter.
+        worst_values: actual and expected value there.
+        mismatched, size: number of elements beyond the budget, and of all.
+        shape: of the expected array.
+        local_ratio: error / budget of the stage computed from the reference's own values of the stages before it: the
+            first stage where this exceeds 1 is the culprit. None where there is nothing before it.
+        reason: why it failed, in words.
+        by_position: largest error at each place along the tokens, as a share of what the maximum norm allows: of query
+            tokens where the stage has them, else of key tokens or slots; no more than `POSITIONS` runs of neighbours.
+            For pictures: it is not in the JSON.
+        against: what it was compared with, as the message says it.
+    """
+
+    case: str
+    backend: str
+    dtype: str
+    stage: str
+    status: str
+    error: float
+    budget: float
+    ratio: float
+    norm: str
+    max_abs: float
+    max_ulp: float
+    pcc: float | None
+    worst_index: dict[str, int]
+    worst_values: tuple[float, float] | None
+    mismatched: int
+    size: int
+    shape: tuple[int, ...]
+    local_ratio: float | None = None
+    reason: str = ""
+    by_position: tuple[float, ...] = ()
+    against: str = "the reference"
+
+    @property
+    def passed(self) -> bool:
+        """Whether the stage is within its budget, and its own step is too."""
+        return self.status == "passed"
+
+    @property
+    def is_culprit(self) -> bool:
+        """Whether this stage's own computation is wrong, whatever came before it."""
+        return not self.passed and (self.local_ratio is None or self.local_ratio > 1.0)
+
+    @property
+    def worse_ratio(self) -> float:
+        """The larger of error / budget as it really ran and of its own step alone."""
+        return max(self.ratio, self.local_ratio or 0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them: an infinity or NaN becomes null."""
+        return {name: finite(value) for name, value in asdict(self).items() if name != "by_position"}
+
+    def __str__(self) -> str:
+        axes = " ".join(axis_names(self.stage, len(self.shape)))
+        lines = [f"{self.case}/{self.stage}: {self.backend} differs from {self.against} ({self.dtype})"]
+        lines.append(f"  shape       ({axes}) = {self.shape}")
+        if self.size:
+            lines.append(f"  mismatched  {self.mismatched} / {self.size} ({self.mismatched / self.size:.1%})")
+        if self.worst_values is not None:
+            place = ", ".join(f"{axis.lower()}={index}" for axis, index in self.worst_index.items())
+            actual, expected = self.worst_values
+            lines.append(f"  worst       {self.max_abs:.2e} at ({place}): {actual:.6g}, expected {expected:.6g}")
+        lines.append(f"  allowed     {self.budget:.1e} ({self.norm}); the error is {self.error:.1e}")
+        if self.reason:
+            lines.append(f"  reason      {self.reason}")
+        return "\n".join(lines)
+
+
+def compare(
+    actual: np.ndarray,
+    expected: np.ndarray,
+    same_precision: np.ndarray,
+    *,
+    case: str,
+    backend: str,
+    dtype: str,
+    stage: str,
+    terms: np.ndarray | None = None,
+    arithmetic: str = "ieee",
+) -> Comparison:
+    """Judge one stage.
+
+    Args:
+        actual: what the implementation gives.
+        expected: the float64 reference.
+        same_precision: the reference in the dtype that `SAME_PRECISION` names, and in the arithmetic.
+        case, backend, dtype, stage: what is compared; the dtype is that of the inputs.
+        terms: size of the terms that the stage is a sum of, where they may cancel; the expected value when absent.
+        arithmetic: of the hardware, one of `reference.ARITHMETICS`.
+    """
+    about: dict[str, Any] = {"case": case, "backend": backend, "dtype": dtype, "stage": stage}
+    if actual.shape != expected.shape:  # NumPy would broadcast, and compare nonsense
+        return failure(expected, f"shape {actual.shape}, expected {expected.shape}", **about)
+    if actual.size == 0:
+        return failure(expected, "there are no elements to compare", **about)
+    if actual.dtype != kept_dtype(stage, dtype):
+        return failure(expected, f"dtype {actual.dtype}, expected {kept_dtype(stage, dtype)}", **about)
+    exact = stage_kind(stage) in EXACT_STAGES
+    expected = expected.astype(np.float64)
+    allowed = NOTHING if exact else budget(expected, same_precision, dtype, terms, arithmetic)
+    ulps_of = "float32" if exact else kept_dtype(stage, dtype).name
+    return measure(actual, expected, allowed, **about, ulps_of=ulps_of)
+
+
+def measure(
+    actual: np.ndarray,
+    expected: np.ndarray,
+    allowed: Mapping[str, float],
+    *,
+    case: str,
+    backend: str,
+    dtype: str,
+    stage: str,
+    ulps_of: str,
+) -> Comparison:
+    """How far an array is from another of its shape, and whether that is more than allowed in one of the norms.
+
+    Args:
+        actual, expected: at least one element. Where one is NaN and the other is not, the error is infinite.
+        allowed: by norm, `rms` and `max`.
+        case, backend, dtype, stage: what is compared.
+        ulps_of: name of the dtype whose units in the last place are counted.
+    """
+    actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
+    errors = errors_of(actual, expected)
+    measured = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
+    ratios = {norm: share(measured[norm], allowed[norm]) for norm in measured}
+    norm = max(ratios, key=ratios.__getitem__)
+    worst = np.unravel_index(int(errors.argmax()), errors.shape)
+    with np.errstate(over="ignore"):  # an error beside an expected 0 may be beyond counting
+        ulps = errors / _spacing(np.nan_to_num(expected), ulps_of)
+    return Comparison(
+        case=case,
+        backend=backend,
+        dtype=dtype,
+        stage=stage,
+        status="passed" if ratios[norm] <= 1.0 else "failed",
+        error=measured[norm],
+        budget=allowed[norm],
+        ratio=ratios[norm],
+        norm=norm,
+        max_abs=measured["max"],
+        max_ulp=float(ulps.max()),
+        pcc=_correlation(actual, expected),
+        worst_index=dict(zip(axis_names(stage, errors.ndim), map(int, worst), strict=True)),
+        worst_values=(float(actual[worst]), float(expected[worst])),
+        mismatched=int(np.count_nonzero(errors > allowed["max"])),
+        size=actual.size,
+        shape=actual.shape,
+        reason=_what_is_not_finite(actual, expected),
+        by_position=_by_position(errors, allowed["max"], stage),
+    )
+
+
+def errors_of(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Absolute errors in float64: 0 where both are NaN, infinity where one is NaN or infinite and the other is not."""
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        errors = np.abs(actual - expected)
+    return np.where(np.isnan(errors), np.where(np.isnan(actual) & np.isnan(expected), 0.0, np.inf), errors)
+
+
+def whole_rows(x: np.ndarray, stage: str) -> np.ndarray:
+    """Attention weights with NaN in all of a row that has one: beside it a masked key may weigh 0 or NaN."""
+    if not stage_kind(stage).endswith("attn_weights") or x.ndim == 0:
+        return x
+    return np.where((x == 0) & np.isnan(x).any(axis=-1, keepdims=True), np.full_like(x, np.nan), x)
+
+
+def norms_of(x: np.ndarray, counted: np.ndarray) -> dict[str, float]:
+    """Root mean square and largest absolute value of the elements that count; 0 of none."""
+    values = np.abs(x[counted], dtype=np.float64)
+    return {"rms": float(np.sqrt(np.mean(values**2))) if values.size else 0.0, "max": float(values.max(initial=0.0))}
+
+
+def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
+    """What is NaN or infinite where it should not be, or finite where it should be NaN, in words; nothing if all is."""
+    lost = np.isnan(expected)
+    swallowed, leaked = np.count_nonzero(lost & ~np.isnan(actual)), np.count_nonzero(~lost & ~np.isfinite(actual))
+    reasons = [f"{swallowed} elements are not NaN where the reference is"] if swallowed else []
+    where = " where the reference is finite" if lost.any() else ""
+    reasons += [f"{leaked} elements are NaN or infinite{where}"] if leaked else []
+    return ", ".join(reasons)
+
+
+def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
+    """The letters of a stage's axes; `axis0`, `axis1`, … of a stage that is not known here or has other axes."""
+    is_known = stage_kind(stage) in STAGES or "grad." in stage or stage.endswith(("weight", "bias"))
+    letters = stage_axes(stage) if is_known else ()
+    return letters if len(letters) == ndim else tuple(f"axis{axis}" for axis in range(ndim))
+
+
+def kept_dtype(stage: str, dtype: str) -> np.dtype:
+    """The dtype in which implementations keep a stage: that of the inputs, but scores in at least float32."""
+    kind = stage_kind(stage)
+    if kind in EXACT_STAGES:
+        return np.dtype(bool if kind == "mask" else np.int32)
+    return dtype_named("float32" if kind == "scores" and dtype != "float64" else dtype)
+
+
+def budget(
+    expected: np.ndarray,
+    same_precision: np.ndarray,
+    dtype: str,
+    terms: np.ndarray | None = None,
+    arithmetic: str = "ieee",
+    same_dtype: str | None = None,
+) -> dict[str, float]:
+    """How far a stage may be from float64, by norm: some multiple of the same-precision reference's error, and a floor.
+
+    The floor is one unit of rounding of the stage's scale, for a reference that happens to be exact. `same_dtype` is
+    what the same-precision reference was computed in; what `SAME_PRECISION` names when absent.
+    """
+    shrink = unit_of_rounding(dtype) / unit_of_rounding(same_dtype or SAME_PRECISION[dtype])
+    known = ~np.isnan(expected)  # what must be NaN has no budget
+    terms = expected if terms is None else terms
+    scale, noise = norms_of(terms, known), norms_of(same_precision.astype(np.float64) - expected, known)
+    times, least = factor(int(known.sum()) or 1), floor(dtype, arithmetic)
+    return {norm: times * shrink * noise[norm] + least * scale[norm] for norm in noise}
+
+
+def factor(size: int) -> float:
+    """How many times the noise is allowed: `FACTOR`, and more where few elements make a poor estimate of the noise."""
+    return FACTOR * (1.0 + 4.0 / size)
+
+
+def floor(dtype: str, arithmetic: str = "ieee") -> float:
+    """The part of a budget that does not depend on the noise, relative to the stage's scale.
+
+    Of Tenstorrent's hardware it is the most that one value loses on its way: TF32 cuts off up to 2^-10 of it, bfloat16
+    rounds by up to 2^-8. The softmax needs it too: its reciprocal is an approximation, whose bfloat16 rows are said to
+    sum to 0.994 (tenstorrent/tt-metal#52045).
+    """
+    if arithmetic == "tensix":
+        return 2.0**-8 if dtype == "bfloat16" else 2.0**-10
+    return unit_of_rounding("float64" if dtype == "float64" else "float32")
+
+
+def unit_of_rounding(dtype: str) -> float:
+    """Distance from 1 to the next number of a dtype."""
+    return float(ml_dtypes.finfo(dtype_named(dtype)).eps)
+
+
+def first_difference(comparisons: Iterable[Comparison]) -> Comparison | None:
+    """The place to start looking: the first stage whose own computation is wrong, else the first that differs."""
+    failed = [comparison for comparison in comparisons if not comparison.passed]
+    return next((comparison for comparison in failed if comparison.is_culprit), failed[0] if failed else None)
+
+
+def failure(expected: np.ndarray, reason: str, *, case: str, backend: str, dtype: str, stage: str) -> Comparison:
+    """A stage that cannot be measured, and so fails."""
+    return Comparison(
+        case=case,
+        backend=backend,
+        dtype=dtype,
+        stage=stage,
+        status="failed",
+        error=math.inf,
+        budget=0.0,
+        ratio=math.inf,
+        norm="max",
+        max_abs=math.inf,
+        max_ulp=math.inf,
+        pcc=None,
+        worst_index={},
+        worst_values=None,
+        mismatched=expected.size,
+        size=expected.size,
+        shape=expected.shape,
+        reason=reason,
+    )
+
+
+def share(error: float, allowed: float) -> float:
+    """The part of what is allowed that an error takes: 0 for none, infinity where nothing is allowed."""
+    if error == 0.0:
+        return 0.0
+    return error / allowed if allowed > 0.0 and math.isfinite(allowed) else math.inf
+
+
+def _by_position(errors: np.ndarray, allowed: float, stage: str) -> tuple[float, ...]:
+    """The largest error at each token, or in each run of neighbouring tokens, as a share of what is allowed."""
+    axes = axis_names(stage, errors.ndim)
+    along = next((axes.index(letter) for letter in "TS" if letter in axes), None)
+    if along is None:
+        return ()
+    largest = np.moveaxis(errors, along, 0).reshape(errors.shape[along], -1).max(axis=1)
+    if largest.size > POSITIONS:
+        largest = np.maximum.reduceat(largest, np.arange(POSITIONS) * largest.size // POSITIONS)
+    return tuple(share(float(error), allowed) for error in largest)
+
+
+def _spacing(expected: np.ndarray, dtype: str) -> np.ndarray:
+    """Distance between neighbouring numbers of a dtype at the expected values."""
+    info = ml_dtypes.finfo(dtype_named(dtype))
+    exponents = np.floor(np.log2(np.maximum(np.abs(expected), float(info.smallest_normal))))
+    return np.exp2(exponents) * float(info.eps)
+
+
+def _correlation(actual: np.ndarray, expected: np.ndarray) -> float | None:
+    known = ~np.isnan(expected)
+    actual, expected = actual[known], expected[known]
+    if not (actual.size and np.isfinite(actual).all()):
+        return None
+    x, y = actual - actual.mean(), expected - expected.mean()
+    norms = math.sqrt((x**2).sum() * (y**2).sum())
+    return float((x * y).sum() / norms) if norms > 0.0 else None
+
+
+def finite(value: Any) -> Any:
+    """The value as JSON takes it, and all that is in it: an infinity or NaN becomes null, a tuple a list."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, (tuple, list)):
+        return [finite(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: finite(item) for name, item in value.items()}
+    return value

@@ -1,0 +1,169 @@
+"""A case made concrete: its weights and inputs, rounded to a dtype, the same arrays in every environment."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from parity import pretrained
+from parity.core.arrays import to_numpy_by_name
+from parity.core.spec import DTYPES, AttentionSpec, Case, case_named
+from parity.core.weights import Weights, dtype_named, load_tensors, random_weights, weight_shapes
+
+# torch.manual_seed(123), then nn.Linear(3, 4, bias=False) three times: the weights of query, key and value.
+TEXTBOOK_WEIGHTS = {
+    "q_proj.weight": [
+        [-0.23542964458465576, 0.019124476239085197, -0.28674593567848206],
+        [0.21772661805152893, -0.491934210062027, 0.423223078250885],
+        [-0.4196414053440094, -0.45901766419410706, -0.3648201823234558],
+        [0.2614781856536865, -0.21332639455795288, 0.21605217456817627],
+    ],
+    "k_proj.weight": [
+        [-0.49001413583755493, -0.35029205679893494, -0.21198919415473938],
+        [-0.1134607195854187, -0.440439373254776, 0.37804362177848816],
+        [-0.13615716993808746, 0.1853223294019699, 0.4082694947719574],
+        [0.107563816010952, 0.1578768491744995, 0.5572923421859741],
+    ],
+    "v_proj.weight": [
+        [-0.26039040088653564, 0.18287640810012817, -0.2568724453449249],
+        [0.4126031696796417, 0.46110451221466064, -0.5323009490966797],
+        [0.4928526282310486, 0.27569305896759033, 0.25159022212028503],
+        [0.237680584192276, 0.4799507260322571, -0.07623306661844254],
+    ],
+}
+TEXTBOOK_INPUT = [
+    [0.43, 0.15, 0.89],
+    [0.55, 0.87, 0.66],
+    [0.57, 0.85, 0.64],
+    [0.22, 0.58, 0.33],
+    [0.77, 0.25, 0.10],
+    [0.05, 0.80, 0.55],
+]
+TEXTBOOK_OUTPUT = [
+    [-0.3132, -0.2272, 0.4772, 0.1063],
+    [-0.2308, 0.0329, 0.5764, 0.3007],
+    [-0.2059, 0.1190, 0.6097, 0.3654],
+    [-0.1642, 0.1340, 0.5431, 0.3503],
+    [-0.1689, 0.1794, 0.5296, 0.3389],
+    [-0.1407, 0.1699, 0.5040, 0.3403],
+]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case, a dtype, and the arrays: what every implementation is given.
+
+    Attributes:
+        case: where it comes from.
+        dtype: of weights and inputs, by name.
+        weights: canonical weights.
+        inputs: `query` (B, T, d_in); `key` (B, S, d_kv), which is also the value, for cross-attention; `bias`
+            (B, N, T, S) and `mask` (B, N, T, S) where the case has them; `cotangent`, in the shape of the output.
+    """
+
+    case: Case
+    dtype: str
+    weights: Weights
+    inputs: dict[str, np.ndarray]
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The layer."""
+        return self.case.spec
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of all arrays: two environments that agree on it were given the same."""
+        sha256 = hashlib.sha256()
+        for name, array in sorted({**self.weights, **self.inputs}.items()):
+            sha256.update(f"{name} {array.dtype} {array.shape}".encode())
+            sha256.update(np.ascontiguousarray(array).tobytes())
+        return sha256.hexdigest()
+
+    def step_input(self, step: int) -> np.ndarray:
+        """The tokens that the call of that index appends, (B, chunk, d_in)."""
+        start = sum(self.case.chunks[:step])
+        return self.inputs["query"][:, start : start + self.case.chunks[step]]
+
+
+def make_problem(case: Case | str, dtype: str, weights: Mapping[str, Any] | None = None) -> Problem:
+    """The weights and inputs of a case, drawn from its name or read from its trained layer, and rounded to a dtype.
+
+    Args:
+        case: the case, or the name of one: of `CASES`, or `random-N`.
+        dtype: name of a floating-point dtype, one of `DTYPES`.
+        weights: canonical weights, as arrays of any framework, to take instead of the case's own.
+
+    Raises:
+        TypeError: if the case is neither a case nor a name.
+        ValueError: if there is no case or dtype of that name.
+    """
+    if isinstance(case, str):
+        case = case_named(case)
+    if not isinstance(case, Case):
+        raise TypeError(f"case must be a parity.Case or the name of one, got {type(case).__name__}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {list(DTYPES)}, got dtype={dtype!r}")
+    spec = case.spec
+    seed = [zlib.crc32(case.name.encode())]
+    rng = np.random.default_rng(seed)
+    inputs = {"query": _draw(rng, (case.batch, case.seq_len, spec.d_in))}
+    if case.seq_len_k is not None:
+        inputs["key"] = _draw(rng, (case.batch, case.seq_len_k, spec.d_kv))
+    if case.bias:
+        inputs["bias"] = _draw(rng, (case.batch, spec.num_heads, case.seq_len, case.key_len))
+    if case.random_mask:
+        mask = rng.random((case.batch, spec.num_heads, case.seq_len, case.key_len)) < 0.4
+        mask[np.arange(case.batch), :, rng.integers(0, case.seq_len, case.batch)] = True  # one empty row each
+        inputs["mask"] = mask
+    inputs["cotangent"] = _draw(rng, (case.batch, case.seq_len, spec.output_width))
+    if weights is None:
+        weights = random_weights(spec, [1, *seed])
+        if case.trained is not None:
+            tensors, _ = load_tensors(pretrained.path(case.trained))
+            weights = {name: tensors[name] for name in weight_shapes(spec)}
+            inputs |= {name: tensors[f"inputs.{name}"] for name in ("query", "key") if f"inputs.{name}" in tensors}
+        elif case.name == "textbook":
+            weights = {name: np.array(rows, np.float32) for name, rows in TEXTBOOK_WEIGHTS.items()}
+            inputs["query"] = np.array([TEXTBOOK_INPUT] * case.batch, np.float32)
+        for name in weights:
+            if name.startswith(("q_proj", "k_proj")):
+                weights[name] = weights[name] * np.float32(case.gain**0.5)
+    target = dtype_named(dtype)
+    inputs = {name: x if x.dtype == np.bool_ else x.astype(target) for name, x in inputs.items()}
+    if case.not_finite:
+        tokens = inputs["query" if case.seq_len_k is None else "key"]
+        tokens[nan_tokens(case)] = np.nan
+    if case.strided:
+        inputs |= {name: _strided(inputs[name]) for name in ("query", "key") if name in inputs}
+    weights = {name: weight.astype(target) for name, weight in to_numpy_by_name(weights).items()}
+    return Problem(case, dtype, weights, inputs)
+
+
+def nan_tokens(case: Case) -> np.ndarray:
+    """Which tokens of a case are NaN, (B, S)."""
+    is_nan = np.zeros((case.batch, case.key_len), bool)
+    if case.not_finite == "visible":
+        is_nan[-1, case.key_len // 2] = True
+    elif case.not_finite == "hidden" and case.is_cached:
+        for step, chunk in enumerate(case.chunks):
+            start = sum(case.chunks[:step])
+            is_nan[:, start : start + chunk] = np.arange(chunk) >= np.array(case.added(step))[:, None]
+    elif case.not_finite == "hidden":
+        is_nan[:] = np.arange(case.key_len) >= np.array(case.key_padding_lengths)[:, None]
+    return is_nan
+
+
+def _draw(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def _strided(x: np.ndarray) -> np.ndarray:
+    """The same values, with the first and the last axis exchanged in memory."""
+    return np.ascontiguousarray(x.swapaxes(0, -1)).swapaxes(0, -1)

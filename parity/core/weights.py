@@ -1,0 +1,275 @@
+"""Canonical weights: their names and shapes, random ones, and safetensors files that are written whole or not at all.
+
+Canonical weights are a dict of NumPy arrays by name: `q_proj.weight` (N*H, d_in), `q_proj.bias` (N*H,), `k_proj.weight`
+(K*H, d_kv) … `out_proj.weight` (E, N*H): torch's (out, in), heads outermost in `out`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from parity.core.arrays import to_numpy_by_name
+from parity.core.spec import AttentionSpec
+from parity.files import TensorInfo
+from parity.files.reading import SUFFIXES, open_file
+from parity.files.safetensors import header
+from parity.files.target import refuse_other_file, scratch_beside
+
+Weights = dict[str, np.ndarray]
+
+FORMAT = "1"  # of the files; raised when a reader of the old one could misread the new one
+
+CHUNK = 1 << 16  # numbers that are looked at at once, which a cache holds
+
+
+def dtype_named(name: str) -> np.dtype:
+    """The NumPy dtype of that name, bfloat16 among them."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def is_floating(dtype: np.dtype) -> bool:
+    """Whether a dtype holds floating-point numbers, bfloat16 among them."""
+    return np.issubdtype(dtype, np.floating) or dtype == ml_dtypes.bfloat16
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Whether there is neither NaN nor infinity. It needs no memory to speak of."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    infinity = {"bfloat16": 0x7F80, "float16": 0x7C00}.get(array.dtype.name)
+    if infinity is None:
+        return all(np.isfinite(flat[i : i + CHUNK]).all() for i in range(0, flat.size, CHUNK))
+    bits = flat.view(np.uint16)  # NumPy is slow with these dtypes
+    return all((bits[i : i + CHUNK] & 0x7FFF).max() < infinity for i in range(0, bits.size, CHUNK))
+
+
+def weight_shapes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
+    """The canonical names of a layer's weights and their shapes, in order."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    widths = {"q_proj": (spec.q_width, spec.d_in), "k_proj": (spec.kv_width, spec.d_kv)}
+    widths["v_proj"] = widths["k_proj"]
+    if spec.out_proj:
+        widths["out_proj"] = (spec.d_model, spec.q_width)
+    for name, shape in widths.items():
+        shapes[f"{name}.weight"] = shape
+        if spec.out_bias if name == "out_proj" else spec.qkv_bias:
+            shapes[f"{name}.bias"] = shape[:1]
+    return shapes
+
+
+def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
+    """Xavier-uniform weights and, so that a lost bias shows, biases between -1/2 and 1/2; float32.
+
+    Args:
+        spec: the layer.
+        seed: the same seed gives the same weights on every machine.
+    """
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in weight_shapes(spec).items():
+        limit = 0.5 if len(shape) == 1 else np.sqrt(6.0 / sum(shape))
+        weights[name] = (limit * (2.0 * rng.random(shape) - 1.0)).astype(np.float32)
+    return weights
+
+
+def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> Weights:
+    """Refuse weights that are not exactly those of the layer.
+
+    Args:
+        weights: canonical weights, as arrays of any framework: see `parity.to_numpy`.
+        spec: the layer.
+
+    Returns:
+        The weights as NumPy arrays.
+
+    Raises:
+        TypeError: if an entry is not a floating-point array, or the dtypes differ.
+        ValueError: if names are missing or unexpected, a shape is another one, or a value is not finite.
+    """
+    weights, shapes = to_numpy_by_name(weights), weight_shapes(spec)
+    missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
+    if missing or unexpected:
+        raise ValueError(f"weights must have exactly the names of the spec, missing {missing}, unexpected {unexpected}")
+    dtypes = set()
+    for name, shape in shapes.items():
+        weight = weights[name]
+        if not is_floating(weight.dtype):
+            raise TypeError(f"{name} must be a floating-point array, got {name}.dtype={weight.dtype}")
+        if weight.shape != shape:
+            hint = "; it looks transposed" if weight.shape == shape[::-1] else ""
+            raise ValueError(f"{name} must have shape {shape}, got {name}.shape={weight.shape}{hint}")
+        if not is_finite(weight):
+            raise ValueError(f"{name} must be finite, got {np.count_nonzero(~np.isfinite(weight))} NaN or infinities")
+        dtypes.add(weight.dtype.name)
+    if len(dtypes) > 1:
+        raise TypeError(f"weights must have one dtype, got {sorted(dtypes)}")
+    return weights
+
+
+def check_held(names: Iterable[str], spec: AttentionSpec) -> None:
+    """Refuse a module that holds other weights than those of its specification, by their canonical names.
+
+    Raises:
+        ValueError: if names are missing or unexpected.
+    """
+    fused = {f"{each}_proj": "qkv_proj" for each in "qkv"} if spec.fused_qkv else {}
+    parts = (name.split(".") for name in weight_shapes(spec))
+    wanted, held = {f"{fused.get(projection, projection)}.{leaf}" for projection, leaf in parts}, set(names)
+    missing, unexpected = sorted(wanted - held), sorted(held - wanted)
+    if missing or unexpected:
+        wrapped = "; a projection that is wrapped, as by LoRA, must be merged first" if missing and unexpected else ""
+        raise ValueError(
+            f"module must hold exactly the weights of its spec, missing {missing}, unexpected {unexpected}{wrapped}"
+        )
+
+
+def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Write arrays to a safetensors file: whole and verified, or not at all.
+
+    The bytes depend on nothing but the arguments. They are written to a temporary file beside `path`, read back,
+    compared, and only then moved into place; a file that was there before stays until that moment. A safetensors file
+    is replaced, a file of another format is not.
+
+    Args:
+        path: file to write; its suffix must not be that of another format.
+        tensors: arrays by name, of any framework and memory order.
+        metadata: text by name, kept in the file's header.
+
+    Raises:
+        OSError: if the file cannot be written, or what is read back is not what was written.
+        TypeError: if an entry is not an array.
+        ValueError: if the suffix, or the file that is there, is of another format.
+    """
+    tensors = to_numpy_by_name(tensors)
+    kind = SUFFIXES.get(Path(path).suffix.lower(), "safetensors")
+    if kind != "safetensors":
+        raise ValueError(f"{path} must end in .safetensors, the only format written here, got that of {kind}")
+    refuse_other_file(path, kind)
+
+    def verify(written: Path) -> None:
+        found, _ = load_tensors(written)
+        for name, tensor in tensors.items():
+            read = found[name]
+            if (read.dtype, read.shape, read.tobytes()) != (tensor.dtype, tensor.shape, tensor.tobytes()):
+                raise OSError(f"{path} must read back as it was written, {name} does not")
+
+    write_whole(path, safetensors_bytes(tensors, metadata), verify)
+
+
+def safetensors_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file that depends on nothing but its content, whatever the arrays' order in memory.
+
+    (The library writes wrong values for arrays that are not contiguous, huggingface/safetensors#825, and its header in
+    an order that varies from run to run.)
+    """
+    infos = {name: TensorInfo.of(tensor.shape, tensor.dtype) for name, tensor in sorted(tensors.items())}
+    head, order = header(infos, metadata)
+    return head + b"".join(tensors[name].tobytes() for name in order)
+
+
+def write_whole(
+    path: str | os.PathLike[str], data: bytes, verify: Callable[[Path], None] = lambda written: None
+) -> None:
+    """Write a file whole or not at all: under another name beside it, and moved into place once it is on the disk.
+
+    Args:
+        path: file to write; one that was there before stays until the last moment.
+        data: its content.
+        verify: called with the written file before it is moved; an error it raises leaves all as it was.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe, which nothing can be moved onto
+        Path(path).write_bytes(data)
+        return
+    path = Path(os.path.realpath(path))  # the file that a link leads to, not the link
+    with scratch_beside(path) as scratch:
+        written = scratch / path.name
+        with written.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        verify(written)
+        written.replace(path)
+
+
+def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Read a safetensors file: its arrays, bfloat16 among them, and its metadata.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is no safetensors file, is cut off, or holds a dtype that no NumPy array has.
+    """
+    with open_file(Path(path), "safetensors") as file:
+        return {name: file.read(name) for name in file.infos}, file.metadata
+
+
+def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Any], spec: AttentionSpec) -> None:
+    """Write canonical weights and their specification to a safetensors file, whole or not at all.
+
+    `parity.save` writes other formats, too.
+
+    Raises:
+        OSError: if the file cannot be written.
+        TypeError, ValueError: if the weights are not those of the spec, or the path is one that `save_tensors` refuses.
+    """
+    save_tensors(path, check_weights(weights, spec), {"format": FORMAT, "spec": spec.to_json()})
+
+
+def load_weights(path: str | os.PathLike[str]) -> tuple[Weights, AttentionSpec]:
+    """Read canonical weights and their specification.
+
+    Raises:
+        OSError: if the file cannot be read.
+        TypeError, ValueError: if it is not a whole file of canonical weights that fit their specification.
+    """
+    tensors, metadata = load_tensors(path)
+    spec = read_spec(path, metadata)
+    check_weights(tensors, spec)
+    return tensors, spec
+
+
+def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> AttentionSpec:
+    """The specification in a file's metadata.
+
+    Raises:
+        ValueError: if there is none, or the file is of another format.
+    """
+    if metadata.get("format") != FORMAT or "spec" not in metadata:
+        raise ValueError(
+            f"{path} must hold a spec in format {FORMAT} in its metadata, got format={metadata.get('format')} "
+            f"and {sorted(metadata)}"
+        )
+    try:
+        return AttentionSpec.from_json(metadata["spec"])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must hold a valid spec: {error}") from None
+
+
+def pack_qkv(weights: Mapping[str, np.ndarray]) -> Weights:
+    """Canonical weights with q_proj, k_proj and v_proj stacked into one qkv_proj, as a fused module holds them."""
+    packed = {}
+    for leaf in ("weight", "bias"):
+        if f"q_proj.{leaf}" in weights:
+            packed[f"qkv_proj.{leaf}"] = np.concatenate([weights[f"{name}_proj.{leaf}"] for name in "qkv"])
+    return packed | {name: weight for name, weight in weights.items() if name.startswith("out_proj")}
+
+
+def unpack_qkv(packed: Mapping[str, np.ndarray], spec: AttentionSpec) -> Weights:
+    """Canonical weights from those of a fused module: the inverse of `pack_qkv`."""
+    weights = {}
+    for name in weight_shapes(spec):
+        projection, leaf = name.split(".")
+        if projection == "out_proj":
+            weights[name] = packed[name]
+        else:
+            ends = np.cumsum([spec.q_width, spec.kv_width])
+            parts = np.split(packed[f"qkv_proj.{leaf}"], ends)
+            weights[name] = np.ascontiguousarray(parts["qkv".index(projection[0])])
+    return weights

@@ -1,0 +1,1 @@
+"""Why two implementations differ: the known mistakes, and the search among them."""

@@ -1,0 +1,59 @@
+"""The known mistakes of attention layers: a record each, by family, both of its halves side by side.
+
+`parity.diagnose` asks which of them, made in the reference, gives what an implementation gave. `mha-parity selftest`
+makes each in the siblings, where it must be seen, and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from parity.core.problem import Problem
+from parity.core.reference import Arithmetic, Layer
+from parity.core.spec import Case
+from parity.core.weights import dtype_named
+from parity.diagnosis.mistakes import caches, heads, masks, rope, scores, weights
+from parity.diagnosis.mistakes.heads import permuted_heads
+from parity.diagnosis.mistakes.record import Mistake, Override, Plan
+from parity.diagnosis.mistakes.scores import PRECISIONS
+
+__all__ = ["PRECISIONS", "Mistake", "Override", "Plan", "mistakes_for", "permuted_heads", "wrong_layer"]
+
+GROUPS = (
+    scores.not_finite,
+    weights.transposed,
+    weights.swapped,
+    rope.turned_otherwise,
+    rope.other_theta,
+    weights.fused_qkv,
+    heads.shared,
+    heads.split_or_combined,
+    heads.reordered,
+    masks.used_or_made,
+    masks.causal,
+    masks.padding,
+    masks.window,
+    scores.scale,
+    scores.bias,
+    scores.softmax_axis,
+    masks.after_softmax,
+    weights.no_out_proj,
+    weights.missing_biases,
+    caches.caches,
+)
+
+
+def mistakes_for(case: Case) -> list[Mistake]:
+    """Every mistake that could be in a case, in an order in which the more usual come first."""
+    return [mistake for group in GROUPS for mistake in group(case)]
+
+
+def wrong_layer(problem: Problem, dtype: str, mistakes: Sequence[Mistake], arithmetic: str = "ieee") -> Layer:
+    """The reference with mistakes in it, the first of them outermost, computed in a dtype and an arithmetic."""
+    layer = Layer(problem, Arithmetic(dtype_named(dtype), arithmetic))
+    for mistake in reversed(mistakes):
+        for method, override in mistake.in_reference.items():
+            # An attribute of this one layer hides the method of all.
+            vars(layer)[method] = partial(override, layer, getattr(layer, method))
+    return layer

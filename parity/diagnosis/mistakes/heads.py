@@ -1,0 +1,127 @@
+"""Mistakes in how heads are split, shared, ordered and combined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from parity.core.reference import Layer, Values
+from parity.core.spec import Case
+from parity.diagnosis.mistakes.record import Mistake, Plan, breaking, instead
+
+
+def shared(case: Case) -> Iterator[Mistake]:
+    num_heads, num_kv_heads = case.spec.num_heads, case.spec.num_kv_heads
+    if 1 < num_kv_heads < num_heads:
+        yield Mistake(
+            "kv-heads-tiled",
+            "key/value heads are tiled (0 1 0 1) and not repeated (0 0 1 1)",
+            "let query head n use key/value head n // (N // K): repeat, not tile",
+            "grouped-heads",
+            ("scores",),
+            {"per_query_head": instead(lambda x: x[:, np.arange(num_heads) % num_kv_heads])},
+            breaking(repeat_kv_heads=instead(lambda x, n: x[:, np.arange(n) % x.shape[1]])),
+        )
+
+
+def split_or_combined(case: Case) -> Iterator[Mistake]:
+    size = case.spec.head_dim
+    if case.spec.num_heads == 1:
+        return
+    yield Mistake(
+        "heads-innermost",
+        "the width is split into (H, N) and not (N, H)",
+        "split heads outermost: reshape to (B, T, N, H), then move N before T",
+        "head-order",
+        ("q", "k"),
+        {"split_heads": instead(lambda x: x.reshape(*x.shape[:2], size, -1).transpose(0, 3, 1, 2))},
+        breaking(split_heads=instead(lambda x, n: x.reshape(*x.shape[:2], -1, n).swapaxes(1, 3).swapaxes(2, 3))),
+    )
+    yield Mistake(
+        "heads-not-moved",
+        "heads are split by a reshape to (B, N, T, H) that does not move them before the tokens",
+        "reshape to (B, T, N, H), then exchange the middle axes",
+        "head-order",
+        ("q", "k"),
+        {"split_heads": instead(lambda x: x.reshape(x.shape[0], -1, x.shape[1], size))},
+        breaking(split_heads=instead(lambda x, n: x.reshape(x.shape[0], n, x.shape[1], -1))),
+    )
+    yield Mistake(
+        "heads-combined-innermost",
+        "the heads are combined as (H, N) and not (N, H)",
+        "combine heads outermost: move N behind T, then reshape to (B, T, N * H)",
+        "head-order",
+        ("output",),
+        {"combine_heads": instead(lambda x: x.transpose(0, 2, 3, 1).reshape(x.shape[0], x.shape[2], -1))},
+        breaking(
+            combine_heads=instead(lambda x: x.swapaxes(1, 3).swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)),
+        ),
+    )
+    yield Mistake(
+        "heads-not-moved-back",
+        "heads are combined by a reshape that does not move them behind the tokens",
+        "exchange the middle axes, then reshape to (B, T, N * H)",
+        "head-order",
+        ("output",),
+        {"combine_heads": instead(lambda x: x.reshape(x.shape[0], x.shape[2], -1))},
+        breaking(combine_heads=instead(lambda x: x.reshape(x.shape[0], x.shape[2], -1))),
+    )
+
+
+def reordered(case: Case) -> Iterator[Mistake]:
+    spec = case.spec
+    if spec.num_heads == 1:
+        return
+    for name, count in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
+        heads = np.arange(count)
+        if count > 1:
+            yield _reordered(name, "reversed", "reversed", heads[::-1], plant=lambda x: x[::-1].copy())
+        if count > 2:  # of two it is the same as reversed
+            yield _reordered(name, "rolled", "rolled", np.roll(heads, 1), plant=lambda x: np.roll(x, 1))
+
+
+def permuted_heads(expected: Values, observed: Values) -> list[Mistake]:
+    """The heads of q, k or v in whatever order they were observed in, where that is an order at all.
+
+    They are only searched for: what to plant is known once it was observed.
+
+    Args:
+        expected, observed: stages by name; of steps with a cache the first is looked at.
+    """
+    found = []
+    for name in "qkv":
+        stage = next((stage for stage in (name, f"step0.{name}") if stage in observed), None)
+        if stage is None or expected[stage].shape[1] < 3:  # of two heads the one other order is known by name
+            continue
+        right, seen = (values[stage].astype(np.float64).swapaxes(0, 1) for values in (expected, observed))
+        order = np.array([int(((right - head) ** 2).sum(axis=(1, 2, 3)).argmin()) for head in seen])
+        known = (np.arange(len(order)), np.arange(len(order))[::-1], np.roll(np.arange(len(order)), 1))
+        if len(set(order)) == len(order) and not any(np.array_equal(order, each) for each in known):
+            found.append(_reordered(name, "permuted", f"in the order {' '.join(map(str, order))}", order))
+    return found
+
+
+def _reordered(name: str, word: str, about: str, order: np.ndarray, plant: Any = None) -> Mistake:
+    """The heads of q, k or v in another order; what plants it takes the right one."""
+
+    def project(_: Layer, original: Any, *inputs: np.ndarray) -> dict[str, np.ndarray]:
+        projected = original(*inputs)
+        return {**projected, name: projected[name][:, order]}
+
+    def project_qkv(_: Plan, original: Any, *inputs: Any, **options: Any) -> list[Any]:
+        found = list(original(*inputs, **options))
+        which = "qkv".index(name)
+        found[which] = found[which][:, plant(np.arange(found[which].shape[1]))]
+        return found
+
+    return Mistake(
+        f"{name}-heads-{word}",
+        f"{name}'s heads are {about}",
+        f"keep the heads of {name} in the order in which the weights hold them",
+        "head-order",
+        {"q": ("q", "k"), "k": ("k",), "v": ("v",)}[name],
+        {"project": project},
+        None if plant is None else breaking(project_qkv=project_qkv),
+    )

@@ -1,0 +1,74 @@
+"""What is known of a mistake, and the two places that it is made in: the reference and, on purpose, a sibling.
+
+Both are broken in the same way: an override takes the place of a method or a function and is given what it stands in
+for. What the overrides of a mistake compute they share with nobody, so that one half can test the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from parity.backends import Backend
+from parity.core.problem import Problem
+from parity.core.weights import Weights
+
+Override = Callable[..., Any]
+"""Stands in for a method of the reference, `override(layer, original, *inputs)`, or for a function of a sibling,
+`override(plan, original, *inputs)`. The original is what stood there before: where two mistakes are made, perhaps the
+other's override."""
+
+
+@dataclass
+class Plan:
+    """What to break in a sibling.
+
+    Attributes:
+        problem: what it is given, without the mistake.
+        sibling: its package.
+        xp: the array functions of its framework.
+        backend: how NumPy's arrays become its own.
+        weights: what it is given for the problem's; a copy, to be changed.
+        functions: overrides, by the names of its functions.
+    """
+
+    problem: Problem
+    sibling: Any
+    xp: Any
+    backend: Backend
+    weights: Weights
+    functions: dict[str, Override]
+
+
+@dataclass(frozen=True, eq=False)
+class Mistake:
+    """A mistake that could be in a case.
+
+    Attributes:
+        name: what reports and the command line call it; two forms of a mistake may share one.
+        about: what would be the case, so that "it matches the reference if" may stand before it.
+        fix: what to do about it.
+        page: the page of parity/bugs that tells more.
+        stages: one of them must be the first that shows it.
+        in_reference: makes it in the reference: overrides by the methods of `reference.Layer`.
+        in_sibling: makes it in a sibling. None for what is only searched for.
+    """
+
+    name: str
+    about: str
+    fix: str
+    page: str
+    stages: tuple[str, ...]
+    in_reference: Mapping[str, Override]
+    in_sibling: Callable[[Plan], None] | None
+
+
+def instead(function: Callable[..., Any]) -> Override:
+    """An override that needs only the inputs."""
+    return lambda _, original, *inputs: function(*inputs)
+
+
+def breaking(**functions: Override) -> Callable[[Plan], None]:
+    """Makes a mistake in a sibling that lies in functions alone."""
+    return lambda plan: plan.functions.update(functions)

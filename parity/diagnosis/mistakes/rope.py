@@ -1,0 +1,207 @@
+"""Mistakes in the rotary position embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+
+from parity.core.reference import Layer
+from parity.core.spec import Case
+from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking, instead
+
+THETAS = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6, 1e7)  # bases that are in use
+STAGES = ("q", "k")
+
+
+def turned_otherwise(case: Case) -> Iterator[Mistake]:
+    """Of queries and keys, of queries alone, of keys alone."""
+    if case.spec.rope_theta is None:
+        return
+    for of in ("qk", "q", "k"):
+        whose = {"qk": "the", "q": "q's", "k": "k's"}[of]
+        suffix = "" if of == "qk" else f"-{of}"
+        yield _interleaved(case, of, whose, suffix)
+        yield from _weights_reordered(case, of, whose, suffix)
+        yield _missing(of, suffix)
+        yield _reversed(of, whose, suffix)
+        yield _shifted(of, whose, f"one{suffix}", 1)
+        yield _shifted(of, whose, f"minus-one{suffix}", -1)
+        if case.is_cached:
+            yield from _cached_positions(of, whose, suffix)
+
+
+def _turning(of: str, turned: Override) -> dict[str, Override]:
+    """The reference that turns some heads in another way: `turned(layer, x, positions)`."""
+
+    def override(layer: Layer, original: Any, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return turned(layer, x, positions) if name in of else original(name, x, positions)
+
+    return {"turned": override}
+
+
+def _turning_in_sibling(of: str, turned: Override) -> Callable[[Plan], None]:
+    """Plants another way to turn some heads: `turned(plan, rope, x, positions, theta)`."""
+
+    def plant(plan: Plan) -> None:
+        turns = cycle("qk")  # project_qkv turns q, then k
+
+        def override(plan: Plan, rope: Any, *inputs: Any) -> Any:
+            return turned(plan, rope, *inputs) if next(turns) in of else rope(*inputs)
+
+        plan.functions["apply_rope"] = override
+
+    return plant
+
+
+# ---- Pairs -----------------------------------------------------------------------------------------------------------
+
+
+def _interleaved(case: Case, of: str, whose: str, suffix: str) -> Mistake:
+    size = case.spec.head_dim
+    order = np.arange(size).reshape(2, -1).T.reshape(-1)  # 0, H/2, 1, H/2 + 1, …
+    evens_first = np.array([*range(0, size, 2), *range(1, size, 2)])
+
+    def planted(_: Plan, rope: Any, x: Any, positions: Any, theta: float) -> Any:
+        return rope(x[..., evens_first], positions, theta)[..., np.argsort(evens_first)]
+
+    return Mistake(
+        f"rope-interleaved{suffix}",
+        f"{whose} RoPE pairs are interleaved, (2 i, 2 i + 1), and not (i, i + H/2)",
+        "turn the pairs (i, i + H/2), or interleave the rows of the weights when they are loaded",
+        "rope-pairs",
+        STAGES,
+        _turning(of, lambda layer, x, positions: layer.rotate(x[..., np.argsort(order)], positions)[..., order]),
+        _turning_in_sibling(of, planted),
+    )
+
+
+def _weights_reordered(case: Case, of: str, whose: str, suffix: str) -> Iterator[Mistake]:
+    size = case.spec.head_dim
+    order = np.arange(size).reshape(2, -1).T.reshape(-1)
+    half = size // 2
+
+    def with_rows(rows: np.ndarray) -> dict[str, Override]:
+        def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
+            found = original(name)
+            if name[0] not in of or not name.startswith(("q_proj", "k_proj")):
+                return found
+            return found.reshape(-1, size, *found.shape[1:])[:, rows].reshape(found.shape)
+
+        return {"parameter": parameter}
+
+    def swapping(axes: tuple[int, int]) -> Callable[[Plan], None]:
+        """Plants rows whose place in a head is counted along two axes, and these exchanged."""
+
+        def plant(plan: Plan) -> None:
+            for name in (f"{each}_proj.{leaf}" for each in of for leaf in ("weight", "bias")):
+                if name in plan.weights:
+                    x = plan.weights[name]
+                    exchanged = x.reshape(-1, *axes, *x.shape[1:]).swapaxes(1, 2)
+                    plan.weights[name] = np.ascontiguousarray(exchanged).reshape(x.shape)
+
+        return plant
+
+    yield Mistake(
+        f"rope-weights-interleaved{suffix}",
+        f"{whose} weights are in the order of interleaved RoPE pairs (Meta's, GGUF's)",
+        "undo the interleaving of q_proj's and k_proj's rows, each with its own number of heads",
+        "rope-pairs",
+        STAGES,
+        with_rows(order),
+        swapping((2, half)),
+    )
+    yield Mistake(
+        f"rope-weights-deinterleaved{suffix}",
+        f"{whose} weights were un-interleaved, though their RoPE pairs are (i, i + H/2) already",
+        "leave the rows of q_proj and k_proj as they are",
+        "rope-pairs",
+        STAGES,
+        with_rows(np.argsort(order)),
+        swapping((half, 2)),
+    )
+
+
+# ---- Positions -------------------------------------------------------------------------------------------------------
+
+
+def _missing(of: str, suffix: str) -> Mistake:
+    return Mistake(
+        f"rope-missing{suffix}",
+        "RoPE is missing" if of == "qk" else f"RoPE is missing on {of}",
+        "turn queries and keys by their positions, both",
+        "rope-positions",
+        STAGES,
+        _turning(of, lambda layer, x, positions: x),
+        _turning_in_sibling(of, lambda plan, rope, x, positions, theta: x),
+    )
+
+
+def _reversed(of: str, whose: str, suffix: str) -> Mistake:
+    return Mistake(
+        f"rope-reversed{suffix}",
+        f"{whose} RoPE turns the other way",
+        "turn (x, y) to (x cos - y sin, y cos + x sin)",
+        "rope-positions",
+        STAGES,
+        _turning(of, lambda layer, x, positions: layer.rotate(x, -positions)),
+        _turning_in_sibling(of, lambda plan, rope, x, positions, theta: rope(x, -positions, theta)),
+    )
+
+
+def _shifted(of: str, whose: str, by: str, step: int) -> Mistake:
+    return Mistake(
+        f"rope-off-by-{by}",
+        f"{whose} RoPE positions are one too {'high' if step > 0 else 'low'}",
+        "the first token is at position 0, a new one at the number of those cached",
+        "rope-positions",
+        STAGES,
+        _turning(of, lambda layer, x, positions: layer.rotate(x, positions + step)),
+        _turning_in_sibling(of, lambda plan, rope, x, positions, theta: rope(x, positions + step, theta)),
+    )
+
+
+def _cached_positions(of: str, whose: str, suffix: str) -> Iterator[Mistake]:
+    def one_late(plan: Plan, rope: Any, x: Any, positions: Any, theta: float) -> Any:
+        return rope(x, plan.xp.where(positions[:, :1] > 0, positions + 1, positions), theta)
+
+    yield Mistake(
+        f"cache-position-off-by-one{suffix}",
+        f"{whose} RoPE positions after the first call are one too high",
+        "a new token's position is the number of tokens cached before it",
+        "cache-positions",
+        STAGES,
+        _turning(of, lambda layer, x, positions: layer.rotate(x, positions + (positions[:, :1] > 0))),
+        _turning_in_sibling(of, one_late),
+    )
+    yield Mistake(
+        f"cache-position-restarted{suffix}",
+        f"{whose} RoPE positions begin at 0 in every call",
+        "a new token's position is the number of tokens cached before it",
+        "cache-positions",
+        STAGES,
+        _turning(of, lambda layer, x, positions: layer.rotate(x, positions - positions[:, :1])),
+        _turning_in_sibling(of, lambda _, rope, x, positions, theta: rope(x, positions - positions[:, :1], theta)),
+    )
+
+
+# ---- Theta -----------------------------------------------------------------------------------------------------------
+
+
+def other_theta(case: Case) -> Iterator[Mistake]:
+    right = case.spec.rope_theta
+    return (_other_theta(theta, right) for theta in THETAS if right is not None and theta != right)
+
+
+def _other_theta(theta: float, right: float) -> Mistake:
+    return Mistake(
+        f"rope-theta-{theta:.0f}",
+        f"RoPE's theta is {theta:g} and not {right:g}",
+        f"set rope_theta to {right:g}",
+        "rope-theta",
+        STAGES,
+        {"theta": instead(lambda: theta)},
+        breaking(apply_rope=lambda plan, rope, x, positions, _: rope(x, positions, theta)),
+    )

@@ -1,0 +1,266 @@
+"""Mistakes from the scores to the attention weights: scale, bias, softmax, NaN, and products that lose too much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from parity.core.reference import Layer, Values
+from parity.core.spec import Case
+from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking, instead
+
+# ---- Scale -----------------------------------------------------------------------------------------------------------
+
+
+def scale(case: Case) -> Iterator[Mistake]:
+    size, d_model = case.spec.head_dim, case.spec.d_model
+    right = float(np.sqrt(size))
+    told = {right}
+    for name, words, divisor, factor in (
+        ("missing", "is missing", 1.0, size**0.5),
+        ("squared", "is 1 / H", float(size), size**-0.5),
+        ("by-d-model", "is 1 / sqrt(d_model)", float(np.sqrt(d_model)), (size / d_model) ** 0.5),
+    ):
+        if divisor not in told:
+            told.add(divisor)
+            yield _other_scale(name, words, divisor, factor, right)
+    if right != 1.0:
+        yield _scale_after_softmax(right)
+
+
+def _other_scale(name: str, words: str, divisor: float, factor: float, right: float) -> Mistake:
+    return Mistake(
+        f"scale-{name}",
+        f"the scale of the scores {words}, and not 1 / sqrt(H)",
+        f"divide the scores by sqrt(head_dim) = {right:g}, once",
+        "scale",
+        ("scores",),
+        {"scale": instead(lambda: divisor)},
+        breaking(attention_scores=lambda _, scores, q, k, bias=None: scores(q * factor, k, bias)),
+    )
+
+
+def _scale_after_softmax(right: float) -> Mistake:
+    def attn_weights(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+        found, a = original(values)["attn_weights"], layer.arithmetic
+        return {"attn_weights": a.keep(a.widen(found) / a.wide.type(right))}
+
+    def plant(plan: Plan) -> None:
+        root = plan.problem.spec.head_dim**0.5
+        plan.functions["attention_scores"] = lambda _, scores, q, k, bias=None: scores(q * root, k, bias)
+        plan.functions["masked_softmax"] = lambda _, softmax, s, mask=None: softmax(s, mask) / root
+
+    return Mistake(
+        "scale-after-softmax",
+        "the scale is applied after the softmax, and not to the scores",
+        f"divide the scores by sqrt(head_dim) = {right:g}, before the softmax",
+        "scale",
+        ("scores",),
+        {"scale": instead(lambda: 1.0), "attn_weights": attn_weights},
+        plant,
+    )
+
+
+# ---- Bias ------------------------------------------------------------------------------------------------------------
+
+
+def bias(case: Case) -> Iterator[Mistake]:
+    if not case.bias:
+        return
+    yield Mistake(
+        "score-bias-missing",
+        "the bias of the scores is missing",
+        "add the bias to the scores, before the softmax",
+        "score-bias",
+        ("scores",),
+        {"score_bias": instead(lambda: None)},
+        breaking(attention_scores=_scores_alone),
+    )
+    yield _bias_scaled(case.spec.head_dim)
+    yield _bias_after_softmax()
+
+
+def _scores_alone(_: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None, **options: Any) -> Any:
+    return attention_scores(q, k, **options)
+
+
+def _bias_scaled(size: int) -> Mistake:
+    def score_bias(layer: Layer, original: Any) -> np.ndarray | None:
+        bias, a = original(), layer.arithmetic
+        return None if bias is None else a.widen(bias) / a.wide.type(layer.scale())
+
+    def scores(_: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None) -> Any:
+        return attention_scores(q, k, None if bias is None else bias / size**0.5)
+
+    return Mistake(
+        "score-bias-scaled",
+        "the bias is added before the scores are scaled, and scaled with them",
+        "scale the scores, then add the bias",
+        "score-bias",
+        ("scores",),
+        {"score_bias": score_bias},
+        breaking(attention_scores=scores),
+    )
+
+
+def _bias_after_softmax() -> Mistake:
+    def attn_weights(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+        found, a = original(values)["attn_weights"], layer.arithmetic
+        return {"attn_weights": a.keep(a.widen(found) + a.widen(layer.problem.inputs["bias"]))}
+
+    def softmax(plan: Plan, masked_softmax: Any, scores: Any, mask: Any = None) -> Any:
+        return masked_softmax(scores, mask) + plan.backend.from_numpy(plan.problem.inputs["bias"])
+
+    return Mistake(
+        "score-bias-after-softmax",
+        "the bias is added after the softmax",
+        "add the bias to the scores, before the softmax",
+        "score-bias",
+        ("scores",),
+        {"score_bias": instead(lambda: None), "attn_weights": attn_weights},
+        breaking(attention_scores=_scores_alone, masked_softmax=softmax),
+    )
+
+
+# ---- Softmax ---------------------------------------------------------------------------------------------------------
+
+
+def softmax_axis(case: Case) -> Iterator[Mistake]:
+    axes = {2: ("queries", case.seq_len), 1: ("heads", case.spec.num_heads), 0: ("batch", case.batch)}
+    return (_softmax_over(axis, words) for axis, (words, length) in axes.items() if length > 1)
+
+
+def _softmax_over(axis: int, words: str) -> Mistake:
+    def attn_weights(_: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+        turned = {name: values[name].swapaxes(axis, 3) for name in ("scores", "mask")}
+        return {"attn_weights": original(turned)["attn_weights"].swapaxes(axis, 3)}
+
+    def softmax(_: Plan, masked_softmax: Any, scores: Any, mask: Any = None) -> Any:
+        if mask is not None:
+            mask = (mask | (scores != scores) & False).swapaxes(axis, 3)  # of the scores' whole shape
+        return masked_softmax(scores.swapaxes(axis, 3), mask).swapaxes(axis, 3)
+
+    return Mistake(
+        f"softmax-over-{words}",
+        f"the softmax is over the {words}, and not over the keys",
+        "take the softmax over the last axis of (B, N, T, S)",
+        "softmax-axis",
+        ("attn_weights",),
+        {"attn_weights": attn_weights},
+        breaking(masked_softmax=softmax),
+    )
+
+
+# ---- NaN -------------------------------------------------------------------------------------------------------------
+
+
+def not_finite(case: Case) -> Iterator[Mistake]:
+    if case.not_finite == "visible" or (case.not_finite and not case.is_cached and case.seq_len_k is None):
+        yield _swallowed()
+    if case.not_finite and case.has_mask:
+        yield _leaking()
+
+
+def _swallowed() -> Mistake:
+    def without_nan_of(stage: str) -> Override:
+        def override(_: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+            x = original(values)[stage]
+            return {stage: np.where(np.isnan(x), np.zeros_like(x), x)}
+
+        return override
+
+    def cleaned(plan: Plan, x: Any) -> Any:
+        return plan.xp.where(x != x, plan.xp.zeros_like(x), x)
+
+    def softmax(plan: Plan, masked_softmax: Any, scores: Any, mask: Any = None) -> Any:
+        return cleaned(plan, masked_softmax(scores, mask))
+
+    def attention(plan: Plan, original: Any, *inputs: Any, **options: Any) -> tuple[Any, ...]:
+        return tuple(None if x is None else cleaned(plan, x) for x in original(*inputs, **options))
+
+    return Mistake(
+        "nan-swallowed",
+        "a row whose scores are NaN is 0, as if every key were hidden",
+        "let a row be empty because every key is masked, never because of its scores",
+        "not-finite",
+        ("attn_weights",),
+        {stage: without_nan_of(stage) for stage in ("attn_weights", "context")},
+        breaking(masked_softmax=softmax, scaled_dot_product_attention=attention),
+    )
+
+
+def _leaking() -> Mistake:
+    def formula(
+        plan: Plan, _: Any, query: Any, key: Any, value: Any, *, mask: Any, bias: Any = None, **__: Any
+    ) -> tuple[Any, Any]:
+        """Attention from the stage functions, as its formula has it; whoever asks for weights gets that."""
+        attn_weights = plan.sibling.masked_softmax(plan.sibling.attention_scores(query, key, bias), mask)
+        return plan.sibling.attention_context(attn_weights, value), attn_weights
+
+    return Mistake(
+        "nan-leaks",
+        "a NaN in a value that is hidden reaches the rows that may not see it: 0 * NaN is NaN",
+        "put 0 in the place of hidden values before they are weighed",
+        "not-finite",
+        ("module.output",),
+        {"context": lambda layer, original, values: layer.weighed(values)},
+        breaking(scaled_dot_product_attention=formula),
+    )
+
+
+# ---- Precision -------------------------------------------------------------------------------------------------------
+
+
+def _products_of(kind: str, bits: int, about: str, fix: str) -> Mistake:
+    """Every matrix product takes inputs of so many explicit mantissa bits.
+
+    In the reference that is an arithmetic of its own (`reference.MANTISSA`) and no override: which bits are lost
+    depends on the order of a sum, so that only the size of the error can be told, and no value.
+    """
+
+    def plant(plan: Plan) -> None:
+        def cut(x: Any) -> Any:
+            return _fewer_bits(plan.xp, x, bits)
+
+        for name in (name for name in plan.weights if not name.endswith("bias")):
+            plan.weights[name] = _fewer_bits(np, plan.weights[name], bits)
+        plan.functions |= {
+            "project_with": lambda _, f, weights: lambda which, x: f(weights)(which, cut(x)),
+            "attention_scores": lambda _, f, q, k, bias=None: f(cut(q), cut(k), bias),
+            "attention_context": lambda _, f, attn_weights, v: f(cut(attn_weights), cut(v)),
+        }
+
+    return Mistake(f"precision-{kind}", about, fix, "low-precision", ("q",), {}, plant)
+
+
+def _fewer_bits(xp: Any, x: Any, bits: int) -> Any:
+    """x with so many explicit bits of its mantissa, rounded."""
+    tiny = 2.0**-100  # what is smaller may stay as it is
+    exponent = xp.floor(xp.log2(xp.where(abs(x) < tiny, xp.ones_like(x), abs(x))))
+    step = xp.exp2(exponent - bits)
+    return xp.where(abs(x) < tiny, x, xp.round(x / step) * step)
+
+
+PRECISIONS = {
+    "tf32": _products_of(
+        "tf32",
+        10,
+        "matrix products take their inputs as TF32, with 10 bits",
+        "set the float32 matmul precision to highest",
+    ),
+    "bfloat16": _products_of(
+        "bfloat16",
+        7,
+        "matrix products take their inputs as bfloat16",
+        "compute products of float32 in float32",
+    ),
+    "lofi": _products_of(
+        "lofi",
+        4,
+        "matrix products take 4 bits of each input (LoFi)",
+        "raise the math fidelity to HiFi4",
+    ),
+}
+"""Arithmetics that explain a difference that is everywhere and small, the finest first."""

@@ -1,0 +1,232 @@
+"""Mistakes that lie in the weights or in how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from parity.core.reference import Layer, Values
+from parity.core.spec import AttentionSpec, Case
+from parity.diagnosis.mistakes.record import Mistake, Plan, breaking
+
+STAGES = {"q_proj": ("q", "k"), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("output",)}
+"""Where a mistake in a projection is seen first."""
+
+
+# ---- Transposed ------------------------------------------------------------------------------------------------------
+
+
+def transposed(case: Case) -> Iterator[Mistake]:
+    spec = case.spec
+    square = {
+        "q_proj": spec.q_width == spec.d_in,
+        "k_proj": spec.kv_width == spec.d_kv,
+        "v_proj": spec.kv_width == spec.d_kv,
+        "out_proj": spec.out_proj and spec.q_width == spec.d_model,
+    }
+    return (_transposed(projection) for projection, holds in square.items() if holds)
+
+
+def _transposed(projection: str) -> Mistake:
+    kernel = f"{projection}.weight"
+
+    def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
+        return original(name).T if name == kernel else original(name)
+
+    def plant(plan: Plan) -> None:
+        plan.weights[kernel] = plan.weights[kernel].T
+
+    return Mistake(
+        f"{projection}-transposed",
+        f"{projection}'s square kernel is transposed",
+        f"transpose {kernel}: canonical kernels are (out, in), Flax's and GPT-2's Conv1D are (in, out)",
+        "transposed-kernel",
+        STAGES[projection],
+        {"parameter": parameter},
+        plant,
+    )
+
+
+# ---- Exchanged -------------------------------------------------------------------------------------------------------
+
+
+def swapped(case: Case) -> Iterator[Mistake]:
+    spec = case.spec
+    has_rope = spec.rope_theta is not None
+    yield _swapped("k", "v", is_planted=not has_rope)  # with RoPE the one of the same name is planted, below
+    if spec.num_heads == spec.num_kv_heads and spec.d_in == spec.d_kv:
+        yield _swapped("q", "k")
+        yield _swapped("q", "v")
+    if has_rope:  # without it the same as the first
+        yield _swapped_after_rope()
+
+
+def _swapped(one: str, other: str, *, is_planted: bool = True) -> Mistake:
+    names = {f"{one}_proj": f"{other}_proj", f"{other}_proj": f"{one}_proj"}
+
+    def has_bias(_: Layer, original: Any, name: str) -> bool:
+        return original(names.get(name, name))
+
+    def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
+        projection, leaf = name.split(".")
+        return original(f"{names.get(projection, projection)}.{leaf}")
+
+    def plant(plan: Plan) -> None:
+        for leaf in ("weight", "bias"):
+            first, second = f"{one}_proj.{leaf}", f"{other}_proj.{leaf}"
+            if first in plan.weights:
+                plan.weights[first], plan.weights[second] = plan.weights[second], plan.weights[first]
+
+    return Mistake(
+        f"{one}-{other}-swapped",
+        f"{one}_proj and {other}_proj are exchanged",
+        f"exchange {one}_proj and {other}_proj, or the order in which a packed projection is split",
+        "swapped-projections",
+        (one,),
+        {"has_bias": has_bias, "parameter": parameter},
+        plant if is_planted else None,
+    )
+
+
+def _swapped_after_rope() -> Mistake:
+    def project(_: Layer, original: Any, *inputs: np.ndarray) -> dict[str, np.ndarray]:
+        projected = original(*inputs)
+        return {"q": projected["q"], "k": projected["v"], "v": projected["k"]}
+
+    def project_qkv(_: Plan, original: Any, *inputs: Any, **options: Any) -> tuple[Any, Any, Any]:
+        q, k, v = original(*inputs, **options)
+        return q, v, k
+
+    return Mistake(
+        "k-v-swapped",
+        "k and v are exchanged after RoPE",
+        "exchange k and v where the heads are returned or cached",
+        "swapped-projections",
+        ("k",),
+        {"project": project},
+        breaking(project_qkv=project_qkv),
+    )
+
+
+# ---- Packed ----------------------------------------------------------------------------------------------------------
+
+
+def fused_qkv(case: Case) -> Iterator[Mistake]:
+    """One packed weight, its heads in the order q … k … v, or for each key/value head q … k v."""
+    spec = case.spec
+    if spec.d_in != spec.d_kv or spec.num_kv_heads == 1:
+        return
+    sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+    groups = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])  # the heads of q, of k, of v
+    grouped = np.concatenate([part.reshape(spec.num_kv_heads, -1) for part in groups], axis=1).reshape(-1)
+
+    def parameter_in(order: np.ndarray) -> Any:
+        def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
+            projection, leaf = name.split(".")
+            if projection == "out_proj":
+                return original(name)
+            parts = [original(f"{each}_proj.{leaf}") for each in "qkv"]
+            heads = np.concatenate([part.reshape(-1, spec.head_dim, *part.shape[1:]) for part in parts])
+            mixed = np.split(heads[order], np.cumsum(sizes)[:-1])["qkv".index(projection[0])]
+            return mixed.reshape(-1, *mixed.shape[2:])
+
+        return parameter
+
+    yield Mistake(
+        "fused-qkv-read-per-head",
+        "a fused QKV weight that holds all q, all k, all v is read head by head (or group by group)",
+        "split the fused weight into q, k and v first, then into heads",
+        "fused-qkv",
+        ("q", "k"),
+        {"parameter": parameter_in(np.argsort(grouped))},
+        lambda plan: _repack(plan, _read_by_groups),
+    )
+    yield Mistake(
+        "fused-qkv-read-as-thirds",
+        "a fused QKV weight that holds q, k, v head by head (or group by group) is read as all q, all k, all v",
+        "split the fused weight into heads (or groups) first, as GPT-NeoX and Falcon keep it",
+        "fused-qkv",
+        ("q", "k"),
+        {"parameter": parameter_in(grouped)},
+        lambda plan: _repack(plan, _read_as_thirds),
+    )
+
+
+def _repack(plan: Plan, read: Any) -> None:
+    """Pack q, k and v in one order and unpack them in another."""
+    for leaf in ("weight", "bias"):
+        if f"q_proj.{leaf}" in plan.weights:
+            parts = [plan.weights[f"{each}_proj.{leaf}"] for each in "qkv"]
+            for each, part in zip("qkv", read(parts, plan.problem.spec), strict=True):
+                plan.weights[f"{each}_proj.{leaf}"] = np.ascontiguousarray(part).reshape(-1, *parts[0].shape[1:])
+
+
+def _read_by_groups(parts: Sequence[np.ndarray], spec: AttentionSpec) -> list[np.ndarray]:
+    """Packed one after the other, read group by group."""
+    group = spec.num_heads // spec.num_kv_heads
+    heads = np.concatenate(parts).reshape(spec.num_kv_heads, group + 2, spec.head_dim, *parts[0].shape[1:])
+    return [heads[:, :group], heads[:, group], heads[:, group + 1]]
+
+
+def _read_as_thirds(parts: Sequence[np.ndarray], spec: AttentionSpec) -> list[np.ndarray]:
+    """Packed group by group, read one after the other."""
+    tail = parts[0].shape[1:]
+    groups = [part.reshape(spec.num_kv_heads, -1, *tail) for part in parts]
+    packed = np.concatenate(groups, axis=1).reshape(-1, *tail)
+    return np.split(packed, [spec.q_width, spec.q_width + spec.kv_width])
+
+
+# ---- Missing ---------------------------------------------------------------------------------------------------------
+
+
+def missing_biases(case: Case) -> Iterator[Mistake]:
+    spec, qkv, out = case.spec, ("q_proj", "k_proj", "v_proj"), ("out_proj",)
+    has_out_bias = spec.out_proj and spec.out_bias
+    if spec.qkv_bias:
+        for name in qkv:
+            yield _missing_bias(name, name, (name,), STAGES[name])
+        yield _missing_bias("qkv", ", ".join(qkv), qkv, ("q",))
+    if has_out_bias:
+        yield _missing_bias("out_proj", "out_proj", out, STAGES["out_proj"])
+    if spec.qkv_bias and has_out_bias:
+        yield _missing_bias("all", "every projection", qkv + out, ("q",))
+
+
+def _missing_bias(name: str, whose: str, projections: Sequence[str], stages: tuple[str, ...]) -> Mistake:
+    def has_bias(_: Layer, original: Any, projection: str) -> bool:
+        return projection not in projections and original(projection)
+
+    def plant(plan: Plan) -> None:
+        for projection in projections:
+            plan.weights[f"{projection}.bias"] = np.zeros_like(plan.weights[f"{projection}.bias"])
+
+    return Mistake(
+        f"{name}-bias-missing",
+        f"the bias of {whose} is missing",
+        f"load and add the bias of {whose}",
+        "missing-bias",
+        stages,
+        {"has_bias": has_bias},
+        plant,
+    )
+
+
+def no_out_proj(case: Case) -> Iterator[Mistake]:
+    def output(layer: Layer, _: Any, values: Values) -> dict[str, np.ndarray]:
+        return {"output": layer.combine_heads(values["context"])}
+
+    def project_with(_: Plan, original: Any, weights: Any) -> Any:
+        return lambda which, x: x if which == "out_proj" else original(weights)(which, x)
+
+    if case.spec.out_proj and case.spec.q_width == case.spec.d_model:
+        yield Mistake(
+            "out-proj-missing",
+            "out_proj is missing",
+            "project the combined heads with out_proj",
+            "missing-out-proj",
+            ("output",),
+            {"output": output},
+            breaking(project_with=project_with),
+        )

@@ -1,0 +1,215 @@
+"""Would the harness notice? Every mistake that it knows is made in a sibling on purpose; it must be seen, and named.
+
+`mistakes` has them. They are planted in the siblings' own functions, in their frameworks, or in the weights that
+they are given.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+from parity.backends import load_backend, why_missing
+from parity.core.compare import first_difference
+from parity.core.problem import Problem, make_problem
+from parity.core.run import Reference, judge, record
+from parity.core.spec import CASES, AttentionSpec, Case, stage_kind
+from parity.core.weights import random_weights
+from parity.diagnosis.diagnose import Diagnosis, diagnose
+from parity.diagnosis.mistakes import PRECISIONS, Mistake, Plan, mistakes_for
+
+BACKENDS = ("jax", "torch")
+ARRAYS = {"jax": "jax.numpy", "torch": "torch", "tt": "numpy"}
+"""The modules of their array functions. Of mha_tt only masks are arrays: tests/tt plants a few mistakes there."""
+
+HOLDERS = ("masks", "rope", "stages", "mha", "cache", "cache_mha")
+"""The modules of a sibling that hold its functions, beside the package itself."""
+
+SELFTEST_CASES = [
+    Case("mha", AttentionSpec(32, 4), "heads with biases, and a bias on the scores", seq_len=7, bias=True),
+    Case(
+        "gqa-rope-causal",
+        AttentionSpec(48, 6, num_kv_heads=2, head_dim=8, rope_theta=10000.0),
+        "shared heads, rotary positions, two masks",
+        seq_len=9,
+        is_causal=True,
+        key_padding_lengths=(7, 9),
+    ),
+    Case(
+        "cross",
+        AttentionSpec(32, 4, d_in=24, d_kv=40),
+        "keys of another width and length",
+        seq_len=4,
+        seq_len_k=7,
+        is_causal=True,
+        key_padding_lengths=(2, 7),
+    ),
+    Case("window", AttentionSpec(32, 4, qkv_bias=False), "a sliding window", seq_len=9, window_size=3),
+    Case("nan", AttentionSpec(32, 4), "a token that is NaN", seq_len=6, is_causal=True, not_finite="visible"),
+    Case(
+        "cached",
+        AttentionSpec(32, 4, num_kv_heads=2, head_dim=8, rope_theta=10000.0),
+        "prompt and steps of sequences of different lengths",
+        seq_len=8,
+        chunks=(4, 1, 3),
+        new_lengths=((4, 2), (1, 1), (2, 3)),
+        capacity=10,
+    ),
+    CASES["trained-anarcii-causal"],
+    CASES["trained-smollm2-causal"],
+]
+"""Where the mistakes are planted: three different specifications, what only a window or a cache has, trained layers."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mistake that was planted.
+
+    Attributes:
+        hypothesis: its name; empty where nothing was planted.
+        case, backend, seed: where.
+        expected: the stages at one of which it must be seen.
+        stage: the stage at which it was; empty if it was not.
+        named: the mistakes that the diagnosis names, the first one first.
+        others: what it says cannot be told from them.
+        kind: the diagnosis' own.
+    """
+
+    hypothesis: str
+    case: str
+    backend: str
+    seed: int
+    expected: tuple[str, ...]
+    stage: str
+    named: tuple[str, ...]
+    others: tuple[str, ...]
+    kind: str
+
+    @property
+    def is_caught(self) -> bool:
+        """Whether it was seen at its stage; where nothing was planted, whether nothing was seen."""
+        return self.stage in self.expected if self.hypothesis else not self.stage
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the diagnosis names it and nothing else; where nothing was planted, whether it names nothing."""
+        return {*self.named} == ({self.hypothesis} if self.hypothesis else set())  # perhaps on more than one path
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them."""
+        return {**asdict(self), "is_caught": self.is_caught, "is_named": self.is_named}
+
+
+def selftest(
+    backends: Sequence[str] | None = None,
+    cases: Iterable[Case] | None = None,
+    *,
+    seeds: Sequence[int] = (0,),
+    on_mistake: Callable[[str, str, str], None] = lambda hypothesis, case, backend: None,
+) -> Iterator[Outcome]:
+    """Plant every mistake in every case of every backend, with random weights or trained ones, and nothing once each.
+
+    Args:
+        backends: names; those of jax and torch that are installed when absent.
+        cases: of `SELFTEST_CASES`; all when absent.
+        seeds: of the random weights.
+        on_mistake: called before each, with the names of the mistake, the case and the backend.
+    """
+    for name in backends if backends is not None else [name for name in BACKENDS if not why_missing(name)]:
+        for case in SELFTEST_CASES if cases is None else cases:
+            for seed in seeds if case.trained is None else seeds[:1]:
+                for hypothesis in ("", *mistakes_in(case)):
+                    on_mistake(hypothesis or "nothing", case.name, name)
+                    yield plant(hypothesis, case, name, seed=seed)
+
+
+def mistakes_in(case: Case) -> list[str]:
+    """The names of the mistakes that can be planted in a case."""
+    return list(dict.fromkeys(mistake.name for mistake in _mistakes(case)))
+
+
+def _mistakes(case: Case) -> list[Mistake]:
+    return [*mistakes_for(case), *([] if case.is_cached else PRECISIONS.values())]
+
+
+def plant(hypothesis: str, case: Case, backend: str, *, seed: int = 0) -> Outcome:
+    """Run a case on a backend with a mistake planted in it, judge and diagnose it.
+
+    Raises:
+        ValueError: if the mistake cannot be planted there.
+    """
+    expected = _reference(case, seed)
+    problem = expected.problem
+    with planted(hypothesis, problem, backend) as given:
+        trace = record(backend, expected, given)
+    difference = first_difference(judge(trace, expected))
+    found = diagnose(trace.accumulated, problem) if difference is not None else Diagnosis("none")
+    return Outcome(
+        hypothesis,
+        case.name,
+        backend,
+        seed,
+        _mistake(hypothesis, case).stages if hypothesis else (),
+        "" if difference is None else stage_kind(difference.stage),
+        tuple(name for explanation in found.explanations for name in explanation.hypotheses),
+        tuple(words for explanation in found.explanations for words in explanation.others),
+        found.kind,
+    )
+
+
+@lru_cache(maxsize=len(SELFTEST_CASES))
+def _reference(case: Case, seed: int) -> Reference:
+    """What every mistake in a case is judged by."""
+    weights = None if case.trained is not None else random_weights(case.spec, seed)
+    return Reference(make_problem(case, "float32", weights))
+
+
+def _mistake(name: str, case: Case) -> Mistake:
+    """The one of a name that can be planted."""
+    for mistake in _mistakes(case):
+        if mistake.name == name and mistake.in_sibling is not None:
+            return mistake
+    raise ValueError(f"hypothesis must be one that can be planted in {case.name}, got {name!r}")
+
+
+def plan_of(hypothesis: str, problem: Problem, backend: str) -> Plan:
+    """What to break in a sibling for a mistake; nothing where it has no name.
+
+    Raises:
+        ValueError: if there is no such mistake.
+    """
+    sibling, xp = (importlib.import_module(name) for name in (f"mha_{backend}", ARRAYS[backend]))
+    plan = Plan(problem, sibling, xp, load_backend(backend), dict(problem.weights), {})
+    make = _mistake(hypothesis, problem.case).in_sibling if hypothesis else None
+    if make is not None:
+        make(plan)
+    return plan
+
+
+@contextmanager
+def planted(hypothesis: str, problem: Problem, backend: str) -> Iterator[Problem]:
+    """A backend with a mistake in its functions, and the problem to give it, with the mistake in its weights.
+
+    Raises:
+        ValueError: if there is no such mistake.
+    """
+    plan = plan_of(hypothesis, problem, backend)
+    sibling = plan.sibling
+    holders = [sibling, *(importlib.import_module(f"{sibling.__name__}.{part}") for part in HOLDERS)]
+    before = []
+    try:
+        for name, override in plan.functions.items():
+            original = getattr(sibling, name)
+            broken = partial(override, plan, original)
+            for holder in holders:
+                if getattr(holder, name, None) is original:
+                    before.append((holder, name, original))
+                    setattr(holder, name, broken)
+        yield replace(problem, weights=plan.weights)
+    finally:
+        for holder, name, original in before:
+            setattr(holder, name, original)

@@ -1,0 +1,20 @@
+"""Files of named tensors: read one tensor at a time, and written whole, verified and in bounded memory, or not at all.
+
+| format | files | read | written |
+|---|---|---|---|
+| safetensors | `.safetensors`, shards with an index, a folder of shards | by seeking | yes, and in shards |
+| torch | `.pt` `.pth` `.bin` (zip archives), shards with an index | mapped, `weights_only` | yes, and in shards |
+| npz | `.npz` | member by member | yes |
+| msgpack | `.msgpack` as Flax writes it | by seeking | yes |
+| orbax | a folder | tensor by tensor | yes, but all tensors are in memory |
+| gguf | `.gguf`, of plain types | by seeking | no |
+
+No file is trusted: what is not whole and sound is refused with a `ValueError` or `OSError` of one line, and nothing
+that a file says is ever executed. bfloat16 and float16 stay as they are, bit for bit.
+"""
+
+from parity.files.reading import open_tensors
+from parity.files.tensor_file import TensorFile, TensorInfo
+from parity.files.writing import write_tensors
+
+__all__ = ["TensorFile", "TensorInfo", "open_tensors", "write_tensors"]

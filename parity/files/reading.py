@@ -1,0 +1,191 @@
+"""Files of named tensors are opened here, whatever their format."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import zipfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from parity.files.gguf import open_gguf
+from parity.files.msgpack import open_msgpack
+from parity.files.orbax import MARKS, open_orbax
+from parity.files.safetensors import open_safetensors
+from parity.files.tensor_file import Piece, TensorFile, TensorInfo, check_names, in_one_line, parse_json, text_by_name
+from parity.files.zipped import open_npz, open_torch
+
+OPENERS = {
+    "safetensors": open_safetensors,
+    "npz": open_npz,
+    "torch": open_torch,
+    "msgpack": open_msgpack,
+    "gguf": open_gguf,
+}
+SUFFIXES = {
+    ".safetensors": "safetensors",
+    ".npz": "npz",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+    ".msgpack": "msgpack",
+    ".gguf": "gguf",
+    ".orbax": "orbax",
+}
+INDEX = ".index.json"
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.\w+)")
+MAX_INDEX = 100_000_000  # bytes, which safetensors allows a header
+
+
+def open_tensors(path: str | os.PathLike[str]) -> TensorFile:
+    """Open a file of named tensors: its content tells the format, or its suffix where that does not.
+
+    Args:
+        path: a file; an index of shards (`*.index.json`); a folder that holds shards or an orbax checkpoint.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is of no known format, cut off, or damaged.
+        ImportError: if a library is missing that its format needs.
+
+    Example:
+        with open_tensors("model.safetensors") as file:
+            weights = {name: file.read(name) for name in file.infos}
+    """
+    path = Path(path)
+    if stat.S_ISDIR(path.stat().st_mode):
+        with in_one_line(path, "folder"):
+            return _open_folder(path)
+    if path.name.endswith(INDEX):
+        return _open_index(path)
+    return open_file(path)
+
+
+def open_file(path: Path, kind: str | None = None) -> TensorFile:
+    """Open a single file, of a format that is known or seen."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):  # one would wait for a pipe, and never come to the end of a device
+        raise ValueError(f"{path} must be a file, got a {'folder' if stat.S_ISDIR(mode) else 'device or a pipe'}")
+    with path.open("rb") as file, in_one_line(path, kind or "tensor"):
+        kind = kind or _kind(path, file.read(16))
+    with ExitStack() as stack, in_one_line(path, kind):
+        file = stack.enter_context(path.open("rb"))
+        opened = OPENERS[kind](path, file)
+        opened.release = stack.pop_all().close
+        return opened
+
+
+def _kind(path: Path, begin: bytes) -> str:
+    """The format of a file, by its first bytes, or else its suffix."""
+    suffix = SUFFIXES.get(path.suffix.lower(), "")
+    if begin[:4] == b"GGUF":
+        return "gguf"
+    if begin[:4] in (b"PK\3\4", b"PK\5\6"):
+        if suffix in ("npz", "torch") and not zipfile.is_zipfile(path):
+            return suffix  # which says what is wrong
+        with zipfile.ZipFile(path) as archive:
+            return "torch" if any(name.endswith("/data.pkl") for name in archive.namelist()) else "npz"
+    if begin[8:9] == b"{" and int.from_bytes(begin[:8], "little") <= path.stat().st_size:
+        return "safetensors"
+    if suffix in OPENERS:
+        return suffix
+    if begin[:1] and (0x81 <= begin[0] <= 0x8F or begin[0] in (0xDE, 0xDF)):  # a dict
+        return "msgpack"
+    raise ValueError(f"{path} must be of one of {sorted(OPENERS)}, got a file that begins with {begin[:8]!r}")
+
+
+# ---- Shards and folders ----------------------------------------------------------------------------------------------
+
+
+def _open_folder(path: Path) -> TensorFile:
+    names = sorted(os.listdir(path))
+    for suffix, whole in (("safetensors", r".*\.safetensors"), ("bin", r"pytorch_model.*\.bin")):
+        indexes = [name for name in names if name.endswith(f".{suffix}{INDEX}")]
+        files = [name for name in names if re.fullmatch(whole, name, re.IGNORECASE)]
+        beside = [name for name in indexes if name.removesuffix(INDEX) in files]
+        if len(indexes) > 1 or beside:
+            raise ValueError(f"{path} must hold one checkpoint, got {sorted({*indexes, *files})}; name one of them")
+        if indexes:
+            return _open_index(path / indexes[0])
+        if files:
+            return _open_shards(path, path, files)
+    if any(mark in names for mark in MARKS) or path.suffix.lower() == ".orbax":
+        return open_orbax(path)
+    raise ValueError(f"{path} must hold safetensors files, torch shards or an orbax checkpoint, got {names[:10]}")
+
+
+def shards_in(path: Path) -> list[str]:
+    """The names of the shards that an index names.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is no index, or names files of other folders.
+    """
+    with in_one_line(path, "index"):
+        return sorted(set(_read_index(path)["weight_map"].values()))
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > MAX_INDEX:
+        raise ValueError(f"{path} must be a file of at most {MAX_INDEX} bytes, it is not")
+    index = parse_json(path.read_bytes())
+    shard_of = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(shard_of, dict) or not shard_of or shard_of != text_by_name(shard_of):
+        raise ValueError(f"{path} must have a weight_map from the names of tensors to those of files, it has none")
+    for shard in shard_of.values():
+        if shard in ("", ".", "..") or any(character in shard for character in "/\\\0"):
+            raise ValueError(f"{path} must name shards in its own folder, got {shard!r}")
+    return index
+
+
+def _open_index(path: Path) -> TensorFile:
+    with in_one_line(path, "index"):
+        index = _read_index(path)
+        shard_of = index["weight_map"]
+        file = _open_shards(path, path.parent, sorted(set(shard_of.values())))
+        try:
+            lost = sorted(file.infos.keys() ^ shard_of.keys())
+            if lost:
+                raise ValueError(f"{path} must list just the tensors of its shards, {lost[0]} is in one of them only")
+            told = index.get("metadata")
+            for name, value in (told if isinstance(told, dict) else {}).items():
+                if name != "total_size":  # which `infos` tell
+                    file.metadata[name] = value if isinstance(value, str) else json.dumps(value)
+            check_names((), file.metadata)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+
+def _open_shards(path: Path, folder: Path, names: list[str]) -> TensorFile:
+    """Several files as one; of their metadata, what they agree on."""
+    for name in names:
+        match = SHARD.fullmatch(name)
+        if match and any(
+            f"{match[1]}-{i:05}-of-{match[3]}{match[4]}" not in names for i in range(1, int(match[3]) + 1)
+        ):
+            raise ValueError(f"{path} must have all {int(match[3])} shards, got {names}")
+    infos: dict[str, TensorInfo] = {}
+    places: dict[str, list[Piece]] = {}
+    shard_of: dict[str, TensorFile] = {}
+    ignored: list[str] = []
+    metadata: dict[str, str] | None = None
+    with ExitStack() as stack:
+        for name in names:
+            shard = stack.enter_context(open_file(folder / name))
+            for tensor, info in shard.infos.items():
+                if tensor in infos:
+                    raise ValueError(f"{path} must have each tensor once, {tensor} is in two of {names}")
+                infos[tensor], shard_of[tensor] = info, shard
+            places |= shard.places
+            ignored += shard.ignored
+            same = shard.metadata if metadata is None else metadata
+            metadata = {key: text for key, text in same.items() if shard.metadata.get(key) == text}
+        kind = "+".join(sorted({shard.format for shard in shard_of.values()}))
+        fetch = lambda name: shard_of[name].read(name)  # noqa: E731
+        release = stack.pop_all().close
+        return TensorFile(path, kind, infos, metadata or {}, places, fetch, release, ignored)

@@ -1,0 +1,95 @@
+"""safetensors: a header in JSON that says where each array lies, then their bytes."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import safetensors
+from safetensors import safe_open
+
+from parity.files.tensor_file import DTYPES, Piece, TensorFile, TensorInfo, chunks_of, parse_json
+
+if TYPE_CHECKING:
+    from parity.files.writing import Tensors
+
+NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
+CODES = {name: code for code, name in NAMES.items()}
+
+
+def header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
+    """The beginning of a file, which depends on nothing but the arguments, and the order in which the arrays follow.
+
+    That is their order here, but the wider dtypes come first: so each array is aligned to its dtype.
+
+    Raises:
+        ValueError: if the format has no such dtype.
+    """
+    order = sorted(infos, key=lambda name: -infos[name].dtype.itemsize)
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in order:
+        begin, end = end, end + infos[name].nbytes
+        code = CODES.get(infos[name].dtype.name)
+        if code is None:
+            raise ValueError(f"{name} must be of one of {sorted(CODES)} in a safetensors file, got {infos[name].dtype}")
+        entries[name] = {"dtype": code, "shape": infos[name].shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # keeps the arrays aligned
+    return struct.pack("<Q", len(text)) + text, order
+
+
+def write_safetensors(path: Path, tensors: Tensors) -> None:
+    """Write a file. The hash in its header is known, and written, last."""
+    head, order = header(tensors.infos, tensors.metadata)
+    with path.open("wb") as file:
+        file.write(head)
+        for name in order:
+            file.writelines(chunks_of(tensors.read(name)))
+        file.seek(0)
+        file.write(header(tensors.infos, tensors.metadata)[0])
+
+
+def open_safetensors(path: Path, file: BinaryIO) -> TensorFile:
+    """Open a file: the library judges it, and the arrays are read from where its header says.
+
+    The library reads no bfloat16 in some versions, and is silent on a name that is there twice.
+    """
+    try:
+        with safe_open(path, "numpy"):
+            pass
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} must be a whole safetensors file, got {path.stat().st_size} bytes: {error}") from None
+    (length,) = struct.unpack("<Q", file.read(8))
+    entries = parse_json(file.read(length))
+    metadata = entries.pop("__metadata__", None) or {}
+    infos: dict[str, TensorInfo] = {}
+    places: dict[str, list[Piece]] = {}
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        if entry["dtype"] not in NAMES:
+            raise ValueError(f"{path} must hold one of {sorted(NAMES)}, got {entry['dtype']} for {name}")
+        infos[name] = TensorInfo.of(entry["shape"], DTYPES[NAMES[entry["dtype"]]])
+        begin, end = entry["data_offsets"]
+        places[name] = [Piece(file, 8 + length + begin, end - begin)]
+    return TensorFile(path, "safetensors", infos, metadata, places)

@@ -1,0 +1,286 @@
+"""Files of named tensors are written here, whatever their format: whole and verified, or not at all."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parity.files.msgpack import METADATA, write_msgpack
+from parity.files.orbax import orbax_library, write_orbax
+from parity.files.reading import INDEX, SUFFIXES, open_tensors
+from parity.files.safetensors import CODES, write_safetensors
+from parity.files.target import check_target, locked, move, scratch_beside
+from parity.files.tensor_file import (
+    DTYPES,
+    NATIVE,
+    Shape,
+    TensorInfo,
+    check_names,
+    checksum,
+    chunks_of,
+    digest,
+    hash_of,
+)
+from parity.files.zipped import torch_library, write_npz, write_torch
+
+WRITERS = {
+    "safetensors": (write_safetensors, CODES),
+    "npz": (write_npz, NATIVE.keys() | {"bfloat16"}),
+    "torch": (write_torch, DTYPES),
+    "msgpack": (write_msgpack, DTYPES),
+    "orbax": (write_orbax, DTYPES),
+}
+"""By format: how it is written, and the names of the dtypes that it holds."""
+
+LIBRARIES = {"torch": torch_library, "orbax": orbax_library}
+"""By format: what it cannot be written without."""
+
+SHARDED = ("safetensors", "torch")
+COMPUTED = ("sha256", "total_size")  # metadata that a file has of its own
+
+
+class Tensors:
+    """Tensors on their way into a file: each is read once, checked, and hashed while it is written.
+
+    Attributes:
+        infos: of those that the file shall hold.
+        checksums: of those that were read; they cost next to nothing, and show whether the file holds the same.
+    """
+
+    def __init__(
+        self,
+        infos: Mapping[str, TensorInfo],
+        read: Callable[[str], np.ndarray],
+        metadata: Mapping[str, str],
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self.infos = infos
+        self.checksums: dict[str, int] = {}
+        self._metadata = metadata
+        self._read = read
+        self._pool = pool
+        self._digests: dict[str, Future[str]] = {}
+        self._last: Future[str] | None = None
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor, in C order.
+
+        Raises:
+            TypeError, ValueError: if it is not what was announced.
+        """
+        if self._last is not None:
+            self._last.result()  # else memory would hold two of them
+        array = np.asarray(self._read(name))
+        info = self.infos[name]
+        if array.shape != info.shape or array.dtype != info.dtype:
+            raise ValueError(
+                f"{name} must be read as it was announced, {info.dtype}{info.shape}, got {array.dtype}{array.shape}"
+            )
+        array = np.ascontiguousarray(array, dtype=info.dtype).reshape(info.shape)
+        self._digests[name] = self._last = self._pool.submit(digest, chunks_of(array))
+        self.checksums[name] = checksum(chunks_of(array))
+        return array
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """sha256 of each tensor that was read."""
+        return {name: pending.result() for name, pending in self._digests.items()}
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The metadata, with the hash of all tensors; as long as some are missing, zeros as many stand for it."""
+        whole = self._digests.keys() == self.infos.keys()
+        return {**self._metadata, "sha256": hash_of(self.infos, self.digests) if whole else "0" * 64}
+
+
+def write_tensors(
+    path: str | os.PathLike[str],
+    infos: Mapping[str, TensorInfo | tuple[Shape, Any]],
+    read: Callable[[str], np.ndarray],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    max_shard_bytes: int | None = None,
+    overwrite: bool = True,
+    source: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Write tensors to a file, whole and verified, or not at all; memory holds one of them at a time.
+
+    All is written beside the target, read back and compared, and then moved into place. What was there before stays
+    until that moment, and if anything fails. It is replaced only if it is of the same format: a file that begins as
+    such a file does; an orbax checkpoint in whose folder nothing else lies; an index with those shards of its own
+    that it names. What a killed process left beside a target is removed when that is written again.
+
+    Args:
+        path: file to write; its suffix tells the format.
+        infos: shape and dtype of each tensor by name, in the order that the file shall have as far as its format allows
+            (safetensors: wider dtypes first; nested formats: what has a level in common stays together).
+        read: gives a tensor; called once for each.
+        metadata: text by name, kept in the file with `sha256`, the hash of all tensors: see `TensorFile.verify`.
+        max_shard_bytes: write files of at most about that size and an index, as Hugging Face does; a larger tensor gets
+            a file of its own.
+        overwrite: replace what is there, if it is of the same format; False refuses it.
+        source: the file or folder that `read` reads from, which must not be the target nor hold it.
+
+    Returns:
+        What to open: the file, or the index of the shards.
+
+    Raises:
+        OSError: if a file cannot be written, or what is read back is not what was written.
+        FileExistsError: if the target exists and `overwrite` is False.
+        TypeError, ValueError: if the format cannot hold the tensors, `read` gives another one, or what is there is
+            something else. Nothing is written.
+        ImportError: if a library is missing that the format needs.
+
+    Example:
+        with open_tensors("model.safetensors") as file:
+            write_tensors("model.npz", file.infos, file.read, file.metadata)
+    """
+    path = Path(path)
+    kind = _kind(path)
+    metadata = _checked_metadata(metadata or {})
+    check_names(infos, metadata)
+    checked = _checked_infos(path, kind, infos)
+    shards = _shards(checked, max_shard_bytes, path, kind)
+    folder, name = path.parent, path.name
+    if len(shards) == 1:
+        real = Path(os.path.realpath(path))  # the file that a link leads to, not the link
+        folder, name = real.parent, real.name
+    names = [name] if len(shards) == 1 else [*_shard_names(name, len(shards)), f"{name}{INDEX}"]
+    check_target(path, kind, names, folder, overwrite=overwrite, source=source)
+    if kind in LIBRARIES:
+        LIBRARIES[kind](path)
+
+    with (
+        scratch_beside(folder / name) as scratch,
+        ThreadPoolExecutor(1) as pool,  # for what can be done beside: a tensor is hashed while it is written
+    ):
+        digests: dict[str, str] = {}
+        checksums: dict[str, int] = {}
+        for shard, part in zip(names, shards, strict=False):
+            tensors = Tensors(part, read, metadata, pool)
+            WRITERS[kind][0](scratch / shard, tensors)
+            digests |= tensors.digests
+            checksums |= tensors.checksums
+        metadata["sha256"] = hash_of(checked, digests)
+        if len(shards) > 1:
+            (scratch / names[-1]).write_bytes(_index(checked, shards, names, metadata))
+        flushed = pool.submit(_flush, scratch)  # the disk works while we compare
+        _compare(path, scratch / names[-1], checked, metadata, checksums)
+        flushed.result()
+        with locked(folder):  # and look again, for others may have written there meanwhile
+            stale = check_target(path, kind, names, folder, overwrite=overwrite, source=source)
+            move(names, scratch, folder, stale)
+    return path if len(shards) == 1 else folder / names[-1]
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def _kind(path: Path) -> str:
+    kind = SUFFIXES.get(path.suffix.lower())
+    if kind not in WRITERS:
+        suffixes = [suffix for suffix, kind in SUFFIXES.items() if kind in WRITERS]
+        reason = "; GGUF files are only read" if kind == "gguf" else ""
+        raise ValueError(f"{path} must end in one of {suffixes} to be written, got {path.suffix!r}{reason}")
+    return kind
+
+
+def _checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    for text in (text for pair in metadata.items() for text in pair):
+        if not isinstance(text, str):
+            raise TypeError(f"metadata must be text by name, got {text!r}")
+    return {name: text for name, text in metadata.items() if name not in COMPUTED}
+
+
+def _checked_infos(path: Path, kind: str, infos: Mapping[str, TensorInfo | tuple[Shape, Any]]) -> dict[str, TensorInfo]:
+    held = WRITERS[kind][1]
+    checked = {}
+    for name, (shape, dtype) in ((name, info[:2]) for name, info in infos.items()):
+        dtype = np.dtype(dtype).newbyteorder("=")
+        if dtype.name not in held:
+            raise ValueError(f"{path} must hold one of {sorted(held)}, got {dtype} for {name}")
+        if name.partition(".")[0] == METADATA:
+            raise ValueError(f"no tensor must be named as metadata are, got {name}")
+        checked[name] = TensorInfo.of(tuple(map(operator.index, shape)), dtype)
+    return checked
+
+
+# ---- Shards ----------------------------------------------------------------------------------------------------------
+
+
+def _shards(infos: dict[str, TensorInfo], max_bytes: int | None, path: Path, kind: str) -> list[dict[str, TensorInfo]]:
+    """The tensors of each file, in order."""
+    if max_bytes is None:
+        return [infos]
+    if kind not in SHARDED:
+        raise ValueError(
+            f"max_shard_bytes must be left out but for {SHARDED}, got max_shard_bytes={max_bytes} for {path}"
+        )
+    if max_bytes <= 0:
+        raise ValueError(f"max_shard_bytes must be > 0, got max_shard_bytes={max_bytes}")
+    shards: list[dict[str, TensorInfo]] = [{}]
+    size = 0
+    for name, info in infos.items():
+        if shards[-1] and size + info.nbytes > max_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = info
+        size += info.nbytes
+    return shards
+
+
+def _shard_names(name: str, count: int) -> list[str]:
+    stem, suffix = os.path.splitext(name)
+    return [f"{stem}-{i:05}-of-{count:05}{suffix}" for i in range(1, count + 1)]
+
+
+def _index(
+    infos: Mapping[str, TensorInfo],
+    shards: Iterable[Iterable[str]],
+    names: Iterable[str],
+    metadata: Mapping[str, str],
+) -> bytes:
+    shard_of = {tensor: name for name, shard in zip(names, shards, strict=False) for tensor in shard}
+    total = sum(info.nbytes for info in infos.values())
+    index = {"metadata": {**metadata, "total_size": total}, "weight_map": shard_of}
+    return f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
+
+
+# ---- Into place ------------------------------------------------------------------------------------------------------
+
+
+def _flush(folder: Path) -> None:
+    """Wait until all that is in a folder is on the disk."""
+    for path in (folder, *folder.rglob("*")):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _compare(
+    path: Path,
+    written: Path,
+    infos: Mapping[str, TensorInfo],
+    metadata: Mapping[str, str],
+    checksums: Mapping[str, int],
+) -> None:
+    """Read back what was written, as anyone would open it, and compare."""
+    try:
+        with open_tensors(written) as file:
+            if dict(file.infos) != infos or not metadata.items() <= file.metadata.items():
+                raise OSError(f"{path} must read back as it was written, its header does not")
+            for name, expected in checksums.items():
+                if checksum(file.chunks(name)) != expected:
+                    raise OSError(f"{path} must read back as it was written, {name} does not")
+    except ValueError as error:
+        text = str(error).replace(f"{written.parent}{os.sep}", "")
+        raise OSError(f"{path} must read back as it was written: {text}") from None

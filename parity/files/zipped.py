@@ -1,0 +1,315 @@
+"""npz and torch files: zip archives of arrays.
+
+Both are written with the metadata as JSON in the archive's comment, which other readers pass over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import re
+import struct
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+from numpy.lib import format as npy
+
+from parity.files.tensor_file import (
+    BFLOAT16,
+    CHUNK,
+    DTYPES,
+    NATIVE,
+    TensorFile,
+    TensorInfo,
+    flatten,
+    parse_json,
+    raw,
+    text_by_name,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from parity.files.writing import Tensors
+
+MAX_HEADER = 10_000  # characters, as NumPy has it
+ALIGNMENT = 64  # of what torch maps
+
+
+# ---- Archives --------------------------------------------------------------------------------------------------------
+
+
+def open_zip(file: BinaryIO) -> zipfile.ZipFile:
+    """The archive in a file, if it has each name once and is no bomb.
+
+    Raises:
+        ValueError: if not. (The library's own errors are of many kinds.)
+    """
+    archive = zipfile.ZipFile(file)
+    file.seek(-22 - len(archive.comment), 2)
+    end = file.read(22)
+    if end[:4] != b"PK\5\6" or int.from_bytes(end[20:], "little") != len(archive.comment):
+        raise ValueError("an archive must end where it says, it does not")  # the library is silent
+    members = archive.infolist()
+    twice = [name for name, count in Counter(member.filename for member in members).items() if count > 1]
+    if twice:
+        raise ValueError(f"names must differ, got {twice[0]} twice")
+    size = file.seek(0, 2)
+    for member in members:
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or member.flag_bits & 1:
+            raise ValueError(f"members must be stored or deflated, and not encrypted, {member.filename} is not")
+    if sum(member.compress_size for member in members) > size:
+        raise ValueError("members must not overlap, they do")
+    check_inflation(sum(member.file_size for member in members), size)
+    return archive
+
+
+def check_inflation(inflated: int, size: int) -> None:
+    """Refuse what is a few bytes on the disk and fills the memory.
+
+    Weights hardly shrink when they are compressed; zeros may, if they are not all there is.
+
+    Raises:
+        ValueError: if it is more than 100 times as large, and larger than 64 MiB.
+    """
+    if inflated > max(100 * size, 1 << 26):
+        raise ValueError(
+            f"it must not be more than 100 times as large as it is on the disk, got {inflated} and {size} bytes"
+        )
+
+
+@contextmanager
+def new_zip(path: Path, tensors: Tensors) -> Iterator[zipfile.ZipFile]:
+    """An archive to write, with the metadata, as they are at the end, in its comment."""
+    if len(_comment(tensors.metadata)) > zipfile.ZIP_MAX_COMMENT:
+        raise ValueError(f"metadata must have at most {zipfile.ZIP_MAX_COMMENT} bytes in a zip archive, got more")
+    with zipfile.ZipFile(path, "w") as archive:
+        yield archive
+        archive.comment = _comment(tensors.metadata)
+
+
+def new_member(archive: zipfile.ZipFile, name: str, alignment: int = 1) -> IO[bytes]:
+    """A member to write, not compressed; its date is that of no day, so that the same content gives the same file."""
+    member = zipfile.ZipInfo(name)
+    begin = archive.start_dir + 30 + len(name.encode()) + 20 + 4  # the sizes in 64 bits take 20
+    padding = -begin % alignment
+    member.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding) if alignment > 1 else b""
+    return archive.open(member, "w", force_zip64=True)
+
+
+def _comment(metadata: Mapping[str, str]) -> bytes:
+    return json.dumps(metadata, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _metadata(archive: zipfile.ZipFile) -> dict[str, str]:
+    with suppress(ValueError, RecursionError):  # others' comments are none of ours
+        return text_by_name(parse_json(archive.comment))
+    return {}
+
+
+# ---- npz -------------------------------------------------------------------------------------------------------------
+
+
+def write_npz(path: Path, tensors: Tensors) -> None:
+    """Write an archive of .npy files, as `np.savez` does."""
+    with new_zip(path, tensors) as archive:
+        for name in tensors.infos:
+            with new_member(archive, f"{name}.npy") as member:
+                npy.write_array(member, tensors.read(name), allow_pickle=False)
+
+
+def open_npz(path: Path, file: BinaryIO) -> TensorFile:
+    """Open an archive of .npy files. Names are only names, and no path on a disk; `a/b` of others is read as `a.b`."""
+    archive = open_zip(file)
+    infos: dict[str, TensorInfo] = {}
+    ignored = []
+    for member in archive.infolist():
+        if not member.filename.endswith(".npy"):
+            ignored.append(member.filename)
+            continue
+        with archive.open(member) as stream:
+            info = _read_header(stream)[0]
+            if stream.tell() + info.nbytes != member.file_size:
+                raise ValueError(f"{member.filename} must have {info.nbytes} bytes after its header, as that says")
+        infos[member.filename.removesuffix(".npy")] = info
+    metadata = _metadata(archive)
+    members = {_dotted(name): name for name in infos} if not metadata else {name: name for name in infos}
+    if len(members) < len(infos):
+        members = {name: name for name in infos}
+    infos = {name: infos[member] for name, member in members.items()}
+
+    def fetch(name: str) -> np.ndarray:
+        with archive.open(f"{members[name]}.npy") as stream:
+            info, stored, is_fortran = _read_header(stream)
+            array = np.empty(info.shape[::-1] if is_fortran else info.shape, stored)
+            buffer = raw(array)
+            for start in range(0, info.nbytes, CHUNK):
+                part = stream.read(min(CHUNK, info.nbytes - start))
+                buffer[start : start + CHUNK] = memoryview(part)  # as long, or it is an error
+            if stream.read(1):  # at the end the checksum is compared
+                raise ValueError(f"{name} must have {info.nbytes} bytes, got more")
+        array = array.view(BFLOAT16) if info.dtype == BFLOAT16 else array.astype(info.dtype, copy=False)
+        return np.ascontiguousarray(array.T).reshape(info.shape) if is_fortran else array
+
+    return TensorFile(path, "npz", infos, metadata, fetch=fetch, ignored=ignored)
+
+
+def _dotted(name: str) -> str:
+    """A name of levels, which others join with slashes, joined with dots; what looks like a path stays as it is."""
+    levels = name.split("/")
+    return name if "." in name or not all(levels) else ".".join(levels)
+
+
+def _read_header(stream: IO[bytes]) -> tuple[TensorInfo, np.dtype, bool]:
+    """What a .npy file says of its array: the array, how its numbers are stored, whether it is in Fortran's order.
+
+    NumPy gives this text to Python's parser, of which some versions never recover from what can be written there.
+    """
+    version = npy.read_magic(stream)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"an array must be of version 1 or 2 of .npy, got {version}")
+    size = stream.read(2 if version == (1, 0) else 4)
+    text = stream.read(min(MAX_HEADER, int.from_bytes(size, "little"))).decode("latin1")
+    for old, new in {"'": '"', "(": "[", ")": "]", "True": "true", "False": "false"}.items():
+        text = text.replace(old, new)
+    header = parse_json(re.sub(r",\s*([]}])", r"\1", text).encode())
+    if not isinstance(header, dict) or header.keys() != {"descr", "fortran_order", "shape"}:
+        raise ValueError("an array must have a descr, a fortran_order and a shape in its header, one has not")
+    descr, is_fortran = header["descr"], header["fortran_order"]
+    plain = isinstance(descr, str) and re.fullmatch(r"[<>|=]?[A-Za-z]\d{1,2}", descr) is not None
+    stored = np.dtype(descr) if plain else np.dtype(object)
+    if stored == np.dtype("V2"):  # what NumPy makes of bfloat16
+        dtype = BFLOAT16
+    elif stored.newbyteorder("=") in NATIVE.values():
+        dtype = stored.newbyteorder("=")
+    else:
+        raise ValueError(f"an array must hold one of {sorted(NATIVE)} or bfloat16, got {descr}")
+    return TensorInfo.of(header["shape"], dtype), stored, bool(is_fortran)
+
+
+# ---- torch -----------------------------------------------------------------------------------------------------------
+
+_TYPED = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
+"""Classes that torch's pickles name for the dtypes that it had first; the others are told in another way."""
+
+
+@dataclass(frozen=True)
+class _Storage:
+    key: str
+    info: TensorInfo
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    storage: _Storage
+
+
+class _Pickler(pickle.Pickler):
+    """Writes the pickle that torch writes for a dict of tensors, of which there need be none yet."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _Storage):
+            return None
+        import torch
+
+        name = obj.info.dtype.name
+        if name in _TYPED:
+            number = obj.info.nbytes // obj.info.dtype.itemsize
+            return ("storage", getattr(torch, _TYPED[name]), obj.key, "cpu", number)
+        return ("storage", torch.UntypedStorage, obj.key, "cpu", obj.info.nbytes)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, _Tensor):
+            return NotImplemented
+        import torch._utils
+
+        info = obj.storage.info
+        strides = tuple(math.prod(info.shape[i + 1 :]) for i in range(len(info.shape)))
+        arguments = (obj.storage, 0, info.shape, strides, False, OrderedDict())
+        if info.dtype.name in _TYPED:
+            return torch._utils._rebuild_tensor_v2, arguments
+        return torch._utils._rebuild_tensor_v3, (*arguments, getattr(torch, info.dtype.name))
+
+
+def write_torch(path: Path, tensors: Tensors) -> None:
+    """Write the archive that `torch.save` writes for a state dict. (That would want all tensors at once.)"""
+    torch_library(path)
+    entries = {name: _Tensor(_Storage(str(i), info)) for i, (name, info) in enumerate(tensors.infos.items())}
+    with new_zip(path, tensors) as archive:
+        with new_member(archive, "archive/data.pkl") as member:
+            _Pickler(member, protocol=2).dump(entries)
+        for name, content in {"version": b"3\n", "byteorder": b"little"}.items():
+            with new_member(archive, f"archive/{name}") as member:
+                member.write(content)
+        for name, entry in entries.items():
+            with new_member(archive, f"archive/data/{entry.storage.key}", ALIGNMENT) as member:
+                member.write(raw(tensors.read(name)))
+
+
+def open_torch(path: Path, file: BinaryIO) -> TensorFile:
+    """Open what `torch.save` wrote, mapped and with `weights_only`: nothing in it is executed."""
+    torch = torch_library(path)
+    if not zipfile.is_zipfile(file):
+        raise ValueError(f"{path} must be a zip archive, as torch.save writes since 1.6, it is none, or is cut off")
+    archive = open_zip(file)
+    if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+        raise ValueError("members of an archive of torch's must not be compressed, they are")
+    try:
+        tree = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:  # its text tells how to load it nevertheless
+        reason = re.search(r"WeightsUnpickler error: (.*)", str(error))
+        what = reason[1] if reason else "what is in it cannot be told"
+        raise ValueError(f"{path} must hold tensors and nothing that is executed: {what}") from None
+    leaves = flatten({"": tree} if isinstance(tree, torch.Tensor) else tree)
+    found = {name: leaf.detach() for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    infos = {name: _info(name, tensor) for name, tensor in found.items()}
+    # A storage that is said to be longer than it is goes on in the next one.
+    sizes = {member.file_size for member in archive.infolist()}
+    if not {tensor.untyped_storage().nbytes() for tensor in found.values()} <= sizes | {0}:
+        raise ValueError("each storage must be as long as the member that holds it, one is not")
+
+    def fetch(name: str) -> np.ndarray:
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        tensor, dtype = found[name].resolve_conj().resolve_neg().contiguous(), infos[name].dtype
+        if dtype.name not in NATIVE:  # torch knows none of these NumPy dtypes; the bits are the same
+            tensor = tensor.view(bits[dtype.itemsize])
+        return tensor.numpy().copy().view(dtype)
+
+    ignored = [name for name in leaves if name not in found]
+    return TensorFile(path, "torch", infos, _metadata(archive), fetch=fetch, ignored=ignored)
+
+
+def torch_library(path: Path) -> Any:
+    """The library, without which there is no such file."""
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(f"{path} needs torch: {error}; pip install torch") from None
+    return torch
+
+
+def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES or str(tensor.layout) != "torch.strided" or tensor.device.type != "cpu":
+        raise ValueError(f"{name} must be a dense tensor of {sorted(DTYPES)}, got {dtype} in {tensor.layout}")
+    return TensorInfo.of(tuple(tensor.shape), DTYPES[dtype])

@@ -1,0 +1,1 @@
+"""Live modules of other libraries."""

@@ -1,0 +1,1 @@
+"""What people read: console, HTML, JUnit, plots."""

@@ -1,0 +1,384 @@
+"""Results as one page: a single HTML file that needs no network, no script and no other file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from parity.core import packages
+from parity.core.compare import Comparison, axis_names, errors_of, first_difference, whole_rows
+from parity.core.run import Reference, Report, Trace, flattened
+from parity.core.spec import find_case, stage_kind
+from parity.core.weights import write_whole
+from parity.reporting.console import reproduction, skipped_reasons, summary_line
+from parity.reporting.plot import downsample
+
+Key = tuple[str, str, str]
+"""Case, dtype and backend."""
+
+MOST_HEADS = 8
+MOST_CELLS = 32  # of an attention map, along queries and along keys
+MOST_OPEN = 5  # cases that failed, unfolded when the page opens
+
+# An attention map is kept in levels: weights in steps of 1/14, which is finer than eyes, and one for what is no number.
+STEPS = 14
+NOT_FINITE = STEPS + 1
+INKS = {"weight": (37, 99, 235), "difference": (217, 72, 15), "not finite": (220, 38, 38)}
+
+BUDGET_MARK = 70  # where on a bar, in percent, the budget ends: linear up to there, logarithmic beyond
+FARTHEST = 6  # powers of ten beyond the budget at which a bar is full
+
+HEAT = (0.03, 0.1, 0.3, 1.0)
+"""Shares of the budget at which the next colour begins; beyond the last is beyond the budget."""
+
+
+def check_installed(*, pictures: bool = False) -> None:
+    """Refuse to begin what could not be finished.
+
+    Args:
+        pictures: whether the page will hold attention maps, too.
+
+    Raises:
+        ModuleNotFoundError: if a library that makes the page is not installed.
+    """
+    packages.check_installed("an HTML report", "jinja2", *(["pillow"] if pictures else []))
+
+
+# ---- Attention maps --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionMap:
+    """The attention weights of some heads in one sequence, in levels that a picture shows, and what they say in words.
+
+    Attributes:
+        stage, sequence, heads: where they are from.
+        shape: number of queries and of keys, of which neighbours may share a cell.
+        pictures: levels (heads, queries, keys) by what they show: `expected`, `actual` and, of a case that failed,
+            `difference`, whose levels are shares of its largest.
+        words: of each picture and head, its largest value and where.
+        largest_difference: between actual and expected.
+    """
+
+    stage: str
+    sequence: int
+    heads: tuple[int, ...]
+    shape: tuple[int, int]
+    pictures: dict[str, np.ndarray] = field(repr=False)
+    words: dict[str, list[str]] = field(repr=False)
+    largest_difference: float
+
+
+class AttentionMaps(dict[Key, AttentionMap]):
+    """Attention maps by case, dtype and backend, kept as a run goes on: give it to `run_cases` as `on_judged`.
+
+    Of a case that passed, the first heads of the first sequence, at the last step of a cache; of one that failed, the
+    sequence, head and step of the worst weight.
+
+    Raises:
+        ModuleNotFoundError: if a library that makes the page is not installed.
+    """
+
+    def __init__(self) -> None:
+        check_installed(pictures=True)
+        super().__init__()
+
+    def __call__(self, trace: Trace, reference: Reference, comparisons: list[Comparison]) -> None:
+        """Keep the maps of a trace, if it has any."""
+        stages = [comparison for comparison in comparisons if stage_kind(comparison.stage) == "attn_weights"]
+        if not stages:
+            return
+        failed = first_difference(comparisons)
+        shown = first_difference(stages) or stages[-1]
+        expected, actual = reference.accumulated[shown.stage], trace.accumulated.get(shown.stage)
+        if actual is None or actual.shape != expected.shape or actual.size == 0:
+            return
+        sequence, heads = shown.worst_index.get("B", 0) if failed else 0, list(range(expected.shape[1]))[:MOST_HEADS]
+        if failed and (worst := shown.worst_index.get("N", 0)) not in heads:
+            heads[-1] = worst
+        expected, actual = (np.asarray(x[sequence, heads], np.float64) for x in (expected, actual))
+        difference = errors_of(whole_rows(actual, shown.stage), expected)
+        finite = difference[np.isfinite(difference)]
+        largest = float(finite.max()) if finite.size == difference.size else math.inf
+        pictures = {"expected": levels(expected), "actual": levels(actual)}
+        words = {"expected": _in_words(expected), "actual": _in_words(actual)}
+        if failed:
+            scale = finite.max(initial=0.0)
+            pictures["difference"] = levels(difference / scale if scale > 0.0 else difference)
+            words["difference"] = _in_words(difference)
+        key = (trace.problem.case.name, trace.problem.dtype, trace.backend)
+        shape = (expected.shape[1], expected.shape[2])
+        self[key] = AttentionMap(shown.stage, sequence, tuple(heads), shape, pictures, words, largest)
+
+
+def levels(maps: np.ndarray) -> np.ndarray:
+    """Values from 0 to 1 as levels, each cell the largest of the neighbours that share it; (heads, queries, keys)."""
+    rounded = np.clip(np.nan_to_num(maps, nan=0.0) * STEPS, 0, STEPS).round()
+    found = np.where(np.isfinite(maps), rounded, NOT_FINITE).astype(np.uint8)
+    return downsample(found, MOST_CELLS)
+
+
+def png(picture: np.ndarray, ink: tuple[int, int, int]) -> str:
+    """Levels as a picture in one ink, the higher the more of it, so that it suits a light page and a dark one."""
+    from PIL import Image
+
+    image = Image.frombytes("P", (picture.shape[1], picture.shape[0]), picture.tobytes())
+    image.putpalette([*(ink * NOT_FINITE), *INKS["not finite"]])
+    opacity = bytes(255 * level // STEPS for level in range(NOT_FINITE)) + b"\xff"
+    file = io.BytesIO()
+    image.save(file, "PNG", bits=4, transparency=opacity, optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _in_words(maps: np.ndarray) -> list[str]:
+    """Of each head, what a picture of it says: the largest value and where."""
+    words = []
+    for values in maps:
+        if lost := np.count_nonzero(~np.isfinite(values)):
+            words.append(f"NaN or infinite at {lost} of {values.size} places")
+            continue
+        query, key = np.unravel_index(int(values.argmax()), values.shape)
+        words.append(f"largest {values[query, key]:.3g} at t={query}, s={key}")
+    return words
+
+
+# ---- The page --------------------------------------------------------------------------------------------------------
+
+
+def write_html(path: str | os.PathLike[str], report: Report, maps: Mapping[Key, AttentionMap] | None = None) -> None:
+    """Write a report as one HTML page, whole or not at all.
+
+    It asks for nothing from anywhere and runs no script, and a Content-Security-Policy in it says so. All text that
+    comes from traces, weights or errors is escaped.
+
+    Args:
+        path: file to write.
+        report: what to show.
+        maps: attention maps, if they were kept.
+
+    Raises:
+        ModuleNotFoundError: if a library that makes the page is not installed.
+        OSError: if the file cannot be written.
+    """
+    write_whole(path, html_page(report, maps))
+
+
+def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) -> bytes:
+    """The page as `write_html` writes it."""
+    check_installed(pictures=bool(maps))
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    # The autoescape of everything, and no name that is silently empty.
+    templates = Environment(
+        loader=PackageLoader("parity", "html_report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters.update(
+        ratio=_ratio, number=_number, bar=_bar, heat=_heat, printable=_printable, breakable=_breakable
+    )
+    style = (resources.files("parity") / "html_report" / "style.css").read_text("utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    page = templates.get_template("page.html").render(
+        style=style,
+        policy=f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
+        report=report,
+        verdict=summary_line(report).plain,
+        backends=list(dict.fromkeys(comparison.backend for comparison in report.comparisons)),
+        failures=list(_failures(report)),
+        cases=_cases(report, maps or {}),
+        skipped=skipped_reasons(report),
+        environments=list(_environments(report.environment)),
+        mark=BUDGET_MARK,
+    )
+    return page.encode("utf-8", "replace")  # a folder's name need not be Unicode
+
+
+def _failures(report: Report) -> Iterator[dict[str, Any]]:
+    """What failed: of each case, dtype and backend, where it begins, and what is known of it."""
+    for (case, dtype, backend), comparisons in report.groups().items():
+        difference = first_difference(comparisons)
+        if difference is None:
+            continue
+        diagnosis = report.diagnoses.get((case, dtype, backend))
+        yield {
+            "title": f"{case}, {dtype}: {backend}",
+            "anchor": _anchor(case, dtype),
+            "stages": [(comparison, _state(comparison, difference)) for comparison in comparisons],
+            "difference": difference,
+            "again": reproduction(difference),
+            "diagnosis": "" if diagnosis is None else str(diagnosis),
+            "pages": [
+                (" + ".join(explanation.hypotheses), f"mha-parity bugs {page}")
+                for explanation in (diagnosis.explanations if diagnosis else [])
+                for page in explanation.docs
+            ],
+        }
+
+
+def _state(comparison: Comparison, difference: Comparison) -> str:
+    if comparison is difference:
+        return "first"
+    return "passed" if comparison.passed else "failed"
+
+
+def _cases(report: Report, maps: Mapping[Key, AttentionMap]) -> list[dict[str, Any]]:
+    """Of each case and dtype, what every backend gave."""
+    skipped = {(skipped.case, skipped.dtype, skipped.backend): skipped.reason for skipped in report.skipped_cases}
+    groups = report.groups()
+    backends = list(dict.fromkeys(backend for _, _, backend in [*groups, *skipped]))
+    pairs = list(dict.fromkeys((case, dtype) for case, dtype, _ in [*groups, *skipped]))
+    # A case that has one dtype of its own has it in its name.
+    dtypes = {dtype for case, dtype in pairs if (known := find_case(case)) is None or known.dtype is None}
+    cases = []
+    opened = 0
+    for case, dtype in pairs:
+        known = find_case(case)
+        cells = []
+        for backend in backends:
+            comparisons = groups.get((case, dtype, backend), [])
+            difference = first_difference(comparisons)
+            worst = difference or max(comparisons, key=lambda comparison: comparison.worse_ratio, default=None)
+            rows = [(comparison, difference and _state(comparison, difference)) for comparison in comparisons]
+            reason = skipped.get((case, dtype, backend), "")
+            cells.append({"backend": backend, "worst": worst, "rows": rows, "skipped": reason})
+        failed = any(cell["worst"] and not cell["worst"].passed for cell in cells)
+        opened += failed
+        cases.append(
+            {
+                "name": case,
+                "dtype": dtype,
+                "shows_dtype": len(dtypes) > 1,
+                "anchor": _anchor(case, dtype),
+                "about": known.about if known else "",
+                "cells": cells,
+                "failed": failed,
+                "open": failed and opened <= MOST_OPEN,
+                "galleries": list(_galleries(case, dtype, backends, maps)),
+            }
+        )
+    return cases
+
+
+def _galleries(
+    case: str, dtype: str, backends: Iterable[str], maps: Mapping[Key, AttentionMap]
+) -> Iterator[dict[str, Any]]:
+    """Attention maps of a case side by side, those of one place with the reference's once."""
+    found = [(backend, maps[case, dtype, backend]) for backend in backends if (case, dtype, backend) in maps]
+
+    def place(of_backend: tuple[str, AttentionMap]) -> tuple[str, int, tuple[int, ...]]:
+        return of_backend[1].stage, of_backend[1].sequence, of_backend[1].heads
+
+    for (stage, sequence, heads), group in groupby(sorted(found, key=place), place):
+        group = list(group)
+        first = group[0][1]
+        rows = [("reference", "", _images(first, "expected", "weight"))]
+        for backend, shown in group:
+            largest = _number(shown.largest_difference)
+            rows.append((backend, f"differs by {largest}", _images(shown, "actual", "weight")))
+            if "difference" in shown.pictures:
+                images = _images(shown, "difference", "difference")
+                rows.append((f"|{backend} − reference|", f"most ink: {largest}", images))
+        yield {
+            "stage": stage,
+            "sequence": sequence,
+            "heads": heads,
+            "rows": rows,
+            "shape": first.shape,
+            "cells": first.pictures["expected"].shape[1:],
+        }
+
+
+def _images(shown: AttentionMap, picture: str, ink: str) -> list[tuple[str, str]]:
+    """Of each head, a picture and what it says."""
+    pictures = (png(picture, INKS[ink]) for picture in shown.pictures[picture])
+    return list(zip(pictures, shown.words[picture], strict=True))
+
+
+def _environments(environment: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, dict[str, str]]]]]:
+    """Where results were made, each place with its tables of settings: the machine's, and each backend's.
+
+    A run has one environment, and those of the traces that it joined; a comparison of traces has one for each folder.
+    """
+    here = {name: value for name, value in environment.items() if name != "joined"}
+    joined = environment.get("joined", {})
+    is_run = "python" in environment
+    for place, settings in [("this run", here), *joined.items()] if is_run else list(environment.items()):
+        settings = dict(settings) if isinstance(settings, Mapping) else {"value": settings}
+        of_backends = settings.pop("backends", {})
+        tables = [("machine and packages", flattened(settings))]
+        if isinstance(of_backends, Mapping):
+            for backend, facts in of_backends.items():
+                facts = facts if isinstance(facts, Mapping) else {"value": facts}
+                tables.append((f"{backend}: device and numerics lock", flattened(facts)))
+        yield place or "this machine", [(name, table) for name, table in tables if table]
+
+
+def _anchor(case: str, dtype: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", f"case-{case}-{dtype}")
+
+
+# ---- Numbers and shapes ----------------------------------------------------------------------------------------------
+
+
+def _ratio(ratio: float | None) -> str:
+    if ratio is None:
+        return "—"
+    if not math.isfinite(ratio):
+        return "∞"
+    return f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0e}"
+
+
+def _number(number: float) -> str:
+    return "∞" if math.isinf(number) else f"{number:.1e}" if number else "0"
+
+
+def _bar(ratio: float) -> str:
+    """How much of a bar is full, in percent."""
+    if ratio <= 1.0:
+        return f"{BUDGET_MARK * ratio:.3g}"
+    beyond = min(math.log10(ratio), FARTHEST) / FARTHEST if math.isfinite(ratio) else 1.0
+    return f"{BUDGET_MARK + 4 + (96 - BUDGET_MARK) * beyond:.3g}"  # the 4 shows even a little too much
+
+
+def _heat(comparison: Comparison) -> dict[str, Any]:
+    """A strip of cells, one for each place along the tokens: higher and warmer the more of the budget it uses."""
+    shares = comparison.by_position
+    level_of = [sum(not share <= limit for limit in HEAT) for share in shares]
+    paths: dict[int, str] = {}
+    start = 0
+    for level, run in groupby(level_of):
+        length, height = len(list(run)), 2 * level + 2
+        paths[level] = f"{paths.get(level, '')}M{start} {10 - height}h{length}v{height}h-{length}z"
+        start += length
+    sizes = dict(zip(axis_names(comparison.stage, len(comparison.shape)), comparison.shape, strict=True))
+    letter = "T" if "T" in sizes else "S"
+    places = f"{letter.lower()} = 0 … {sizes.get(letter, 0) - 1}"
+    if sizes.get(letter, 0) != len(shares):
+        places += f", {len(shares)} runs of neighbours"
+    return {"size": len(shares), "paths": sorted(paths.items()), "words": f"{places}: {' '.join(map(_ratio, shares))}"}
+
+
+def _breakable(text: str) -> Any:
+    """A dotted name that a line may break in, after its dots and underscores."""
+    from markupsafe import Markup, escape
+
+    return Markup("<wbr>").join(escape(part) for part in re.findall(r"[^._]*[._]|[^._]+", _printable(text)))
+
+
+def _printable(text: str) -> str:
+    """Text from a file or an error, without characters that a page cannot show."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "�" for character in text)

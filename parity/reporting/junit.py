@@ -1,0 +1,117 @@
+"""Results for continuous integration: JUnit XML, a test case for each case, dtype and backend."""
+
+from __future__ import annotations
+
+import os
+import re
+from xml.etree import ElementTree
+
+from parity.core.compare import Comparison, first_difference
+from parity.core.run import Report
+from parity.core.weights import write_whole
+from parity.reporting.console import reproduction
+
+FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""What XML 1.0 cannot hold, not even escaped."""
+
+NODE_ID = re.compile(r"([^\[]+?)::((?:\w+::)*)(.*)", re.DOTALL)
+"""A node id of pytest: the file, the classes, and the test with its parameters, which may be any text."""
+
+
+def write_junit(path: str | os.PathLike[str], report: Report) -> None:
+    """Write a report as JUnit XML, whole or not at all.
+
+    A test suite for each backend and dtype, a test case for each case: it fails with the text of its first difference,
+    is an error where the backend raised one or its trace is missing, and is skipped with the reason. A backend that did
+    not run at all is a suite of one skipped test. What the pytest plugin collected is of the class of its test's
+    module. There are no times, so that the bytes depend on the results only.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    write_whole(path, junit_xml(report))
+
+
+def junit_xml(report: Report) -> bytes:
+    """The report as `write_junit` writes it."""
+    suites: dict[str, list[ElementTree.Element]] = {}
+    for (case, dtype, backend), comparisons in report.groups().items():
+        test = _test(case, dtype, backend)
+        if difference := first_difference(comparisons):
+            test.append(_failure(difference, str(_diagnosis(report, case, dtype, backend) or "")))
+        suites.setdefault(f"{backend} {dtype}", []).append(test)
+    for skipped in report.skipped_cases:
+        test = _test(skipped.case, skipped.dtype, skipped.backend)
+        test.append(_element("skipped", message=skipped.reason))
+        suites.setdefault(f"{skipped.backend} {skipped.dtype}", []).append(test)
+    for missing in report.missing:
+        test = _test(missing.case, missing.dtype, missing.backend)
+        test.append(_element("error", message=missing.reason, type="missing"))
+        suites.setdefault(f"{missing.backend} {missing.dtype}", []).append(test)
+    for backend, reason in report.skipped.items():
+        test = _element("testcase", classname=backend, name="every case")
+        test.append(_element("skipped", message=reason))
+        suites.setdefault(backend, []).append(test)
+
+    everything = [test for tests in suites.values() for test in tests]
+    totals = _counts(everything)
+    del totals["skipped"]  # some schemas know it of suites only
+    root = _element("testsuites", name="mha-parity", **totals)
+    for name, tests in suites.items():
+        suite = _element("testsuite", name=name, **_counts(tests))
+        properties = _element("properties")
+        properties.extend(_element("property", name=name, value=value) for name, value in report.settings().items())
+        if len(properties):
+            suite.append(properties)
+        suite.extend(tests)
+        if report.warnings:
+            suite.append(_element("system-out", "\n".join(f"warning: {warning}" for warning in report.warnings)))
+        root.append(suite)
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"
+
+
+def _test(case: str, dtype: str, backend: str) -> ElementTree.Element:
+    """A test case, of the class of its backend; of a test of pytest's, which the plugin collected, of its module's.
+
+    The plugin titles comparisons by pytest's node ids, `tests/test_x.py::TestY::test_z[a]`: their class is named as
+    pytest's own `--junit-xml` names it, `tests.test_x.TestY`.
+    """
+    node = NODE_ID.fullmatch(case)
+    if node is None:
+        return _element("testcase", classname=backend, name=f"{case}-{dtype}")
+    module, classes, name = node.groups()
+    classname = ".".join([module.removesuffix(".py").replace("/", "."), *classes.split("::")[:-1]])
+    return _element("testcase", classname=classname, name=f"{name}-{dtype}")
+
+
+def _failure(difference: Comparison, diagnosis: str) -> ElementTree.Element:
+    raised = difference.stage == "run"  # the backend did not come to any stage
+    message = (
+        difference.reason if raised else f"{difference.stage}: {difference.worse_ratio:.3g} times the error budget"
+    )
+    again = reproduction(difference)
+    text = "\n".join(filter(None, (str(difference), f"  again       {again}" if again else "", diagnosis)))
+    return _element("error" if raised else "failure", text, message=message, type=difference.stage)
+
+
+def _diagnosis(report: Report, *key: str) -> object:
+    return getattr(report, "diagnoses", {}).get(key)
+
+
+def _counts(tests: list[ElementTree.Element]) -> dict[str, str]:
+    def having(tag: str) -> str:
+        return str(sum(test.find(tag) is not None for test in tests))
+
+    return {
+        "tests": str(len(tests)),
+        "failures": having("failure"),
+        "errors": having("error"),
+        "skipped": having("skipped"),
+    }
+
+
+def _element(tag: str, text: str = "", **attributes: str) -> ElementTree.Element:
+    element = ElementTree.Element(tag, {name: FORBIDDEN.sub("?", value) for name, value in attributes.items()})
+    element.text = FORBIDDEN.sub("?", text) or None
+    return element

@@ -1,0 +1,287 @@
+"""Pictures of attention: which query attends to which key, head by head, as PNG or SVG."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from parity.backends import NEEDS, load_backend
+from parity.core import packages, reference
+from parity.core.problem import Problem, make_problem
+from parity.core.run import Trace, run_steps
+from parity.core.spec import AttentionSpec, Case, stage_kind
+from parity.core.weights import Weights, is_finite, is_floating, write_whole
+
+FORMATS = (".png", ".svg")
+MOST_LABELS = 64  # tokens that are written along an axis; beyond, every second, third, …
+MOST_CELLS = 1024  # along an axis; beyond, of neighbours the largest is shown
+
+
+def check_destination(path: str | os.PathLike[str], name: str = "path") -> None:
+    """Refuse what could not be drawn, or written, before the work.
+
+    Args:
+        path: of the picture.
+        name: what the user calls it.
+
+    Raises:
+        ModuleNotFoundError: if matplotlib is not installed.
+        ValueError: if the suffix is not that of a format, or the folder is not there.
+    """
+    if Path(path).suffix.lower() not in FORMATS:
+        raise ValueError(f"{name} must end in {' or '.join(FORMATS)}, got {path}")
+    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"{name} must be that of a file in a folder that is there, got {path}")
+    packages.check_installed("a plot", "matplotlib")
+
+
+def plot_attention(
+    attn_weights: Any,
+    *,
+    path: str | os.PathLike[str],
+    tokens: Sequence[str] | None = None,
+    query_tokens: Sequence[str] | None = None,
+    heads: Sequence[int] | None = None,
+    sequence: int = 0,
+    title: str = "",
+) -> list[int]:
+    """Draw attention weights, one heat map a head, and write them to a file, whole or not at all.
+
+    Args:
+        attn_weights: (B, N, T, S), (N, T, S) or (T, S); anything that NumPy makes an array of.
+        path: of the picture; `.png` or `.svg` tells its format.
+        tokens: a label for each key, S of them.
+        query_tokens: a label for each query, T of them; the keys' own where there are as many, else positions.
+        heads: which to draw; all when absent.
+        sequence: which one of the batch.
+        title: words above, of one line or more.
+
+    Returns:
+        The heads that were drawn.
+
+    Raises:
+        ModuleNotFoundError: if matplotlib is not installed.
+        OSError: if the file cannot be written.
+        TypeError: if the weights are no real numbers.
+        ValueError: if shapes, labels, heads or the path do not fit.
+    """
+    check_destination(path)
+    weights = np.asarray(attn_weights)
+    if not (is_floating(weights.dtype) or weights.dtype.kind in "iub"):
+        raise TypeError(f"attn_weights must be an array of real numbers, got dtype {weights.dtype}")
+    if not 2 <= weights.ndim <= 4 or not weights.size:
+        raise ValueError(f"attn_weights must have shape (B, N, T, S), (N, T, S) or (T, S), got {weights.shape}")
+    weights = weights.reshape((1,) * (4 - weights.ndim) + weights.shape)
+    batch, num_heads, num_queries, num_keys = weights.shape
+    if not 0 <= sequence < batch:
+        raise ValueError(f"sequence must be from 0 to {batch - 1}, got sequence={sequence}")
+    heads = list(range(num_heads) if heads is None else heads)
+    if not heads or any(not 0 <= head < num_heads for head in heads):
+        raise ValueError(f"heads must be some of 0 to {num_heads - 1}, got heads={heads}")
+    if query_tokens is None and num_queries == num_keys:
+        query_tokens = tokens
+    for name, labels, count in (("tokens", tokens, num_keys), ("query_tokens", query_tokens, num_queries)):
+        if labels is not None and len(labels) != count:
+            raise ValueError(f"{name} must have {count} labels, as attn_weights have, got {len(labels)}")
+    shown = weights[sequence, heads].astype(np.float64)
+    write_whole(path, _draw(shown, heads, tokens, query_tokens, title, Path(path).suffix.lower()[1:]))
+    return heads
+
+
+def _draw(
+    maps: np.ndarray,
+    heads: Sequence[int],
+    tokens: Sequence[str] | None,
+    query_tokens: Sequence[str] | None,
+    title: str,
+    kind: str,
+) -> bytes:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure  # without pyplot nothing global changes, and no window system is asked for
+
+    _, num_queries, num_keys = maps.shape
+    finite = maps[np.isfinite(maps)]
+    columns = math.ceil(math.sqrt(len(heads)))
+    rows = math.ceil(len(heads) / columns)
+    sizes = ((num_keys, tokens), (num_queries, query_tokens))
+    width, height = (
+        max(2.2, 0.13 * min(size, MOST_LABELS) + 0.8) if labels else 2.2 + 1.3 * min(size / MOST_LABELS, 1.0)
+        for size, labels in sizes
+    )
+    # Text stays text in an SVG, and the same weights give the same bytes.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mha-parity"}):
+        figure = Figure(figsize=(columns * width + 1.0, rows * height + 0.6), layout="constrained")
+        panels = figure.subplots(rows, columns, squeeze=False)
+        image = None
+        for panel, head, weights in zip(panels.flat, heads, maps, strict=False):
+            colours = mpl.colormaps["viridis"].with_extremes(bad="red")
+            image = panel.imshow(
+                downsample(weights, MOST_CELLS),
+                cmap=colours,
+                vmin=min(0.0, float(finite.min(initial=0.0))),
+                vmax=float(finite.max(initial=0.0)) or 1.0,
+                interpolation="nearest",
+                extent=(-0.5, num_keys - 0.5, num_queries - 0.5, -0.5),
+                aspect="auto",
+            )
+            panel.set_title(f"head {head}", fontsize=9)
+            _label(panel.xaxis, tokens, rotation=90 if tokens else 0)
+            _label(panel.yaxis, query_tokens, rotation=0)
+        for panel in panels.flat[len(heads) :]:
+            panel.axis("off")
+        if image is not None:
+            figure.colorbar(image, ax=panels, shrink=0.8, aspect=40, label="attention weight")
+        figure.supxlabel("key", fontsize=9)
+        figure.supylabel("query", fontsize=9)
+        if title:
+            figure.suptitle("\n".join(map(_visible, title.splitlines())), fontsize=10, parse_math=False)
+        file = io.BytesIO()
+        figure.savefig(file, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {"Software": None})
+    return file.getvalue()
+
+
+def downsample(maps: np.ndarray, most: int) -> np.ndarray:
+    """The largest of each run of neighbours, so that the last two axes have at most so many cells."""
+    for axis in (-2, -1):
+        size = maps.shape[axis]
+        if size > most:
+            maps = np.maximum.reduceat(maps, np.arange(most) * size // most, axis=axis)
+    return maps
+
+
+def _label(axis: Any, labels: Sequence[str] | None, rotation: int) -> None:
+    axis.set_tick_params(labelsize=7)
+    if labels is None:
+        axis.get_major_locator().set_params(integer=True)
+        return
+    step = math.ceil(len(labels) / MOST_LABELS)
+    places = range(0, len(labels), step)
+    # A token may hold a dollar, which would begin a formula.
+    axis.set_ticks(places, labels=[_visible(labels[i]) for i in places], rotation=rotation, parse_math=False)
+
+
+def _visible(label: str) -> str:
+    """A label without what cannot be seen, or not be written in an SVG: a line's end becomes \\n."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape", "surrogatepass").decode()
+        for character in label
+    )
+
+
+# ---- Where attention weights come from -------------------------------------------------------------------------------
+
+
+def attention_of(module: Any, *inputs: Any, **keywords: Any) -> np.ndarray:
+    """The attention weights of a live `MultiHeadAttention` of any sibling, (B, N, T, S).
+
+    Args:
+        module: the layer.
+        inputs, keywords: what it is called with, in its own framework's arrays.
+
+    Raises:
+        TypeError: if the module is of another kind, which does not give its attention weights.
+    """
+    packages = {base.__module__.split(".")[0] for base in type(module).__mro__}
+    backend = next((name for name in NEEDS if f"mha_{name}" in packages), None)
+    call = getattr(module, "forward", module)
+    if backend is None or "need_weights" not in inspect.signature(call).parameters:
+        raise TypeError(f"module must be a MultiHeadAttention of ours, got {type(module).__name__}")
+    _, attn_weights = module(*inputs, **{**keywords, "need_weights": True})
+    return cast(Any, load_backend(backend)).to_numpy(attn_weights)
+
+
+def attention_in(trace: Trace, stage: str | None = None) -> tuple[str, np.ndarray]:
+    """The attention weights of a trace, (B, N, T, S), and their stage.
+
+    Args:
+        trace: a recorded one.
+        stage: one of its stages `attn_weights`; with a cache that of the last step when absent.
+
+    Raises:
+        ValueError: if the trace has no such stage.
+    """
+    stages = [name for name in trace.accumulated if stage_kind(name).endswith("attn_weights")]
+    stages.sort(key=lambda name: stage_kind(name) != "attn_weights", reverse=True)  # the module's own come before
+    if not stages:
+        why = trace.error or trace.skipped or "no stage attn_weights"
+        raise ValueError(f"the trace must have attention weights, got {why}")
+    chosen = stages[-1] if stage is None else stage
+    if chosen not in stages:
+        raise ValueError(f"stage must be one of {', '.join(stages)}, got {chosen}")
+    return chosen, trace.accumulated[chosen]
+
+
+def attention_for(
+    weights: Weights,
+    spec: AttentionSpec,
+    query: np.ndarray,
+    key: np.ndarray | None = None,
+    *,
+    is_causal: bool = False,
+) -> np.ndarray:
+    """The attention weights of a layer for an input, (B, N, T, S), by the float64 reference.
+
+    Args:
+        weights: canonical weights.
+        spec: the layer.
+        query: (B, T, d_in) or (T, d_in).
+        key: (B, S, d_kv) or (S, d_kv), for cross-attention.
+        is_causal: hide every key after the query's own position.
+
+    Raises:
+        TypeError: if an input does not hold floating-point numbers.
+        ValueError: if shapes do not fit the layer, or a value is not finite.
+    """
+    inputs = {"query": _input("query", query, spec.d_in)}
+    if key is not None:
+        inputs["key"] = _input("key", key, spec.d_kv)
+        if spec.rope_theta is not None:
+            raise ValueError(f"key must be absent for a layer with RoPE, got rope_theta={spec.rope_theta}")
+    elif spec.d_kv != spec.d_in:
+        raise ValueError(f"key must be given where d_kv is not d_in, got d_kv={spec.d_kv} and d_in={spec.d_in}")
+    (batch, seq_len, _), seq_len_k = inputs["query"].shape, None if key is None else inputs["key"].shape[1]
+    if key is not None and inputs["key"].shape[0] != batch:
+        raise ValueError(f"key must have as many sequences as query, got {inputs['key'].shape[0]} and {batch}")
+    case = Case("input", spec, "an input of the user", batch, seq_len, seq_len_k, is_causal)
+    wide = {name: weight.astype(np.float64) for name, weight in weights.items()}
+    return run_steps(reference.steps(Problem(case, "float64", wide, inputs), "float64"))["attn_weights"]
+
+
+def attention_in_case(weights: Weights, spec: AttentionSpec, case: Case) -> tuple[str, np.ndarray]:
+    """The attention weights of a layer for the inputs of a case, drawn for its widths, and their stage."""
+    problem = make_problem(replace(case, spec=spec), "float64", weights)
+    values = run_steps(reference.steps(problem, "float64"))
+    stage = [name for name in values if stage_kind(name) == "attn_weights"][-1]
+    return stage, values[stage]
+
+
+def read_array(path: str | os.PathLike[str]) -> np.ndarray:
+    """The array in a `.npy` file, never unpickled.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it holds no single array.
+    """
+    try:
+        with open(path, "rb") as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
+    except (ValueError, EOFError):
+        raise ValueError(f"{path} must hold one array as numpy.save writes it") from None
+
+
+def _input(name: str, x: np.ndarray, width: int) -> np.ndarray:
+    if not is_floating(x.dtype):
+        raise TypeError(f"{name} must be an array of floating-point numbers, got dtype {x.dtype}")
+    if x.ndim not in (2, 3) or x.shape[-1] != width or not x.size:
+        raise ValueError(f"{name} must have shape (B, tokens, {width}) or (tokens, {width}), got {x.shape}")
+    if not is_finite(x):
+        raise ValueError(f"{name} must be finite, got {np.count_nonzero(~np.isfinite(x))} NaN or infinities")
+    return x.reshape((1,) * (3 - x.ndim) + x.shape).astype(np.float64)

@@ -1,0 +1,1 @@
+"""`assert_parity`, and the pytest plugin."""

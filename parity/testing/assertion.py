@@ -1,0 +1,270 @@
+"""One assertion for the tests of a port: arrays, or stages by name, agree up to rounding, or it says where not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from parity.core.arrays import to_numpy
+from parity.core.compare import NOTHING, Comparison, budget, compare, factor, failure, first_difference, measure
+from parity.core.compare import unit_of_rounding as unit
+from parity.core.problem import Problem
+from parity.core.run import Reference
+from parity.core.spec import DTYPES, STAGES, stage_kind
+
+Stages = Mapping[str, np.ndarray]
+
+UNITS = {"float64": 16, "float32": 16, "bfloat16": 4, "float16": 4}
+"""How many units of rounding are allowed where nothing tells the noise, relative to the scale of what is expected.
+
+Measured on all forward stages of all `CASES` but the trained ones. Between torch and JAX 5.3 are needed in float32 and
+float64, and 1.3 in bfloat16 and float16, which round results but not sums; from either to the float64 reference 10.8
+and 1.9. This is without random-1, whose logits reach 51: it needs 71 in float32, 4.3 in float16.
+"""
+
+LARGEST_INTEGER = 2**53  # up to which float64 tells integers apart
+
+
+def assert_parity(
+    actual: Any,
+    expected: Any = None,
+    *,
+    same_precision: Any = None,
+    problem: Problem | None = None,
+    dtype: str | None = None,
+    name: str = "parity",
+    stage: str = "output",
+) -> None:
+    """Raise an AssertionError that says what differs, where and by how much, unless actual agrees with expected.
+
+    What is allowed is not an argument: it follows from the rounding. Booleans and integers must be equal. NaN or
+    infinity, another shape or kind of dtype, an empty array, a missing or additional stage: differences, always.
+
+    Args:
+        actual: an array of NumPy, torch or JAX, or a mapping of such arrays by stage: `q`, `scores`, `output` and
+            whatever else, see `STAGES`. The message leads with the first stage that differs, in the order of the data
+            flow; if there are stages of other names, in the order of `expected`.
+        expected: what it should be, likewise: best in float64. To be left out with `problem`.
+        same_precision: the same computation by another correct implementation in the precision of `actual`, likewise.
+            Then `actual` may be off by what `compare` allows: 4 times the error of `same_precision`, and one
+            unit of rounding. The best choice where there is no `problem`.
+        problem: what was computed. Then the expected values and their noise come from the float64 reference, for the
+            stages that `actual` has.
+        dtype: name of the dtype that was computed in, where no array shows it; the narrowest floating-point dtype of
+            all arrays when absent.
+        name: of what is compared, for the message.
+        stage: what the arrays are, if they are no mappings.
+
+    With neither `same_precision` nor `problem` a crude rule holds: the root mean square of the error may be 16 units of
+    rounding (4 in bfloat16 and float16, see `UNITS`) of the root mean square of `expected`, and its maximum as many of
+    the maximum. That is 2e-6 in float32 and 3 % in bfloat16. Forward stages of correct implementations stay within it
+    while logits are small. Large logits may need more, and gradients do: give `same_precision` or `problem` for those,
+    and to see smaller mistakes.
+
+    Raises:
+        AssertionError: if they differ.
+        TypeError: if the arguments do not go together, or something is no array.
+        ValueError: if there is no dtype of that name.
+    """
+    __tracebackhide__ = True
+    comparisons = compare_arrays(
+        actual, expected, same_precision=same_precision, problem=problem, dtype=dtype, name=name, stage=stage
+    )
+    if text := message(comparisons):
+        raise AssertionError(text + explanation(actual, problem, stage))
+
+
+def compare_arrays(
+    actual: Any,
+    expected: Any = None,
+    *,
+    same_precision: Any = None,
+    problem: Problem | None = None,
+    dtype: str | None = None,
+    name: str = "parity",
+    stage: str = "output",
+) -> list[Comparison]:
+    """The comparisons that `assert_parity` judges by, one for each stage, in the order of the data flow."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {list(DTYPES)}, got dtype={dtype!r}")
+    if (expected is None) == (problem is None):
+        raise TypeError(f"one of expected and problem must be given, got {'neither' if problem is None else 'both'}")
+    if problem is not None and not (same_precision is None and dtype is None):
+        raise TypeError("problem must stand without same_precision and dtype: it gives both")
+    if problem is not None and not isinstance(problem, Problem):
+        raise TypeError(f"problem must be a Problem, see parity.make_problem, got {type(problem).__name__}")
+    if actual is None:
+        raise TypeError("actual must be an array or a mapping of arrays by stage, got None: is there a return missing?")
+    given = {"actual": actual, "expected": expected, "same_precision": same_precision}
+    given = {role: value for role, value in given.items() if value is not None}
+    if len({isinstance(value, Mapping) for value in given.values()}) > 1:
+        kinds = ", ".join(f"{role}={type(value).__name__}" for role, value in given.items())
+        raise TypeError(f"{', '.join(given)} must all be arrays or all be mappings of arrays by stage, got {kinds}")
+    if same_precision is not None and _share_an_array(actual, same_precision):  # which would allow any error
+        raise TypeError("same_precision must come from another implementation, got the arrays of actual")
+    arrays = {role: stages_of(role, value, stage) for role, value in given.items()}
+    if not any(arrays.values()):
+        about = {"case": name, "backend": "actual", "dtype": dtype or "no dtype", "stage": stage}
+        return [failure(np.empty(0), "there are no stages to compare", **about)]
+    with np.errstate(over="ignore", invalid="ignore"):  # what is infinite is part of the verdict
+        if problem is not None:
+            return _compare_with_reference(arrays["actual"], problem, name)
+        return _compare_with_expected(arrays, dtype, name)
+
+
+def message(comparisons: Iterable[Comparison]) -> str:
+    """What a person should read: the first difference, and in a line the later ones. Empty if there is none."""
+    comparisons = list(comparisons)
+    difference = first_difference(comparisons)
+    if difference is None:
+        return ""
+    lines = [str(difference)]
+    if agreed := [comparison.stage for comparison in comparisons if comparison.passed]:
+        lines.append(f"  agree       {', '.join(agreed)}")
+    if later := [each.stage for each in comparisons if not each.passed and each is not difference]:
+        lines.append(f"  differ too  {', '.join(later)}")
+    return "\n".join(lines)
+
+
+def explanation(actual: Any, problem: Problem | None, stage: str = "output") -> str:
+    """What is wrong with arrays that differ from a problem's reference, beginning on a line of its own, or nothing."""
+    from parity.diagnosis.diagnose import diagnose
+
+    stages = {} if problem is None else stages_of("actual", actual, stage)
+    if problem is None or not any(name in STAGES for name in map(stage_kind, stages)):
+        return ""
+    diagnosis = diagnose(stages, problem)
+    return "" if diagnosis.kind == "none" else f"\n{diagnosis}"
+
+
+def _compare_with_reference(actual: Stages, problem: Problem, name: str) -> list[Comparison]:
+    about: dict[str, Any] = {"case": name, "backend": "actual", "dtype": problem.dtype}
+    with_gradients = any("grad." in stage for stage in actual) and problem.case.has_gradients
+    reference = Reference(problem, with_gradients)
+    expected, same_precision = reference.accumulated, reference.same_precision(local=False)
+    comparisons = []
+    for stage in (stage for stage in expected if stage in actual):
+        terms = reference.magnitudes.get(stage)
+        comparison = compare(actual[stage], expected[stage], same_precision[stage], **about, stage=stage, terms=terms)
+        comparisons.append(_explained(comparison, "the same-precision reference"))
+    unknown = f"the reference has no such stage, only {', '.join(expected)}"
+    comparisons += [failure(actual[stage], unknown, **about, stage=stage) for stage in actual if stage not in expected]
+    return comparisons
+
+
+def _compare_with_expected(arrays: Mapping[str, Stages], dtype: str | None, name: str) -> list[Comparison]:
+    dtypes = {array.dtype.name: None for stages in arrays.values() for array in stages.values()}
+    floating = [each for each in dtypes if each in DTYPES]
+    dtype = dtype or max(floating, key=unit, default=next(iter(dtypes)))
+    return [
+        replace(_compare_stage(arrays, stage, dtype, name), against="expected")
+        for stage in _in_order({**arrays["expected"], **arrays["actual"]})
+    ]
+
+
+def _compare_stage(arrays: Mapping[str, Stages], stage: str, dtype: str, name: str) -> Comparison:
+    about: dict[str, Any] = {"case": name, "backend": "actual", "dtype": dtype, "stage": stage}
+    there = {role: stages[stage] for role, stages in arrays.items() if stage in stages}
+    if lacking := [role for role in arrays if role not in there]:
+        shown = there.get("expected", next(iter(there.values())))
+        return failure(shown, f"{' and '.join(lacking)} must have this stage, too", **about)
+    actual, expected, same_precision = there["actual"], there["expected"], there.get("same_precision")
+    if reason := _why_incomparable(actual, expected, same_precision):
+        return failure(expected, reason, **about)
+    if actual.dtype.name not in DTYPES:
+        return _explained(measure(actual, expected, NOTHING, **about, ulps_of="float32"))
+    wide = expected.astype(np.float64)
+    if same_precision is not None:
+        allowed = budget(wide, same_precision, dtype, same_dtype=dtype)
+        return _explained(measure(actual, wide, allowed, **about, ulps_of=actual.dtype.name), "same_precision")
+    scale = {"rms": float(np.sqrt(np.mean(wide**2))), "max": float(np.abs(wide).max())}
+    allowed = {norm: UNITS[dtype] * unit(dtype) * size for norm, size in scale.items()}
+    return _explained(measure(actual, wide, allowed, **about, ulps_of=actual.dtype.name))
+
+
+def _explained(comparison: Comparison, noise: str = "") -> Comparison:
+    """A comparison that says, if it failed, what rule it broke."""
+    if comparison.passed or comparison.reason:
+        return comparison
+    if noise:
+        reason = f"beyond {factor(comparison.size):.3g} times the error of {noise}"
+    elif comparison.budget:
+        reason = (
+            f"beyond {UNITS[comparison.dtype]} units of rounding, all that is allowed without same_precision or problem"
+        )
+    else:
+        reason = "these must be equal"
+    return replace(comparison, reason=reason)
+
+
+def _why_incomparable(actual: np.ndarray, expected: np.ndarray, same_precision: np.ndarray | None) -> str:
+    """Why arrays cannot be compared, in words; empty if they can."""
+    if actual.shape != expected.shape:  # NumPy would broadcast, and compare nonsense
+        return f"shape {actual.shape}, expected {expected.shape}"
+    if actual.size == 0:
+        return "there are no elements to compare"
+    for array in (actual, expected):
+        if not _kind(array):
+            return f"dtype {array.dtype}, must be bool, an integer or one of {', '.join(DTYPES)}"
+    if _kind(actual) != _kind(expected):
+        return f"dtype {actual.dtype}, expected {expected.dtype}"
+    if not_finite := np.count_nonzero(~np.isfinite(expected)):
+        return f"{not_finite} elements of expected are NaN or infinite"
+    if _kind(actual) == "integer" and max(_largest(actual), _largest(expected)) > LARGEST_INTEGER:
+        return f"integers beyond {LARGEST_INTEGER} cannot be compared"
+    if same_precision is not None:
+        if same_precision.shape != expected.shape:
+            return f"same_precision has shape {same_precision.shape}, expected {expected.shape}"
+        if same_precision.dtype != actual.dtype:
+            return f"dtype {actual.dtype}, that of same_precision is {same_precision.dtype}"
+        if not_finite := np.count_nonzero(~np.isfinite(same_precision)):
+            return f"{not_finite} elements of same_precision are NaN or infinite"
+    return ""
+
+
+def _kind(array: np.ndarray) -> str:
+    """What an array holds; empty if that cannot be compared."""
+    if array.dtype.kind in "biu":
+        return "bool" if array.dtype.kind == "b" else "integer"
+    return "floating" if array.dtype.name in DTYPES else ""
+
+
+def _largest(array: np.ndarray) -> int:
+    return max(abs(int(array.min())), abs(int(array.max())))
+
+
+def _share_an_array(actual: Any, other: Any) -> bool:
+    if isinstance(actual, Mapping):
+        return any(array is other.get(stage) for stage, array in actual.items())
+    return actual is other
+
+
+def stages_of(role: str, value: Any, stage: str) -> dict[str, np.ndarray]:
+    """The arrays by stage, as NumPy's."""
+    if isinstance(value, Mapping):
+        return {str(name): _array(f"{role}[{name!r}]", array) for name, array in value.items()}
+    return {stage: _array(role, value)}
+
+
+def _array(what: str, value: Any) -> np.ndarray:
+    try:
+        return to_numpy(value)
+    except TypeError:
+        raise TypeError(f"{what} must be an array of NumPy, torch or JAX, got {type(value).__name__}") from None
+
+
+def _in_order(stages: Iterable[str]) -> list[str]:
+    """Stages in the order of the data flow (`jax.jit` returns mappings sorted by name); unknown ones stay in place."""
+    stages, order = list(stages), list(STAGES)
+    if not all(stage_kind(stage) in STAGES for stage in stages):
+        return stages
+
+    def place(stage: str) -> tuple[int, int]:
+        step = re.match(r"step(\d+)\.", stage)
+        return int(step[1]) if step else -1, order.index(stage_kind(stage))
+
+    return sorted(stages, key=place)

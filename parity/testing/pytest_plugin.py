@@ -1,0 +1,153 @@
+"""The pytest plugin: the fixture `assert_parity`, and `--parity-report PATH`.
+
+Every run of pytest where this package is installed imports this file: it imports nothing but pytest until it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from parity.core.compare import Comparison
+
+WRITERS = {
+    ".json": ("parity.reporting.console", "write_json"),
+    ".xml": ("parity.reporting.junit", "write_junit"),
+    ".html": ("parity.reporting.html", "write_html"),
+}
+"""The module and the function that write a report, by the suffix of the file."""
+
+ON_WORKERS = "parity_comparisons"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("mha-parity")
+    about = f"write every comparison of the fixture assert_parity to this file ({', '.join(WRITERS)})"
+    group.addoption("--parity-report", metavar="PATH", help=about)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--parity-report")
+    if path is None:
+        return
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Worker(config), _Recorder.NAME)
+        return
+    controller = _Controller(config.invocation_params.dir / path)
+    try:
+        controller.check()
+    except (ImportError, ValueError) as error:
+        raise pytest.UsageError(f"--parity-report cannot be written: {error}") from None
+    config.pluginmanager.register(controller, _Recorder.NAME)
+
+
+@pytest.fixture
+def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`parity.assert_parity(actual, expected, …)`, titled by the test and collected for `--parity-report`."""
+    recorder = request.config.pluginmanager.get_plugin(_Recorder.NAME)
+
+    def assert_parity(actual: Any, expected: Any = None, *, name: str = "", **options: Any) -> None:
+        __tracebackhide__ = True
+        from parity.testing.assertion import compare_arrays, explanation, message
+
+        title = f"{request.node.nodeid} {name}".rstrip()
+        comparisons = compare_arrays(actual, expected, name=title, **options)
+        if recorder is not None:
+            recorder.comparisons.extend(comparisons)
+        if text := message(comparisons):
+            raise AssertionError(text + explanation(actual, options.get("problem"), options.get("stage", "output")))
+
+    return assert_parity
+
+
+class _Recorder:
+    """Collects the comparisons of a session."""
+
+    NAME = "mha_parity_report"
+
+    def __init__(self) -> None:
+        self.comparisons: list[Comparison] = []
+
+
+class _Worker(_Recorder):
+    """In a process of pytest-xdist: hands what it collected to the controller, which takes plain data."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        super().__init__()
+        self.config: Any = config
+
+    def pytest_sessionfinish(self) -> None:
+        self.config.workeroutput[ON_WORKERS] = [asdict(comparison) for comparison in self.comparisons]
+
+
+class _Controller(_Recorder):
+    """In pytest's own process: writes the report."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.silent: dict[str, None] = {}  # workers that have handed over nothing
+        self.error: OSError | ValueError | None = None
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodeready(self, node: Any) -> None:
+        self.silent[node.gateway.id] = None
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        from parity.core.compare import Comparison
+
+        output = getattr(node, "workeroutput", {})  # a worker that crashed has none
+        if ON_WORKERS in output:
+            self.comparisons.extend(Comparison(**fields) for fields in output[ON_WORKERS])
+            self.comparisons.sort(key=lambda comparison: comparison.case)  # workers finish in any order
+            self.silent.pop(node.gateway.id, None)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        try:
+            self.write()
+        except (OSError, ValueError) as error:
+            self.error = error
+            if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+                session.exitstatus = pytest.ExitCode.USAGE_ERROR
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.error is not None:
+            terminalreporter.write_line(f"ERROR: --parity-report cannot be written: {self.error}", red=True)
+            return
+        failed = sum(not comparison.passed for comparison in self.comparisons)
+        counts = f"{len(self.comparisons)} comparisons, {failed} failed"
+        terminalreporter.write_sep("-", f"parity report: {self.path} ({counts})")
+
+    def check(self) -> None:
+        """Refuse what cannot be written before the tests run, not after them."""
+        from parity.files.target import check_writable
+
+        suffix = self.path.suffix.lower()
+        if suffix not in WRITERS:
+            raise ValueError(f"its suffix must be one of {', '.join(WRITERS)}, got {self.path}")
+        if self.path.is_dir() or not self.path.parent.is_dir():
+            raise ValueError(f"it must name a file in a folder that is there, got {self.path}")
+        try:
+            check_writable(self.path)
+        except OSError as error:
+            raise ValueError(f"it must name a file that can be written, got {self.path}: {error.strerror}") from None
+        module = importlib.import_module(WRITERS[suffix][0])
+        getattr(module, "check_installed", lambda: None)()  # the page's libraries are imported when it is written
+
+    def write(self) -> None:
+        from parity.core.numerics import environment
+        from parity.core.run import Report
+
+        warnings = [f"worker {worker} went down: what it compared is not here" for worker in self.silent]
+        report = Report(self.comparisons, {}, environment([]), warnings)
+        module, function = WRITERS[self.path.suffix.lower()]
+        write = getattr(importlib.import_module(module), function)
+        write(self.path, report.to_dict() if function == "write_json" else report)
