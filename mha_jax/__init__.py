@@ -19,9 +19,8 @@ from mha_jax.mha import (
     MultiHeadSelfAttention,
     multi_head_attention,
     multi_head_attention_core,
-    project_with,
 )
-from mha_jax.rope import apply_rope, rope_frequencies
+from mha_jax.rope import apply_rope
 from mha_jax.stages import (
     apply_dropout,
     attention_context,
@@ -33,6 +32,7 @@ from mha_jax.stages import (
     scaled_dot_product_attention,
     split_heads,
 )
+from mha_jax.weights import project_with
 
 __all__ = [
     "KVCache",
@@ -62,7 +62,6 @@ __all__ = [
     "project_qkv",
     "project_with",
     "repeat_kv_heads",
-    "rope_frequencies",
     "scaled_dot_product_attention",
     "split_heads",
 ]

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from mha_jax.compiled import compiled
-from mha_jax.masks import hide_infinite_bias, to_scores_rank
+from mha_jax.masks import Masking, to_scores_rank
 from mha_jax.not_finite import emptied, not_finite, spoilt
 from mha_jax.rope import at_least_float32
 
@@ -66,19 +66,17 @@ class Hidden(NamedTuple):
     lengths: Array | None
 
 
-@compiled("is_causal", "block_sizes")
+@compiled("scale", "block_sizes")
 def attend(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
     value: Float[Array, "B K S H"],
+    masking: Masking,
     *,
-    mask: Bool[Array, "..."] | None = None,
-    bias: Float[Array, "..."] | None = None,
-    is_causal: bool = False,
-    lengths: Int[Array, " B"] | None = None,
+    scale: float,
     block_sizes: BlockSizes,
 ) -> Float[Array, "B N T H"]:
-    """Attention of split heads, in the dtype of query; arguments as those of `fused`, and checked there.
+    """Attention of split heads, in the dtype of query; arguments as those of `fused.attend`, and checked there.
 
     It has a derivative in reverse mode only; the plain path has one in forward mode too.
     """
@@ -88,18 +86,22 @@ def attend(
         heads = (1, 1) if x.shape[1] == 1 != query.shape[1] else (num_kv_heads, x.shape[1] // num_kv_heads)
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
-    mask, bias = (None if x is None else group(to_scores_rank(x)) for x in (hide_infinite_bias(mask, bias), bias))
-    context: Any = _attend((is_causal, block_sizes), group(query), key, value, Hidden(mask, bias, lengths))
+    mask, bias = (
+        None if x is None else group(to_scores_rank(x)) for x in (masking.with_infinite_bias().mask, masking.bias)
+    )
+    lengths: Any = masking.key_padding_lengths  # an array: see `Masking.as_arrays`
+    hidden = Hidden(mask, bias, lengths)
+    context: Any = _attend((masking.is_causal, scale, block_sizes), group(query), key, value, hidden)
     return context.reshape(query.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: tuple[bool, BlockSizes], query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
+def _attend(options: tuple[bool, float, BlockSizes], query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
     return _forward(options, query, key, value, hidden)[0]
 
 
 def _forward(
-    options: tuple[bool, BlockSizes], query: Array, key: Array, value: Array, hidden: Hidden
+    options: tuple[bool, float, BlockSizes], query: Array, key: Array, value: Array, hidden: Hidden
 ) -> tuple[Array, tuple[Any, ...]]:
     blocks = _Blocks(query.shape, key.shape, hidden, *options)
 
@@ -130,7 +132,7 @@ def _forward(
     return context.astype(query.dtype), residuals
 
 
-def _backward(options: tuple[bool, BlockSizes], residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
+def _backward(options: tuple[bool, float, BlockSizes], residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
     query, key, value, hidden, context, log_sums = residuals
     blocks = _Blocks(query.shape, key.shape, hidden, *options)
 
@@ -183,13 +185,14 @@ def _backward(options: tuple[bool, BlockSizes], residuals: tuple[Any, ...], cota
 _attend.defvjp(_forward, _backward)
 
 
-@compiled("block_sizes")
+@compiled("scale", "block_sizes")
 def attend_to_cache(
     query: Float[Array, "B N 1 H"],
     keys: Float[Array, "B K S H"],
     values: Float[Array, "B K S H"],
     last_positions: Int[Array, " B"],
     *,
+    scale: float,
     block_sizes: BlockSizes,
 ) -> Float[Array, "B N 1 H"]:
     """Attention of one token of each sequence up to a position of its own; arguments as those of `fused`.
@@ -198,15 +201,18 @@ def attend_to_cache(
     Heads go side by side, each with a product of its own: XLA copies what it takes from a cache to a product of many,
     and divides the product of one row among no cores.
     """
-    return _attend_to_cache(block_sizes, query, keys, values, last_positions)
+    return _attend_to_cache((scale, block_sizes), query, keys, values, last_positions)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_to_cache(block_sizes: BlockSizes, query: Array, keys: Array, values: Array, last_positions: Array) -> Array:
+def _attend_to_cache(
+    options: tuple[float, BlockSizes], query: Array, keys: Array, values: Array, last_positions: Array
+) -> Array:
+    scale, block_sizes = options
     batch_size, num_kv_heads, capacity, head_dim = keys.shape
     num_heads = batch_size * num_kv_heads
     group_size = query.shape[1] // num_kv_heads
-    queries = at_least_float32(query.reshape(num_heads, group_size, head_dim)) * head_dim**-0.5  # (B K, G, H)
+    queries = at_least_float32(query.reshape(num_heads, group_size, head_dim)) * scale  # (B K, G, H)
 
     def block(x: Array, head: Array, begin: Array, size: int) -> Array:
         # Of the cache as it is: XLA would copy all of a reshaped one.
@@ -255,15 +261,17 @@ def _attend_to_cache(block_sizes: BlockSizes, query: Array, keys: Array, values:
     return contexts.reshape(query.shape).astype(query.dtype)
 
 
-def _attend_to_cache_forward(block_sizes: BlockSizes, *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
-    return _attend_to_cache(block_sizes, *inputs), inputs
+def _attend_to_cache_forward(options: tuple[float, BlockSizes], *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _attend_to_cache(options, *inputs), inputs
 
 
 def _attend_to_cache_backward(
-    block_sizes: BlockSizes, residuals: tuple[Array, ...], cotangent: Array
+    options: tuple[float, BlockSizes], residuals: tuple[Array, ...], cotangent: Array
 ) -> tuple[Array | None, ...]:
+    scale, block_sizes = options
     query, keys, values, last_positions = residuals
-    attend_to_filled = partial(attend, lengths=last_positions + 1, block_sizes=block_sizes)
+    masking = Masking(key_padding_lengths=last_positions + 1)
+    attend_to_filled = partial(attend, masking=masking, scale=scale, block_sizes=block_sizes)
     _, differentiate = jax.vjp(attend_to_filled, query, keys, values)
     return *differentiate(cotangent), None
 
@@ -374,16 +382,17 @@ class _Blocks:
         key_shape: tuple[int, ...],
         hidden: Hidden,
         is_causal: bool,
+        scale: float,
         block_sizes: BlockSizes,
     ) -> None:
-        self.batch_size, self.num_kv_heads, self.group_size, self.seq_len_q, head_dim = query_shape
+        self.batch_size, self.num_kv_heads, self.group_size, self.seq_len_q, _ = query_shape
         self.seq_len_k = key_shape[2]
         if hidden.mask is not None:  # XLA would take minutes to find out by itself what a constant mask shows
             hidden = hidden._replace(mask=lax.optimization_barrier(hidden.mask))
         self.hidden = hidden
         self.is_causal = is_causal
         self.hides = is_causal or hidden.mask is not None or hidden.lengths is not None
-        self.scale = head_dim**-0.5
+        self.scale = scale
         # Two products of matrices at a time keep two cores busier than one.
         self.tile_shape = (1, 2 if self.group_size == 1 and self.num_kv_heads % 2 == 0 else 1)
         # Where every query sees the same, larger matrices are faster; elsewhere smaller ones leave out more. (A group

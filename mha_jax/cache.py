@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax.checks import check_count, check_floating, check_lengths
+from mha_jax.arrays import check_count, check_floating, check_lengths
 from mha_jax.compiled import compiled
 from mha_jax.not_finite import emptied
 
@@ -172,18 +172,18 @@ def append_to_cache(
             (Under jit lengths are not known; there a sequence that does not fit keeps the tokens it had.)
     """
     check_appended(cache, key, value, new_lengths)
-    return _append(cache, key, value, _added(cache, key.shape[2], new_lengths))
+    return append_checked(cache, key, value, num_added(cache, key.shape[2], new_lengths))
 
 
 @compiled()
-def _append(cache: KVCache, key: Array, value: Array, added: Array) -> KVCache:
+def append_checked(cache: KVCache, key: Array, value: Array, added: Array) -> KVCache:
     """The same without its checks."""
     batch_size, _, seq_len, _ = key.shape
     cache = KVCache(*map(jnp.asarray, (cache.keys, cache.values, cache.lengths)))  # which NumPy may have read
-    added = jnp.where(_fits(cache, added, seq_len), added, 0)
+    added = jnp.where(has_room(cache, added, seq_len), added, 0)
     is_real = jnp.arange(seq_len, dtype=jnp.int32)[None] < added[:, None]
     rows = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
-    slots = jnp.where(is_real, _token_positions(cache.lengths, seq_len), cache.capacity)  # (B, T), beyond = dropped
+    slots = jnp.where(is_real, token_positions(cache.lengths, seq_len), cache.capacity)  # (B, T), beyond = dropped
     return KVCache(
         keys=cache.keys.at[rows, :, slots].set(key.swapaxes(1, 2), mode="drop"),
         values=cache.values.at[rows, :, slots].set(value.swapaxes(1, 2), mode="drop"),
@@ -211,25 +211,25 @@ def create_cache_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
-    return _cache_mask(jnp.asarray(lengths, jnp.int32), seq_len_q, capacity)
+    return mask_slots(jnp.asarray(lengths, jnp.int32), seq_len_q, capacity)
 
 
 @compiled("seq_len_q", "seq_len_k")
-def _cache_mask(lengths: Array, seq_len_q: int, seq_len_k: int) -> Array:
-    query_positions = _token_positions(lengths, seq_len_q)
+def mask_slots(lengths: Array, seq_len_q: int, seq_len_k: int) -> Array:
+    query_positions = token_positions(lengths, seq_len_q)
     return jnp.arange(seq_len_k, dtype=jnp.int32)[None, None, None] > query_positions[:, None, :, None]
 
 
-def _added(cache: KVCache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> Array:
+def num_added(cache: KVCache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> Array:
     added = np.full(cache.lengths.shape, seq_len, np.int32) if new_lengths is None else new_lengths
     return jnp.asarray(added, jnp.int32)  # (B,)
 
 
-def _token_positions(lengths: Array, seq_len: int) -> Array:
+def token_positions(lengths: Array, seq_len: int) -> Array:
     return lengths[:, None] + jnp.arange(seq_len, dtype=jnp.int32)[None]  # (B, T)
 
 
-def _fits(cache: KVCache, added: Array, seq_len: int) -> Array:
+def has_room(cache: KVCache, added: Array, seq_len: int) -> Array:
     return (added >= 0) & (added <= seq_len) & (cache.lengths + added <= cache.capacity)  # (B,)
 
 

@@ -5,41 +5,41 @@ Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value h
 
 from collections.abc import Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import fused
+from mha_jax.arrays import check_floating
 from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
 from mha_jax.cache import (
     KVCache,
-    _added,
-    _append,
-    _cache_mask,
-    _fits,
-    _token_positions,
+    append_checked,
     check_cache,
     check_cached_input,
     check_room,
+    has_room,
     init_cache,
+    mask_slots,
+    num_added,
+    token_positions,
 )
-from mha_jax.checks import check_bias, check_floating, check_mask, check_rope_positions, check_weights
 from mha_jax.compiled import compiled
-from mha_jax.masks import create_causal_mask_with_cache, to_scores_rank
-from mha_jax.mha import AttentionLayer, project_with
+from mha_jax.masks import Masking, create_causal_mask_with_cache, to_scores_rank
+from mha_jax.mha import AttentionLayer, Projection
 from mha_jax.not_finite import by_finite_tokens, emptied
-from mha_jax.stages import Project, combine_heads, project_qkv
+from mha_jax.rope import check_rope_positions
+from mha_jax.stages import Dropout, combine_heads, project_qkv
+from mha_jax.weights import Project, check_weights, project_with
+from mha_spec import AttentionSpec
 
 
 def multi_head_attention_with_cache(
     x: Float[Array, "B T d_in"],
     weights: Mapping[str, Mapping[str, Array]],
+    spec: AttentionSpec,
     cache_k: Float[Array, "B K P H"] | None = None,
     cache_v: Float[Array, "B K P H"] | None = None,
     *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    rope_theta: float | None = None,
     mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
     positions: Int[Array, "#B T"] | None = None,
@@ -51,10 +51,8 @@ def multi_head_attention_with_cache(
     Args:
         x: the new tokens, (B, T, d_in).
         weights: as `multi_head_attention` takes them.
+        spec: what the layer computes; nothing is dropped.
         cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H); None at first.
-        num_heads: number of query heads, N.
-        num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
-        rope_theta: base of the RoPE frequencies, or None for no RoPE.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, S), S = P + T.
         bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, S). -inf masks a key.
         positions: place of each new token for RoPE, (B or 1, T); P, P + 1, … when absent.
@@ -66,51 +64,38 @@ def multi_head_attention_with_cache(
         TypeError: if x is not floating point or dtypes differ.
         ValueError: if the weights or the shapes do not fit, or only one of cache_k and cache_v is given.
     """
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    check_weights(weights, num_heads, num_kv_heads)
+    check_weights(weights, spec)
+    spec.check_self_attention()
     check_floating("x", x, rank=3)
-    check_rope_positions(positions, x.shape[0], x.shape[1], rope_theta)
+    check_rope_positions(positions, x.shape[0], x.shape[1], spec.rope)
     if (cache_k is None) != (cache_v is None):
         raise ValueError("cache_k and cache_v must be given together, got only one of them")
     if cache_k is not None:
         check_floating("cache_k", cache_k, rank=4)
     cache_len = 0 if cache_k is None else cache_k.shape[2]
     seq_len = x.shape[1]
-    check_mask(mask, (x.shape[0], num_heads, seq_len, cache_len + seq_len))
-    check_bias(bias, (x.shape[0], num_heads, seq_len, cache_len + seq_len), x.dtype)
+    Masking(mask, bias).check((x.shape[0], spec.num_heads, seq_len, cache_len + seq_len), x)
     if positions is None:
         positions = cache_len + jnp.arange(seq_len, dtype=jnp.int32)[None]
     project = by_finite_tokens(project_with(weights))
-    q, k, v = project_qkv(
-        project,
-        x,
-        x,
-        x,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        fused_qkv="qkv_proj" in weights,
-        positions=positions,
-        rope_theta=rope_theta,
-    )
+    q, k, v = project_qkv(project, x, x, x, spec, positions)
     if cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k)
         k, v = jnp.concatenate([cache_k, k], axis=2), jnp.concatenate([cache_v, v], axis=2)
     if seq_len:
         causal = create_causal_mask_with_cache(seq_len, cache_len + seq_len, cache_len)
         mask = causal if mask is None else to_scores_rank(causal) | to_scores_rank(mask)
-    context, _ = fused.scaled_dot_product_attention(q, k, v, mask=mask, bias=bias)
+    context = fused.attend(q, k, v, Masking(mask, bias), Dropout(), spec=spec)
     output = combine_heads(context)
-    return project("out_proj", output) if "out_proj" in weights else output, k, v
+    return project("out_proj", output) if spec.out_proj else output, k, v
 
 
 def multi_head_attention_with_static_cache(
     x: Float[Array, "B T d_in"],
     weights: Mapping[str, Mapping[str, Array]],
+    spec: AttentionSpec,
     cache: KVCache,
     *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    rope_theta: float | None = None,
     new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
     mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
@@ -121,10 +106,8 @@ def multi_head_attention_with_static_cache(
     Args:
         x: the new tokens, (B, T, d_in).
         weights: as `multi_head_attention` takes them.
+        spec: what the layer computes; nothing is dropped.
         cache: the tokens so far. Do not use it afterwards; its storage may be reused.
-        num_heads: number of query heads, N.
-        num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
-        rope_theta: base of the RoPE frequencies, or None for no RoPE.
         new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding: not
             cached, output 0. All of them when absent.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
@@ -139,21 +122,18 @@ def multi_head_attention_with_static_cache(
         ValueError: if the weights or the shapes do not fit, or the new tokens do not fit into the capacity. (Under jit
             lengths are not known; there a sequence that does not fit gives NaN and keeps the tokens it had.)
     """
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    check_weights(weights, num_heads, num_kv_heads)
+    check_weights(weights, spec)
+    spec.check_self_attention()
     return _cached_layer(
         project_with(weights),
         x,
         cache,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        fused_qkv="qkv_proj" in weights,
-        out_proj="out_proj" in weights,
-        rope_theta=rope_theta,
+        spec,
+        Masking(mask, bias, is_causal=True),
         new_lengths=new_lengths,
-        mask=mask,
-        bias=bias,
         positions=positions,
+        dropout=Dropout(),
+        block_sizes=BLOCK_SIZES,
     )
 
 
@@ -161,58 +141,39 @@ def _cached_layer(
     project: Project,
     x: Array,
     cache: KVCache,
+    spec: AttentionSpec,
+    masking: Masking,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    fused_qkv: bool,
-    out_proj: bool,
-    rope_theta: float | None,
     new_lengths: Array | Sequence[int] | None,
-    mask: Array | None,
-    bias: Array | None,
     positions: Array | None,
-    dropout: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    block_sizes: BlockSizes = BLOCK_SIZES,
+    dropout: Dropout,
+    block_sizes: BlockSizes,
 ) -> tuple[Array, KVCache]:
     check_cached_input(x, cache)
     seq_len = x.shape[1]
-    check_rope_positions(positions, x.shape[0], seq_len, rope_theta)
+    check_rope_positions(positions, x.shape[0], seq_len, spec.rope)
     check_room(cache, seq_len, new_lengths)
-    scores_shape = (x.shape[0], num_heads, seq_len, cache.capacity)
-    check_mask(mask, scores_shape)
-    check_bias(bias, scores_shape, x.dtype)
-    lengths, added = jnp.asarray(cache.lengths), _added(cache, seq_len, new_lengths)
+    masking.check((x.shape[0], spec.num_heads, seq_len, cache.capacity), x)
+    lengths, added = jnp.asarray(cache.lengths), num_added(cache, seq_len, new_lengths)
     project = by_finite_tokens(project)
-    q, k, v = project_qkv(
-        project,
-        *[x if new_lengths is None else _empty_padding(x, added)] * 3,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        fused_qkv=fused_qkv,
-        positions=_token_positions(lengths, seq_len) if positions is None else positions,
-        rope_theta=rope_theta,
-    )
+    x = x if new_lengths is None else _empty_padding(x, added)
+    positions = token_positions(lengths, seq_len) if positions is None else positions
+    q, k, v = project_qkv(project, x, x, x, spec, positions)
     check_cache(cache.keys, cache.values, k, ("cache.keys", "cache.values"))
-    appended = _append(cache, k, v, added)
-    if seq_len == 1 and mask is None and bias is None and not dropout:
+    appended = append_checked(cache, k, v, added)
+    if seq_len == 1 and masking.mask is None and masking.bias is None and not dropout.rate:
         # A sequence that has no room sees a slot that is there, so that its output is finite before it is made NaN.
         last_positions = jnp.minimum(lengths, cache.capacity - 1)
-        context = fused.attend_to_cache(q, appended.keys, appended.values, last_positions, block_sizes=block_sizes)
-    else:
-        causal = _cache_mask(lengths, seq_len, cache.capacity)
-        context, _ = fused.scaled_dot_product_attention(
-            q,
-            appended.keys,
-            appended.values,
-            mask=causal if mask is None else causal | to_scores_rank(mask),
-            bias=bias,
-            dropout=dropout,
-            dropout_rng=dropout_rng,
-            block_sizes=block_sizes,
+        context = fused.attend_to_cache(
+            q, appended.keys, appended.values, last_positions, spec, block_sizes=block_sizes
         )
+    else:
+        causal = mask_slots(lengths, seq_len, cache.capacity)
+        mask = causal if masking.mask is None else causal | to_scores_rank(masking.mask)
+        hidden = Masking(mask, masking.bias)
+        context = fused.attend(q, appended.keys, appended.values, hidden, dropout, spec=spec, block_sizes=block_sizes)
     output = combine_heads(context)
-    output = project("out_proj", output) if out_proj else output
+    output = project("out_proj", output) if spec.out_proj else output
     return _tell_what_fits(output, cache, added), appended
 
 
@@ -224,12 +185,12 @@ def _empty_padding(x: Array, added: Array) -> Array:
 @compiled()
 def _tell_what_fits(output: Array, cache: KVCache, added: Array) -> Array:
     """0 for padding. Outside jit a sequence that does not fit was refused; under jit NaN is the only way to say so."""
-    fits = _fits(cache, added, output.shape[1])
+    fits = has_room(cache, added, output.shape[1])
     return jnp.where(fits[:, None, None], _empty_padding(output, added), jnp.nan)
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
-    """Causal multi-head self-attention over everything cached; keywords as in `AttentionLayer`."""
+    """Causal multi-head self-attention over everything cached; made as `AttentionLayer`."""
 
     _is_self_attention = True
 
@@ -245,8 +206,10 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             TypeError: if a size is not an integer or the dtype not floating point.
             ValueError: if the capacity is below 1 or the batch size below 0.
         """
-        held = (self.qkv_proj if self.fused_qkv else self.k_proj).kernel[...].dtype
-        return init_cache(batch_size, self.num_kv_heads, capacity, self.head_dim, held if dtype is None else dtype)
+        if dtype is None:
+            held: Projection = getattr(self, next(iter(self.spec.projections)))
+            dtype = held.kernel[...].dtype
+        return init_cache(batch_size, self.spec.num_kv_heads, capacity, self.spec.head_dim, dtype)
 
     def __call__(
         self,
@@ -281,17 +244,11 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             self.project,
             x,
             cache,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            fused_qkv=self.fused_qkv,
-            out_proj=self.out_proj is not None,
-            rope_theta=self.rope_theta,
+            self.spec,
+            Masking(mask, bias, is_causal=True),
             new_lengths=new_lengths,
-            mask=mask,
-            bias=bias,
             positions=positions,
-            dropout=0.0 if self.deterministic else self.dropout,
-            dropout_rng=self.dropout_rng(self.dropout),
+            dropout=self.drawn_dropout(),
             block_sizes=self.block_sizes,
         )
         return self.drop_output(output), cache

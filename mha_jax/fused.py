@@ -6,6 +6,7 @@ JAX's own dot_product_attention behind the masks and the empty rows of this pack
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +14,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import blockwise, stages
 from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
-from mha_jax.checks import check_attention, check_rate
 from mha_jax.compiled import compiled
-from mha_jax.masks import hide_infinite_bias, join_masks, to_scores_rank
+from mha_jax.masks import Masking, to_scores_rank
 from mha_jax.not_finite import emptied, not_finite, sees_any, spoilt
+from mha_jax.stages import Dropout, check_attention, score_scale
+from mha_spec import AttentionSpec
+from mha_spec.rules import as_rate
 
 
 def scaled_dot_product_attention(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
     value: Float[Array, "B K S H"],
+    spec: AttentionSpec | None = None,
     *,
     mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
@@ -39,6 +43,7 @@ def scaled_dot_product_attention(
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
@@ -56,48 +61,51 @@ def scaled_dot_product_attention(
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
         ValueError: if the shapes do not fit, or the weights or a given dropout are asked for.
     """
-    check_attention(query, key, value, mask, bias, key_padding_lengths)
-    check_rate("dropout", dropout)
     if need_weights or dropout_keep is not None:
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
-    lengths = None if key_padding_lengths is None else jnp.asarray(key_padding_lengths, jnp.int32)
-    num_scores = math.prod(query.shape[:3]) * key.shape[2]
-    if dropout or not num_scores or (num_scores <= block_sizes.few_scores and _is_on_cpu()):
-        hidden = {"mask": mask, "bias": bias, "is_causal": is_causal, "key_padding_lengths": lengths}
-        context, _ = stages.scaled_dot_product_attention(
-            query, key, value, **hidden, dropout=dropout, dropout_rng=dropout_rng
-        )
-        return context, None
-    options = {"mask": mask, "bias": bias, "is_causal": is_causal, "lengths": lengths}
-    if _is_on_cpu():
-        context = blockwise.attend(query, key, value, **options, block_sizes=block_sizes)
-    else:
-        context = _attend_by_library(query, key, value, **options, platform=jax.default_backend())
-    return context, None
+    masking = Masking(mask, bias, is_causal, key_padding_lengths)
+    return attend(
+        query, key, value, masking, Dropout(dropout, rng=dropout_rng), spec=spec, block_sizes=block_sizes
+    ), None
 
 
-@compiled("is_causal", "platform")
-def _attend_by_library(
-    query: Array,
-    key: Array,
-    value: Array,
+def attend(
+    query: Float[Array, "B N T H"],
+    key: Float[Array, "B K S H"],
+    value: Float[Array, "B K S H"],
+    masking: Masking,
+    dropout: Dropout,
     *,
-    mask: Array | None,
-    bias: Array | None,
-    is_causal: bool,
-    lengths: Array | None,
-    platform: str,
+    spec: AttentionSpec | None,
+    block_sizes: BlockSizes = BLOCK_SIZES,
+) -> Float[Array, "B N T H"]:
+    """`scaled_dot_product_attention` as the layers call it: the context."""
+    check_attention(query, key, value, masking)
+    as_rate("dropout", dropout.rate)
+    masking, scale = masking.as_arrays(), score_scale(query, spec)
+    num_scores = math.prod(query.shape[:3]) * key.shape[2]
+    if dropout.rate or not num_scores or (num_scores <= block_sizes.few_scores and _is_on_cpu()):
+        return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
+    if _is_on_cpu():
+        return blockwise.attend(query, key, value, masking, scale=scale, block_sizes=block_sizes)
+    return _attend_by_library(query, key, value, masking, scale=scale, platform=jax.default_backend())
+
+
+@compiled("scale", "platform")
+def _attend_by_library(
+    query: Array, key: Array, value: Array, masking: Masking, *, scale: float, platform: str
 ) -> Array:
     seq_len_q, seq_len_k = query.shape[2], key.shape[2]
     empty_rows = None
     # What is not finite is handled here: kernels disagree about it, as they do about a row without a key.
     wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
     query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
-    if mask is not None or bias is not None or lengths is not None or seq_len_q != seq_len_k:
-        mask = join_masks(mask, seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=lengths)
-        mask, is_causal = hide_infinite_bias(mask, bias), False
+    bias = masking.bias
+    if replace(masking, is_causal=False).may_hide or seq_len_q != seq_len_k:
+        masking = Masking(masking.with_infinite_bias().joined(seq_len_q, seq_len_k))
     wrong_keys = jnp.repeat(wrong_keys[..., 0], query.shape[1] // key.shape[1], axis=1)
-    wrong_rows |= sees_any(wrong_keys, seq_len_q, mask, is_causal=is_causal)
+    wrong_rows |= sees_any(wrong_keys, seq_len_q, masking)
+    mask = masking.mask
     if mask is not None:
         # Such a row is shown every key instead, and emptied afterwards.
         mask = to_scores_rank(mask)
@@ -114,7 +122,8 @@ def _attend_by_library(
             value.swapaxes(1, 2),
             None if bias is None else to_scores_rank(bias),
             None if mask is None else ~mask,  # the other polarity: True = attend
-            is_causal=is_causal,
+            scale=scale,
+            is_causal=masking.is_causal,
             implementation="cudnn" if takes_cudnn else "xla",
         ).swapaxes(1, 2)
     context = spoilt(context, wrong_rows)
@@ -130,6 +139,7 @@ def attend_to_cache(
     keys: Float[Array, "B K S H"],
     values: Float[Array, "B K S H"],
     last_positions: Int[Array, " B"],
+    spec: AttentionSpec | None = None,
     *,
     block_sizes: BlockSizes = BLOCK_SIZES,
 ) -> Float[Array, "B N 1 H"]:
@@ -139,14 +149,19 @@ def attend_to_cache(
         query: (B, N, 1, H).
         keys, values: the cache, (B, K, S, H), in the dtype of query.
         last_positions: the last slot that each sequence sees, (B,).
+        spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         block_sizes: how the work is divided on a CPU.
 
     Raises:
         TypeError: if an input is not floating point, or the dtypes differ.
         ValueError: if the shapes do not fit.
     """
-    check_attention(query, keys, values, None, None, None)
+    check_attention(query, keys, values, Masking())
     if keys.shape[2] > block_sizes.keys and query.size and _is_on_cpu():
-        return blockwise.attend_to_cache(query, keys, values, last_positions, block_sizes=block_sizes)
-    attend = stages.scaled_dot_product_attention if _is_on_cpu() else scaled_dot_product_attention
-    return attend(query, keys, values, key_padding_lengths=last_positions + 1)[0]
+        return blockwise.attend_to_cache(
+            query, keys, values, last_positions, scale=score_scale(query, spec), block_sizes=block_sizes
+        )
+    masking = Masking(key_padding_lengths=last_positions + 1)
+    if _is_on_cpu():
+        return stages.attend(query, keys, values, masking, Dropout(), spec=spec, need_weights=False)[0]
+    return attend(query, keys, values, masking, Dropout(), spec=spec)

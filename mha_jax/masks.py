@@ -1,11 +1,13 @@
 """Masks: boolean, True = masked (cannot attend), and they broadcast against the scores (B, N, T, S)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax.checks import check_count, check_lengths
+from mha_jax.arrays import check_array, check_broadcasts, check_count, check_lengths
 from mha_jax.compiled import compiled
 
 
@@ -154,27 +156,59 @@ def create_sliding_window_mask(seq_len_q: int, seq_len_k: int | None = None, *, 
     return _hides_later(seq_len_q, seq_len_k, window_size=window_size)
 
 
-def join_masks(
-    mask: Bool[Array, "..."] | None,
-    seq_len_q: int,
-    seq_len_k: int,
-    *,
-    is_causal: bool = False,
-    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
-) -> Bool[Array, "..."] | None:
-    """The mask, joined with what causality and padding hide; None if nothing is hidden."""
-    has_scores = seq_len_q and seq_len_k
-    if not has_scores or (not is_causal and key_padding_lengths is None):
-        return mask
-    joined = create_attention_mask(seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths)
-    return joined if mask is None else joined | to_scores_rank(mask)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+class Masking:
+    """What hides keys from queries and what is added to their scores: one value behind the functions that users call.
 
+    Attributes:
+        mask: boolean, True = masked; broadcasts to (B, N, T, S).
+        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
+        is_causal: hide every key after the query's own position.
+        key_padding_lengths: number of real keys of each sequence, (B,).
+    """
 
-def hide_infinite_bias(mask: Bool[Array, "..."] | None, bias: Float[Array, "..."] | None) -> Bool[Array, "..."] | None:
-    """The mask, joined with the keys that a bias of -inf hides, so that a row of -inf is as empty as a masked one."""
-    if bias is None:
-        return mask
-    return jnp.isneginf(bias) if mask is None else to_scores_rank(mask) | to_scores_rank(jnp.isneginf(bias))
+    mask: Bool[Array, "..."] | None = None
+    bias: Float[Array, "..."] | None = None
+    is_causal: bool = field(default=False, metadata={"static": True})
+    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None
+
+    def check(self, scores_shape: tuple[int, ...], query: Array) -> None:
+        """Refuse what does not fit the scores (B, N, T, S) and the queries, be they split into heads or not."""
+        check_mask(self.mask, scores_shape)
+        check_bias(self.bias, scores_shape, query)
+        if self.key_padding_lengths is not None:
+            check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
+
+    @property
+    def may_hide(self) -> bool:
+        """Whether a key may be hidden from a query."""
+        return self.is_causal or not (self.mask is None and self.bias is None and self.key_padding_lengths is None)
+
+    def as_arrays(self) -> "Masking":
+        """The same with the lengths as an array, which compiled functions take."""
+        if self.key_padding_lengths is None:
+            return self
+        return replace(self, key_padding_lengths=jnp.asarray(self.key_padding_lengths, jnp.int32))
+
+    def with_infinite_bias(self) -> "Masking":
+        """The same with the keys that a bias of -inf hides in the mask: a row of -inf is as empty as a masked one."""
+        if self.bias is None:
+            return self
+        is_hidden = jnp.isneginf(self.bias)
+        return replace(
+            self, mask=is_hidden if self.mask is None else to_scores_rank(self.mask) | to_scores_rank(is_hidden)
+        )
+
+    def joined(self, seq_len_q: int, seq_len_k: int) -> Bool[Array, "..."] | None:
+        """The mask, joined with what causality and padding hide; None if nothing is hidden."""
+        has_scores = seq_len_q and seq_len_k
+        if not has_scores or (not self.is_causal and self.key_padding_lengths is None):
+            return self.mask
+        hidden = create_attention_mask(
+            seq_len_q, seq_len_k, is_causal=self.is_causal, key_padding_lengths=self.key_padding_lengths
+        )
+        return hidden if self.mask is None else hidden | to_scores_rank(self.mask)
 
 
 def to_scores_rank(x: Array) -> Array:
@@ -208,3 +242,28 @@ def _hides_both(seq_len_q: int, seq_len_k: int, key_padding_lengths: Array | Non
 
 def _positions(seq_len: int) -> Int[Array, " L"]:
     return jnp.arange(seq_len, dtype=jnp.int32)
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_mask(mask: Array | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if mask is None:
+        return
+    check_array("mask", mask)
+    if mask.dtype != jnp.bool_:
+        raise TypeError(
+            f"mask must be boolean (True = masked), got mask.dtype={mask.dtype}; an additive term is passed as bias"
+        )
+    check_broadcasts("mask", mask.shape, scores_shape)
+
+
+def check_bias(bias: Array | None, scores_shape: tuple[int, ...], query: Array) -> None:
+    """Refuse a bias of another dtype than the query's, or that does not broadcast to the scores."""
+    if bias is None:
+        return
+    check_array("bias", bias)
+    if bias.dtype != query.dtype:
+        raise TypeError(f"bias must have the dtype of query, got bias.dtype={bias.dtype} and {query.dtype}")
+    check_broadcasts("bias", bias.shape, scores_shape)

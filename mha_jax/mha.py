@@ -5,7 +5,6 @@ A mask is boolean and True where a query may not see a key; an additive term is 
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,19 +12,24 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax import fused
+from mha_jax import fused, stages
+from mha_jax.arrays import check_floating, check_lengths
 from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
-from mha_jax.checks import (
-    check_config,
-    check_floating,
-    check_layer_inputs,
-    check_lengths,
-    check_projected,
-    check_weights,
-)
+from mha_jax.masks import Masking
 from mha_jax.not_finite import by_finite_tokens
-from mha_jax.rope import at_least_float32
-from mha_jax.stages import Project, apply_dropout, combine_heads, project_qkv, scaled_dot_product_attention, split_heads
+from mha_jax.rope import check_rope_positions
+from mha_jax.stages import (
+    Dropout,
+    apply_dropout,
+    combine_heads,
+    project_qkv,
+    scaled_dot_product_attention,
+    split_heads,
+)
+from mha_jax.weights import Project, check_projected, check_weights, linear, project_with
+from mha_spec import AttentionSpec
+
+jax.tree_util.register_static(AttentionSpec)  # jitted functions take one as they take arrays
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
@@ -60,93 +64,70 @@ def multi_head_attention_core(
 def multi_head_attention(
     query: Float[Array, "B T d_in"],
     weights: Mapping[str, Mapping[str, Array]],
+    spec: AttentionSpec,
     key: Float[Array, "B S d_kv"] | None = None,
     value: Float[Array, "B S d_kv"] | None = None,
     *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
     mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
     is_causal: bool = False,
     key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     positions: Int[Array, "#B T"] | None = None,
-    rope_theta: float | None = None,
-    dropout: float = 0.0,
+    training: bool = False,
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
+    block_sizes: BlockSizes = BLOCK_SIZES,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
     """Multi-head attention with weights from outside: project, split, attend, combine, project.
 
     Args:
         query: (B, T, d_in).
-        weights: `q_proj`, `k_proj`, `v_proj` (or one `qkv_proj`) and, where there is one, `out_proj`: the parameters of
-            `MultiHeadAttention`, each a `kernel` (in, out) and a `bias` (out,); every bias may be absent.
+        weights: of the projections of the spec: Flax params, {`<name>`: {`kernel` (in, out), `bias` (out,)}}.
+        spec: what the layer computes.
         key: (B, S, d_kv); absent for self-attention.
         value: (B, S, d_kv); the key when absent.
-        num_heads: number of query heads, N.
-        num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         need_weights: also return the attention weights, which takes the plain path.
         positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
-        rope_theta: base of the RoPE frequencies, or None for no RoPE.
-        dropout: rate at which attention weights are dropped; 0 outside training.
-        dropout_keep: True where a weight is kept, in place of a random draw; takes the plain path.
+        training: drop attention weights and outputs, at the rates of the spec.
+        dropout_keep: True where an attention weight is kept, in place of a random draw; takes the plain path.
         dropout_rng: random key to draw what is dropped from.
+        block_sizes: how the work of the fast path is divided on a CPU.
 
     Returns:
-        The output (B, T, E), or (B, T, N * H) without `out_proj`, and the attention weights (B, N, T, S) or None.
+        The output (B, T, E), or (B, T, N * H) without `out_proj`, and the attention weights before dropout
+        (B, N, T, S) or None.
 
     Raises:
-        TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
-        ValueError: if names or shapes of the weights, or the shapes of the inputs, do not fit, or a weight is not
-            finite (where values are known: not under jit).
+        TypeError: if an input is not floating point, dtypes differ, the mask is not boolean or the lengths are not
+            integers.
+        ValueError: if names or shapes of the weights, or the shapes of the inputs, do not fit, a length lies outside
+            0..S, or a weight is not finite (where values are known: not under jit).
 
     Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
     """
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    check_weights(weights, num_heads, num_kv_heads)
-    return _attention_layer(
+    check_weights(weights, spec)
+    if dropout_keep is not None and not training:
+        raise ValueError("dropout_keep must come with training=True, got dropout_keep and training=False")
+    context_rng, output_rng = (None, None) if dropout_rng is None else jax.random.split(dropout_rng)
+    output, attn_weights = _attention_layer(
         project_with(weights),
         query,
         key,
         value,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        fused_qkv="qkv_proj" in weights,
-        out_proj="out_proj" in weights,
-        mask=mask,
-        bias=bias,
-        is_causal=is_causal,
-        key_padding_lengths=key_padding_lengths,
+        spec,
+        Masking(mask, bias, is_causal, key_padding_lengths),
         need_weights=need_weights,
         positions=positions,
-        rope_theta=rope_theta,
-        dropout=dropout,
-        dropout_keep=dropout_keep,
-        dropout_rng=dropout_rng,
+        dropout=Dropout(spec.dropout if training else 0.0, dropout_keep, context_rng),
+        block_sizes=block_sizes,
     )
-
-
-def project_with(weights: Mapping[str, Mapping[str, Array]]) -> Project:
-    """Projections whose weights lie in the container that `multi_head_attention` takes."""
-
-    def project(name: str, x: Array) -> Array:
-        leaves = weights[name]
-        check_projected(name, x, leaves["kernel"])
-        return _linear(x, leaves["kernel"], leaves.get("bias"))
-
-    return project
-
-
-def _linear(x: Array, kernel: Array, bias: Array | None) -> Array:
-    # The sum stays in float32 until the bias is added: its gradient is then summed in float32 too.
-    projected = jnp.einsum("bti,io->bto", x, kernel, preferred_element_type=at_least_float32(x).dtype)
-    projected = projected if bias is None else projected + at_least_float32(bias)[None, None]
-    return projected.astype(x.dtype)
+    output = apply_dropout(output, spec.output_dropout if training else 0.0, rng=output_rng)
+    return output, attn_weights
 
 
 def _attention_layer(
@@ -154,59 +135,28 @@ def _attention_layer(
     query: Array,
     key: Array | None,
     value: Array | None,
+    spec: AttentionSpec,
+    masking: Masking,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    fused_qkv: bool,
-    out_proj: bool,
-    mask: Array | None,
-    bias: Array | None,
-    is_causal: bool,
-    key_padding_lengths: Array | Sequence[int] | None,
     need_weights: bool,
     positions: Array | None,
-    rope_theta: float | None,
-    dropout: float,
-    dropout_keep: Array | None = None,
-    dropout_rng: jax.Array | None = None,
-    block_sizes: BlockSizes = BLOCK_SIZES,
+    dropout: Dropout,
+    block_sizes: BlockSizes,
 ) -> tuple[Array, Array | None]:
-    check_layer_inputs(query, key, value, positions, rope_theta)
+    check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
-    if key_padding_lengths is not None:
-        check_lengths("key_padding_lengths", key_padding_lengths, key.shape[0], key.shape[1])
-    if mask is not None or bias is not None or is_causal or key_padding_lengths is not None:
+    if masking.key_padding_lengths is not None:
+        check_lengths("key_padding_lengths", masking.key_padding_lengths, key.shape[0], key.shape[1])
+    if masking.may_hide:
         project = by_finite_tokens(project)
-    q, k, v = project_qkv(
-        project,
-        query,
-        key,
-        value,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        fused_qkv=fused_qkv,
-        positions=positions,
-        rope_theta=rope_theta,
-    )
-    attention = scaled_dot_product_attention
-    if not need_weights and dropout_keep is None:
-        attention = partial(fused.scaled_dot_product_attention, block_sizes=block_sizes)
-    context, attn_weights = attention(
-        q,
-        k,
-        v,
-        mask=mask,
-        bias=bias,
-        is_causal=is_causal,
-        key_padding_lengths=key_padding_lengths,
-        need_weights=need_weights,
-        dropout=dropout,
-        dropout_keep=dropout_keep,
-        dropout_rng=dropout_rng,
-    )
+    q, k, v = project_qkv(project, query, key, value, spec, positions)
+    if need_weights or dropout.keep is not None:
+        context, attn_weights = stages.attend(q, k, v, masking, dropout, spec=spec, need_weights=need_weights)
+    else:
+        context, attn_weights = fused.attend(q, k, v, masking, dropout, spec=spec, block_sizes=block_sizes), None
     output = combine_heads(context)
-    return project("out_proj", output) if out_proj else output, attn_weights
+    return project("out_proj", output) if spec.out_proj else output, attn_weights
 
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------
@@ -215,7 +165,9 @@ def _attention_layer(
 class Projection(nnx.Linear):
     """x @ kernel + bias, summed in at least float32. Xavier-uniform weights, each part on its own, and a bias of 0."""
 
-    def __init__(self, d_in: int, widths: list[int], *, use_bias: bool, param_dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, d_in: int, widths: tuple[int, ...], *, use_bias: bool, param_dtype: jnp.dtype, rngs: nnx.Rngs
+    ) -> None:
         xavier = nnx.initializers.xavier_uniform()
 
         def kernel_init(rng: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
@@ -230,119 +182,40 @@ class Projection(nnx.Linear):
     def __call__(self, inputs: Float[Array, "B T d_in"], out_sharding: Any = None) -> Float[Array, "B T d_out"]:
         """x @ kernel + bias, in the dtype of x."""
         del out_sharding  # of nnx.Linear; the placement follows from the inputs
-        return _linear(inputs, self.kernel[...], None if self.bias is None else self.bias[...])
+        return linear(inputs, self.kernel[...], None if self.bias is None else self.bias[...])
 
 
 class AttentionLayer(nnx.Module):
-    """The configuration and the projections that every attention module of this package holds.
+    """The specification and the projections that every attention module of this package holds.
 
     Args:
-        d_model: width of the output, E.
-        num_heads: number of query heads, N.
-        num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
-        head_dim: features of a head, H; d_model // num_heads when absent.
-        d_in: width of the query input; d_model when absent.
-        d_kv: width of the key and value input; d_in when absent.
-        qkv_bias: give q_proj, k_proj and v_proj a bias.
-        out_bias: give out_proj a bias.
-        out_proj: project the combined heads, N * H wide, to d_model; without it they are the output.
-        fused_qkv: hold one qkv_proj, its rows q, then k, then v, in place of three projections; the results are equal.
-        rope_theta: base of the RoPE frequencies, or None for no RoPE.
-        dropout: rate at which attention weights are dropped in training.
-        output_dropout: rate at which outputs are dropped in training.
+        spec: what the layer computes.
         param_dtype: dtype of the weights.
         rngs: draws the weights from `params` and, in training, what is dropped from `dropout`.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer, rope_theta or a rate not a number, what the layer
-            has or has not not a boolean, or the dtype not floating point.
-        ValueError: if the widths, heads or rates do not fit.
+        TypeError: if spec is not an `AttentionSpec`, or the dtype not floating point.
+        ValueError: if the layer attends to itself, and the spec has another width for keys.
     """
 
     _is_self_attention = False  # keys and values come from the input of the queries, always
     block_sizes = BLOCK_SIZES  # of the fast path on a CPU
 
-    def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        d_in: int | None = None,
-        d_kv: int | None = None,
-        qkv_bias: bool = True,
-        out_bias: bool = True,
-        out_proj: bool = True,
-        fused_qkv: bool = False,
-        rope_theta: float | None = None,
-        dropout: float = 0.0,
-        output_dropout: float = 0.0,
-        param_dtype: jnp.dtype = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        check_config(
-            d_model=d_model,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            d_in=d_in,
-            d_kv=d_kv,
-            qkv_bias=qkv_bias,
-            out_bias=out_bias,
-            out_proj=out_proj,
-            fused_qkv=fused_qkv,
-            rope_theta=rope_theta,
-            dropout=dropout,
-            output_dropout=output_dropout,
-            param_dtype=param_dtype,
-            is_self_attention=self._is_self_attention,
-        )
-        self.d_model = d_model
-        self.num_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_dim = d_model // num_heads if head_dim is None else head_dim
-        self.d_in = d_model if d_in is None else d_in
-        self.d_kv = self.d_in if d_kv is None else d_kv
-        self.qkv_bias = qkv_bias
-        self.out_bias = out_bias
-        self.fused_qkv = fused_qkv
-        self.rope_theta = rope_theta
-        self.dropout = dropout
-        self.output_dropout = output_dropout
-        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        factory = {"param_dtype": param_dtype, "rngs": rngs}
-        if fused_qkv:
-            self.qkv_proj = Projection(self.d_in, [q_width, kv_width, kv_width], use_bias=qkv_bias, **factory)
-        else:
-            self.q_proj = Projection(self.d_in, [q_width], use_bias=qkv_bias, **factory)
-            self.k_proj = Projection(self.d_kv, [kv_width], use_bias=qkv_bias, **factory)
-            self.v_proj = Projection(self.d_kv, [kv_width], use_bias=qkv_bias, **factory)
-        self.out_proj = Projection(q_width, [d_model], use_bias=out_bias, **factory) if out_proj else None
+    def __init__(self, spec: AttentionSpec, *, param_dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs) -> None:
+        check_spec(spec, is_self_attention=self._is_self_attention)
+        if not jnp.issubdtype(jnp.dtype(param_dtype), jnp.floating):
+            raise TypeError(f"param_dtype must be floating point, got param_dtype={jnp.dtype(param_dtype)}")
+        self.spec = spec
+        for name, projection in spec.projections.items():
+            kernel = Projection(
+                projection.d_in, projection.widths, use_bias=projection.has_bias, param_dtype=param_dtype, rngs=rngs
+            )
+            setattr(self, name, kernel)
         self.deterministic = False  # as `train()` and `eval()` of nnx set it
-        self.dropout_rngs = rngs["dropout"].fork() if dropout or output_dropout else None
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The keywords that make a module like this one, all of them resolved."""
-        return {
-            "d_model": self.d_model,
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "d_in": self.d_in,
-            "d_kv": self.d_kv,
-            "qkv_bias": self.qkv_bias,
-            "out_bias": self.out_bias,
-            "out_proj": self.out_proj is not None,
-            "fused_qkv": self.fused_qkv,
-            "rope_theta": self.rope_theta,
-            "dropout": self.dropout,
-            "output_dropout": self.output_dropout,
-        }
+        self.dropout_rngs = rngs["dropout"].fork() if spec.dropout or spec.output_dropout else None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.config.items())})"
+        return f"{type(self).__name__}({self.spec!r})"
 
     def project(self, name: str, x: Float[Array, "B T d_in"]) -> Float[Array, "B T d_out"]:
         """Apply the projection of that name, as a module, so that replaced layers take part."""
@@ -354,38 +227,32 @@ class AttentionLayer(nnx.Module):
     def attend(
         self,
         query: Float[Array, "B T d_in"],
-        key: Float[Array, "B S d_kv"] | None = None,
-        value: Float[Array, "B S d_kv"] | None = None,
+        key: Float[Array, "B S d_kv"] | None,
+        value: Float[Array, "B S d_kv"] | None,
+        masking: Masking,
         *,
-        mask: Bool[Array, "..."] | None = None,
-        bias: Float[Array, "..."] | None = None,
-        is_causal: bool = False,
-        key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
         need_weights: bool = False,
         positions: Int[Array, "#B T"] | None = None,
     ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
-        """`multi_head_attention` with the weights and the configuration of this module."""
+        """`multi_head_attention` with the weights and the specification of this module."""
         output, attn_weights = _attention_layer(
             self.project,
             query,
             key,
             value,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            fused_qkv=self.fused_qkv,
-            out_proj=self.out_proj is not None,
-            mask=mask,
-            bias=bias,
-            is_causal=is_causal,
-            key_padding_lengths=key_padding_lengths,
+            self.spec,
+            masking,
             need_weights=need_weights,
             positions=positions,
-            rope_theta=self.rope_theta,
-            dropout=0.0 if self.deterministic else self.dropout,
-            dropout_rng=self.dropout_rng(self.dropout),
+            dropout=self.drawn_dropout(),
             block_sizes=self.block_sizes,
         )
         return self.drop_output(output), attn_weights
+
+    def drawn_dropout(self) -> Dropout:
+        """What is dropped of the attention weights in this call: in training, and at a rate above 0."""
+        rate = 0.0 if self.deterministic else self.spec.dropout
+        return Dropout(rate, rng=self.dropout_rng(rate))
 
     def dropout_rng(self, rate: float) -> jax.Array | None:
         """A fresh random key where something is dropped, in training and at a rate above 0."""
@@ -393,12 +260,12 @@ class AttentionLayer(nnx.Module):
 
     def drop_output(self, output: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         """The output with some of it dropped, in training and at a rate above 0."""
-        rng = self.dropout_rng(self.output_dropout)
-        return output if rng is None else apply_dropout(output, self.output_dropout, rng=rng)
+        rng = self.dropout_rng(self.spec.output_dropout)
+        return output if rng is None else apply_dropout(output, self.spec.output_dropout, rng=rng)
 
 
 class MultiHeadAttention(AttentionLayer):
-    """Multi-head attention of any queries over any keys and values; keywords as in `AttentionLayer`."""
+    """Multi-head attention of any queries over any keys and values; made as `AttentionLayer`."""
 
     def __call__(
         self,
@@ -433,21 +300,12 @@ class MultiHeadAttention(AttentionLayer):
             TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
             ValueError: if the shapes do not fit.
         """
-        return self.attend(
-            query,
-            key,
-            value,
-            mask=mask,
-            bias=bias,
-            is_causal=is_causal,
-            key_padding_lengths=key_padding_lengths,
-            need_weights=need_weights,
-            positions=positions,
-        )
+        masking = Masking(mask, bias, is_causal, key_padding_lengths)
+        return self.attend(query, key, value, masking, need_weights=need_weights, positions=positions)
 
 
 class MultiHeadSelfAttention(AttentionLayer):
-    """Multi-head attention of a sequence over itself, causal or not; keywords as in `AttentionLayer`."""
+    """Multi-head attention of a sequence over itself, causal or not; made as `AttentionLayer`."""
 
     _is_self_attention = True
 
@@ -479,7 +337,39 @@ class MultiHeadSelfAttention(AttentionLayer):
             ValueError: if the shapes do not fit or a length lies outside 0..T.
         """
         check_floating("x", x, rank=3)
-        output, _ = self.attend(
-            x, mask=mask, bias=bias, is_causal=is_causal, key_padding_lengths=key_padding_lengths, positions=positions
-        )
+        masking = Masking(mask, bias, is_causal, key_padding_lengths)
+        output, _ = self.attend(x, None, None, masking, positions=positions)
         return output
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_spec(spec: AttentionSpec, *, is_self_attention: bool) -> None:
+    """Refuse what is not a specification, or not one of a layer that attends to itself."""
+    if not isinstance(spec, AttentionSpec):
+        raise TypeError(f"spec must be an AttentionSpec, got {type(spec).__name__}")
+    if is_self_attention:
+        spec.check_self_attention()
+
+
+def check_layer_inputs(
+    query: Array, key: Array | None, value: Array | None, positions: Array | None, spec: AttentionSpec
+) -> None:
+    """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other."""
+    check_floating("query", query, rank=3)
+    if key is None and value is not None:
+        raise ValueError("value must come with a key, got key=None and a value")
+    if key is not None and spec.rope is not None:
+        raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope={spec.rope}")
+    check_rope_positions(positions, query.shape[0], query.shape[1], spec.rope)
+    for name, x in (("key", key), ("value", value)):
+        if x is None:
+            continue
+        check_floating(name, x, rank=3)
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
+        if x.shape[0] != query.shape[0]:
+            raise ValueError(f"{name} must have the batch size of query, got {x.shape[0]} and {query.shape[0]}")
+    if key is not None and value is not None and key.shape[1] != value.shape[1]:
+        raise ValueError(f"value must have as many tokens as key, got {value.shape[1]} and {key.shape[1]}")

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from mha_jax.compiled import compiled
-from mha_jax.masks import to_scores_rank
+from mha_jax.masks import Masking, to_scores_rank
 
 
 def not_finite(x: Float[Array, "*tokens H"]) -> Bool[Array, "*tokens 1"]:
@@ -29,16 +29,14 @@ def spoilt(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, ".
     return x + jnp.where(where, jnp.nan, 0.0)
 
 
-def sees_any(
-    marked: Bool[Array, "B N S"], seq_len_q: int, mask: Bool[Array, "..."] | None = None, *, is_causal: bool = False
-) -> Bool[Array, "B N T 1"]:
-    """Whether a query sees any of the keys that are marked; causal without a mask only."""
+def sees_any(marked: Bool[Array, "B N S"], seq_len_q: int, masking: Masking) -> Bool[Array, "B N T 1"]:
+    """Whether a query sees any of the keys that are marked, by the mask or, where there is none, by causality."""
 
     def look() -> Array:
-        if mask is None and is_causal:
+        if masking.mask is None and masking.is_causal:
             last_seen = jnp.minimum(jnp.arange(seq_len_q, dtype=jnp.int32), marked.shape[2] - 1)
             return (lax.cumsum(marked.astype(jnp.int32), axis=2) > 0)[:, :, last_seen, None]
-        seen = marked[:, :, None] if mask is None else marked[:, :, None] & ~to_scores_rank(mask)
+        seen = marked[:, :, None] if masking.mask is None else marked[:, :, None] & ~to_scores_rank(masking.mask)
         return jnp.broadcast_to(seen.any(axis=-1, keepdims=True), shape)
 
     shape = (*marked.shape[:2], seq_len_q, 1)

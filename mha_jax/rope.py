@@ -1,43 +1,26 @@
-"""Rotary position embedding (RoPE), half-split pairs: feature i turns with feature i + H/2."""
+"""Rotary position embedding (RoPE), half-split pairs: feature i is rotated with feature i + H/2."""
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from mha_jax.checks import check_floating, check_positions, check_rope
+from mha_jax.arrays import check_array, check_floating
 from mha_jax.compiled import compiled
-
-
-def rope_frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """Angle, in radians per token, by which each pair of features turns: theta ** (-2 i / H), float64, (H/2,).
-
-    Args:
-        head_dim: features of a head, H, even.
-        theta: base of the frequencies, 10000 in the paper.
-
-    Raises:
-        ValueError: if head_dim is odd or theta not positive.
-
-    Source: RoFormer, arXiv:2104.09864, section 3.2.2.
-    """
-    check_rope(head_dim, theta)
-    return theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+from mha_spec import Rope
 
 
 def apply_rope(
-    x: Float[Array, "B heads T H"], positions: Int[Array, "#B T"], theta: float = 10000.0
+    x: Float[Array, "B heads T H"], positions: Int[Array, "#B T"], rope: Rope
 ) -> Float[Array, "B heads T H"]:
-    """Turn each pair of features (i, i + H/2) by position * theta ** (-2 i / H).
-
-    Checkpoints whose pairs are interleaved (2 i, 2 i + 1) are reordered when their weights are loaded, not here.
+    """Rotate each pair of features (i, i + H/2) by position * theta ** (-2 i / H).
 
     Args:
-        x: queries or keys, split into heads; turned in at least float32, returned in their own dtype.
+        x: queries or keys, split into heads; rotated in at least float32, returned in their own dtype.
         positions: place of each token in its sequence, from 0, (B or 1, T).
-        theta: base of the frequencies.
+        rope: the frequencies.
 
     Returns:
-        The turned features, in the shape and dtype of x.
+        The rotated features, in the shape and dtype of x.
 
     Raises:
         TypeError: if x is not floating point or positions are not integers.
@@ -47,7 +30,7 @@ def apply_rope(
     """
     check_floating("x", x, rank=4)
     check_positions(positions, x.shape[0], x.shape[2])
-    return _apply_rope(x, positions, rope_frequencies(x.shape[-1], theta))
+    return _apply_rope(x, positions, rope.frequencies(x.shape[-1]))
 
 
 @compiled()
@@ -62,3 +45,27 @@ def _apply_rope(x: Array, positions: Array, exact_frequencies: np.ndarray) -> Ar
 def at_least_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """x in the dtype that sums are made in: float64 stays, anything narrower becomes float32."""
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_positions(positions: Array, batch_size: int, seq_len: int) -> None:
+    """Refuse positions that are not integers of shape (B, T) or (1, T)."""
+    check_array("positions", positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"positions must be integers, got positions.dtype={positions.dtype}")
+    if positions.shape not in ((batch_size, seq_len), (1, seq_len)):
+        raise ValueError(
+            f"positions must have shape (B or 1, T) = ({batch_size} or 1, {seq_len}), "
+            f"got positions.shape={positions.shape}"
+        )
+
+
+def check_rope_positions(positions: Array | None, batch_size: int, seq_len: int, rope: Rope | None) -> None:
+    """Refuse positions without RoPE, or that do not fit."""
+    if positions is None:
+        return
+    if rope is None:
+        raise ValueError("positions must come with RoPE, got positions and rope=None")
+    check_positions(positions, batch_size, seq_len)

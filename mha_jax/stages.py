@@ -4,31 +4,21 @@ Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H
 A mask is boolean and True where a query may not see a key; an additive term is a bias.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax.checks import (
-    check_attention,
-    check_boolean,
-    check_count,
-    check_floating,
-    check_head_groups,
-    check_keep,
-    check_mask,
-    check_rate,
-    check_scored,
-    check_weighed,
-)
+from mha_jax.arrays import check_array, check_broadcasts, check_count, check_floating
 from mha_jax.compiled import compiled
-from mha_jax.masks import hide_infinite_bias, join_masks, to_scores_rank
+from mha_jax.masks import Masking, check_bias, check_mask, to_scores_rank
 from mha_jax.not_finite import emptied, not_finite, sees_any, spoilt
 from mha_jax.rope import apply_rope, at_least_float32
-
-Project = Callable[[str, Array], Array]
-"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input."""
+from mha_jax.weights import Project
+from mha_spec import AttentionSpec
+from mha_spec.rules import as_rate, check_head_groups
 
 
 def split_heads(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B N T H"]:
@@ -73,51 +63,45 @@ def project_qkv(
     query: Float[Array, "B T d_in"],
     key: Float[Array, "B S d_kv"],
     value: Float[Array, "B S d_kv"],
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    fused_qkv: bool = False,
+    spec: AttentionSpec,
     positions: Int[Array, "#B T"] | None = None,
-    rope_theta: float | None = None,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """Project the inputs, split the heads, and turn queries and keys by their positions where RoPE is asked for.
+    """Project the inputs, split the heads, and rotate queries and keys by their positions where there is RoPE.
 
     Args:
         project: applies a projection by its name.
         query, key, value: inputs of the layer; the same array three times for self-attention.
-        num_heads, num_kv_heads: N and K.
-        fused_qkv: one `qkv_proj`, its rows q, then k, then v, in place of three projections.
+        spec: the layer: its heads, its RoPE, and whether it holds one `qkv_proj` in place of three projections.
         positions: place of each token, (B or 1, T); 0, 1, … when absent. Used with RoPE only.
-        rope_theta: base of the RoPE frequencies, or None for no RoPE.
 
     Returns:
         q (B, N, T, H), k and v (B, K, S, H).
     """
-    check_boolean("fused_qkv", fused_qkv)
-    if not fused_qkv:
+    if not spec.fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
     elif key is query and value is query:
-        q, k, v = _unpack_qkv(project("qkv_proj", query), num_heads, num_kv_heads)
+        q, k, v = _unpack_qkv(project("qkv_proj", query), spec)
     else:
-        q, k, v = (
-            _unpack_qkv(project("qkv_proj", x), num_heads, num_kv_heads)[i] for i, x in enumerate((query, key, value))
-        )
-    q, k, v = split_heads(q, num_heads), split_heads(k, num_kv_heads), split_heads(v, num_kv_heads)
-    if rope_theta is not None:
+        q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
+    q, k, v = split_heads(q, spec.num_heads), split_heads(k, spec.num_kv_heads), split_heads(v, spec.num_kv_heads)
+    if spec.rope is not None:
         positions = jnp.arange(q.shape[2], dtype=jnp.int32)[None] if positions is None else positions
-        q, k = apply_rope(q, positions, rope_theta), apply_rope(k, positions, rope_theta)
+        q, k = apply_rope(q, positions, spec.rope), apply_rope(k, positions, spec.rope)
     return q, k, v
 
 
 def attention_scores(
-    query: Float[Array, "B N T H"], key: Float[Array, "B K S H"], bias: Float[Array, "..."] | None = None
+    query: Float[Array, "B N T H"],
+    key: Float[Array, "B K S H"],
+    bias: Float[Array, "..."] | None = None,
+    spec: AttentionSpec | None = None,
 ) -> Float[Array, "B N T S"]:
-    """Dot products of queries and keys, divided by sqrt(head_dim), plus the bias; in at least float32.
+    """Dot products of queries and keys, times the scale of the spec, or 1 / sqrt(H), plus the bias; at least float32.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     check_scored(query, key, bias)
-    scale = query.shape[-1] ** -0.5
+    scale = score_scale(query, spec)
     key = repeat_kv_heads(key, query.shape[1])
     scores = jnp.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
     return scores if bias is None else scores + to_scores_rank(at_least_float32(bias))
@@ -166,7 +150,7 @@ def apply_dropout(
     Raises:
         ValueError: if the rate is out of range, or there is neither `keep` nor `rng` to drop by.
     """
-    check_rate("dropout", rate)
+    rate = as_rate("dropout", rate)
     check_keep(keep, attn_weights.shape)
     if keep is None:
         if not rate:
@@ -178,9 +162,13 @@ def apply_dropout(
     return jnp.where(keep, attn_weights / (1.0 - rate), 0.0)
 
 
-def _unpack_qkv(packed: Array, num_heads: int, num_kv_heads: int) -> list[Array]:
-    head_dim = packed.shape[-1] // (num_heads + 2 * num_kv_heads)
-    return jnp.split(packed, [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim], axis=-1)
+def score_scale(query: Array, spec: AttentionSpec | None) -> float:
+    """What the dot products of queries (B, N, T, H) are multiplied by."""
+    return query.shape[-1] ** -0.5 if spec is None else spec.score_scale
+
+
+def _unpack_qkv(packed: Array, spec: AttentionSpec) -> list[Array]:
+    return jnp.split(packed, [spec.q_width, spec.q_width + spec.kv_width], axis=-1)
 
 
 # ---- Together --------------------------------------------------------------------------------------------------------
@@ -190,6 +178,7 @@ def scaled_dot_product_attention(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
     value: Float[Array, "B K S H"],
+    spec: AttentionSpec | None = None,
     *,
     mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
@@ -205,6 +194,7 @@ def scaled_dot_product_attention(
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
@@ -223,53 +213,116 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    check_attention(query, key, value, mask, bias, key_padding_lengths)
-    check_rate("dropout", dropout)
-    check_keep(dropout_keep, (*query.shape[:3], key.shape[2]))
-    lengths = None if key_padding_lengths is None else jnp.asarray(key_padding_lengths, jnp.int32)
-    context, attn_weights = _attend(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        is_causal=is_causal,
-        lengths=lengths,
-        dropout=dropout,
-        dropout_keep=dropout_keep,
-        dropout_rng=dropout_rng,
-        need_weights=need_weights,
-    )
-    return context, attn_weights
+    masking = Masking(mask, bias, is_causal, key_padding_lengths)
+    dropped = Dropout(dropout, dropout_keep, dropout_rng)
+    return attend(query, key, value, masking, dropped, spec=spec, need_weights=need_weights)
 
 
-@compiled("is_causal", "dropout", "need_weights")
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class Dropout:
+    """What is dropped of the attention weights.
+
+    Attributes:
+        rate: probability of being dropped.
+        keep: True where a weight is kept, in place of a random draw.
+        rng: random key to draw from.
+    """
+
+    rate: float = field(default=0.0, metadata={"static": True})
+    keep: Bool[Array, "B N T S"] | None = None
+    rng: jax.Array | None = None
+
+
+def attend(
+    query: Float[Array, "B N T H"],
+    key: Float[Array, "B K S H"],
+    value: Float[Array, "B K S H"],
+    masking: Masking,
+    dropout: Dropout,
+    *,
+    spec: AttentionSpec | None,
+    need_weights: bool,
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T S"] | None]:
+    """`scaled_dot_product_attention` as the layers call it."""
+    check_attention(query, key, value, masking)
+    as_rate("dropout", dropout.rate)
+    check_keep(dropout.keep, (*query.shape[:3], key.shape[2]))
+    return _attend(query, key, value, masking.as_arrays(), dropout, spec=spec, need_weights=need_weights)
+
+
+@compiled("spec", "need_weights")
 def _attend(
     query: Array,
     key: Array,
     value: Array,
+    masking: Masking,
+    dropout: Dropout,
     *,
-    mask: Array | None,
-    bias: Array | None,
-    is_causal: bool,
-    lengths: Array | None,
-    dropout: float,
-    dropout_keep: Array | None,
-    dropout_rng: jax.Array | None,
+    spec: AttentionSpec | None,
     need_weights: bool,
 ) -> tuple[Array, Array | None]:
-    mask = join_masks(mask, query.shape[2], key.shape[2], is_causal=is_causal, key_padding_lengths=lengths)
-    mask = hide_infinite_bias(mask, bias)
+    mask = masking.with_infinite_bias().joined(query.shape[2], key.shape[2])
     if mask is None:  # whatever there is, everybody sees it
-        attn_weights = masked_softmax(attention_scores(query, key, bias)).astype(query.dtype)
-        context = attention_context(apply_dropout(attn_weights, dropout, dropout_keep, rng=dropout_rng), value)
-        return context, attn_weights if need_weights else None
+        attn_weights = masked_softmax(attention_scores(query, key, masking.bias, spec)).astype(query.dtype)
+        dropped = apply_dropout(attn_weights, dropout.rate, dropout.keep, rng=dropout.rng)
+        return attention_context(dropped, value), attn_weights if need_weights else None
     wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
     query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
     wrong_rows &= ~to_scores_rank(mask).all(axis=-1, keepdims=True)  # a row without a key is 0 whatever it asks
     wrong_keys = jnp.repeat(wrong_keys[..., 0], query.shape[1] // key.shape[1], axis=1)
-    wrong_rows |= sees_any(wrong_keys, query.shape[2], mask)
-    attn_weights = masked_softmax(attention_scores(query, key, bias), mask).astype(query.dtype)
-    context = attention_context(apply_dropout(attn_weights, dropout, dropout_keep, rng=dropout_rng), value)
+    wrong_rows |= sees_any(wrong_keys, query.shape[2], Masking(mask))
+    attn_weights = masked_softmax(attention_scores(query, key, masking.bias, spec), mask).astype(query.dtype)
+    context = attention_context(apply_dropout(attn_weights, dropout.rate, dropout.keep, rng=dropout.rng), value)
     attn_weights = spoilt(attn_weights, wrong_rows & ~to_scores_rank(mask)) if need_weights else None
     return spoilt(context, wrong_rows), attn_weights
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_attention(query: Array, key: Array, value: Array, masking: Masking) -> None:
+    """Refuse split heads, query (B, N, T, H), key and value (B, K, S, H), or a masking that do not fit each other."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_floating(name, x, rank=4)
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
+    if key.shape != value.shape:
+        raise ValueError(f"value must have the shape of key, got {value.shape} and {key.shape}")
+    check_scored(query, key, masking.bias)
+    masking.check((*query.shape[:3], key.shape[2]), query)
+
+
+def check_scored(query: Array, key: Array, bias: Array | None) -> None:
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
+    check_floating("query", query, rank=4)
+    check_floating("key", key, rank=4)
+    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
+        raise ValueError(
+            f"key must have the batch size and head_dim of query, got key.shape={key.shape} "
+            f"and query.shape={query.shape}"
+        )
+    check_head_groups(query.shape[1], key.shape[1])
+    check_bias(bias, (*query.shape[:3], key.shape[2]), query)
+
+
+def check_weighed(attn_weights: Array, value: Array) -> None:
+    """Refuse attention weights (B, N, T, S) and values (B, K, S, H) that do not fit each other."""
+    check_floating("attn_weights", attn_weights, rank=4)
+    check_floating("value", value, rank=4)
+    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
+        raise ValueError(
+            f"value must have the batch size and the keys of attn_weights, got value.shape={value.shape} "
+            f"and attn_weights.shape={attn_weights.shape}"
+        )
+    check_head_groups(attn_weights.shape[1], value.shape[1])
+
+
+def check_keep(keep: Array | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if keep is None:
+        return
+    check_array("keep", keep)
+    if keep.dtype != jnp.bool_:
+        raise TypeError(f"keep must be boolean (True = kept), got keep.dtype={keep.dtype}")
+    check_broadcasts("keep", keep.shape, scores_shape)

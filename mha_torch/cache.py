@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_torch.checks import check_count, check_device, check_floating, check_lengths, values_of
+from mha_torch.arrays import check_count, check_device, check_floating, check_lengths, values_of
 from mha_torch.masks import as_lengths
 
 
@@ -171,10 +171,10 @@ def append_to_cache(
             graph without `new_lengths`, an index out of range is the error.)
     """
     lengths = check_appended(cache, key, value, new_lengths)
-    return _append(cache, key, value, new_lengths, lengths)
+    return append_checked(cache, key, value, new_lengths, lengths)
 
 
-def _append(
+def append_checked(
     cache: KVCache,
     key: Tensor,
     value: Tensor,
@@ -208,7 +208,7 @@ def _append(
 
 def _append_unknown(cache: KVCache, key: Tensor, value: Tensor, added: Tensor | int) -> KVCache:
     """The same without looking at a length: every slot is either kept or given its new token."""
-    added = torch.where(_fits(cache, key.shape[2], added), added, 0).to(cache.lengths.dtype)
+    added = torch.where(has_room(cache, key.shape[2], added), added, 0).to(cache.lengths.dtype)
     token = torch.arange(cache.capacity, device=key.device) - cache.lengths[:, None]  # that a slot is given, (B, S)
     is_new = ((token >= 0) & (token < added[:, None]))[:, None, :, None]
     index = token.clamp(0, key.shape[2] - 1)[:, None, :, None].expand(*token.shape[:1], key.shape[1], -1, key.shape[3])
@@ -218,7 +218,7 @@ def _append_unknown(cache: KVCache, key: Tensor, value: Tensor, added: Tensor | 
     return KVCache(keys, values, cache.lengths + added)
 
 
-def _fits(cache: KVCache, seq_len: int, added: Tensor | int) -> Tensor:
+def has_room(cache: KVCache, seq_len: int, added: Tensor | int) -> Tensor:
     """Whether a sequence has as many slots left, (B,)."""
     fits = cache.lengths + added <= cache.capacity
     return fits if isinstance(added, int) else fits & (added >= 0) & (added <= seq_len)
@@ -254,10 +254,10 @@ def create_cache_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
-    return _cache_mask(torch.as_tensor(lengths), seq_len_q, capacity)
+    return mask_slots(torch.as_tensor(lengths), seq_len_q, capacity)
 
 
-def _cache_mask(lengths: Tensor, seq_len_q: int, seq_len_k: int) -> Tensor:
+def mask_slots(lengths: Tensor, seq_len_q: int, seq_len_k: int) -> Tensor:
     query_positions = lengths[:, None] + torch.arange(seq_len_q, device=lengths.device)  # (B, T)
     return torch.arange(seq_len_k, device=lengths.device) > query_positions[:, None, :, None]
 

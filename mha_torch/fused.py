@@ -5,6 +5,7 @@ gives 0 for some rows of NaN, and lets a NaN that is hidden through to rows that
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -12,16 +13,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from mha_spec import AttentionSpec
+from mha_spec.rules import as_rate
 from mha_torch import stages
-from mha_torch.checks import check_attention, check_rate, values_of
-from mha_torch.masks import hide_infinite_bias, join_masks
+from mha_torch.arrays import values_of
+from mha_torch.masks import Masking
 from mha_torch.not_finite import emptied, not_finite, sees_any, spoilt
+from mha_torch.stages import Dropout, check_attention, score_scale
 
 
 def scaled_dot_product_attention(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
     value: Float[Tensor, "B K S H"],
+    spec: AttentionSpec | None = None,
     *,
     mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
@@ -39,6 +44,7 @@ def scaled_dot_product_attention(
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
@@ -56,28 +62,36 @@ def scaled_dot_product_attention(
 
     Source: torch.nn.functional.scaled_dot_product_attention.
     """
-    check_attention(query, key, value, mask, bias, key_padding_lengths)
-    check_rate("dropout", dropout)
     if need_weights or dropout_keep is not None:
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
-    options = {
-        "mask": mask,
-        "bias": bias,
-        "is_causal": is_causal,
-        "key_padding_lengths": key_padding_lengths,
-        "dropout": dropout,
-    }
+    return attend(
+        query, key, value, Masking(mask, bias, is_causal, key_padding_lengths), Dropout(dropout), spec=spec
+    ), None
+
+
+def attend(
+    query: Float[Tensor, "B N T H"],
+    key: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S H"],
+    masking: Masking,
+    dropout: Dropout,
+    *,
+    spec: AttentionSpec | None,
+) -> Float[Tensor, "B N T H"]:
+    """`scaled_dot_product_attention` as the layers call it: the context."""
+    check_attention(query, key, value, masking)
+    rate, scale = as_rate("dropout", dropout.rate), score_scale(query, spec)
     if _is_forward_mode():
-        return stages.scaled_dot_product_attention(query, key, value, **options)[0], None
+        return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
     if query.device.type == "cpu" and not torch.compiler.is_compiling():  # where looking costs little
         has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        if has_gradient and _are_moderate(query, key, value, bias):  # in a gradient what is hidden is multiplied by 0
-            return _attend_hidden(query, key, value, **options), None
+        if has_gradient and _are_moderate(query, key, value, masking.bias):  # what is hidden is multiplied by 0 there
+            return _attend_hidden(query, key, value, masking, rate, scale)
         if not has_gradient:
-            context = _attend_hidden(query, key, value, **options)
-            if _is_sound(context) or _are_moderate(query, key, value, bias):
-                return context, None
-    return _attend_not_finite(query, key, value, **options), None
+            context = _attend_hidden(query, key, value, masking, rate, scale)
+            if _is_sound(context) or _are_moderate(query, key, value, masking.bias):
+                return context
+    return _attend_not_finite(query, key, value, masking, rate, scale)
 
 
 def _is_forward_mode() -> bool:
@@ -106,63 +120,42 @@ def _are_moderate(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 
 
 def _attend_not_finite(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    is_causal: bool,
-    key_padding_lengths: Tensor | Sequence[int] | None,
-    dropout: float,
+    query: Tensor, key: Tensor, value: Tensor, masking: Masking, dropout: float, scale: float
 ) -> Tensor:
     """The same of anything: what is not finite is 0 to the kernel, and the rows that see it are NaN afterwards."""
-    options = {"is_causal": is_causal, "key_padding_lengths": key_padding_lengths}
     if query.numel() == 0 or key.numel() == 0:
-        return _attend_hidden(query, key, value, mask=mask, bias=bias, dropout=dropout, **options)
-    num_groups = query.shape[1] // key.shape[1]
+        return _attend_hidden(query, key, value, masking, dropout, scale)
+    num_groups, seq_len_q = query.shape[1] // key.shape[1], query.shape[2]
     wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
     query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
     wrong_keys = wrong_keys[..., 0].repeat_interleave(num_groups, dim=1)
-    hidden = hide_infinite_bias(mask, bias)
-    wrong_rows = wrong_rows | sees_any(wrong_keys, query.shape[2], hidden, **options)
-    if bias is not None:
-        wrong_bias = torch.isnan(bias) | torch.isposinf(bias)
-        bias = emptied(bias, wrong_bias)
-        joined = join_masks(hidden, query.shape[2], key.shape[2], device=query.device, **options)
+    hidden = masking.with_infinite_bias()
+    wrong_rows = wrong_rows | sees_any(wrong_keys, seq_len_q, hidden)
+    if masking.bias is not None:
+        wrong_bias = torch.isnan(masking.bias) | torch.isposinf(masking.bias)
+        masking = replace(masking, bias=emptied(masking.bias, wrong_bias))
+        joined = hidden.joined(seq_len_q, key.shape[2], query.device)
         wrong_rows = wrong_rows | (wrong_bias if joined is None else wrong_bias & ~joined).any(dim=-1, keepdim=True)
-    context = _attend_hidden(query, key, value, mask=mask, bias=bias, dropout=dropout, **options)
+    context = _attend_hidden(query, key, value, masking, dropout, scale)
     # Where every score of a row overflows to -inf, the kernel gives 0.
     sizes = [torch.linalg.vector_norm(x.detach().double(), dim=-1, keepdim=True) for x in (query, key)]
     bound = sizes[0] * sizes[1].amax(dim=2, keepdim=True).repeat_interleave(num_groups, dim=1)
     may_overflow = bound > torch.finfo(torch.float32).max
     wrong_rows = wrong_rows | (may_overflow & (context == 0).all(dim=-1, keepdim=True))
-    return spoilt(context, wrong_rows & sees_any(torch.ones_like(wrong_keys), query.shape[2], hidden, **options))
+    return spoilt(context, wrong_rows & sees_any(torch.ones_like(wrong_keys), seq_len_q, hidden))
 
 
-def _attend_hidden(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    is_causal: bool,
-    key_padding_lengths: Tensor | Sequence[int] | None,
-    dropout: float,
-) -> Tensor:
+def _attend_hidden(query: Tensor, key: Tensor, value: Tensor, masking: Masking, dropout: float, scale: float) -> Tensor:
     """The kernel with the cheapest form of what is hidden."""
-    if mask is None and bias is None and key_padding_lengths is None:  # nothing is hidden, or what a kernel knows
-        return _attend(query, key, value, is_causal=is_causal, dropout=dropout)
-    if mask is None and bias is None and query.device.type == "cpu":
-        lengths = values_of(torch.as_tensor(key_padding_lengths))
-        if lengths and all(lengths):  # no row is empty
-            return _attend_by_sequence(query, key, value, lengths, is_causal=is_causal, dropout=dropout)
-    seq_len_q, seq_len_k = query.shape[2], key.shape[2]
-    mask = join_masks(
-        mask, seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths, device=query.device
-    )
-    mask = hide_infinite_bias(mask, bias)
+    bias, is_causal, lengths = masking.bias, masking.is_causal, masking.key_padding_lengths
+    if masking.mask is None and bias is None:
+        if lengths is None:  # nothing is hidden, or what a kernel knows
+            return _attend(query, key, value, is_causal=is_causal, dropout=dropout, scale=scale)
+        known = values_of(torch.as_tensor(lengths)) if query.device.type == "cpu" else None
+        if known and all(known):  # no row is empty
+            return _attend_by_sequence(query, key, value, known, is_causal=is_causal, dropout=dropout, scale=scale)
+    seq_len_k = key.shape[2]
+    mask = masking.with_infinite_bias().joined(query.shape[2], seq_len_k, query.device)
     empty_rows = None
     attn_mask = bias
     if mask is not None:
@@ -175,7 +168,7 @@ def _attend_hidden(
         attn_mask = ~mask if bias is None else torch.where(mask, -torch.inf, bias.where(~empty_rows, 0.0))
     if attn_mask is not None:
         attn_mask = attn_mask.broadcast_to((*query.shape[:3], seq_len_k))
-    context = _attend(query, key, value, attn_mask=attn_mask, dropout=dropout)
+    context = _attend(query, key, value, attn_mask=attn_mask, dropout=dropout, scale=scale)
     return context if empty_rows is None else context.masked_fill(empty_rows, 0.0)
 
 
@@ -187,6 +180,7 @@ def _attend(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     dropout: float,
+    scale: float,
 ) -> Tensor:
     return F.scaled_dot_product_attention(
         query,
@@ -195,16 +189,17 @@ def _attend(
         attn_mask=attn_mask,
         is_causal=is_causal,  # top-left, as ours
         dropout_p=dropout,
+        scale=scale,
         enable_gqa=bool(query.shape[1] != key.shape[1]),
     )
 
 
 def _attend_by_sequence(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], *, is_causal: bool, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], *, is_causal: bool, dropout: float, scale: float
 ) -> Tensor:
     """Each sequence over its real keys alone: without a mask, and without the work that padding would be."""
     contexts = [
-        _attend(q[None], k[None, :, :length], v[None, :, :length], is_causal=is_causal, dropout=dropout)
+        _attend(q[None], k[None, :, :length], v[None, :, :length], is_causal=is_causal, dropout=dropout, scale=scale)
         for q, k, v, length in zip(query.unbind(), key.unbind(), value.unbind(), lengths, strict=True)
     ]
     return torch.cat(contexts)

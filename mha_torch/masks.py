@@ -1,12 +1,20 @@
 """Masks: boolean, True = masked (cannot attend), and they broadcast against the scores (B, N, T, S)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_torch.checks import check_count, check_lengths
+from mha_torch.arrays import (
+    check_array,
+    check_broadcasts,
+    check_count,
+    check_device,
+    check_lengths,
+    is_autocast_on,
+)
 
 
 def create_causal_mask(
@@ -187,29 +195,51 @@ def create_sliding_window_mask(
     return visible.tril_().triu_(1 - window_size).logical_not_()  # in place: it may be large
 
 
-def join_masks(
-    mask: Bool[Tensor, "..."] | None,
-    seq_len_q: int,
-    seq_len_k: int,
-    *,
-    is_causal: bool = False,
-    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
-    device: torch.device | str | None = None,
-) -> Bool[Tensor, "..."] | None:
-    """The mask, joined with what causality and padding hide; None if nothing is hidden."""
-    if not is_causal and key_padding_lengths is None:
-        return mask
-    joined = _attention_mask(seq_len_q, seq_len_k, is_causal, key_padding_lengths, device)
-    return joined if mask is None else joined | mask
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+class Masking:
+    """What hides keys from queries and what is added to their scores: one value behind the functions that users call.
 
+    Attributes:
+        mask: boolean, True = masked; broadcasts to (B, N, T, S).
+        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
+        is_causal: hide every key after the query's own position.
+        key_padding_lengths: number of real keys of each sequence, (B,).
+    """
 
-def hide_infinite_bias(
-    mask: Bool[Tensor, "..."] | None, bias: Float[Tensor, "..."] | None
-) -> Bool[Tensor, "..."] | None:
-    """The mask, joined with the keys that a bias of -inf hides, so that a row of -inf is as empty as a masked one."""
-    if bias is None:
-        return mask
-    return torch.isneginf(bias) if mask is None else mask | torch.isneginf(bias)
+    mask: Bool[Tensor, "..."] | None = None
+    bias: Float[Tensor, "..."] | None = None
+    is_causal: bool = False
+    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None
+
+    def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
+        """Refuse what does not fit the scores (B, N, T, S) and the queries, be they split into heads or not."""
+        check_mask(self.mask, scores_shape)
+        if self.mask is not None:
+            check_device("mask", self.mask, query.device, "query")
+        check_bias(self.bias, scores_shape, query)
+        if self.key_padding_lengths is not None:
+            check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
+
+    @property
+    def may_hide(self) -> bool:
+        """Whether a key may be hidden from a query."""
+        return self.is_causal or not (self.mask is None and self.bias is None and self.key_padding_lengths is None)
+
+    def with_infinite_bias(self) -> "Masking":
+        """The same with the keys that a bias of -inf hides in the mask: a row of -inf is as empty as a masked one."""
+        if self.bias is None:
+            return self
+        is_hidden = torch.isneginf(self.bias)
+        return replace(self, mask=is_hidden if self.mask is None else self.mask | is_hidden)
+
+    def joined(
+        self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
+    ) -> Bool[Tensor, "..."] | None:
+        """The mask, joined with what causality and padding hide; None if nothing is hidden."""
+        if not self.is_causal and self.key_padding_lengths is None:
+            return self.mask
+        hidden = _attention_mask(seq_len_q, seq_len_k, self.is_causal, self.key_padding_lengths, device)
+        return hidden if self.mask is None else hidden | self.mask
 
 
 def as_lengths(lengths: Tensor | Sequence[int], device: torch.device | str | None = None) -> Int[Tensor, " B"]:
@@ -219,3 +249,29 @@ def as_lengths(lengths: Tensor | Sequence[int], device: torch.device | str | Non
 
 def _positions(seq_len: int, device: torch.device | str | None) -> Int[Tensor, " L"]:
     return torch.arange(seq_len, device=device)
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_mask(mask: Tensor | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if mask is None:
+        return
+    check_array("mask", mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"mask must be boolean (True = masked), got mask.dtype={mask.dtype}; an additive term is passed as bias"
+        )
+    check_broadcasts("mask", tuple(mask.shape), scores_shape)
+
+
+def check_bias(bias: Tensor | None, scores_shape: tuple[int, ...], query: Tensor) -> None:
+    """Refuse a bias of another dtype or device than the query's, or that does not broadcast to the scores."""
+    if bias is None:
+        return
+    check_array("bias", bias)
+    if bias.dtype != query.dtype and not (bias.is_floating_point() and is_autocast_on(bias.device)):
+        raise TypeError(f"bias must have the dtype of query, got bias.dtype={bias.dtype} and {query.dtype}")
+    check_broadcasts("bias", tuple(bias.shape), scores_shape)
+    check_device("bias", bias, query.device, "query")

@@ -5,24 +5,20 @@ A mask is boolean and True where a query may not see a key; an additive term is 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from mha_torch import fused
-from mha_torch.checks import (
-    check_config,
-    check_floating,
-    check_layer_inputs,
-    check_lengths,
-    check_projected,
-    check_weights,
-)
+from mha_spec import AttentionSpec
+from mha_torch import fused, stages
+from mha_torch.arrays import check_device, check_floating, check_lengths
+from mha_torch.masks import Masking
 from mha_torch.not_finite import by_finite_tokens
-from mha_torch.stages import Project, combine_heads, project_qkv, scaled_dot_product_attention, split_heads
+from mha_torch.rope import check_rope_positions
+from mha_torch.stages import Dropout, combine_heads, project_qkv, scaled_dot_product_attention, split_heads
+from mha_torch.weights import Project, check_projected, check_weights, project_with
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
@@ -57,43 +53,40 @@ def multi_head_attention_core(
 def multi_head_attention(
     query: Float[Tensor, "B T d_in"],
     weights: Mapping[str, Tensor],
+    spec: AttentionSpec,
     key: Float[Tensor, "B S d_kv"] | None = None,
     value: Float[Tensor, "B S d_kv"] | None = None,
     *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
     mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
     is_causal: bool = False,
     key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     positions: Int[Tensor, "#B T"] | None = None,
-    rope_theta: float | None = None,
-    dropout: float = 0.0,
+    training: bool = False,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
     """Multi-head attention with weights from outside: project, split, attend, combine, project.
 
     Args:
         query: (B, T, d_in).
-        weights: `q_proj`, `k_proj`, `v_proj` (or one `qkv_proj`) and, where there is one, `out_proj`: the state dict of
-            `MultiHeadAttention`, `<name>.weight` (out, in) and `<name>.bias` (out,); every bias may be absent.
+        weights: of the projections of the spec: the state dict of `MultiHeadAttention`, `<name>.weight` (out, in) and
+            `<name>.bias` (out,).
+        spec: what the layer computes.
         key: (B, S, d_kv); absent for self-attention.
         value: (B, S, d_kv); the key when absent.
-        num_heads: number of query heads, N.
-        num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
-        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
+        bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         need_weights: also return the attention weights, which takes the plain path.
         positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
-        rope_theta: base of the RoPE frequencies, or None for no RoPE.
-        dropout: rate at which attention weights are dropped; 0 outside training.
-        dropout_keep: True where a weight is kept, in place of a random draw; takes the plain path.
+        training: drop attention weights and outputs, at the rates of the spec.
+        dropout_keep: True where an attention weight is kept, in place of a random draw; takes the plain path.
 
     Returns:
-        The output (B, T, E), or (B, T, N * H) without `out_proj`, and the attention weights (B, N, T, S) or None.
+        The output (B, T, E), or (B, T, N * H) without `out_proj`, and the attention weights before dropout
+        (B, N, T, S) or None.
 
     Raises:
         TypeError: if an input is not floating point, dtypes differ, the mask is not boolean or the lengths are not
@@ -104,38 +97,21 @@ def multi_head_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
     """
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    check_weights(weights, num_heads, num_kv_heads)
-    return _attention_layer(
+    check_weights(weights, spec)
+    if dropout_keep is not None and not training:
+        raise ValueError("dropout_keep must come with training=True, got dropout_keep and training=False")
+    output, attn_weights = _attention_layer(
         project_with(weights),
         query,
         key,
         value,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        fused_qkv="qkv_proj.weight" in weights,
-        out_proj="out_proj.weight" in weights,
-        mask=mask,
-        bias=bias,
-        is_causal=is_causal,
-        key_padding_lengths=key_padding_lengths,
+        spec,
+        Masking(mask, bias, is_causal, key_padding_lengths),
         need_weights=need_weights,
         positions=positions,
-        rope_theta=rope_theta,
-        dropout=dropout,
-        dropout_keep=dropout_keep,
+        dropout=Dropout(spec.dropout if training else 0.0, dropout_keep),
     )
-
-
-def project_with(weights: Mapping[str, Tensor]) -> Project:
-    """Projections whose weights lie in the container that `multi_head_attention` takes."""
-
-    def project(name: str, x: Tensor) -> Tensor:
-        weight = weights[f"{name}.weight"]
-        check_projected(name, x, weight)
-        return F.linear(x, weight, weights.get(f"{name}.bias"))
-
-    return project
+    return F.dropout(output, spec.output_dropout, training), attn_weights
 
 
 def _attention_layer(
@@ -143,177 +119,68 @@ def _attention_layer(
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,
+    spec: AttentionSpec,
+    masking: Masking,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    fused_qkv: bool,
-    out_proj: bool,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    is_causal: bool = False,
-    key_padding_lengths: Tensor | Sequence[int] | None = None,
     need_weights: bool,
     positions: Tensor | None,
-    rope_theta: float | None,
-    dropout: float,
-    dropout_keep: Tensor | None = None,
+    dropout: Dropout,
 ) -> tuple[Tensor, Tensor | None]:
-    check_layer_inputs(query, key, value, positions, rope_theta)
+    check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
-    if mask is not None or bias is not None or is_causal or key_padding_lengths is not None:
+    if masking.may_hide:
         project = by_finite_tokens(project)
-    q, k, v = project_qkv(
-        project,
-        query,
-        key,
-        value,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        fused_qkv=fused_qkv,
-        positions=positions,
-        rope_theta=rope_theta,
-    )
-    attention = scaled_dot_product_attention
-    if not need_weights and dropout_keep is None:
-        attention = fused.scaled_dot_product_attention
-    context, attn_weights = attention(
-        q,
-        k,
-        v,
-        mask=mask,
-        bias=bias,
-        is_causal=is_causal,
-        key_padding_lengths=key_padding_lengths,
-        need_weights=need_weights,
-        dropout=dropout,
-        dropout_keep=dropout_keep,
-    )
+    q, k, v = project_qkv(project, query, key, value, spec, positions)
+    if need_weights or dropout.keep is not None:
+        context, attn_weights = stages.attend(q, k, v, masking, dropout, spec=spec, need_weights=need_weights)
+    else:
+        context, attn_weights = fused.attend(q, k, v, masking, dropout, spec=spec), None
     output = combine_heads(context)
-    return project("out_proj", output) if out_proj else output, attn_weights
+    return project("out_proj", output) if spec.out_proj else output, attn_weights
 
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------
 
 
 class AttentionLayer(nn.Module):
-    """The configuration and the projections that every attention module of this package holds.
+    """The specification and the projections that every attention module of this package holds.
 
     Args:
-        d_model: width of the output, E.
-        num_heads: number of query heads, N.
-        num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
-        head_dim: features of a head, H; d_model // num_heads when absent.
-        d_in: width of the query input; d_model when absent.
-        d_kv: width of the key and value input; d_in when absent.
-        qkv_bias: give q_proj, k_proj and v_proj a bias.
-        out_bias: give out_proj a bias.
-        out_proj: project the combined heads, N * H wide, to d_model; without it they are the output.
-        fused_qkv: hold one qkv_proj, its rows q, then k, then v, in place of three projections; the results are equal.
-        rope_theta: base of the RoPE frequencies, or None for no RoPE.
-        dropout: rate at which attention weights are dropped in training.
-        output_dropout: rate at which outputs are dropped in training.
+        spec: what the layer computes.
         device, dtype: where and how the weights are kept.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer, rope_theta or a rate not a number, what the layer
-            has or has not not a boolean, or the dtype not floating point.
-        ValueError: if the widths, heads or rates do not fit.
+        TypeError: if spec is not an `AttentionSpec`, or the dtype not floating point.
+        ValueError: if the layer attends to itself, and the spec has another width for keys.
     """
 
     _is_self_attention = False  # keys and values come from the input of the queries, always
 
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        d_in: int | None = None,
-        d_kv: int | None = None,
-        qkv_bias: bool = True,
-        out_bias: bool = True,
-        out_proj: bool = True,
-        fused_qkv: bool = False,
-        rope_theta: float | None = None,
-        dropout: float = 0.0,
-        output_dropout: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, spec: AttentionSpec, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        check_config(
-            d_model=d_model,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            d_in=d_in,
-            d_kv=d_kv,
-            qkv_bias=qkv_bias,
-            out_bias=out_bias,
-            out_proj=out_proj,
-            fused_qkv=fused_qkv,
-            rope_theta=rope_theta,
-            dropout=dropout,
-            output_dropout=output_dropout,
-            dtype=dtype,
-            is_self_attention=self._is_self_attention,
-        )
-        self.d_model = d_model
-        self.num_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_dim = d_model // num_heads if head_dim is None else head_dim
-        self.d_in = d_model if d_in is None else d_in
-        self.d_kv = self.d_in if d_kv is None else d_kv
-        self.qkv_bias = qkv_bias
-        self.out_bias = out_bias
-        self.fused_qkv = fused_qkv
-        self.rope_theta = rope_theta
-        self.dropout = dropout
-        self.output_dropout = output_dropout
-        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        factory = {"device": device, "dtype": dtype}
-        if fused_qkv:
-            self.qkv_proj = nn.Linear(self.d_in, q_width + 2 * kv_width, bias=qkv_bias, **factory)
-        else:
-            self.q_proj = nn.Linear(self.d_in, q_width, bias=qkv_bias, **factory)
-            self.k_proj = nn.Linear(self.d_kv, kv_width, bias=qkv_bias, **factory)
-            self.v_proj = nn.Linear(self.d_kv, kv_width, bias=qkv_bias, **factory)
-        self.out_proj = nn.Linear(q_width, d_model, bias=out_bias, **factory) if out_proj else None
+        check_spec(spec, is_self_attention=self._is_self_attention)
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"dtype must be floating point, got dtype={dtype}")
+        self.spec = spec
+        for name, projection in spec.projections.items():
+            linear = nn.Linear(projection.d_in, projection.d_out, bias=projection.has_bias, device=device, dtype=dtype)
+            self.add_module(name, linear)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw Xavier-uniform weights, those of q, k and v each on their own, and set the biases to 0."""
-        widths = [self.num_heads * self.head_dim, *2 * [self.num_kv_heads * self.head_dim]]
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            else:
-                for part in parameter.detach().split(widths) if name == "qkv_proj.weight" else [parameter]:
-                    nn.init.xavier_uniform_(part)
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The keywords that make a module like this one, all of them resolved."""
-        return {
-            "d_model": self.d_model,
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "d_in": self.d_in,
-            "d_kv": self.d_kv,
-            "qkv_bias": self.qkv_bias,
-            "out_bias": self.out_bias,
-            "out_proj": self.out_proj is not None,
-            "fused_qkv": self.fused_qkv,
-            "rope_theta": self.rope_theta,
-            "dropout": self.dropout,
-            "output_dropout": self.output_dropout,
-        }
+        for name, projection in self.spec.projections.items():
+            linear: nn.Linear = getattr(self, name)
+            for part in linear.weight.detach().split(projection.widths):
+                nn.init.xavier_uniform_(part)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.config.items())
+        return repr(self.spec)
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
         """Apply the projection of that name, as a module, so that replaced layers take part."""
@@ -325,40 +192,30 @@ class AttentionLayer(nn.Module):
     def attend(
         self,
         query: Float[Tensor, "B T d_in"],
-        key: Float[Tensor, "B S d_kv"] | None = None,
-        value: Float[Tensor, "B S d_kv"] | None = None,
+        key: Float[Tensor, "B S d_kv"] | None,
+        value: Float[Tensor, "B S d_kv"] | None,
+        masking: Masking,
         *,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
-        is_causal: bool = False,
-        key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
         need_weights: bool = False,
         positions: Int[Tensor, "#B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
-        """`multi_head_attention` with the weights and the configuration of this module."""
+        """`multi_head_attention` with the weights and the specification of this module."""
         output, attn_weights = _attention_layer(
             self.project,
             query,
             key,
             value,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            fused_qkv=self.fused_qkv,
-            out_proj=self.out_proj is not None,
-            mask=mask,
-            bias=bias,
-            is_causal=is_causal,
-            key_padding_lengths=key_padding_lengths,
+            self.spec,
+            masking,
             need_weights=need_weights,
             positions=positions,
-            rope_theta=self.rope_theta,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=Dropout(self.spec.dropout if self.training else 0.0),
         )
-        return F.dropout(output, self.output_dropout, self.training), attn_weights
+        return F.dropout(output, self.spec.output_dropout, self.training), attn_weights
 
 
 class MultiHeadAttention(AttentionLayer):
-    """Multi-head attention of any queries over any keys and values; keywords as in `AttentionLayer`."""
+    """Multi-head attention of any queries over any keys and values; made as `AttentionLayer`."""
 
     def forward(
         self,
@@ -394,21 +251,12 @@ class MultiHeadAttention(AttentionLayer):
                 integers.
             ValueError: if the shapes do not fit, devices differ, or a length lies outside 0..S.
         """
-        return self.attend(
-            query,
-            key,
-            value,
-            mask=mask,
-            bias=bias,
-            is_causal=is_causal,
-            key_padding_lengths=key_padding_lengths,
-            need_weights=need_weights,
-            positions=positions,
-        )
+        masking = Masking(mask, bias, is_causal, key_padding_lengths)
+        return self.attend(query, key, value, masking, need_weights=need_weights, positions=positions)
 
 
 class MultiHeadSelfAttention(AttentionLayer):
-    """Multi-head attention of a sequence over itself, causal or not; keywords as in `AttentionLayer`."""
+    """Multi-head attention of a sequence over itself, causal or not; made as `AttentionLayer`."""
 
     _is_self_attention = True
 
@@ -442,12 +290,40 @@ class MultiHeadSelfAttention(AttentionLayer):
         check_floating("x", x, rank=3)
         if key_padding_lengths is not None:
             check_lengths("key_padding_lengths", key_padding_lengths, x.shape[0], x.shape[1])
-        output, _ = self.attend(
-            x,
-            mask=mask,
-            bias=bias,
-            is_causal=is_causal,
-            key_padding_lengths=key_padding_lengths,
-            positions=positions,
-        )
+        masking = Masking(mask, bias, is_causal, key_padding_lengths)
+        output, _ = self.attend(x, None, None, masking, positions=positions)
         return output
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_spec(spec: AttentionSpec, *, is_self_attention: bool) -> None:
+    """Refuse what is not a specification, or not one of a layer that attends to itself."""
+    if not isinstance(spec, AttentionSpec):
+        raise TypeError(f"spec must be an AttentionSpec, got {type(spec).__name__}")
+    if is_self_attention:
+        spec.check_self_attention()
+
+
+def check_layer_inputs(
+    query: Tensor, key: Tensor | None, value: Tensor | None, positions: Tensor | None, spec: AttentionSpec
+) -> None:
+    """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other."""
+    check_floating("query", query, rank=3)
+    if key is None and value is not None:
+        raise ValueError("value must come with a key, got key=None and a value")
+    if key is not None and spec.rope is not None:
+        raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope={spec.rope}")
+    check_rope_positions(positions, query.shape[0], query.shape[1], spec.rope)
+    for name, x in (("key", key), ("value", value)):
+        if x is None:
+            continue
+        check_floating(name, x, rank=3)
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
+        check_device(name, x, query.device, "query")
+        if x.shape[0] != query.shape[0]:
+            raise ValueError(f"{name} must have the batch size of query, got {x.shape[0]} and {query.shape[0]}")
+    if key is not None and value is not None and key.shape[1] != value.shape[1]:
+        raise ValueError(f"value must have as many tokens as key, got {value.shape[1]} and {key.shape[1]}")

@@ -4,14 +4,14 @@
 it is made NaN afterwards. Where everything is finite, nothing changes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mha_torch.checks import values_of
-from mha_torch.masks import as_lengths, join_masks
+from mha_torch.arrays import values_of
+from mha_torch.masks import Masking, as_lengths
 
 
 def not_finite(x: Float[Tensor, "*tokens H"]) -> Bool[Tensor, "*tokens 1"]:
@@ -35,25 +35,17 @@ def spoilt(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor,
     return x + torch.where(where, torch.nan, 0.0).to(x.dtype)
 
 
-def sees_any(
-    marked: Bool[Tensor, "B N S"],
-    seq_len_q: int,
-    mask: Bool[Tensor, "..."] | None = None,
-    *,
-    is_causal: bool = False,
-    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
-) -> Bool[Tensor, "B N #T 1"]:
-    """Whether a query sees any of the keys that are marked, by what hides keys in `join_masks`; T and S are not 0."""
+def sees_any(marked: Bool[Tensor, "B N S"], seq_len_q: int, masking: Masking) -> Bool[Tensor, "B N #T 1"]:
+    """Whether a query sees any of the keys that are marked; the bias hides nothing here, and T and S are not 0."""
     seq_len_k, device = marked.shape[2], marked.device
+    mask = None if masking.mask is None else masking.joined(seq_len_q, seq_len_k, device)
     if mask is not None:
-        hidden = {"is_causal": is_causal, "key_padding_lengths": key_padding_lengths}
-        mask = join_masks(mask, seq_len_q, seq_len_k, **hidden, device=device)
         mask = mask[(None,) * (4 - mask.ndim)]
         return torch.einsum("bns,bnts->bnt", marked.float(), (~mask).float())[..., None] > 0  # no array of N x T x S
-    if key_padding_lengths is not None:
-        lengths = as_lengths(key_padding_lengths, device)
+    if masking.key_padding_lengths is not None:
+        lengths = as_lengths(masking.key_padding_lengths, device)
         marked = marked & (torch.arange(seq_len_k, device=device) < lengths[:, None, None])
-    if not is_causal:
+    if not masking.is_causal:
         return marked.any(dim=-1, keepdim=True)[..., None]
     last_seen = torch.arange(seq_len_q, device=device).clamp(max=seq_len_k - 1)
     return (marked.cumsum(dim=-1) > 0)[..., last_seen, None]

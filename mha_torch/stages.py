@@ -4,33 +4,22 @@ Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H
 A mask is boolean and True where a query may not see a key; an additive term is a bias.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_torch.checks import (
-    check_attention,
-    check_boolean,
-    check_count,
-    check_floating,
-    check_head_groups,
-    check_keep,
-    check_mask,
-    check_rate,
-    check_scored,
-    check_weighed,
-)
-from mha_torch.masks import hide_infinite_bias, join_masks
+from mha_spec import AttentionSpec
+from mha_spec.rules import as_rate, check_head_groups
+from mha_torch.arrays import check_array, check_broadcasts, check_count, check_device, check_floating
+from mha_torch.masks import Masking, check_bias, check_mask
 from mha_torch.not_finite import emptied, may_hold, not_finite, sees_any, spoilt
 from mha_torch.rope import apply_rope, at_least_float32
-
-Project = Callable[[str, Tensor], Tensor]
-"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input."""
+from mha_torch.weights import Project
 
 
 def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
@@ -74,51 +63,45 @@ def project_qkv(
     query: Float[Tensor, "B T d_in"],
     key: Float[Tensor, "B S d_kv"],
     value: Float[Tensor, "B S d_kv"],
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    fused_qkv: bool = False,
+    spec: AttentionSpec,
     positions: Int[Tensor, "#B T"] | None = None,
-    rope_theta: float | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
-    """Project the inputs, split the heads, and turn queries and keys by their positions where RoPE is asked for.
+    """Project the inputs, split the heads, and rotate queries and keys by their positions where there is RoPE.
 
     Args:
         project: applies a projection by its name.
         query, key, value: inputs of the layer; the same array three times for self-attention.
-        num_heads, num_kv_heads: N and K.
-        fused_qkv: one `qkv_proj`, its rows q, then k, then v, in place of three projections.
+        spec: the layer: its heads, its RoPE, and whether it holds one `qkv_proj` in place of three projections.
         positions: place of each token, (B or 1, T); 0, 1, … when absent. Used with RoPE only.
-        rope_theta: base of the RoPE frequencies, or None for no RoPE.
 
     Returns:
         q (B, N, T, H), k and v (B, K, S, H).
     """
-    check_boolean("fused_qkv", fused_qkv)
-    if not fused_qkv:
+    if not spec.fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
     elif key is query and value is query:
-        q, k, v = _unpack_qkv(project("qkv_proj", query), num_heads, num_kv_heads)
+        q, k, v = _unpack_qkv(project("qkv_proj", query), spec)
     else:
-        q, k, v = (
-            _unpack_qkv(project("qkv_proj", x), num_heads, num_kv_heads)[i] for i, x in enumerate((query, key, value))
-        )
-    q, k, v = split_heads(q, num_heads), split_heads(k, num_kv_heads), split_heads(v, num_kv_heads)
-    if rope_theta is not None:
+        q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
+    q, k, v = split_heads(q, spec.num_heads), split_heads(k, spec.num_kv_heads), split_heads(v, spec.num_kv_heads)
+    if spec.rope is not None:
         positions = torch.arange(q.shape[2], device=q.device)[None] if positions is None else positions
-        q, k = apply_rope(q, positions, rope_theta), apply_rope(k, positions, rope_theta)
+        q, k = apply_rope(q, positions, spec.rope), apply_rope(k, positions, spec.rope)
     return q, k, v
 
 
 def attention_scores(
-    query: Float[Tensor, "B N T H"], key: Float[Tensor, "B K S H"], bias: Float[Tensor, "..."] | None = None
+    query: Float[Tensor, "B N T H"],
+    key: Float[Tensor, "B K S H"],
+    bias: Float[Tensor, "..."] | None = None,
+    spec: AttentionSpec | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Dot products of queries and keys, divided by sqrt(head_dim), plus the bias; in at least float32.
+    """Dot products of queries and keys, times the scale of the spec, or 1 / sqrt(H), plus the bias; at least float32.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     check_scored(query, key, bias)
-    scale = query.shape[-1] ** -0.5
+    scale = score_scale(query, spec)
     key = repeat_kv_heads(key, query.shape[1])
     with _without_autocast(query.device.type):  # it would take these sums in half precision
         scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
@@ -164,7 +147,7 @@ def apply_dropout(
         rate: probability of being dropped, 0 <= rate < 1.
         keep: True where a weight is kept; drawn at random when absent.
     """
-    check_rate("dropout", rate)
+    rate = as_rate("dropout", rate)
     check_keep(keep, tuple(attn_weights.shape))
     if keep is None:
         return F.dropout(attn_weights, rate) if rate else attn_weights
@@ -176,9 +159,13 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
 
 
-def _unpack_qkv(packed: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
-    head_dim = packed.shape[-1] // (num_heads + 2 * num_kv_heads)
-    return list(packed.split([heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)], dim=-1))
+def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:
+    """What the dot products of queries (B, N, T, H) are multiplied by."""
+    return query.shape[-1] ** -0.5 if spec is None else spec.score_scale
+
+
+def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> list[Tensor]:
+    return list(packed.split([spec.q_width, spec.kv_width, spec.kv_width], dim=-1))
 
 
 # ---- Together --------------------------------------------------------------------------------------------------------
@@ -188,6 +175,7 @@ def scaled_dot_product_attention(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
     value: Float[Tensor, "B K S H"],
+    spec: AttentionSpec | None = None,
     *,
     mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
@@ -202,6 +190,7 @@ def scaled_dot_product_attention(
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
@@ -219,33 +208,103 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    check_attention(query, key, value, mask, bias, key_padding_lengths)
-    check_rate("dropout", dropout)
-    mask = join_masks(
-        mask,
-        query.shape[2],
-        key.shape[2],
-        is_causal=is_causal,
-        key_padding_lengths=key_padding_lengths,
-        device=query.device,
-    )
-    mask = hide_infinite_bias(mask, bias)
+    masking = Masking(mask, bias, is_causal, key_padding_lengths)
+    return attend(query, key, value, masking, Dropout(dropout, dropout_keep), spec=spec, need_weights=need_weights)
+
+
+class Dropout(NamedTuple):
+    """What is dropped of the attention weights.
+
+    Attributes:
+        rate: probability of being dropped.
+        keep: True where a weight is kept, in place of a random draw.
+    """
+
+    rate: float = 0.0
+    keep: Bool[Tensor, "B N T S"] | None = None
+
+
+def attend(
+    query: Float[Tensor, "B N T H"],
+    key: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S H"],
+    masking: Masking,
+    dropout: Dropout,
+    *,
+    spec: AttentionSpec | None,
+    need_weights: bool,
+) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B N T S"] | None]:
+    """`scaled_dot_product_attention` as the layers call it."""
+    check_attention(query, key, value, masking)
+    mask = masking.with_infinite_bias().joined(query.shape[2], key.shape[2], query.device)
     if mask is None:  # everything is seen: what is not finite spreads by itself
-        attn_weights = masked_softmax(attention_scores(query, key, bias)).to(query.dtype)
-        context = attention_context(apply_dropout(attn_weights, dropout, dropout_keep), value)
+        attn_weights = masked_softmax(attention_scores(query, key, masking.bias, spec)).to(query.dtype)
+        context = attention_context(apply_dropout(attn_weights, *dropout), value)
         return context, attn_weights if need_weights else None
     wrong = [not_finite(x) for x in (query, key, value)]
     is_clean = not key.numel() or not any(may_hold(of_one) for of_one in wrong)
     if not is_clean:
         query, key, value = (emptied(x, where) for x, where in zip((query, key, value), wrong, strict=True))
-    attn_weights = masked_softmax(attention_scores(query, key, bias), mask).to(query.dtype)
-    context = attention_context(apply_dropout(attn_weights, dropout, dropout_keep), value)
+    attn_weights = masked_softmax(attention_scores(query, key, masking.bias, spec), mask).to(query.dtype)
+    context = attention_context(apply_dropout(attn_weights, *dropout), value)
     if not is_clean:
         wrong_key, wrong_value = (
             where[..., 0].repeat_interleave(query.shape[1] // key.shape[1], dim=1) for where in wrong[1:]
         )
-        wrong_scores = wrong[0] | sees_any(wrong_key, query.shape[2], mask)
-        wrong_rows = wrong_scores | sees_any(wrong_value, query.shape[2], mask)
+        seen = Masking(mask)
+        wrong_scores = wrong[0] | sees_any(wrong_key, query.shape[2], seen)
+        wrong_rows = wrong_scores | sees_any(wrong_value, query.shape[2], seen)
         has_key = ~mask.all(dim=-1, keepdim=True)
         attn_weights, context = spoilt(attn_weights, wrong_scores & has_key), spoilt(context, wrong_rows & has_key)
     return context, attn_weights if need_weights else None
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_attention(query: Tensor, key: Tensor, value: Tensor, masking: Masking) -> None:
+    """Refuse split heads, query (B, N, T, H), key and value (B, K, S, H), or a masking that do not fit each other."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_floating(name, x, rank=4)
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
+        check_device(name, x, query.device, "query")
+    if key.shape != value.shape:
+        raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
+    check_scored(query, key, masking.bias)
+    masking.check((*query.shape[:3], key.shape[2]), query)
+
+
+def check_scored(query: Tensor, key: Tensor, bias: Tensor | None) -> None:
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
+    check_floating("query", query, rank=4)
+    check_floating("key", key, rank=4)
+    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
+        raise ValueError(
+            f"key must have the batch size and head_dim of query, got key.shape={tuple(key.shape)} "
+            f"and query.shape={tuple(query.shape)}"
+        )
+    check_head_groups(query.shape[1], key.shape[1])
+    check_bias(bias, (*query.shape[:3], key.shape[2]), query)
+
+
+def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
+    """Refuse attention weights (B, N, T, S) and values (B, K, S, H) that do not fit each other."""
+    check_floating("attn_weights", attn_weights, rank=4)
+    check_floating("value", value, rank=4)
+    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
+        raise ValueError(
+            f"value must have the batch size and the keys of attn_weights, got value.shape={tuple(value.shape)} "
+            f"and attn_weights.shape={tuple(attn_weights.shape)}"
+        )
+    check_head_groups(attn_weights.shape[1], value.shape[1])
+
+
+def check_keep(keep: Tensor | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if keep is None:
+        return
+    check_array("keep", keep)
+    if keep.dtype != torch.bool:
+        raise TypeError(f"keep must be boolean (True = kept), got keep.dtype={keep.dtype}")
+    check_broadcasts("keep", tuple(keep.shape), scores_shape)

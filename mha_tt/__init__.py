@@ -21,14 +21,12 @@ from mha_tt.device import (
     describe_config,
     describe_target,
     download,
-    download_weights,
     fast_config,
     head_slots,
     open_device,
     padded_head_dim,
     target,
     upload,
-    upload_weights,
 )
 from mha_tt.masks import (
     DeviceMask,
@@ -43,9 +41,8 @@ from mha_tt.mha import (
     MultiHeadSelfAttention,
     multi_head_attention,
     multi_head_attention_core,
-    project_with,
 )
-from mha_tt.rope import Rotation, apply_rope, rope_frequencies
+from mha_tt.rope import Rotation, apply_rope
 from mha_tt.stages import (
     apply_dropout,
     attention_context,
@@ -57,6 +54,7 @@ from mha_tt.stages import (
     scaled_dot_product_attention,
     split_heads,
 )
+from mha_tt.weights import download_weights, project_with, upload_weights
 
 __all__ = [
     "DeviceMask",
@@ -98,7 +96,6 @@ __all__ = [
     "project_qkv",
     "project_with",
     "repeat_kv_heads",
-    "rope_frequencies",
     "scaled_dot_product_attention",
     "split_heads",
     "target",

@@ -13,7 +13,7 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_tt.checks import check_count, check_dtype, check_floating, check_lengths
+from mha_tt.arrays import check_count, check_dtype, check_floating, check_lengths
 from mha_tt.device import TILE, TILE_NBYTES, as_dtype, round_up, upload, upload_integers, zeros
 
 MOST_KV_HEADS = TILE
@@ -176,13 +176,13 @@ def append_to_cache(
         ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
     """
     check_appended(cache, key, value, new_lengths)
-    added = _added(cache, key.shape[2], new_lengths)
+    added = num_added(cache, key.shape[2], new_lengths)
     # The device writes whole tiles, or single rows. So single rows up to the next tile, for all sequences at once, …
     single = np.minimum(added, -cache.lengths % TILE) if key.shape[2] > 1 else added
     for token in range(single.max(initial=0)):
         slots = np.where(token < single, cache.lengths + token, -1)
         keys, values = (ttnn.permute(x[:, :, token : token + 1], (2, 0, 1, 3)) for x in (key, value))
-        _write_rows(cache, keys, values, slots)
+        write_rows(cache, keys, values, slots)
     # … and then tiles, one sequence at a time.
     for sequence in np.flatnonzero(added > single).tolist():
         first, last = int(single[sequence]), int(added[sequence])
@@ -231,10 +231,10 @@ def _with_slots(slots: Tensor, count: int) -> Tensor:
     batch_size, num_kv_heads, held, head_dim = slots.shape
     if count == held:
         return ttnn.clone(slots)
-    return _joined(slots, zeros((batch_size, num_kv_heads, count - held, head_dim), slots.dtype, slots.device()))
+    return joined(slots, zeros((batch_size, num_kv_heads, count - held, head_dim), slots.dtype, slots.device()))
 
 
-def _joined(cached: Tensor, new: Tensor) -> Tensor:
+def joined(cached: Tensor, new: Tensor) -> Tensor:
     """Cached tokens and new ones, in the dtype of the cache, which concatenation may widen."""
     shape = (*tuple(cached.shape)[:2], cached.shape[2] + new.shape[2], cached.shape[3])
     if not shape[0] or not shape[2]:
@@ -244,7 +244,7 @@ def _joined(cached: Tensor, new: Tensor) -> Tensor:
     return as_dtype(ttnn.concat([cached, new], dim=2), cached.dtype)
 
 
-def _added(cache: KVCache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> np.ndarray:
+def num_added(cache: KVCache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> np.ndarray:
     added = np.full(len(cache.lengths), seq_len) if new_lengths is None else np.asarray(new_lengths)
     return added.astype(np.int32)
 
@@ -255,7 +255,7 @@ def _as_cached(x: Tensor, slots: Tensor) -> Tensor:
     return ttnn.fill_implicit_tile_padding(x, 0.0) if x.shape[2] % TILE else x
 
 
-def _write_rows(cache: KVCache, keys: Tensor, values: Tensor, slots: np.ndarray) -> None:
+def write_rows(cache: KVCache, keys: Tensor, values: Tensor, slots: np.ndarray) -> None:
     """Write one token of each sequence, (1, B, K, H), into a slot of its own; -1 writes nothing."""
     device, batch_size = keys.device(), keys.shape[1]
     grid = device.compute_with_storage_grid_size()

@@ -6,19 +6,19 @@ Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_tt import fused
+from mha_spec import AttentionSpec
+from mha_tt import fused, stages
+from mha_tt.arrays import check_floating, check_input_dtype
 from mha_tt.cache import (
     KVCache,
-    _added,
-    _joined,
-    _write_rows,
     append_to_cache,
     check_cache,
     check_cache_holds,
@@ -26,27 +26,28 @@ from mha_tt.cache import (
     check_room,
     create_cache_mask,
     init_cache,
+    joined,
+    num_added,
+    write_rows,
 )
-from mha_tt.checks import check_bias, check_floating, check_input_dtype, check_mask, check_rope_positions, check_weights
 from mha_tt.device import padded_head_dim, round_up, upload, zeros
-from mha_tt.masks import DeviceMask, create_causal_mask_with_cache, on_host
-from mha_tt.mha import AttentionLayer, project_with
-from mha_tt.stages import Project, combine_heads, project_qkv, scaled_dot_product_attention
+from mha_tt.masks import DeviceMask, Masking, create_causal_mask_with_cache, on_host
+from mha_tt.mha import AttentionLayer
+from mha_tt.rope import check_rope_positions
+from mha_tt.stages import Dropout, combine_heads, project_qkv
+from mha_tt.weights import Project, check_weights, project_with
 
 
 def multi_head_attention_with_cache(
     x: Float[Tensor, "B T d_in"],
     weights: Mapping[str, Tensor],
+    spec: AttentionSpec,
     cache_k: Float[Tensor, "B K P H"] | None = None,
     cache_v: Float[Tensor, "B K P H"] | None = None,
     *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    rope_theta: float | None = None,
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
     positions: Int[np.ndarray, "#B T"] | None = None,
-    head_dim: int,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
     """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
@@ -56,14 +57,11 @@ def multi_head_attention_with_cache(
     Args:
         x: the new tokens, (B, T, d_in).
         weights: as `multi_head_attention` takes them.
+        spec: what the layer computes; nothing is dropped.
         cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H); None at first.
-        num_heads: number of query heads, N.
-        num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
-        rope_theta: base of the RoPE frequencies, or None for no RoPE.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, S). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
         positions: place of each new token for RoPE, (B or 1, T), on the host; P, P + 1, … when absent.
-        head_dim: features of a head, H, before padding: the weights do not tell.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
@@ -73,66 +71,42 @@ def multi_head_attention_with_cache(
         TypeError: if x is not floating point, dtypes differ or the mask is not boolean.
         ValueError: if the weights or the shapes do not fit, or only one of cache_k and cache_v is given.
     """
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    check_weights(weights, num_heads, num_kv_heads)
+    check_weights(weights, spec)
+    spec.check_self_attention()
     check_floating("x", x, rank=3)
-    check_rope_positions(positions, x.shape[0], x.shape[1], rope_theta)
+    check_rope_positions(positions, x.shape[0], x.shape[1], spec.rope)
     if (cache_k is None) != (cache_v is None):
         raise ValueError("cache_k and cache_v must be given together, got only one of them")
     if cache_k is not None:
         check_floating("cache_k", cache_k, rank=4)
     cache_len = 0 if cache_k is None else cache_k.shape[2]
     seq_len = x.shape[1]
-    scores_shape = (x.shape[0], num_heads, seq_len, cache_len + seq_len)
-    check_mask(mask, scores_shape)
-    check_bias(bias, scores_shape)
+    Masking(mask, bias).check((x.shape[0], spec.num_heads, seq_len, cache_len + seq_len))
     project = project_with(weights, compute_kernel_config=compute_kernel_config)
-    q, k, v = project_qkv(
-        project,
-        x,
-        x,
-        x,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        fused_qkv="qkv_proj.weight" in weights,
-        positions=cache_len + np.arange(seq_len)[None] if positions is None else positions,
-        rope_theta=rope_theta,
-        head_dim=head_dim,
-    )
+    positions = cache_len + np.arange(seq_len)[None] if positions is None else positions
+    q, k, v = project_qkv(project, x, x, x, spec, positions)
     if cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k)
-        k, v = _joined(cache_k, k), _joined(cache_v, v)
+        k, v = joined(cache_k, k), joined(cache_v, v)
     if cache_len:
         causal = create_causal_mask_with_cache(seq_len, cache_len + seq_len, cache_len)
         mask = causal if mask is None else causal | on_host(mask)
-    attend = scaled_dot_product_attention if q.dtype == ttnn.float32 else fused.scaled_dot_product_attention
-    context, _ = attend(
-        q,
-        k,
-        v,
-        mask=mask,
-        bias=bias,
-        is_causal=cache_len == 0,
-        head_dim=head_dim,
-        compute_kernel_config=compute_kernel_config,
-    )
+    arithmetic = _Arithmetic(spec, compute_kernel_config)
+    context = _attend(q, k, v, Masking(mask, bias, is_causal=cache_len == 0), Dropout(), arithmetic)
     output = combine_heads(context)
-    return project("out_proj", output) if "out_proj.weight" in weights else output, k, v
+    return project("out_proj", output) if spec.out_proj else output, k, v
 
 
 def multi_head_attention_with_static_cache(
     x: Float[Tensor, "B T d_in"],
     weights: Mapping[str, Tensor],
+    spec: AttentionSpec,
     cache: KVCache,
     *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    rope_theta: float | None = None,
     new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
     positions: Int[np.ndarray, "#B T"] | None = None,
-    head_dim: int,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
@@ -140,17 +114,14 @@ def multi_head_attention_with_static_cache(
     Args:
         x: the new tokens, (B, T, d_in).
         weights: as `multi_head_attention` takes them.
+        spec: what the layer computes; nothing is dropped.
         cache: the tokens so far. Do not use it afterwards; its storage is reused.
-        num_heads: number of query heads, N.
-        num_kv_heads: number of key/value heads, K, a divisor of N; N when absent.
-        rope_theta: base of the RoPE frequencies, or None for no RoPE.
         new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding: not
             cached, output 0, and seen by nobody, so that it may hold anything. All of them when absent.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key.
         positions: place of each new token for RoPE, (B or 1, T), on the host; `cache.lengths` and those after it when
             absent.
-        head_dim: features of a head, H, before padding: the weights do not tell.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
@@ -160,22 +131,17 @@ def multi_head_attention_with_static_cache(
         TypeError: if x is not floating point, dtypes differ, the mask is not boolean or the lengths are not integers.
         ValueError: if the weights or the shapes do not fit, or the new tokens do not fit into the capacity.
     """
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    check_weights(weights, num_heads, num_kv_heads)
+    check_weights(weights, spec)
+    spec.check_self_attention()
     return _cached_layer(
         project_with(weights, compute_kernel_config=compute_kernel_config),
         x,
         cache,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        fused_qkv="qkv_proj.weight" in weights,
-        out_proj="out_proj.weight" in weights,
-        rope_theta=rope_theta,
+        spec,
+        Masking(mask, bias, is_causal=True),
         new_lengths=new_lengths,
-        mask=mask,
-        bias=bias,
         positions=positions,
-        head_dim=head_dim,
+        dropout=Dropout(),
         compute_kernel_config=compute_kernel_config,
     )
 
@@ -184,32 +150,23 @@ def _cached_layer(
     project: Project,
     x: Tensor,
     cache: KVCache,
+    spec: AttentionSpec,
+    masking: Masking,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    fused_qkv: bool,
-    out_proj: bool,
-    rope_theta: float | None,
     new_lengths: np.ndarray | Sequence[int] | None,
-    mask: np.ndarray | DeviceMask | None,
-    bias: np.ndarray | Tensor | None,
     positions: np.ndarray | None,
-    dropout: float = 0.0,
-    seed: int = 0,
-    head_dim: int,
+    dropout: Dropout,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
 ) -> tuple[Tensor, KVCache]:
     check_cached_input(x, cache)
     batch_size, seq_len, _ = x.shape
-    check_rope_positions(positions, batch_size, seq_len, rope_theta)
-    scores_shape = (batch_size, num_heads, seq_len, cache.capacity)
-    check_mask(mask, scores_shape)
-    check_bias(bias, scores_shape)
+    check_rope_positions(positions, batch_size, seq_len, spec.rope)
+    masking.check((batch_size, spec.num_heads, seq_len, cache.capacity))
     check_room(cache, seq_len, new_lengths)
     if 0 in (batch_size, seq_len):
-        check_cache_holds(cache, num_kv_heads, padded_head_dim(head_dim, rope=rope_theta is not None))
-        output = zeros((batch_size, seq_len, num_heads * cache.keys.shape[3]), x.dtype, x.device())
-        return project("out_proj", output) if out_proj else output, cache
+        check_cache_holds(cache, spec.num_kv_heads, padded_head_dim(spec.head_dim, rope=spec.rope is not None))
+        output = zeros((batch_size, seq_len, spec.num_heads * cache.keys.shape[3]), x.dtype, x.device())
+        return project("out_proj", output) if spec.out_proj else output, cache
     is_real = None
     if new_lengths is not None and (np.asarray(new_lengths) < seq_len).any():
         is_real = np.arange(seq_len) < np.asarray(new_lengths)[:, None]
@@ -219,27 +176,23 @@ def _cached_layer(
     positions = cache.lengths[:, None] + np.arange(seq_len) if positions is None else positions
     if is_step:  # one token of each sequence: side by side they fill the tiles that they would each begin
         x, positions = ttnn.reshape(x, (1, batch_size, x.shape[2])), np.broadcast_to(positions, (batch_size, 1)).T
-    q, k, v = project_qkv(
-        project,
-        x,
-        x,
-        x,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        fused_qkv=fused_qkv,
-        positions=positions,
-        rope_theta=rope_theta,
-        head_dim=head_dim,
-    )
-    check_cache_holds(cache, num_kv_heads, k.shape[3])
-    arithmetic: Any = {"head_dim": head_dim, "compute_kernel_config": compute_kernel_config}
+    q, k, v = project_qkv(project, x, x, x, spec, positions)
+    check_cache_holds(cache, spec.num_kv_heads, k.shape[3])
+    arithmetic = _Arithmetic(spec, compute_kernel_config)
     attend = _attend_in_step if is_step else _attend_in_prefill
-    context, cache = attend(q, k, v, cache, new_lengths, mask, bias, dropout, seed, arithmetic)
+    context, cache = attend(q, k, v, cache, new_lengths, masking, dropout, arithmetic)
     output = combine_heads(context)
-    output = project("out_proj", output) if out_proj else output
+    output = project("out_proj", output) if spec.out_proj else output
     if is_step:
         output = ttnn.reshape(output, (batch_size, 1, output.shape[2]))
     return output if is_real is None else ttnn.where(is_real, output, 0.0), cache
+
+
+class _Arithmetic(NamedTuple):
+    """How the device computes: what the layer says of the scores, and the settings."""
+
+    spec: AttentionSpec
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None
 
 
 def _attend_in_step(
@@ -248,24 +201,26 @@ def _attend_in_step(
     v: Tensor,
     cache: KVCache,
     new_lengths: np.ndarray | Sequence[int] | None,
-    mask: np.ndarray | DeviceMask | None,
-    bias: np.ndarray | Tensor | None,
-    dropout: float,
-    seed: int,
-    arithmetic: dict[str, Any],
+    masking: Masking,
+    dropout: Dropout,
+    arithmetic: _Arithmetic,
 ) -> tuple[Tensor, KVCache]:
     """Append one token of each sequence, q (1, N, B, H), k and v (1, K, B, H), and attend to everything up to it."""
-    added = _added(cache, 1, new_lengths)
-    _write_rows(cache, ttnn.transpose(k, 1, 2), ttnn.transpose(v, 1, 2), np.where(added > 0, cache.lengths, -1))
+    added = num_added(cache, 1, new_lengths)
+    write_rows(cache, ttnn.transpose(k, 1, 2), ttnn.transpose(v, 1, 2), np.where(added > 0, cache.lengths, -1))
     before, cache = cache.lengths, KVCache(cache.keys, cache.values, cache.lengths + added, cache.capacity)
-    is_plain = q.dtype == ttnn.float32 or dropout or not len(before)
-    if is_plain or mask is not None or bias is not None:  # the kernel multiplies a mask by the scale (tt-metal#55337)
+    is_plain = q.dtype == ttnn.float32 or dropout.rate or not len(before)
+    if (
+        is_plain or masking.mask is not None or masking.bias is not None
+    ):  # the kernel multiplies a mask by the scale (tt-metal#55337)
         q = ttnn.permute(q, (2, 1, 0, 3))
-        context = _attend_to_slots(q, cache, before, mask, bias, dropout, seed, arithmetic)
+        context = _attend_to_slots(q, cache, before, masking, dropout, arithmetic)
         return ttnn.permute(context, (2, 1, 0, 3)), cache
     # A sequence without a new token sees a slot that is there, so that its output, 0 in the end, is finite before.
     last_positions = np.minimum(before, cache.capacity - 1)
-    context = fused.attend_to_cache(ttnn.transpose(q, 1, 2), cache.keys, cache.values, last_positions, **arithmetic)
+    context = fused.attend_to_cache(
+        ttnn.transpose(q, 1, 2), cache.keys, cache.values, last_positions, **arithmetic._asdict()
+    )
     return ttnn.transpose(context, 1, 2), cache
 
 
@@ -275,58 +230,57 @@ def _attend_in_prefill(
     v: Tensor,
     cache: KVCache,
     new_lengths: np.ndarray | Sequence[int] | None,
-    mask: np.ndarray | DeviceMask | None,
-    bias: np.ndarray | Tensor | None,
-    dropout: float,
-    seed: int,
-    arithmetic: dict[str, Any],
+    masking: Masking,
+    dropout: Dropout,
+    arithmetic: _Arithmetic,
 ) -> tuple[Tensor, KVCache]:
     """Append tokens, q (B, N, T, H), k and v (B, K, T, H), and attend from each to everything up to it."""
     before, seq_len = cache.lengths, q.shape[2]
     cache = append_to_cache(cache, k, v, new_lengths=new_lengths)
     if before.any():
-        return _attend_to_slots(q, cache, before, mask, bias, dropout, seed, arithmetic), cache
+        return _attend_to_slots(q, cache, before, masking, dropout, arithmetic), cache
     # Right padding needs no mask of its own: no real token sees what comes after it.
-    mask, bias = _first_slots(mask, seq_len), _first_slots(bias, seq_len)
-    return _attend(q, k, v, dropout, seed, mask=mask, bias=bias, is_causal=True, **arithmetic), cache
+    return _attend(q, k, v, _first_slots(masking, seq_len), dropout, arithmetic), cache
 
 
 def _attend_to_slots(
     q: Tensor,
     cache: KVCache,
     before: np.ndarray,
-    mask: np.ndarray | DeviceMask | None,
-    bias: np.ndarray | Tensor | None,
-    dropout: float,
-    seed: int,
-    arithmetic: dict[str, Any],
+    masking: Masking,
+    dropout: Dropout,
+    arithmetic: _Arithmetic,
 ) -> Tensor:
     """Attend from new tokens, q (B, N, T, H), that are in the cache already, to everything up to each."""
     seq_len = q.shape[2]
     filled = min(round_up(int(before.max(initial=0)) + seq_len), cache.capacity)
     keys, values = (x if x.shape[2] == filled else x[:, :, :filled] for x in (cache.keys, cache.values))
-    mask, bias = _first_slots(mask, filled), _first_slots(bias, filled)
+    masking = _first_slots(masking, filled)
     causal = create_cache_mask(before, seq_len, filled)
-    mask = causal if mask is None else causal | on_host(mask)
-    return _attend(q, keys, values, dropout, seed, mask=mask, bias=bias, **arithmetic)
+    mask = causal if masking.mask is None else causal | on_host(masking.mask)
+    return _attend(q, keys, values, Masking(mask, masking.bias), dropout, arithmetic)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, seed: int, **options: Any) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, masking: Masking, dropout: Dropout, arithmetic: _Arithmetic) -> Tensor:
     """Attend on the plain path where the fused kernel cannot."""
-    if q.dtype == ttnn.float32 or dropout:
-        return scaled_dot_product_attention(q, k, v, dropout=dropout, seed=seed, **options)[0]
-    return fused.scaled_dot_product_attention(q, k, v, **options)[0]
+    if q.dtype == ttnn.float32 or dropout.rate:
+        return stages.attend(q, k, v, masking, dropout, need_weights=False, **arithmetic._asdict())[0]
+    return fused.attend(q, k, v, masking, **arithmetic._asdict())
 
 
-def _first_slots(x: Any, count: int) -> Any:
-    """A mask or bias of the first slots only, where it has one for each slot."""
-    if x is None or not len(x.shape) or x.shape[-1] in (1, count):
-        return x
-    return on_host(x)[..., :count] if not isinstance(x, Tensor) else x[..., :count]
+def _first_slots(masking: Masking, count: int) -> Masking:
+    """The mask and the bias of the first slots only, where they have one for each slot."""
+
+    def cut(x: Any) -> Any:
+        if x is None or not len(x.shape) or x.shape[-1] in (1, count):
+            return x
+        return on_host(x)[..., :count] if not isinstance(x, Tensor) else x[..., :count]
+
+    return replace(masking, mask=cut(masking.mask), bias=cut(masking.bias))
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
-    """Causal multi-head self-attention over everything cached; keywords as in `AttentionLayer`."""
+    """Causal multi-head self-attention over everything cached; made as `AttentionLayer`."""
 
     _is_self_attention = True
 
@@ -344,8 +298,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             ValueError: if the capacity is below 1 or the batch size below 0.
         """
         dtype = self.dtype if dtype is None else dtype
-        padded = padded_head_dim(self.head_dim, rope=self.rope_theta is not None)
-        return init_cache(batch_size, self.num_kv_heads, capacity, padded, dtype, device=self.device)
+        padded = padded_head_dim(self.spec.head_dim, rope=self.spec.rope is not None)
+        return init_cache(batch_size, self.spec.num_kv_heads, capacity, padded, dtype, device=self.device)
 
     def __call__(
         self,
@@ -382,23 +336,16 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         """
         check_floating("x", x, rank=3)
         check_input_dtype("x", x, self.dtype)
-        self._check_dropout()
+        self.check_dropout()
         output, cache = _cached_layer(
             self.project,
             x,
             cache,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            fused_qkv=self.fused_qkv,
-            out_proj=self.out_proj,
-            rope_theta=self.rope_theta,
+            self.spec,
+            Masking(mask, bias, is_causal=True),
             new_lengths=new_lengths,
-            mask=mask,
-            bias=bias,
             positions=positions,
-            dropout=self.dropout if self.training else 0.0,
-            seed=self._draw_seed(),
-            head_dim=self.head_dim,
+            dropout=self.drawn_dropout(),
             compute_kernel_config=self.compute_kernel_config,
         )
-        return self._drop_output(output), cache
+        return self.drop_output(output), cache

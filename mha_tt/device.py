@@ -1,14 +1,14 @@
 """Where the code runs, and the places where arrays and weights enter a device and leave it."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import ttnn
 
-from mha_tt.checks import check_count, check_dtype, check_finite, check_head_dim, check_head_groups, check_on_device
+from mha_tt.arrays import check_dtype, check_on_device
 
 TILE = 32
 """Rows and columns of a tile, the unit in which tensors are kept and computed."""
@@ -209,105 +209,3 @@ def head_slots(head_dim: int, *, rope: bool = False) -> np.ndarray:
     half = head_dim // 2
     second = padded_head_dim(head_dim, rope=True) // 2
     return np.concatenate([np.arange(half), second + np.arange(half)])
-
-
-def upload_weights(
-    weights: Mapping[str, np.ndarray],
-    *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    rope: bool,
-    device: ttnn.MeshDevice,
-    dtype: ttnn.DataType = ttnn.bfloat16,
-) -> dict[str, ttnn.Tensor]:
-    """Put the weights of a layer on a device, once, in the form that its products take.
-
-    Every head is padded with zeros to whole tiles, which changes no result and lets every operation take any head_dim.
-    Tiles are computed whole anyway; only with RoPE, where each half is padded, may a head become larger.
-
-    Args:
-        weights: canonical arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,), `k_proj.weight`
-            (K * H, d_kv), …, or one `qkv_proj`, its rows q, then k, then v; `out_proj.weight` (E, N * H) where there is
-            one.
-        num_heads, num_kv_heads: N and K; K = N when absent.
-        rope: whether queries and keys will be turned by position: heads are padded in another way then.
-        device: where to.
-        dtype: of the weights; biases are kept in bfloat16 where that is `ttnn.bfloat8_b`.
-
-    Returns:
-        Tensors by the same names. P being the padded head_dim: `q_proj.weight` (d_in, N * P), `q_proj.bias` (1, N * P),
-        …, `out_proj.weight` (N * P, E), `out_proj.bias` (1, E).
-
-    Raises:
-        ValueError: if shapes do not fit the heads, or a value is not finite.
-    """
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    check_head_groups(num_heads, num_kv_heads)
-    check_dtype("dtype", dtype)
-    check_finite(weights)
-    heads = _heads_of(num_heads, num_kv_heads)
-    held = {}
-    for name, weight in weights.items():
-        projection, _, kind = name.partition(".")
-        weight = np.asarray(weight, dtype=np.float32)
-        if projection in heads:
-            weight = _pad_heads(name, weight, heads[projection], rope=rope)
-        elif kind == "weight":
-            weight = _pad_heads(name, weight.T, num_heads, rope=rope).T
-        narrow = dtype == ttnn.bfloat8_b and kind == "bias"  # one row of a block format is as coarse as its largest
-        held[name] = upload(
-            weight.T if kind == "weight" else weight[None], device=device, dtype=ttnn.bfloat16 if narrow else dtype
-        )
-    return held
-
-
-def download_weights(
-    weights: Mapping[str, ttnn.Tensor],
-    *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    head_dim: int,
-    rope: bool,
-) -> dict[str, np.ndarray]:
-    """The canonical arrays that `upload_weights` was given, as the device holds them, in float32.
-
-    Args:
-        weights: tensors by name.
-        num_heads, num_kv_heads: N and K; K = N when absent.
-        head_dim: features of a head, H.
-        rope: as they were uploaded.
-    """
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    check_head_groups(num_heads, num_kv_heads)
-    check_count("head_dim", head_dim)
-    heads = _heads_of(num_heads, num_kv_heads)
-    slots = head_slots(head_dim, rope=rope)
-    canonical = {}
-    for name, tensor in weights.items():
-        projection, _, kind = name.partition(".")
-        weight = download(tensor)
-        weight = weight.T if kind == "weight" else weight[0]
-        if projection in heads:
-            check_head_dim(head_dim, weight.shape[0] // heads[projection])
-            weight = weight.reshape(heads[projection], -1, *weight.shape[1:])[:, slots]
-            weight = weight.reshape(-1, *weight.shape[2:])
-        elif kind == "weight":
-            weight = weight.reshape(len(weight), num_heads, -1)[:, :, slots].reshape(len(weight), -1)
-        canonical[name] = np.ascontiguousarray(weight)
-    return canonical
-
-
-def _heads_of(num_heads: int, num_kv_heads: int) -> dict[str, int]:
-    """The projections whose rows are heads, and how many."""
-    groups = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
-    return {**groups, "qkv_proj": num_heads + 2 * num_kv_heads}
-
-
-def _pad_heads(name: str, rows: np.ndarray, num_heads: int, *, rope: bool) -> np.ndarray:
-    """(heads * H, …) -> (heads * P, …), zeros where a head has no feature."""
-    if not rows.ndim or rows.shape[0] % num_heads:
-        raise ValueError(f"{name} must have features for {num_heads} heads, got {name}.shape={rows.shape}")
-    head_dim = rows.shape[0] // num_heads
-    padded = np.zeros((num_heads, padded_head_dim(head_dim, rope=rope), *rows.shape[1:]), rows.dtype)
-    padded[:, head_slots(head_dim, rope=rope)] = rows.reshape(num_heads, head_dim, *rows.shape[1:])
-    return padded.reshape(-1, *rows.shape[1:])

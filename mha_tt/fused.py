@@ -12,17 +12,13 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_tt.checks import check_attention, check_cached_step, check_floating, check_head_dim, check_rate
+from mha_spec import AttentionSpec
+from mha_spec.rules import check_head_groups
+from mha_tt.arrays import check_floating, check_lengths
 from mha_tt.device import TILE, accurate_config, as_dtype, round_up, upload_integers, zeros
-from mha_tt.masks import (
-    MASKED,
-    DeviceMask,
-    bias_on_device,
-    hide_infinite_bias,
-    join_masks,
-    on_device,
-)
+from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device
 from mha_tt.not_finite import emptied, hide_not_finite, spoilt
+from mha_tt.stages import check_attention, score_scale
 
 LARGEST_CHUNK = 128
 """Queries and keys that the kernel takes at a time: what fits a core in every arithmetic, up to a head_dim of 256."""
@@ -32,6 +28,7 @@ def scaled_dot_product_attention(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
     value: Float[Tensor, "B K S H"],
+    spec: AttentionSpec | None = None,
     *,
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
@@ -40,7 +37,6 @@ def scaled_dot_product_attention(
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
-    head_dim: int | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
@@ -52,6 +48,7 @@ def scaled_dot_product_attention(
     Args:
         query: (B, N, T, H), bfloat16 or bfloat8_b, H whole tiles.
         key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0. The causal
             mask of as many queries as keys costs nothing: it is never uploaded.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device it is not read: there a
@@ -61,7 +58,6 @@ def scaled_dot_product_attention(
         need_weights: must be False, the weights are never stored here.
         dropout: must be 0, the kernel has none.
         dropout_keep: must be absent, for the same reason.
-        head_dim: features of a head before padding; those it has when absent.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
@@ -73,18 +69,28 @@ def scaled_dot_product_attention(
 
     Source: ttnn.transformer.scaled_dot_product_attention.
     """
-    check_attention(query, key, value, mask, bias, key_padding_lengths)
-    _check_kernel_takes(query, head_dim)
-    check_rate("dropout", dropout)
     if need_weights or dropout or dropout_keep is not None:
         raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
-    device, (batch_size, _, seq_len_q, padded), seq_len_k = query.device(), query.shape, key.shape[2]
+    masking = Masking(mask, bias, is_causal, key_padding_lengths)
+    return attend(query, key, value, masking, spec=spec, compute_kernel_config=compute_kernel_config), None
+
+
+def attend(
+    query: Float[Tensor, "B N T H"],
+    key: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S H"],
+    masking: Masking,
+    *,
+    spec: AttentionSpec | None,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
+) -> Float[Tensor, "B N T H"]:
+    """`scaled_dot_product_attention` as the layers call it: the context."""
+    check_attention(query, key, value, masking)
+    _check_kernel_takes(query)
+    device, (batch_size, _, seq_len_q, _), seq_len_k = query.device(), query.shape, key.shape[2]
     if 0 in (batch_size, seq_len_q, seq_len_k):
-        return zeros(tuple(query.shape), query.dtype, device), None
-    mask = join_masks(
-        mask, seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths, device=device
-    )
-    mask = on_device(hide_infinite_bias(mask, bias), device)
+        return zeros(tuple(query.shape), query.dtype, device)
+    mask, bias = masking.with_infinite_bias().joined(seq_len_q, seq_len_k, device), masking.bias
     only_causal = mask is not None and mask.is_causal and mask.shape[2] == seq_len_q == seq_len_k and bias is None
     attn_mask = None if only_causal else _attn_mask(mask, bias, seq_len_q, seq_len_k, device)
     spoilt_rows = None
@@ -97,11 +103,11 @@ def scaled_dot_product_attention(
         value,
         attn_mask=attn_mask,
         is_causal=only_causal,
-        scale=(head_dim or padded) ** -0.5,
+        scale=score_scale(query, spec),
         program_config=_program_config(device, config, seq_len_q, seq_len_k),
         compute_kernel_config=config,
     )
-    return emptied(spoilt(context, spoilt_rows), mask), None
+    return emptied(spoilt(context, spoilt_rows), mask)
 
 
 def attend_to_cache(
@@ -109,8 +115,8 @@ def attend_to_cache(
     keys: Float[Tensor, "B K S H"],
     values: Float[Tensor, "B K S H"],
     last_positions: Int[np.ndarray, " B"],
+    spec: AttentionSpec | None = None,
     *,
-    head_dim: int | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "1 B N H"]:
     """Attention of one new token of each sequence over its cached tokens; reads the filled part of the cache only.
@@ -121,7 +127,7 @@ def attend_to_cache(
         query: (1, B, N, H), bfloat16 or bfloat8_b, H whole tiles.
         keys, values: the cache, (B, K, S, H), bfloat16 or bfloat8_b; S whole tiles.
         last_positions: the last slot that each sequence sees, (B,), on the host.
-        head_dim: features of a head before padding; those it has when absent.
+        spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Raises:
@@ -131,7 +137,7 @@ def attend_to_cache(
     Source: ttnn.transformer.scaled_dot_product_attention_decode.
     """
     check_floating("query", query, rank=4)
-    _check_kernel_takes(query, head_dim)
+    _check_kernel_takes(query)
     check_cached_step(query, keys, values, last_positions)
     config = compute_kernel_config or accurate_config(query.device())
     context = ttnn.transformer.scaled_dot_product_attention_decode(
@@ -139,7 +145,7 @@ def attend_to_cache(
         keys,
         values,
         cur_pos_tensor=upload_integers(last_positions, device=query.device()),
-        scale=(head_dim or query.shape[3]) ** -0.5,
+        scale=score_scale(query, spec),
         # 0 lets the operation choose its chunks. Without a configuration it divides the keys among more cores than its
         # tree of sums has room for, on Blackhole with few heads.
         program_config=_program_config(query.device(), config, 0, 0),
@@ -148,12 +154,11 @@ def attend_to_cache(
     return as_dtype(context, query.dtype)
 
 
-def _check_kernel_takes(query: Tensor, head_dim: int | None) -> None:
+def _check_kernel_takes(query: Tensor) -> None:
     if query.dtype == ttnn.float32:
         raise TypeError("query must be bfloat16 or bfloat8_b on the fused path, got query.dtype=float32")
     if query.shape[3] % TILE:
         raise ValueError(f"heads must have whole tiles of {TILE} features, got query.shape={tuple(query.shape)}")
-    check_head_dim(head_dim, query.shape[3])
 
 
 def _attn_mask(
@@ -179,3 +184,25 @@ def _program_config(
         k_chunk_size=min(LARGEST_CHUNK, round_up(seq_len_k)),
         exp_approx_mode=config.math_approx_mode,
     )
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_cached_step(query: Tensor, keys: Tensor, values: Tensor, last_positions: np.ndarray) -> None:
+    """Refuse a query (1, B, N, H), a cache (B, K, S, H) or last positions (B,) that do not fit each other."""
+    for name, x in (("keys", keys), ("values", values)):
+        check_floating(name, x, rank=4)
+        if x.dtype == ttnn.float32:
+            raise TypeError(f"{name} must be bfloat16 or bfloat8_b on the fused path, got {name}.dtype=float32")
+    if tuple(values.shape) != tuple(keys.shape):
+        raise ValueError(f"values must have the shape of keys, got {tuple(values.shape)} and {tuple(keys.shape)}")
+    if (query.shape[0], query.shape[1], query.shape[3]) != (1, keys.shape[0], keys.shape[3]):
+        raise ValueError(
+            f"query must have shape (1, B, N, H) with the batch size and features of the cache, "
+            f"got query.shape={tuple(query.shape)} and keys.shape={tuple(keys.shape)}"
+        )
+    check_head_groups(query.shape[2], keys.shape[1])
+    if keys.shape[2] % 32:
+        raise ValueError(f"keys must have whole tiles of 32 slots, got keys.shape={tuple(keys.shape)}")
+    check_lengths("last_positions", last_positions, keys.shape[0], keys.shape[2] - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -10,7 +11,7 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_tt.checks import check_count, check_lengths, check_mask
+from mha_tt.arrays import check_broadcasts, check_count, check_floating, check_lengths
 from mha_tt.device import as_dtype, upload
 
 MASKED = -1e9
@@ -174,36 +175,6 @@ def create_sliding_window_mask(
     return np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(is_hidden, seq_len_k)[::-1])
 
 
-def join_masks(
-    mask: Bool[np.ndarray, "..."] | DeviceMask | None,
-    seq_len_q: int,
-    seq_len_k: int,
-    *,
-    is_causal: bool = False,
-    key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
-    device: ttnn.MeshDevice,
-) -> Bool[np.ndarray, "..."] | DeviceMask | None:
-    """The mask, joined with what causality and padding hide; None if nothing is hidden."""
-    if not is_causal and key_padding_lengths is None:
-        return mask
-    if mask is None and key_padding_lengths is None and seq_len_q == seq_len_k:
-        return CausalMask(seq_len_q, device=device)
-    joined = create_attention_mask(seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths)
-    return joined if mask is None else joined | on_host(mask)
-
-
-def hide_infinite_bias(
-    mask: Bool[np.ndarray, "..."] | DeviceMask | None, bias: Float[np.ndarray, "..."] | Tensor | None
-) -> Bool[np.ndarray, "..."] | DeviceMask | None:
-    """The mask, joined with the keys that a bias of -inf hides, so that a row of -inf is as empty as a masked one."""
-    if not isinstance(bias, np.ndarray):  # what lies on the device is not read back
-        return mask
-    hidden = np.isneginf(bias.astype(np.float64))
-    if not hidden.any():
-        return mask
-    return hidden if mask is None else hidden | on_host(mask)
-
-
 class DeviceMask:
     """A mask whose forms on the device are uploaded once, when they are first needed, and serve any number of calls.
 
@@ -312,6 +283,50 @@ class CausalMask(DeviceMask):
         return np.zeros((1, 1, self.seq_len, 1), bool)
 
 
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+class Masking:
+    """What hides keys from queries and what is added to their scores: one value behind the functions that users call.
+
+    Attributes:
+        mask: boolean, True = masked; broadcasts to (B, N, T, S).
+        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
+        is_causal: hide every key after the query's own position.
+        key_padding_lengths: number of real keys of each sequence, (B,), on the host.
+    """
+
+    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None
+    bias: Float[np.ndarray, "..."] | Tensor | None = None
+    is_causal: bool = False
+    key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None
+
+    def check(self, scores_shape: tuple[int, ...]) -> None:
+        """Refuse what does not fit the scores (B, N, T, S)."""
+        check_mask(self.mask, scores_shape)
+        check_bias(self.bias, scores_shape)
+        if self.key_padding_lengths is not None:
+            check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
+
+    def with_infinite_bias(self) -> Masking:
+        """The same with the keys that a bias of -inf hides in the mask: a row of -inf is as empty as a masked one."""
+        if not isinstance(self.bias, np.ndarray):  # what lies on the device is not read back
+            return self
+        is_hidden = np.isneginf(self.bias.astype(np.float64))
+        if not is_hidden.any():
+            return self
+        return replace(self, mask=is_hidden if self.mask is None else is_hidden | on_host(self.mask))
+
+    def joined(self, seq_len_q: int, seq_len_k: int, device: ttnn.MeshDevice) -> DeviceMask | None:
+        """The mask, joined with what causality and padding hide; None if nothing is hidden."""
+        if not self.is_causal and self.key_padding_lengths is None:
+            return on_device(self.mask, device)
+        if self.mask is None and self.key_padding_lengths is None and seq_len_q == seq_len_k:
+            return CausalMask(seq_len_q, device=device)
+        hidden = create_attention_mask(
+            seq_len_q, seq_len_k, is_causal=self.is_causal, key_padding_lengths=self.key_padding_lengths
+        )
+        return on_device(hidden if self.mask is None else hidden | on_host(self.mask), device)
+
+
 def on_host(mask: np.ndarray | DeviceMask) -> np.ndarray:
     """The boolean mask."""
     return mask.mask if isinstance(mask, DeviceMask) else mask
@@ -331,3 +346,31 @@ def bias_on_device(bias: np.ndarray | Tensor, device: ttnn.MeshDevice, dtype: tt
         return upload(np.maximum(bias.astype(np.float64), LOWEST_BIAS).reshape(shape), device=device, dtype=dtype)
     bias = bias if len(bias.shape) == 4 else ttnn.reshape(bias, shape)
     return ttnn.maximum(as_dtype(bias, dtype), LOWEST_BIAS)
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_mask(mask: np.ndarray | DeviceMask | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if mask is None:
+        return
+    if not isinstance(mask, np.ndarray) and not isinstance(mask, DeviceMask):
+        raise TypeError(f"mask must be a NumPy array or a DeviceMask, got {type(mask).__name__}")
+    if isinstance(mask, np.ndarray) and mask.dtype != np.bool_:
+        raise TypeError(
+            f"mask must be boolean (True = masked), got mask.dtype={mask.dtype}; an additive term is passed as bias"
+        )
+    check_broadcasts("mask", tuple(mask.shape), scores_shape)
+
+
+def check_bias(bias: np.ndarray | Tensor | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a bias that is not floating point, or one that does not broadcast to the scores (B, N, T, S)."""
+    if bias is None:
+        return
+    if isinstance(bias, np.ndarray):
+        if bias.dtype.kind != "f" and bias.dtype.name != "bfloat16":
+            raise TypeError(f"bias must be floating point, got bias.dtype={bias.dtype}")
+    else:
+        check_floating("bias", bias, rank=len(bias.shape) if isinstance(bias, Tensor) else 0)
+    check_broadcasts("bias", tuple(bias.shape), scores_shape)

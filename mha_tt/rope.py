@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE), half-split pairs: feature i turns with feature i + H/2."""
+"""Rotary position embedding (RoPE), half-split pairs: feature i is rotated with feature i + H/2."""
 
 from __future__ import annotations
 
@@ -9,45 +9,28 @@ import ttnn
 from jaxtyping import Float, Int
 from ttnn import Tensor
 
-from mha_tt.checks import check_floating, check_head_dim, check_positions, check_rope
+from mha_spec import Rope
+from mha_tt.arrays import check_floating, check_head_dim
 from mha_tt.device import as_dtype, head_slots, padded_head_dim, upload
-
-
-def rope_frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """Angle, in radians per token, by which each pair of features turns: theta ** (-2 i / H), float64, (H/2,).
-
-    Args:
-        head_dim: features of a head, H, even.
-        theta: base of the frequencies, 10000 in the paper.
-
-    Raises:
-        ValueError: if head_dim is odd or theta not positive.
-
-    Source: RoFormer, arXiv:2104.09864, section 3.2.2.
-    """
-    check_rope(head_dim, theta)
-    return theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
 
 
 def apply_rope(
     x: Float[Tensor, "B heads T H"],
     positions: Int[np.ndarray, "#B T"],
-    theta: float = 10000.0,
+    rope: Rope,
     *,
     head_dim: int | None = None,
 ) -> Float[Tensor, "B heads T H"]:
-    """Turn each pair of features (i, i + H/2) by position * theta ** (-2 i / H).
-
-    Checkpoints whose pairs are interleaved (2 i, 2 i + 1) are reordered when their weights are loaded, not here.
+    """Rotate each pair of features (i, i + H/2) by position * theta ** (-2 i / H).
 
     Args:
-        x: queries or keys, split into heads; turned in at least float32, returned in their own dtype.
+        x: queries or keys, split into heads; rotated in at least float32, returned in their own dtype.
         positions: place of each token in its sequence, from 0, (B or 1, T), on the host.
-        theta: base of the frequencies.
+        rope: the frequencies.
         head_dim: features of a head where x has more, its halves padded as `head_slots(head_dim, rope=True)` says.
 
     Returns:
-        The turned features, in the shape and dtype of x.
+        The rotated features, in the shape and dtype of x.
 
     Raises:
         TypeError: if x is not floating point or positions are not integers.
@@ -58,9 +41,9 @@ def apply_rope(
     check_floating("x", x, rank=4)
     check_positions(positions, x.shape[0], x.shape[2])
     if 0 in (x.shape[0], x.shape[2]):
-        check_rope(head_dim or x.shape[3], theta)
+        rope.frequencies(head_dim or x.shape[3])  # which refuses what cannot be rotated
         return x
-    return Rotation(positions, theta, head_dim=head_dim, padded=x.shape[3], device=x.device()).turn(x)
+    return Rotation(positions, rope, head_dim=head_dim, padded=x.shape[3], device=x.device()).rotate(x)
 
 
 def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -70,7 +53,7 @@ def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """The turns of some positions, uploaded once: of queries and keys, and of every call that has these positions.
+    """The rotations of some positions, uploaded once: of queries and keys, and of every call that has these positions.
 
     The angles are taken in float64 on the host: the device's sine is not made for angles of thousands.
     """
@@ -79,9 +62,9 @@ class Rotation:
     sin: Float[Tensor, "B 1 T H"]
 
     def __init__(
-        self, positions: np.ndarray, theta: float, *, head_dim: int | None, padded: int, device: ttnn.MeshDevice
+        self, positions: np.ndarray, rope: Rope, *, head_dim: int | None, padded: int, device: ttnn.MeshDevice
     ) -> None:
-        """Upload the turns of positions (B or 1, T) for heads of `padded` features, `head_dim` of them real."""
+        """Upload the rotations of positions (B or 1, T) for heads of `padded` features, `head_dim` of them real."""
         check_head_dim(head_dim, padded)
         if head_dim is not None and padded != padded_head_dim(head_dim, rope=True):
             raise ValueError(
@@ -89,17 +72,49 @@ class Rotation:
                 f"RoPE (upload_weights(rope=True)), got {padded}"
             )
         slots = np.arange(padded) if head_dim is None else head_slots(head_dim, rope=True)
-        angles = positions[:, None, :, None] * rope_frequencies(len(slots), theta)
+        angles = positions[:, None, :, None] * rope.frequencies(len(slots))
         cos, sin = np.ones((*angles.shape[:3], padded)), np.zeros((*angles.shape[:3], padded))
         cos[..., slots] = np.concatenate([np.cos(angles)] * 2, axis=-1)
         sin[..., slots] = np.concatenate([-np.sin(angles), np.sin(angles)], axis=-1)
         for name, table in (("cos", cos), ("sin", sin)):
             object.__setattr__(self, name, upload(table, device=device, dtype=ttnn.float32))
 
-    def turn(self, x: Float[Tensor, "B heads T H"]) -> Float[Tensor, "B heads T H"]:
-        """x with each of its pairs turned; computed in float32, in the dtype of x."""
+    def rotate(self, x: Float[Tensor, "B heads T H"]) -> Float[Tensor, "B heads T H"]:
+        """x with each of its pairs rotated; computed in float32, in the dtype of x."""
         half = x.shape[3] // 2
         wide = at_least_float32(x)
         swapped = ttnn.concat([wide[:, :, :, half:], wide[:, :, :, :half]], dim=-1)
-        turned = ttnn.add(ttnn.multiply(wide, self.cos), ttnn.multiply(swapped, self.sin))
-        return as_dtype(turned, x.dtype)
+        rotated = ttnn.add(ttnn.multiply(wide, self.cos), ttnn.multiply(swapped, self.sin))
+        return as_dtype(rotated, x.dtype)
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_positions(positions: object, batch_size: int, seq_len: int) -> None:
+    """Refuse positions that are not integers of shape (B, T) or (1, T)."""
+    if isinstance(positions, Rotation):
+        found = (positions.cos.shape[0], positions.cos.shape[2])
+        if found not in ((batch_size, seq_len), (1, seq_len)):
+            raise ValueError(f"positions must be (B or 1, T) = ({batch_size} or 1, {seq_len}), got those of {found}")
+        return
+    if not isinstance(positions, np.ndarray):
+        raise TypeError(f"positions must be a NumPy array, got {type(positions).__name__}")
+    if positions.dtype.kind not in "iu":
+        raise TypeError(f"positions must be integers, got positions.dtype={positions.dtype}")
+    if positions.shape not in ((batch_size, seq_len), (1, seq_len)):
+        raise ValueError(
+            f"positions must have shape (B or 1, T) = ({batch_size} or 1, {seq_len}), "
+            f"got positions.shape={positions.shape}"
+        )
+
+
+def check_rope_positions(
+    positions: np.ndarray | Rotation | None, batch_size: int, seq_len: int, rope: Rope | None
+) -> None:
+    """Refuse positions without RoPE, or that do not fit."""
+    if positions is None:
+        return
+    if rope is None:
+        raise ValueError("positions must come with RoPE, got positions and rope=None")
+    check_positions(positions, batch_size, seq_len)

@@ -3,54 +3,27 @@
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, E d_model.
 A mask is boolean and True where a query may not see a key; an additive term is a bias.
 
-On the device H is the padded head_dim: see `mha_tt.upload_weights`. Wherever the true one matters, it is a keyword.
+On the device H is the padded head_dim: see `mha_tt.upload_weights`. Wherever the true one matters, the spec tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_tt.checks import (
-    check_attention,
-    check_boolean,
-    check_count,
-    check_floating,
-    check_head_dim,
-    check_head_groups,
-    check_keep,
-    check_mask,
-    check_positions,
-    check_rate,
-    check_scored,
-    check_weighed,
-)
-from mha_tt.device import (
-    TILE,
-    TILE_NBYTES,
-    accurate_config,
-    as_dtype,
-    round_up,
-    upload,
-    zeros,
-)
-from mha_tt.masks import (
-    MASKED,
-    DeviceMask,
-    bias_on_device,
-    hide_infinite_bias,
-    join_masks,
-    on_device,
-)
+from mha_spec import AttentionSpec
+from mha_spec.rules import as_rate, check_head_groups
+from mha_tt.arrays import check_broadcasts, check_count, check_floating
+from mha_tt.device import TILE, TILE_NBYTES, accurate_config, as_dtype, round_up, upload, zeros
+from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device, check_bias, check_mask, on_device
 from mha_tt.not_finite import emptied, hide_not_finite, spoilt
-from mha_tt.rope import Rotation, at_least_float32
-
-Project = Callable[[str, Tensor], Tensor]
-"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input."""
+from mha_tt.rope import Rotation, at_least_float32, check_positions
+from mha_tt.weights import Project
 
 
 def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
@@ -107,52 +80,35 @@ def project_qkv(
     query: Float[Tensor, "B T d_in"],
     key: Float[Tensor, "B S d_kv"],
     value: Float[Tensor, "B S d_kv"],
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    fused_qkv: bool = False,
+    spec: AttentionSpec,
     positions: Int[np.ndarray, "#B T"] | Rotation | None = None,
-    rope_theta: float | None = None,
-    head_dim: int | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
-    """Project the inputs, split the heads, and turn queries and keys by their positions where RoPE is asked for.
+    """Project the inputs, split the heads, and rotate queries and keys by their positions where there is RoPE.
 
     Args:
         project: applies a projection by its name.
         query, key, value: inputs of the layer; the same array three times for self-attention.
-        num_heads, num_kv_heads: N and K.
-        fused_qkv: one `qkv_proj`, its rows q, then k, then v, in place of three projections.
+        spec: the layer: its heads, its RoPE, and whether it holds one `qkv_proj` in place of three projections.
         positions: place of each token, (B or 1, T); 0, 1, … when absent. Used with RoPE only. A `Rotation` made of them
             is uploaded once for many calls.
-        rope_theta: base of the RoPE frequencies, or None for no RoPE.
-        head_dim: features of a head before padding; RoPE needs to know.
 
     Returns:
         q (B, N, T, H), k and v (B, K, S, H).
-
-    Raises:
-        ValueError: if head_dim is absent with RoPE.
     """
-    check_boolean("fused_qkv", fused_qkv)
-    if rope_theta is not None:
-        if head_dim is None and not isinstance(positions, Rotation):
-            raise ValueError("head_dim must be given with RoPE, got head_dim=None")
-        if positions is not None:
-            check_positions(positions, query.shape[0], query.shape[1])
-    if not fused_qkv:
+    if spec.rope is not None and positions is not None:
+        check_positions(positions, query.shape[0], query.shape[1])
+    if not spec.fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
-        q, k, v = split_heads(q, num_heads), split_heads(k, num_kv_heads), split_heads(v, num_kv_heads)
+        q, k, v = split_heads(q, spec.num_heads), split_heads(k, spec.num_kv_heads), split_heads(v, spec.num_kv_heads)
     elif key is query and value is query:
-        q, k, v = _unpack_qkv(project("qkv_proj", query), num_heads, num_kv_heads)
+        q, k, v = _unpack_qkv(project("qkv_proj", query), spec)
     else:
-        q, k, v = (
-            _unpack_qkv(project("qkv_proj", x), num_heads, num_kv_heads)[i] for i, x in enumerate((query, key, value))
-        )
-    if rope_theta is not None and 0 not in (q.shape[0], q.shape[2]):
+        q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
+    if spec.rope is not None and 0 not in (q.shape[0], q.shape[2]):
         if not isinstance(positions, Rotation):
             positions = np.arange(q.shape[2])[None] if positions is None else positions
-            positions = Rotation(positions, rope_theta, head_dim=head_dim, padded=q.shape[3], device=q.device())
-        q, k = positions.turn(q), positions.turn(k)
+            positions = Rotation(positions, spec.rope, head_dim=spec.head_dim, padded=q.shape[3], device=q.device())
+        q, k = positions.rotate(q), positions.rotate(k)
     return q, k, v
 
 
@@ -160,16 +116,15 @@ def attention_scores(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
+    spec: AttentionSpec | None = None,
     *,
-    head_dim: int | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Dot products of queries and keys, divided by sqrt(head_dim), plus the bias; in at least float32.
+    """Dot products of queries and keys, times the scale of the spec, or 1 / sqrt(H), plus the bias; at least float32.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     check_scored(query, key, bias)
-    check_head_dim(head_dim, query.shape[3])
     scores = ttnn.matmul(
         query,
         repeat_kv_heads(key, query.shape[1]),  # a product of matrices broadcasts no batch axis
@@ -177,7 +132,7 @@ def attention_scores(
         dtype=ttnn.float32,
         compute_kernel_config=compute_kernel_config or accurate_config(query.device()),
     )
-    scores = ttnn.multiply(scores, (head_dim or query.shape[3]) ** -0.5)
+    scores = ttnn.multiply(scores, score_scale(query, spec))
     return scores if bias is None else ttnn.add(scores, bias_on_device(bias, query.device(), ttnn.float32))
 
 
@@ -236,15 +191,16 @@ def apply_dropout(
     Raises:
         TypeError: if there is something to draw and the weights are not bfloat16.
     """
-    check_rate("dropout", rate)
+    rate = as_rate("dropout", rate)
     check_keep(keep, tuple(attn_weights.shape))
     if keep is not None:
         kept = keep.reshape((1,) * (4 - keep.ndim) + keep.shape) / (1.0 - rate)
         return ttnn.multiply(attn_weights, upload(kept, device=attn_weights.device(), dtype=ttnn.float32))
-    return _drop("attn_weights", attn_weights, rate, seed)
+    return drop("attn_weights", attn_weights, rate, seed)
 
 
-def _drop(name: str, x: Tensor, rate: float, seed: int) -> Tensor:
+def drop(name: str, x: Tensor, rate: float, seed: int) -> Tensor:
+    """x with each element dropped at random, at a rate, and the others divided by 1 - rate."""
     if not rate:
         return x
     if x.dtype != ttnn.bfloat16:
@@ -252,7 +208,13 @@ def _drop(name: str, x: Tensor, rate: float, seed: int) -> Tensor:
     return ttnn.experimental.dropout(x, probability=rate, scale=1.0 / (1.0 - rate), seed=seed)
 
 
-def _unpack_qkv(packed: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:
+    """What the dot products of queries (B, N, T, H) are multiplied by."""
+    return query.shape[-1] ** -0.5 if spec is None else spec.score_scale
+
+
+def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
     head_dim = packed.shape[2] // (num_heads + 2 * num_kv_heads)
     if 0 in (packed.shape[0], packed.shape[1]):
         shapes = [(packed.shape[0], heads, packed.shape[1], head_dim) for heads in (num_heads, num_kv_heads)]
@@ -274,6 +236,7 @@ def scaled_dot_product_attention(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
     value: Float[Tensor, "B K S H"],
+    spec: AttentionSpec | None = None,
     *,
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
@@ -283,7 +246,6 @@ def scaled_dot_product_attention(
     dropout: float = 0.0,
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
     seed: int = 0,
-    head_dim: int | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B N T S"] | None]:
     """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
@@ -294,6 +256,7 @@ def scaled_dot_product_attention(
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device it is not read: there a
             row of nothing but -inf gives the mean of the values.
@@ -303,7 +266,6 @@ def scaled_dot_product_attention(
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: True where a weight is kept, in place of a random draw.
         seed: of that draw.
-        head_dim: features of a head before padding; those it has when absent.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
@@ -315,23 +277,114 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    check_attention(query, key, value, mask, bias, key_padding_lengths)
-    check_rate("dropout", dropout)
+    return attend(
+        query,
+        key,
+        value,
+        Masking(mask, bias, is_causal, key_padding_lengths),
+        Dropout(dropout, dropout_keep, seed),
+        spec=spec,
+        need_weights=need_weights,
+        compute_kernel_config=compute_kernel_config,
+    )
+
+
+class Dropout(NamedTuple):
+    """What is dropped of the attention weights.
+
+    Attributes:
+        rate: probability of being dropped.
+        keep: True where a weight is kept, in place of a random draw.
+        seed: of that draw.
+    """
+
+    rate: float = 0.0
+    keep: Bool[np.ndarray, "B N T S"] | None = None
+    seed: int = 0
+
+
+def attend(
+    query: Float[Tensor, "B N T H"],
+    key: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S H"],
+    masking: Masking,
+    dropout: Dropout,
+    *,
+    spec: AttentionSpec | None,
+    need_weights: bool,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
+) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B N T S"] | None]:
+    """`scaled_dot_product_attention` as the layers call it."""
+    check_attention(query, key, value, masking)
+    as_rate("dropout", dropout.rate)
     device, seq_len_q, seq_len_k = query.device(), query.shape[2], key.shape[2]
     if 0 in (query.shape[0], seq_len_q, seq_len_k):
         attn_weights = zeros((*tuple(query.shape)[:3], seq_len_k), query.dtype, device)
         return zeros(tuple(query.shape), query.dtype, device), attn_weights if need_weights else None
-    mask = join_masks(
-        mask, seq_len_q, seq_len_k, is_causal=is_causal, key_padding_lengths=key_padding_lengths, device=device
-    )
-    mask = on_device(hide_infinite_bias(mask, bias), device)
+    mask = masking.with_infinite_bias().joined(seq_len_q, seq_len_k, device)
     spoilt_rows = None
     if mask is not None:  # a masked key reaches no weight
         (value,), spoilt_rows = hide_not_finite(mask, seq_len_q, value)
     config = compute_kernel_config or accurate_config(device)
-    scores = attention_scores(query, key, bias, head_dim=head_dim, compute_kernel_config=config)
+    scores = attention_scores(query, key, masking.bias, spec, compute_kernel_config=config)
     attn_weights = masked_softmax(scores, mask, compute_kernel_config=config)
     attn_weights = as_dtype(attn_weights, query.dtype)
-    dropped = apply_dropout(attn_weights, dropout, dropout_keep, seed=seed)
+    dropped = apply_dropout(attn_weights, dropout.rate, dropout.keep, seed=dropout.seed)
     context = as_dtype(attention_context(dropped, value, compute_kernel_config=config), query.dtype)
     return spoilt(context, spoilt_rows), attn_weights if need_weights else None
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masking: Masking,
+) -> None:
+    """Refuse split heads, query (B, N, T, H), key and value (B, K, S, H), or a masking that do not fit each other."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_floating(name, x, rank=4)
+        if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower than its queries
+            raise TypeError(f"{name} must be float32 if query is, got {name}.dtype={x.dtype} and {query.dtype}")
+    if tuple(key.shape) != tuple(value.shape):
+        raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
+    check_scored(query, key, masking.bias)
+    masking.check((*tuple(query.shape)[:3], key.shape[2]))
+
+
+def check_scored(query: Tensor, key: Tensor, bias: np.ndarray | Tensor | None) -> None:
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
+    check_floating("query", query, rank=4)
+    check_floating("key", key, rank=4)
+    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
+        raise ValueError(
+            f"key must have the batch size and head_dim of query, got key.shape={tuple(key.shape)} "
+            f"and query.shape={tuple(query.shape)}"
+        )
+    check_head_groups(query.shape[1], key.shape[1])
+    check_bias(bias, (*tuple(query.shape)[:3], key.shape[2]))
+
+
+def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
+    """Refuse attention weights (B, N, T, S) and values (B, K, S, H) that do not fit each other."""
+    check_floating("attn_weights", attn_weights, rank=4)
+    check_floating("value", value, rank=4)
+    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
+        raise ValueError(
+            f"value must have the batch size and the keys of attn_weights, got value.shape={tuple(value.shape)} "
+            f"and attn_weights.shape={tuple(attn_weights.shape)}"
+        )
+    check_head_groups(attn_weights.shape[1], value.shape[1])
+
+
+def check_keep(keep: np.ndarray | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if keep is None:
+        return
+    if not isinstance(keep, np.ndarray):
+        raise TypeError(f"keep must be a NumPy array, got {type(keep).__name__}")
+    if keep.dtype != np.bool_:
+        raise TypeError(f"keep must be boolean (True = kept), got keep.dtype={keep.dtype}")
+    check_broadcasts("keep", keep.shape, scores_shape)

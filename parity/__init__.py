@@ -5,6 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mha_spec import AttentionSpec, Rope
     from parity.backends import load_into, spec_of, weights_of
     from parity.backends.caches import load_cache, save_cache
     from parity.conformance.examine import Conformance, examine
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from parity.core.numerics import numerics_lock
     from parity.core.problem import Problem, make_problem
     from parity.core.run import Report, run_cases
-    from parity.core.spec import CASES, STAGES, AttentionSpec, Case, random_case
+    from parity.core.spec import CASES, STAGES, Case, random_case
     from parity.core.weights import (
         check_weights,
         load_tensors,
@@ -43,6 +44,7 @@ __all__ = [
     "NotCarriedWarning",
     "Problem",
     "Report",
+    "Rope",
     "assert_parity",
     "check_weights",
     "convert",
@@ -89,7 +91,7 @@ _MODULES = {
     "core.numerics": ["numerics_lock"],
     "core.problem": ["Problem", "make_problem"],
     "core.run": ["Report", "run_cases"],
-    "core.spec": ["CASES", "STAGES", "AttentionSpec", "Case", "random_case"],
+    "core.spec": ["CASES", "STAGES", "AttentionSpec", "Case", "Rope", "random_case"],
     "conversion.verify": ["verify"],
     "core.weights": [
         "check_weights",

@@ -1,8 +1,7 @@
 """The backends: how canonical weights get into a sibling's modules, and how a case runs there, stage by stage.
 
-Each is a module with the same names: `from_numpy`, `to_numpy`, `load_into`, `weights_of`, `spec_of`, `why_skipped`,
-`steps`, `HAS_GRADIENTS` and, where that is true, `gradients`, `lock` and `environment`. None is imported before it is
-asked for.
+Each is a module of plain functions, a `Port`, which `driver` takes through the stages of a case. None is imported
+before it is asked for.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from parity.core.problem import Problem
-from parity.core.reference import Step, Values
-from parity.core.spec import AttentionSpec, Case, unheld
+from mha_spec import AttentionSpec
+from parity.backends.driver import Port
+from parity.core.spec import Case, unheld
 
 if TYPE_CHECKING:
     from parity.foreign.adapters import Adapter
@@ -27,19 +26,15 @@ NEEDS = {"jax": ("jax", "flax", "mha_jax"), "torch": ("torch", "mha_torch"), "tt
 """The packages that each backend needs."""
 
 
-class Backend(Protocol):
+class Backend(Port, Protocol):
     """What a backend module offers."""
 
     HAS_GRADIENTS: bool
 
-    def from_numpy(self, x: np.ndarray) -> Any: ...
-    def to_numpy(self, x: Any) -> np.ndarray: ...
     def load_into(self, module: Any, weights: Mapping[str, np.ndarray]) -> Any: ...
     def weights_of(self, module: Any) -> dict[str, np.ndarray]: ...
     def spec_of(self, module: Any) -> AttentionSpec: ...
     def why_skipped(self, case: Case, dtype: str) -> str | None: ...
-    def steps(self, problem: Problem) -> list[Step]: ...
-    def gradients(self, problem: Problem) -> dict[str, np.ndarray]: ...
     def lock(self, dtype: str) -> AbstractContextManager[dict[str, Any]]: ...
     def environment(self) -> dict[str, Any]: ...
 
@@ -70,17 +65,6 @@ def load_backend(name: str) -> Backend:
         raise ModuleNotFoundError(reason)
     module: ModuleType = importlib.import_module(f"parity.backends.{name}")
     return cast(Backend, module)
-
-
-def values_to_weigh(problem: Problem, values: Values) -> np.ndarray:
-    """The values of a problem for its stage `context`, (B, K, S, H), without NaN.
-
-    A sibling's `attention_context` knows no mask: it is the formula, for which 0 * NaN is NaN. What hides such values
-    are the functions made of the stages, and `module.output` and `fused.output` ask it of them. A row that sees a NaN
-    is NaN here, too: its attention weights are.
-    """
-    v = values["v"]
-    return v if problem.case.not_finite is None else np.where(np.isfinite(v), v, np.zeros_like(v))
 
 
 def load_into(module: Any, weights: Any, spec: AttentionSpec | None = None) -> Any:
@@ -141,7 +125,7 @@ def check_same_layer(spec: AttentionSpec, other: AttentionSpec, what: str, whose
     Raises:
         ValueError: if they differ in more than dropout and in whether q, k and v are held as one.
     """
-    fields, others = unheld(spec).keywords, unheld(other).keywords
+    fields, others = vars(unheld(spec)), vars(unheld(other))
     differ = [name for name in fields if fields[name] != others[name]]
     if differ:
         one, two = (", ".join(f"{name}={each[name]}" for name in differ) for each in (fields, others))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib import metadata
@@ -21,11 +21,11 @@ os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn tells its whole configu
 import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
 
 import mha_tt
-from parity.backends import values_to_weigh
+from mha_spec import AttentionSpec
+from mha_tt.device import TILE
 from parity.core.problem import Problem
-from parity.core.reference import Step, Values, in_step
-from parity.core.spec import AttentionSpec, Case
-from parity.core.weights import Weights, check_weights, dtype_named, unpack_qkv, weight_shapes
+from parity.core.spec import Case
+from parity.core.weights import Weights, check_weights
 
 HAS_GRADIENTS = False  # ttnn has no automatic differentiation
 
@@ -78,193 +78,113 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
 
 def spec_of(module: Any) -> AttentionSpec:
     """The specification of a module of `mha_tt`."""
-    return AttentionSpec(**module.config)
+    return module.spec
 
 
 def weights_of(module: Any) -> Weights:
     """The canonical weights of a module of `mha_tt`, bit for bit; those of bfloat8_b as bfloat16."""
-    spec = spec_of(module)
-    held = mha_tt.download_weights(
-        module.weights,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        rope=spec.rope_theta is not None,
-    )
+    held = mha_tt.download_weights(module.weights, module.spec)
     if module.weight_dtype != ttnn.float32:
         held = {name: weight.astype(ml_dtypes.bfloat16) for name, weight in held.items()}
-    return unpack_qkv(held, spec) if spec.fused_qkv else {name: held[name] for name in weight_shapes(spec)}
+    return held
 
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
 
-def steps(problem: Problem) -> list[Step]:
-    """The stages of a problem as functions, in the order of the data flow: see `parity.core.reference.steps`."""
-    layer = _Layer(problem)
-    if not problem.case.is_cached:
-        return [layer.mask, layer.qkv, layer.scores, layer.attn_weights, layer.context, layer.output, layer.whole]
-    return [in_step(index, step) for index in range(len(problem.case.chunks)) for step in layer.cached_steps(index)]
+SIBLING = mha_tt
+GRADIENT_PATHS = ()
 
 
-def gradients(problem: Problem) -> dict[str, np.ndarray]:
-    """There are none: see `HAS_GRADIENTS`."""
-    raise NotImplementedError(f"ttnn has no automatic differentiation, asked for {problem.case.name}")
+def beside(x: np.ndarray) -> np.ndarray:
+    """What stays on the host."""
+    return x
 
 
-class _Layer:
-    """A problem's arrays, and each stage of it.
+def heads_from_numpy(x: np.ndarray, spec: AttentionSpec) -> ttnn.Tensor:
+    """Heads (B, heads, T, H), with the features that pad them on the device."""
+    padded = np.zeros((*x.shape[:-1], mha_tt.padded_head_dim(spec.head_dim, rope=spec.rope is not None)), x.dtype)
+    padded[..., _slots(spec)] = x
+    return from_numpy(padded)
 
-    On the device a head has more features than the layer's; stages are compared without them, and must be 0 there.
-    """
+
+def heads_to_numpy(x: ttnn.Tensor, spec: AttentionSpec) -> np.ndarray:
+    """The same back, without those features, which must be 0."""
+    padded = to_numpy(x)
+    heads = padded[..., _slots(spec)]
+    is_nan = np.isnan(heads).all(axis=-1)  # a token that is NaN is so in all features
+    if np.delete(padded, _slots(spec), axis=-1)[~is_nan].any():
+        raise ValueError(f"features that pad a head must be 0, got others in {padded.shape}")
+    return heads
+
+
+def _slots(spec: AttentionSpec) -> np.ndarray:
+    return mha_tt.head_slots(spec.head_dim, rope=spec.rope is not None)
+
+
+def output_to_numpy(x: ttnn.Tensor, spec: AttentionSpec) -> np.ndarray:
+    """The output of a layer; the features that pad its heads are still in it where no projection follows."""
+    if spec.out_proj:
+        return to_numpy(x)
+    batch, seq_len, _ = x.shape
+    heads = mha_tt.split_heads(x, spec.num_heads)
+    return heads_to_numpy(heads, spec).swapaxes(1, 2).reshape(batch, seq_len, -1)
+
+
+def cache_from_numpy(arrays: list[np.ndarray], spec: AttentionSpec) -> mha_tt.KVCache:
+    """A cache of keys, values and lengths; on the device it has whole tiles of slots."""
+    keys, values, lengths = arrays
+    capacity = keys.shape[2]
+    filler = np.zeros((*keys.shape[:2], -capacity % TILE, keys.shape[3]), keys.dtype)
+    keys, values = (heads_from_numpy(np.concatenate([x, filler], axis=2), spec) for x in (keys, values))
+    return mha_tt.KVCache(keys, values, lengths, capacity)
+
+
+def cache_to_numpy(cache: mha_tt.KVCache, case: Case) -> dict[str, np.ndarray]:
+    """What a cache holds; slots beyond its capacity must be 0."""
+    held: dict[str, np.ndarray] = {}
+    for name, slots in (("keys", cache.keys), ("values", cache.values)):
+        array = heads_to_numpy(slots, case.spec)
+        if array[:, :, case.capacity :].any():
+            raise ValueError(f"slots beyond the capacity must be 0, got others in the {name}")
+        held[name] = array[:, :, : case.capacity]
+    return {**held, "lengths": cache.lengths}
+
+
+def jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as it is."""
+    return function
+
+
+class Filled:
+    """A module with the weights of a problem, in evaluation."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.spec = problem.spec
-        self.dtype = dtype_named(problem.dtype)
-        self.rope = problem.spec.rope_theta is not None
-        self.slots = mha_tt.head_slots(self.spec.head_dim, rope=self.rope)
-        self.padded = mha_tt.padded_head_dim(self.spec.head_dim, rope=self.rope)
-        self.inputs = {name: from_numpy(x) for name, x in problem.inputs.items() if name in ("query", "key")}
         kind = mha_tt.MultiHeadAttentionWithCache if problem.case.is_cached else mha_tt.MultiHeadAttention
-        module = kind(**self.spec.keywords, device=open_device(), dtype=DTYPES[problem.dtype]).eval()
-        self.module = load_into(module, problem.weights)
+        module = kind(problem.spec, device=open_device(), dtype=DTYPES[problem.dtype]).eval()
+        self.module: Any = load_into(module, problem.weights)
         self.weights = self.module.weights
 
-    def heads_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        padded = np.zeros((*x.shape[:-1], self.padded), x.dtype)
-        padded[..., self.slots] = x
-        return from_numpy(padded)
+    def init_cache(self, batch_size: int, capacity: int) -> mha_tt.KVCache:
+        return self.module.init_cache(batch_size, capacity)
 
-    def heads_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        padded = to_numpy(x)
-        heads = padded[..., self.slots]
-        is_nan = np.isnan(heads).all(axis=-1)  # a token that is NaN is so in all features
-        if np.delete(padded, self.slots, axis=-1)[~is_nan].any():
-            raise ValueError(f"features that pad a head must be 0, got others in {padded.shape}")
-        return heads
-
-    def mask(self, _: Values) -> dict[str, np.ndarray]:
-        case = self.problem.case
-        shape = (case.batch, self.spec.num_heads, case.seq_len, case.key_len)
-        return {"mask": np.broadcast_to(self.build_mask(), shape)}
-
-    def build_mask(self) -> np.ndarray:
-        case = self.problem.case
-        lengths = case.key_padding_lengths
-        mask = mha_tt.create_attention_mask(
-            case.seq_len, case.key_len, is_causal=case.is_causal, key_padding_lengths=lengths
-        )
-        if case.window_size is not None:
-            mask = mask | mha_tt.create_sliding_window_mask(case.seq_len, case.key_len, window_size=case.window_size)
-        return mask | self.problem.inputs["mask"] if "mask" in self.problem.inputs else mask
-
-    def project(
-        self, query: ttnn.Tensor, key: ttnn.Tensor | None, positions: np.ndarray | None
-    ) -> dict[str, np.ndarray]:
-        key = query if key is None else key
-        qkv = mha_tt.project_qkv(
-            mha_tt.project_with(self.weights),
-            query,
-            key,
-            key,
-            num_heads=self.spec.num_heads,
-            num_kv_heads=self.spec.num_kv_heads,
-            fused_qkv=self.spec.fused_qkv,
-            positions=positions,
-            rope_theta=self.spec.rope_theta,
-            head_dim=self.spec.head_dim,
-        )
-        return {name: self.heads_to_numpy(x) for name, x in zip("qkv", qkv, strict=True)}
-
-    def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        return self.project(self.inputs["query"], self.inputs.get("key"), None)
-
-    def scores(self, values: Values) -> dict[str, np.ndarray]:
-        q, k = self.heads_from_numpy(values["q"]), self.heads_from_numpy(values["k"])
-        bias = self.problem.inputs.get("bias")
-        return {"scores": to_numpy(mha_tt.attention_scores(q, k, bias, head_dim=self.spec.head_dim))}
-
-    def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
-        attn_weights = mha_tt.masked_softmax(from_numpy(values["scores"]), values["mask"])
-        return {"attn_weights": to_numpy(attn_weights).astype(self.dtype)}
-
-    def context(self, values: Values) -> dict[str, np.ndarray]:
-        v = self.heads_from_numpy(values_to_weigh(self.problem, values))
-        context = mha_tt.attention_context(from_numpy(values["attn_weights"]), v)
-        return {"context": self.heads_to_numpy(context)}
-
-    def output(self, values: Values) -> dict[str, np.ndarray]:
-        output = mha_tt.combine_heads(self.heads_from_numpy(values["context"]))
-        if self.spec.out_proj:
-            return {"output": to_numpy(mha_tt.project_with(self.weights)("out_proj", output))}
-        return {"output": self.combined_to_numpy(output)}
-
-    def combined_to_numpy(self, output: ttnn.Tensor) -> np.ndarray:
-        """The output of a layer; the features that pad its heads are still in it where no projection follows."""
-        if self.spec.out_proj:
-            return to_numpy(output)
-        batch, seq_len, _ = output.shape
-        heads = mha_tt.split_heads(output, self.spec.num_heads)
-        return self.heads_to_numpy(heads).swapaxes(1, 2).reshape(batch, seq_len, -1)
-
-    def whole(self, _: Values) -> dict[str, np.ndarray]:
-        query, key = self.inputs["query"], self.inputs.get("key")
-        mask = self.build_mask() if self.problem.case.has_mask else None
-        bias = self.problem.inputs.get("bias")
+    def outputs(
+        self, query: ttnn.Tensor, key: ttnn.Tensor | None, mask: np.ndarray | None, bias: np.ndarray | None
+    ) -> tuple[ttnn.Tensor, dict[str, ttnn.Tensor]]:
         output, attn_weights = self.module(query, key, mask=mask, bias=bias, need_weights=True)
         fused, _ = self.module(query, key, mask=mask, bias=bias)
-        outputs = {"module.output": self.combined_to_numpy(output), "fused.output": self.combined_to_numpy(fused)}
-        return {"module.attn_weights": to_numpy(attn_weights), **outputs}
+        return attn_weights, {"module": output, "fused": fused}
 
-    def cached_steps(self, index: int) -> list[Step]:
-        case = self.problem.case
-        x = self.problem.step_input(index)
-        lengths = np.array(case.lengths_before(index), np.int32)
-        new_lengths = np.array(case.added(index), np.int32) if case.new_lengths else None
+    def step(
+        self, x: ttnn.Tensor, cache: mha_tt.KVCache, new_lengths: np.ndarray | None
+    ) -> tuple[dict[str, ttnn.Tensor], mha_tt.KVCache]:
+        output, grown = self.module(x, cache, new_lengths=new_lengths)
+        return {"module": output}, grown
 
-        def cache_of(values: Values, name: str) -> mha_tt.KVCache:
-            cache = self.module.init_cache(case.batch, case.capacity)
-            if index == 0:
-                return cache
-            keys, values_, lengths = (values[f"previous.{name}.{part}"] for part in ("keys", "values", "lengths"))
-            filler = np.zeros((*keys.shape[:2], cache.keys.shape[2] - case.capacity, keys.shape[3]), keys.dtype)
-            keys, values_ = (self.heads_from_numpy(np.concatenate([x, filler], axis=2)) for x in (keys, values_))
-            return mha_tt.KVCache(keys, values_, lengths, case.capacity)
 
-        def stages_of(cache: mha_tt.KVCache, name: str) -> dict[str, np.ndarray]:
-            stages: dict[str, np.ndarray] = {f"{name}.lengths": cache.lengths}
-            for part, slots in (("keys", cache.keys), ("values", cache.values)):
-                array = self.heads_to_numpy(slots)
-                if array[:, :, case.capacity :].any():
-                    raise ValueError(f"slots beyond the capacity must be 0, got others in {name}.{part}")
-                stages[f"{name}.{part}"] = array[:, :, : case.capacity]
-            return stages
-
-        def mask(_: Values) -> dict[str, np.ndarray]:
-            mask = mha_tt.create_cache_mask(lengths, case.chunks[index], case.capacity)
-            shape = (case.batch, case.spec.num_heads, case.chunks[index], case.capacity)
-            return {"mask": np.broadcast_to(mask, shape)}
-
-        def qkv(_: Values) -> dict[str, np.ndarray]:
-            return self.project(from_numpy(x), None, lengths[:, None] + np.arange(case.chunks[index]))
-
-        def cache(values: Values) -> dict[str, np.ndarray]:
-            k, v = self.heads_from_numpy(values["k"]), self.heads_from_numpy(values["v"])
-            grown = mha_tt.append_to_cache(cache_of(values, "cache"), k, v, new_lengths=new_lengths)
-            return stages_of(grown, "cache")
-
-        def whole(values: Values) -> dict[str, np.ndarray]:
-            output, grown = self.module(from_numpy(x), cache_of(values, "module.cache"), new_lengths=new_lengths)
-            return {"module.output": self.combined_to_numpy(output), **stages_of(grown, "module.cache")}
-
-        def scores(values: Values) -> dict[str, np.ndarray]:
-            return self.scores({**values, "k": values["cache.keys"]})
-
-        def context(values: Values) -> dict[str, np.ndarray]:
-            return self.context({**values, "v": values["cache.values"]})
-
-        return [mask, qkv, cache, scores, self.attn_weights, context, self.output, whole]
+def pull_back(path: str, *_: Any) -> tuple[dict[str, np.ndarray], Weights]:
+    """There is none: see `HAS_GRADIENTS`."""
+    raise NotImplementedError("ttnn has no automatic differentiation")
 
 
 # ---- Surroundings ----------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mha_spec import AttentionSpec
 from parity.conversion.layouts import LAYOUTS, from_canonical
-from parity.core.spec import AttentionSpec
 from parity.core.weights import Weights
 
 

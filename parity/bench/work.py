@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from parity.core.spec import AttentionSpec
+from mha_spec import AttentionSpec
 from parity.core.weights import Weights, dtype_named, random_weights
 
 GROUPS = ("cores", "layers", "decode", "memory", "import", "convert", "growth")

@@ -724,7 +724,7 @@ def _convert(options: argparse.Namespace) -> int:
     layers, spec = converted.layers, converted.spec
     heads = f", {spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}" if spec else ""
     if converted.heads_from:
-        theta = f", --rope-theta {spec.rope_theta:g}" if spec and spec.rope_theta is not None else ""
+        theta = f", --rope-theta {spec.rope.theta:g}" if spec and spec.rope is not None else ""
         heads += f" (from {converted.heads_from}{theta})"
     out.print(
         f"{len(layers)} attention layer{'s' if len(layers) != 1 else ''}{heads}: {converted.source} -> {options.to}; "

@@ -21,6 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from mha_spec import AttentionSpec
 from parity.conformance.subjects import (
     BATCH,
     DTYPES,
@@ -37,7 +38,6 @@ from parity.conformance.subjects import (
     run,
     subject_of,
 )
-from parity.core.spec import AttentionSpec
 from parity.core.weights import Weights, dtype_named
 from parity.reporting.console import begin_table
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec import AttentionSpec
 from parity.conformance.subjects import HEAD_DIM, NUM_HEADS, Call, Path, Subject, fresh_copies
 from parity.conversion.layouts import LAYOUTS, from_canonical
-from parity.core.spec import AttentionSpec
 from parity.core.weights import Weights, dtype_named, random_weights
 
 SPEC = AttentionSpec(NUM_HEADS * HEAD_DIM, NUM_HEADS)
@@ -421,16 +421,16 @@ def _our_module(framework: str, kind: str) -> Callable[..., Any]:
 
     def made(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Any:
         spec, weights = _filled(path, spec, weights)
-        keywords = spec.keywords | {"dropout": path.dropout}
+        spec = replace(spec, dropout=path.dropout)
         if framework == "torch":
             import torch
 
-            module = getattr(package, kind)(**keywords, dtype=getattr(torch, path.dtype)).train(path.train)
+            module = getattr(package, kind)(spec, dtype=getattr(torch, path.dtype)).train(path.train)
         else:
             import jax.numpy as jnp
             from flax import nnx
 
-            module = getattr(package, kind)(**keywords, param_dtype=jnp.dtype(path.dtype), rngs=nnx.Rngs(0))
+            module = getattr(package, kind)(spec, param_dtype=jnp.dtype(path.dtype), rngs=nnx.Rngs(0))
             module.train() if path.train else module.eval()
         module = backend.load_into(module, weights)
         return fresh_copies(module) if framework == "jax" else lambda: module

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.core.spec import AttentionSpec
+from mha_spec import AttentionSpec
 from parity.core.weights import Weights, dtype_named
 
 DTYPES = ("float32", "bfloat16", "float16")

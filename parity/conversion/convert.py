@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec import AttentionSpec
 from parity.conversion.layouts import LAYOUTS, Layout, Tensor, find_layout, find_spec, from_canonical, to_canonical
 from parity.conversion.layouts.layout import (
     DoesNotFit,
@@ -25,7 +26,7 @@ from parity.conversion.layouts.layout import (
 )
 from parity.conversion.model_config import HEADS, Beside, heads_beside
 from parity.conversion.not_carried import NotCarriedWarning
-from parity.core.spec import AttentionSpec, unheld
+from parity.core.spec import unheld
 from parity.core.weights import FORMAT, Weights, is_finite, is_floating, read_spec, weight_shapes
 from parity.files import TensorFile, open_tensors, write_tensors
 

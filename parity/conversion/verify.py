@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from mha_spec import AttentionSpec
 from parity.core import reference
 from parity.core.compare import Comparison, compare, kept_dtype
 from parity.core.problem import Problem, make_problem
 from parity.core.run import run_steps
-from parity.core.spec import AttentionSpec, Case, unheld
+from parity.core.spec import Case, unheld
 from parity.core.weights import Weights, is_floating
 
 
@@ -53,7 +54,7 @@ def probe(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: Att
     """
     spec, other_spec = unheld(spec), unheld(other_spec)
     if spec != other_spec:
-        told, differ = spec.keywords, other_spec.keywords
+        told, differ = vars(spec), vars(other_spec)
         words = ", ".join(f"{name}={told[name]} and {differ[name]}" for name in told if told[name] != differ[name])
         raise ValueError(f"the layers must be of one specification to be compared, got {words}")
     case, dtype = probe_case("verify", spec), _narrower(weights, other)

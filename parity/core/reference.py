@@ -299,7 +299,7 @@ class Layer:
 
     def turned(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """q or k, turned by its positions if there is RoPE; v as it is."""
-        return x if self.problem.spec.rope_theta is None or name == "v" else self.rotate(x, positions)
+        return x if self.problem.spec.rope is None or name == "v" else self.rotate(x, positions)
 
     def rotate(self, x: np.ndarray, positions: np.ndarray, direction: int = 1) -> np.ndarray:
         """Turn the pairs (i, i + H/2) of x by their positions; direction -1 turns them back."""
@@ -312,7 +312,8 @@ class Layer:
 
     def theta(self) -> float:
         """The base of the RoPE frequencies."""
-        return self.problem.spec.rope_theta or 1.0
+        rope = self.problem.spec.rope
+        return 1.0 if rope is None else rope.theta
 
     def per_query_head(self, x: np.ndarray) -> np.ndarray:
         """Key/value heads (B, K, S, H), each repeated for its query heads: head n // (N // K) for head n."""
@@ -364,7 +365,7 @@ class Layer:
         positions = np.arange(seq_len)[None]
         for name, x, side, d_heads in (("q", query, "query", d_q), ("k", key, "key", d_k), ("v", key, "key", d_v)):
             d_heads = a.keep(d_heads)
-            if spec.rope_theta is not None and name != "v" and not magnitude:
+            if spec.rope is not None and name != "v" and not magnitude:
                 d_heads = self.rotate(d_heads, positions, direction=-1)
             d_projected = d_heads.swapaxes(1, 2).reshape(batch, x.shape[1], -1)
             d_inputs[side] += a.widen(self.linear_backward(f"{name}_proj", x, d_projected, grads, magnitude))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from parity.backends import NEEDS, load_backend, why_missing
+from parity.backends import NEEDS, driver, load_backend, why_missing
 from parity.core import reference
 from parity.core.compare import SAME_PRECISION, Comparison, compare, failure, first_difference, kept_dtype
 from parity.core.numerics import environment
@@ -150,10 +150,10 @@ def record(backend: str, reference: Reference, given: Problem | None = None) -> 
     module = load_backend(backend)
     with_gradients = reference.with_gradients and module.HAS_GRADIENTS
     with module.lock(problem.dtype) as numerics:
-        steps = module.steps(given or problem)
+        steps = driver.steps(module, given or problem)
         accumulated = run_steps(steps)
         if with_gradients:
-            accumulated |= module.gradients(given or problem)
+            accumulated |= driver.gradients(module, given or problem)
         local = run_steps(steps, reference.given)
     where = {"backends": {backend: {"numerics": numerics}}}
     return Trace(problem, backend, accumulated, local, where, with_gradients)

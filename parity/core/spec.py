@@ -1,160 +1,17 @@
-"""What is computed, written once: the specification of a layer, the cases, and the stages of the data flow."""
+"""What is computed, written once: the cases, and the stages of the data flow."""
 
 from __future__ import annotations
 
 import difflib
-import json
-import math
 import re
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
+from mha_spec import AttentionSpec, Rope
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """What an attention layer computes: the keywords that every sibling's modules take.
-
-    The sizes that may be left out are filled in, so that they can be read as integers.
-
-    Attributes:
-        d_model: width of the output, E.
-        num_heads: number of query heads, N.
-        num_kv_heads: number of key/value heads, K, a divisor of N; N when left out.
-        head_dim: features of a head, H; d_model // num_heads when left out.
-        d_in: width of the query input; d_model when left out.
-        d_kv: width of the key and value input; d_in when left out.
-        qkv_bias: q_proj, k_proj and v_proj have a bias.
-        out_bias: out_proj, where there is one, has a bias.
-        out_proj: the combined heads, N * H wide, are projected to d_model; without it they are the output.
-        fused_qkv: the module holds one qkv_proj in place of three projections; the results are equal.
-        rope_theta: base of the RoPE frequencies, or None for no RoPE.
-        dropout: rate at which attention weights are dropped in training.
-        output_dropout: rate at which outputs are dropped in training.
-
-    Raises:
-        TypeError: if a width or a number of heads is not an integer, rope_theta or a rate not a number, or what a
-            layer has or has not not a boolean.
-        ValueError: if the widths, heads or rates do not fit, or rope_theta is not finite.
-    """
-
-    d_model: int
-    num_heads: int
-    num_kv_heads: int = None  # pyright: ignore[reportAssignmentType]  (filled in below)
-    head_dim: int = None  # pyright: ignore[reportAssignmentType]
-    d_in: int = None  # pyright: ignore[reportAssignmentType]
-    d_kv: int = None  # pyright: ignore[reportAssignmentType]
-    qkv_bias: bool = True
-    out_bias: bool = True
-    out_proj: bool = True
-    fused_qkv: bool = False
-    rope_theta: float | None = None
-    dropout: float = 0.0
-    output_dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv"):
-            value = getattr(self, name)
-            if value is None and name not in ("d_model", "num_heads"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-                raise TypeError(f"{name} must be an integer, got {name}={value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {name}={value}")
-            object.__setattr__(self, name, int(value))
-        for name in ("qkv_bias", "out_bias", "out_proj", "fused_qkv"):
-            value = getattr(self, name)
-            if not isinstance(value, (bool, np.bool_)):
-                raise TypeError(f"{name} must be a boolean, got {name}={value!r}")
-            object.__setattr__(self, name, bool(value))
-        for name in ("rope_theta", "dropout", "output_dropout"):
-            value = getattr(self, name)
-            if value is None and name == "rope_theta":
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-                raise TypeError(f"{name} must be a number, got {name}={value!r}")
-            if isinstance(value, np.generic):  # of which JSON has none
-                object.__setattr__(self, name, float(value))
-        self._fill_in("num_kv_heads", self.num_heads)
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, "
-                f"got num_heads={self.num_heads} and num_kv_heads={self.num_kv_heads}"
-            )
-        if self.head_dim is None and self.d_model % self.num_heads:
-            raise ValueError(
-                f"d_model must be a multiple of num_heads, "
-                f"got d_model={self.d_model} and num_heads={self.num_heads} without head_dim"
-            )
-        self._fill_in("head_dim", self.d_model // self.num_heads)
-        self._fill_in("d_in", self.d_model)
-        self._fill_in("d_kv", self.d_in)
-        if self.fused_qkv and self.d_kv != self.d_in:
-            raise ValueError(f"d_kv must equal d_in with fused_qkv, got d_kv={self.d_kv} and d_in={self.d_in}")
-        if self.rope_theta is not None:
-            if self.d_kv != self.d_in:
-                raise ValueError(f"d_kv must equal d_in with RoPE, got d_kv={self.d_kv} and d_in={self.d_in}")
-            if self.head_dim % 2:
-                raise ValueError(f"head_dim must be even for RoPE, got head_dim={self.head_dim}")
-            if not 0 < self.rope_theta < math.inf:  # JSON has neither infinity nor NaN
-                raise ValueError(f"rope_theta must be positive and finite, got rope_theta={self.rope_theta}")
-        for name in ("dropout", "output_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {name}={getattr(self, name)}")
-
-    def _fill_in(self, name: str, value: int) -> None:
-        if getattr(self, name) is None:
-            object.__setattr__(self, name, value)
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """The fields by name: the keywords that make a module of any sibling."""
-        return asdict(self)
-
-    @property
-    def q_width(self) -> int:
-        """Width of the queries of all heads side by side, N * H."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        """Width of the keys, or the values, of all heads side by side, K * H."""
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def output_width(self) -> int:
-        """Width of the output: d_model, or N * H without out_proj."""
-        return self.d_model if self.out_proj else self.q_width
-
-    def cache_nbytes(self, batch_size: int, capacity: int, dtype: np.dtype, *, num_layers: int = 1) -> int:
-        """Bytes of the keys and values in all slots of all layers; the siblings' `kv_cache_nbytes`."""
-        return 2 * batch_size * self.kv_width * capacity * num_layers * dtype.itemsize
-
-    def to_json(self) -> str:
-        """The fields as a JSON object."""
-        return json.dumps(asdict(self), sort_keys=True, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> AttentionSpec:
-        """The specification that `to_json` wrote.
-
-        Raises:
-            ValueError: if the text is not a JSON object of these fields.
-        """
-        values = json.loads(text)
-        if not isinstance(values, Mapping):
-            raise ValueError(f"a specification must be a JSON object, got {text[:80]!r}")
-        known = {field.name for field in fields(cls)}
-        required = {field.name for field in fields(cls) if field.default is MISSING}
-        if unexpected := sorted(values.keys() - known):
-            raise ValueError(f"a specification must have the fields of AttentionSpec, unexpected {unexpected}")
-        if missing := sorted(required - values.keys()):
-            raise ValueError(f"a specification must have the fields of AttentionSpec, missing {missing}")
-        return cls(**values)
 
 
 def unheld(spec: AttentionSpec) -> AttentionSpec:
@@ -301,13 +158,13 @@ def stage_axes(stage: str) -> tuple[str, ...]:
 def _cases() -> dict[str, Case]:
     mha = AttentionSpec(32, 4)
     gqa = AttentionSpec(32, 8, num_kv_heads=2)
-    rope = AttentionSpec(32, 4, rope_theta=10000.0)
-    gqa_rope = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope_theta=10000.0, qkv_bias=False, out_bias=False)
+    rope = AttentionSpec(32, 4, rope=Rope(10000.0))
+    gqa_rope = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), qkv_bias=False, out_bias=False)
     tiny = AttentionSpec(4, 2, d_in=3)
     textbook = AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False)
     cross = AttentionSpec(32, 4, d_in=24, d_kv=40)
     anarcii = AttentionSpec(128, 4)
-    smollm2 = AttentionSpec(576, 9, num_kv_heads=3, qkv_bias=False, out_bias=False, rope_theta=100000.0)
+    smollm2 = AttentionSpec(576, 9, num_kv_heads=3, qkv_bias=False, out_bias=False, rope=Rope(100000.0))
     ragged = ((4, 2, 0), (1, 1, 1), (0, 3, 2), (1, 1, 1))
     cases = [
         Case("textbook", textbook, "a published example with known numbers", seq_len=6, is_causal=True),
@@ -391,7 +248,7 @@ def _cases() -> dict[str, Case]:
         Case("decode-gqa-rope", gqa_rope, "decode, rotary, shared", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
         Case(
             "ragged",
-            AttentionSpec(32, 4, num_kv_heads=2, rope_theta=10000.0),
+            AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0)),
             "sequences of different lengths",
             batch=3,
             seq_len=sum(map(max, ragged)),
@@ -498,7 +355,7 @@ def random_case(seed: int) -> Case:
         out_bias=bool(choose(True, False)),
         out_proj=bool(choose(True, True, False)),
         fused_qkv=bool(choose(True, False)) and not is_cross,
-        rope_theta=None if is_cross else choose(None, 10000.0, 500000.0),
+        rope=None if is_cross else choose(None, Rope(10000.0), Rope(500000.0)),
     )
     return Case(
         f"random-{seed}",

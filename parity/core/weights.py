@@ -14,8 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from mha_spec import AttentionSpec
 from parity.core.arrays import to_numpy_by_name
-from parity.core.spec import AttentionSpec
 from parity.files import TensorInfo
 from parity.files.reading import SUFFIXES, open_file
 from parity.files.safetensors import header
@@ -50,16 +50,7 @@ def is_finite(array: np.ndarray) -> bool:
 
 def weight_shapes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
     """The canonical names of a layer's weights and their shapes, in order."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    widths = {"q_proj": (spec.q_width, spec.d_in), "k_proj": (spec.kv_width, spec.d_kv)}
-    widths["v_proj"] = widths["k_proj"]
-    if spec.out_proj:
-        widths["out_proj"] = (spec.d_model, spec.q_width)
-    for name, shape in widths.items():
-        shapes[f"{name}.weight"] = shape
-        if spec.out_bias if name == "out_proj" else spec.qkv_bias:
-            shapes[f"{name}.bias"] = shape[:1]
-    return shapes
+    return spec.weight_shapes
 
 
 def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
@@ -117,9 +108,9 @@ def check_held(names: Iterable[str], spec: AttentionSpec) -> None:
     Raises:
         ValueError: if names are missing or unexpected.
     """
-    fused = {f"{each}_proj": "qkv_proj" for each in "qkv"} if spec.fused_qkv else {}
-    parts = (name.split(".") for name in weight_shapes(spec))
-    wanted, held = {f"{fused.get(projection, projection)}.{leaf}" for projection, leaf in parts}, set(names)
+    wanted = {f"{name}.weight" for name in spec.projections}
+    wanted |= {f"{name}.bias" for name, projection in spec.projections.items() if projection.has_bias}
+    held = set(names)
     missing, unexpected = sorted(wanted - held), sorted(held - wanted)
     if missing or unexpected:
         wrapped = "; a projection that is wrapped, as by LoRA, must be merged first" if missing and unexpected else ""

@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
+from mha_spec import AttentionSpec, Rope
 from parity.backends import load_backend, why_missing
 from parity.core.compare import first_difference
 from parity.core.problem import Problem, make_problem
 from parity.core.run import Reference, judge, record
-from parity.core.spec import CASES, AttentionSpec, Case, stage_kind
+from parity.core.spec import CASES, Case, stage_kind
 from parity.core.weights import random_weights
 from parity.diagnosis.diagnose import Diagnosis, diagnose
 from parity.diagnosis.mistakes import PRECISIONS, Mistake, Plan, mistakes_for
@@ -26,14 +27,14 @@ BACKENDS = ("jax", "torch")
 ARRAYS = {"jax": "jax.numpy", "torch": "torch", "tt": "numpy"}
 """The modules of their array functions. Of mha_tt only masks are arrays: tests/tt plants a few mistakes there."""
 
-HOLDERS = ("masks", "rope", "stages", "mha", "cache", "cache_mha")
+HOLDERS = ("masks", "rope", "weights", "stages", "mha", "cache", "cache_mha")
 """The modules of a sibling that hold its functions, beside the package itself."""
 
 SELFTEST_CASES = [
     Case("mha", AttentionSpec(32, 4), "heads with biases, and a bias on the scores", seq_len=7, bias=True),
     Case(
         "gqa-rope-causal",
-        AttentionSpec(48, 6, num_kv_heads=2, head_dim=8, rope_theta=10000.0),
+        AttentionSpec(48, 6, num_kv_heads=2, head_dim=8, rope=Rope(10000.0)),
         "shared heads, rotary positions, two masks",
         seq_len=9,
         is_causal=True,
@@ -52,7 +53,7 @@ SELFTEST_CASES = [
     Case("nan", AttentionSpec(32, 4), "a token that is NaN", seq_len=6, is_causal=True, not_finite="visible"),
     Case(
         "cached",
-        AttentionSpec(32, 4, num_kv_heads=2, head_dim=8, rope_theta=10000.0),
+        AttentionSpec(32, 4, num_kv_heads=2, head_dim=8, rope=Rope(10000.0)),
         "prompt and steps of sequences of different lengths",
         seq_len=8,
         chunks=(4, 1, 3),
@@ -203,7 +204,7 @@ def planted(hypothesis: str, problem: Problem, backend: str) -> Iterator[Problem
     before = []
     try:
         for name, override in plan.functions.items():
-            original = getattr(sibling, name)
+            original = getattr(sibling if hasattr(sibling, name) else sibling.stages, name)
             broken = partial(override, plan, original)
             for holder in holders:
                 if getattr(holder, name, None) is original:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mha_spec import AttentionSpec
 from parity.conversion.layouts import LAYOUTS, from_canonical, to_canonical
 from parity.core.arrays import to_jax, to_numpy_by_name, to_torch
-from parity.core.spec import AttentionSpec
 from parity.core.weights import Weights
 
 

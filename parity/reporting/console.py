@@ -324,7 +324,7 @@ def covers(case: Case) -> str:
         f"window {case.window_size}": case.window_size is not None,
         "random mask": case.random_mask,
         "bias": case.bias,
-        "RoPE": spec.rope_theta is not None,
+        "RoPE": spec.rope is not None,
         f"cache of {case.capacity} slots": case.is_cached,
         "ragged": bool(case.new_lengths),
         "fused qkv": spec.fused_qkv,

@@ -13,11 +13,12 @@ from typing import Any, cast
 
 import numpy as np
 
+from mha_spec import AttentionSpec
 from parity.backends import NEEDS, load_backend
 from parity.core import packages, reference
 from parity.core.problem import Problem, make_problem
 from parity.core.run import Trace, run_steps
-from parity.core.spec import AttentionSpec, Case, stage_kind
+from parity.core.spec import Case, stage_kind
 from parity.core.weights import Weights, is_finite, is_floating, write_whole
 
 FORMATS = (".png", ".svg")
@@ -243,8 +244,8 @@ def attention_for(
     inputs = {"query": _input("query", query, spec.d_in)}
     if key is not None:
         inputs["key"] = _input("key", key, spec.d_kv)
-        if spec.rope_theta is not None:
-            raise ValueError(f"key must be absent for a layer with RoPE, got rope_theta={spec.rope_theta}")
+        if spec.rope is not None:
+            raise ValueError(f"key must be absent for a layer with RoPE, got rope={spec.rope}")
     elif spec.d_kv != spec.d_in:
         raise ValueError(f"key must be given where d_kv is not d_in, got d_kv={spec.d_kv} and d_in={spec.d_in}")
     (batch, seq_len, _), seq_len_k = inputs["query"].shape, None if key is None else inputs["key"].shape[1]

@@ -18,8 +18,8 @@ from typing import Any
 import einops
 import numpy as np
 
+from mha_spec import AttentionSpec, Rope
 from parity.core.arrays import to_numpy_by_name
-from parity.core.spec import AttentionSpec
 from parity.core.weights import Weights, check_weights, is_floating, weight_shapes
 
 TILE = 32  # rows and columns in which TTNN keeps tensors
@@ -410,7 +410,7 @@ def find_spec(
                 qkv_bias=bool(of_qkv),
                 out_bias="out_proj.bias" in biases,
                 out_proj="out" in widths,
-                rope_theta=rope_theta,
+                rope=None if rope_theta is None else Rope(rope_theta),
             )
         except ValueError as error:
             reasons.append(str(error))
@@ -530,7 +530,7 @@ def _names_of(present: list[Tensor], names: Iterable[str]) -> list[str]:
 def _sizes(tensor: Tensor, spec: AttentionSpec, layout: Layout) -> dict[str, int]:
     heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads, "out": spec.num_heads}
     total = heads["out"] if tensor.holds == "out" else sum(heads[projection] for projection in tensor.holds)
-    features = _padded(spec.head_dim, spec.rope_theta is not None) if layout.padded else spec.head_dim
+    features = _padded(spec.head_dim, spec.rope is not None) if layout.padded else spec.head_dim
     return {"n": total, "h": features, "d": spec.d_in if "q" in tensor.holds else spec.d_kv, "e": spec.d_model}
 
 
@@ -560,7 +560,7 @@ def _features(heads: np.ndarray, name: str, spec: AttentionSpec, layout: Layout)
     if name == "out_proj.bias":
         return heads
     axis = heads.ndim - (2 if name in ("q_proj.weight", "k_proj.weight", "v_proj.weight") else 1)
-    if layout.padded and spec.rope_theta is not None:
+    if layout.padded and spec.rope is not None:
         return _first(_split(heads, axis, 2, -1), axis + 1, spec.head_dim // 2)
     if layout.padded:
         return _first(heads, axis, spec.head_dim)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
 import numpy as np
 
+from mha_spec import Rope
 from parity.core.reference import Layer
 from parity.core.spec import Case
 from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking, instead
@@ -18,7 +20,7 @@ STAGES = ("q", "k")
 
 def turned_otherwise(case: Case) -> Iterator[Mistake]:
     """Of queries and keys, of queries alone, of keys alone."""
-    if case.spec.rope_theta is None:
+    if case.spec.rope is None:
         return
     for of in ("qk", "q", "k"):
         whose = {"qk": "the", "q": "q's", "k": "k's"}[of]
@@ -43,7 +45,7 @@ def _turning(of: str, turned: Override) -> dict[str, Override]:
 
 
 def _turning_in_sibling(of: str, turned: Override) -> Callable[[Plan], None]:
-    """Plants another way to turn some heads: `turned(plan, rope, x, positions, theta)`."""
+    """Plants another way to turn some heads: `turned(plan, rotate, x, positions, rope)`."""
 
     def plant(plan: Plan) -> None:
         turns = cycle("qk")  # project_qkv turns q, then k
@@ -64,8 +66,8 @@ def _interleaved(case: Case, of: str, whose: str, suffix: str) -> Mistake:
     order = np.arange(size).reshape(2, -1).T.reshape(-1)  # 0, H/2, 1, H/2 + 1, …
     evens_first = np.array([*range(0, size, 2), *range(1, size, 2)])
 
-    def planted(_: Plan, rope: Any, x: Any, positions: Any, theta: float) -> Any:
-        return rope(x[..., evens_first], positions, theta)[..., np.argsort(evens_first)]
+    def planted(_: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
+        return rotate(x[..., evens_first], positions, rope)[..., np.argsort(evens_first)]
 
     return Mistake(
         f"rope-interleaved{suffix}",
@@ -135,7 +137,7 @@ def _missing(of: str, suffix: str) -> Mistake:
         "rope-positions",
         STAGES,
         _turning(of, lambda layer, x, positions: x),
-        _turning_in_sibling(of, lambda plan, rope, x, positions, theta: x),
+        _turning_in_sibling(of, lambda plan, rotate, x, positions, rope: x),
     )
 
 
@@ -147,7 +149,7 @@ def _reversed(of: str, whose: str, suffix: str) -> Mistake:
         "rope-positions",
         STAGES,
         _turning(of, lambda layer, x, positions: layer.rotate(x, -positions)),
-        _turning_in_sibling(of, lambda plan, rope, x, positions, theta: rope(x, -positions, theta)),
+        _turning_in_sibling(of, lambda plan, rotate, x, positions, rope: rotate(x, -positions, rope)),
     )
 
 
@@ -159,13 +161,13 @@ def _shifted(of: str, whose: str, by: str, step: int) -> Mistake:
         "rope-positions",
         STAGES,
         _turning(of, lambda layer, x, positions: layer.rotate(x, positions + step)),
-        _turning_in_sibling(of, lambda plan, rope, x, positions, theta: rope(x, positions + step, theta)),
+        _turning_in_sibling(of, lambda plan, rotate, x, positions, rope: rotate(x, positions + step, rope)),
     )
 
 
 def _cached_positions(of: str, whose: str, suffix: str) -> Iterator[Mistake]:
-    def one_late(plan: Plan, rope: Any, x: Any, positions: Any, theta: float) -> Any:
-        return rope(x, plan.xp.where(positions[:, :1] > 0, positions + 1, positions), theta)
+    def one_late(plan: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
+        return rotate(x, plan.xp.where(positions[:, :1] > 0, positions + 1, positions), rope)
 
     yield Mistake(
         f"cache-position-off-by-one{suffix}",
@@ -183,25 +185,25 @@ def _cached_positions(of: str, whose: str, suffix: str) -> Iterator[Mistake]:
         "cache-positions",
         STAGES,
         _turning(of, lambda layer, x, positions: layer.rotate(x, positions - positions[:, :1])),
-        _turning_in_sibling(of, lambda _, rope, x, positions, theta: rope(x, positions - positions[:, :1], theta)),
+        _turning_in_sibling(of, lambda _, rotate, x, positions, rope: rotate(x, positions - positions[:, :1], rope)),
     )
 
 
 # ---- Theta -----------------------------------------------------------------------------------------------------------
 
 
-def other_theta(case: Case) -> Iterator[Mistake]:
-    right = case.spec.rope_theta
-    return (_other_theta(theta, right) for theta in THETAS if right is not None and theta != right)
+def other_theta(case: Case) -> Iterable[Mistake]:
+    rope = case.spec.rope
+    return () if rope is None else (_other_theta(theta, rope.theta) for theta in THETAS if theta != rope.theta)
 
 
 def _other_theta(theta: float, right: float) -> Mistake:
     return Mistake(
         f"rope-theta-{theta:.0f}",
         f"RoPE's theta is {theta:g} and not {right:g}",
-        f"set rope_theta to {right:g}",
+        f"set the theta of its Rope to {right:g}",
         "rope-theta",
         STAGES,
         {"theta": instead(lambda: theta)},
-        breaking(apply_rope=lambda plan, rope, x, positions, _: rope(x, positions, theta)),
+        breaking(apply_rope=lambda plan, rotate, x, positions, rope: rotate(x, positions, replace(rope, theta=theta))),
     )

@@ -38,7 +38,7 @@ def _other_scale(name: str, words: str, divisor: float, factor: float, right: fl
         "scale",
         ("scores",),
         {"scale": instead(lambda: divisor)},
-        breaking(attention_scores=lambda _, scores, q, k, bias=None: scores(q * factor, k, bias)),
+        breaking(attention_scores=lambda _, scores, q, k, *rest: scores(q * factor, k, *rest)),
     )
 
 
@@ -49,7 +49,7 @@ def _scale_after_softmax(right: float) -> Mistake:
 
     def plant(plan: Plan) -> None:
         root = plan.problem.spec.head_dim**0.5
-        plan.functions["attention_scores"] = lambda _, scores, q, k, bias=None: scores(q * root, k, bias)
+        plan.functions["attention_scores"] = lambda _, scores, q, k, *rest: scores(q * root, k, *rest)
         plan.functions["masked_softmax"] = lambda _, softmax, s, mask=None: softmax(s, mask) / root
 
     return Mistake(
@@ -82,8 +82,10 @@ def bias(case: Case) -> Iterator[Mistake]:
     yield _bias_after_softmax()
 
 
-def _scores_alone(_: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None, **options: Any) -> Any:
-    return attention_scores(q, k, **options)
+def _scores_alone(
+    _: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None, spec: Any = None, **options: Any
+) -> Any:
+    return attention_scores(q, k, None, spec, **options)
 
 
 def _bias_scaled(size: int) -> Mistake:
@@ -91,8 +93,8 @@ def _bias_scaled(size: int) -> Mistake:
         bias, a = original(), layer.arithmetic
         return None if bias is None else a.widen(bias) / a.wide.type(layer.scale())
 
-    def scores(_: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None) -> Any:
-        return attention_scores(q, k, None if bias is None else bias / size**0.5)
+    def scores(_: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None, *rest: Any) -> Any:
+        return attention_scores(q, k, None if bias is None else bias / size**0.5, *rest)
 
     return Mistake(
         "score-bias-scaled",
@@ -187,16 +189,17 @@ def _swallowed() -> Mistake:
         "not-finite",
         ("attn_weights",),
         {stage: without_nan_of(stage) for stage in ("attn_weights", "context")},
-        breaking(masked_softmax=softmax, scaled_dot_product_attention=attention),
+        breaking(masked_softmax=softmax, attend=attention),
     )
 
 
 def _leaking() -> Mistake:
     def formula(
-        plan: Plan, _: Any, query: Any, key: Any, value: Any, *, mask: Any, bias: Any = None, **__: Any
+        plan: Plan, _: Any, query: Any, key: Any, value: Any, masking: Any, *__: Any, spec: Any, **___: Any
     ) -> tuple[Any, Any]:
         """Attention from the stage functions, as its formula has it; whoever asks for weights gets that."""
-        attn_weights = plan.sibling.masked_softmax(plan.sibling.attention_scores(query, key, bias), mask)
+        scores = plan.sibling.attention_scores(query, key, masking.bias, spec)
+        attn_weights = plan.sibling.masked_softmax(scores, masking.mask)
         return plan.sibling.attention_context(attn_weights, value), attn_weights
 
     return Mistake(
@@ -206,7 +209,7 @@ def _leaking() -> Mistake:
         "not-finite",
         ("module.output",),
         {"context": lambda layer, original, values: layer.weighed(values)},
-        breaking(scaled_dot_product_attention=formula),
+        breaking(attend=formula),
     )
 
 
@@ -228,7 +231,7 @@ def _products_of(kind: str, bits: int, about: str, fix: str) -> Mistake:
             plan.weights[name] = _fewer_bits(np, plan.weights[name], bits)
         plan.functions |= {
             "project_with": lambda _, f, weights: lambda which, x: f(weights)(which, cut(x)),
-            "attention_scores": lambda _, f, q, k, bias=None: f(cut(q), cut(k), bias),
+            "attention_scores": lambda _, f, q, k, *rest: f(cut(q), cut(k), *rest),
             "attention_context": lambda _, f, attn_weights, v: f(cut(attn_weights), cut(v)),
         }
 

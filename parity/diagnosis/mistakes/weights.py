@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec import AttentionSpec
 from parity.core.reference import Layer, Values
-from parity.core.spec import AttentionSpec, Case
+from parity.core.spec import Case
 from parity.diagnosis.mistakes.record import Mistake, Plan, breaking
 
 STAGES = {"q_proj": ("q", "k"), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("output",)}
@@ -54,7 +55,7 @@ def _transposed(projection: str) -> Mistake:
 
 def swapped(case: Case) -> Iterator[Mistake]:
     spec = case.spec
-    has_rope = spec.rope_theta is not None
+    has_rope = spec.rope is not None
     yield _swapped("k", "v", is_planted=not has_rope)  # with RoPE the one of the same name is planted, below
     if spec.num_heads == spec.num_kv_heads and spec.d_in == spec.d_kv:
         yield _swapped("q", "k")

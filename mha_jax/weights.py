@@ -1,0 +1,88 @@
+"""Weights from outside, in the container that the functions take: the projections made of them, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array
+
+from mha_jax.rope import at_least_float32
+from mha_spec import AttentionSpec
+
+Project = Callable[[str, Array], Array]
+"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input."""
+
+
+def project_with(weights: Mapping[str, Mapping[str, Array]]) -> Project:
+    """Projections whose weights lie in the container that `multi_head_attention` takes."""
+
+    def project(name: str, x: Array) -> Array:
+        leaves = weights[name]
+        check_projected(name, x, leaves["kernel"])
+        return linear(x, leaves["kernel"], leaves.get("bias"))
+
+    return project
+
+
+def linear(x: Array, kernel: Array, bias: Array | None) -> Array:
+    """x @ kernel + bias, in the dtype of x."""
+    # The sum stays in float32 until the bias is added: its gradient is then summed in float32 too.
+    projected = jnp.einsum("bti,io->bto", x, kernel, preferred_element_type=at_least_float32(x).dtype)
+    projected = projected if bias is None else projected + at_least_float32(bias)[None, None]
+    return projected.astype(x.dtype)
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_weights(weights: Mapping[str, Mapping[str, Array]], spec: AttentionSpec) -> None:
+    """Refuse weights that are not exactly those of the layer, by name and shape, or whose dtypes differ."""
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights must be a mapping of projections to their arrays, got {type(weights).__name__}")
+    flat = sorted(name for name, leaves in weights.items() if not isinstance(leaves, Mapping))
+    if flat:
+        raise TypeError(f"weights must map each projection to its kernel and bias, got arrays for {flat}")
+    held = {f"{name}.{leaf}": array for name, leaves in weights.items() for leaf, array in leaves.items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, projection in spec.projections.items():
+        shapes[f"{name}.kernel"] = (projection.d_in, projection.d_out)
+        if projection.has_bias:
+            shapes[f"{name}.bias"] = (projection.d_out,)
+    missing, unexpected = sorted(shapes.keys() - held.keys()), sorted(held.keys() - shapes.keys())
+    if missing or unexpected:
+        raise ValueError(f"weights must have exactly the names of the spec, missing {missing}, unexpected {unexpected}")
+    first = next(iter(shapes))
+    for name, shape in shapes.items():
+        array = held[name]
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating point, got {name}.dtype={array.dtype}")
+        if array.dtype != held[first].dtype:
+            raise TypeError(f"{name} must have the dtype of {first}, got {array.dtype} and {held[first].dtype}")
+        if array.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {name}.shape={array.shape}")
+    check_finite(held)
+
+
+def check_finite(weights: Mapping[str, Array]) -> None:
+    """Refuse weights with a NaN or an infinity, wherever their values are known."""
+    known = {name: array for name, array in weights.items() if not isinstance(array, Tracer)}
+    with jax.ensure_compile_time_eval():  # weights may be known where inputs are not: closed over under jit
+        wrong = [name for name, is_finite in _are_finite(known).items() if not is_finite]
+    if wrong:
+        raise ValueError(f"weights must be finite, got NaN or infinities in {wrong}")
+
+
+@jax.jit
+def _are_finite(arrays: dict[str, Array]) -> dict[str, Array]:
+    return {name: jnp.isfinite(array).all() for name, array in arrays.items()}
+
+
+def check_projected(name: str, x: Array, kernel: Array) -> None:
+    """Refuse an input whose width or dtype is not that of the projection it goes into."""
+    if x.shape[-1] != kernel.shape[0]:
+        raise ValueError(f"the input of {name} must have {kernel.shape[0]} features, got shape={x.shape}")
+    if x.dtype != kernel.dtype:
+        raise TypeError(f"the input of {name} must have the dtype of its kernel, got {x.dtype} and {kernel.dtype}")

@@ -1,0 +1,205 @@
+"""The specification of an attention layer: every field, and every rule between fields."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import KW_ONLY, MISSING, asdict, dataclass, fields
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from mha_spec.rope import Rope, check_rotated
+from mha_spec.rules import as_boolean, as_count, as_rate, check_head_groups
+
+SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv")
+FLAGS = ("qkv_bias", "out_bias", "out_proj", "fused_qkv")
+RATES = ("dropout", "output_dropout")
+
+Record = TypeVar("Record", "AttentionSpec", Rope)
+
+
+class Projection(NamedTuple):
+    """A linear map that a layer holds.
+
+    Attributes:
+        widths: of the parts of its output: one, or those of q, k and v, which are drawn each on their own.
+        d_in: width of its input.
+        has_bias: whether a bias is added.
+    """
+
+    widths: tuple[int, ...]
+    d_in: int
+    has_bias: bool
+
+    @property
+    def d_out(self) -> int:
+        """Width of its output."""
+        return sum(self.widths)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What an attention layer computes, whatever it is written in. Hashable.
+
+    The sizes that may be left out are filled in, so that they can be read as integers.
+
+    Attributes:
+        d_model: width of the output, E.
+        num_heads: number of query heads, N.
+        num_kv_heads: number of key/value heads, K, a divisor of N; N when left out.
+        head_dim: features of a head, H; d_model // num_heads when left out.
+        d_in: width of the query input; d_model when left out.
+        d_kv: width of the key and value input; d_in when left out.
+        qkv_bias: q_proj, k_proj and v_proj have a bias.
+        out_bias: out_proj, where there is one, has a bias.
+        out_proj: the combined heads, N * H wide, are projected to d_model; without it they are the output.
+        fused_qkv: the layer holds one qkv_proj, its rows q, then k, then v, in place of three projections; the results
+            are equal.
+        rope: how queries and keys are rotated by their positions, or None for no RoPE.
+        dropout: rate at which attention weights are dropped in training.
+        output_dropout: rate at which outputs are dropped in training.
+
+    Raises:
+        TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a rate not a number, or what a
+            layer has or has not not a boolean.
+        ValueError: if the widths, heads or rates do not fit.
+    """
+
+    d_model: int
+    num_heads: int
+    _: KW_ONLY
+    num_kv_heads: int = None  # pyright: ignore[reportAssignmentType]  (filled in below)
+    head_dim: int = None  # pyright: ignore[reportAssignmentType]
+    d_in: int = None  # pyright: ignore[reportAssignmentType]
+    d_kv: int = None  # pyright: ignore[reportAssignmentType]
+    qkv_bias: bool = True
+    out_bias: bool = True
+    out_proj: bool = True
+    fused_qkv: bool = False
+    rope: Rope | None = None
+    dropout: float = 0.0
+    output_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for names, rule in ((SIZES, as_count), (FLAGS, as_boolean), (RATES, as_rate)):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None or name not in SIZES[2:]:
+                    object.__setattr__(self, name, rule(name, value))
+        if self.rope is not None and not isinstance(self.rope, Rope):
+            raise TypeError(f"rope must be a Rope or None, got rope={self.rope!r}")
+        self._fill_in("num_kv_heads", self.num_heads)
+        check_head_groups(self.num_heads, self.num_kv_heads)
+        if self.head_dim is None and self.d_model % self.num_heads:
+            raise ValueError(
+                f"d_model must be a multiple of num_heads, "
+                f"got d_model={self.d_model} and num_heads={self.num_heads} without head_dim"
+            )
+        self._fill_in("head_dim", self.d_model // self.num_heads)
+        self._fill_in("d_in", self.d_model)
+        self._fill_in("d_kv", self.d_in)
+        for what, is_asked_for in (("fused_qkv", self.fused_qkv), ("RoPE", self.rope is not None)):
+            if is_asked_for and self.d_kv != self.d_in:
+                raise ValueError(f"d_kv must equal d_in with {what}, got d_kv={self.d_kv} and d_in={self.d_in}")
+        if self.rope is not None:
+            check_rotated(self.head_dim)
+
+    def _fill_in(self, name: str, value: int) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
+
+    @property
+    def q_width(self) -> int:
+        """Width of the queries of all heads side by side, N * H."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of the keys, or the values, of all heads side by side, K * H."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def output_width(self) -> int:
+        """Width of the output: d_model, or N * H without out_proj."""
+        return self.d_model if self.out_proj else self.q_width
+
+    @property
+    def score_scale(self) -> float:
+        """What dot products of queries and keys are multiplied by: 1 / sqrt(H)."""
+        return self.head_dim**-0.5
+
+    @property
+    def qkv_projections(self) -> dict[str, Projection]:
+        """q_proj, k_proj and v_proj, whether the layer holds three projections or one."""
+        widths = {"q_proj": (self.q_width, self.d_in), "k_proj": (self.kv_width, self.d_kv)}
+        widths["v_proj"] = widths["k_proj"]
+        return {name: Projection((d_out,), d_in, self.qkv_bias) for name, (d_out, d_in) in widths.items()}
+
+    @property
+    def projections(self) -> dict[str, Projection]:
+        """The projections that the layer holds, by name, in the order of the data flow."""
+        held = self.qkv_projections
+        if self.fused_qkv:
+            widths = tuple(projection.d_out for projection in held.values())
+            held = {"qkv_proj": Projection(widths, self.d_in, self.qkv_bias)}
+        if self.out_proj:
+            held["out_proj"] = Projection((self.d_model,), self.q_width, self.out_bias)
+        return held
+
+    @property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The canonical weights by name and shape, (out, in) and (out,), whether q, k and v are held as one or not."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        out_proj = {name: held for name, held in self.projections.items() if name == "out_proj"}
+        for name, projection in {**self.qkv_projections, **out_proj}.items():
+            shapes[f"{name}.weight"] = (projection.d_out, projection.d_in)
+            if projection.has_bias:
+                shapes[f"{name}.bias"] = (projection.d_out,)
+        return shapes
+
+    def cache_nbytes(self, batch_size: int, capacity: int, dtype: np.dtype, *, num_layers: int = 1) -> int:
+        """Bytes of the keys and values in all slots of all layers; the siblings' `kv_cache_nbytes`."""
+        return 2 * batch_size * self.kv_width * capacity * num_layers * dtype.itemsize
+
+    def check_self_attention(self) -> None:
+        """Refuse a layer whose keys and values come from another input than its queries.
+
+        Raises:
+            ValueError: if the widths of the inputs differ.
+        """
+        if self.d_kv != self.d_in:
+            raise ValueError(f"d_kv must equal d_in in self-attention, got d_kv={self.d_kv} and d_in={self.d_in}")
+
+    def to_json(self) -> str:
+        """The fields as a JSON object."""
+        return json.dumps(asdict(self), sort_keys=True, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> AttentionSpec:
+        """The specification that `to_json` wrote.
+
+        Raises:
+            ValueError: if the text is not a JSON object of these fields.
+        """
+        values: Any = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError(f"a specification must be a JSON object, got {text[:80]!r}")
+        if "rope_theta" in values and "rope" not in values:  # as files had it before `Rope`
+            theta = values.pop("rope_theta")
+            values["rope"] = None if theta is None else {"theta": theta}
+        if values.get("rope") is not None:
+            values["rope"] = _from_fields("rope", Rope, values["rope"])
+        return _from_fields("a specification", cls, values)
+
+
+def _from_fields(what: str, kind: type[Record], values: object) -> Record:
+    """A dataclass of fields that JSON has; what is not an object of just these is refused."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{what} must be a JSON object, got {values!r}")
+    known = {field.name for field in fields(kind)}
+    required = {field.name for field in fields(kind) if field.default is MISSING}
+    if unexpected := sorted(values.keys() - known):
+        raise ValueError(f"{what} must have the fields of {kind.__name__}, unexpected {unexpected}")
+    if missing := sorted(required - values.keys()):
+        raise ValueError(f"{what} must have the fields of {kind.__name__}, missing {missing}")
+    return kind(**values)

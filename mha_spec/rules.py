@@ -1,0 +1,66 @@
+"""The rules of plain values: what one must be, the words of a refusal, and the Python value that JSON can hold."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def as_count(name: str, value: object, minimum: int = 1) -> int:
+    """An integer of at least `minimum`.
+
+    Raises:
+        TypeError: if it is not an integer.
+        ValueError: if it is below the minimum.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an integer, got {name}={value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {name}={value}")
+    return int(value)
+
+
+def as_boolean(name: str, value: object) -> bool:
+    """True or False.
+
+    Raises:
+        TypeError: if it is neither.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be a boolean, got {name}={value!r}")
+    return bool(value)
+
+
+def as_number(name: str, value: object) -> float:
+    """A real number.
+
+    Raises:
+        TypeError: if it is not one.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name} must be a number, got {name}={value!r}")
+    return float(value)
+
+
+def as_rate(name: str, value: object) -> float:
+    """A probability below 1.
+
+    Raises:
+        TypeError: if it is not a number.
+        ValueError: if it lies outside [0, 1).
+    """
+    rate = as_number(name, value)
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {name}={value}")
+    return rate
+
+
+def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
+    """Refuse query heads that do not divide into groups of equal size, one for each key/value head.
+
+    Raises:
+        ValueError: if the number of query heads is not a multiple of that of key/value heads.
+    """
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads} and num_kv_heads={num_kv_heads}"
+        )

@@ -1,0 +1,86 @@
+"""Checks of arrays, made before any work: `<what> must <rule>, got <name>=<value>`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mha_spec.rules import as_count
+
+
+def check_count(name: str, value: object, minimum: int = 1) -> None:
+    """Refuse what is not an integer of at least `minimum`."""
+    if isinstance(value, Tensor) and torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        value = int(value)  # a size, of which the tracer makes a tensor
+    as_count(name, value, minimum)
+
+
+def values_of(x: Tensor) -> Any:
+    """The values of x as Python's, or None where none are known: in a traced graph, on meta, of a fake, under vmap."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return None
+    try:
+        values = x.tolist()
+    except RuntimeError:
+        return None
+    first = values
+    while isinstance(first, list) and first:
+        first = first[0]
+    return values if isinstance(first, (bool, int, float, list)) else None  # a fake tensor may give symbols
+
+
+def is_autocast_on(device: torch.device) -> bool:
+    """Whether autocast narrows what is computed on a device; some, such as meta, have none."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def check_array(name: str, x: object) -> None:
+    """Refuse what is not an array of the framework."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def check_floating(name: str, x: Tensor, rank: int) -> None:
+    """Refuse an array of another rank, or one that does not hold floating-point numbers."""
+    check_array(name, x)
+    if x.ndim != rank:
+        raise ValueError(f"{name} must have {rank} axes, got {name}.shape={tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {name}.dtype={x.dtype}")
+
+
+def check_device(name: str, x: Tensor, expected: torch.device, of: str) -> None:
+    """Refuse an array that lies on another device than the one that it meets."""
+    if x.device != expected:
+        raise ValueError(f"{name} must lie on the device of {of}, got {x.device} and {expected}")
+
+
+def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
+    """Refuse a shape that does not broadcast to the scores, or that would stretch them."""
+    fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(scores_shape), strict=False))
+    if not fits:
+        raise ValueError(f"{name} must broadcast to the scores (B, N, T, S) = {scores_shape}, got {name}.shape={shape}")
+
+
+def check_lengths(name: str, lengths: Tensor | Sequence[int], batch_size: int | None, maximum: int) -> list[int] | None:
+    """Refuse lengths that are not one integer in 0..maximum for each sequence.
+
+    Returns:
+        The lengths where they are known: a list is, in a compiled graph, too.
+    """
+    if isinstance(lengths, (list, tuple)) and all(type(length) is int for length in lengths):
+        shape, values = (len(lengths),), list(lengths)
+    else:
+        array = torch.as_tensor(lengths)
+        if array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
+            raise TypeError(f"{name} must be integers, got {name}.dtype={array.dtype}")
+        shape, values = tuple(array.shape), values_of(array)
+    if len(shape) != 1 or (batch_size is not None and shape[0] != batch_size):
+        expected = "(B,)" if batch_size is None else f"(B,) = ({batch_size},)"
+        raise ValueError(f"{name} must have shape {expected}, got {name}.shape={shape}")
+    if values is not None and any(not 0 <= value <= maximum for value in values):
+        raise ValueError(f"{name} must lie in 0..{maximum}, got {name}={values}")
+    return values

@@ -1,0 +1,77 @@
+"""Weights from outside, in the container that the functions take: the projections made of them, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mha_spec import AttentionSpec
+from mha_torch.arrays import check_array, check_device, is_autocast_on, values_of
+
+Project = Callable[[str, Tensor], Tensor]
+"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input."""
+
+
+def project_with(weights: Mapping[str, Tensor]) -> Project:
+    """Projections whose weights lie in the container that `multi_head_attention` takes."""
+
+    def project(name: str, x: Tensor) -> Tensor:
+        weight = weights[f"{name}.weight"]
+        check_projected(name, x, weight)
+        return F.linear(x, weight, weights.get(f"{name}.bias"))
+
+    return project
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
+    """Refuse weights that are not exactly those of the layer, by name and shape, or whose dtypes or devices differ."""
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights must be a mapping of names to tensors, got {type(weights).__name__}")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, projection in spec.projections.items():
+        shapes[f"{name}.weight"] = (projection.d_out, projection.d_in)
+        if projection.has_bias:
+            shapes[f"{name}.bias"] = (projection.d_out,)
+    missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
+    if missing or unexpected:
+        raise ValueError(f"weights must have exactly the names of the spec, missing {missing}, unexpected {unexpected}")
+    first = next(iter(shapes))
+    for name, shape in shapes.items():
+        weight = weights[name]
+        check_array(name, weight)
+        if not weight.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {name}.dtype={weight.dtype}")
+        if weight.dtype != weights[first].dtype:
+            raise TypeError(f"{name} must have the dtype of {first}, got {weight.dtype} and {weights[first].dtype}")
+        check_device(name, weight, weights[first].device, first)
+        if tuple(weight.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {name}.shape={tuple(weight.shape)}")
+    check_finite(weights)
+
+
+def check_finite(weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights with a NaN or an infinity, wherever their values are known."""
+    if torch.compiler.is_compiling():  # the question itself would be a part of the graph
+        return
+    are_finite = values_of(torch.stack([torch.isfinite(weight).all() for weight in weights.values()]))
+    if are_finite is None:
+        return
+    wrong = [name for name, is_finite in zip(weights, are_finite, strict=True) if not is_finite]
+    if wrong:
+        raise ValueError(f"weights must be finite, got NaN or infinities in {wrong}")
+
+
+def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
+    """Refuse an input whose width or dtype is not that of the projection it goes into."""
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"the input of {name} must have {weight.shape[1]} features, got shape={tuple(x.shape)}")
+    mixed = x.dtype != weight.dtype and weight.is_floating_point()
+    if mixed and not is_autocast_on(x.device):
+        raise TypeError(f"the input of {name} must have the dtype of its weight, got {x.dtype} and {weight.dtype}")
+    check_device(f"the input of {name}", x, weight.device, "its weight")

@@ -1,0 +1,241 @@
+"""The stages of a case in a sibling: their order, their names and the loop over the calls of a cache, written once.
+
+Each stage is the sibling's own function, on NumPy's arrays; how these get in and out is its port's, see `Port`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+
+from mha_spec import AttentionSpec
+from parity.core.problem import Problem
+from parity.core.reference import Step, Values, in_step
+from parity.core.spec import Case
+from parity.core.weights import Weights, dtype_named
+
+
+class FilledModule(Protocol):
+    """A module of a sibling with the weights of a problem.
+
+    Attributes:
+        weights: in the container that the sibling's functions take.
+    """
+
+    weights: Any
+
+    def init_cache(self, batch_size: int, capacity: int) -> Any:
+        """An empty cache."""
+        ...
+
+    def outputs(self, query: Any, key: Any, mask: Any, bias: Any) -> tuple[Any, dict[str, Any]]:
+        """The attention weights, and the output by each path: with them as `module`, as users get it as `fused`, …"""
+        ...
+
+    def step(self, x: Any, cache: Any, new_lengths: Any) -> tuple[dict[str, Any], Any]:
+        """The output of new tokens by each path, and the cache that holds them."""
+        ...
+
+
+class Port(Protocol):
+    """How a sibling is reached: plain functions, and what they are of."""
+
+    SIBLING: ModuleType
+    GRADIENT_PATHS: tuple[str, ...]
+
+    def from_numpy(self, x: np.ndarray) -> Any: ...
+    def to_numpy(self, x: Any) -> np.ndarray: ...
+    def beside(self, x: np.ndarray) -> Any:
+        """What goes beside the inputs, as the sibling takes it: masks, biases, positions, lengths."""
+        ...
+
+    def heads_from_numpy(self, x: np.ndarray, spec: AttentionSpec) -> Any: ...
+    def heads_to_numpy(self, x: Any, spec: AttentionSpec) -> np.ndarray: ...
+    def output_to_numpy(self, x: Any, spec: AttentionSpec) -> np.ndarray: ...
+    def cache_from_numpy(self, arrays: list[np.ndarray], spec: AttentionSpec) -> Any: ...
+    def cache_to_numpy(self, cache: Any, case: Case) -> dict[str, np.ndarray]: ...
+    def jit(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
+    def Filled(self, problem: Problem) -> FilledModule: ...
+    def pull_back(
+        self, path: str, filled: FilledModule, spec: AttentionSpec, inputs: dict[str, Any], hidden: dict[str, Any]
+    ) -> tuple[dict[str, np.ndarray], Weights]:
+        """Gradients of the inputs and of the canonical weights, for the cotangent among what is `hidden`."""
+        ...
+
+
+def steps(port: Port, problem: Problem) -> list[Step]:
+    """The stages of a problem as functions, in the order of the data flow: see `parity.core.reference.steps`."""
+    layer = _Layer(port, problem)
+    if not problem.case.is_cached:
+        return [layer.mask, layer.qkv, layer.scores, layer.attn_weights, layer.context, layer.output, layer.whole]
+    return [in_step(index, step) for index in range(len(problem.case.chunks)) for step in layer.cached_steps(index)]
+
+
+def gradients(port: Port, problem: Problem) -> dict[str, np.ndarray]:
+    """Gradients of sum(output * cotangent) on the plain path, `grad.…`, and on the others, `fused.grad.…`, …"""
+    layer = _Layer(port, problem)
+    inputs = {name: layer.inputs[name] for name in ("query", "key", "bias") if name in layer.inputs}
+    hidden = {"mask": layer.own_mask(), "cotangent": layer.inputs["cotangent"]}
+    found = {}
+    for path in port.GRADIENT_PATHS:
+        of_inputs, of_weights = port.pull_back(path, layer.filled, problem.spec, inputs, hidden)
+        found |= {f"{path}grad.{name}": grad for name, grad in {**of_inputs, **of_weights}.items()}
+    return found
+
+
+def values_to_weigh(problem: Problem, values: Values) -> np.ndarray:
+    """The values of a problem for its stage `context`, (B, K, S, H), without NaN.
+
+    A sibling's `attention_context` knows no mask: it is the formula, for which 0 * NaN is NaN. What hides such values
+    are the functions made of the stages, and `module.output` and `fused.output` ask it of them. A row that sees a NaN
+    is NaN here, too: its attention weights are.
+    """
+    v = values["v"]
+    return v if problem.case.not_finite is None else np.where(np.isfinite(v), v, np.zeros_like(v))
+
+
+class _Layer:
+    """A problem's arrays in a sibling, and each stage of it: from NumPy's arrays, to NumPy's arrays, by name."""
+
+    def __init__(self, port: Port, problem: Problem) -> None:
+        self.port, self.problem, self.case, self.spec = port, problem, problem.case, problem.spec
+        self.filled = port.Filled(problem)
+        self.inputs = {
+            name: port.beside(x) if name in ("mask", "bias") else port.from_numpy(x)
+            for name, x in problem.inputs.items()
+        }
+        sibling, spec, weights = port.SIBLING, problem.spec, self.filled.weights
+        self.sibling = sibling
+        # The sibling's functions are looked up when a stage runs, since one may have been replaced.
+        self.project = port.jit(
+            lambda query, key, positions: sibling.project_qkv(
+                sibling.project_with(weights), query, key, key, spec, positions
+            )
+        )
+        self.project_self = port.jit(
+            lambda x, positions: sibling.project_qkv(sibling.project_with(weights), x, x, x, spec, positions)
+        )
+        self.score = port.jit(lambda q, k, bias: sibling.attention_scores(q, k, bias, spec))
+        self.soften = port.jit(lambda scores, mask: sibling.masked_softmax(scores, mask))
+        self.weigh = port.jit(lambda attn_weights, v: sibling.attention_context(attn_weights, v))
+        self.combine = port.jit(self._combine)
+        self.append = port.jit(lambda cache, k, v, n: sibling.append_to_cache(cache, k, v, new_lengths=n))
+
+    def _combine(self, context: Any) -> Any:
+        output = self.sibling.combine_heads(context)
+        if not self.spec.out_proj:
+            return output
+        return self.sibling.project_with(self.filled.weights)("out_proj", output)
+
+    # ---- One stage each ----------------------------------------------------------------------------------------------
+
+    def mask(self, _: Values) -> dict[str, np.ndarray]:
+        shape = (self.case.batch, self.spec.num_heads, self.case.seq_len, self.case.key_len)
+        return {"mask": np.broadcast_to(self.hidden(), shape)}
+
+    def hidden(self) -> np.ndarray:
+        """What the sibling's functions hide, joined."""
+        case = self.case
+        mask = np.asarray(
+            self.sibling.create_attention_mask(
+                case.seq_len, case.key_len, is_causal=case.is_causal, key_padding_lengths=case.key_padding_lengths
+            )
+        )
+        if case.window_size is not None:
+            window = self.sibling.create_sliding_window_mask(case.seq_len, case.key_len, window_size=case.window_size)
+            mask = mask | np.asarray(window)
+        return mask | self.problem.inputs["mask"] if "mask" in self.problem.inputs else mask
+
+    def own_mask(self) -> Any:
+        """The mask as the module is given it, or None."""
+        return self.port.beside(self.hidden()) if self.case.has_mask else None
+
+    def qkv(self, _: Values) -> dict[str, np.ndarray]:
+        if "key" not in self.inputs:
+            return self.heads(self.project_self(self.inputs["query"], None))
+        return self.heads(self.project(self.inputs["query"], self.inputs["key"], None))
+
+    def heads(self, qkv: tuple[Any, Any, Any]) -> dict[str, np.ndarray]:
+        return {name: self.port.heads_to_numpy(x, self.spec) for name, x in zip("qkv", qkv, strict=True)}
+
+    def scores(self, values: Values) -> dict[str, np.ndarray]:
+        q, k = (self.port.heads_from_numpy(values[name], self.spec) for name in "qk")
+        return {"scores": self.port.to_numpy(self.score(q, k, self.inputs.get("bias")))}
+
+    def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
+        attn_weights = self.soften(self.port.from_numpy(values["scores"]), self.port.beside(values["mask"]))
+        return {"attn_weights": self.port.to_numpy(attn_weights).astype(dtype_named(self.problem.dtype))}
+
+    def context(self, values: Values) -> dict[str, np.ndarray]:
+        v = self.port.heads_from_numpy(values_to_weigh(self.problem, values), self.spec)
+        context = self.weigh(self.port.from_numpy(values["attn_weights"]), v)
+        return {"context": self.port.heads_to_numpy(context, self.spec)}
+
+    def output(self, values: Values) -> dict[str, np.ndarray]:
+        output = self.combine(self.port.heads_from_numpy(values["context"], self.spec))
+        return {"output": self.port.output_to_numpy(output, self.spec)}
+
+    def whole(self, _: Values) -> dict[str, np.ndarray]:
+        """The module as users call it, by each of its paths."""
+        inputs = (self.inputs["query"], self.inputs.get("key"), self.own_mask(), self.inputs.get("bias"))
+        attn_weights, outputs = self.filled.outputs(*inputs)
+        return {"module.attn_weights": self.port.to_numpy(attn_weights), **self.outputs(outputs)}
+
+    def outputs(self, outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        return {f"{path}.output": self.port.output_to_numpy(output, self.spec) for path, output in outputs.items()}
+
+    # ---- With a cache ------------------------------------------------------------------------------------------------
+
+    def cached_steps(self, index: int) -> list[Step]:
+        """The stages of one call: new tokens in, cache grown, everything up to each token attended to."""
+        call = _Call(self, index)
+        of_cache = [partial(call.with_cached, stage) for stage in (self.scores, self.context)]
+        return [call.mask, call.qkv, call.cache, of_cache[0], self.attn_weights, of_cache[1], self.output, call.whole]
+
+
+class _Call:
+    """One call with a cache."""
+
+    def __init__(self, layer: _Layer, index: int) -> None:
+        self.layer, self.port, self.case, self.index = layer, layer.port, layer.case, index
+        self.x = self.port.from_numpy(layer.problem.step_input(index))
+        self.before = np.array(self.case.lengths_before(index), np.int32)
+        is_ragged = bool(self.case.new_lengths)
+        self.new_lengths = self.port.beside(np.array(self.case.added(index), np.int32)) if is_ragged else None
+
+    def mask(self, _: Values) -> dict[str, np.ndarray]:
+        seq_len, capacity = self.case.chunks[self.index], self.case.capacity
+        mask = self.layer.sibling.create_cache_mask(self.port.beside(self.before), seq_len, capacity)
+        shape = (self.case.batch, self.case.spec.num_heads, seq_len, capacity)
+        return {"mask": np.broadcast_to(np.asarray(mask), shape)}
+
+    def qkv(self, _: Values) -> dict[str, np.ndarray]:
+        positions = self.before[:, None] + np.arange(self.case.chunks[self.index], dtype=np.int32)
+        has_rope = self.case.spec.rope is not None
+        return self.layer.heads(self.layer.project_self(self.x, self.port.beside(positions) if has_rope else None))
+
+    def cache(self, values: Values) -> dict[str, np.ndarray]:
+        k, v = (self.port.heads_from_numpy(values[name], self.case.spec) for name in "kv")
+        return self._stages("cache", self.layer.append(self._previous("cache", values), k, v, self.new_lengths))
+
+    def whole(self, values: Values) -> dict[str, np.ndarray]:
+        cache = self._previous("module.cache", values)
+        outputs, grown = self.layer.filled.step(self.x, cache, self.new_lengths)
+        return {**self.layer.outputs(outputs), **self._stages("module.cache", grown)}
+
+    def with_cached(self, stage: Step, values: Values) -> dict[str, np.ndarray]:
+        """A stage of all that is cached."""
+        return stage({**values, "k": values["cache.keys"], "v": values["cache.values"]})
+
+    def _previous(self, name: str, values: Values) -> Any:
+        if self.index == 0:
+            return self.layer.filled.init_cache(self.case.batch, self.case.capacity)
+        arrays = [values[f"previous.{name}.{part}"] for part in ("keys", "values", "lengths")]
+        return self.port.cache_from_numpy(arrays, self.case.spec)
+
+    def _stages(self, name: str, cache: Any) -> dict[str, np.ndarray]:
+        return {f"{name}.{part}": array for part, array in self.port.cache_to_numpy(cache, self.case).items()}
