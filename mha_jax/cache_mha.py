@@ -31,6 +31,7 @@ from mha_jax.rope import check_rope_positions
 from mha_jax.stages import Dropout, combine_heads, project_qkv
 from mha_jax.weights import Project, check_weights, project_with
 from mha_spec import AttentionSpec
+from mha_spec.attention import check_spec
 
 
 def multi_head_attention_with_cache(
@@ -64,8 +65,8 @@ def multi_head_attention_with_cache(
         TypeError: if x is not floating point or dtypes differ.
         ValueError: if the weights or the shapes do not fit, or only one of cache_k and cache_v is given.
     """
+    check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
-    spec.check_self_attention()
     check_floating("x", x, rank=3)
     check_rope_positions(positions, x.shape[0], x.shape[1], spec.rope)
     if (cache_k is None) != (cache_v is None):
@@ -122,8 +123,8 @@ def multi_head_attention_with_static_cache(
         ValueError: if the weights or the shapes do not fit, or the new tokens do not fit into the capacity. (Under jit
             lengths are not known; there a sequence that does not fit gives NaN and keeps the tokens it had.)
     """
+    check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
-    spec.check_self_attention()
     return _cached_layer(
         project_with(weights),
         x,

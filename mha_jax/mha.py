@@ -28,6 +28,7 @@ from mha_jax.stages import (
 )
 from mha_jax.weights import Project, check_projected, check_weights, linear, project_with
 from mha_spec import AttentionSpec
+from mha_spec.attention import check_spec
 
 jax.tree_util.register_static(AttentionSpec)  # jitted functions take one as they take arrays
 
@@ -343,14 +344,6 @@ class MultiHeadSelfAttention(AttentionLayer):
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_spec(spec: AttentionSpec, *, is_self_attention: bool) -> None:
-    """Refuse what is not a specification, or not one of a layer that attends to itself."""
-    if not isinstance(spec, AttentionSpec):
-        raise TypeError(f"spec must be an AttentionSpec, got {type(spec).__name__}")
-    if is_self_attention:
-        spec.check_self_attention()
 
 
 def check_layer_inputs(

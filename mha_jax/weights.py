@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from mha_jax.rope import at_least_float32
 from mha_spec import AttentionSpec
+from mha_spec.attention import check_spec
 
 Project = Callable[[str, Array], Array]
 """Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input."""
@@ -40,6 +41,7 @@ def linear(x: Array, kernel: Array, bias: Array | None) -> Array:
 
 def check_weights(weights: Mapping[str, Mapping[str, Array]], spec: AttentionSpec) -> None:
     """Refuse weights that are not exactly those of the layer, by name and shape, or whose dtypes differ."""
+    check_spec(spec)
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights must be a mapping of projections to their arrays, got {type(weights).__name__}")
     flat = sorted(name for name, leaves in weights.items() if not isinstance(leaves, Mapping))

@@ -161,15 +161,6 @@ class AttentionSpec:
         """Bytes of the keys and values in all slots of all layers; the siblings' `kv_cache_nbytes`."""
         return 2 * batch_size * self.kv_width * capacity * num_layers * dtype.itemsize
 
-    def check_self_attention(self) -> None:
-        """Refuse a layer whose keys and values come from another input than its queries.
-
-        Raises:
-            ValueError: if the widths of the inputs differ.
-        """
-        if self.d_kv != self.d_in:
-            raise ValueError(f"d_kv must equal d_in in self-attention, got d_kv={self.d_kv} and d_in={self.d_in}")
-
     def to_json(self) -> str:
         """The fields as a JSON object."""
         return json.dumps(asdict(self), sort_keys=True, allow_nan=False)
@@ -190,6 +181,19 @@ class AttentionSpec:
         if values.get("rope") is not None:
             values["rope"] = _from_fields("rope", Rope, values["rope"])
         return _from_fields("a specification", cls, values)
+
+
+def check_spec(spec: object, *, is_self_attention: bool = False) -> None:
+    """Refuse what is not a specification, or not one of a layer whose keys and values come from its queries' input.
+
+    Raises:
+        TypeError: if it is not an `AttentionSpec`.
+        ValueError: if the widths of the inputs differ in self-attention.
+    """
+    if not isinstance(spec, AttentionSpec):
+        raise TypeError(f"spec must be an AttentionSpec, got spec={spec!r}")
+    if is_self_attention and spec.d_kv != spec.d_in:
+        raise ValueError(f"d_kv must equal d_in in self-attention, got d_kv={spec.d_kv} and d_in={spec.d_in}")
 
 
 def _from_fields(what: str, kind: type[Record], values: object) -> Record:

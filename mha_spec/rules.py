@@ -58,8 +58,11 @@ def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
     """Refuse query heads that do not divide into groups of equal size, one for each key/value head.
 
     Raises:
-        ValueError: if the number of query heads is not a multiple of that of key/value heads.
+        TypeError: if a number of heads is not an integer.
+        ValueError: if one is below 1, or the number of query heads is not a multiple of that of key/value heads.
     """
+    as_count("num_heads", num_heads)
+    as_count("num_kv_heads", num_kv_heads)
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads} and num_kv_heads={num_kv_heads}"

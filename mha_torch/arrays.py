@@ -8,14 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mha_spec import rules
 from mha_spec.rules import as_count
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
     """Refuse what is not an integer of at least `minimum`."""
-    if isinstance(value, Tensor) and torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-        value = int(value)  # a size, of which the tracer makes a tensor
-    as_count(name, value, minimum)
+    as_count(name, _as_size(value), minimum)
+
+
+def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
+    """Refuse query heads that do not divide into groups of equal size, one for each key/value head."""
+    rules.check_head_groups(_as_size(num_heads), _as_size(num_kv_heads))
+
+
+def _as_size(value: Any) -> Any:
+    """A size of which `torch.jit.trace` made a tensor as an integer; anything else as it is."""
+    is_traced = isinstance(value, Tensor) and torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    return int(value) if is_traced else value
 
 
 def values_of(x: Tensor) -> Any:

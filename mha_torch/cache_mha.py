@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mha_spec import AttentionSpec
+from mha_spec.attention import check_spec
 from mha_torch import fused
 from mha_torch.arrays import check_floating, is_autocast_on
 from mha_torch.cache import (
@@ -66,8 +67,8 @@ def multi_head_attention_with_cache(
         ValueError: if the weights or the shapes do not fit, devices differ, a weight is not finite (where values are
             known), or only one of cache_k and cache_v is given.
     """
+    check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
-    spec.check_self_attention()
     check_floating("x", x, rank=3)
     check_rope_positions(positions, x.shape[0], x.shape[1], spec.rope)
     if (cache_k is None) != (cache_v is None):
@@ -123,8 +124,8 @@ def multi_head_attention_with_static_cache(
         ValueError: if the weights or the shapes do not fit, devices differ, a weight is not finite or the new tokens do
             not fit into the capacity (where values are known).
     """
+    check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
-    spec.check_self_attention()
     masking = Masking(mask, bias, is_causal=True)
     return _cached_layer(
         project_with(weights),

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mha_spec import AttentionSpec
+from mha_spec.attention import check_spec
 from mha_torch import fused, stages
 from mha_torch.arrays import check_device, check_floating, check_lengths
 from mha_torch.masks import Masking
@@ -296,14 +297,6 @@ class MultiHeadSelfAttention(AttentionLayer):
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_spec(spec: AttentionSpec, *, is_self_attention: bool) -> None:
-    """Refuse what is not a specification, or not one of a layer that attends to itself."""
-    if not isinstance(spec, AttentionSpec):
-        raise TypeError(f"spec must be an AttentionSpec, got {type(spec).__name__}")
-    if is_self_attention:
-        spec.check_self_attention()
 
 
 def check_layer_inputs(

@@ -14,8 +14,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mha_spec import AttentionSpec
-from mha_spec.rules import as_rate, check_head_groups
-from mha_torch.arrays import check_array, check_broadcasts, check_count, check_device, check_floating
+from mha_spec.rules import as_rate
+from mha_torch.arrays import (
+    check_array,
+    check_broadcasts,
+    check_count,
+    check_device,
+    check_floating,
+    check_head_groups,
+)
 from mha_torch.masks import Masking, check_bias, check_mask
 from mha_torch.not_finite import emptied, may_hold, not_finite, sees_any, spoilt
 from mha_torch.rope import apply_rope, at_least_float32

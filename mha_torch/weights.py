@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mha_spec import AttentionSpec
+from mha_spec.attention import check_spec
 from mha_torch.arrays import check_array, check_device, is_autocast_on, values_of
 
 Project = Callable[[str, Tensor], Tensor]
@@ -31,6 +32,7 @@ def project_with(weights: Mapping[str, Tensor]) -> Project:
 
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     """Refuse weights that are not exactly those of the layer, by name and shape, or whose dtypes or devices differ."""
+    check_spec(spec)
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights must be a mapping of names to tensors, got {type(weights).__name__}")
     shapes: dict[str, tuple[int, ...]] = {}

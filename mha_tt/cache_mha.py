@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec
+from mha_spec.attention import check_spec
 from mha_tt import fused, stages
 from mha_tt.arrays import check_floating, check_input_dtype
 from mha_tt.cache import (
@@ -71,8 +72,8 @@ def multi_head_attention_with_cache(
         TypeError: if x is not floating point, dtypes differ or the mask is not boolean.
         ValueError: if the weights or the shapes do not fit, or only one of cache_k and cache_v is given.
     """
+    check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
-    spec.check_self_attention()
     check_floating("x", x, rank=3)
     check_rope_positions(positions, x.shape[0], x.shape[1], spec.rope)
     if (cache_k is None) != (cache_v is None):
@@ -131,8 +132,8 @@ def multi_head_attention_with_static_cache(
         TypeError: if x is not floating point, dtypes differ, the mask is not boolean or the lengths are not integers.
         ValueError: if the weights or the shapes do not fit, or the new tokens do not fit into the capacity.
     """
+    check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
-    spec.check_self_attention()
     return _cached_layer(
         project_with(weights, compute_kernel_config=compute_kernel_config),
         x,

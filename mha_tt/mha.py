@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec
+from mha_spec.attention import check_spec
 from mha_tt import fused, stages
 from mha_tt.arrays import check_dtype, check_floating, check_input_dtype
 from mha_tt.device import accurate_config, describe_config, padded_head_dim
@@ -408,14 +409,6 @@ class MultiHeadSelfAttention(AttentionLayer):
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_spec(spec: AttentionSpec, *, is_self_attention: bool) -> None:
-    """Refuse what is not a specification, or not one of a layer that attends to itself."""
-    if not isinstance(spec, AttentionSpec):
-        raise TypeError(f"spec must be an AttentionSpec, got {type(spec).__name__}")
-    if is_self_attention:
-        spec.check_self_attention()
 
 
 def check_layer_inputs(

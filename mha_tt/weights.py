@@ -9,6 +9,7 @@ import ttnn
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec
+from mha_spec.attention import check_spec
 from mha_tt.arrays import check_dtype, check_floating
 from mha_tt.device import accurate_config, download, head_slots, padded_head_dim, upload
 
@@ -134,6 +135,7 @@ def project_with(
 
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     """Refuse weights that are not exactly those of the layer, by name and shape, in tiles on a device."""
+    check_spec(spec)
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights must be a mapping of names to tensors, got {type(weights).__name__}")
     padded = _padded(spec)

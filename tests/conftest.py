@@ -19,6 +19,7 @@ from flax import nnx
 
 import mha_jax
 import mha_torch
+from mha_spec import AttentionSpec
 from parity.backends import jax as jax_backend
 from parity.backends import torch as torch_backend
 
@@ -54,12 +55,12 @@ class Sibling:
         """The NumPy array of the same values and dtype."""
         return self.backend.to_numpy(x)
 
-    def module(self, kind: str, *args: Any, seed: int = 0, **kwargs: Any) -> Any:
+    def module(self, kind: str, spec: AttentionSpec, seed: int = 0, **options: Any) -> Any:
         """A module of the package, `kind` being its class name, with weights drawn from the seed."""
         if self.name == "jax":
-            return getattr(self.package, kind)(*args, rngs=nnx.Rngs(seed), **kwargs)
+            return getattr(self.package, kind)(spec, rngs=nnx.Rngs(seed), **options)
         torch.manual_seed(seed)
-        return getattr(self.package, kind)(*args, **kwargs)
+        return getattr(self.package, kind)(spec, **options)
 
 
 SIBLINGS = {

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import parity
+from mha_spec import AttentionSpec, Rope
 
 ONLY_TORCH = pytest.mark.parametrize("sibling", ["torch"], indirect=True)
 
@@ -98,23 +99,16 @@ CONFIGS = {
         "d_kv must equal d_in with fused_qkv, got d_kv=8 and d_in=6",
     ),
     "rope on odd heads": (
-        {"rope_theta": 1e4, "head_dim": 3},
+        {"rope": Rope(1e4), "head_dim": 3},
         ValueError,
         "head_dim must be even for RoPE, got head_dim=3",
     ),
-    "rope_theta 0": ({"rope_theta": 0.0}, ValueError, "rope_theta must be positive and finite, got rope_theta=0.0"),
-    "rope_theta NaN": (
-        {"rope_theta": math.nan},
+    "rope with another d_kv": (
+        {"rope": Rope(1e4), "d_kv": 6},
         ValueError,
-        "rope_theta must be positive and finite, got rope_theta=nan",
+        "d_kv must equal d_in with RoPE, got d_kv=6 and d_in=8",
     ),
-    "rope_theta infinite": (
-        {"rope_theta": math.inf},
-        ValueError,
-        "rope_theta must be positive and finite, got rope_theta=inf",
-    ),
-    "rope_theta text": ({"rope_theta": "1e4"}, TypeError, "rope_theta must be a number, got rope_theta='1e4'"),
-    "rope_theta True": ({"rope_theta": True}, TypeError, "rope_theta must be a number, got rope_theta=True"),
+    "rope of a number": ({"rope": 1e4}, TypeError, "rope must be a Rope or None, got rope=10000.0"),
     "dropout 1": ({"dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1, got dropout=1.0"),
     "dropout negative": ({"dropout": -0.1}, ValueError, "dropout must be at least 0 and below 1, got dropout=-0.1"),
     "dropout NaN": ({"dropout": math.nan}, ValueError, "dropout must be at least 0 and below 1, got dropout=nan"),
@@ -145,25 +139,41 @@ CONFIGS = {
 KINDS = ("MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache")
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_spec_refuses_the_configuration(name):
+    keywords, error, message = CONFIGS[name]
+    with pytest.raises(error, match=f"^{message}"):
+        AttentionSpec(**{"d_model": 8, "num_heads": 2, **keywords})
+
+
+THETAS = {
+    "0": (0.0, ValueError, "theta must be positive and finite, got theta=0.0"),
+    "NaN": (math.nan, ValueError, "theta must be positive and finite, got theta=nan"),
+    "infinite": (math.inf, ValueError, "theta must be positive and finite, got theta=inf"),
+    "text": ("1e4", TypeError, "theta must be a number, got theta='1e4'"),
+    "True": (True, TypeError, "theta must be a number, got theta=True"),
+    "None": (None, TypeError, "theta must be a number, got theta=None"),
+}
+
+
+@pytest.mark.parametrize("name", THETAS)
+def test_rope_refuses_theta(name):
+    theta, error, message = THETAS[name]
+    with pytest.raises(error, match=f"^{message}"):
+        Rope(theta)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_module_refuses_the_configuration(sibling, kind, name):
-    keywords, error, message = CONFIGS[name]
-    with pytest.raises(error, match=f"^{message}"):
-        sibling.module(kind, **{"d_model": 8, "num_heads": 2, **keywords})
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_spec_refuses_the_configuration_in_the_same_words(name):
-    keywords, error, message = CONFIGS[name]
-    with pytest.raises(error, match=f"^{message}"):
-        parity.AttentionSpec(**{"d_model": 8, "num_heads": 2, **keywords})
+@pytest.mark.parametrize("spec", [8, None, {"d_model": 8, "num_heads": 2}], ids=repr)
+def test_module_refuses_what_is_not_a_spec(sibling, kind, spec):
+    with pytest.raises(TypeError, match=r"^spec must be an AttentionSpec, got spec="):
+        sibling.module(kind, spec)
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_self_attention_refuses_another_width_of_keys(sibling, kind):
     with pytest.raises(ValueError, match=r"^d_kv must equal d_in in self-attention, got d_kv=6 and d_in=8"):
-        sibling.module(kind, 8, 2, d_kv=6)
+        sibling.module(kind, AttentionSpec(8, 2, d_kv=6))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -171,27 +181,7 @@ def test_self_attention_refuses_another_width_of_keys(sibling, kind):
 def test_module_refuses_weights_that_are_not_floating_point(sibling, kind, dtype):
     keyword = {"jax": "param_dtype", "torch": "dtype"}[sibling.name]
     with pytest.raises(TypeError, match=f"^{keyword} must be floating point, got {keyword}="):
-        sibling.module(kind, 8, 2, **{keyword: sibling.array(np.zeros(1, dtype)).dtype})
-
-
-NUMPY_SCALARS = {
-    "d_model": np.int64(8),
-    "num_heads": np.int32(2),
-    "qkv_bias": np.False_,
-    "out_bias": np.True_,
-    "out_proj": np.True_,
-    "fused_qkv": np.False_,
-    "rope_theta": np.float32(1e4),
-    "dropout": np.float16(0.5),
-    "output_dropout": np.int64(0),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_module_takes_numbers_and_booleans_of_numpy(sibling, kind):
-    config = sibling.module(kind, **NUMPY_SCALARS).config
-    assert config.items() >= NUMPY_SCALARS.items()
-    assert parity.AttentionSpec(**config) == parity.AttentionSpec(**{x: y.item() for x, y in NUMPY_SCALARS.items()})
+        sibling.module(kind, AttentionSpec(8, 2), **{keyword: sibling.array(np.zeros(1, dtype)).dtype})
 
 
 # ---- Stages ----------------------------------------------------------------------------------------------------------
@@ -245,16 +235,9 @@ STAGES = {
     "project_qkv heads": (
         "project_qkv",
         (lambda sibling: lambda name, x: x, ones(2, 3, 8), ones(2, 3, 8), ones(2, 3, 8)),
-        {"num_heads": 3, "num_kv_heads": 3},
+        {"spec": AttentionSpec(9, 3)},
         ValueError,
         "num_heads=3",
-    ),
-    "project_qkv fused_qkv": (
-        "project_qkv",
-        (lambda sibling: lambda name, x: x, ones(2, 3, 8), ones(2, 3, 8), ones(2, 3, 8)),
-        {"num_heads": 2, "num_kv_heads": 2, "fused_qkv": "no"},
-        TypeError,
-        "fused_qkv must be a boolean, got fused_qkv='no'",
     ),
 }  # RoPE refuses in test_rope.py
 
@@ -386,7 +369,7 @@ LAYERS = {
     "bias dtype": ({"bias": halves(3, 4)}, TypeError, "bias must have the dtype of query"),
     "positions without RoPE": ({"positions": lengths(0, 1, 2)[None]}, ValueError, "positions must come with RoPE"),
 }
-ROPE_SPEC = parity.AttentionSpec(8, 2, rope_theta=100.0)
+ROPE_SPEC = parity.AttentionSpec(8, 2, rope=Rope(100.0))
 ROPE_LAYERS = {
     "key": ({"key": ones(2, 3, 8)}, ValueError, "key must be None .*RoPE"),
     "float positions": ({"positions": ones(1, 3)}, TypeError, "positions must be integers"),
@@ -402,7 +385,7 @@ every_need = pytest.mark.parametrize("need_weights", [False, True], ids=["fused"
 def test_layer_function_refuses(sibling, name, need_weights):
     keywords, error, message = LAYERS[name]
     keywords = {"query": ones(2, 3, 6), "key": ones(2, 4, 5), **keywords, "weights": parity.random_weights(SPEC)}
-    options = {"num_heads": 2, "need_weights": need_weights}
+    options = {"spec": SPEC, "need_weights": need_weights}
     refused(sibling, "multi_head_attention", (), {**keywords, **options}, error, message)
 
 
@@ -410,7 +393,7 @@ def test_layer_function_refuses(sibling, name, need_weights):
 @pytest.mark.parametrize("name", LAYERS)
 def test_module_refuses(sibling, name, need_weights):
     keywords, error, message = LAYERS[name]
-    module = sibling.module("MultiHeadAttention", 8, 2, d_in=6, d_kv=5)
+    module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, d_in=6, d_kv=5))
     keywords = {"query": ones(2, 3, 6), "key": ones(2, 4, 5), **keywords}
     keywords = {name: converted(sibling, x) for name, x in keywords.items()}
     with pytest.raises(error, match=message):
@@ -421,13 +404,13 @@ def test_module_refuses(sibling, name, need_weights):
 def test_layer_function_with_rope_refuses(sibling, name):
     keywords, error, message = ROPE_LAYERS[name]
     keywords = {"query": ones(2, 3, 8), **keywords, "weights": parity.random_weights(ROPE_SPEC)}
-    refused(sibling, "multi_head_attention", (), {**keywords, "num_heads": 2, "rope_theta": 1e2}, error, message)
+    refused(sibling, "multi_head_attention", (), {**keywords, "spec": ROPE_SPEC}, error, message)
 
 
 @pytest.mark.parametrize("name", ROPE_LAYERS)
 def test_module_with_rope_refuses(sibling, name):
     keywords, error, message = ROPE_LAYERS[name]
-    module = sibling.module("MultiHeadAttention", 8, 2, rope_theta=1e2)
+    module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope(1e2)))
     keywords = {name: converted(sibling, x) for name, x in {"query": ones(2, 3, 8), **keywords}.items()}
     with pytest.raises(error, match=message):
         module(**keywords)
@@ -450,7 +433,7 @@ SELF_ATTENTIONS = {
 @pytest.mark.parametrize("name", SELF_ATTENTIONS)
 def test_self_attention_refuses(sibling, name, is_causal):
     keywords, error, message = SELF_ATTENTIONS[name]
-    module = sibling.module("MultiHeadSelfAttention", 8, 2)
+    module = sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2))
     keywords = {name: converted(sibling, x) for name, x in {"x": ones(2, 3, 8), **keywords}.items()}
     with pytest.raises(error, match=message):
         module(**keywords, is_causal=is_causal)
@@ -462,12 +445,14 @@ def test_torch_module_refuses_numpy(sibling, name):
     inputs = {"query": ones(2, 3, 8), "key": ones(2, 3, 8), "value": ones(2, 3, 8), "mask": booleans(3, 3)}
     given = {**{other: sibling.array(x) for other, x in inputs.items()}, name: inputs.get(name, ones(3, 3))}
     with pytest.raises(TypeError, match=f"{name} must be"):
-        sibling.module("MultiHeadAttention", 8, 2)(**given)
+        sibling.module("MultiHeadAttention", AttentionSpec(8, 2))(**given)
 
 
 # ---- Weights of the functional forms ---------------------------------------------------------------------------------
 
-WEIGHTS = parity.random_weights(parity.AttentionSpec(8, 2, d_in=6))
+LAYER_SPEC = AttentionSpec(8, 2, d_in=6)
+PACKED_SPEC = AttentionSpec(8, 2, d_in=6, fused_qkv=True)
+WEIGHTS = parity.random_weights(LAYER_SPEC)
 PACKED = {"qkv_proj.weight": ones(24, 6), "qkv_proj.bias": ones(24)}
 
 
@@ -481,7 +466,9 @@ BAD_WEIGHTS = {
     "bias without weight": (without("v_proj.weight"), ValueError, r"weights must .*missing \['v_proj"),
     "out_proj bias alone": (without("out_proj.weight"), ValueError, "weights must .*out_proj"),
     "other name": ({**WEIGHTS, "o_proj.weight": ones(8, 8)}, ValueError, r"weights must .*unexpected \['o_proj"),
-    "packed and separate": ({**WEIGHTS, **PACKED}, ValueError, r"weights must .*unexpected \['k_proj"),
+    "packed and separate": ({**WEIGHTS, **PACKED}, ValueError, r"weights must .*unexpected \['qkv_proj"),
+    "packed": (PACKED, ValueError, r"weights must .*missing \['k_proj.*unexpected \['qkv_proj"),
+    "no bias": (without("k_proj.bias"), ValueError, r"weights must .*missing \['k_proj.bias'\], unexpected \[\]"),
     "transposed q_proj": (
         {**WEIGHTS, "q_proj.weight": WEIGHTS["q_proj.weight"].T},
         ValueError,
@@ -493,17 +480,15 @@ BAD_WEIGHTS = {
         "_proj",
     ),
     "transposed out_proj": ({**WEIGHTS, "out_proj.weight": ones(8, 10)}, ValueError, "out_proj.* must have shape"),
-    "flat weight": ({**WEIGHTS, "k_proj.weight": ones(8)}, ValueError, "k_proj.* must have 2 axes"),
+    "flat weight": ({**WEIGHTS, "k_proj.weight": ones(8)}, ValueError, "k_proj.* must have shape"),
     "flat out_proj": ({**WEIGHTS, "out_proj.weight": ones(8)}, ValueError, "out_proj.* must have"),
     "bias of another width": ({**WEIGHTS, "k_proj.bias": ones(6)}, ValueError, "k_proj.bias must have shape"),
     "bias of 2 axes": ({**WEIGHTS, "q_proj.bias": ones(1, 8)}, ValueError, "q_proj.bias must have shape"),
-    "other head_dim": ({**WEIGHTS, "k_proj.weight": ones(6, 6)}, ValueError, "one head_dim"),
+    "other head_dim": ({**WEIGHTS, "k_proj.weight": ones(6, 6)}, ValueError, "k_proj.* must have shape"),
     "integer weight": ({**WEIGHTS, "q_proj.weight": integers(8, 6)}, TypeError, "q_proj"),
     "integer bias": ({**WEIGHTS, "q_proj.bias": integers(8)}, TypeError, "q_proj.bias must"),
     "mixed weight": ({**WEIGHTS, "k_proj.weight": halves(8, 6)}, TypeError, "k_proj"),
     "mixed bias": ({**WEIGHTS, "v_proj.bias": halves(8)}, TypeError, "v_proj.bias must"),
-    "packed rows": ({"qkv_proj.weight": ones(25, 6)}, ValueError, "qkv_proj.* must have"),
-    "packed bias": ({**PACKED, "qkv_proj.bias": ones(8)}, ValueError, "qkv_proj.bias must have shape"),
 }
 X = ones(2, 3, 6)
 FUNCTIONS = {
@@ -523,40 +508,58 @@ every_function = pytest.mark.parametrize("function", FUNCTIONS)
 def test_function_refuses_weights(sibling, name, function):
     weights, error, message = BAD_WEIGHTS[name]
     function, keywords = FUNCTIONS[function]
-    refused(sibling, function, (), {**keywords, "weights": weights, "num_heads": 2}, error, message)
+    refused(sibling, function, (), {**keywords, "weights": weights, "spec": LAYER_SPEC}, error, message)
+
+
+PACKED |= {"out_proj.weight": ones(8, 8), "out_proj.bias": ones(8)}
+BAD_PACKED = {
+    "separate": (WEIGHTS, r"weights must .*missing \['qkv_proj.*unexpected \['k_proj"),
+    "rows": (
+        {**PACKED, "qkv_proj.weight": ones(25, 6)},
+        "qkv",
+    ),
+    "bias": ({**PACKED, "qkv_proj.bias": ones(8)}, "qkv"),
+}
 
 
 @every_function
-@pytest.mark.parametrize("rope_theta", ["1e4", True], ids=repr)
-def test_function_refuses_what_is_not_a_number_for_rope(sibling, function, rope_theta):
+@pytest.mark.parametrize("name", BAD_PACKED)
+def test_function_refuses_packed_weights(sibling, name, function):
+    weights, message = BAD_PACKED[name]
     function, keywords = FUNCTIONS[function]
-    keywords = {**keywords, "weights": WEIGHTS, "num_heads": 2, "rope_theta": rope_theta}
-    refused(sibling, function, (), keywords, TypeError, f"rope_theta must be a number, got rope_theta={rope_theta!r}")
+    refused(sibling, function, (), {**keywords, "weights": weights, "spec": PACKED_SPEC}, ValueError, message)
 
 
 @every_function
 @pytest.mark.parametrize(
-    ("heads", "error", "message"),
+    ("spec", "error", "message"),
     [
-        ({"num_heads": 0}, ValueError, "num_heads must be at least 1"),
-        ({"num_heads": -2}, ValueError, "num_heads must be at least 1"),
-        ({"num_heads": 2.0}, TypeError, "num_heads must be an integer"),
-        ({"num_heads": 3}, ValueError, "3 heads"),
-        ({"num_heads": 2, "num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1"),
-        ({"num_heads": 4, "num_kv_heads": 8}, ValueError, "head_dim|num_kv_heads=8"),
+        (2, TypeError, "spec must be an AttentionSpec, got spec=2"),
+        (AttentionSpec(9, 3, d_in=6), ValueError, "must have shape"),
+        (AttentionSpec(8, 2, num_kv_heads=1, d_in=6), ValueError, "k_proj.* must have shape"),
+        (AttentionSpec(8, 2, d_in=6, out_proj=False), ValueError, r"unexpected \['out_proj"),
+        (AttentionSpec(8, 2, d_in=6, qkv_bias=False), ValueError, r"unexpected \['k_proj.bias"),
     ],
-    ids=["0", "negative", "float", "not dividing", "no kv heads", "more kv heads"],
+    ids=["number", "heads", "groups", "no out_proj", "no bias"],
 )
-def test_function_refuses_heads(sibling, function, heads, error, message):
+def test_function_refuses_the_spec_of_another_layer(sibling, function, spec, error, message):
     function, keywords = FUNCTIONS[function]
-    refused(sibling, function, (), {**keywords, "weights": WEIGHTS, **heads}, error, message)
+    refused(sibling, function, (), {**keywords, "weights": WEIGHTS, "spec": spec}, error, message)
+
+
+@pytest.mark.parametrize("function", ["growing", "static"])
+def test_cached_function_refuses_another_width_of_keys(sibling, function):
+    function, keywords = FUNCTIONS[function]
+    spec = AttentionSpec(8, 2, d_in=6, d_kv=5)
+    keywords = {**keywords, "weights": parity.random_weights(spec), "spec": spec}
+    refused(sibling, function, (), keywords, ValueError, "d_kv must equal d_in in self-attention")
 
 
 @pytest.mark.parametrize("weights", [None, [ones(8, 6)]], ids=["None", "list"])
 @every_function
 def test_function_refuses_weights_that_are_no_mapping(sibling, function, weights):
     function, keywords = FUNCTIONS[function]
-    refused(sibling, function, (), {**keywords, "weights": weights, "num_heads": 2}, TypeError, "weights must be")
+    refused(sibling, function, (), {**keywords, "weights": weights, "spec": LAYER_SPEC}, TypeError, "weights must be")
 
 
 @every_function
@@ -568,7 +571,7 @@ def test_function_refuses_the_weights_of_the_other_framework_in_one_line(sibling
     keywords = {name: converted(sibling, x) for name, x in keywords.items()}
 
     with pytest.raises((TypeError, ValueError), match=r"^weights must .*q_proj[^\n]{0,400}$"):
-        getattr(sibling.package, function)(**keywords, weights=weights, num_heads=2)
+        getattr(sibling.package, function)(**keywords, weights=weights, spec=LAYER_SPEC)
 
 
 # ---- Masks -----------------------------------------------------------------------------------------------------------
@@ -681,7 +684,7 @@ def test_kv_cache_nbytes_refuses_size(sibling, size, value, error):
 
 @pytest.mark.parametrize(("rule", "args"), [("batch_size must be at least 0", (-1, 4)), ("capacity must be", (2, 0))])
 def test_module_refuses_cache_of_size(sibling, rule, args):
-    module = sibling.module("MultiHeadAttentionWithCache", 8, 2)
+    module = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(8, 2))
     with pytest.raises(ValueError, match=rule):
         module.init_cache(*args)
 
@@ -750,14 +753,14 @@ CACHED = {
 def test_static_cache_function_refuses(sibling, name):
     keywords, error, message = CACHED[name]
     weights = parity.random_weights(parity.AttentionSpec(8, 2))
-    keywords = {"x": ones(2, 3, 8), "cache": cache, **keywords, "weights": weights, "num_heads": 2}
+    keywords = {"x": ones(2, 3, 8), "cache": cache, **keywords, "weights": weights, "spec": parity.AttentionSpec(8, 2)}
     refused(sibling, "multi_head_attention_with_static_cache", (), keywords, error, message)
 
 
 @pytest.mark.parametrize("name", CACHED)
 def test_cached_module_refuses(sibling, name):
     keywords, error, message = CACHED[name]
-    module = sibling.module("MultiHeadAttentionWithCache", 8, 2)
+    module = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(8, 2))
     keywords = {name: converted(sibling, x) for name, x in {"x": ones(2, 3, 8), "cache": cache, **keywords}.items()}
     with pytest.raises(error, match=message):
         module(**keywords)
@@ -785,7 +788,7 @@ def test_growing_cache_function_refuses(sibling, name):
     keywords, error, message = GROWING[name]
     weights = parity.random_weights(parity.AttentionSpec(8, 2))
     cached = {"cache_k": ones(2, 2, 5, 4), "cache_v": ones(2, 2, 5, 4)}
-    keywords = {"x": ones(2, 3, 8), **cached, **keywords, "weights": weights, "num_heads": 2}
+    keywords = {"x": ones(2, 3, 8), **cached, **keywords, "weights": weights, "spec": parity.AttentionSpec(8, 2)}
     refused(sibling, "multi_head_attention_with_cache", (), keywords, error, message)
 
 
@@ -805,7 +808,7 @@ def spoilt(value):
 def test_weights_that_are_not_finite_are_refused(sibling, function, value):
     weights = converted(sibling, spoilt(value))
     with pytest.raises(ValueError, match=r"weights must be finite, got NaN or infinities in \['k_proj\."):
-        getattr(sibling.package, function)(sibling.array(ones(1, 3, 8)), weights, num_heads=2)
+        getattr(sibling.package, function)(sibling.array(ones(1, 3, 8)), weights, FINITE_SPEC)
 
 
 def test_weights_may_be_mapped_over_in_torch():
@@ -815,7 +818,7 @@ def test_weights_may_be_mapped_over_in_torch():
 
     weights = {name: torch.from_numpy(w)[None].repeat(2, *[1] * w.ndim) for name, w in spoilt(0.0).items()}
     x = torch.ones(1, 3, 8)
-    outputs = torch.func.vmap(lambda w: mha_torch.multi_head_attention(x, w, num_heads=2, need_weights=True)[0])(
+    outputs = torch.func.vmap(lambda w: mha_torch.multi_head_attention(x, w, FINITE_SPEC, need_weights=True)[0])(
         weights
     )
     assert outputs.shape == (2, 1, 3, 8)

@@ -1,7 +1,6 @@
 """The key/value cache: however the tokens arrive, the results are those of one full causal pass."""
 
 import functools
-from dataclasses import asdict
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +14,16 @@ from hypothesis import strategies as st
 
 import mha_jax
 import parity
+from mha_spec import Rope
 
 NUM_TOKENS = 6  # and slots; few and always the same shapes, for JAX compiles each operation once a shape
 CHUNKS = [4, 1, 1]
 
 SPECS = {
     "mha": parity.AttentionSpec(24, 4),
-    "gqa-rope": parity.AttentionSpec(24, 4, num_kv_heads=2, rope_theta=10000.0),
+    "gqa-rope": parity.AttentionSpec(24, 4, num_kv_heads=2, rope=Rope(10000.0)),
     "mqa-no-out-proj": parity.AttentionSpec(24, 4, num_kv_heads=1, qkv_bias=False, out_proj=False),
-    "fused-qkv-head-dim": parity.AttentionSpec(24, 4, num_kv_heads=2, head_dim=10, fused_qkv=True, rope_theta=500.0),
+    "fused-qkv-head-dim": parity.AttentionSpec(24, 4, num_kv_heads=2, head_dim=10, fused_qkv=True, rope=Rope(500.0)),
 }
 GQA_ROPE = SPECS["gqa-rope"]
 
@@ -44,7 +44,7 @@ def _without_gradients():
 def layer(sibling, kind, spec, dtype=np.float32):
     """A module of that class and dtype; equal specs give equal weights. Tests share it and do not change it."""
     keyword = {"jax": "param_dtype", "torch": "dtype"}[sibling.name]
-    module = sibling.module(kind, **asdict(spec), **{keyword: sibling.array(np.zeros(1, dtype)).dtype})
+    module = sibling.module(kind, spec, **{keyword: sibling.array(np.zeros(1, dtype)).dtype})
     parity.load_into(module, {name: weight.astype(dtype) for name, weight in parity.random_weights(spec).items()})
     return module
 
@@ -119,14 +119,14 @@ def contents(sibling, cache):
     return [np.array(sibling.numpy(x)) for x in (cache.keys, cache.values, cache.lengths)]
 
 
-def projected(x, weights, name, spec, rope_theta=None):
+def projected(x, weights, name, spec, theta=None):
     """Keys or values (B, K, T, H) from the formulas, in float64; RoPE as a rotation of complex numbers."""
     y = x @ weights[f"{name}.weight"].T.astype(np.float64) + weights.get(f"{name}.bias", 0.0)
     y = y.reshape(*x.shape[:2], spec.num_kv_heads, spec.head_dim).swapaxes(1, 2)
-    if rope_theta is None:
+    if theta is None:
         return y
     first, second = np.split(y, 2, axis=-1)
-    frequencies = rope_theta ** (-2 * np.arange(spec.head_dim // 2) / spec.head_dim)
+    frequencies = theta ** (-2 * np.arange(spec.head_dim // 2) / spec.head_dim)
     turned = (first + 1j * second) * np.exp(1j * np.arange(x.shape[1])[:, None] * frequencies)
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
@@ -209,7 +209,6 @@ def test_half_precision_cache_keeps_its_dtype(sibling, dtype):
 @functools.cache
 def growing_step(sibling, spec):
     """The growing form with the sizes of the spec: (x, weights, cache_k, cache_v) -> (output, cache_k, cache_v)."""
-    sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "rope_theta": spec.rope_theta}
     step = functools.partial(sibling.package.multi_head_attention_with_cache, **sizes)
     return jax.jit(step) if sibling.name == "jax" else step
 
@@ -254,10 +253,8 @@ def test_static_functional_form_equals_the_module(sibling, spec):
     output, _ = sibling.package.multi_head_attention_with_static_cache(
         x,
         framework_weights(sibling, module),
+        spec,
         module.init_cache(3, NUM_TOKENS),
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        rope_theta=spec.rope_theta,
         new_lengths=[4, 0, 3],
     )
     new_lengths = sibling.array([4, 0, 3])
@@ -271,7 +268,7 @@ def test_growing_cache_takes_both_or_none(sibling, given):
     cached = {given: sibling.array(np.zeros((3, 2, 5, 6), np.float32))}
     with pytest.raises(ValueError, match="cache_k and cache_v must be given together"):
         sibling.package.multi_head_attention_with_cache(
-            sibling.array(random_tokens(GQA_ROPE)), weights, **cached, num_heads=4, num_kv_heads=2
+            sibling.array(random_tokens(GQA_ROPE)), weights, GQA_ROPE, **cached
         )
 
 
@@ -281,7 +278,7 @@ def test_growing_cache_refuses_other_shapes(sibling, shape):
     cache = sibling.array(np.zeros(shape, np.float32))
     with pytest.raises(ValueError, match="cache_k must have"):
         sibling.package.multi_head_attention_with_cache(
-            sibling.array(random_tokens(GQA_ROPE)), weights, cache, cache, num_heads=4, num_kv_heads=2
+            sibling.array(random_tokens(GQA_ROPE)), weights, GQA_ROPE, cache, cache
         )
 
 
@@ -292,7 +289,7 @@ def test_growing_cache_refuses_other_shapes(sibling, shape):
 def test_cache_holds_the_projected_keys(sibling, spec):
     x = random_tokens(spec)
     _, cache = feed(sibling, cached_layer(sibling, spec), x, CHUNKS)
-    expected = projected(x, parity.random_weights(spec), "k_proj", spec, spec.rope_theta)
+    expected = projected(x, parity.random_weights(spec), "k_proj", spec, spec.rope and spec.rope.theta)
     assert_same_up_to_rounding(sibling.numpy(cache.keys), expected)
 
 
@@ -437,7 +434,6 @@ def feed_with(sibling, module, x, chunks, capacity=NUM_TOKENS, **options):
 def grow_with(sibling, spec, x, chunks, **options):
     """The same of the growing form."""
     module = cached_layer(sibling, spec)
-    sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "rope_theta": spec.rope_theta}
     cached, outputs, begin = (None, None), [], 0
     for chunk in chunks:
         end = begin + chunk
@@ -447,7 +443,7 @@ def grow_with(sibling, spec, x, chunks, **options):
         }
         weights = framework_weights(sibling, module)
         output, *cached = sibling.package.multi_head_attention_with_cache(
-            sibling.array(x[:, begin:end]), weights, *cached, **sizes, **cut
+            sibling.array(x[:, begin:end]), weights, spec, *cached, **cut
         )
         outputs.append(sibling.numpy(output))
         begin = end
@@ -581,9 +577,7 @@ def test_growing_cache_takes_nothing(sibling, batch_size, num_tokens, num_cached
         cached = [sibling.array(np.zeros((batch_size, 2, num_cached, 6), np.float32)) for _ in range(2)]
     x = sibling.array(np.zeros((batch_size, num_tokens, 24), np.float32))
     weights = framework_weights(sibling, cached_layer(sibling, GQA_ROPE))
-    output, keys, _ = sibling.package.multi_head_attention_with_cache(
-        x, weights, *cached, num_heads=4, num_kv_heads=2, rope_theta=10000.0
-    )
+    output, keys, _ = sibling.package.multi_head_attention_with_cache(x, weights, GQA_ROPE, *cached)
     assert (output.shape, keys.shape) == (
         (batch_size, num_tokens, 24),
         (batch_size, 2, num_tokens + (num_cached or 0), 6),
@@ -784,9 +778,7 @@ def test_append_refuses_another_dtype_before_any_work(sibling, part):
 
 def decode_step(params, x, cache, new_lengths=None):
     """One functional step of `GQA_ROPE`."""
-    return mha_jax.multi_head_attention_with_static_cache(
-        x, params, cache, num_heads=4, num_kv_heads=2, rope_theta=10000.0, new_lengths=new_lengths
-    )
+    return mha_jax.multi_head_attention_with_static_cache(x, params, GQA_ROPE, cache, new_lengths=new_lengths)
 
 
 jitted_step = jax.jit(decode_step)

@@ -7,6 +7,7 @@ import torch
 
 import mha_torch
 import parity
+from mha_spec import AttentionSpec
 from parity import load_cache, load_tensors, save_cache, save_tensors
 from parity.backends import load_backend
 
@@ -37,7 +38,7 @@ def test_a_cache_goes_from_any_sibling_to_any_other(sibling, to, dtype, rng, tmp
 
 
 def test_decoding_goes_on_with_a_cache_that_was_read(sibling, rng, tmp_path):
-    module = sibling.module("MultiHeadAttentionWithCache", 16, 4)
+    module = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4))
     prompt, token = (sibling.array(rng.standard_normal((2, n, 16)).astype(np.float32)) for n in (3, 1))
     _, cache = module(prompt, module.init_cache(2, 5))
     save_cache(tmp_path / "cache.safetensors", cache)

@@ -12,6 +12,7 @@ import pytest
 
 import mha_torch
 import parity.backends.torch
+from mha_spec import Rope
 from parity import AttentionSpec, random_weights, save_weights
 from parity.cli.commands import main
 
@@ -150,7 +151,7 @@ def test_a_backend_that_is_not_there_exits_2_with_the_reason(capsys, monkeypatch
     assert capsys.readouterr().err == "mha-parity: tt needs ttnn_is_not_here, not installed here\n"
 
 
-@pytest.mark.parametrize("spec", [AttentionSpec(12, 3, rope_theta=1e4, head_dim=8), AttentionSpec(12, 3, d_kv=7)])
+@pytest.mark.parametrize("spec", [AttentionSpec(12, 3, rope=Rope(1e4), head_dim=8), AttentionSpec(12, 3, d_kv=7)])
 def test_run_takes_a_file_of_weights(tmp_path, capsys, spec):
     save_weights(tmp_path / "mine.safetensors", random_weights(spec, seed=4), spec)
     assert main(["run", "--weights", str(tmp_path / "mine.safetensors"), "--backends", "torch"]) == 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import parity
+from mha_spec import Rope
 from parity import AttentionSpec, random_weights
 from parity.cli.commands import main
 from parity.conversion.convert import save
@@ -18,7 +19,7 @@ from parity.conversion.layouts import LAYOUTS, from_canonical
 from parity.conversion.layouts.layout import RULES
 from parity.files import open_tensors, write_tensors
 
-SPEC = AttentionSpec(16, 4, num_kv_heads=2, head_dim=6, qkv_bias=False, out_bias=False, rope_theta=500.0)
+SPEC = AttentionSpec(16, 4, num_kv_heads=2, head_dim=6, qkv_bias=False, out_bias=False, rope=Rope(500.0))
 PREFIX = "model.layers.{i}.self_attn"
 HEADS = ["--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "6", "--rope-theta", "500"]
 COMMANDS = ["convert", "layouts", "inspect", "verify"]
@@ -577,11 +578,11 @@ def test_rope_that_a_specification_cannot_say_is_warned_of_in_python(source, tmp
     config_beside(tmp_path / "source.safetensors", rope_scaling={"rope_type": "llama3"})
     with pytest.warns(parity.NotCarriedWarning, match="config.json says rope_scaling="):
         _, spec = parity.load(source, "transformers.LLaMA", prefix=PREFIX.replace("{i}", "0"))
-    assert spec.rope_theta is None
+    assert spec.rope is None
 
 
 def test_flags_win_over_a_config(source, tmp_path, capsys):
-    config_beside(tmp_path / "source.safetensors", rope_theta=None)
+    config_beside(tmp_path / "source.safetensors", rope=None)
     arguments = [
         source,
         str(tmp_path / "b.npz"),

@@ -8,6 +8,7 @@ from flax import nnx
 
 import mha_jax
 from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
+from mha_spec import AttentionSpec, Rope
 
 LONG = 600  # 4 heads of it have more than 2^20 scores
 
@@ -32,12 +33,15 @@ def tokens(seq_len, batch_size=1):
 
 @pytest.fixture(scope="module")
 def layer():
-    return mha_jax.MultiHeadSelfAttention(32, 4, rngs=nnx.Rngs(0))
+    return mha_jax.MultiHeadSelfAttention(AttentionSpec(32, 4), rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("capacity", [BLOCK_SIZES.keys + 1, 2 * BLOCK_SIZES.keys])
 def test_decoding_compiles_nothing_after_the_first_steps(compilations, capacity):
-    decoder, x = mha_jax.MultiHeadAttentionWithCache(32, 4, rope_theta=100.0, rngs=nnx.Rngs(0)), tokens(1)
+    decoder, x = (
+        mha_jax.MultiHeadAttentionWithCache(AttentionSpec(32, 4, rope=Rope(100.0)), rngs=nnx.Rngs(0)),
+        tokens(1),
+    )
     cache = decoder.init_cache(1, capacity)
     _, cache = decoder(x, cache)
     assert compilations
@@ -106,7 +110,7 @@ def weights_of(layer, kind):
 @every_transformation
 def test_weights_may_be_closed_over(layer, transform, kind):
     weights, x = weights_of(layer, kind), tokens(5, batch_size=3)
-    found = transform(lambda x: mha_jax.multi_head_attention(x, weights, num_heads=4)[0], x)
+    found = transform(lambda x: mha_jax.multi_head_attention(x, weights, layer.spec)[0], x)
     assert found.shape == x.shape
     if isinstance(found, jax.Array):
         expected = transform(layer, x)
@@ -120,8 +124,8 @@ def test_weights_may_be_closed_over_with_a_cache(layer, transform, kind):
     cache = mha_jax.init_cache(3, 4, 8, 8)
 
     def function(x):
-        output, _ = mha_jax.multi_head_attention_with_static_cache(x, weights, cache, num_heads=4)
-        return output + mha_jax.multi_head_attention_with_cache(x, weights, num_heads=4)[0]
+        output, _ = mha_jax.multi_head_attention_with_static_cache(x, weights, layer.spec, cache)
+        return output + mha_jax.multi_head_attention_with_cache(x, weights, layer.spec)[0]
 
     assert transform(function, x).shape == x.shape
 
@@ -132,7 +136,7 @@ def test_weights_that_are_closed_over_must_be_finite(layer, transform, kind):
     weights = weights_of(layer, kind)
     weights["v_proj"]["bias"] = weights["v_proj"]["bias"] * np.float32(np.nan)
     with pytest.raises(ValueError, match=r"weights must be finite, got NaN or infinities in \['v_proj.bias'\]"):
-        transform(lambda x: mha_jax.multi_head_attention(x, weights, num_heads=4)[0], tokens(5, batch_size=3))
+        transform(lambda x: mha_jax.multi_head_attention(x, weights, layer.spec)[0], tokens(5, batch_size=3))
 
 
 @pytest.mark.parametrize("kind", [list, np.array], ids=["list", "array"])
@@ -142,7 +146,7 @@ def test_lengths_that_are_known_are_checked_under_jit(layer, kind):
 
 
 def test_new_lengths_that_are_known_are_checked_under_jit():
-    decoder = mha_jax.MultiHeadAttentionWithCache(32, 4, rngs=nnx.Rngs(0))
+    decoder = mha_jax.MultiHeadAttentionWithCache(AttentionSpec(32, 4), rngs=nnx.Rngs(0))
     step = jax.jit(lambda x, cache: decoder(x, cache, new_lengths=[5]))
     with pytest.raises(ValueError, match="must not exceed the 4 slots of the cache"):
         step(tokens(5), decoder.init_cache(1, 4))
@@ -152,7 +156,10 @@ def test_new_lengths_that_are_known_are_checked_under_jit():
 
 
 def test_cache_may_be_of_numpy():
-    decoder, x = mha_jax.MultiHeadAttentionWithCache(32, 4, rope_theta=100.0, rngs=nnx.Rngs(0)), tokens(3)
+    decoder, x = (
+        mha_jax.MultiHeadAttentionWithCache(AttentionSpec(32, 4, rope=Rope(100.0)), rngs=nnx.Rngs(0)),
+        tokens(3),
+    )
     _, cache = decoder(x, decoder.init_cache(1, 8))
     expected, after = decoder(x[:, :1], cache)
     found, after_numpy = decoder(x[:, :1], jax.tree.map(np.asarray, cache))

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import mha_torch
+from mha_spec import AttentionSpec, Rope
 from parity import (
-    AttentionSpec,
     NotCarriedWarning,
     first_difference,
     pretrained,
@@ -31,9 +31,9 @@ from parity.conversion.verify import same_bits, verify
 from parity.core.weights import dtype_named
 from parity.files import open_tensors, write_tensors
 
-GQA = AttentionSpec(16, 4, num_kv_heads=2, head_dim=6, d_in=16, qkv_bias=False, out_bias=False, rope_theta=500.0)
+GQA = AttentionSpec(16, 4, num_kv_heads=2, head_dim=6, d_in=16, qkv_bias=False, out_bias=False, rope=Rope(500.0))
 MHA = AttentionSpec(16, 4)
-HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "rope_theta": 500.0}
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "rope": Rope(500.0)}
 PREFIX = "model.layers.{i}.self_attn"
 
 
@@ -49,7 +49,7 @@ PAIRS = [
 
 
 def told(spec):
-    return {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope_theta")}
+    return {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope")}
 
 
 def bits(tensors):
@@ -341,7 +341,7 @@ def test_layers_of_different_shapes_are_converted_each_as_it_is(tmp_path):
     tensors = checkpoint((0,))
     tensors |= {f"{PREFIX.format(i=1)}.{n.replace('out_', 'o_')}": x for n, x in random_weights(wide).items()}
     source = write(tmp_path / "a.npz", tensors)
-    heads = {"num_kv_heads": 2, "head_dim": 6, "rope_theta": 500.0}
+    heads = {"num_kv_heads": 2, "head_dim": 6, "rope": Rope(500.0)}
     done = convert_file(
         source, tmp_path / "b.npz", source="transformers.LLaMA", target="meta.LLaMA", prefix=PREFIX, **heads
     )
@@ -530,13 +530,13 @@ def test_a_layer_that_is_not_finite_is_not_loaded(tmp_path):
 
 def test_a_module_is_saved_with_its_own_specification(tmp_path):
     spec = replace(GQA, fused_qkv=True)
-    module = mha_torch.MultiHeadAttention(**spec.keywords)
+    module = mha_torch.MultiHeadAttention(spec)
     save(tmp_path / "a.npz", module)
     found, found_spec = load(tmp_path / "a.npz")
     assert same_bits(found, weights_of(module))
     assert found_spec == spec
-    with pytest.raises(ValueError, match=r"of one specification with spec, got rope_theta=500\.0 and rope_theta=None"):
-        save(tmp_path / "b.npz", module, replace(GQA, rope_theta=None))
+    with pytest.raises(ValueError, match=r"of one specification with spec, got rope=Rope(500)\.0 and rope=None"):
+        save(tmp_path / "b.npz", module, replace(GQA, rope=None))
     with pytest.raises(TypeError, match="spec must be given with weights by name"):
         save(tmp_path / "b.npz", random_weights(GQA))
     assert not (tmp_path / "b.npz").exists()
@@ -645,7 +645,7 @@ def test_a_layer_without_a_prefix_is_found(tmp_path):
 
 # ---- The same attention ----------------------------------------------------------------------------------------------
 
-BIASED = AttentionSpec(16, 4, num_kv_heads=2, head_dim=4, rope_theta=500.0)
+BIASED = AttentionSpec(16, 4, num_kv_heads=2, head_dim=4, rope=Rope(500.0))
 
 
 def first_wrong(weights, other, spec=BIASED):
@@ -710,8 +710,8 @@ def test_the_wrong_pairing_of_features_is_reported(tmp_path, seed):
 
 
 def test_layers_that_are_not_alike_are_not_compared():
-    with pytest.raises(ValueError, match=r"rope_theta=500\.0 and None"):
-        verify(random_weights(BIASED), BIASED, random_weights(BIASED), replace(BIASED, rope_theta=None))
+    with pytest.raises(ValueError, match=r"rope=Rope(500)\.0 and None"):
+        verify(random_weights(BIASED), BIASED, random_weights(BIASED), replace(BIASED, rope=None))
 
 
 # ---- A layer that was trained, as llama.cpp writes it ----------------------------------------------------------------
@@ -742,7 +742,7 @@ def smollm2(tmp_path):
     writer.add_head_count(spec.num_heads)
     writer.add_head_count_kv(spec.num_kv_heads)
     writer.add_rope_dimension_count(spec.head_dim)
-    writer.add_rope_freq_base(spec.rope_theta)
+    writer.add_rope_freq_base(spec.rope.theta)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import parity
+from mha_spec import Rope
 from parity import CASES, AttentionSpec, Case, make_problem, random_weights
 from parity.cli.commands import main
 from parity.core.compare import kept_dtype
@@ -20,7 +21,7 @@ from parity.diagnosis.mistakes import mistakes_for, wrong_layer
 from parity.diagnosis.selftest import SELFTEST_CASES, mistakes_in, planted
 
 CASE_OF = {case.name: case for case in SELFTEST_CASES}
-SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope_theta=10000.0)
+SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
 
 
 def observed_in(problem, mistakes=()):
@@ -296,7 +297,7 @@ def test_a_factor_on_one_stage_is_not_precision(stage):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_same_weights_in_any_dtype_have_nothing_to_tell(dtype):
-    spec = AttentionSpec(64, 4, rope_theta=10000.0)
+    spec = AttentionSpec(64, 4, rope=Rope(10000.0))
     weights = {name: (8 * x).astype(dtype_named(dtype)) for name, x in random_weights(spec).items()}
     assert diagnose_weights(weights, spec, {**weights}, spec).kind == "none"
 
@@ -343,9 +344,9 @@ PORT = """
 import numpy as np, torch, mha_torch, parity
 
 weights, spec = parity.load("layer.safetensors")
-layer = mha_torch.MultiHeadAttention(**spec.keywords).eval()
+layer = mha_torch.MultiHeadAttention(spec).eval()
 parity.load_into(layer, weights)
-wrong = mha_torch.MultiHeadAttention(**spec.keywords).eval()
+wrong = mha_torch.MultiHeadAttention(spec).eval()
 parity.load_into(wrong, {**weights, "out_proj.weight": np.ascontiguousarray(weights["out_proj.weight"].T)})
 
 

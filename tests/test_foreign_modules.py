@@ -261,7 +261,7 @@ def run_equinox(module, query, key):
 
 
 def make_sibling(spec):
-    return mha_torch.MultiHeadAttention(**spec.keywords)
+    return mha_torch.MultiHeadAttention(spec)
 
 
 def run_sibling(module, query, key):
@@ -308,7 +308,7 @@ def run_bert(module, query, _):
 
 
 def rope(spec, **others):
-    return {"rope_type": "default", "rope_theta": spec.rope_theta, **others}
+    return {"rope_type": "default", "rope_theta": spec.rope.theta, **others}
 
 
 def groups(spec):
@@ -414,8 +414,8 @@ NO_BIASES = {"qkv_bias": False, "out_bias": False}
 SQUARE = AttentionSpec(24, 4)  # heads of 6
 CROSS = AttentionSpec(10, 4, head_dim=3, d_in=18, d_kv=15)  # nothing equals anything
 GROUPED = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=18, d_kv=15)  # 6 heads, 2, and 3 for each
-LLAMA = AttentionSpec(30, 6, num_kv_heads=2, head_dim=4, rope_theta=THETA)
-ROPE = AttentionSpec(24, 6, rope_theta=THETA)  # heads of 4
+LLAMA = AttentionSpec(30, 6, num_kv_heads=2, head_dim=4, rope=Rope(THETA))
+ROPE = AttentionSpec(24, 6, rope=Rope(THETA))  # heads of 4
 ROPE_GROUPED = replace(ROPE, num_kv_heads=2)
 
 
@@ -640,7 +640,7 @@ def filled(foreign, weights, layout=None):
 
 def told(spec):
     """What a layout's tensors do not tell."""
-    return {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope_theta")}
+    return {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope")}
 
 
 @pytest.fixture

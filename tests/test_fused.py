@@ -19,6 +19,7 @@ import mha_jax
 import mha_torch
 import parity
 from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
+from mha_spec import Rope
 from parity.backends import jax as jax_backend
 from parity.backends import torch as torch_backend
 
@@ -362,7 +363,7 @@ def layer_with_gradients(problem):
         mask |= mha_jax.create_sliding_window_mask(case.seq_len, case.key_len, window_size=case.window_size)[None, None]
     if "mask" in problem.inputs:
         mask |= problem.inputs["mask"]
-    layer = mha_jax.MultiHeadAttention(**spec.keywords, param_dtype=jnp.dtype(problem.dtype), rngs=nnx.Rngs(0))
+    layer = mha_jax.MultiHeadAttention(spec, param_dtype=jnp.dtype(problem.dtype), rngs=nnx.Rngs(0))
     layer.block_sizes = BlockSizes(few_scores=0, queries=2, keys=2)
 
     def attend(inputs, weights):
@@ -557,14 +558,14 @@ def jitted_over_a_cache():
 
 # ---- Decoding --------------------------------------------------------------------------------------------------------
 
-SPEC = parity.AttentionSpec(16, 4, num_kv_heads=2, head_dim=32, rope_theta=10000.0)
+SPEC = parity.AttentionSpec(16, 4, num_kv_heads=2, head_dim=32, rope=Rope(10000.0))
 
 
 @functools.cache
 def layer(package, kind):
     """A module with the random weights of its spec; tests share it."""
     options = {"rngs": nnx.Rngs(0)} if package is mha_jax else {}
-    return parity.load_into(getattr(package, kind)(**SPEC.keywords, **options), parity.random_weights(SPEC))
+    return parity.load_into(getattr(package, kind)(SPEC, **options), parity.random_weights(SPEC))
 
 
 @functools.cache
@@ -588,8 +589,7 @@ def one_pass(num_tokens, dtype=torch.float32):
     module, x = layer(mha_torch, "MultiHeadSelfAttention"), torch.from_numpy(tokens(num_tokens))
     weights = {name: weight.to(dtype) for name, weight in module.state_dict().items()}
     mask = mha_torch.create_causal_mask(num_tokens)
-    heads = {"num_heads": 4, "num_kv_heads": 2, "rope_theta": 10000.0}
-    return mha_torch.multi_head_attention(x.to(dtype), weights, mask=mask, need_weights=True, **heads)[0]
+    return mha_torch.multi_head_attention(x.to(dtype), weights, SPEC, mask=mask, need_weights=True)[0]
 
 
 def expected_of(num_tokens, part=slice(None)):
@@ -694,13 +694,12 @@ def test_torch_static_cache_equals_the_growing_one(cuts):
         layer(mha_torch, "MultiHeadAttentionWithCache"),
         layer(mha_torch, "MultiHeadSelfAttention").state_dict(),
     )
-    heads = {"num_heads": 4, "num_kv_heads": 2, "rope_theta": 10000.0}
     x, cache, grown, begin = torch.from_numpy(tokens(sum(cuts))), module.init_cache(2, 12), (None, None), 0
     outputs, grown_outputs = [], []
     for num_new in cuts:
         new, begin = x[:, begin : begin + num_new], begin + num_new
         output, cache = module(new, cache)
-        grown_output, *grown = mha_torch.multi_head_attention_with_cache(new, weights, *grown, **heads)
+        grown_output, *grown = mha_torch.multi_head_attention_with_cache(new, weights, SPEC, *grown)
         outputs, grown_outputs = [*outputs, output], [*grown_outputs, grown_output]
     expected = {"expected": one_pass(sum(cuts), torch.float64), "same_precision": torch.cat(grown_outputs, dim=1)}
     parity.assert_parity(torch.cat(outputs, dim=1), **expected)
@@ -737,8 +736,8 @@ def test_torch_step_allocates_nothing_of_the_size_of_its_cache(counts):
 @torch.inference_mode()
 def test_torch_growing_cache_is_allocated_anew():  # the control of the test above
     x, cached = torch.from_numpy(tokens(1)), torch.zeros(2, 2, 500, 32)
-    weights, heads = layer(mha_torch, "MultiHeadSelfAttention").state_dict(), {"num_heads": 4, "num_kv_heads": 2}
-    sizes = allocations(lambda: mha_torch.multi_head_attention_with_cache(x, weights, cached, cached, **heads))
+    weights = layer(mha_torch, "MultiHeadSelfAttention").state_dict()
+    sizes = allocations(lambda: mha_torch.multi_head_attention_with_cache(x, weights, SPEC, cached, cached))
     assert max(sizes) >= cached.nbytes
 
 

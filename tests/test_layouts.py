@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from mha_spec import Rope
 from parity import AttentionSpec, random_weights
 from parity.conversion.layouts.layout import RULES, Layout, Tensor, from_canonical, to_canonical
 from parity.conversion.layouts.tables import LAYOUTS
@@ -30,8 +31,8 @@ def layers(draw, layout):
     sizes = st.integers(1, 6)
     num_kv_heads = draw(st.integers(1, 3))
     num_heads = num_kv_heads * (1 if "no groups" in rules else draw(st.integers(1, 3)))
-    rope_theta = draw(st.sampled_from([None, 500.0]))
-    head_dim = draw(sizes) * (2 if rope_theta or "even" in rules else 1)
+    rope = draw(st.sampled_from([None, Rope(500.0)]))
+    head_dim = draw(sizes) * (2 if rope or "even" in rules else 1)
     d_model, d_in = [num_heads * head_dim] * 2 if "square" in rules else (draw(sizes), draw(sizes))
     qkv_bias, out_bias = (True, True) if "biases" in rules else (draw(st.booleans()), draw(st.booleans()))
     spec = AttentionSpec(
@@ -40,11 +41,11 @@ def layers(draw, layout):
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         d_in=d_in,
-        d_kv=d_in if rope_theta or "one width" in rules else draw(sizes),
+        d_kv=d_in if rope or "one width" in rules else draw(sizes),
         qkv_bias=qkv_bias,
         out_bias=qkv_bias if "biases or none" in rules else out_bias or "out bias" in rules,
         out_proj=draw(st.booleans()) if not rules & {"out_proj", "no out_proj"} else "out_proj" in rules,
-        rope_theta=rope_theta,
+        rope=rope,
     )
     assume(all(RULES[rule].holds(spec) for rule in rules))
     return spec
@@ -76,7 +77,7 @@ def bits(tensors):
 
 def told(spec):
     """What a layout's tensors may not tell."""
-    return {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope_theta")}
+    return {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope")}
 
 
 def tensors_of(layout, spec=None):
@@ -158,7 +159,7 @@ def test_whatever_is_told_a_layer_is_read_as_it_is_or_refused(layout, data, seed
     spec = data.draw(layers(layout))
     weights = random_weights(spec, seed)
     laid_out = from_canonical(weights, spec, layout)
-    said = {name: value for name, value in told(spec).items() if name in tell or name == "rope_theta"}
+    said = {name: value for name, value in told(spec).items() if name in tell or name == "rope"}
     with contextlib.suppress(ValueError):
         back, _ = to_canonical(laid_out, layout, **said)
         assert bits(back) == bits(weights)
@@ -253,7 +254,7 @@ def numbered(spec):
 @pytest.mark.parametrize("name", ["meta.LLaMA", "gguf.LLaMA"])
 @pytest.mark.parametrize("leaf", ["weight", "bias"])
 def test_interleaved_pairs_are_features_i_and_i_plus_half(name, leaf):
-    spec = AttentionSpec(12, 2, head_dim=6, rope_theta=500.0)
+    spec = AttentionSpec(12, 2, head_dim=6, rope=Rope(500.0))
     laid_out = from_canonical(numbered(spec), spec, LAYOUTS[name])
     layers = {tensor.holds: tensor.name for tensor in LAYOUTS[name].tensors if tensor.kind == leaf}
     first = {p: laid_out[layers[p]].reshape(12, -1)[:, 0].tolist() for p in "qkv"}
@@ -295,7 +296,7 @@ def test_heads_of_ttnn_are_padded_to_whole_tiles():
 
 
 def test_halves_of_heads_of_ttnn_with_rope_are_padded_to_whole_tiles():
-    spec = AttentionSpec(4, 2, head_dim=4, rope_theta=500.0)
+    spec = AttentionSpec(4, 2, head_dim=4, rope=Rope(500.0))
     weights = {name: x + 1 for name, x in numbered(spec).items()}
     laid_out = from_canonical(weights, spec, LAYOUTS["ttnn"])
     assert laid_out["qkv_proj.weight"].shape == (4, 6 * 64)
@@ -625,7 +626,7 @@ def test_heads_that_fit_twice_are_told_with_what_decides(candidate):
 def test_heads_that_fit_twice_are_read_once_decided():
     tensors = {"qkv_proj.weight": np.zeros((24, 8), np.float32)}
     _, spec = to_canonical(tensors, LAYOUTS["qkv_proj"], num_heads=4, num_kv_heads=2)
-    assert told(spec) == {"num_heads": 4, "num_kv_heads": 2, "head_dim": 3, "rope_theta": None}
+    assert told(spec) == {"num_heads": 4, "num_kv_heads": 2, "head_dim": 3, "rope": None}
 
 
 def test_padded_heads_do_not_tell_their_features():
@@ -679,7 +680,7 @@ def test_a_base_that_is_none_is_refused_with_the_rule(rope_theta):
 def test_rope_over_an_odd_head_dim_is_refused_with_the_rule():
     tensors, spec = tensors_of(LAYOUTS["canonical"], MHA)
     with pytest.raises(ValueError, match="head_dim must be even"):
-        to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope_theta": 500.0})
+        to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope": Rope(500.0)})
 
 
 # ---- Values and shapes -----------------------------------------------------------------------------------------------
@@ -762,11 +763,11 @@ def test_a_square_weight_is_read_as_the_layout_says_and_not_guessed(name, weight
     assert (weights["out_proj.weight"] == (square.T if is_transposed else square)).all()
 
 
-@pytest.mark.parametrize("rope_theta", [None, 500.0])
+@pytest.mark.parametrize("rope", [None, Rope(500.0)])
 @pytest.mark.parametrize("name", ["qkv_proj.weight", "qkv_proj.bias", "out_proj.weight"])
 @pytest.mark.parametrize("value", [1.0, np.nan])
-def test_padding_of_ttnn_that_is_not_zero_is_refused(name, rope_theta, value):
-    tensors, spec = tensors_of(LAYOUTS["ttnn"], replace(example(LAYOUTS["ttnn"]), rope_theta=rope_theta))
+def test_padding_of_ttnn_that_is_not_zero_is_refused(name, rope, value):
+    tensors, spec = tensors_of(LAYOUTS["ttnn"], replace(example(LAYOUTS["ttnn"]), rope=rope))
     padded = tensors[name].T if name == "out_proj.weight" else tensors[name]
     padded[-1, 31] = value
     with pytest.raises(ValueError, match=r"features that pad the heads of .* must be 0"):
@@ -774,7 +775,7 @@ def test_padding_of_ttnn_that_is_not_zero_is_refused(name, rope_theta, value):
 
 
 def test_heads_of_ttnn_padded_for_rope_are_not_read_as_if_without():
-    spec = AttentionSpec(10, 2, head_dim=40, rope_theta=500.0)  # 64 features either way
+    spec = AttentionSpec(10, 2, head_dim=40, rope=Rope(500.0))  # 64 features either way
     tensors, _ = tensors_of(LAYOUTS["ttnn"], spec)
     with pytest.raises(ValueError, match=r"features that pad the heads of .* must be 0"):
         to_canonical(tensors, LAYOUTS["ttnn"], num_heads=2, num_kv_heads=2, head_dim=40)

@@ -22,6 +22,7 @@ from flax import nnx
 import mha_jax
 import mha_torch
 import parity
+from mha_spec import AttentionSpec, Rope
 
 PATHS = ("function-plain", "function-fused", "module-plain", "module-fused")
 HALVES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -88,9 +89,8 @@ def attend(sibling, path, spec, arrays, **options):
     query = inputs.pop("query")
     options |= {**inputs, "need_weights": path.endswith("plain")}
     if path.startswith("function"):
-        heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
-        return sibling.package.multi_head_attention(query, weights, **heads, **options)
-    module = sibling.module("MultiHeadAttention", **asdict(spec))
+        return sibling.package.multi_head_attention(query, weights, spec, **options)
+    module = sibling.module("MultiHeadAttention", spec)
     if sibling.name == "torch":
         return torch.func.functional_call(module, weights, query, options)
     nnx.update(module, weights)
@@ -125,7 +125,7 @@ def dot_product_attention(sibling, form, query, key, value, **options):
 
 def filled(sibling, kind, spec, seed=0):
     """A module with the random weights of its spec; the seed is that of what is dropped."""
-    module = sibling.module(kind, **asdict(spec), seed=seed)
+    module = sibling.module(kind, spec, seed=seed)
     return parity.load_into(module, parity.random_weights(spec))
 
 
@@ -251,7 +251,7 @@ def test_textbook_example_is_the_core_of_projected_inputs(sibling, textbook):
 
 
 def test_textbook_example_is_reproduced_by_the_causal_module(sibling, textbook):
-    module = sibling.module("MultiHeadSelfAttention", 4, 2, d_in=3, qkv_bias=False, out_proj=False)
+    module = sibling.module("MultiHeadSelfAttention", AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False))
     parity.load_into(module, {name: x for name, x in textbook.items() if name != "query"})
 
     output = sibling.numpy(module(sibling.array(textbook["query"]), is_causal=True))
@@ -621,7 +621,7 @@ def test_layer_takes_what_is_causal_or_padding_as_the_mask_of_it(sibling, path, 
 
 @every_hiding
 def test_self_attention_takes_what_attention_takes(sibling, rng, hiding):
-    spec = parity.AttentionSpec(8, 2, rope_theta=100.0)
+    spec = parity.AttentionSpec(8, 2, rope=Rope(100.0))
     arrays = {
         "mask": rng.random((2, 1, 4, 4)) < 0.3,
         "bias": rng.standard_normal((1, 2, 4, 4)).astype(np.float32),
@@ -663,7 +663,7 @@ def test_nothing_gives_nothing(sibling, form, sizes, is_causal, padding, masked)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
 def test_module_of_nothing_gives_nothing(sibling, batch_size, num_tokens, is_causal, padding):
-    spec = parity.AttentionSpec(8, 2, rope_theta=100.0)
+    spec = parity.AttentionSpec(8, 2, rope=Rope(100.0))
     x = sibling.array(np.zeros((batch_size, num_tokens, 8), np.float32))
     hiding = {"is_causal": is_causal, "key_padding_lengths": [num_tokens] * batch_size if padding else None}
     assert filled(sibling, "MultiHeadSelfAttention", spec)(x, **hiding).shape == x.shape
@@ -782,7 +782,7 @@ def test_grouped_layer_is_the_full_layer_with_repeated_key_heads(sibling, path, 
     ids=["8", "64", "fused-qkv", "no-biases", "no-out-proj", "mqa", "head-dim", "cross"],
 )
 def test_module_has_as_many_parameters_as_the_formula(sibling, spec, expected):
-    assert num_parameters(sibling, sibling.module("MultiHeadAttention", **asdict(spec))) == expected
+    assert num_parameters(sibling, sibling.module("MultiHeadAttention", spec)) == expected
 
 
 # ---- One projection for query, key and value -------------------------------------------------------------------------
@@ -819,7 +819,7 @@ def test_fused_qkv_weights_serve_the_function(sibling):
     weights = module.state_dict() if sibling.name == "torch" else nnx.to_pure_dict(nnx.state(module, nnx.Param))
     query = sibling.array(problem(packed)["query"])
 
-    output, _ = sibling.package.multi_head_attention(query, weights, num_heads=6, num_kv_heads=2)
+    output, _ = sibling.package.multi_head_attention(query, weights, packed)
 
     assert np.abs(sibling.numpy(output) - sibling.numpy(module(query)[0])).max() <= 24 * EPSILON  # as above
 
@@ -1037,7 +1037,7 @@ def test_torch_expanded_and_sliced_tensors_give_the_same(form):
 @pytest.mark.parametrize("fused_qkv", [False, True], ids=["separate", "fused"])
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
 def test_weights_are_drawn_xavier_uniform(sibling, name, fused_qkv):
-    module = sibling.module("MultiHeadAttention", 64, 8, num_kv_heads=2, fused_qkv=fused_qkv)
+    module = sibling.module("MultiHeadAttention", AttentionSpec(64, 8, num_kv_heads=2, fused_qkv=fused_qkv))
     weight = parity.weights_of(module)[f"{name}.weight"]
     bound = math.sqrt(6 / sum(weight.shape))
 
@@ -1047,32 +1047,33 @@ def test_weights_are_drawn_xavier_uniform(sibling, name, fused_qkv):
 
 @pytest.mark.parametrize("fused_qkv", [False, True], ids=["separate", "fused"])
 def test_biases_start_at_zero(sibling, fused_qkv):
-    weights = parity.weights_of(sibling.module("MultiHeadAttention", 8, 2, fused_qkv=fused_qkv))
+    weights = parity.weights_of(sibling.module("MultiHeadAttention", AttentionSpec(8, 2, fused_qkv=fused_qkv)))
     assert [name for name, x in weights.items() if name.endswith("bias") and x.any()] == []
 
 
 def test_weights_differ_for_another_seed(sibling):
-    one, other = (parity.weights_of(sibling.module("MultiHeadAttention", 8, 2, seed=seed)) for seed in (0, 1))
+    one, other = (
+        parity.weights_of(sibling.module("MultiHeadAttention", AttentionSpec(8, 2), seed=seed)) for seed in (0, 1)
+    )
     assert not np.array_equal(one["q_proj.weight"], other["q_proj.weight"])
 
 
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
 def test_repr_shows_the_configuration(sibling, kind):
     spec = parity.AttentionSpec(
-        16, 4, num_kv_heads=2, head_dim=6, d_in=5, qkv_bias=False, rope_theta=500.0, dropout=0.1
+        16, 4, num_kv_heads=2, head_dim=6, d_in=5, qkv_bias=False, rope=Rope(500.0), dropout=0.1
     )
-    text = repr(sibling.module(kind, **asdict(spec)))
-    shown = [kind, *(f"{name}={value!r}" for name, value in asdict(spec).items())]
+    text = repr(sibling.module(kind, spec))
+    shown = [kind, *(f"{name}={value!r}" for name, value in vars(spec).items())]
     assert [part for part in shown if part not in text] == []
 
 
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
 @every_spec
-def test_config_makes_a_module_of_the_same_config(sibling, spec, kind):
+def test_module_keeps_its_spec(sibling, spec, kind):
     if kind != "MultiHeadAttention":  # their keys come from the input of the queries
         spec = replace(spec, d_kv=spec.d_in)
-    module = sibling.module(kind, **asdict(spec))
-    assert sibling.module(kind, **module.config).config == module.config == asdict(spec)
+    assert sibling.module(kind, spec).spec == spec
 
 
 # ---- Gradients -------------------------------------------------------------------------------------------------------
@@ -1096,8 +1097,8 @@ def test_jax_gradients_are_finite_differences():
 
     def output(arrays):
         weights = parameter_tree({name: x for name, x in arrays.items() if "." in name})
-        options = {"num_heads": 4, "num_kv_heads": 2, "bias": arrays["bias"], "mask": jnp.asarray(MASK)}
-        return mha_jax.multi_head_attention(arrays["query"], weights, arrays["key"], **options)[0]
+        options = {"bias": arrays["bias"], "mask": jnp.asarray(MASK)}
+        return mha_jax.multi_head_attention(arrays["query"], weights, GROUPED_CROSS, arrays["key"], **options)[0]
 
     # Central differences of step 1e-5 are off by about step**2 and by epsilon / step: 1e-10 and 2e-11.
     jax.test_util.check_grads(jax.jit(output), (arrays,), order=1, modes=["rev"], eps=1e-5, atol=1e-8, rtol=1e-8)
@@ -1112,9 +1113,9 @@ def test_torch_gradients_are_finite_differences(need_weights):
     def output(*leaves):
         named = dict(zip(arrays, leaves, strict=True))
         weights = {name: x for name, x in named.items() if "." in name}
-        options = {"num_heads": 4, "num_kv_heads": 2, "bias": named["bias"], "mask": torch.from_numpy(MASK)}
+        options = {"bias": named["bias"], "mask": torch.from_numpy(MASK)}
         options["need_weights"] = need_weights
-        return mha_torch.multi_head_attention(named["query"], weights, named["key"], **options)[0]
+        return mha_torch.multi_head_attention(named["query"], weights, GROUPED_CROSS, named["key"], **options)[0]
 
     # The step and the tolerance of JAX's test above.
     leaves = [x.requires_grad_() for x in arrays.values()]
@@ -1131,7 +1132,7 @@ def jax_layer():
     def layer(arrays):
         weights = parameter_tree({name: x for name, x in arrays.items() if "." in name})
         return mha_jax.multi_head_attention(
-            arrays["query"], weights, arrays["key"], num_heads=2, mask=jnp.asarray(MASK), need_weights=True
+            arrays["query"], weights, SPEC, arrays["key"], mask=jnp.asarray(MASK), need_weights=True
         )
 
     return layer, {name: jnp.asarray(x) for name, x in problem(SPEC).items()}
@@ -1207,7 +1208,7 @@ def test_jax_dropout_needs_a_random_key():
 @pytest.mark.parametrize("spec", [SPEC, DROPPING], ids=["plain", "dropout"])
 @only_jax
 def test_jax_module_holds_the_parameters_of_the_function(sibling, spec):
-    module = sibling.module("MultiHeadAttention", **asdict(spec))
+    module = sibling.module("MultiHeadAttention", spec)
     assert jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(module, nnx.Param))) == {
         "q_proj": {"kernel": (8, 8), "bias": (8,)},
         "k_proj": {"kernel": (8, 8), "bias": (8,)},
@@ -1222,7 +1223,7 @@ def test_jax_function_takes_the_state_of_the_module(sibling, as_function_takes_t
     module = filled(sibling, "MultiHeadAttention", SPEC)
     query = jnp.asarray(problem(SPEC)["query"])
 
-    output, _ = mha_jax.multi_head_attention(query, as_function_takes_them(nnx.state(module, nnx.Param)), num_heads=2)
+    output, _ = mha_jax.multi_head_attention(query, as_function_takes_them(nnx.state(module, nnx.Param)), SPEC)
 
     assert np.abs(output - module(query)[0]).max() <= 8 * EPSILON  # sums of 8 products, maybe in another order
 
@@ -1233,7 +1234,7 @@ def test_jax_function_takes_parameters_of_linen():
     names = ("q_proj", "k_proj", "v_proj", "out_proj")
     params = {name: dense.init(jax.random.key(i), query)["params"] for i, name in enumerate(names)}
 
-    output, _ = mha_jax.multi_head_attention(query, params, num_heads=2)
+    output, _ = mha_jax.multi_head_attention(query, params, SPEC)
 
     def project(name: str, x: jax.Array) -> Any:
         return dense.apply({"params": params[name]}, x)
@@ -1248,7 +1249,7 @@ def test_jax_function_takes_parameters_of_linen():
 
 @only_torch
 def test_torch_state_dict_has_the_canonical_names(sibling):
-    assert sorted(sibling.module("MultiHeadAttention", 8, 2).state_dict()) == [
+    assert sorted(sibling.module("MultiHeadAttention", AttentionSpec(8, 2)).state_dict()) == [
         "k_proj.bias",
         "k_proj.weight",
         "out_proj.bias",
@@ -1271,7 +1272,7 @@ def test_torch_state_dict_holds_the_canonical_weights(sibling):
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 @only_torch
 def test_torch_hooks_on_a_projection_fire(sibling, name, need_weights):
-    module = sibling.module("MultiHeadAttention", 8, 2)
+    module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2))
     calls = []
     getattr(module, name).register_forward_hook(lambda *_: calls.append(name))
 
@@ -1282,14 +1283,14 @@ def test_torch_hooks_on_a_projection_fire(sibling, name, need_weights):
 
 @only_torch
 def test_torch_replaced_projection_takes_part(sibling):
-    module = sibling.module("MultiHeadAttention", 8, 2)
+    module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2))
     module.out_proj = torch.nn.Linear(8, 3)
     assert module(torch.ones(1, 2, 8))[0].shape == (1, 2, 3)
 
 
 @only_torch
 def test_torch_module_can_be_copied(sibling):
-    module = sibling.module("MultiHeadAttention", 8, 2, rope_theta=100.0)
+    module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope(100.0)))
     x = torch.ones(1, 2, 8)
     assert torch.equal(copy.deepcopy(module)(x)[0], module(x)[0])
 
@@ -1308,7 +1309,7 @@ def test_torch_module_compiles_to_one_graph(sibling, need_weights):
 
 @only_torch
 def test_torch_self_attention_compiles_to_one_graph(sibling):
-    module = sibling.module("MultiHeadSelfAttention", 8, 2, rope_theta=100.0)
+    module = sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2, rope=Rope(100.0)))
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     x, lengths = torch.from_numpy(problem(SPEC)["query"]), torch.tensor([2, 3])
 

@@ -13,6 +13,7 @@ import torch
 from flax import nnx
 
 from mha_jax.blockwise import BlockSizes
+from mha_spec import AttentionSpec, Rope
 
 NUM_QUERIES, NUM_KEYS = 29, 41  # with blocks of 16, the last of each are smaller
 NAN_KEY, NAN_VALUE = 13, 20
@@ -178,14 +179,14 @@ def with_nan_weights(module, name="q_proj"):
 @pytest.mark.parametrize("seq_len", [64, LONG])
 @pytest.mark.parametrize("hides", HIDES)
 def test_nan_weights_give_nan(sibling, hides, seq_len):
-    module = with_nan_weights(sibling.module("MultiHeadSelfAttention", 16, 4, out_bias=False))
+    module = with_nan_weights(sibling.module("MultiHeadSelfAttention", AttentionSpec(16, 4, out_bias=False)))
     output = module(sibling.array(tokens(seq_len)), **HIDES[hides](sibling, seq_len))
     assert np.isnan(sibling.numpy(output)).all()
 
 
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj"])
 def test_nan_weights_give_nan_through_a_cache(sibling, name):
-    module = with_nan_weights(sibling.module("MultiHeadAttentionWithCache", 16, 4, out_bias=False), name)
+    module = with_nan_weights(sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4, out_bias=False)), name)
     output, cache = module(sibling.array(tokens(LONG)), module.init_cache(1, LONG + 8))
     assert np.isnan(sibling.numpy(output)).all()
     output, _ = module(sibling.array(tokens(1)), cache)
@@ -194,7 +195,7 @@ def test_nan_weights_give_nan_through_a_cache(sibling, name):
 
 @pytest.mark.parametrize("seq_len", [64, LONG])
 def test_nan_token_spoils_what_comes_after_it_and_nothing_before(sibling, seq_len):
-    module, x = sibling.module("MultiHeadSelfAttention", 16, 4), tokens(seq_len)
+    module, x = sibling.module("MultiHeadSelfAttention", AttentionSpec(16, 4)), tokens(seq_len)
     expected = sibling.numpy(module(sibling.array(x), is_causal=True))
     x[:, 40, 2] = np.nan
     found = sibling.numpy(module(sibling.array(x), is_causal=True))
@@ -204,7 +205,7 @@ def test_nan_token_spoils_what_comes_after_it_and_nothing_before(sibling, seq_le
 
 @pytest.mark.parametrize("capacity", [UNFILLED, 700], ids=["small", "large"])
 def test_nan_of_the_padding_changes_nothing_in_a_cache(sibling, capacity):
-    module, x = sibling.module("MultiHeadAttentionWithCache", 16, 4, rope_theta=100.0), tokens(9)
+    module, x = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4, rope=Rope(100.0))), tokens(9)
     x = np.concatenate([x, x])
     spoilt = x.copy()
     spoilt[0, 3:] = np.nan
@@ -223,7 +224,7 @@ def test_nan_of_the_padding_changes_nothing_in_a_cache(sibling, capacity):
 @pytest.mark.parametrize("new", [1, 3], ids=["step", "chunk"])
 @pytest.mark.parametrize("capacity", [UNFILLED, 700], ids=["small", "large"])
 def test_nan_in_slots_that_are_not_filled_changes_nothing(sibling, capacity, new):
-    module, x = sibling.module("MultiHeadAttentionWithCache", 16, 4), np.concatenate([tokens(9)] * 2)
+    module, x = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4)), np.concatenate([tokens(9)] * 2)
     found = []
     for bad in (0.0, np.nan):
         _, cache = module(sibling.array(x), module.init_cache(2, capacity), new_lengths=sibling.array([4, 9]))
@@ -239,7 +240,7 @@ def test_nan_in_slots_that_are_not_filled_changes_nothing(sibling, capacity, new
 @pytest.mark.parametrize("part", ["keys", "values"])
 @pytest.mark.parametrize("capacity", [UNFILLED, 700], ids=["small", "large"])
 def test_nan_in_a_filled_slot_spoils_the_sequence_that_sees_it(sibling, capacity, part):
-    module, x = sibling.module("MultiHeadAttentionWithCache", 16, 4), np.concatenate([tokens(9)] * 2)
+    module, x = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4)), np.concatenate([tokens(9)] * 2)
     found = []
     for bad in (False, True):
         _, cache = module(sibling.array(x), module.init_cache(2, capacity))
@@ -253,7 +254,7 @@ def test_nan_in_a_filled_slot_spoils_the_sequence_that_sees_it(sibling, capacity
 
 
 def test_nan_token_in_a_growing_cache_spoils_what_comes_after_it(sibling):
-    layer = sibling.module("MultiHeadSelfAttention", 16, 4)
+    layer = sibling.module("MultiHeadSelfAttention", AttentionSpec(16, 4))
     weights = layer.state_dict() if sibling.name == "torch" else nnx.to_pure_dict(nnx.state(layer, nnx.Param))
     x = tokens(8)
     spoilt = x.copy()
@@ -263,7 +264,7 @@ def test_nan_token_in_a_growing_cache_spoils_what_comes_after_it(sibling):
         parts, grown = [], (None, None)
         for begin, end in ((0, 6), (6, 8)):
             output, *grown = sibling.package.multi_head_attention_with_cache(
-                sibling.array(prompt[:, begin:end]), weights, *grown, num_heads=4
+                sibling.array(prompt[:, begin:end]), weights, layer.spec, *grown
             )
             parts.append(sibling.numpy(output.detach() if sibling.name == "torch" else output))
         found.append(np.concatenate(parts, axis=1))

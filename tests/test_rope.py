@@ -6,13 +6,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mha_spec import AttentionSpec, Rope
+
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 EPSILON = float(np.finfo(np.float32).eps)
 
 
 def rotated(sibling, x, positions, theta=10000.0):
     """`apply_rope` of NumPy features (B, N, T, H)."""
-    return sibling.numpy(sibling.package.apply_rope(sibling.array(x), sibling.array(positions), theta))
+    return sibling.numpy(sibling.package.apply_rope(sibling.array(x), sibling.array(positions), Rope(theta)))
 
 
 def rotated_in_float64(x, positions, theta):
@@ -130,7 +132,7 @@ def test_each_sequence_has_its_own_positions(sibling, rng):
 
 
 def test_layer_counts_positions_from_zero(sibling, rng):
-    module = sibling.module("MultiHeadAttention", 8, 2, rope_theta=100.0)
+    module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope(100.0)))
     x = sibling.array(rng.standard_normal((2, 3, 8)).astype(np.float32))
 
     default, _ = module(x)
@@ -140,7 +142,7 @@ def test_layer_counts_positions_from_zero(sibling, rng):
 
 
 def test_layer_uses_the_positions_given(sibling, rng):
-    module = sibling.module("MultiHeadAttention", 8, 2, rope_theta=100.0)
+    module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope(100.0)))
     x = sibling.array(rng.standard_normal((2, 3, 8)).astype(np.float32))
 
     default, _ = module(x)
@@ -152,21 +154,19 @@ def test_layer_uses_the_positions_given(sibling, rng):
 def test_layer_turns_queries_and_keys_but_not_values(sibling, rng):
     q, k, v = (sibling.array(x) for x in rng.standard_normal((3, 1, 3, 8)).astype(np.float32))
 
-    def projected(rope_theta):
-        stages = sibling.package.project_qkv(
-            lambda _, x: x, q, k, v, num_heads=2, num_kv_heads=2, rope_theta=rope_theta
-        )
+    def projected(rope):
+        stages = sibling.package.project_qkv(lambda _, x: x, q, k, v, AttentionSpec(8, 2, rope=rope))
         return [sibling.numpy(x) for x in stages]
 
-    unchanged = [np.array_equal(*pair) for pair in zip(projected(None), projected(100.0), strict=True)]
+    unchanged = [np.array_equal(*pair) for pair in zip(projected(None), projected(Rope(100.0)), strict=True)]
     assert unchanged == [False, False, True]
 
 
 REFUSALS = {
     "odd head": (np.ones((1, 1, 1, 3), np.float32), [[0]], 1e4, ValueError, "head_dim must be even.*head_dim=3"),
-    "theta 0": (np.ones((1, 1, 1, 4), np.float32), [[0]], 0.0, ValueError, "rope_theta must be positive"),
-    "theta negative": (np.ones((1, 1, 1, 4), np.float32), [[0]], -1.0, ValueError, "rope_theta must be positive"),
-    "theta NaN": (np.ones((1, 1, 1, 4), np.float32), [[0]], math.nan, ValueError, "rope_theta must be positive"),
+    "theta 0": (np.ones((1, 1, 1, 4), np.float32), [[0]], 0.0, ValueError, "theta must be positive"),
+    "theta negative": (np.ones((1, 1, 1, 4), np.float32), [[0]], -1.0, ValueError, "theta must be positive"),
+    "theta NaN": (np.ones((1, 1, 1, 4), np.float32), [[0]], math.nan, ValueError, "theta must be positive"),
     "three axes": (np.ones((1, 1, 4), np.float32), [[0]], 1e4, ValueError, "x must have 4 axes"),
     "integers": (np.ones((1, 1, 1, 4), np.int32), [[0]], 1e4, TypeError, "x must be floating point.*int32"),
     "float positions": (np.ones((1, 1, 1, 4), np.float32), [[0.0]], 1e4, TypeError, "positions must be integers"),
@@ -192,7 +192,7 @@ def test_rotation_refuses(sibling, name):
         rotated(sibling, x, positions, theta)
 
 
-@pytest.mark.parametrize(("head_dim", "theta", "message"), [(3, 1e4, "head_dim"), (4, 0.0, "rope_theta")])
-def test_frequencies_refuse(sibling, head_dim, theta, message):
-    with pytest.raises(ValueError, match=message):
-        sibling.package.rope_frequencies(head_dim, theta)
+@pytest.mark.parametrize(("head_dim", "error"), [(3, ValueError), (0, ValueError), (4.0, TypeError)])
+def test_frequencies_refuse(head_dim, error):
+    with pytest.raises(error, match="head_dim must be"):
+        Rope().frequencies(head_dim)

@@ -4,18 +4,15 @@ They are read as source, for no environment has all three frameworks.
 """
 
 import ast
-import dataclasses
 import re
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
-from flax import nnx
 
 import mha_jax
 import mha_torch
-import parity
 
 NAMES = ["jax", "torch", "tt"]
 PACKAGES = {"jax": mha_jax, "torch": mha_torch}  # those that are installed beside each other
@@ -61,7 +58,6 @@ EXTRA_PARAMETERS = {
         "device",  # where tensors lie; there is no default one
         "dtype",  # of inputs and outputs, and of a module's cache,
         "weight_dtype",  # which differ: weights may be bfloat8_b where inputs are not
-        "head_dim",  # heads are padded to whole tiles, so that their shape does not tell it
         "compute_kernel_config",  # the arithmetic of the device is chosen for each operation
         "rng",  # of NumPy: draws weights and seeds,
         "seed",  # for the device draws from a seed
@@ -69,11 +65,9 @@ EXTRA_PARAMETERS = {
 }
 
 COMMON_PARAMETERS = {  # some of these words mean the same in all siblings
-    "init_cache": {"dtype", "head_dim"},
+    "init_cache": {"dtype"},
     "MultiHeadAttentionWithCache.init_cache": {"dtype"},
-    "kv_cache_nbytes": {"dtype", "head_dim"},
-    "rope_frequencies": {"head_dim"},
-    "AttentionLayer.__init__": {"head_dim"},
+    "kv_cache_nbytes": {"dtype"},
 }
 
 OTHER_DEFAULTS = {("tt", "init_cache", "dtype"): "xp.bfloat16"}  # what the fused kernels take, where others say float32
@@ -344,25 +338,6 @@ def test_results_have_the_same_axes(name, file, public):
     assert axes(functions(name, file)[public].returns) == axes(functions("torch", file)[public].returns)
 
 
-@every_sibling
-@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
-def test_module_keywords_are_the_fields_of_the_spec(name, kind):
-    _, *keywords = parameters(name, "AttentionLayer.__init__", constructor(name, kind))  # without self
-    defaults = [(keyword, ast.literal_eval(default) if default else ...) for _, keyword, default, _ in keywords]
-    fields = {field.name: field.default for field in dataclasses.fields(parity.AttentionSpec)}
-    assert defaults == [
-        (field, ... if default is dataclasses.MISSING else default) for field, default in fields.items()
-    ]
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_config_of_a_module_is_a_spec(name):
-    extra = {"rngs": nnx.Rngs(0)} if name == "jax" else {}
-    module = PACKAGES[name].MultiHeadAttention(12, 4, num_kv_heads=2, rope_theta=100.0, head_dim=4, **extra)
-    spec = parity.AttentionSpec(12, 4, num_kv_heads=2, rope_theta=100.0, head_dim=4)
-    assert module.config == dataclasses.asdict(spec)
-
-
 # ---- Docstrings ------------------------------------------------------------------------------------------------------
 
 
@@ -395,6 +370,6 @@ def test_every_public_definition_has_a_docstring(name, file):
 @every_own_file
 def test_sibling_imports_only_its_framework_numpy_and_itself(name, file):
     at_once, lazily = imports(parse(name, file))
-    allowed = FRAMEWORK[name] | {f"mha_{name}", "numpy", "jaxtyping"}
+    allowed = FRAMEWORK[name] | {f"mha_{name}", "mha_spec", "numpy", "jaxtyping"}
     assert at_once <= allowed
     assert lazily <= allowed | LAZY_IMPORTS.get((name, file), set())

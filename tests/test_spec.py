@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from mha_spec import Rope
 from parity import CASES, AttentionSpec, pretrained, random_case
 from parity.core.spec import STAGES, case_named, stage_axes, stage_kind, stage_path
 from parity.core.weights import load_tensors, weight_shapes
@@ -33,12 +34,8 @@ def test_spec_never_derives_a_head_dim_that_is_given():
         ({"d_model": 8, "num_heads": True}, TypeError, "num_heads must be an integer"),
         ({"d_model": 8, "num_heads": 4, "num_kv_heads": 3}, ValueError, "num_heads must be a multiple"),
         ({"d_model": 8, "num_heads": 4, "head_dim": -1}, ValueError, "head_dim must be at least 1"),
-        ({"d_model": 6, "num_heads": 2, "rope_theta": 1e4}, ValueError, "head_dim must be even for RoPE"),
-        ({"d_model": 8, "num_heads": 2, "rope_theta": 0.0}, ValueError, "rope_theta must be positive"),
-        ({"d_model": 8, "num_heads": 2, "rope_theta": math.inf}, ValueError, "rope_theta must be positive and finite"),
-        ({"d_model": 8, "num_heads": 2, "rope_theta": math.nan}, ValueError, "rope_theta must be positive and finite"),
-        ({"d_model": 8, "num_heads": 2, "rope_theta": "1e4"}, TypeError, "rope_theta must be a number"),
-        ({"d_model": 8, "num_heads": 2, "rope_theta": True}, TypeError, "rope_theta must be a number"),
+        ({"d_model": 6, "num_heads": 2, "rope": Rope()}, ValueError, "head_dim must be even for RoPE"),
+        ({"d_model": 8, "num_heads": 2, "rope": 1e4}, TypeError, "rope must be a Rope or None"),
         ({"d_model": 8, "num_heads": 2, "dropout": math.nan}, ValueError, "dropout must be at least 0 and below 1"),
         ({"d_model": 8, "num_heads": 2, "dropout": "0.5"}, TypeError, "dropout must be a number, got dropout='0.5'"),
         ({"d_model": 8, "num_heads": 2, "output_dropout": False}, TypeError, "output_dropout must be a number"),
@@ -46,7 +43,7 @@ def test_spec_never_derives_a_head_dim_that_is_given():
         ({"d_model": 8, "num_heads": 2, "out_bias": 1}, TypeError, "out_bias must be a boolean, got out_bias=1"),
         ({"d_model": 8, "num_heads": 2, "out_proj": None}, TypeError, "out_proj must be a boolean"),
         ({"d_model": 8, "num_heads": 2, "fused_qkv": "x"}, TypeError, "fused_qkv must be a boolean"),
-        ({"d_model": 8, "num_heads": 2, "d_kv": 4, "rope_theta": 1e4}, ValueError, "d_kv must equal d_in with RoPE"),
+        ({"d_model": 8, "num_heads": 2, "d_kv": 4, "rope": Rope()}, ValueError, "d_kv must equal d_in with RoPE"),
         ({"d_model": 8, "num_heads": 2, "dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1"),
         ({"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True}, ValueError, "d_kv must equal d_in"),
     ],
@@ -57,21 +54,43 @@ def test_spec_refuses_what_does_not_fit(keywords, error, message):
 
 
 def test_spec_survives_json():
-    spec = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope_theta=10000.0, out_bias=False)
+    spec = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), out_bias=False)
     assert AttentionSpec.from_json(spec.to_json()) == spec
 
 
 def test_spec_of_numpy_scalars_survives_json():
-    numbers = {"rope_theta": np.float32(1e4), "dropout": np.float64(0.5), "output_dropout": np.int64(0)}
+    numbers = {"rope": Rope(np.float32(1e4)), "dropout": np.float64(0.5), "output_dropout": np.int64(0)}
     spec = AttentionSpec(np.int64(8), np.int32(2), qkv_bias=np.False_, out_proj=np.True_, **numbers)
-    assert spec == AttentionSpec(8, 2, qkv_bias=False, rope_theta=1e4, dropout=0.5)
+    assert spec == AttentionSpec(8, 2, qkv_bias=False, rope=Rope(1e4), dropout=0.5)
     assert AttentionSpec.from_json(spec.to_json()) == spec
-    assert all(type(value) in (int, bool, float) for value in spec.keywords.values())
+    assert all(type(value) in (int, bool, float, Rope) for value in vars(spec).values())
+    assert type(spec.rope.theta) is float
 
 
-@pytest.mark.parametrize("text", ["[]", '{"d_model": 8}', '{"d_model": 8, "num_heads": 2, "colour": 1}', "{", "null"])
+def test_spec_reads_the_json_of_files_from_before_rope():
+    old = '{"d_model": 8, "num_heads": 2, "rope_theta": %s}'
+    assert AttentionSpec.from_json(old % "500.0") == AttentionSpec(8, 2, rope=Rope(500.0))
+    assert AttentionSpec.from_json(old % "null") == AttentionSpec(8, 2)
+
+
+def test_spec_is_hashable_and_equal_by_value():
+    spec = AttentionSpec(8, 2, rope=Rope(500.0))
+    assert {spec: 1}[AttentionSpec(8, 2, num_kv_heads=2, head_dim=4, rope=Rope(500))] == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        '{"d_model": 8}',
+        '{"d_model": 8, "num_heads": 2, "colour": 1}',
+        "{",
+        "null",
+        '{"d_model": 8, "num_heads": 2, "rope": {"base": 1}}',
+    ],
+)
 def test_spec_refuses_json_that_is_no_spec(text):
-    with pytest.raises(ValueError, match=r"specification|Expecting"):
+    with pytest.raises(ValueError, match=r"specification|Expecting|rope must have the fields of Rope"):
         AttentionSpec.from_json(text)
 
 
@@ -80,7 +99,7 @@ def test_trained_case_has_the_spec_of_its_file(name):
     case = CASES[name]
     assert case.trained is not None
     tensors, metadata = load_tensors(pretrained.path(case.trained))
-    assert case.spec == AttentionSpec(**json.loads(metadata["spec"]))
+    assert case.spec == AttentionSpec.from_json(metadata["spec"])
     assert tensors["inputs.query"].shape == (case.batch, case.seq_len, case.spec.d_in)
     lengths = json.loads(metadata["key_padding_lengths"])
     assert case.key_padding_lengths == (None if lengths is None else tuple(lengths))

@@ -54,7 +54,9 @@ class Model(nnx.Module):
 
     def __init__(self, **options):
         rngs = nnx.Rngs(0)
-        self.layers = nnx.List([mha_jax.MultiHeadSelfAttention(16, 4, dropout=0.1, rngs=rngs, **options) for _ in "ab"])
+        self.layers = nnx.List(
+            [mha_jax.MultiHeadSelfAttention(AttentionSpec(16, 4, dropout=0.1), rngs=rngs, **options) for _ in "ab"]
+        )
 
 
 @pytest.mark.parametrize("fused_qkv", [False, True])
@@ -97,7 +99,7 @@ def test_mha_torch_is_another_name_of_canonical():
 
 
 def test_an_nnx_state_is_converted_in_memory():
-    layer = mha_jax.MultiHeadAttention(16, 4, rngs=nnx.Rngs(0))
+    layer = mha_jax.MultiHeadAttention(AttentionSpec(16, 4), rngs=nnx.Rngs(0))
     state = nnx.state(layer, nnx.Param)
     for tree in (state, nnx.to_pure_dict(state)):
         found = parity.convert(tree, source="mha_jax", target="canonical", num_heads=4)
@@ -234,7 +236,7 @@ def test_a_model_scanned_by_linen_is_taken_apart_and_computes_the_same(tmp_path)
     output = x
     for i in range(3):
         weights, spec = load(tmp_path / "b.npz", prefix=f"layers.{i}")
-        layer = parity.load_into(mha_jax.MultiHeadSelfAttention(**spec.keywords, rngs=nnx.Rngs(0)), weights, spec)
+        layer = parity.load_into(mha_jax.MultiHeadSelfAttention(spec, rngs=nnx.Rngs(0)), weights, spec)
         output = layer(output)
     parity.assert_parity(np.asarray(output), np.asarray(Scanned().apply(variables, x), np.float64))
     options = {"prefix": "layers.{i}", "to_prefix": "params.layers.self_attn"}
@@ -246,7 +248,7 @@ def test_a_model_scanned_by_linen_is_taken_apart_and_computes_the_same(tmp_path)
 def test_layers_made_by_vmap_are_filled_from_numbered_ones_and_scanned(tmp_path):
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(key):
-        return mha_jax.MultiHeadSelfAttention(16, 4, rngs=nnx.Rngs(key))
+        return mha_jax.MultiHeadSelfAttention(AttentionSpec(16, 4), rngs=nnx.Rngs(key))
 
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
     def run(x, layer):
@@ -261,6 +263,6 @@ def test_layers_made_by_vmap_are_filled_from_numbered_ones_and_scanned(tmp_path)
     nnx.update(layers, state)
     x = expected = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 16)), jnp.float32)
     for i in range(3):
-        layer = mha_jax.MultiHeadSelfAttention(16, 4, rngs=nnx.Rngs(9))
+        layer = mha_jax.MultiHeadSelfAttention(AttentionSpec(16, 4), rngs=nnx.Rngs(9))
         expected = parity.load_into(layer, random_weights(SPEC, seed=i), SPEC)(expected)
     parity.assert_parity(np.asarray(run(x, layers)), np.asarray(expected, np.float64))

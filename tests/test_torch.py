@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from mha_torch.checks import values_of
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import mha_torch
-from mha_torch.checks import values_of
+from mha_spec import Rope
 
 FORMS = {
     "plain": mha_torch.scaled_dot_product_attention,
@@ -135,7 +136,7 @@ def test_lengths_may_be_mapped_over():
 @pytest.mark.parametrize("new_lengths", [None, torch.tensor([[1, 2], [0, 2], [2, 2]])], ids=["all", "ragged"])
 @torch.no_grad()
 def test_cached_step_may_be_mapped_over(new_lengths):
-    layer, x = module("MultiHeadAttentionWithCache", rope_theta=100.0), tokens(3, 2, 2, 16)
+    layer, x = module("MultiHeadAttentionWithCache", rope=Rope(100.0)), tokens(3, 2, 2, 16)
     _, cache = layer(tokens(6, 3, 16, seed=2), layer.init_cache(6, 6), new_lengths=[0, 1, 2, 3, 3, 1])
     mapped_cache = pytree.tree_map(lambda held: held.unflatten(0, (3, 2)), cache)
     dims = (0, 0, None if new_lengths is None else 0)
@@ -186,7 +187,7 @@ def test_tensors_of_lengths_share_a_compiled_graph():
 
 @torch.no_grad()
 def test_layer_with_rope_may_be_traced():
-    layer = module("MultiHeadSelfAttention", rope_theta=100.0).eval().requires_grad_(False)
+    layer = module("MultiHeadSelfAttention", rope=Rope(100.0)).eval().requires_grad_(False)
     traced = torch.jit.trace(lambda x: layer(x, is_causal=True), tokens(2, 5, 16))
     x = tokens(2, 5, 16, seed=3)
     torch.testing.assert_close(traced(x), layer(x, is_causal=True))

@@ -16,6 +16,7 @@ from hypothesis.extra import numpy as hnp
 import mha_jax
 import mha_torch
 import parity
+from mha_spec import Rope
 from parity import AttentionSpec, check_weights, load_tensors, load_weights, random_weights, save_tensors, save_weights
 from parity.core.weights import pack_qkv, unpack_qkv
 
@@ -137,10 +138,10 @@ def test_weights_of_any_framework_are_loaded_bit_for_bit(sibling, weights, dtype
 
 
 def test_a_module_is_filled_from_another_one_bit_for_bit():
-    jax_layer = mha_jax.MultiHeadAttention(**SPEC.keywords, rngs=nnx.Rngs(0))
+    jax_layer = mha_jax.MultiHeadAttention(SPEC, rngs=nnx.Rngs(0))
     for source in (
-        mha_torch.MultiHeadSelfAttention(**replace(SPEC, fused_qkv=True).keywords),
-        mha_jax.MultiHeadAttentionWithCache(**SPEC.keywords, rngs=nnx.Rngs(1)),
+        mha_torch.MultiHeadSelfAttention(replace(SPEC, fused_qkv=True)),
+        mha_jax.MultiHeadAttentionWithCache(SPEC, rngs=nnx.Rngs(1)),
     ):
         parity.load_into(jax_layer, source)
         expected = parity.weights_of(source)
@@ -151,12 +152,12 @@ def test_a_module_is_filled_from_another_one_bit_for_bit():
     ("other", "message"),
     [
         (AttentionSpec(10, 4, head_dim=6, num_kv_heads=2, d_in=7), r"got num_heads=6, .* and num_heads=4, "),
-        (replace(SPEC, rope_theta=10000.0), r"got rope_theta=None and rope_theta=10000\.0"),
+        (replace(SPEC, rope=Rope(10000.0)), r"got rope=None and rope=Rope(10000)\.0"),
     ],
 )
 def test_weights_of_a_layer_that_computes_something_else_are_refused(sibling, weights, other, message):
     module = parity.load_into(new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights)
-    layer = mha_torch.MultiHeadAttention(**other.keywords)
+    layer = mha_torch.MultiHeadAttention(other)
     with pytest.raises(ValueError, match=f"module must be of one specification with the weights, {message}"):
         parity.load_into(module, layer)
     with pytest.raises(ValueError, match="of one specification"):
@@ -175,7 +176,7 @@ def test_four_heads_do_not_pass_for_eight_of_the_same_width(sibling):
 
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
 def test_the_specification_of_a_module_is_told(sibling, kind):
-    spec = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7, fused_qkv=True, rope_theta=500.0, dropout=0.25)
+    spec = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7, fused_qkv=True, rope=Rope(500.0), dropout=0.25)
     assert parity.spec_of(new_module(sibling, kind, spec, "float32")) == spec
 
 
@@ -364,4 +365,4 @@ def test_random_weights_have_biases_that_are_not_zero(weights):
 
 def new_module(sibling, kind, spec, dtype):
     keyword = "dtype" if sibling.name == "torch" else "param_dtype"
-    return sibling.module(kind, **spec.keywords, **{keyword: sibling.array(np.zeros(1, dtype)).dtype})
+    return sibling.module(kind, spec, **{keyword: sibling.array(np.zeros(1, dtype)).dtype})

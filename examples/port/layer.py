@@ -9,12 +9,13 @@ import torch
 from attention_torch import Attention
 
 import parity
+from mha_spec import Rope
 
 torch.manual_seed(0)
 ORIGINAL = Attention()  # a real port loads its checkpoint here
 STATE = {name: tensor.numpy() for name, tensor in ORIGINAL.state_dict().items()}
 
-SPEC = parity.AttentionSpec(64, 8, num_kv_heads=2, qkv_bias=False, out_bias=False, rope_theta=10000.0)
+SPEC = parity.AttentionSpec(64, 8, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope(10000.0))
 
 # `wqkv` and `wo` are the original's own names. What they hold is a layout that is known: one Linear for q, k and v.
 WEIGHTS = parity.convert(
