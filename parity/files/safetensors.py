@@ -6,15 +6,12 @@ import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import safetensors
 from safetensors import safe_open
 
-from parity.files.tensor_file import DTYPES, Piece, TensorFile, TensorInfo, chunks_of, parse_json
-
-if TYPE_CHECKING:
-    from parity.files.writing import Tensors
+from parity.files.tensor_file import DTYPES, Piece, TensorFile, TensorInfo, Tensors, chunks_of, parse_json
 
 NAMES = {
     "BOOL": "bool",
