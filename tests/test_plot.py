@@ -13,8 +13,9 @@ from PIL import Image
 import parity.reporting.plot
 from parity import CASES, AttentionSpec, make_problem, random_weights, save_weights
 from parity.cli.commands import main
-from parity.core.run import Reference, load_trace
+from parity.core.trace import Reference
 from parity.reporting.plot import attention_for, attention_in_case, attention_of, downsample, plot_attention, read_array
+from parity.running.traces import load_trace
 
 
 def texts(path):

@@ -20,8 +20,9 @@ import parity.reporting.html
 import parity.reporting.junit  # pytester forgets what its runs import, so both are imported before
 import parity.testing.assertion
 from parity import CASES, assert_parity, make_problem
-from parity.core.run import Reference, record
+from parity.backends.record import record
 from parity.core.spec import stage_path
+from parity.core.trace import Reference
 from parity.core.weights import dtype_named
 
 ROOT = Path(__file__).parents[1]

@@ -7,8 +7,8 @@ import numpy as np
 from parity.core import reference
 from parity.core.compare import Comparison, compare, kept_dtype
 from parity.core.problem import Problem, make_problem
-from parity.core.run import run_steps
 from parity.core.spec import AttentionSpec, Case, unheld
+from parity.core.trace import run_steps
 from parity.core.weights import Weights, is_floating
 
 

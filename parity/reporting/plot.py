@@ -16,8 +16,8 @@ import numpy as np
 from parity.backends import NEEDS, load_backend
 from parity.core import packages, reference
 from parity.core.problem import Problem, make_problem
-from parity.core.run import Trace, run_steps
 from parity.core.spec import AttentionSpec, Case, stage_kind
+from parity.core.trace import Trace, run_steps
 from parity.core.weights import Weights, is_finite, is_floating, write_whole
 
 FORMATS = (".png", ".svg")
