@@ -700,7 +700,8 @@ def _heads(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from parity.conversion.convert import convert_file, count_tensors
+    from parity.conversion.convert import convert_file
+    from parity.conversion.inspect import count_tensors
     from parity.reporting import console as report
 
     gib = options.max_shard_gib
@@ -768,7 +769,7 @@ def _layouts(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from parity.conversion.convert import find_layers
+    from parity.conversion.inspect import find_layers
     from parity.files import open_tensors
     from parity.reporting import console as report
 
@@ -816,7 +817,7 @@ def _verify(options: argparse.Namespace) -> int:
 @contextmanager
 def _pairs_of_layers(options: argparse.Namespace) -> Iterator[list[tuple[Any, Any]]]:
     """The layers of two open files that belong together; what is given once is said of both."""
-    from parity.conversion.convert import open_layers
+    from parity.conversion.layers import open_layers
 
     def each(flag: str, values: list[str]) -> list[str | None]:
         if len(values) > 2:

@@ -24,7 +24,7 @@ from parity.core.spec import find_case, stage_kind
 from parity.core.weights import write_whole
 
 if TYPE_CHECKING:
-    from parity.conversion.convert import Found
+    from parity.conversion.inspect import Found
     from parity.conversion.layouts import Layout
     from parity.core.spec import Case
     from parity.diagnosis.diagnose import Diagnosis
