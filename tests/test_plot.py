@@ -293,7 +293,8 @@ def test_without_matplotlib_the_package_is_named_before_any_work(capsys, layer, 
 
 
 def test_parity_imports_no_picture_library_before_it_is_asked_to():
-    program = "import sys, parity.reporting.plot, parity.reporting.html; print({'matplotlib', 'jinja2', 'PIL'} & set(sys.modules))"
+    modules = "sys, parity.reporting.plot, parity.reporting.html"
+    program = f"import {modules}; print({{'matplotlib', 'jinja2', 'PIL'}} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout == "set()\n"
 
