@@ -21,7 +21,7 @@ from rich.text import Text
 
 from parity.core.compare import Comparison, first_difference
 from parity.core.spec import find_case, stage_kind
-from parity.core.weights import write_whole
+from parity.files.target import write_whole
 
 if TYPE_CHECKING:
     from parity.conversion.inspect import Found

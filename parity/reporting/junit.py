@@ -7,7 +7,7 @@ import re
 from xml.etree import ElementTree
 
 from parity.core.compare import Comparison, first_difference
-from parity.core.weights import write_whole
+from parity.files.target import write_whole
 from parity.reporting.console import reproduction
 from parity.running.report import Report
 
