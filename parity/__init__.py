@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from mha_spec import AttentionSpec, Rope
     from parity.backends import load_into, spec_of, weights_of
     from parity.backends.caches import load_cache, save_cache
+    from parity.backends.numerics import numerics_lock
     from parity.conformance.examine import Conformance, examine
     from parity.conversion.convert import convert, convert_file, load, save
     from parity.conversion.layouts import LAYOUTS, Layout
@@ -15,9 +16,7 @@ if TYPE_CHECKING:
     from parity.conversion.verify import verify
     from parity.core.arrays import to_jax, to_numpy, to_torch
     from parity.core.compare import Comparison, first_difference
-    from parity.core.numerics import numerics_lock
     from parity.core.problem import Problem, make_problem
-    from parity.core.run import Report, run_cases
     from parity.core.spec import CASES, STAGES, Case, random_case
     from parity.core.weights import (
         check_weights,
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
         weight_shapes,
     )
     from parity.diagnosis.diagnose import Diagnosis, diagnose
+    from parity.running.report import Report
+    from parity.running.run import run_cases
     from parity.testing.assertion import assert_parity
 
 __all__ = [
@@ -88,9 +89,10 @@ _MODULES = {
     "diagnosis.diagnose": ["Diagnosis", "diagnose"],
     "conversion.layouts": ["LAYOUTS", "Layout"],
     "conversion.not_carried": ["NotCarriedWarning"],
-    "core.numerics": ["numerics_lock"],
+    "backends.numerics": ["numerics_lock"],
     "core.problem": ["Problem", "make_problem"],
-    "core.run": ["Report", "run_cases"],
+    "running.report": ["Report"],
+    "running.run": ["run_cases"],
     "core.spec": ["CASES", "STAGES", "AttentionSpec", "Case", "Rope", "random_case"],
     "conversion.verify": ["verify"],
     "core.weights": [

@@ -24,11 +24,12 @@ from parity import (
     to_jax,
     weights_of,
 )
-from parity.conversion.convert import convert, convert_file, find_layers, is_finite, load, save
+from parity.conversion.convert import convert, convert_file, load, save
+from parity.conversion.inspect import find_layers
 from parity.conversion.layouts import LAYOUTS, from_canonical
 from parity.conversion.layouts.layout import RULES
 from parity.conversion.verify import same_bits, verify
-from parity.core.weights import dtype_named
+from parity.core.weights import dtype_named, is_finite
 from parity.files import open_tensors, write_tensors
 
 GQA = AttentionSpec(16, 4, num_kv_heads=2, head_dim=6, d_in=16, qkv_bias=False, out_bias=False, rope=Rope(500.0))

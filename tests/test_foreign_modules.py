@@ -22,11 +22,11 @@ from flax import nnx
 
 import mha_torch
 from parity import AttentionSpec, Case, random_weights
-from parity.conversion.layouts.layout import from_canonical, to_canonical
 from parity.conversion.layouts.tables import LAYOUTS
+from parity.conversion.layouts.views import from_canonical, to_canonical
 from parity.core.compare import compare
 from parity.core.problem import make_problem
-from parity.core.run import Reference
+from parity.core.trace import Reference
 from parity.core.weights import load_tensors, save_tensors
 
 with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory() as _home:

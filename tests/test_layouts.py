@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from mha_spec import Rope
 from parity import AttentionSpec, random_weights
-from parity.conversion.layouts.layout import RULES, Layout, Tensor, from_canonical, to_canonical
+from parity.conversion.layouts.layout import RULES, Layout, Tensor
 from parity.conversion.layouts.tables import LAYOUTS
+from parity.conversion.layouts.views import from_canonical, to_canonical
 from parity.core.weights import check_weights, dtype_named, weight_shapes
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))

@@ -13,8 +13,9 @@ from PIL import Image
 import parity.reporting.plot
 from parity import CASES, AttentionSpec, make_problem, random_weights, save_weights
 from parity.cli.commands import main
-from parity.core.run import Reference, load_trace
+from parity.core.trace import Reference
 from parity.reporting.plot import attention_for, attention_in_case, attention_of, downsample, plot_attention, read_array
+from parity.running.traces import load_trace
 
 
 def texts(path):
@@ -292,9 +293,8 @@ def test_without_matplotlib_the_package_is_named_before_any_work(capsys, layer, 
 
 
 def test_parity_imports_no_picture_library_before_it_is_asked_to():
-    program = (
-        "import sys, parity.reporting.plot, parity.html; print({'matplotlib', 'jinja2', 'PIL'} & set(sys.modules))"
-    )
+    modules = "sys, parity.reporting.plot, parity.reporting.html"
+    program = f"import {modules}; print({{'matplotlib', 'jinja2', 'PIL'}} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout == "set()\n"
 

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from parity.core.compare import compare
-from parity.core.run import Report
 from parity.diagnosis.selftest import Outcome
 from parity.reporting import console as report
+from parity.running.report import Report
 
 CASE = "trained-smollm2-causal"
 WRONG = "step0.module.attn_weights"

@@ -45,7 +45,7 @@ def refused(capsys, *arguments):
 )
 def test_a_report_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path, monkeypatch, flag, path, reason):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("parity.core.run.run_cases", lambda *_, **__: pytest.fail("it began to work"))
+    monkeypatch.setattr("parity.running.run.run_cases", lambda *_, **__: pytest.fail("it began to work"))
     os.symlink("loop", "loop")
     said = refused(capsys, "run", "--cases", "textbook", flag, path)
     assert said.startswith(f"mha-parity: {flag} must name a file")

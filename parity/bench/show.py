@@ -13,7 +13,7 @@ from rich.text import Text
 
 from parity.bench import Bench, Row
 from parity.bench.measure import OURS
-from parity.core.weights import write_whole
+from parity.files.target import write_whole
 from parity.reporting.console import begin_table
 
 TITLES = {"jax": "JAX", "torch": "torch", "": "Command line and files"}

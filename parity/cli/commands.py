@@ -450,9 +450,9 @@ def _check_folder(flag: str, path: str) -> None:
 def _run(options: argparse.Namespace) -> int:
     from parity.backends import NEEDS, why_missing
     from parity.conversion.convert import load
-    from parity.core.run import run_cases
     from parity.core.spec import DTYPES
     from parity.reporting import console as report
+    from parity.running.run import run_cases
 
     _check_names("--backends", options.backends, NEEDS)
     _check_names("--dtypes", options.dtypes, DTYPES)
@@ -487,7 +487,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from parity.core.run import compare_traces
+    from parity.running.run import compare_traces
 
     maps = _attention_maps(options)
     return _finish(options, compare_traces(options.traces, on_judged=maps), maps)
@@ -599,7 +599,7 @@ def _weight_cases(name: str, spec: Any) -> list[Case]:
 
 def _doctor(options: argparse.Namespace) -> int:
     from parity.backends import NEEDS, why_missing
-    from parity.core.numerics import environment
+    from parity.backends.numerics import environment
     from parity.core.packages import OPTIONAL, is_installed, version_of
     from parity.reporting import console as report
 
@@ -696,11 +696,13 @@ def _in_flags(options: argparse.Namespace) -> Iterator[None]:
 def _heads(options: argparse.Namespace) -> dict[str, Any]:
     if options.rope_theta is not None and not math.isfinite(options.rope_theta):
         raise ValueError(f"--rope-theta must be finite, got {options.rope_theta}")
-    return {name: getattr(options, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope_theta")}
+    heads = {name: getattr(options, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+    return {**heads, "rope": None if options.rope_theta is None else Rope(options.rope_theta)}
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from parity.conversion.convert import convert_file, count_tensors
+    from parity.conversion.convert import convert_file
+    from parity.conversion.inspect import count_tensors
     from parity.reporting import console as report
 
     gib = options.max_shard_gib
@@ -768,7 +770,7 @@ def _layouts(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from parity.conversion.convert import find_layers
+    from parity.conversion.inspect import find_layers
     from parity.files import open_tensors
     from parity.reporting import console as report
 
@@ -816,7 +818,7 @@ def _verify(options: argparse.Namespace) -> int:
 @contextmanager
 def _pairs_of_layers(options: argparse.Namespace) -> Iterator[list[tuple[Any, Any]]]:
     """The layers of two open files that belong together; what is given once is said of both."""
-    from parity.conversion.convert import open_layers
+    from parity.conversion.layers import open_layers
 
     def each(flag: str, values: list[str]) -> list[str | None]:
         if len(values) > 2:
@@ -893,9 +895,10 @@ def _diagnose_traces(files: Sequence[str], out: Any) -> Any:
     import numpy as np
 
     from parity.core.compare import first_difference
-    from parity.core.run import Reference, judge, load_trace
+    from parity.core.trace import Reference, judge
     from parity.diagnosis.diagnose import diagnose_trace
     from parity.reporting import console as report
+    from parity.running.traces import load_trace
 
     traces = [load_trace(path) for path in files]
     if len({trace.problem.digest for trace in traces}) > 1:
@@ -1036,9 +1039,9 @@ def _plot(options: argparse.Namespace) -> int:
 def _attention(options: argparse.Namespace) -> tuple[str, Any]:
     """The stage and the attention weights that `plot` was asked for: a trace's, or a layer's for an input."""
     from parity.conversion.convert import load
-    from parity.core.run import load_trace
     from parity.core.spec import CASES, find_case
     from parity.reporting.plot import attention_for, attention_in, attention_in_case, read_array
+    from parity.running.traces import load_trace
 
     case = None if options.case is None else find_case(options.case)
     if options.case is not None and case is None:

@@ -21,16 +21,16 @@ from rich.text import Text
 
 from parity.core.compare import Comparison, first_difference
 from parity.core.spec import find_case, stage_kind
-from parity.core.weights import write_whole
+from parity.files.target import write_whole
 
 if TYPE_CHECKING:
-    from parity.conversion.convert import Found
+    from parity.conversion.inspect import Found
     from parity.conversion.layouts import Layout
-    from parity.core.run import Report
     from parity.core.spec import Case
     from parity.diagnosis.diagnose import Diagnosis
     from parity.diagnosis.selftest import Outcome
     from parity.files import TensorFile
+    from parity.running.report import Report
 
 DETAILED_FAILURES = 5  # shown whole on the terminal; all are in the JSON
 PIPE_WIDTH = 100

@@ -18,11 +18,12 @@ import numpy as np
 
 from parity.core import packages
 from parity.core.compare import Comparison, axis_names, errors_of, first_difference, whole_rows
-from parity.core.run import Reference, Report, Trace, flattened
 from parity.core.spec import find_case, stage_kind
-from parity.core.weights import write_whole
+from parity.core.trace import Reference, Trace
+from parity.files.target import write_whole
 from parity.reporting.console import reproduction, skipped_reasons, summary_line
 from parity.reporting.plot import downsample
+from parity.running.report import Report, flattened
 
 Key = tuple[str, str, str]
 """Case, dtype and backend."""

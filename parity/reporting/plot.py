@@ -17,9 +17,10 @@ from mha_spec import AttentionSpec
 from parity.backends import NEEDS, load_backend
 from parity.core import packages, reference
 from parity.core.problem import Problem, make_problem
-from parity.core.run import Trace, run_steps
 from parity.core.spec import Case, stage_kind
-from parity.core.weights import Weights, is_finite, is_floating, write_whole
+from parity.core.trace import Trace, run_steps
+from parity.core.weights import Weights, is_finite, is_floating
+from parity.files.target import write_whole
 
 FORMATS = (".png", ".svg")
 MOST_LABELS = 64  # tokens that are written along an axis; beyond, every second, third, …

@@ -12,8 +12,8 @@ import mha_tt
 import parity
 from mha_tt import device as devices
 from mha_tt.device import round_up
-from parity.conversion.layouts.layout import from_canonical, to_canonical
 from parity.conversion.layouts.tables import LAYOUTS
+from parity.conversion.layouts.views import from_canonical, to_canonical
 from parity.core.weights import pack_qkv
 
 from .formulas import both_dtypes, every_dtype, module_of, rounded, rounded_weights

@@ -336,7 +336,7 @@ CONTROLS = [(case.name, dtype) for case in MORE_CASES for dtype in BOTH]
 @pytest.fixture(autouse=True)
 def undiagnosed(monkeypatch):
     """Only the stage is asked for: the search for a cause takes longer than the case, and has tests of its own."""
-    monkeypatch.setattr("parity.core.run.DIAGNOSED", 0)
+    monkeypatch.setattr("parity.running.run.DIAGNOSED", 0)
 
 
 def override(monkeypatch: pytest.MonkeyPatch, mutation: Mutation) -> None:
