@@ -12,7 +12,7 @@ import torch
 
 import parity
 from parity import AttentionSpec, random_weights
-from parity.cli.commands import main
+from parity.cli.main import main
 from parity.conversion.convert import save
 from parity.conversion.layouts import LAYOUTS, from_canonical
 from parity.conversion.layouts.layout import RULES

@@ -11,7 +11,7 @@ import pytest
 
 import parity
 from parity import CASES, AttentionSpec, Case, make_problem, random_weights
-from parity.cli.commands import main
+from parity.cli.main import main
 from parity.core.compare import kept_dtype
 from parity.core.run import Reference, record, run_cases, run_steps
 from parity.core.weights import dtype_named

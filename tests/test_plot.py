@@ -12,7 +12,7 @@ from PIL import Image
 
 import parity.reporting.plot
 from parity import CASES, AttentionSpec, make_problem, random_weights, save_weights
-from parity.cli.commands import main
+from parity.cli.main import main
 from parity.core.run import Reference, load_trace
 from parity.reporting.plot import attention_for, attention_in_case, attention_of, downsample, plot_attention, read_array
 
@@ -293,7 +293,8 @@ def test_without_matplotlib_the_package_is_named_before_any_work(capsys, layer, 
 
 def test_parity_imports_no_picture_library_before_it_is_asked_to():
     program = (
-        "import sys, parity.reporting.plot, parity.html; print({'matplotlib', 'jinja2', 'PIL'} & set(sys.modules))"
+        "import sys, parity.reporting.plot, parity.reporting.html\n"
+        "print({'matplotlib', 'jinja2', 'PIL'} & set(sys.modules))"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout == "set()\n"

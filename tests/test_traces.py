@@ -10,7 +10,7 @@ import pytest
 import parity.core.run
 from parity import CASES, AttentionSpec, load_tensors, random_case, random_weights, run_cases, save_tensors
 from parity.backends import torch as torch_backend
-from parity.cli.commands import main
+from parity.cli.main import main
 from parity.core.run import SkippedCase, compare_traces, load_trace
 
 
