@@ -14,7 +14,8 @@ import parity.reporting.plot
 from parity import CASES, AttentionSpec, make_problem, random_weights, save_weights
 from parity.cli.main import main
 from parity.core.run import Reference, load_trace
-from parity.reporting.plot import attention_for, attention_in_case, attention_of, downsample, plot_attention, read_array
+from parity.diagnosis.attention import attention_for, attention_in_case, attention_of, read_array
+from parity.reporting.plot import downsample, plot_attention
 
 
 def texts(path):

@@ -78,7 +78,7 @@ def _attention(options: argparse.Namespace) -> tuple[str, Any]:
     from parity.conversion.convert import load
     from parity.core.run import load_trace
     from parity.core.spec import CASES, find_case
-    from parity.reporting.plot import attention_for, attention_in, attention_in_case, read_array
+    from parity.diagnosis.attention import attention_for, attention_in, attention_in_case, read_array
 
     case = None if options.case is None else find_case(options.case)
     if options.case is not None and case is None:
