@@ -1,7 +1,9 @@
 """What a user is told without asking a person: help, the lists of cases and of bugs, what is installed."""
 
 import argparse
+import importlib
 import json
+import pkgutil
 import re
 import shlex
 import shutil
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import parity.backends
+import parity.cli
 from parity.backends import NEEDS
 from parity.cli.main import COMMANDS, main, make_parser
 from parity.core.packages import OPTIONAL
@@ -35,8 +38,14 @@ def commands():
 # ---- --help ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_command_has_a_page_and_every_page_a_command():
-    assert commands().keys() == PAGES.keys()
+def test_every_module_with_a_page_is_a_command():
+    modules = [
+        importlib.import_module(f"parity.cli.{found.name}") for found in pkgutil.iter_modules(parity.cli.__path__)
+    ]
+    assert {module.__name__ for module in modules if hasattr(module, "PAGE")} == {
+        command.__name__ for command in COMMANDS.values()
+    }
+    assert commands().keys() == COMMANDS.keys()
 
 
 @pytest.mark.parametrize("name", PAGES)
