@@ -16,7 +16,7 @@ import torch
 from flax import nnx
 
 import mha_torch
-from parity.cli.commands import main
+from parity.cli.main import main
 from parity.conformance.examine import QUESTIONS, Path, by_rule, examine, peers
 from parity.conformance.peers import PEERS, peer
 from parity.conformance.subjects import run

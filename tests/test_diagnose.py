@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import parity
-from mha_spec import Rope
-from parity import CASES, AttentionSpec, Case, make_problem, random_weights
+from mha_spec import AttentionSpec, Rope
+from parity import CASES, Case, make_problem, random_weights
 from parity.backends.record import record
-from parity.cli.commands import main
+from parity.cli.main import main
 from parity.core.compare import kept_dtype
 from parity.core.trace import Reference, run_steps
 from parity.core.weights import dtype_named
@@ -346,9 +346,9 @@ PORT = """
 import numpy as np, torch, mha_torch, parity
 
 weights, spec = parity.load("layer.safetensors")
-layer = mha_torch.MultiHeadAttention(spec).eval()
+layer = mha_torch.MultiHeadAttention(**spec.keywords).eval()
 parity.load_into(layer, weights)
-wrong = mha_torch.MultiHeadAttention(spec).eval()
+wrong = mha_torch.MultiHeadAttention(**spec.keywords).eval()
 parity.load_into(wrong, {**weights, "out_proj.weight": np.ascontiguousarray(weights["out_proj.weight"].T)})
 
 

@@ -10,7 +10,7 @@ import xmlschema
 
 import parity.running.run
 from parity import CASES, run_cases
-from parity.cli.commands import main
+from parity.cli.main import main
 from parity.core.compare import failure
 from parity.reporting.junit import junit_xml, write_junit
 from parity.running.report import Report, SkippedCase

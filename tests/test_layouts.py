@@ -671,11 +671,10 @@ def test_a_refusal_is_one_line(layout):
     assert "\n" not in refusal_of(tensors, layout, num_heads=7)
 
 
-@pytest.mark.parametrize("rope_theta", [-1.0, 0.0])
-def test_a_base_that_is_none_is_refused_with_the_rule(rope_theta):
+def test_rope_of_a_number_is_refused_with_the_rule():
     tensors, spec = tensors_of(LAYOUTS["canonical"])
-    with pytest.raises(ValueError, match="rope_theta must be positive"):
-        to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope_theta": rope_theta})
+    with pytest.raises(TypeError, match="rope must be a Rope or None"):
+        to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope": 500.0})
 
 
 def test_rope_over_an_odd_head_dim_is_refused_with_the_rule():

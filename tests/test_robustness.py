@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import parity.cli.commands
+import parity.cli.doctor
 from parity import AttentionSpec, random_weights, save
-from parity.cli.commands import main
+from parity.cli.main import main
 
 CACHE_SIZE = ["cache-size", "--num-kv-heads", "1", "--head-dim", "1", "--capacity", "1"]
 MHA_PARITY = [sys.executable, "-m", "parity"]
@@ -122,7 +122,7 @@ def mistaken(monkeypatch):
     def fail(options):
         raise KeyError("what?\nno")
 
-    monkeypatch.setattr(parity.cli.commands, "_doctor", fail)
+    monkeypatch.setattr(parity.cli.doctor, "run", fail)
 
 
 @pytest.mark.usefixtures("mistaken")
@@ -141,7 +141,7 @@ def test_a_mistake_of_ours_is_one_line_and_no_mismatch(capsys, monkeypatch):
 
 CONVERT_AND_WAIT = """
 import signal, sys, time
-from parity.cli.commands import main
+from parity.cli.main import main
 import parity.files.writing
 
 read = parity.files.writing.Tensors.read

@@ -7,10 +7,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+import parity.core.trace
 import parity.running.run
 from parity import CASES, AttentionSpec, load_tensors, random_case, random_weights, run_cases, save_tensors
 from parity.backends import torch as torch_backend
-from parity.cli.commands import main
+from parity.cli.main import main
 from parity.running.report import SkippedCase
 from parity.running.run import compare_traces
 from parity.running.traces import load_trace

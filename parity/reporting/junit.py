@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 from parity.core.compare import Comparison, first_difference
 from parity.files.target import write_whole
-from parity.reporting.console import reproduction
+from parity.reporting.summary import reproduction
 from parity.running.report import Report
 
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from parity.core.compare import Comparison
 
 WRITERS = {
-    ".json": ("parity.reporting.console", "write_json"),
+    ".json": ("parity.reporting.json", "write_json"),
     ".xml": ("parity.reporting.junit", "write_junit"),
     ".html": ("parity.reporting.html", "write_html"),
 }
