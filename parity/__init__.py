@@ -5,10 +5,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parity.backends import load_into, spec_of, weights_of
     from parity.backends.caches import load_cache, save_cache
     from parity.conformance.examine import Conformance, examine
-    from parity.conversion.convert import convert, convert_file, load, save
+    from parity.conversion.convert import convert, convert_file, load
     from parity.conversion.layouts import LAYOUTS, Layout
     from parity.conversion.not_carried import NotCarriedWarning
     from parity.conversion.verify import verify
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
         weight_shapes,
     )
     from parity.diagnosis.diagnose import Diagnosis, diagnose
+    from parity.foreign import load_into, save, spec_of, weights_of
     from parity.testing.assertion import assert_parity
 
 __all__ = [
@@ -78,12 +78,12 @@ __all__ = [
 _MODULES = {
     "core.arrays": ["to_jax", "to_numpy", "to_torch"],
     "testing.assertion": ["assert_parity"],
-    "backends": ["load_into", "spec_of", "weights_of"],
     "backends.caches": ["load_cache", "save_cache"],
     "core.compare": ["Comparison", "first_difference"],
     "conformance.examine": ["Conformance", "examine"],
-    "conversion.convert": ["convert", "convert_file", "load", "save"],
+    "conversion.convert": ["convert", "convert_file", "load"],
     "diagnosis.diagnose": ["Diagnosis", "diagnose"],
+    "foreign": ["load_into", "save", "spec_of", "weights_of"],
     "conversion.layouts": ["LAYOUTS", "Layout"],
     "conversion.not_carried": ["NotCarriedWarning"],
     "core.numerics": ["numerics_lock"],
