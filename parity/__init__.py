@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parity.backends.caches import load_cache, save_cache
-    from parity.conformance.examine import Conformance, examine
+    from parity.conformance.answers import Conformance
+    from parity.conformance.examine import examine
     from parity.conversion.convert import convert, convert_file, load
     from parity.conversion.layouts import LAYOUTS, Layout
     from parity.conversion.not_carried import NotCarriedWarning
@@ -80,7 +81,8 @@ _MODULES = {
     "testing.assertion": ["assert_parity"],
     "backends.caches": ["load_cache", "save_cache"],
     "core.compare": ["Comparison", "first_difference"],
-    "conformance.examine": ["Conformance", "examine"],
+    "conformance.answers": ["Conformance"],
+    "conformance.examine": ["examine"],
     "conversion.convert": ["convert", "convert_file", "load"],
     "diagnosis.diagnose": ["Diagnosis", "diagnose"],
     "foreign": ["load_into", "save", "spec_of", "weights_of"],

@@ -930,7 +930,8 @@ def _diagnose_traces(files: Sequence[str], out: Any) -> Any:
 def _observed(options: argparse.Namespace) -> tuple[Any, Any]:
     """What a function gives for probe inputs, and those, with the weights that it should have."""
     from parity.backends import why_missing
-    from parity.conformance.subjects import FRAMEWORKS, framework_of, load_callable
+    from parity.conformance.discover import framework_of, load_callable
+    from parity.conformance.subjects import FRAMEWORKS
     from parity.conversion.convert import load
     from parity.conversion.verify import probe_case
     from parity.core.problem import make_problem
@@ -1067,11 +1068,13 @@ def _attention(options: argparse.Namespace) -> tuple[str, Any]:
 
 
 def _conformance(options: argparse.Namespace) -> int:
-    from parity.conformance.examine import examine_peers, examine_target, exit_status, print_conformance
+    from parity.conformance.answers import exit_status
+    from parity.conformance.examine import examine_peers, examine_target
     from parity.conformance.peers import PEERS
     from parity.conformance.subjects import DTYPES
     from parity.core.packages import installed
     from parity.reporting import console as report
+    from parity.reporting.conformance import print_conformance
 
     if options.peers == (options.target is not None):
         raise ValueError("either a subject must be given as pkg.module:callable, or --peers")

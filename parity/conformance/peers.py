@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from parity.conformance.subjects import HEAD_DIM, NUM_HEADS, Call, Path, Subject, fresh_copies
+from parity.conformance.calls import fresh_copies
+from parity.conformance.subjects import HEAD_DIM, NUM_HEADS, Call, Path, Subject
 from parity.core.spec import AttentionSpec
 from parity.core.weights import Weights, dtype_named, random_weights
 from parity.foreign import load_adapter
