@@ -130,7 +130,7 @@ def subject_of(
     if library is not None:
         num_heads = num_heads or _size(target, HEADS)
         roles.pop("dropout", None)  # the module's own
-    call = _Adapter(target, library, framework, roles, parameters is None, num_heads)
+    call = _AsCall(target, library, framework, roles, parameters is None, num_heads)
     takes = {role for role in ("mask", "is_causal", "need_weights", "dropout") if role in roles}
     takes |= {"train"} if library == "torch" or roles.keys() & {"training", "deterministic"} else set()
     takes |= {"key", "value"} if parameters is None or roles.keys() >= {"key", "value"} else set()
@@ -276,7 +276,7 @@ def _with_width(subject: Subject, widths: Sequence[int]) -> Subject:
 
 
 @dataclass
-class _Adapter:
+class _AsCall:
     """A user's callable as a `Call`: parameters by their names, the mask in the first shape that it takes."""
 
     target: Any

@@ -171,5 +171,5 @@ def _adapter_of(module: Any) -> Adapter | Backend:
                 return load_adapter(name)
     if isinstance(module, type):
         raise TypeError(f"module must be a module and not its class, got {module.__name__}")
-    others = " or a ".join(LAYERS)
-    raise TypeError(f"module must be one of mha_jax, mha_torch or mha_tt, or a {others}, got {type(module).__name__}")
+    others = ", ".join(LAYERS)
+    raise TypeError(f"module must be one of mha_jax, mha_torch or mha_tt, or of {others}, got {type(module).__name__}")
