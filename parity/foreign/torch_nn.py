@@ -58,7 +58,7 @@ class TorchMultiheadAttention(Adapter):
         need_weights: bool = False,
         train: bool = False,
     ) -> tuple[Any, Any]:
-        """As `Adapter.call`; `padding` is (B, S), and `is_causal` wants the mask with it."""
+        """As `Adapter.call`; `padding` is (B, S), `is_causal` wants the mask with it. The module stays in that mode."""
         if not module.batch_first:
             query, key, value = (x.swapaxes(0, 1) for x in (query, key, value))
         if mask is not None:
