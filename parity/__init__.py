@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mha_spec import AttentionSpec, Rope
-    from parity.backends import load_into, spec_of, weights_of
     from parity.backends.caches import load_cache, save_cache
     from parity.backends.numerics import numerics_lock
-    from parity.conformance.examine import Conformance, examine
-    from parity.conversion.convert import convert, convert_file, load, save
+    from parity.conformance.answers import Conformance
+    from parity.conformance.examine import examine
+    from parity.conversion.convert import convert, convert_file, load
     from parity.conversion.layouts import LAYOUTS, Layout
     from parity.conversion.not_carried import NotCarriedWarning
     from parity.conversion.verify import verify
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         weight_shapes,
     )
     from parity.diagnosis.diagnose import Diagnosis, diagnose
+    from parity.foreign import load_into, save, spec_of, weights_of
     from parity.running.report import Report
     from parity.running.run import run_cases
     from parity.testing.assertion import assert_parity
@@ -81,12 +82,13 @@ __all__ = [
 _MODULES = {
     "core.arrays": ["to_jax", "to_numpy", "to_torch"],
     "testing.assertion": ["assert_parity"],
-    "backends": ["load_into", "spec_of", "weights_of"],
     "backends.caches": ["load_cache", "save_cache"],
     "core.compare": ["Comparison", "first_difference"],
-    "conformance.examine": ["Conformance", "examine"],
-    "conversion.convert": ["convert", "convert_file", "load", "save"],
+    "conformance.answers": ["Conformance"],
+    "conformance.examine": ["examine"],
+    "conversion.convert": ["convert", "convert_file", "load"],
     "diagnosis.diagnose": ["Diagnosis", "diagnose"],
+    "foreign": ["load_into", "save", "spec_of", "weights_of"],
     "conversion.layouts": ["LAYOUTS", "Layout"],
     "conversion.not_carried": ["NotCarriedWarning"],
     "backends.numerics": ["numerics_lock"],

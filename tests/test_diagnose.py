@@ -346,9 +346,9 @@ PORT = """
 import numpy as np, torch, mha_torch, parity
 
 weights, spec = parity.load("layer.safetensors")
-layer = mha_torch.MultiHeadAttention(**spec.keywords).eval()
+layer = mha_torch.MultiHeadAttention(spec).eval()
 parity.load_into(layer, weights)
-wrong = mha_torch.MultiHeadAttention(**spec.keywords).eval()
+wrong = mha_torch.MultiHeadAttention(spec).eval()
 parity.load_into(wrong, {**weights, "out_proj.weight": np.ascontiguousarray(weights["out_proj.weight"].T)})
 
 

@@ -41,10 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Examine, and print the matrix."""
-    from parity.conformance.examine import examine_peers, examine_target, exit_status, print_conformance
+    from parity.conformance.answers import exit_status
+    from parity.conformance.examine import examine_peers, examine_target
     from parity.conformance.peers import PEERS
     from parity.conformance.subjects import DTYPES
     from parity.core.packages import installed
+    from parity.reporting.conformance import print_conformance
     from parity.reporting.console import console, progress_bar
     from parity.reporting.json import write_json
 

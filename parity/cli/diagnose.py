@@ -109,7 +109,8 @@ def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
 def _observed(options: argparse.Namespace) -> tuple[Any, Any]:
     """What a function gives for probe inputs, and those, with the weights that it should have."""
     from parity.backends import why_missing
-    from parity.conformance.subjects import FRAMEWORKS, framework_of, load_callable
+    from parity.conformance.discover import framework_of, load_callable
+        from parity.conformance.subjects import FRAMEWORKS
     from parity.conversion.convert import load
     from parity.conversion.verify import probe_case
     from parity.core.problem import make_problem

@@ -95,35 +95,14 @@ def load(
 
 def save(
     path: str | os.PathLike[str],
-    weights: Any,
+    weights: Mapping[str, Any],
     spec: AttentionSpec | None = None,
     layout: str = "canonical",
     *,
     prefix: str = "",
 ) -> None:
-    """Write canonical weights to a file, in a layout, whole or not at all.
-
-    What is there already is replaced if it is of the same format, and refused if it is anything else.
-
-    Args:
-        path: of the file; its suffix tells the format.
-        weights: canonical weights, as arrays of any framework; or a module that `load_into` takes.
-        spec: the layer. That of a module is known; where it is given, too, both must compute the same.
-        layout: to write them in.
-        prefix: what the names shall begin with, without the last dot.
-
-    Raises:
-        OSError: if the file cannot be written.
-        TypeError, ValueError: if the weights are not those of the spec, or the layout cannot hold such a layer.
-    """
+    """Write canonical weights to a file, in a layout: `parity.foreign.save`, which takes modules, too."""
     target = find_layout(layout)
-    if not isinstance(weights, Mapping):
-        from parity.backends import check_same_layer, spec_of, weights_of
-
-        known = spec_of(weights)
-        if spec is not None:
-            check_same_layer(known, spec, "the module", "spec")
-        weights, spec = weights_of(weights), spec or known
     if spec is None:
         raise TypeError("spec must be given with weights by name, got spec=None; `parity.spec_of` has that of a module")
     laid_out = {join(prefix, name): array for name, array in from_canonical(weights, spec, target).items()}
