@@ -110,7 +110,7 @@ def _observed(options: argparse.Namespace) -> tuple[Any, Any]:
     """What a function gives for probe inputs, and those, with the weights that it should have."""
     from parity.backends import why_missing
     from parity.conformance.discover import framework_of, load_callable
-        from parity.conformance.subjects import FRAMEWORKS
+    from parity.conformance.subjects import FRAMEWORKS
     from parity.conversion.convert import load
     from parity.conversion.verify import probe_case
     from parity.core.problem import make_problem
