@@ -181,6 +181,23 @@ def test_the_page_of_public_names_is_that_of_the_source():
     assert {f"`{name}`" for name in parity.__all__} <= set(re.findall(r"^\| (`\w+`)", page, flags=re.MULTILINE))
 
 
+# ---- Recipes ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_recipes_name_places_that_are_there():
+    """Files and folders, and the tables in them; `<…>` and xyz stand for what is to be added."""
+    recipes = (ROOT / "docs" / "extending.md").read_text("utf-8")
+    rows = re.findall(r"^\| (`.+?) \| (.+) \|$", recipes, flags=re.MULTILINE)
+    assert len(rows) > 20
+    for cell, what in rows:
+        places = [ROOT / name for name in re.findall(r"`([\w./-]+)`", cell) if "xyz" not in name]
+        assert [str(path) for path in places if not path.exists()] == []
+        files = [file for path in places for file in ([path] if path.is_file() else path.rglob("*.py"))]
+        source = "".join(file.read_text("utf-8") for file in files)
+        tables = re.findall(r"`([A-Z_]{3,})`", what) if files else []
+        assert [name for name in tables if name not in source] == [], cell
+
+
 # ---- Links -----------------------------------------------------------------------------------------------------------
 
 
