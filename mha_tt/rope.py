@@ -69,7 +69,7 @@ class Rotation:
         if head_dim is not None and padded != padded_head_dim(head_dim, rope=True):
             raise ValueError(
                 f"heads of head_dim={head_dim} must be padded to {padded_head_dim(head_dim, rope=True)} features for "
-                f"RoPE (upload_weights(rope=True)), got {padded}"
+                f"RoPE (upload_weights with a spec that has rope), got {padded}"
             )
         slots = np.arange(padded) if head_dim is None else head_slots(head_dim, rope=True)
         angles = positions[:, None, :, None] * rope.frequencies(len(slots))

@@ -403,9 +403,9 @@ def test_one_framework_may_be_measured_alone(tiny_plan, as_users_have_it):
         (["--frameworks", "tt"], "--frameworks must be of jax, torch, got tt"),
         (["--dtypes", "float64"], "--dtypes must be of float32, bfloat16, float16, got float64"),
         (["--device", "tpu"], "--device must be of cpu, cuda, got tpu"),
-        (["--plot", "a.png", "--what", "cores"], "--plot must stand with growth among --what, got --what cores"),
+        (["--plot", "a.png", "--what", "cores"], "--plot must come with growth among --what, got --what cores"),
         (["--plot", "a.pdf"], "--plot must end in .png or .svg, got a.pdf"),
-        (["--json", "/nowhere/a.json"], "--json must name a file in a folder that is there, got /nowhere/a.json"),
+        (["--json", "/nowhere/a.json"], "--json must name a file in a folder that exists, got /nowhere/a.json"),
     ],
 )
 def test_bad_usage_is_refused_before_the_work(capsys, arguments, message):

@@ -121,8 +121,8 @@ def test_skipped_backends_are_in_the_json_with_their_reason(tmp_path, monkeypatc
         (["run", "--backends", "numpy"], "--backends must be of"),
         (["run", "--cases", "no-such-*"], "--cases must match a case"),
         (["run", "--dtypes", "int8", "--cases", "textbook"], "--dtypes must be of"),
-        (["run", "--json", "/no/such/folder/r.json"], "--json must name a file in a folder that is there"),
-        (["run", "--json", "/"], "--json must name a file in a folder that is there"),
+        (["run", "--json", "/no/such/folder/r.json"], "--json must name a file in a folder that exists"),
+        (["run", "--json", "/"], "--json must name a file in a folder that exists"),
         (["run", "--weights", "/no/such/file"], "No such file"),
         (["run", "--random", "-1"], "--random must be at least 0"),
         (["compare", "/no/such/folder"], "must be a trace or a folder of traces"),
@@ -188,7 +188,7 @@ def test_weights_stand_alone(tmp_path, capsys, others):
     spec = AttentionSpec(12, 3)
     save_weights(tmp_path / "w.safetensors", random_weights(spec), spec)
     assert main(["run", "--weights", str(tmp_path / "w.safetensors"), *others]) == 2
-    assert "--weights must stand without" in capsys.readouterr().err
+    assert "--weights must not be combined with" in capsys.readouterr().err
 
 
 def test_the_command_that_runs_a_random_case_again_does_so(capsys):

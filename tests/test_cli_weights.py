@@ -123,7 +123,7 @@ def test_convert_does_not_write_onto_its_source(source, tmp_path, capsys, same):
         target = tmp_path / "link.safetensors"
         target.symlink_to("source.safetensors")
     assert main(convert(source, target, "--to", "W_q", "--force")) == 2
-    assert "the target must be another file than the source" in capsys.readouterr().err
+    assert "the target must be a file other than the source" in capsys.readouterr().err
     assert (tmp_path / "source.safetensors").read_bytes() == old
 
 
@@ -131,7 +131,7 @@ def test_convert_does_not_write_onto_its_source(source, tmp_path, capsys, same):
 def test_a_report_is_not_written_onto_what_is_converted(source, tmp_path, capsys, other):
     path = source if other == "SRC" else tmp_path / "b.npz"
     assert main(convert(source, tmp_path / "b.npz", "--to", "W_q", "--json", str(path))) == 2
-    assert f"--json must name another file than {other}" in capsys.readouterr().err
+    assert f"--json must name a file other than {other}" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["source.safetensors"]
 
 
@@ -184,7 +184,7 @@ def test_convert_asks_for_heads_by_the_flags_that_decide(source, tmp_path, capsy
         (["--to", "W_q", "--max-shard-gib", "1e300"], "--max-shard-gib must be a number > 0"),
         (["--to", "W_q", "--rope-theta", "inf"], "--rope-theta must be finite, got inf"),
         (["--to", "W_q", "--rope-theta", "-1"], "--rope-theta must be positive"),
-        (["--to", "W_q", "--json", "/no/such/folder/r.json"], "--json must name a file in a folder that is there"),
+        (["--to", "W_q", "--json", "/no/such/folder/r.json"], "--json must name a file in a folder that exists"),
     ],
 )
 def test_convert_refuses_in_one_line_and_writes_nothing(source, tmp_path, capsys, others, message):
@@ -440,7 +440,7 @@ def test_run_takes_any_layer_of_any_file(source, tmp_path, capsys, suffix):
     assert main([*run, target]) == 2
     assert "got one of 2 in" in capsys.readouterr().err
     assert main(["run", "--prefix", "a", "--num-heads", "3"]) == 2
-    assert "--prefix, --num-heads must stand with --weights" in capsys.readouterr().err
+    assert "--prefix, --num-heads must come with --weights" in capsys.readouterr().err
 
 
 # ---- What is said ----------------------------------------------------------------------------------------------------

@@ -540,8 +540,8 @@ def misspelt(query, key, value):
     ("target", "message"),
     [
         (transposed, r"got the output is of shape \(2, 4, 8, 5\), not \(2, 4, 5, 8\)"),
-        (rounded, "got the output is of dtype int32, no floating-point numbers"),
-        (nothing, "got the output is no array but NoneType"),
+        (rounded, "got the output is of dtype int32, which is not floating point"),
+        (nothing, "got the output is not an array but NoneType"),
         (misspelt, "got NameError: name 'scaled_dot_product_atention' is not defined"),
     ],
 )
@@ -604,7 +604,7 @@ def test_a_mask_of_an_unknown_name_must_be_declared():
     def attention(query, key, value, may_look=None, scale=None):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=may_look, scale=scale)
 
-    with pytest.raises(ValueError, match=r"mask_name must tell .* \(--mask-name\), got may_look=None"):
+    with pytest.raises(ValueError, match=r"mask_name must say .* \(--mask-name\), got may_look=None"):
         examine(attention, ["mask"], framework="torch")
     found = examine(attention, ["mask"], framework="torch", mask_name="may_look")
     assert found["mask"].words == "True shows; floats added"
@@ -762,9 +762,9 @@ def test_clean_answers_exit_0_and_a_false_declaration_1(capsys):
         (["own_attention:attention", "--questions", "colour"], "a question must be one of"),
         (["own_attention:attention", "--questions", "masked keys"], "did you mean 'masked key'?"),
         (["own_attention:attention", "--dtypes", "int8"], "--dtypes must be of float32, bfloat16, float16, got int8"),
-        (["own_attention:attention", "--only", "keras*"], "--only must stand with --peers"),
+        (["own_attention:attention", "--only", "keras*"], "--only must come with --peers"),
         (["--peers", "--only", "tensorflow*"], "--only must match a peer"),
-        (["--peers", "--mask-true", "hides"], "--peers must stand without --mask-true"),
+        (["--peers", "--mask-true", "hides"], "--peers must not be combined with --mask-true"),
     ],
 )
 def test_bad_usage_exits_2_in_one_line(capsys, arguments, message):

@@ -420,7 +420,7 @@ def test_a_file_is_not_converted_in_its_place(tmp_path):
     tensors = checkpoint()
     path = write(tmp_path / "a.safetensors", tensors)
     options = {"source": "transformers.LLaMA", "target": "meta.LLaMA", "prefix": PREFIX, "force": True, **HEADS}
-    with pytest.raises(ValueError, match="the target must be another file than the source"):
+    with pytest.raises(ValueError, match="the target must be a file other than the source"):
         convert_file(path, path, **options)
     assert bits(tensors_in(path)) == bits(tensors)
 

@@ -424,7 +424,7 @@ def test_a_function_that_should_not_be_causal_is_told_to_be(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a_port:right"], "--weights must tell the weights"),
+        (["a_port:right"], "--weights must name a file of the weights"),
         (["a_port:none", "--weights", "layer.safetensors"], "must have what was named"),
         (["no_such:right", "--weights", "layer.safetensors"], "no_such must be importable"),
         (["a_port:misnamed", "--weights", "layer.safetensors"], "stages must be named as in STAGES, got ['logits']"),
@@ -433,7 +433,7 @@ def test_a_function_that_should_not_be_causal_is_told_to_be(folder, capsys):
         (["a_port:raises", "--weights", "layer.safetensors"], "the function must take the inputs, got KeyError"),
         (["layer.safetensors"] * 3, "must be given a trace, two traces, two weight files or a function"),
         (["layer.safetensors"], "must be given a trace, two traces, two weight files or a function"),
-        (["layer.safetensors", "swapped.safetensors", "--not-causal"], "--not-causal must stand with"),
+        (["layer.safetensors", "swapped.safetensors", "--not-causal"], "--not-causal must come with"),
         (["nothing.safetensors"], "nothing.safetensors"),
     ],
 )

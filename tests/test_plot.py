@@ -121,7 +121,7 @@ def test_nothing_global_changes(attn_weights, tmp_path):
     ("arguments", "error", "message"),
     [
         ({"path": "a.jpg"}, ValueError, "path must end in .png or .svg, got a.jpg"),
-        ({"path": "/no/such/folder/a.png"}, ValueError, "path must be that of a file in a folder that is there"),
+        ({"path": "/no/such/folder/a.png"}, ValueError, "path must be that of a file in a folder that exists"),
         ({"attn_weights": np.ones(3)}, ValueError, r"attn_weights must have shape .*, got \(3,\)"),
         ({"attn_weights": np.ones((0, 3))}, ValueError, r"attn_weights must have shape .*, got \(0, 3\)"),
         ({"attn_weights": np.array([["a"]])}, TypeError, "attn_weights must be an array of real numbers"),
@@ -244,7 +244,7 @@ def test_plot_draws_a_layer_for_a_case_in_any_layout(tmp_path):
         (["W", "a.jpg", "--input", "X"], "DST must end in .png or .svg"),
         (["W", "a.png"], "--input or --case must say what the layer is applied to"),
         (["W", "a.png", "--case", "no-such-case"], "--case must name a case, got 'no-such-case'; near it: no-bias"),
-        (["W", "a.png", "--case", "full", "--causal"], "--causal must stand with --input"),
+        (["W", "a.png", "--case", "full", "--causal"], "--causal must come with --input"),
         (["W", "a.png", "--input", "X", "--stage", "attn_weights"], "--stage must be left out for a file of weights"),
         (["W", "a.png", "--input", "W"], "must hold one array as numpy.save writes it"),
         (["W", "a.png", "--input", "/no/such/file"], "No such file"),

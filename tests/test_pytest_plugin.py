@@ -346,7 +346,7 @@ def test_the_report_says_which_process_was_lost(pytester):
     result = pytester.runpytest_inprocess("-n", "1", "--max-worker-restart", "0", "--parity-report", "report.json")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     report = json.loads((pytester.path / "report.json").read_text())
-    assert report["warnings"] == ["worker gw0 went down: what it compared is not here"]
+    assert report["warnings"] == ["worker gw0 went down: its comparisons are missing"]
 
 
 @pytest.mark.parametrize("processes", ["0", "2"])
@@ -376,7 +376,7 @@ def test_the_report_may_be_a_page(run_two_tests, pytester, name):
     ("path", "words"),
     [
         ("report.txt", "its suffix must be one of .json, .xml, .html, got */report.txt"),
-        ("nowhere/report.json", "it must name a file in a folder that is there, got */nowhere/report.json"),
+        ("nowhere/report.json", "it must name a file in a folder that exists, got */nowhere/report.json"),
         (
             "/proc/report.json",
             "it must name a file that can be written, got /proc/report.json: No such file or directory",

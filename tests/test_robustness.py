@@ -38,8 +38,8 @@ def refused(capsys, *arguments):
         ("/proc/x", "that can be written, got /proc/x: No such file or directory"),
         ("loop", "that can be written, got loop: Too many levels of symbolic links"),
         ("x" * 300, "File name too long"),
-        (".", "in a folder that is there"),
-        ("none/x", "in a folder that is there"),
+        (".", "in a folder that exists"),
+        ("none/x", "in a folder that exists"),
         ("", "got an empty name"),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_mistake_of_ours_is_one_line_and_no_mismatch(capsys, monkeypatch):
     assert main(["doctor"]) == 70
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
-    assert captured.err.startswith("mha-parity: a mistake of this program, KeyError: ")
+    assert captured.err.startswith("mha-parity: a bug in this program, KeyError: ")
     assert captured.err.endswith("; MHA_PARITY_TRACEBACK=1 shows where\n")
     monkeypatch.setenv("MHA_PARITY_TRACEBACK", "1")
     assert main(["doctor"]) == 70

@@ -8,8 +8,8 @@ from parity.cli.help import Page
 from parity.cli.options import add_json_option, check_names, name_list
 
 PAGE = Page(
-    "how fast: beside other libraries in one process, and beside the limit",
-    "Measure the siblings beside other libraries, in one process and in turn, and beside what the machine could "
+    "how fast: against other libraries in one process, and against the limit",
+    "Measure the siblings against other libraries, in one process and in turn, and against what the machine could "
     "do. Only ratios are claimed.",
     "mha-parity bench --what cores,decode --quick",
     "measured",
@@ -21,9 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--what", type=name_list, metavar="A,B", help="cores,layers,decode,memory,import,convert,growth"
     )
-    parser.add_argument(
-        "--frameworks", type=name_list, metavar="A,B", help="jax, torch; those that are there by default"
-    )
+    parser.add_argument("--frameworks", type=name_list, metavar="A,B", help="jax, torch; those installed by default")
     parser.add_argument("--dtypes", type=name_list, metavar="A,B", help="float32 by default, on a GPU bfloat16")
     parser.add_argument("--device", default="cpu", help="of torch, cpu or cuda; JAX uses its default device")
     parser.add_argument("--quick", action="store_true", help="fewer rows and smaller shapes, in less than 90 s")
@@ -48,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
 
         check_destination(options.plot, "--plot")
         if "growth" not in groups:
-            raise ValueError(f"--plot must stand with growth among --what, got --what {','.join(groups)}")
+            raise ValueError(f"--plot must come with growth among --what, got --what {','.join(groups)}")
     asked = {"dtypes": options.dtypes, "device": options.device, "quick": options.quick}
     with progress_bar(count_rows(groups, options.frameworks, **asked)) as on_row:
         found = bench(groups, options.frameworks, **asked, on_row=on_row)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from parity.core.spec import Case
 
 PAGE = Page(
-    "the cases there are, and what each one covers",
+    "the cases, and what each one covers",
     "List the cases that `run` knows, one a line: heads and tokens, what is masked, and what goes wrong when the "
     "case fails.",
     "mha-parity cases 'trained-*'",

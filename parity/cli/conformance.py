@@ -28,10 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--questions", type=name_list, metavar="A,B", help="rows of the matrix; all by default")
     parser.add_argument("--dtypes", type=name_list, metavar="A,B", help="float32,bfloat16,float16 by default")
     parser.add_argument("--framework", choices=("torch", "jax"), help="of a function, where its module has both")
-    parser.add_argument("--axes", choices=("BNTH", "BTNH", "BTE"), help="of the inputs, where not to be found out")
+    parser.add_argument("--axes", choices=("BNTH", "BTNH", "BTE"), help="of the inputs, where they cannot be inferred")
     parser.add_argument("--d-model", type=int, metavar="E", help="width of a layer's inputs")
     parser.add_argument("--num-heads", type=int, metavar="N", help="of a layer")
-    parser.add_argument("--num-kv-heads", type=int, metavar="K", help="declare that shared heads are taken")
+    parser.add_argument("--num-kv-heads", type=int, metavar="K", help="declare that grouped heads are supported")
     parser.add_argument("--mask-name", metavar="NAME", help="the parameter that takes the mask")
     parser.add_argument("--mask-true", choices=("hides", "shows"), help="declare what True in a mask does")
     parser.add_argument("--causal-name", metavar="NAME", help="the parameter that is the causal flag")
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     dtypes = options.dtypes or DTYPES
     if options.peers:
         if flags:
-            raise ValueError(f"--peers must stand without {', '.join(flags)}")
+            raise ValueError(f"--peers must not be combined with {', '.join(flags)}")
         names = fnmatch.filter(PEERS, options.only)
         if not names:
             raise ValueError(f"--only must match a peer, got {options.only!r}; there are {', '.join(PEERS)}")
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
             found = examine_peers(names, options.questions, dtypes, on_subject=on_subject)
     else:
         if options.only != "*":
-            raise ValueError(f"--only must stand with --peers, got --only {options.only}")
+            raise ValueError(f"--only must come with --peers, got --only {options.only}")
         found = [examine_target(options.target, options.questions, dtypes, **declared)]
 
     def again(subject: str, question: str) -> str:

@@ -25,8 +25,8 @@ PAGE = Page(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     parser.add_argument("source", metavar="SRC", help="a file, or a folder of shards")
-    parser.add_argument("target", metavar="DST", help="a file; its suffix tells the format")
-    parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="what the file's metadata tell, by default")
+    parser.add_argument("target", metavar="DST", help="a file; its suffix decides the format")
+    parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="from the file's metadata by default")
     parser.add_argument("--to", required=True, metavar="LAYOUT", help="see `mha-parity layouts`")
     parser.add_argument(
         "--to-prefix", metavar="P", help="of the layers that are written; without {i}, they are stacked on an axis"
@@ -65,8 +65,8 @@ def run(options: argparse.Namespace) -> int:
         )
     print_conversion(converted, options.to, options.target, console())
     for what, names in (
-        ("left out, for they are not tensors", converted.left_out),
-        (f"kept in {converted.source}, for --prefix does not name them", converted.unconverted),
+        ("left out, since they are not tensors", converted.left_out),
+        (f"kept in {converted.source}, since --prefix does not name them", converted.unconverted),
         ("kept in the old layout, which an optimizer will take for the new one", converted.optimizer_state),
     ):
         if names:

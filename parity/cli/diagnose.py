@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files", nargs="+", metavar="WHAT", help="a trace; two traces or weight files; or PKG.MODULE:CALLABLE"
     )
     parser.add_argument("--weights", metavar="FILE", help="with a function: the weights that it should have")
-    parser.add_argument("--framework", choices=("torch", "jax"), help="of a function, where it cannot be told")
+    parser.add_argument("--framework", choices=("torch", "jax"), help="of a function, where it cannot be inferred")
     parser.add_argument("--not-causal", action="store_true", help="with a function: every token sees every other")
     parser.add_argument(
         "--from", dest="layouts", action="append", default=[], metavar="LAYOUT", help="of both weight files, or each"
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     of_function = {"--weights": options.weights, "--framework": options.framework, "--not-causal": options.not_causal}
     is_function = len(options.files) == 1 and ":" in options.files[0] and not Path(options.files[0]).exists()
     if not is_function and (given := [flag for flag, value in of_function.items() if value]):
-        raise ValueError(f"{', '.join(given)} must stand with PKG.MODULE:CALLABLE, got {' '.join(options.files)}")
+        raise ValueError(f"{', '.join(given)} must come with PKG.MODULE:CALLABLE, got {' '.join(options.files)}")
     if is_function:
         diagnosis = diagnose(*_observed(options))
     elif len(options.files) <= 2 and _are_traces(options.files):
@@ -84,7 +84,7 @@ def _are_traces(files: Sequence[str]) -> bool:
     """Whether the files are traces, all of them or none."""
     kinds = list(map(is_trace, files))
     if any(kinds) and not all(kinds):
-        raise ValueError(f"both files must be traces, or none, got {' '.join(files)}")
+        raise ValueError(f"both files must be traces, or neither, got {' '.join(files)}")
     return all(kinds)
 
 
@@ -117,11 +117,11 @@ def _observed(options: argparse.Namespace) -> tuple[Any, Any]:
     from parity.diagnosis.diagnose import observe
 
     if options.weights is None:
-        raise ValueError(f"--weights must tell the weights that {options.files[0]} should have")
+        raise ValueError(f"--weights must name a file of the weights that {options.files[0]} should have")
     function = load_callable(options.files[0])
     framework = options.framework or framework_of(function)
     if framework is None:
-        raise ValueError(f"--framework must tell whose arrays {options.files[0]} takes, one of {list(FRAMEWORKS)}")
+        raise ValueError(f"--framework must say whose arrays {options.files[0]} takes, one of {list(FRAMEWORKS)}")
     if reason := why_missing(framework):
         raise ModuleNotFoundError(reason)
     layouts, prefixes = options.layouts or [None], options.prefix or [None]

@@ -10,7 +10,7 @@ from parity.cli.options import add_json_option
 PAGE = Page(
     "what is installed, and what would be skipped and why",
     "Say what is installed, on which devices the backends run and with which numerics settings, and what would be "
-    "skipped or refused, with the reason and the way to get it.",
+    "skipped or refused, with the reason and how to get it.",
     "mha-parity doctor",
     "always, whatever is missing",
 )

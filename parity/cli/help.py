@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 EXIT_STATUS = (
-    "exit status: 0 all well, 1 a mismatch, 2 bad usage or something missing, 70 a mistake of this program, "
+    "exit status: 0 all well, 1 a mismatch, 2 bad usage or something missing, 70 a bug in this program, "
     "128 + n stopped by signal n"
 )
 

@@ -26,7 +26,7 @@ def add_layer_options(parser: argparse.ArgumentParser, what: str = "", *, many: 
         repeated: dict[str, Any] = {"action": "append", "default": []} if many else {}
         about = f"what the names of {what} begin with; {{i}} stands for a number"
         parser.add_argument("--prefix", metavar="P", help=about, **repeated)
-    parser.add_argument("--num-heads", type=int, metavar="N", help="where the shapes do not tell")
+    parser.add_argument("--num-heads", type=int, metavar="N", help="where the shapes leave it open")
     parser.add_argument("--num-kv-heads", type=int, metavar="K")
     parser.add_argument("--head-dim", type=int, metavar="H")
     parser.add_argument("--rope-theta", type=float, metavar="THETA", help="base of the RoPE frequencies, if any")

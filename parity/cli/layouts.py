@@ -8,7 +8,7 @@ from parity.cli.help import Page
 from parity.cli.options import add_json_option
 
 PAGE = Page(
-    "the layouts there are, or the tensors of one",
+    "the known layouts, or the tensors of one",
     "List the layouts of weights that are known, or show the tensors of one with their axes.",
     "mha-parity layouts transformers.LLaMA",
     "listed",

@@ -1,6 +1,6 @@
 """The command line, `mha-parity`.
 
-Exit status: 0 all well, 1 a mismatch, 2 bad usage or something missing, 70 a mistake of this program, 128 + signal.
+Exit status: 0 all well, 1 a mismatch, 2 bad usage or something missing, 70 a bug in this program, 128 + signal.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if isinstance(error, EXPECTED):
                 return say(str(error) or type(error).__name__, 2)
             what = f"{type(error).__name__}: {error}".rstrip(": ")
-            return say(f"a mistake of this program, {what}; MHA_PARITY_TRACEBACK=1 shows where", 70)
+            return say(f"a bug in this program, {what}; MHA_PARITY_TRACEBACK=1 shows where", 70)
 
 
 @contextmanager

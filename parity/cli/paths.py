@@ -39,7 +39,7 @@ def check_destinations(options: argparse.Namespace) -> None:
         for other in others:
             values = given.get(other)
             if any(_is_same(path, value) for value in (values if isinstance(values, list) else [values]) if value):
-                raise ValueError(f"{_flag(name)} must name another file than {_flag(other)}, got {path} for both")
+                raise ValueError(f"{_flag(name)} must name a file other than {_flag(other)}, got {path} for both")
 
 
 def _flag(name: str) -> str:
@@ -59,7 +59,7 @@ def _check_destination(flag: str, path: str) -> None:
     from parity.files.target import check_writable
 
     if os.path.isdir(path) or not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-        raise ValueError(f"{flag} must name a file in a folder that is there, got {path}")
+        raise ValueError(f"{flag} must name a file in a folder that exists, got {path}")
     try:
         check_writable(path)
     except OSError as error:

@@ -32,12 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     labels = parser.add_mutually_exclusive_group()
     labels.add_argument("--tokens", metavar="A,B", help="labels of the keys, and of as many queries")
     labels.add_argument("--tokens-file", metavar="FILE", help="the same, one a line")
-    parser.add_argument("--query-tokens", metavar="A,B", help="labels of the queries, where they are others")
+    parser.add_argument("--query-tokens", metavar="A,B", help="labels of the queries, where they differ")
     parser.add_argument("--heads", type=number_list, metavar="I,J", help="all by default")
-    parser.add_argument("--sequence", type=int, default=0, metavar="B", help="which of the batch; 0 by default")
+    parser.add_argument(
+        "--sequence", type=int, default=0, metavar="B", help="which sequence of the batch; 0 by default"
+    )
     parser.add_argument("--stage", help="of a trace, such as step0.attn_weights; that of the last step by default")
     parser.add_argument(
-        "--from", "--layout", dest="layout", metavar="LAYOUT", help="what the file's metadata tell, by default"
+        "--from", "--layout", dest="layout", metavar="LAYOUT", help="from the file's metadata by default"
     )
     add_layer_options(parser, "the layer")
     add_json_option(parser)
@@ -94,7 +96,7 @@ def _attention(options: argparse.Namespace) -> tuple[str, Any]:
     if options.stage is not None:
         raise ValueError(f"--stage must be left out for a file of weights, got {options.stage}")
     if options.input is None and (needless := [flag for flag, value in of_input.items() if value]):
-        raise ValueError(f"{', '.join(needless)} must stand with --input")
+        raise ValueError(f"{', '.join(needless)} must come with --input")
     if options.input is None and case is None:
         raise ValueError("--input or --case must say what the layer is applied to")
     with in_flags(options):

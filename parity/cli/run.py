@@ -44,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--grad", action="store_true", help="also compare gradients")
     parser.add_argument("--weights", metavar="FILE", help="run a layer of this file instead, in any layout")
-    parser.add_argument(
-        "--from", dest="layout", metavar="LAYOUT", help="of --weights; what its metadata tell by default"
-    )
+    parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="of --weights; from its metadata by default")
     parser.add_argument("--save-traces", metavar="DIR", help="keep every stage as a file, for `compare` and --join")
     parser.add_argument(
         "--join", action="append", default=[], metavar="DIR", help="also judge the traces of this folder"
@@ -72,10 +70,10 @@ def run(options: argparse.Namespace) -> int:
     of_weights = {"--from": options.layout, "--prefix": options.prefix}
     of_weights |= {flag_of(name): value for name, value in layer_options(options).items()}
     if options.weights is None and (needless := [flag for flag, value in of_weights.items() if value is not None]):
-        raise ValueError(f"{', '.join(needless)} must stand with --weights")
+        raise ValueError(f"{', '.join(needless)} must come with --weights")
     if options.weights is not None:
         if options.cases != "*" or options.random or options.save_traces or options.join:
-            raise ValueError("--weights must stand without --cases, --random, --save-traces and --join")
+            raise ValueError("--weights must not be combined with --cases, --random, --save-traces or --join")
         with in_flags(options):
             weights, spec = load(options.weights, options.layout, prefix=options.prefix, **layer_options(options))
         cases = _weight_cases(Path(options.weights).stem, spec)

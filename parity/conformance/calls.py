@@ -120,7 +120,7 @@ def _is_meant(error: Exception, framework: str) -> bool:
 
 def _check_output(subject: Subject, output: np.ndarray, query_shape: Sequence[int]) -> None:
     if str(output.dtype) not in FLOATS:
-        raise Failed(f"gives {output.dtype}", f"the output is of dtype {output.dtype}, no floating-point numbers")
+        raise Failed(f"gives {output.dtype}", f"the output is of dtype {output.dtype}, which is not floating point")
     is_fit = (
         output.ndim == 3 and output.shape[:2] == query_shape[:2] if subject.is_layer else output.shape == query_shape
     )
@@ -131,7 +131,7 @@ def _check_output(subject: Subject, output: np.ndarray, query_shape: Sequence[in
 
 def _check_array(output: Any, kind: type | tuple[type, ...]) -> None:
     if not isinstance(output, kind):
-        raise Failed("no array", f"the output is no array but {type(output).__name__}")
+        raise Failed("no array", f"the output is not an array but {type(output).__name__}")
 
 
 def _run_torch(

@@ -166,7 +166,7 @@ def _check_for_a_mask(name: str, parameters: Mapping[str, inspect.Parameter] | N
         ]
     if unknown:
         raise ValueError(
-            f"mask_name must tell which parameter of {name} is the mask, or '' for none (--mask-name), "
+            f"mask_name must say which parameter of {name} is the mask, or '' for none (--mask-name), "
             f"got {', '.join(unknown)}"
         )
 

@@ -36,7 +36,7 @@ def convert(
         weights: arrays of any framework by name, in the source's layout, without any prefix: a torch state dict, a
             Flax state or nested dict, NumPy arrays.
         source, target: names of layouts: see `parity.LAYOUTS`.
-        num_heads, num_kv_heads, head_dim: of the layer, where the shapes do not tell.
+        num_heads, num_kv_heads, head_dim: of the layer, where the shapes leave it open.
         rope: how queries and keys are rotated; which layouts pad heads for it, and how, depends on it.
 
     Returns:

@@ -40,7 +40,7 @@ def source_layout(file: TensorFile, layout: str | None, path: str | os.PathLike[
         f"{what}={each.name!r} with prefix={p!r}" for each in LAYOUTS.values() for p in fitting_prefixes(shapes, each)
     ]
     raise ValueError(
-        f"{what} must be given for {path}, whose metadata do not tell it; "
+        f"{what} must be given for {path}, whose metadata do not have it; "
         f"{f'{either(fitting)} fits' if fitting else '`mha-parity inspect` lists what is in it'}"
     )
 

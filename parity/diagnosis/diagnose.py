@@ -133,7 +133,7 @@ class Diagnosis:
             lines.append(f"{self.unexplained} {still}differs, and no mistake known here explains it")
             lines += [f"  nearest   {words} (error {error:.2g})" for words, error in self.nearest]
             lines += (
-                [] if self.has_stages else ["  next      give its stages, too (q, k, v, scores, …): they tell more"]
+                [] if self.has_stages else ["  next      pass its stages, too (q, k, v, scores, …): they show more"]
             )
         return "\n".join(lines)
 

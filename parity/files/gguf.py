@@ -85,7 +85,7 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
     for _ in range(num_tensors):
         name, num_dims = _text(cursor), cursor.unpack("<I")
         if name in found or num_dims > MAX_DIMS:
-            raise ValueError(f"each tensor must be there once, with at most {MAX_DIMS} axes, {name} is not")
+            raise ValueError(f"each tensor must be there once, with at most {MAX_DIMS} axes, but {name} is not")
         shape = tuple(cursor.unpack("<Q") for _ in range(num_dims))[::-1]
         kind, offset = cursor.unpack("<I"), cursor.unpack("<Q")
         found[name] = (shape, (TYPES[kind] if kind < len(TYPES) else None) or f"type {kind}", offset)
@@ -103,7 +103,7 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
         else:
             infos[name] = TensorInfo(shape, np.dtype([(kind, "V1")]), max(0, end - data - offset))
         if data + offset + infos[name].nbytes > end:
-            raise ValueError(f"tensors must lie in the file, one after the other, {name} does not")
+            raise ValueError(f"tensors must lie in the file, one after the other, but {name} does not")
         end = data + offset
 
     def fetch(name: str) -> NoReturn:

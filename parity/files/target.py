@@ -84,7 +84,7 @@ def check_target(
     stale = {name for name in shards if own.fullmatch(name) and _exists(folder / name)}
     for place in there:
         if place != index and place.name not in stale:
-            raise ValueError(f"{place} must be named by {index} to be replaced, it is not")
+            raise ValueError(f"{place} must be named by {index} to be replaced, but it is not")
     for name in sorted(stale):
         _refuse_others(folder / name, folder / name, kind)
     return sorted(stale - set(names))
@@ -109,7 +109,7 @@ def _refuse_source(path: Path, targets: Iterable[Path], folder: Path, source: Pa
     around = Path(os.path.realpath(source)).parents
     for target in (target for target in targets if target.exists()):
         if any(place.exists() and target.samefile(place) for place in (*read, *around)):
-            raise ValueError(f"the target must be another file than the source, got {path} and {source}")
+            raise ValueError(f"the target must be a file other than the source, got {path} and {source}")
 
 
 def _refuse_others(path: Path, place: Path, kind: str) -> None:
@@ -120,13 +120,13 @@ def _refuse_others(path: Path, place: Path, kind: str) -> None:
         return
     if kind == "orbax":
         if not stat.S_ISDIR(mode):
-            raise ValueError(f"{path} must be a folder or not there yet, it is something else")
+            raise ValueError(f"{path} must be a folder or not exist yet, but it is something else")
         others = _others_in(place)
         if others:
             raise ValueError(f"{path} must be an orbax checkpoint and nothing else to be replaced, got {others} there")
         return
     if not stat.S_ISREG(mode):
-        raise ValueError(f"{path} must be a file or not there yet, it is something else")
+        raise ValueError(f"{path} must be a file or not exist yet, but it is something else")
     with place.open("rb") as file:
         begin = file.read(16)
     if begin and not _begins(kind, begin):

@@ -152,7 +152,7 @@ def _checked_infos(path: Path, kind: str, infos: Mapping[str, TensorInfo | tuple
         if dtype.name not in held:
             raise ValueError(f"{path} must hold one of {sorted(held)}, got {dtype} for {name}")
         if name.partition(".")[0] == METADATA:
-            raise ValueError(f"no tensor must be named as metadata are, got {name}")
+            raise ValueError(f"no tensor may be named like metadata, got {name}")
         checked[name] = TensorInfo.of(tuple(map(operator.index, shape)), dtype)
     return checked
 
@@ -166,7 +166,7 @@ def _shards(infos: dict[str, TensorInfo], max_bytes: int | None, path: Path, kin
         return [infos]
     if kind not in SHARDED:
         raise ValueError(
-            f"max_shard_bytes must be left out but for {SHARDED}, got max_shard_bytes={max_bytes} for {path}"
+            f"max_shard_bytes must be left out except for {SHARDED}, got max_shard_bytes={max_bytes} for {path}"
         )
     if max_bytes <= 0:
         raise ValueError(f"max_shard_bytes must be > 0, got max_shard_bytes={max_bytes}")

@@ -56,7 +56,7 @@ def open_zip(file: BinaryIO) -> zipfile.ZipFile:
     file.seek(-22 - len(archive.comment), 2)
     end = file.read(22)
     if end[:4] != b"PK\5\6" or int.from_bytes(end[20:], "little") != len(archive.comment):
-        raise ValueError("an archive must end where it says, it does not")  # the library is silent
+        raise ValueError("an archive must end where it says, but it does not")  # the library is silent
     members = archive.infolist()
     twice = [name for name, count in Counter(member.filename for member in members).items() if count > 1]
     if twice:
@@ -64,9 +64,9 @@ def open_zip(file: BinaryIO) -> zipfile.ZipFile:
     size = file.seek(0, 2)
     for member in members:
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or member.flag_bits & 1:
-            raise ValueError(f"members must be stored or deflated, and not encrypted, {member.filename} is not")
+            raise ValueError(f"members must be stored or deflated, and not encrypted, but {member.filename} is not")
     if sum(member.compress_size for member in members) > size:
-        raise ValueError("members must not overlap, they do")
+        raise ValueError("members must not overlap, but they do")
     check_inflation(sum(member.file_size for member in members), size)
     return archive
 
@@ -181,7 +181,7 @@ def _read_header(stream: IO[bytes]) -> tuple[TensorInfo, np.dtype, bool]:
         text = text.replace(old, new)
     header = parse_json(re.sub(r",\s*([]}])", r"\1", text).encode())
     if not isinstance(header, dict) or header.keys() != {"descr", "fortran_order", "shape"}:
-        raise ValueError("an array must have a descr, a fortran_order and a shape in its header, one has not")
+        raise ValueError("an array must have a descr, a fortran_order and a shape in its header, but one does not")
     descr, is_fortran = header["descr"], header["fortran_order"]
     plain = isinstance(descr, str) and re.fullmatch(r"[<>|=]?[A-Za-z]\d{1,2}", descr) is not None
     stored = np.dtype(descr) if plain else np.dtype(object)
@@ -270,15 +270,17 @@ def open_torch(path: Path, file: BinaryIO) -> TensorFile:
     """Open what `torch.save` wrote, mapped and with `weights_only`: nothing in it is executed."""
     torch = torch_library(path)
     if not zipfile.is_zipfile(file):
-        raise ValueError(f"{path} must be a zip archive, as torch.save writes since 1.6, it is none, or is cut off")
+        raise ValueError(
+            f"{path} must be a zip archive, as torch.save writes since 1.6, but it is something else or cut off"
+        )
     archive = open_zip(file)
     if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-        raise ValueError("members of an archive of torch's must not be compressed, they are")
+        raise ValueError("members of an archive of torch's must not be compressed, but they are")
     try:
         tree = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:  # its text tells how to load it nevertheless
         reason = re.search(r"WeightsUnpickler error: (.*)", str(error))
-        what = reason[1] if reason else "what is in it cannot be told"
+        what = reason[1] if reason else "what is in it cannot be determined"
         raise ValueError(f"{path} must hold tensors and nothing that is executed: {what}") from None
     leaves = flatten({"": tree} if isinstance(tree, torch.Tensor) else tree)
     found = {name: leaf.detach() for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
@@ -286,7 +288,7 @@ def open_torch(path: Path, file: BinaryIO) -> TensorFile:
     # A storage that is said to be longer than it is goes on in the next one.
     sizes = {member.file_size for member in archive.infolist()}
     if not {tensor.untyped_storage().nbytes() for tensor in found.values()} <= sizes | {0}:
-        raise ValueError("each storage must be as long as the member that holds it, one is not")
+        raise ValueError("each storage must be as long as the member that holds it, but one is not")
 
     def fetch(name: str) -> np.ndarray:
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

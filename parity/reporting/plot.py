@@ -34,7 +34,7 @@ def check_destination(path: str | os.PathLike[str], name: str = "path") -> None:
     if Path(path).suffix.lower() not in FORMATS:
         raise ValueError(f"{name} must end in {' or '.join(FORMATS)}, got {path}")
     if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-        raise ValueError(f"{name} must be that of a file in a folder that is there, got {path}")
+        raise ValueError(f"{name} must be that of a file in a folder that exists, got {path}")
     packages.check_installed("a plot", "matplotlib")
 
 

@@ -85,9 +85,9 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         )
         arithmetic = trace.arithmetic
     except (ValueError, RecursionError, AttributeError):
-        raise ValueError(f"{path} must tell its environment in JSON, got {metadata['environment'][:80]!r}") from None
+        raise ValueError(f"{path} must have its environment as JSON, got {metadata['environment'][:80]!r}") from None
     if arithmetic not in reference.ARITHMETICS:
-        raise ValueError(f"{path} must tell one of {list(reference.ARITHMETICS)}, got arithmetic={arithmetic!r}")
+        raise ValueError(f"{path} must name one of {list(reference.ARITHMETICS)}, got arithmetic={arithmetic!r}")
     return trace
 
 

@@ -95,7 +95,7 @@ def compare_arrays(
     if (expected is None) == (problem is None):
         raise TypeError(f"one of expected and problem must be given, got {'neither' if problem is None else 'both'}")
     if problem is not None and not (same_precision is None and dtype is None):
-        raise TypeError("problem must stand without same_precision and dtype: it gives both")
+        raise TypeError("problem must not be combined with same_precision or dtype: it gives both")
     if problem is not None and not isinstance(problem, Problem):
         raise TypeError(f"problem must be a Problem, see parity.make_problem, got {type(problem).__name__}")
     if actual is None:

@@ -134,7 +134,7 @@ class _Controller(_Recorder):
         if suffix not in WRITERS:
             raise ValueError(f"its suffix must be one of {', '.join(WRITERS)}, got {self.path}")
         if self.path.is_dir() or not self.path.parent.is_dir():
-            raise ValueError(f"it must name a file in a folder that is there, got {self.path}")
+            raise ValueError(f"it must name a file in a folder that exists, got {self.path}")
         try:
             check_writable(self.path)
         except OSError as error:
@@ -146,7 +146,7 @@ class _Controller(_Recorder):
         from parity.backends.numerics import environment
         from parity.running.report import Report
 
-        warnings = [f"worker {worker} went down: what it compared is not here" for worker in self.silent]
+        warnings = [f"worker {worker} went down: its comparisons are missing" for worker in self.silent]
         report = Report(self.comparisons, {}, environment([]), warnings)
         module, function = WRITERS[self.path.suffix.lower()]
         write = getattr(importlib.import_module(module), function)

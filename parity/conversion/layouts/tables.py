@@ -68,7 +68,7 @@ _TABLE = [
     Layout(
         "mha_jax.qkv_proj",
         "the same with one projection for q, k and v",
-        "mha_jax.MultiHeadAttention(fused_qkv=True)",
+        "mha_jax.MultiHeadAttention, fused_qkv=True",
         with_and_without_out(packed("qkv_proj", "out_proj", leaf="kernel", rows=COLUMNS, columns="(n h) e")),
         rules=("one width",),
     ),
@@ -90,7 +90,7 @@ _TABLE = [
     Layout(
         "qkv_proj",
         "one Linear for q, k and v",
-        "mha_torch.MultiHeadAttention(fused_qkv=True)",
+        "mha_torch.MultiHeadAttention, fused_qkv=True",
         with_and_without_out(packed("qkv_proj", "out_proj")),
         rules=("one width",),
     ),
@@ -277,7 +277,7 @@ _TABLE = [
     Layout(
         "ttnn",
         "one tensor for q, k and v, (in, out), heads padded to whole tiles",
-        "mha_tt/device.py",
+        "mha_tt/weights.py",
         with_and_without_out(
             (
                 Tensor("qkv_proj.weight", "qkv", "weight", COLUMNS),

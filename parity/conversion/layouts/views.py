@@ -98,7 +98,7 @@ def to_canonical(
         tensors: arrays by name, of any framework, without the prefix of the layer; in nested mappings, too, as Flax
             has them.
         layout: theirs.
-        num_heads, num_kv_heads, head_dim: of the layer, where the shapes do not tell.
+        num_heads, num_kv_heads, head_dim: of the layer, where the shapes leave it open.
         rope: how queries and keys are rotated, or None for no RoPE; no checkpoint's tensors tell.
 
     Raises:

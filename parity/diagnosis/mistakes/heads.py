@@ -42,7 +42,7 @@ def split_or_combined(case: Case) -> Iterator[Mistake]:
     yield Mistake(
         "heads-not-moved",
         "heads are split by a reshape to (B, N, T, H) that does not move them before the tokens",
-        "reshape to (B, T, N, H), then exchange the middle axes",
+        "reshape to (B, T, N, H), then swap the middle axes",
         "head-order",
         ("q", "k"),
         {"split_heads": instead(lambda x: x.reshape(x.shape[0], -1, x.shape[1], size))},
@@ -51,7 +51,7 @@ def split_or_combined(case: Case) -> Iterator[Mistake]:
     yield Mistake(
         "heads-combined-innermost",
         "the heads are combined as (H, N) and not (N, H)",
-        "combine heads outermost: move N behind T, then reshape to (B, T, N * H)",
+        "combine heads outermost: move N after T, then reshape to (B, T, N * H)",
         "head-order",
         ("output",),
         {"combine_heads": instead(lambda x: x.transpose(0, 2, 3, 1).reshape(x.shape[0], x.shape[2], -1))},
@@ -61,8 +61,8 @@ def split_or_combined(case: Case) -> Iterator[Mistake]:
     )
     yield Mistake(
         "heads-not-moved-back",
-        "heads are combined by a reshape that does not move them behind the tokens",
-        "exchange the middle axes, then reshape to (B, T, N * H)",
+        "heads are combined by a reshape that does not move them after the tokens",
+        "swap the middle axes, then reshape to (B, T, N * H)",
         "head-order",
         ("output",),
         {"combine_heads": instead(lambda x: x.reshape(x.shape[0], x.shape[2], -1))},

@@ -191,7 +191,7 @@ def _unasked() -> Mistake:
     return Mistake(
         "causal-unasked",
         "a causal mask is used that nobody asked for",
-        "leave the causal mask away: every token may see every other",
+        "leave out the causal mask: every token may see every other",
         "causal-alignment",
         ("mask",),
         {"hidden": hidden},
@@ -269,7 +269,7 @@ def _window_shifted(word: str, step: int) -> Mistake:
     return Mistake(
         f"window-one-too-{word}",
         f"the sliding window is one too {word}",
-        "hide the keys at t - window_size and before: a query sees window_size keys, itself among them",
+        "hide the keys at t - window_size and before: a query sees window_size keys, its own included",
         "sliding-window",
         ("mask",),
         {"is_before_window": instead(lambda t, s, size: s <= t - size - step)},

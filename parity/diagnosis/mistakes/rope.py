@@ -72,7 +72,7 @@ def _interleaved(case: Case, of: str, whose: str, suffix: str) -> Mistake:
     return Mistake(
         f"rope-interleaved{suffix}",
         f"{whose} RoPE pairs are interleaved, (2 i, 2 i + 1), and not (i, i + H/2)",
-        "turn the pairs (i, i + H/2), or interleave the rows of the weights when they are loaded",
+        "rotate the pairs (i, i + H/2), or interleave the rows of the weights when they are loaded",
         "rope-pairs",
         STAGES,
         _turning(of, lambda layer, x, positions: layer.rotate(x[..., np.argsort(order)], positions)[..., order]),
@@ -133,7 +133,7 @@ def _missing(of: str, suffix: str) -> Mistake:
     return Mistake(
         f"rope-missing{suffix}",
         "RoPE is missing" if of == "qk" else f"RoPE is missing on {of}",
-        "turn queries and keys by their positions, both",
+        "rotate both queries and keys by their positions",
         "rope-positions",
         STAGES,
         _turning(of, lambda layer, x, positions: x),
@@ -144,8 +144,8 @@ def _missing(of: str, suffix: str) -> Mistake:
 def _reversed(of: str, whose: str, suffix: str) -> Mistake:
     return Mistake(
         f"rope-reversed{suffix}",
-        f"{whose} RoPE turns the other way",
-        "turn (x, y) to (x cos - y sin, y cos + x sin)",
+        f"{whose} RoPE rotates the other way",
+        "rotate (x, y) to (x cos - y sin, y cos + x sin)",
         "rope-positions",
         STAGES,
         _turning(of, lambda layer, x, positions: layer.rotate(x, -positions)),
