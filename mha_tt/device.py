@@ -157,7 +157,7 @@ def download(tensor: ttnn.Tensor) -> np.ndarray:
     """Read a tensor back, exactly, as float32.
 
     Raises:
-        TypeError: if it is no tensor on a device.
+        TypeError: if it is not a tensor on a device.
         RuntimeError: if the device is a mock one whose values nobody computes: see `mha_tt.mock`.
     """
     check_on_device("tensor", tensor)

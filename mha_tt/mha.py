@@ -3,7 +3,7 @@
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, E d_model.
 A mask is boolean and True where a query may not see a key; an additive term is a bias.
 
-On the device H is the padded head_dim: see `mha_tt.upload_weights`. Wherever the true one matters, the spec tells.
+On the device H is the padded head_dim: see `mha_tt.upload_weights`. Wherever the true one matters, the spec has it.
 """
 
 from __future__ import annotations

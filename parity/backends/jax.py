@@ -203,7 +203,7 @@ def pull_back(
 
 @contextmanager
 def lock(dtype: str) -> Iterator[dict[str, Any]]:
-    """Hold still what changes JAX's numbers, tell what is set, and put everything back afterwards."""
+    """Hold still what changes JAX's numbers, report what is set, and put everything back afterwards."""
     with jax.default_matmul_precision("highest"), _enable_x64(dtype == "float64"):
         yield {"matmul_precision": "highest", "x64": dtype == "float64", "platform": jax.default_backend()}
 

@@ -162,7 +162,7 @@ def pull_back(
 
 @contextmanager
 def lock(dtype: str) -> Iterator[dict[str, Any]]:
-    """Hold still what changes torch's numbers, tell what is set, and put everything back afterwards."""
+    """Hold still what changes torch's numbers, report what is set, and put everything back afterwards."""
     matmul, cudnn, mha = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mha
     precision, fastpath = torch.get_float32_matmul_precision(), mha.get_fastpath_enabled()
     settings: list[tuple[Any, str, bool]] = [

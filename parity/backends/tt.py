@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn tells its whole configuration when it is imported
+os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn logs its whole configuration when it is imported
 import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
 
 import mha_tt
@@ -187,7 +187,7 @@ def pull_back(path: str, *_: Any) -> tuple[dict[str, np.ndarray], Weights]:
 
 @contextmanager
 def lock(dtype: str) -> Iterator[dict[str, Any]]:
-    """Tell what sets the numbers of a device, which is fixed by each module; on a mock board, compute the values."""
+    """Report what sets the numbers of a device, which is fixed by each module; on a mock board, compute the values."""
     device = open_device()
     is_mock = mha_tt.target() == "mock"
     with ExitStack() as stack:

@@ -48,7 +48,7 @@ def layer_options(options: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def in_flags(options: argparse.Namespace) -> Iterator[None]:
-    """What is refused is told in the words of the command line: `--to-prefix a` and not `to_prefix='a'`."""
+    """What is refused is said in the words of the command line: `--to-prefix a` and not `to_prefix='a'`."""
     flags = {"source": "--from", "layout": "--from", "target": "--to", "prefix": "--prefix", "to_prefix": "--to-prefix"}
     heads = {name: flag_of(name) for name in HEADS if getattr(options, name) is not None}
     try:

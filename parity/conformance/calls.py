@@ -70,7 +70,7 @@ def run(
 
     Raises:
         Refused: if the subject raises an error that is meant, see `REFUSALS`, or one of its library's own.
-        Failed: if it raises another, or its output is no array of floating-point numbers, one row for each query.
+        Failed: if it raises another, or its output is not an array of floating-point numbers, one row for each query.
     """
     dtype = dtype_named(path.dtype)
     given = {id(x): x.astype(dtype) for x in inputs}

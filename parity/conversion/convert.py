@@ -72,10 +72,10 @@ def load(
 
     Args:
         path: of the file, or of a folder of shards.
-        layout: of the layer; what the file's metadata tell when absent.
-        prefix: what its names begin with, without the last dot; what the metadata tell when absent. One layer of a
+        layout: of the layer; from the file's metadata when absent.
+        prefix: what its names begin with, without the last dot; from the metadata when absent. One layer of a
             stack, which has a leading axis for its layers, is that of an index: `layers.self_attn[3]`.
-        num_heads, num_kv_heads, head_dim, rope: as `convert` takes them; else what the metadata tell, or those of
+        num_heads, num_kv_heads, head_dim, rope: as `convert` takes them; else those of the metadata, or those of
             a GGUF file, or a `config.json` beside the file.
 
     Raises:
@@ -126,7 +126,7 @@ class Converted:
         layers: prefixes of the layers that were converted, those of a stack with an index in brackets.
         spec: theirs, if they have the same.
         kept, dropped: names of the other tensors.
-        heads_from: the file that told the heads, if it was neither the caller nor the source itself.
+        heads_from: the file that the heads come from, if it was neither the caller nor the source itself.
         left_out: names of what is not a tensor, such as numbers and text, and is not in the target.
         unconverted: prefixes of other layers in the source's layout, which are in the target as they were.
         optimizer_state: names of an optimizer's tensors for the layers, which are in the target in the old layout.
@@ -170,11 +170,11 @@ def convert_file(
     has none.
 
     Args:
-        source_path, target_path: files, or folders of shards; a suffix tells the format of the target.
-        source: layout of the layers; what the file's metadata tell when absent.
+        source_path, target_path: files, or folders of shards; a suffix decides the format of the target.
+        source: layout of the layers; from the file's metadata when absent.
         target: layout to write.
-        prefix: what the names of a layer begin with, without the last dot; `{i}` stands for its number. What the file's
-            metadata tell when absent, or else nothing.
+        prefix: what the names of a layer begin with, without the last dot; `{i}` stands for its number. From the
+            metadata when absent, or else nothing.
         to_prefix: what they shall begin with; the same when absent.
         keep_rest: write all other tensors, too, as they are; else leave them out.
         max_shard_bytes: divide the target into files of about that size.

@@ -28,7 +28,7 @@ class Found:
         prefix: what their names begin with, `{i}` standing for numbers.
         layers: how many there are.
         layout: name of a layout that fits.
-        heads: the heads, if the shapes or another file tell them, or why not.
+        heads: the heads, if the shapes or another file determine them, or why not.
         dtype: of their tensors.
         is_stacked: they are one array on a leading axis.
     """

@@ -59,7 +59,7 @@ class Layer:
         index: of the layer in a stack, if it is in one.
         layout: that it is in.
         spec: the layer.
-        heads_from: the file that told its heads, if it was neither the caller nor the file itself.
+        heads_from: the file that its heads come from, if it was neither the caller nor the file itself.
         sources: the full names of its tensors, and those after the prefix.
     """
 

@@ -17,7 +17,7 @@ from parity.core.weights import FORMAT, read_spec
 from parity.files import TensorFile
 
 Heads = dict[str, Any]
-"""What a checkpoint's shapes may not tell: num_heads, num_kv_heads, head_dim, rope."""
+"""What a checkpoint's shapes may leave open: num_heads, num_kv_heads, head_dim, rope."""
 
 
 def source_prefix(file: TensorFile, said: str | None) -> str:
@@ -30,7 +30,7 @@ def source_layout(file: TensorFile, layout: str | None, path: str | os.PathLike[
     """The layout that the caller names, or else the file's metadata.
 
     Raises:
-        ValueError: if there is none of that name, or neither tells.
+        ValueError: if there is none of that name, or neither is known.
     """
     told = layout or file.metadata.get("layout") or ("canonical" if "spec" in file.metadata else None)
     if told is not None:
@@ -54,7 +54,7 @@ class KnownHeads:
         saved: the specification in the file's own metadata.
         told: what others tell of the model.
         told_by: who.
-        not_carried: what they tell of RoPE, which the caller says nothing of, and no specification can hold.
+        not_carried: what they say of RoPE, which the caller says nothing of, and no specification can hold.
     """
 
     said: Heads
@@ -64,7 +64,7 @@ class KnownHeads:
     not_carried: tuple[str, ...]
 
     def find_spec(self, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> tuple[AttentionSpec, str]:
-        """The specification of a layer, and who told of its heads, if it was another file."""
+        """The specification of a layer, and where its heads come from, if from another file."""
         if self.told:
             with suppress(ValueError):  # that may be of other layers, or of another model
                 return find_spec(shapes, layout, **self.said | self.told), self.told_by

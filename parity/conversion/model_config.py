@@ -1,4 +1,4 @@
-"""What lies beside the tensors of a model and tells of its heads: GGUF's own values, Hugging Face's config.json."""
+"""What lies beside the tensors of a model and describes its heads: GGUF's own values, Hugging Face's config.json."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MAX_CONFIG = 1 << 24  # bytes
 
 @dataclass(frozen=True)
 class Beside:
-    """What lies beside the tensors of a model and tells of its heads.
+    """What lies beside the tensors of a model and describes its heads.
 
     Attributes:
-        heads: those of `HEADS` that it tells.
-        origin: what tells them.
+        heads: those of `HEADS` that it has.
+        origin: where they were read.
         not_carried: what it says of RoPE that a specification cannot: `rope` is then left out of the heads.
     """
 
@@ -33,7 +33,7 @@ class Beside:
 
 
 def heads_beside(file: TensorFile) -> Beside:
-    """What a file that is no checkpoint of ours tells of the heads, and where; nothing where nothing does.
+    """What a file that is not a checkpoint of ours says of the heads, and where; nothing where nothing does.
 
     Who asks must see whether the shapes agree: a config.json may be that of another model.
     """

@@ -57,7 +57,7 @@ class Explanation:
         hypotheses: their names, in the order of the stages that they are made in.
         about: what they are, in words.
         fixes: what to do about each.
-        docs: the pages of parity/bugs that tell more.
+        docs: the pages of parity/bugs that say more.
         error_before: error of the stage without them (root mean square), from the observed stages before it.
         error: with them.
         ratio: what is left, over what is allowed; at most 1.

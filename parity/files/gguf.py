@@ -1,7 +1,7 @@
 """GGUF, as llama.cpp reads it: values by key, then what is known of each tensor, then their bytes.
 
 Read here and not by the `gguf` package: that one walks through every token of a vocabulary, and on for ever where a
-damaged file says so. Tensors of plain types can be read; what is quantised is told by its type's name.
+damaged file says so. Tensors of plain types can be read; what is quantised is reported by its type's name.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """

@@ -113,7 +113,7 @@ class _Array:
 
 
 def open_msgpack(path: Path, file: BinaryIO) -> TensorFile:
-    """Open a file. What is no array in it is ignored."""
+    """Open a file. What is not an array in it is ignored."""
     cursor = Cursor(file)
     tree = _Walker(cursor).node()
     if not isinstance(tree, dict) or cursor.tell() != cursor.size:

@@ -41,7 +41,7 @@ MAX_INDEX = 100_000_000  # bytes, which safetensors allows a header
 
 
 def open_tensors(path: str | os.PathLike[str]) -> TensorFile:
-    """Open a file of named tensors: its content tells the format, or its suffix where that does not.
+    """Open a file of named tensors: its content decides the format, or its suffix where that does not.
 
     Args:
         path: a file; an index of shards (`*.index.json`); a folder that holds shards or an orbax checkpoint.

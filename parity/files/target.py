@@ -154,7 +154,7 @@ def _begins(kind: str, begin: bytes) -> bool:
 
 
 def _others_in(folder: Path, most: int = 5) -> list[str]:
-    """What lies in a folder and is no part of an orbax checkpoint; all of it if there is no checkpoint."""
+    """What lies in a folder and is not part of an orbax checkpoint; all of it if there is no checkpoint."""
     found = [place.relative_to(folder).as_posix() for place in sorted(folder.rglob("*"))]
     if "_METADATA" in found:
         found = [name for name in found if not _ORBAX.fullmatch(name) or (folder / name).is_symlink()]
@@ -166,7 +166,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
     Raises:
         OSError: if it is a folder, or its folder is not there or takes no file.
-        ValueError: if it is no path.
+        ValueError: if it is not a path.
     """
     if not os.fspath(path):
         raise ValueError("a path must not be empty")

@@ -69,7 +69,7 @@ class TensorFile:
         places: of tensors whose bytes lie in a file as they are: where the pieces of each are.
         fetch: how the others are read.
         release: how the file is given back.
-        ignored: names of what is no tensor.
+        ignored: names of what is not a tensor.
     """
 
     path: Path
@@ -384,7 +384,7 @@ def nest(names: Iterable[str]) -> dict[str, Any]:
 def in_one_line(path: Path, kind: str) -> Iterator[None]:
     """Whatever readers raise becomes an OSError or a ValueError of one line that names the file.
 
-    A damaged file can make them raise nearly anything. What is missing on the machine is told as it is.
+    A damaged file can make them raise nearly anything. What is missing on the machine is reported as it is.
     """
     try:
         yield

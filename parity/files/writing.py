@@ -63,7 +63,7 @@ def write_tensors(
     that it names. What a killed process left beside a target is removed when that is written again.
 
     Args:
-        path: file to write; its suffix tells the format.
+        path: file to write; its suffix decides the format.
         infos: shape and dtype of each tensor by name, in the order that the file shall have as far as its format allows
             (safetensors: wider dtypes first; nested formats: what has a level in common stays together).
         read: gives a tensor; called once for each.

@@ -69,7 +69,7 @@ def load_into(module: Any, weights: Any, spec: AttentionSpec | None = None) -> A
             `GroupQueryAttention`, built, or `equinox.nn.MultiheadAttention`.
         weights: canonical weights, as arrays of any framework, in the dtype of the module; or another such module.
         spec: the layer that the weights are of, as `load` and `spec_of` give it. Then the module must compute the same:
-            weights alone tell neither the number of heads nor RoPE. That of another module is known.
+            weights alone show neither the number of heads nor RoPE. That of another module is known.
 
     Returns:
         The module. Those of linen and Equinox do not change: of these it is a new one, and of linen's bound to the new
@@ -128,7 +128,7 @@ def save(
     What is there already is replaced if it is of the same format, and refused if it is anything else.
 
     Args:
-        path: of the file; its suffix tells the format.
+        path: of the file; its suffix decides the format.
         weights: canonical weights, as arrays of any framework; or a module that `load_into` takes.
         spec: the layer. That of a module is known; where it is given, too, both must compute the same.
         layout: to write them in.

@@ -60,7 +60,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def known(self, module: Any) -> dict[str, Any]:
-        """What the shapes of the weights may not tell: the heads and `dropout`, by the fields of a specification.
+        """What the shapes of the weights may leave open: the heads and `dropout`, by the fields of a specification.
 
         Raises:
             ValueError: if the module computes what no specification says.

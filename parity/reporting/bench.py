@@ -96,7 +96,7 @@ def plot_growth(found: Bench, path: str | os.PathLike[str]) -> None:
 
     Args:
         found: with rows of the group `growth`.
-        path: of the picture; `.png` or `.svg` tells its format.
+        path: of the picture; `.png` or `.svg` decides its format.
 
     Raises:
         ModuleNotFoundError: if matplotlib is not installed.

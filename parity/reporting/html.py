@@ -32,7 +32,7 @@ MOST_HEADS = 8
 MOST_CELLS = 32  # of an attention map, along queries and along keys
 MOST_OPEN = 5  # cases that failed, unfolded when the page opens
 
-# An attention map is kept in levels: weights in steps of 1/14, which is finer than eyes, and one for what is no number.
+# An attention map is kept in levels: weights in steps of 1/14, finer than eyes, and one for what is not finite.
 STEPS = 14
 NOT_FINITE = STEPS + 1
 INKS = {"weight": (37, 99, 235), "difference": (217, 72, 15), "not finite": (220, 38, 38)}

@@ -52,7 +52,7 @@ def plot_attention(
 
     Args:
         attn_weights: (B, N, T, S), (N, T, S) or (T, S); anything that NumPy makes an array of.
-        path: of the picture; `.png` or `.svg` tells its format.
+        path: of the picture; `.png` or `.svg` decides its format.
         tokens: a label for each key, S of them.
         query_tokens: a label for each query, T of them; the keys' own where there are as many, else positions.
         heads: which to draw; all when absent.

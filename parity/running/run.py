@@ -57,7 +57,7 @@ def run_cases(
         ModuleNotFoundError: if a backend asked for by name can neither run here nor is joined.
         OSError: if a trace cannot be read or saved.
         ValueError: if there is no backend or dtype of a name, nothing to run, also on one backend asked for by name, or
-            a file to join is no trace of a case known here.
+            a file to join is not a trace of a case known here.
     """
     cases = list(CASES.values() if cases is None else cases)
     for dtype in dtypes:
@@ -195,7 +195,7 @@ def compare_traces(
 
     Raises:
         OSError: if a file cannot be read.
-        ValueError: if there is no trace, or a file is no trace of a case known here.
+        ValueError: if there is no trace, or a file is not a trace of a case known here.
     """
     traces = load_traces(folders)
     order = {name: index for index, name in enumerate(CASES)}

@@ -50,7 +50,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it is no trace of a case known here, or was given other weights or inputs than made here.
+        ValueError: if it is not a trace of a case known here, or was given other weights or inputs than made here.
     """
     tensors, metadata = load_tensors(path)
     wanted = {"format", "kind", "case", "dtype", "backend", "digest", "environment"}

@@ -20,7 +20,7 @@ from parity.diagnosis.diagnose import diagnose
 Stages = Mapping[str, np.ndarray]
 
 UNITS = {"float64": 16, "float32": 16, "bfloat16": 4, "float16": 4}
-"""How many units of rounding are allowed where nothing tells the noise, relative to the scale of what is expected.
+"""How many units of rounding are allowed where the noise is not known, relative to the scale of what is expected.
 
 Measured on all forward stages of all `CASES` but the trained ones. Between torch and JAX 5.3 are needed in float32 and
 float64, and 1.3 in bfloat16 and float16, which round results but not sums; from either to the float64 reference 10.8
@@ -68,7 +68,7 @@ def assert_parity(
 
     Raises:
         AssertionError: if they differ.
-        TypeError: if the arguments do not go together, or something is no array.
+        TypeError: if the arguments do not go together, or something is not an array.
         ValueError: if there is no dtype of that name.
     """
     __tracebackhide__ = True

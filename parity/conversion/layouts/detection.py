@@ -41,7 +41,7 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
     """The form of a layout that these names are.
 
     Raises:
-        ValueError: if they are none, or more than one.
+        ValueError: if no form fits, or more than one.
     """
     names = set(names)
     required = [[tensor.name for tensor in form if tensor.kind == "weight"] for form in layout.forms]
@@ -75,7 +75,7 @@ def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | N
     Nothing is guessed: every tensor of a layout has a number of axes, and those of a stack have one more.
 
     Raises:
-        ValueError: if the tensors are none of the layout, or not all of one stack.
+        ValueError: if the tensors are not of the layout, or not all of one stack.
     """
     form = find_form(shapes, layout)
     axes = {name: len(tensor.groups()) for tensor in form for name in matches(tensor.name, shapes)}

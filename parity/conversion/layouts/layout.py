@@ -1,7 +1,7 @@
 """A layout: how a checkpoint names, shapes and packs the weights of an attention layer, declared tensor by tensor.
 
 Conversion is derived from the declaration, once, in both directions: see `views`. Nothing is guessed: what a layout
-does not fix must be said (the number of heads, for one), and what could be read in two ways is an error that tells
+does not fix must be said (the number of heads, for one), and what could be read in two ways is an error that says
 both: see `detection`.
 """
 
@@ -84,7 +84,7 @@ class Layout:
         forms: the sets of tensors that it may consist of; the first that can hold a layer is written.
         grouped: in a packed tensor each key/value head follows the query heads that it serves: q q k v, q q k v; else
             all query heads come first, then all key heads, then all value heads.
-        rope: how features are paired where queries and keys are turned by position: `half`, (i, i + H/2), as in
+        rope: how features are paired where queries and keys are rotated by position: `half`, (i, i + H/2), as in
             canonical weights, or `interleaved`, (2 i, 2 i + 1).
         padded: heads are padded to whole tiles, with RoPE each half of its own.
         rules: what a layer must be for this layout to hold it; keys of `RULES`.
@@ -109,7 +109,7 @@ class Layout:
         return list(dict.fromkeys(tensor for form in self.forms for tensor in form))
 
     def ignores(self, name: str) -> bool:
-        """Whether a name under the prefix of a layer is no weight."""
+        """Whether a name under the prefix of a layer is not a weight."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored))
 
     def to_dict(self) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def to_canonical(
             has them.
         layout: theirs.
         num_heads, num_kv_heads, head_dim: of the layer, where the shapes leave it open.
-        rope: how queries and keys are rotated, or None for no RoPE; no checkpoint's tensors tell.
+        rope: how queries and keys are rotated, or None for no RoPE; no checkpoint's tensors show it.
 
     Raises:
         ValueError: if names are missing or unknown, shapes do not fit, or the heads can be read in more than one way.

@@ -49,7 +49,7 @@ class Mistake:
         name: what reports and the command line call it; two forms of a mistake may share one.
         about: what would be the case, so that "it matches the reference if" may stand before it.
         fix: what to do about it.
-        page: the page of parity/bugs that tells more.
+        page: the page of parity/bugs that says more.
         stages: one of them must be the first that shows it.
         in_reference: makes it in the reference: overrides by the methods of `reference.Layer`.
         in_sibling: makes it in a sibling. None for what is only searched for.

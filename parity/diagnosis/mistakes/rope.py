@@ -36,7 +36,7 @@ def turned_otherwise(case: Case) -> Iterator[Mistake]:
 
 
 def _turning(of: str, turned: Override) -> dict[str, Override]:
-    """The reference that turns some heads in another way: `turned(layer, x, positions)`."""
+    """The reference that rotates some heads in another way: `turned(layer, x, positions)`."""
 
     def override(layer: Layer, original: Any, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         return turned(layer, x, positions) if name in of else original(name, x, positions)
@@ -45,10 +45,10 @@ def _turning(of: str, turned: Override) -> dict[str, Override]:
 
 
 def _turning_in_sibling(of: str, turned: Override) -> Callable[[Plan], None]:
-    """Plants another way to turn some heads: `turned(plan, rotate, x, positions, rope)`."""
+    """Plants another way to rotate some heads: `turned(plan, rotate, x, positions, rope)`."""
 
     def plant(plan: Plan) -> None:
-        turns = cycle("qk")  # project_qkv turns q, then k
+        turns = cycle("qk")  # project_qkv rotates q, then k
 
         def override(plan: Plan, rope: Any, *inputs: Any) -> Any:
             return turned(plan, rope, *inputs) if next(turns) in of else rope(*inputs)
