@@ -18,7 +18,7 @@ from mha_tt.arrays import check_floating, check_lengths
 from mha_tt.device import TILE, accurate_config, as_dtype, round_up, upload_integers, zeros
 from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device
 from mha_tt.not_finite import emptied, hide_not_finite, spoilt
-from mha_tt.stages import check_attention, score_scale
+from mha_tt.stages import Dropout, check_attention, score_scale
 
 LARGEST_CHUNK = 128
 """Queries and keys that the kernel takes at a time: what fits a core in every arithmetic, up to a head_dim of 256."""
@@ -69,10 +69,10 @@ def scaled_dot_product_attention(
 
     Source: ttnn.transformer.scaled_dot_product_attention.
     """
-    if need_weights or as_rate("dropout", dropout) or dropout_keep is not None:
+    if need_weights:
         raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
-    masking = Masking(mask, bias, is_causal, key_padding_lengths)
-    return attend(query, key, value, masking, spec=spec, compute_kernel_config=compute_kernel_config), None
+    masking, dropped = Masking(mask, bias, is_causal, key_padding_lengths), Dropout(dropout, dropout_keep)
+    return attend(query, key, value, masking, dropped, spec=spec, compute_kernel_config=compute_kernel_config), None
 
 
 def attend(
@@ -80,6 +80,7 @@ def attend(
     key: Float[Tensor, "B K S H"],
     value: Float[Tensor, "B K S H"],
     masking: Masking,
+    dropout: Dropout,
     *,
     spec: AttentionSpec | None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
@@ -87,6 +88,8 @@ def attend(
     """`scaled_dot_product_attention` as the layers call it: the context."""
     check_attention(query, key, value, masking)
     _check_kernel_takes(query)
+    if as_rate("dropout", dropout.rate) or dropout.keep is not None:
+        raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
     scale = score_scale(query, spec)
     device, (batch_size, _, seq_len_q, _), seq_len_k = query.device(), query.shape, key.shape[2]
     if 0 in (batch_size, seq_len_q, seq_len_k):

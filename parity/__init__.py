@@ -6,18 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mha_spec import AttentionSpec, Rope
-    from parity.backends import load_into, spec_of, weights_of
     from parity.backends.caches import load_cache, save_cache
-    from parity.conformance.examine import Conformance, examine
-    from parity.conversion.convert import convert, convert_file, load, save
+    from parity.backends.numerics import numerics_lock
+    from parity.conformance.answers import Conformance
+    from parity.conformance.examine import examine
+    from parity.conversion.convert import convert, convert_file, load
     from parity.conversion.layouts import LAYOUTS, Layout
     from parity.conversion.not_carried import NotCarriedWarning
     from parity.conversion.verify import verify
     from parity.core.arrays import to_jax, to_numpy, to_torch
     from parity.core.compare import Comparison, first_difference
-    from parity.core.numerics import numerics_lock
     from parity.core.problem import Problem, make_problem
-    from parity.core.run import Report, run_cases
     from parity.core.spec import CASES, STAGES, Case, random_case
     from parity.core.weights import (
         check_weights,
@@ -29,6 +28,9 @@ if TYPE_CHECKING:
         weight_shapes,
     )
     from parity.diagnosis.diagnose import Diagnosis, diagnose
+    from parity.foreign import load_into, save, spec_of, weights_of
+    from parity.running.report import Report
+    from parity.running.run import run_cases
     from parity.testing.assertion import assert_parity
 
 __all__ = [
@@ -80,17 +82,19 @@ __all__ = [
 _MODULES = {
     "core.arrays": ["to_jax", "to_numpy", "to_torch"],
     "testing.assertion": ["assert_parity"],
-    "backends": ["load_into", "spec_of", "weights_of"],
     "backends.caches": ["load_cache", "save_cache"],
     "core.compare": ["Comparison", "first_difference"],
-    "conformance.examine": ["Conformance", "examine"],
-    "conversion.convert": ["convert", "convert_file", "load", "save"],
+    "conformance.answers": ["Conformance"],
+    "conformance.examine": ["examine"],
+    "conversion.convert": ["convert", "convert_file", "load"],
     "diagnosis.diagnose": ["Diagnosis", "diagnose"],
+    "foreign": ["load_into", "save", "spec_of", "weights_of"],
     "conversion.layouts": ["LAYOUTS", "Layout"],
     "conversion.not_carried": ["NotCarriedWarning"],
-    "core.numerics": ["numerics_lock"],
+    "backends.numerics": ["numerics_lock"],
     "core.problem": ["Problem", "make_problem"],
-    "core.run": ["Report", "run_cases"],
+    "running.report": ["Report"],
+    "running.run": ["run_cases"],
     "core.spec": ["CASES", "STAGES", "AttentionSpec", "Case", "Rope", "random_case"],
     "conversion.verify": ["verify"],
     "core.weights": [

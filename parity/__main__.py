@@ -8,7 +8,7 @@ def main() -> int:
     """Run the command line. Until it is imported, an interrupt ends the process at once and without a traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from parity.cli.commands import main
+    from parity.cli.main import main
 
     return main()
 

@@ -9,11 +9,11 @@ from unittest import mock
 
 import numpy as np
 
-import parity.core.run
+import parity.running.run
 from parity import CASES, run_cases
 from parity.core.compare import failure
-from parity.core.run import Report, SkippedCase
 from parity.reporting.html import AttentionMaps, html_page
+from parity.running.report import Report, SkippedCase
 
 HOSTILE = "<script>alert(1)</script>\"'&\x00\x1b\ud800</td>"
 
@@ -39,7 +39,7 @@ class Diagnosis:
 @contextmanager
 def broken_softmax() -> Iterator[None]:
     """Makes torch's attention weights wrong in one sequence, head and place of the case causal."""
-    original = parity.core.run.record
+    original = parity.running.run.record
 
     def record(backend: str, reference: Any) -> Any:
         trace = original(backend, reference)
@@ -49,7 +49,7 @@ def broken_softmax() -> Iterator[None]:
             trace.accumulated["context"] += 1
         return trace
 
-    with mock.patch("parity.core.run.record", record):
+    with mock.patch("parity.running.run.record", record):
         yield
 
 

@@ -9,10 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_torch
 from parity import CASES, first_difference, make_problem
+from parity.backends.record import record
 from parity.core import reference
 from parity.core.compare import budget, floor
 from parity.core.reference import Arithmetic
-from parity.core.run import Reference, judge, record, run_steps
+from parity.core.trace import Reference, judge, run_steps
 
 ATEN = torch.ops.aten
 FUSED = ATEN._scaled_dot_product_flash_attention_for_cpu.default

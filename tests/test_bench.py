@@ -34,8 +34,8 @@ from parity.bench.measure import (
     run_in_turn,
     times_of,
 )
-from parity.bench.show import lines_of, plot_growth, print_bench
-from parity.cli.commands import main
+from parity.cli.main import main
+from parity.reporting.bench import lines_of, plot_growth, print_bench
 from parity.reporting.console import console
 
 KEYS = ["what", "framework", "shape", "dtype", "ours_ms", "peers", "best_peer", "ratio", "limit_ms", "limit_ratio"]
@@ -429,9 +429,7 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, capsys):
 
 
 def test_help_of_the_command_needs_no_framework():
-    program = (
-        "import sys; from parity.cli.commands import main\ntry: main(['bench', '--help'])\nexcept SystemExit: pass\n"
-    )
+    program = "import sys; from parity.cli.main import main\ntry: main(['bench', '--help'])\nexcept SystemExit: pass\n"
     program += "assert not {'jax', 'torch', 'numpy', 'rich'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -464,6 +462,13 @@ def test_a_line_of_the_plot_has_the_lengths_of_the_smallest_batch():
     assert set(lines) == {("jax", OURS), ("jax", "jax.nn"), ("torch", OURS), ("torch", "SDPA")}
     assert list(lines["jax", OURS]["time"]) == [128, 256, 512, 1024]
     assert lines["torch", "SDPA"]["memory"][256] == 256 / 1e6
+
+
+def test_what_another_framework_draws_is_not_drawn_again():
+    name, shape, size = "torch SDPA", [1, 8, 128, 64], 128
+    rows = [growing("jax", shape, 1.0, size, peers={name: 2.0}, peers_peak_bytes={name: size}), *GROWING]
+    assert name not in {line["name"] for line in lines_of(rows)}
+    assert name in {line["name"] for line in lines_of(rows[:1])}
 
 
 def test_a_plot_is_written_whole_or_not_at_all(tmp_path):

@@ -208,8 +208,11 @@ def test_half_precision_cache_keeps_its_dtype(sibling, dtype):
 
 @functools.cache
 def growing_step(sibling, spec):
-    """The growing form with the sizes of the spec: (x, weights, cache_k, cache_v) -> (output, cache_k, cache_v)."""
-    step = functools.partial(sibling.package.multi_head_attention_with_cache, **sizes)
+    """The growing form of the spec: (x, weights, cache_k, cache_v) -> (output, cache_k, cache_v)."""
+
+    def step(x, weights, cache_k, cache_v):
+        return sibling.package.multi_head_attention_with_cache(x, weights, spec, cache_k, cache_v)
+
     return jax.jit(step) if sibling.name == "jax" else step
 
 

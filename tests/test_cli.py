@@ -14,7 +14,7 @@ import mha_torch
 import parity.backends.torch
 from mha_spec import Rope
 from parity import AttentionSpec, random_weights, save_weights
-from parity.cli.commands import main
+from parity.cli.main import main
 
 RESULT_KEYS = {"case", "backend", "dtype", "stage", "status", "error", "budget", "ratio", "max_abs", "max_ulp", "pcc"}
 RESULT_KEYS |= {"worst_index", "reason"}
@@ -297,7 +297,7 @@ def test_cache_size_of_the_published_example(capsys):
 def test_help_imports_no_framework(arguments):
     code = (
         "import sys, contextlib, io\n"
-        "from parity.cli.commands import main\n"
+        "from parity.cli.main import main\n"
         "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
         f"    main({arguments})\n"
         "print(sorted({'jax', 'torch', 'numpy'} & set(sys.modules)))"

@@ -13,7 +13,7 @@ import torch
 import parity
 from mha_spec import Rope
 from parity import AttentionSpec, random_weights
-from parity.cli.commands import main
+from parity.cli.main import main
 from parity.conversion.convert import save
 from parity.conversion.layouts import LAYOUTS, from_canonical
 from parity.conversion.layouts.layout import RULES

@@ -9,8 +9,9 @@ import pytest
 import parity.backends
 import parity.core.compare
 from parity import CASES, first_difference, make_problem
+from parity.backends.record import record
 from parity.core.compare import FACTOR, budget, factor
-from parity.core.run import Reference, judge, record
+from parity.core.trace import Reference, judge
 
 ABOUT = {"case": "c", "backend": "b", "dtype": "float32", "stage": "context"}
 

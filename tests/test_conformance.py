@@ -14,12 +14,17 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from parity.cli.commands import main
 
 import mha_torch
-from parity.cli.commands import main
-from parity.conformance.examine import QUESTIONS, Path, by_rule, examine, peers
+from parity.conformance import peers
+from parity.conformance.answers import Finding, Kind
+from parity.conformance.calls import run
+from parity.conformance.examine import examine
 from parity.conformance.peers import PEERS, peer
-from parity.conformance.subjects import run
+from parity.conformance.questions import QUESTIONS
+from parity.conformance.rules import by_rule
+from parity.conformance.subjects import Path
 
 with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory() as _home:
     _environment.setenv("KERAS_BACKEND", "torch")
@@ -554,6 +559,20 @@ def test_an_accident_on_one_path_is_a_broken_promise_with_its_name():
     found = examine(attention, ["mask", "masked key"], ["float32"], framework="torch")
     assert [(answer.status, answer.words) for answer in found.answers] == [("broken", "NameError")] * 2
     assert "NameError: name 'masks' is not defined" in found["mask"].example
+    assert [(answer.kind, type(answer.exception)) for answer in found.answers] == [(Kind.BROKEN, NameError)] * 2
+
+
+def test_an_accident_is_no_convention_of_dropout():
+    def attention(query, key, value, dropout_p=0.0):
+        if dropout_p and query.requires_grad:
+            dropout_p = rate  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+        weights = torch.softmax(query @ key.mT * query.shape[-1] ** -0.5, -1)
+        kept = torch.rand_like(weights[:1]) >= dropout_p  # one mask for the batch
+        return weights * kept @ value
+
+    answer = examine(attention, ["dropout"], ["float32"], framework="torch")["dropout"]
+    assert (answer.kind, type(answer.exception)) == (Kind.BROKEN, NameError)
+    assert {finding.kind for finding in answer.findings.values()} == {Kind.KEPT, Kind.NOTE, Kind.BROKEN}
 
 
 @pytest.mark.parametrize(
@@ -576,7 +595,9 @@ def test_only_errors_that_are_meant_are_refusals(error, is_refusal):
     answer = examine(attention, ["masked key"], ["float32"], framework="torch")["masked key"]
     expected = ("absent", "refused") if is_refusal else ("broken", type(error).__name__)
     assert (answer.status, answer.words) == expected
-    assert (f"{type(error).__name__}: no" in answer.refusal) == is_refusal
+    assert (f"{type(error).__name__}: no" in str(answer.refusal)) == is_refusal
+    assert answer.kind is (Kind.REFUSED if is_refusal else Kind.BROKEN)
+    assert answer.exception is error
 
 
 def test_a_mask_of_an_unknown_name_must_be_declared():
@@ -613,7 +634,7 @@ def test_weights_that_are_always_refused_are_said_once():
 
     found = examine(attention, ["weights", "other sequence"], ["float32"], framework="torch")
     assert [answer.words for answer in found.answers] == ["refused", "apart"]
-    assert found["weights"].refusal == "float32, eval, no grad, with weights: ValueError: no weights here"
+    assert str(found["weights"].refusal) == "float32, eval, no grad, with weights: ValueError: no weights here"
 
 
 def test_attention_that_is_causal_by_itself_is_not_said_to_swallow():
@@ -659,6 +680,12 @@ def test_a_rule_says_which_paths_answer_what():
     assert by_rule(words) == "NaN with weights, zeros in train or with grad, NaN else"
     parity_of_three = {path: "odd" if path.need_weights ^ path.train ^ path.grad else "even" for path in paths}
     assert by_rule(parity_of_three) == "even (4 paths) or odd (4 paths)"
+
+
+def test_findings_are_one_if_they_say_the_same_whatever_was_seen():
+    assert Finding("zeros", Kind.KEPT, "0.0") == Finding("zeros", Kind.KEPT, "-0.0", ValueError())
+    assert Finding("zeros", Kind.KEPT) != Finding("zeros", Kind.NOTE)
+    assert Finding("zeros") != Finding("NaN")
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------

@@ -20,15 +20,17 @@ from parity import (
     first_difference,
     pretrained,
     random_weights,
+    save,
     spec_of,
     to_jax,
     weights_of,
 )
-from parity.conversion.convert import convert, convert_file, find_layers, is_finite, load, save
+from parity.conversion.convert import convert, convert_file, load
+from parity.conversion.inspect import find_layers
 from parity.conversion.layouts import LAYOUTS, from_canonical
 from parity.conversion.layouts.layout import RULES
 from parity.conversion.verify import same_bits, verify
-from parity.core.weights import dtype_named
+from parity.core.weights import dtype_named, is_finite
 from parity.files import open_tensors, write_tensors
 
 GQA = AttentionSpec(16, 4, num_kv_heads=2, head_dim=6, d_in=16, qkv_bias=False, out_bias=False, rope=Rope(500.0))
@@ -552,12 +554,13 @@ def test_weights_of_torch_are_converted_and_saved(tmp_path):
 
 def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
     page = (Path(__file__).parent.parent / "docs" / "conversion.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    code = "".join(re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL))
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(compile(code, "conversion.md", "exec"), names)
     assert (str(names["kernel"].dtype), names["kernel"].shape) == ("bfloat16", (64, 8, 8))
     assert same_bits(names["weights"], weights_of(names["layer"]))
+    assert same_bits(weights_of(names["filled"]), weights_of(names["layer"]))
 
 
 def test_weights_that_do_not_fit_are_not_saved(tmp_path):

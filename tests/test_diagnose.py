@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 import parity
-from mha_spec import Rope
-from parity import CASES, AttentionSpec, Case, make_problem, random_weights
-from parity.cli.commands import main
+from mha_spec import AttentionSpec, Rope
+from parity import CASES, Case, make_problem, random_weights
+from parity.backends.record import record
+from parity.cli.main import main
 from parity.core.compare import kept_dtype
-from parity.core.run import Reference, record, run_cases, run_steps
+from parity.core.trace import Reference, run_steps
 from parity.core.weights import dtype_named
 from parity.diagnosis.diagnose import diagnose, diagnose_weights, observe
 from parity.diagnosis.mistakes import mistakes_for, wrong_layer
 from parity.diagnosis.selftest import SELFTEST_CASES, mistakes_in, planted
+from parity.running.run import run_cases
 
 CASE_OF = {case.name: case for case in SELFTEST_CASES}
 SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))

@@ -10,30 +10,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import equinox
-import flax.linen
-import flax.traverse_util
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax import nnx
 
 import mha_torch
+from mha_spec import Rope
 from parity import AttentionSpec, Case, random_weights
-from parity.conversion.layouts.layout import from_canonical, to_canonical
 from parity.conversion.layouts.tables import LAYOUTS
+from parity.conversion.layouts.views import from_canonical, to_canonical
 from parity.core.compare import compare
 from parity.core.problem import make_problem
-from parity.core.run import Reference
+from parity.core.trace import Reference
 from parity.core.weights import load_tensors, save_tensors
+from parity.foreign import load_adapter
 
 with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory() as _home:
     _environment.setenv("KERAS_BACKEND", "torch")  # on JAX it would not run under conftest's strict promotion
     _environment.setenv("KERAS_HOME", _home)  # where it writes its settings
     _environment.setenv("HF_HUB_OFFLINE", "1")
-    import keras
+    import keras  # noqa: F401  (on which the adapter then runs)
     import transformers
     from transformers.models.bert.modeling_bert import BertAttention
     from transformers.models.falcon.modeling_falcon import FalconAttention, FalconRotaryEmbedding
@@ -71,59 +68,6 @@ def write_torch(module, tensors):
     return module
 
 
-def read_nnx(module):
-    return {".".join(path): np.array(x[...]) for path, x in nnx.to_flat_state(nnx.state(module, nnx.Param))}
-
-
-def write_nnx(module, tensors):
-    check_names(tensors, read_nnx(module))
-    nnx.update(module, flax.traverse_util.unflatten_dict(as_jax(tensors), sep="."))
-    return module
-
-
-def read_linen(module):  # a module and its parameters
-    return {name: np.array(x) for name, x in flax.traverse_util.flatten_dict(module[1], sep=".").items()}
-
-
-def write_linen(module, tensors):
-    check_names(tensors, read_linen(module))
-    return module[0], flax.traverse_util.unflatten_dict(as_jax(tensors), sep=".")
-
-
-def read_equinox(module):
-    leaves = jax.tree_util.tree_leaves_with_path(equinox.filter(module, equinox.is_array))
-    return {jax.tree_util.keystr(path, simple=True, separator="."): np.array(x) for path, x in leaves}
-
-
-def write_equinox(module, tensors):
-    check_names(tensors, read_equinox(module))
-
-    def replaced(path, leaf):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return jnp.asarray(tensors[name]) if equinox.is_array(leaf) else leaf
-
-    return jax.tree_util.tree_map_with_path(replaced, module)
-
-
-def read_keras(layer):  # a path begins with the layer's own name
-    return {name: x.value.detach().numpy().copy() for name, x in keras_variables(layer).items()}
-
-
-def write_keras(layer, tensors):
-    check_names(tensors, keras_variables(layer))
-    for name, variable in keras_variables(layer).items():
-        variable.assign(torch.from_numpy(tensors[name]))
-    return layer
-
-
-def keras_variables(layer):
-    return {variable.path.split("/", 1)[1].replace("/", "."): variable for variable in layer.weights}
-
-
-def as_jax(tensors):
-    return {name: jnp.asarray(x) for name, x in tensors.items()}
-
-
 def check_names(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     found = {name: tuple(x.shape) for name, x in tensors.items()}
     wanted = {name: tuple(x.shape) for name, x in own.items()}
@@ -146,10 +90,6 @@ def renamed(names: Mapping[str, str]) -> Library:
 
 
 TORCH = Library(read_torch, write_torch)
-NNX = Library(read_nnx, write_nnx)
-LINEN = Library(read_linen, write_linen)
-EQUINOX = Library(read_equinox, write_equinox)
-KERAS = Library(read_keras, write_keras)
 
 
 # ---- Modules: how they are made and called ---------------------------------------------------------------------------
@@ -191,73 +131,21 @@ class Foreign:
         return {name: x for name, x in self.library.read(module).items() if re.match(self.others, name)}
 
 
-def make_torch_mha(spec):
-    widths = {"kdim": spec.d_kv, "vdim": spec.d_kv}
-    return torch.nn.MultiheadAttention(spec.d_model, spec.num_heads, bias=spec.out_bias, batch_first=True, **widths)
+def of_adapter(name, spec, heads):
+    """A layer of a library that has an adapter, with other keys than queries."""
+    adapter = load_adapter(name)
+    convert = torch.from_numpy if name.startswith(("torch", "keras")) else jnp.asarray
 
+    def write(module, tensors):
+        check_names(tensors, adapter.read(module))
+        return adapter.write(module, tensors)
 
-def run_torch_mha(module, query, key):
-    query, key = torch.from_numpy(query), torch.from_numpy(key)
-    return module(query, key, key, need_weights=False)[0]
+    def run(module, query, key):
+        query, key = convert(query), convert(key)
+        return adapter.call(module, query, key, key)[0]
 
-
-def make_nnx(spec):
-    sizes = {"num_kv_heads": spec.num_kv_heads, "in_kv_features": spec.d_kv, "use_bias": spec.out_bias}
-    return nnx.MultiHeadAttention(
-        spec.num_heads, spec.d_in, spec.q_width, spec.d_model, **sizes, decode=False, rngs=nnx.Rngs(0)
-    )
-
-
-def run_nnx(module, query, key):
-    return module(jnp.asarray(query), jnp.asarray(key))
-
-
-def make_linen(spec):
-    module = flax.linen.MultiHeadDotProductAttention(
-        spec.num_heads, qkv_features=spec.q_width, out_features=spec.d_model, use_bias=spec.out_bias
-    )
-    query, key = jnp.zeros((1, 1, spec.d_in)), jnp.zeros((1, 1, spec.d_kv))
-    return module, module.init(jax.random.key(0), query, key)["params"]
-
-
-def run_linen(module, query, key):
-    return module[0].apply({"params": module[1]}, jnp.asarray(query), jnp.asarray(key))
-
-
-def make_keras_mha(spec):
-    return built(
-        keras.layers.MultiHeadAttention(
-            spec.num_heads, spec.head_dim, output_shape=spec.d_model, use_bias=spec.out_bias
-        ),
-        spec,
-    )
-
-
-def make_keras_gqa(spec):
-    heads = (spec.head_dim, spec.num_heads, spec.num_kv_heads)
-    return built(keras.layers.GroupQueryAttention(*heads, use_bias=spec.out_bias), spec)
-
-
-def built(layer, spec):
-    layer.build((None, 7, spec.d_in), (None, 9, spec.d_kv))
-    return layer
-
-
-def run_keras(layer, query, key):
-    return layer(torch.from_numpy(query), torch.from_numpy(key))
-
-
-def make_equinox(spec):
-    sizes = {"query_size": spec.d_in, "key_size": spec.d_kv, "value_size": spec.d_kv, "output_size": spec.d_model}
-    heads = {"qk_size": spec.head_dim, "vo_size": spec.head_dim}
-    biases = {f"use_{name}_bias": spec.qkv_bias for name in ("query", "key", "value")}
-    return equinox.nn.MultiheadAttention(
-        spec.num_heads, **sizes, **heads, **biases, use_output_bias=spec.out_bias, key=jax.random.key(0)
-    )
-
-
-def run_equinox(module, query, key):
-    return jax.vmap(module)(jnp.asarray(query), jnp.asarray(key), jnp.asarray(key))
+    library = Library(adapter.read, write)
+    return Foreign(adapter.layout, spec, library, adapter.make, run, heads, is_cross=True)
 
 
 def make_sibling(spec):
@@ -425,61 +313,17 @@ def variants(name: str, foreign: Foreign) -> dict[str, Foreign]:
 
 
 MODULES = {
-    **variants(
-        "torch",
-        Foreign("torch.nn.MultiheadAttention", SQUARE, TORCH, make_torch_mha, run_torch_mha, of_in_proj, is_cross=True),
-    ),
-    **variants(
-        "torch-split",
-        Foreign(
-            "torch.nn.MultiheadAttention",
-            replace(SQUARE, d_kv=15),
-            TORCH,
-            make_torch_mha,
-            run_torch_mha,
-            OF_SPLIT,
-            is_cross=True,
-        ),
-    ),
-    **variants("nnx", Foreign("flax.nnx", GROUPED, NNX, make_nnx, run_nnx, of_kernels("out"), is_cross=True)),
-    **variants("linen", Foreign("flax.linen", CROSS, LINEN, make_linen, run_linen, of_kernels("out"), is_cross=True)),
-    **variants(
-        "keras",
-        Foreign(
-            "keras.MultiHeadAttention",
-            CROSS,
-            KERAS,
-            make_keras_mha,
-            run_keras,
-            of_kernels("attention_output"),
-            is_cross=True,
-        ),
-    ),
+    **variants("torch", of_adapter("torch.nn.MultiheadAttention", SQUARE, of_in_proj)),
+    **variants("torch-split", of_adapter("torch.nn.MultiheadAttention", replace(SQUARE, d_kv=15), OF_SPLIT)),
+    **variants("nnx", of_adapter("flax.nnx.MultiHeadAttention", GROUPED, of_kernels("out"))),
+    **variants("linen", of_adapter("flax.linen.MultiHeadDotProductAttention", CROSS, of_kernels("out"))),
+    **variants("keras", of_adapter("keras.layers.MultiHeadAttention", CROSS, of_kernels("attention_output"))),
     **variants(
         "keras-gqa",
-        Foreign(
-            "keras.GroupQueryAttention",
-            replace(GROUPED, d_model=18),
-            KERAS,
-            make_keras_gqa,
-            run_keras,
-            of_kernels("attention_output"),
-            is_cross=True,
-        ),
+        of_adapter("keras.layers.GroupQueryAttention", replace(GROUPED, d_model=18), of_kernels("attention_output")),
     ),
-    **variants(
-        "equinox",
-        Foreign("equinox.nn.MultiheadAttention", CROSS, EQUINOX, make_equinox, run_equinox, OF_EQUINOX, is_cross=True),
-    ),
-    "equinox-out-bias": Foreign(
-        "equinox.nn.MultiheadAttention",
-        replace(CROSS, qkv_bias=False),
-        EQUINOX,
-        make_equinox,
-        run_equinox,
-        OF_EQUINOX,
-        is_cross=True,
-    ),
+    **variants("equinox", of_adapter("equinox.nn.MultiheadAttention", CROSS, OF_EQUINOX)),
+    "equinox-out-bias": of_adapter("equinox.nn.MultiheadAttention", replace(CROSS, qkv_bias=False), OF_EQUINOX),
     "qkv_proj": Foreign(
         "qkv_proj",
         AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=18, fused_qkv=True),
@@ -744,28 +588,36 @@ def test_keys_and_values_of_two_widths_of_torch_are_refused():
         to_canonical(read_torch(module), LAYOUTS["torch.nn.MultiheadAttention"], num_heads=4)
 
 
-def test_normalised_queries_and_keys_of_nnx_are_refused():
-    module = nnx.MultiHeadAttention(4, 24, normalize_qk=True, decode=False, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"unknown names \['key_ln.scale', 'query_ln.scale'\]"):
-        to_canonical(read_nnx(module), LAYOUTS["flax.nnx"])
-
-
-def test_a_gate_of_keras_is_refused():
-    layer = built(keras.layers.GroupQueryAttention(4, 6, 2, use_gate=True), AttentionSpec(18, 6, head_dim=4))
-    with pytest.raises(ValueError, match=r"unknown names \['gate.bias', 'gate.kernel'\]"):
-        to_canonical(read_keras(layer), LAYOUTS["keras.GroupQueryAttention"])
-
-
-def test_values_of_another_width_of_keras_are_refused():
-    layer = built(keras.layers.MultiHeadAttention(4, 3, value_dim=5), AttentionSpec(18, 4, head_dim=3))
-    with pytest.raises(ValueError, match=r"shapes must be those of a layer in keras.MultiHeadAttention"):
-        to_canonical(read_keras(layer), LAYOUTS["keras.MultiHeadAttention"])
-
-
-def test_a_bias_of_the_queries_alone_of_equinox_is_refused():
-    module = equinox.nn.MultiheadAttention(4, 24, use_query_bias=True, key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"q_proj, k_proj and v_proj must all have a bias, or none"):
-        to_canonical(read_equinox(module), LAYOUTS["equinox.nn.MultiheadAttention"], num_heads=4)
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "flax.nnx.MultiHeadAttention",
+            {"normalize_qk": True},
+            r"unknown names \['key_ln.scale', 'query_ln.scale'\]",
+        ),
+        (
+            "keras.layers.GroupQueryAttention",
+            {"use_gate": True},
+            r"unknown names \['gate.bias', 'gate.kernel'\]",
+        ),
+        (
+            "keras.layers.MultiHeadAttention",
+            {"value_dim": 5},
+            "shapes must be those of a layer in keras.MultiHeadAttention",
+        ),
+        (
+            "equinox.nn.MultiheadAttention",
+            {"use_key_bias": False},
+            "q_proj, k_proj and v_proj must all have a bias, or none",
+        ),
+    ],
+)
+def test_what_a_library_offers_beyond_is_refused(name, options, message):
+    adapter = load_adapter(name)
+    tensors = adapter.read(adapter.make(SQUARE, **options))
+    with pytest.raises(ValueError, match=message):
+        to_canonical(tensors, LAYOUTS[adapter.layout], num_heads=4)
 
 
 # ---- Whole checkpoints -----------------------------------------------------------------------------------------------

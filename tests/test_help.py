@@ -1,7 +1,9 @@
 """What a user is told without asking a person: help, the lists of cases and of bugs, what is installed."""
 
 import argparse
+import importlib
 import json
+import pkgutil
 import re
 import shlex
 import shutil
@@ -14,29 +16,36 @@ from pathlib import Path
 import pytest
 
 import parity.backends
+import parity.cli
 from parity.backends import NEEDS
-from parity.cli.commands import _parser, main
-from parity.cli.help import PAGES
+from parity.cli.main import COMMANDS, main, make_parser
 from parity.core.packages import OPTIONAL
 from parity.core.spec import CASES, DTYPES
 from parity.diagnosis.mistakes import mistakes_for
 from parity.diagnosis.selftest import SELFTEST_CASES
-from parity.reporting.console import covers
+from parity.reporting.cases import covers
 
 ROOT = Path(__file__).parent.parent
+PAGES = {name: command.PAGE for name, command in COMMANDS.items()}
 
 
 def commands():
     """The parsers of the commands, by name."""
-    (action,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (action,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
     return action.choices
 
 
 # ---- --help ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_command_has_a_page_and_every_page_a_command():
-    assert commands().keys() == PAGES.keys()
+def test_every_module_with_a_page_is_a_command():
+    modules = [
+        importlib.import_module(f"parity.cli.{found.name}") for found in pkgutil.iter_modules(parity.cli.__path__)
+    ]
+    assert {module.__name__ for module in modules if hasattr(module, "PAGE")} == {
+        command.__name__ for command in COMMANDS.values()
+    }
+    assert commands().keys() == COMMANDS.keys()
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -59,8 +68,8 @@ def test_the_example_of_a_command_is_one_that_it_takes(name):
     program, *arguments = shlex.split(PAGES[name].example.replace("\\\n", ""))
     assert program == "mha-parity"
     assert arguments[0] == name
-    options = _parser().parse_args(arguments)
-    assert options.command is commands()[name].get_default("command")
+    options = make_parser().parse_args(arguments)
+    assert options.command == name
 
 
 def test_help_of_run_lists_backends_and_dtypes():
@@ -72,7 +81,7 @@ def test_help_of_run_lists_backends_and_dtypes():
 def test_help_imports_nothing_that_takes_time():
     program = (
         "import sys, contextlib, io\n"
-        "from parity.cli.commands import main\n"
+        "from parity.cli.main import main\n"
         f"for name in {list(PAGES)}:\n"
         "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
         "        main([name, '--help'])\n"

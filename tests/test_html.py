@@ -6,14 +6,14 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
+import parity.core.run
 import pytest
 from pages import Diagnosis, broken_softmax, hostile_report, page_of
 
-import parity.core.run
-from parity.cli.commands import main
+from parity.cli.main import main
 from parity.core.compare import POSITIONS, compare
-from parity.core.run import Report, SkippedCase
 from parity.reporting.html import MOST_CELLS, MOST_HEADS, STEPS, html_page, levels, png, write_html
+from parity.running.report import Report, SkippedCase
 
 
 class Page(HTMLParser):

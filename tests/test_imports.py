@@ -86,14 +86,14 @@ def test_mha_tt_says_which_pythons_have_ttnn():
     assert result.stderr.count("Traceback") == 1  # no other error before it
 
 
-@pytest.mark.parametrize("module", ["parity", "parity.cli.commands"])
+@pytest.mark.parametrize("module", ["parity", "parity.cli.main"])
 def test_parity_imports_no_framework_and_no_sibling(module):
     packages = FRAMEWORKS | {"mha_jax", "mha_torch", "mha_tt"}
     result = run(f"import sys, {module}", NOTHING_OF.format(packages=packages))
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("module", ["parity", "parity.cli.commands"])
+@pytest.mark.parametrize("module", ["parity", "parity.cli.main"])
 def test_parity_is_imported_where_no_framework_is(module):
     result = run(BLOCKER.format(blocked=FRAMEWORKS), f"import {module}")
     assert result.returncode == 0, result.stderr

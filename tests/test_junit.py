@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import xmlschema
 
-import parity.core.run
+import parity.running.run
 from parity import CASES, run_cases
-from parity.cli.commands import main
+from parity.cli.main import main
 from parity.core.compare import failure
-from parity.core.run import Report, SkippedCase
 from parity.reporting.junit import junit_xml, write_junit
+from parity.running.report import Report, SkippedCase
 
 SCHEMA = xmlschema.XMLSchema(Path(__file__).with_name("junit.xsd"))
 
@@ -31,7 +31,7 @@ def report():
 @pytest.fixture
 def broken(monkeypatch):
     """Makes torch give NaN in the case full, and raise an error in the case causal."""
-    original = parity.core.run.record
+    original = parity.running.run.record
 
     def record(backend, reference):
         trace = original(backend, reference)
@@ -41,7 +41,7 @@ def broken(monkeypatch):
             trace.accumulated["scores"].flat[0] = np.nan
         return trace
 
-    monkeypatch.setattr(parity.core.run, "record", record)
+    monkeypatch.setattr(parity.running.run, "record", record)
 
 
 def test_every_case_of_a_backend_and_dtype_is_a_test_of_their_suite(report):
@@ -144,6 +144,6 @@ def test_run_and_compare_write_it(tmp_path):
 
 
 def test_a_place_that_cannot_be_written_to_is_refused_before_the_work(capsys, monkeypatch):
-    monkeypatch.setattr(parity.core.run, "record", None)
+    monkeypatch.setattr(parity.running.run, "record", None)
     assert main(["run", "--cases", "textbook", "--junit", "/no/such/folder/r.xml"]) == 2
     assert "--junit must name a file in a folder that is there" in capsys.readouterr().err

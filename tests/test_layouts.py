@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from mha_spec import Rope
 from parity import AttentionSpec, random_weights
-from parity.conversion.layouts.layout import RULES, Layout, Tensor, from_canonical, to_canonical
+from parity.conversion.layouts.layout import RULES, Layout, Tensor
 from parity.conversion.layouts.tables import LAYOUTS
+from parity.conversion.layouts.views import from_canonical, to_canonical
 from parity.core.weights import check_weights, dtype_named, weight_shapes
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
@@ -670,11 +671,10 @@ def test_a_refusal_is_one_line(layout):
     assert "\n" not in refusal_of(tensors, layout, num_heads=7)
 
 
-@pytest.mark.parametrize("rope_theta", [-1.0, 0.0])
-def test_a_base_that_is_none_is_refused_with_the_rule(rope_theta):
+def test_rope_of_a_number_is_refused_with_the_rule():
     tensors, spec = tensors_of(LAYOUTS["canonical"])
-    with pytest.raises(ValueError, match="rope_theta must be positive"):
-        to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope_theta": rope_theta})
+    with pytest.raises(TypeError, match="rope must be a Rope or None"):
+        to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope": 500.0})
 
 
 def test_rope_over_an_odd_head_dim_is_refused_with_the_rule():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from parity.core.numerics import environment, numerics_lock
+from parity.backends.numerics import environment, numerics_lock
 
 
 def torch_settings():

@@ -12,9 +12,11 @@ from PIL import Image
 
 import parity.reporting.plot
 from parity import CASES, AttentionSpec, make_problem, random_weights, save_weights
-from parity.cli.commands import main
-from parity.core.run import Reference, load_trace
-from parity.reporting.plot import attention_for, attention_in_case, attention_of, downsample, plot_attention, read_array
+from parity.cli.main import main
+from parity.core.trace import Reference
+from parity.diagnosis.attention import attention_for, attention_in_case, attention_of, read_array
+from parity.reporting.plot import downsample, plot_attention
+from parity.running.traces import load_trace
 
 
 def texts(path):
@@ -145,7 +147,7 @@ def test_bad_arguments_are_refused_and_nothing_is_written(
 
 
 def test_a_live_module_gives_its_attention_weights(sibling, rng):
-    module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2))
+    module = sibling.module("MultiHeadAttention", 8, 2)
     found = attention_of(module, sibling.array(rng.standard_normal((1, 3, 8)).astype(np.float32)))
     assert found.shape == (1, 2, 3, 3)
     np.testing.assert_allclose(found.sum(-1), 1.0, rtol=1e-6)
@@ -153,7 +155,7 @@ def test_a_live_module_gives_its_attention_weights(sibling, rng):
 
 def test_a_module_that_does_not_give_its_attention_weights_is_refused(sibling):
     with pytest.raises(TypeError, match="module must be a MultiHeadAttention of ours, got MultiHeadSelfAttention"):
-        attention_of(sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2)), None)
+        attention_of(sibling.module("MultiHeadSelfAttention", 8, 2), None)
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "rope-gqa", "cross"])
@@ -293,7 +295,8 @@ def test_without_matplotlib_the_package_is_named_before_any_work(capsys, layer, 
 
 def test_parity_imports_no_picture_library_before_it_is_asked_to():
     program = (
-        "import sys, parity.reporting.plot, parity.html; print({'matplotlib', 'jinja2', 'PIL'} & set(sys.modules))"
+        "import sys, parity.reporting.plot, parity.reporting.html\n"
+        "print({'matplotlib', 'jinja2', 'PIL'} & set(sys.modules))"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout == "set()\n"

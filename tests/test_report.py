@@ -7,9 +7,11 @@ import pytest
 from rich.console import Console
 
 from parity.core.compare import compare
-from parity.core.run import Report
 from parity.diagnosis.selftest import Outcome
-from parity.reporting import console as report
+from parity.reporting.console import short_ratio
+from parity.reporting.diagnosis import print_divergence, print_selftest
+from parity.reporting.run import print_case_table, print_comparison_table, print_stage_table
+from parity.running.report import Report
 
 CASE = "trained-smollm2-causal"
 WRONG = "step0.module.attn_weights"
@@ -44,7 +46,7 @@ def words(out):
 
 def test_the_stage_that_failed_is_named_whole_with_any_number_of_backends(terminal):
     found = [*compared("jax"), *compared("torch", wrong=[WRONG]), *compared("tt", wrong=[WRONG])]
-    report._print_cases_of(Report(found, {}, {}), terminal)
+    print_case_table(Report(found, {}, {}), terminal)
     lines, text = words(terminal)
     assert any(CASE in line for line in lines)
     cells = [line for line in lines if "FAIL" in line]
@@ -57,9 +59,9 @@ def test_the_stage_that_failed_is_named_whole_with_any_number_of_backends(termin
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_the_stages_are_named_whole_and_ratios_are_not_cut_off(terminal, number):
     found = [comparison for i in range(number) for comparison in compared(f"torch (/tmp/{i})", wrong=[WRONG])]
-    report._print_stages(Report(found, {}, {}), terminal)
+    print_stage_table(Report(found, {}, {}), terminal)
     lines, text = words(terminal)
-    ratio = report._short(found[1].worse_ratio)
+    ratio = short_ratio(found[1].worse_ratio)
     if any("│" in line for line in lines):
         row = next(line for line in lines if "module.attn_weights" in line)
         assert row.count(ratio) == number
@@ -70,7 +72,7 @@ def test_the_stages_are_named_whole_and_ratios_are_not_cut_off(terminal, number)
 
 def test_every_comparison_is_named_whole(terminal):
     found = list(compared("torch", wrong=[WRONG]))
-    report._print_comparisons(Report(found, {}, {}), terminal)
+    print_comparison_table(Report(found, {}, {}), terminal)
     lines, text = words(terminal)
     if terminal.width == 40:
         assert f"{CASE}{WRONG}float32torch" in text
@@ -80,7 +82,7 @@ def test_every_comparison_is_named_whole(terminal):
 
 def test_mistakes_that_were_planted_are_named_whole(terminal):
     outcome = Outcome("rope-weights-deinterleaved", CASE, "torch", 0, ("q",), "q", ("rope-missing",), (), "structure")
-    report.print_selftest([outcome] * 12, terminal)
+    print_selftest([outcome] * 12, terminal)
     lines, text = words(terminal)
     folded = "".join(line.split("│")[1].strip() for line in lines if line.count("│") == 6)
     assert "rope-weights-deinterleaved" in folded
@@ -90,7 +92,7 @@ def test_mistakes_that_were_planted_are_named_whole(terminal):
 
 def test_two_traces_are_set_side_by_side(terminal):
     sides = [list(compared("jax")), list(compared("torch", wrong=[WRONG]))]
-    report.print_divergence(sides, dict.fromkeys(STAGES, 0.5), terminal)
+    print_divergence(sides, dict.fromkeys(STAGES, 0.5), terminal)
     lines, text = words(terminal)
     assert f"torchgoeswrongat{WRONG}" in text
     assert f"{WRONG}:jax" in text if terminal.width == 40 else any(WRONG in line for line in lines if "│" in line)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import parity.cli.commands
+import parity.cli.doctor
 from parity import AttentionSpec, random_weights, save
-from parity.cli.commands import main
+from parity.cli.main import main
 
 CACHE_SIZE = ["cache-size", "--num-kv-heads", "1", "--head-dim", "1", "--capacity", "1"]
 MHA_PARITY = [sys.executable, "-m", "parity"]
@@ -45,7 +45,7 @@ def refused(capsys, *arguments):
 )
 def test_a_report_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path, monkeypatch, flag, path, reason):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("parity.core.run.run_cases", lambda *_, **__: pytest.fail("it began to work"))
+    monkeypatch.setattr("parity.running.run.run_cases", lambda *_, **__: pytest.fail("it began to work"))
     os.symlink("loop", "loop")
     said = refused(capsys, "run", "--cases", "textbook", flag, path)
     assert said.startswith(f"mha-parity: {flag} must name a file")
@@ -122,7 +122,7 @@ def mistaken(monkeypatch):
     def fail(options):
         raise KeyError("what?\nno")
 
-    monkeypatch.setattr(parity.cli.commands, "_doctor", fail)
+    monkeypatch.setattr(parity.cli.doctor, "run", fail)
 
 
 @pytest.mark.usefixtures("mistaken")
@@ -141,7 +141,7 @@ def test_a_mistake_of_ours_is_one_line_and_no_mismatch(capsys, monkeypatch):
 
 CONVERT_AND_WAIT = """
 import signal, sys, time
-from parity.cli.commands import main
+from parity.cli.main import main
 import parity.files.writing
 
 read = parity.files.writing.Tensors.read

@@ -13,14 +13,16 @@ import xmlschema
 
 import mha_jax
 import parity.backends.torch
-import parity.core.run
+import parity.running.run
 from mha_jax.blockwise import BLOCK_SIZES
 from parity import CASES, make_problem, random_case, run_cases
 from parity.backends import jax as jax_backend
-from parity.core.run import Reference, SkippedCase, judge, record, run_steps
+from parity.backends.record import record
 from parity.core.spec import DTYPES
+from parity.core.trace import Reference, judge, run_steps
 from parity.reporting.html import html_page
 from parity.reporting.junit import junit_xml
+from parity.running.report import SkippedCase
 
 
 def failures(case, backend, dtype, with_gradients):
@@ -127,14 +129,14 @@ def test_what_is_compared_in_a_cache_is_not_empty():
 
 
 def test_a_backend_that_is_missing_is_skipped_with_its_reason(monkeypatch):
-    monkeypatch.setitem(parity.core.run.NEEDS, "tt", ("a_package_that_is_not_there",))
+    monkeypatch.setitem(parity.running.run.NEEDS, "tt", ("a_package_that_is_not_there",))
     report = run_cases([CASES["textbook"]])
     assert report.skipped == {"tt": "tt needs a_package_that_is_not_there, not installed here"}
     assert report.summary["skipped"] == 1
 
 
 def test_a_backend_asked_for_by_name_must_be_there(monkeypatch):
-    monkeypatch.setitem(parity.core.run.NEEDS, "tt", ("a_package_that_is_not_there",))
+    monkeypatch.setitem(parity.running.run.NEEDS, "tt", ("a_package_that_is_not_there",))
     with pytest.raises(ModuleNotFoundError, match="tt needs a_package_that_is_not_there"):
         run_cases([CASES["textbook"]], ["jax", "tt"])
 
@@ -165,13 +167,13 @@ def test_a_case_that_a_backend_cannot_run_is_skipped_with_its_reason():
 
 @pytest.mark.usefixtures("poor_torch")
 def test_skipped_backends_and_cases_are_counted_together(monkeypatch):
-    monkeypatch.setitem(parity.core.run.NEEDS, "tt", ("a_package_that_is_not_there",))
+    monkeypatch.setitem(parity.running.run.NEEDS, "tt", ("a_package_that_is_not_there",))
     assert run_cases([CASES["textbook"]], dtypes=["float16"]).summary["skipped"] == 2
 
 
 @pytest.mark.usefixtures("poor_torch")
 def test_a_backend_asked_for_by_name_must_have_something_to_run(monkeypatch):
-    monkeypatch.setattr(parity.core.run, "record", None)  # nothing may run before
+    monkeypatch.setattr(parity.running.run, "record", None)  # nothing may run before
     with pytest.raises(ValueError, match="torch must be able to run one of the cases, got no such dtype"):
         run_cases([CASES["textbook"], CASES["large-logits-float16"]], ["jax", "torch"], ["float16"])
 
@@ -200,14 +202,14 @@ def test_ttnn_that_is_not_here_is_said_to_have_wheels_elsewhere(monkeypatch):
 
 
 def test_a_backend_that_raises_fails_its_case_and_no_other(monkeypatch):
-    original = parity.core.run.record
+    original = parity.running.run.record
 
     def record_or_raise(backend, reference):
         if reference.problem.case.name == "full":
             raise RuntimeError("out of something")
         return original(backend, reference)
 
-    monkeypatch.setattr(parity.core.run, "record", record_or_raise)
+    monkeypatch.setattr(parity.running.run, "record", record_or_raise)
     report = run_cases([CASES["full"], CASES["causal"]], ["torch"])
     assert [(c.case, c.stage, c.reason) for c in report.failed] == [("full", "run", "RuntimeError: out of something")]
     assert report.summary["passed"] == 11
@@ -238,14 +240,14 @@ def test_nan_is_where_it_belongs(name, sibling):
 
 
 def test_a_nan_that_a_backend_swallows_fails_and_is_named(monkeypatch):
-    original = parity.core.run.record
+    original = parity.running.run.record
 
     def record(backend, reference):
         trace = original(backend, reference)
         trace.accumulated["fused.output"] = np.nan_to_num(trace.accumulated["fused.output"])
         return trace
 
-    monkeypatch.setattr(parity.core.run, "record", record)
+    monkeypatch.setattr(parity.running.run, "record", record)
     report = run_cases([CASES["nan-visible-causal"]], ["torch"])
     (failed,) = report.failed
     assert (failed.stage, failed.reason) == ("fused.output", "96 elements are not NaN where the reference is")

@@ -7,7 +7,7 @@ import pytest
 
 import mha_torch
 from parity import CASES, make_problem
-from parity.cli.commands import main
+from parity.cli.main import main
 from parity.diagnosis.mistakes import mistakes_for
 from parity.diagnosis.selftest import SELFTEST_CASES, Outcome, mistakes_in, plan_of, plant, planted
 

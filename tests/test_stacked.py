@@ -11,7 +11,9 @@ from flax import nnx, serialization
 import mha_jax
 import parity
 from parity import AttentionSpec, random_weights
-from parity.conversion.convert import convert_file, find_layers, load, open_layers
+from parity.conversion.convert import convert_file, load
+from parity.conversion.inspect import find_layers
+from parity.conversion.layers import open_layers
 from parity.conversion.layouts import LAYOUTS, find_layout, from_canonical
 from parity.conversion.layouts.layout import RULES
 from parity.conversion.verify import same_bits

@@ -116,7 +116,7 @@ def crash(arguments):
     ],
 )
 def test_every_fault_is_found(fuzz, tmp_path, monkeypatch, fault, finding):
-    monkeypatch.setattr("parity.cli.commands.main", fault)
+    monkeypatch.setattr("parity.cli.main.main", fault)
     monkeypatch.setattr(fuzz.call, "__defaults__", (1,))
     monkeypatch.setattr(fuzz, "draw", lambda rng: (["inspect", "a.npz"], []))
     (told, *_) = [told for told in fuzz.fuzz_commands(tmp_path, 1, seed=0) if finding in told]

@@ -7,11 +7,14 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-import parity.core.run
+import parity.core.trace
+import parity.running.run
 from parity import CASES, AttentionSpec, load_tensors, random_case, random_weights, run_cases, save_tensors
 from parity.backends import torch as torch_backend
-from parity.cli.commands import main
-from parity.core.run import SkippedCase, compare_traces, load_trace
+from parity.cli.main import main
+from parity.running.report import SkippedCase
+from parity.running.run import compare_traces
+from parity.running.traces import load_trace
 
 
 @pytest.fixture(scope="module")
@@ -217,8 +220,8 @@ def test_joined_traces_are_judged(tt_traces):
 
 def test_joined_traces_share_the_reference_of_the_run(tt_traces, monkeypatch):
     made = []
-    steps = parity.core.run.reference.steps
-    monkeypatch.setattr(parity.core.run.reference, "steps", lambda *given: made.append(given[1]) or steps(*given))
+    steps = parity.core.trace.reference.steps
+    monkeypatch.setattr(parity.core.trace.reference, "steps", lambda *given: made.append(given[1]) or steps(*given))
     joined(tt_traces)
     assert sorted(made) == ["float32", "float32", "float64", "float64"]  # accumulated and local, once
 
@@ -288,7 +291,7 @@ def test_traces_of_nothing_but_skipped_cases_are_no_success(tmp_path, monkeypatc
 
 
 def test_a_joined_trace_of_other_weights_is_refused_before_the_work(tt_traces, monkeypatch):
-    monkeypatch.setattr(parity.core.run, "record", None)
+    monkeypatch.setattr(parity.running.run, "record", None)
     change(tt_traces / "textbook-float32-tt.safetensors", metadata={"digest": "0" * 64})
     with pytest.raises(ValueError, match="its digest differs"):
         joined(tt_traces)

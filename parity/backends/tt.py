@@ -23,6 +23,7 @@ import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other envi
 import mha_tt
 from mha_spec import AttentionSpec
 from mha_tt.device import TILE
+from parity.core.arrays import to_numpy
 from parity.core.problem import Problem
 from parity.core.spec import Case
 from parity.core.weights import Weights, check_weights
@@ -35,12 +36,6 @@ DTYPES = {"float32": ttnn.float32, "bfloat16": ttnn.bfloat16}
 def from_numpy(x: np.ndarray) -> ttnn.Tensor:
     """The tensor of the same values and dtype."""
     return mha_tt.upload(x, device=open_device(), dtype=DTYPES[x.dtype.name])
-
-
-def to_numpy(x: ttnn.Tensor) -> np.ndarray:
-    """The NumPy array of the same values and dtype; a bfloat8_b tensor's fit into bfloat16."""
-    values = mha_tt.download(x)
-    return values if x.dtype == ttnn.float32 else values.astype(ml_dtypes.bfloat16)
 
 
 @cache

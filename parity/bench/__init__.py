@@ -191,7 +191,7 @@ def _checked(
 
 def _environment(sides: Mapping[str, Side]) -> dict[str, Any]:
     """Where this was measured; the numerics lock is not held meanwhile, so its settings are left out."""
-    from parity.core.numerics import environment
+    from parity.backends.numerics import environment
 
     found = environment(sides)
     others = {name: metadata.version(name) for name in ("keras", "equinox", "transformers") if find_spec(name)}

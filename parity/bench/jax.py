@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import flax.linen
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +15,10 @@ from jaxtyping import Array
 
 import mha_jax
 import mha_jax.fused
-from parity.backends import load_into
 from parity.bench.keras import keras_layer
 from parity.bench.measure import OURS, Contender, Probe, large_enough
 from parity.bench.work import Inputs, Work
-from parity.conversion.layouts import LAYOUTS, from_canonical
+from parity.foreign import load_adapter, load_into
 
 NAMES = {
     "plain path": "mha_jax.scaled_dot_product_attention, ours, with every stage",
@@ -245,7 +242,7 @@ class _Layer:
         return self.contender(call, self.weights, self.shown())
 
     def nnx(self) -> Contender:
-        module = _nnx_module(self.work, self.canonical, decode=False)
+        module = self.foreign("flax.nnx.MultiHeadAttention", deterministic=True)
         graph, params, rest = nnx.split(module, nnx.Param, ...)
 
         def call(params: Any, x: Array, shown: Array | None, rest: Any) -> Any:
@@ -258,20 +255,16 @@ class _Layer:
         return self.contender(call, params, self.shown(), rest)
 
     def linen(self) -> Contender:
-        work = self.work
-        module = flax.linen.MultiHeadDotProductAttention(
-            work.num_heads, qkv_features=work.d_model, out_features=work.d_model, dtype=self.dtype, deterministic=True
-        )
-        params = flax.traverse_util.unflatten_dict(self.foreign("flax.linen"), sep=".")
+        module, variables = self.foreign("flax.linen.MultiHeadDotProductAttention", deterministic=True).unbind()
 
         def call(params: Any, x: Array, shown: Array | None) -> Any:
-            if not work.need_weights:
+            if not self.work.need_weights:
                 return module.apply({"params": params}, x, mask=shown)
             keywords = {"mask": shown, "sow_weights": True, "mutable": ["intermediates"]}
             output, changed = module.apply({"params": params}, x, **keywords)
             return output, jax.tree.leaves(changed)[0]
 
-        return self.contender(call, params, self.shown())
+        return self.contender(call, variables["params"], self.shown())
 
     def keras(self) -> Contender:
         layer = keras_layer("jax", self.work.spec, self.work.dtype, self.canonical)
@@ -292,16 +285,8 @@ class _Layer:
 
         if self.work.need_weights:
             raise NotImplementedError("it does not give its attention weights")
-        work = self.work
-        biases = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
-        module = equinox.nn.MultiheadAttention(
-            work.num_heads, work.d_model, **biases, inference=True, dtype=self.dtype, key=jax.random.key(0)
-        )
-        tensors = self.foreign("equinox.nn.MultiheadAttention")
+        module = self.foreign("equinox.nn.MultiheadAttention", inference=True)
         params, definition = equinox.partition(module, equinox.is_array)
-        params = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: tensors[jax.tree_util.keystr(path, simple=True, separator=".")], params
-        )
 
         def call(params: Any, x: Array, shown: Array | None) -> Array:
             module = equinox.combine(params, definition)
@@ -312,10 +297,10 @@ class _Layer:
         shown = self.shown()
         return self.contender(call, params, None if shown is None else shown[:, 0])
 
-    def foreign(self, layout: str) -> dict[str, Array]:
-        """The weights in another library's layout."""
-        tensors = from_canonical(self.canonical, self.work.spec, LAYOUTS[layout])
-        return {name: jnp.asarray(x) for name, x in tensors.items()}
+    def foreign(self, name: str, **options: Any) -> Any:
+        """Another library's layer with the weights of the work."""
+        adapter = load_adapter(name)
+        return adapter.load_into(adapter.make(self.work.spec, self.work.dtype, **options), self.canonical)
 
 
 class _Prefill(_Layer):
@@ -416,7 +401,7 @@ class _Decode(_Layer):
 
     def nnx(self) -> Contender:
         work = self.work
-        module = _nnx_module(work, self.canonical, decode=True)
+        module = self.foreign("flax.nnx.MultiHeadAttention", decode=True, deterministic=True)
         module.init_cache((work.batch, work.capacity, work.d_model), dtype=self.dtype)
         graph, params, cache, rest = nnx.split(module, nnx.Param, nnx.Cache, ...)
         keys, values = (x.swapaxes(1, 2) for x in self.with_room())
@@ -429,20 +414,6 @@ class _Decode(_Layer):
             return output, nnx.state(module, nnx.Cache)
 
         return self.carried(step, params, cache)
-
-
-def _nnx_module(work: Work, canonical: Mapping[str, np.ndarray], *, decode: bool) -> Any:
-    dtype = jnp.dtype(work.dtype)
-    module = nnx.MultiHeadAttention(
-        work.num_heads,
-        work.d_model,
-        dtype=dtype,
-        param_dtype=dtype,
-        decode=decode,
-        deterministic=True,
-        rngs=nnx.Rngs(0),
-    )
-    return load_into(module, canonical)
 
 
 def _project(weights: Mapping[str, Array], name: str, x: Array) -> Array:

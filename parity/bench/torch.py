@@ -18,11 +18,11 @@ from torch import Tensor
 
 import mha_torch
 import mha_torch.fused
-from parity.backends import load_into
 from parity.backends.torch import from_numpy, to_numpy
 from parity.bench.keras import keras_layer
 from parity.bench.measure import OURS, Contender, Probe, large_enough
 from parity.bench.work import Inputs, Work
+from parity.foreign import load_adapter, load_into
 
 NAMES = {
     "plain path": "mha_torch.scaled_dot_product_attention, ours, with every stage",
@@ -178,7 +178,11 @@ class _Layer:
     def made(self, kind: Any, **options: Any) -> Any:
         """A module with the weights of the work."""
         module = kind(self.work.d_model, self.work.num_heads, dtype=getattr(torch, self.work.dtype), **options)
-        return load_into(module, self.canonical).to(self.side.device).eval().requires_grad_(self.work.backward)
+        return self.placed(load_into(module, self.canonical))
+
+    def placed(self, module: Any) -> Any:
+        """A module where and as it is measured."""
+        return module.to(self.side.device).eval().requires_grad_(self.work.backward)
 
     def of_module(self, forward: Callable[[], Any], module: Any) -> Contender:
         return self.side.contender(self.work, forward, self.inputs, dict(module.named_parameters()))
@@ -206,7 +210,8 @@ class _Layer:
         return self.of_module(partial(module, self.x, **keywords), module)
 
     def torch_nn(self) -> Contender:
-        module = self.made(torch.nn.MultiheadAttention, batch_first=True)
+        adapter = load_adapter("torch.nn.MultiheadAttention")
+        module = self.placed(adapter.load_into(adapter.make(self.work.spec, self.work.dtype), self.canonical))
         causal, padding = self.masks()
         keywords = {
             "attn_mask": causal,

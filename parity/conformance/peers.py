@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.conformance.subjects import HEAD_DIM, NUM_HEADS, Call, Path, Subject, fresh_copies
-from parity.conversion.layouts import LAYOUTS, from_canonical
+from parity.conformance.calls import fresh_copies
+from parity.conformance.subjects import HEAD_DIM, NUM_HEADS, Call, Path, Subject
 from parity.core.weights import Weights, dtype_named, random_weights
+from parity.foreign import load_adapter
+from parity.foreign.adapter import Adapter
+from parity.foreign.keras import import_keras
 
 SPEC = AttentionSpec(NUM_HEADS * HEAD_DIM, NUM_HEADS)
 """The layer that every peer is, with the same weights."""
@@ -35,61 +33,7 @@ def _filled(path: Path, spec: AttentionSpec | None, weights: Weights | None) -> 
     return spec, {name: weight.astype(dtype_named(path.dtype)) for name, weight in weights.items()}
 
 
-def _in_layout(layout: str, spec: AttentionSpec, weights: Weights) -> Weights:
-    return from_canonical(weights, spec, LAYOUTS[layout])
-
-
 # ---- torch -----------------------------------------------------------------------------------------------------------
-
-
-def _torch_mha() -> Subject:
-    import torch
-
-    from parity.foreign.adapters import ADAPTERS
-
-    def make(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Call:
-        spec, weights = _filled(path, spec, weights)
-        module = torch.nn.MultiheadAttention(
-            spec.d_model, spec.num_heads, dropout=path.dropout, batch_first=True, dtype=getattr(torch, path.dtype)
-        )
-        ADAPTERS["torch.MultiheadAttention"].load_into(module.train(path.train), weights)
-
-        def call(
-            query: Any,
-            key: Any,
-            value: Any,
-            *,
-            mask: Any = None,
-            padding: Any = None,
-            need_weights: bool = False,
-            **causal: bool,
-        ) -> tuple[Any, Any]:
-            if mask is not None:
-                mask = mask[0].expand(query.shape[0] * spec.num_heads, *mask.shape[-2:])
-            return module(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                key_padding_mask=padding,
-                need_weights=need_weights,
-                average_attn_weights=False,
-                **causal,
-            )
-
-        return call
-
-    return Subject(
-        "torch.nn.MultiheadAttention",
-        "torch",
-        "BTE",
-        make,
-        takes=CORE | {"need_weights", "train", "dropout"},
-        padding="mask",
-        has_settable_weights=True,
-        mask_true="hides",
-        documented={"causal and mask": "the flag is only a hint, as documented"},
-    )
 
 
 def _torch_sdpa() -> Subject:
@@ -133,277 +77,86 @@ def _jax_nn() -> Subject:
     )
 
 
-def _nnx() -> Subject:
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
+# ---- Layers of other libraries ---------------------------------------------------------------------------------------
 
-    from parity.foreign.adapters import ADAPTERS
 
-    @cache
-    def made(dtype: str, dropout: float, spec: AttentionSpec) -> Any:
-        return nnx.MultiHeadAttention(
-            spec.num_heads,
-            spec.d_in,
-            spec.q_width,
-            spec.d_model,
-            num_kv_heads=None if spec.num_kv_heads == spec.num_heads else spec.num_kv_heads,
-            dropout_rate=dropout,
-            param_dtype=jnp.dtype(dtype),
-            dtype=jnp.dtype(dtype),
-            decode=False,
-            rngs=nnx.Rngs(0),
-        )
-
-    def filled(path: Path, spec: AttentionSpec | None, weights: Weights | None) -> Any:
-        spec, weights = _filled(path, spec, weights)
-        module = nnx.clone(made(path.dtype, path.dropout, spec))
-        adapter = ADAPTERS["flax.MultiHeadAttention"]
-        adapter.write(module, _in_layout(adapter.layout, spec, weights))
-        return module
+def _layer(adapter: Adapter, framework: str, takes: frozenset[str], **known: Any) -> Subject:
+    """A layer of another library, made, filled and called by its adapter."""
 
     def make(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Call:
-        fresh = fresh_copies(filled(path, spec, weights))
+        spec, weights = _filled(path, spec, weights)
+        module = adapter.make(replace(spec, dropout=path.dropout), path.dtype)
+        return partial(adapter.call, adapter.load_into(module, weights), train=path.train)
 
-        def call(
-            query: Any, key: Any, value: Any, *, mask: Any = None, is_causal: bool = False, need_weights: bool = False
-        ) -> tuple[Any, Any]:
-            module = fresh()
-            output = module(
-                query,
-                key,
-                value,
-                mask=None
-                if mask is None
-                else jnp.broadcast_to(mask, (query.shape[0], SPEC.num_heads, *mask.shape[-2:])),
-                is_causal=is_causal,
-                sow_weights=need_weights,
-                deterministic=not path.train,
-                rngs=nnx.Rngs(dropout=0),
-            )
-            if not need_weights:
-                return output, None
-            return output, jax.tree.leaves(nnx.pop(module, nnx.Intermediate))[0]
+    return Subject(
+        adapter.name,
+        framework,
+        "BTE",
+        make,
+        takes=frozenset({"mask", "key", "value", "dropout"}) | takes,
+        has_settable_weights=True,
+        mask_true=adapter.mask_true,
+        **known,
+    )
 
-        return call
+
+def _torch_mha() -> Subject:
+    return _layer(
+        load_adapter("torch.nn.MultiheadAttention"),
+        "torch",
+        frozenset({"is_causal", "need_weights", "train"}),
+        padding="mask",
+        documented={"causal and mask": "the flag is only a hint, as documented"},
+    )
+
+
+def _nnx() -> Subject:
+    import jax.numpy as jnp
+
+    adapter = load_adapter("flax.nnx.MultiHeadAttention")
 
     def decode(x: np.ndarray, capacity: int, is_causal: bool) -> np.ndarray:
-        module = nnx.clone(filled(Path(), None, None))
+        spec, weights = _filled(Path(), None, None)
+        module = adapter.load_into(adapter.make(spec), weights)
         module.init_cache((x.shape[0], capacity, x.shape[2]))
         tokens = [jnp.asarray(x[:, t : t + 1].astype(np.float32)) for t in range(x.shape[1])]
         return np.concatenate([module(token, decode=True, is_causal=is_causal) for token in tokens], axis=1)
 
-    return Subject(
-        "flax.nnx.MultiHeadAttention",
-        "jax",
-        "BTE",
-        make,
-        takes=CORE | {"need_weights", "dropout"},
-        has_settable_weights=True,
-        has_groups=True,
-        decode=decode,
-        mask_true="shows",
-    )
+    return _layer(adapter, "jax", frozenset({"is_causal", "need_weights"}), has_groups=True, decode=decode)
 
 
 def _linen() -> Subject:
-    import flax.linen
-    import flax.traverse_util
     import jax
     import jax.numpy as jnp
 
-    def made(path: Path, spec: AttentionSpec, **options: Any) -> Any:
-        return flax.linen.MultiHeadDotProductAttention(
-            spec.num_heads,
-            qkv_features=spec.q_width,
-            out_features=spec.d_model,
-            dropout_rate=path.dropout,
-            deterministic=not path.train,
-            dtype=jnp.dtype(path.dtype),
-            **options,
-        )
-
-    def variables(path: Path, spec: AttentionSpec | None, weights: Weights | None) -> tuple[AttentionSpec, Any]:
-        spec, weights = _filled(path, spec, weights)
-        arrays = {name: jnp.asarray(x) for name, x in _in_layout("flax.linen", spec, weights).items()}
-        return spec, flax.traverse_util.unflatten_dict(arrays, sep=".")
-
-    def make(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Call:
-        spec, params = variables(path, spec, weights)
-        module = made(path, spec)
-
-        def call(query: Any, key: Any, value: Any, *, mask: Any = None, need_weights: bool = False) -> tuple[Any, Any]:
-            output, changed = module.apply(
-                {"params": params},
-                query,
-                key,
-                value,
-                mask=None if mask is None else jnp.broadcast_to(mask, (query.shape[0], 1, *mask.shape[-2:])),
-                sow_weights=need_weights,
-                rngs={"dropout": jax.random.key(0)},
-                mutable=["intermediates"],
-            )
-            return output, jax.tree.leaves(changed)[0] if need_weights else None
-
-        return call
+    adapter = load_adapter("flax.linen.MultiHeadDotProductAttention")
 
     def decode(x: np.ndarray, capacity: int, is_causal: bool) -> np.ndarray:
-        spec, params = variables(Path(), None, None)
-        module = made(Path(), spec, decode=True)
+        spec, weights = _filled(Path(), None, None)
+        module, variables = adapter.load_into(adapter.make(spec, decode=True), weights).unbind()
         slots = jnp.zeros((x.shape[0], capacity, x.shape[2]))
         held = module.init(jax.random.key(0), slots)["cache"]
         outputs = []
         for t in range(x.shape[1]):
             token = jnp.asarray(x[:, t : t + 1].astype(np.float32))
-            output, changed = module.apply({"params": params, "cache": held}, token, mutable=["cache"])
+            output, changed = module.apply({**variables, "cache": held}, token, mutable=["cache"])
             held = changed["cache"]
             outputs.append(output)
         return np.concatenate(outputs, axis=1)
 
-    return Subject(
-        "flax.linen.MultiHeadDotProductAttention",
-        "jax",
-        "BTE",
-        make,
-        takes=frozenset({"mask", "key", "value", "need_weights", "dropout"}),
-        has_settable_weights=True,
-        decode=decode,
-        mask_true="shows",
-    )
+    return _layer(adapter, "jax", frozenset({"need_weights"}), decode=decode)
 
 
 def _equinox() -> Subject:
-    import equinox
-    import jax
-    import jax.numpy as jnp
-
-    @cache
-    def made(dtype: str, dropout: float, train: bool, spec: AttentionSpec) -> Any:
-        return equinox.nn.MultiheadAttention(
-            spec.num_heads,
-            spec.d_in,
-            use_query_bias=True,
-            use_key_bias=True,
-            use_value_bias=True,
-            use_output_bias=True,
-            dropout_p=dropout,
-            inference=not train,
-            dtype=jnp.dtype(dtype),
-            key=jax.random.key(0),
-        )
-
-    def make(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Call:
-        spec, weights = _filled(path, spec, weights)
-        tensors = _in_layout("equinox.nn.MultiheadAttention", spec, weights)
-
-        def leaf(where: Any, own: Any) -> Any:
-            name = jax.tree_util.keystr(where, simple=True, separator=".")
-            return jnp.asarray(tensors[name]) if name in tensors else own
-
-        module = jax.tree_util.tree_map_with_path(leaf, made(path.dtype, path.dropout, path.train, spec))
-
-        def call(query: Any, key: Any, value: Any, *, mask: Any = None) -> tuple[Any, Any]:
-            rngs = jax.random.split(jax.random.key(0), query.shape[0])
-            mask = None if mask is None else mask[0, 0]
-
-            def one(query: Any, key: Any, value: Any, rng: Any) -> Any:
-                return module(query, key, value, mask, key=rng)
-
-            return jax.vmap(one)(query, key, value, rngs), None
-
-        return call
-
-    return Subject(
-        "equinox.nn.MultiheadAttention",
-        "jax",
-        "BTE",
-        make,
-        takes=frozenset({"mask", "key", "value", "dropout"}),
-        has_settable_weights=True,
-        mask_true="shows",
-    )
-
-
-# ---- Keras, on torch or on JAX ---------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _keras_backend() -> Iterator[None]:
-    """While Keras is imported it finds a backend that is installed: the user's own if it can be, else torch or JAX."""
-    chosen = os.environ.get("KERAS_BACKEND")
-    settings = FilePath(os.environ.get("KERAS_HOME", FilePath.home() / ".keras")) / "keras.json"
-    if chosen is None and settings.exists():
-        # Keras writes this file itself, with a default that need not be installed.
-        chosen = json.loads(settings.read_text()).get("backend")
-    if "keras" in sys.modules or "KERAS_BACKEND" in os.environ or (chosen is not None and find_spec(chosen)):
-        yield
-        return
-    os.environ["KERAS_BACKEND"] = "torch" if find_spec("torch") else "jax"
-    try:
-        yield
-    finally:
-        del os.environ["KERAS_BACKEND"]
+    return _layer(load_adapter("equinox.nn.MultiheadAttention"), "jax", frozenset())
 
 
 def _keras(name: str) -> Subject:
-    with _keras_backend():
-        import keras
-    framework = keras.backend.backend()
+    framework = import_keras().backend.backend()
     if framework not in ("torch", "jax"):
         raise ImportError(f"Keras runs on {framework} here, which is neither torch nor JAX (see KERAS_BACKEND)")
-    is_grouped = name == "GroupQueryAttention"
-
-    def made(path: Path, spec: AttentionSpec, weights: Weights) -> Any:
-        options = {"dropout": path.dropout, "dtype": path.dtype, "seed": 0}
-        if is_grouped:
-            layer = keras.layers.GroupQueryAttention(spec.head_dim, spec.num_heads, spec.num_kv_heads, **options)
-        else:
-            layer = keras.layers.MultiHeadAttention(spec.num_heads, spec.head_dim, **options)
-        layer.build((None, None, spec.d_in), (None, None, spec.d_kv))
-        tensors = _in_layout(f"keras.{name}", spec, weights)
-        for variable in layer.variables:
-            tensor = tensors.get(variable.path.split("/", 1)[1].replace("/", "."))
-            if tensor is not None:
-                variable.assign(keras.ops.convert_to_tensor(tensor.astype(np.float32)))
-        return layer
-
-    def make(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Call:
-        layer = made(path, *_filled(path, spec, weights))
-
-        def call(
-            query: Any, key: Any, value: Any, *, mask: Any = None, is_causal: bool = False, need_weights: bool = False
-        ) -> tuple[Any, Any]:
-            result = layer(
-                query,
-                value,
-                key,
-                attention_mask=None if mask is None else mask[:, 0],
-                use_causal_mask=is_causal,
-                return_attention_scores=need_weights,
-                training=path.train,
-            )
-            return result if need_weights else (result, None)
-
-        return call
-
-    return Subject(
-        f"keras.layers.{name}",
-        framework,
-        "BTE",
-        make,
-        takes=CORE | {"need_weights", "train", "dropout"},
-        has_settable_weights=True,
-        has_groups=is_grouped,
-        mask_true="shows",
-    )
-
-
-def _keras_mha() -> Subject:
-    return _keras("MultiHeadAttention")
-
-
-def _keras_gqa() -> Subject:
-    return _keras("GroupQueryAttention")
+    takes = frozenset({"is_causal", "need_weights", "train"})
+    return _layer(load_adapter(name), framework, takes, has_groups=name == "keras.layers.GroupQueryAttention")
 
 
 # ---- Our own ---------------------------------------------------------------------------------------------------------
@@ -545,8 +298,8 @@ PEERS: Mapping[str, tuple[str, Callable[[], Subject]]] = {
     "jax.nn.dot_product_attention": ("jax", _jax_nn),
     "flax.nnx.MultiHeadAttention": ("flax", _nnx),
     "flax.linen.MultiHeadDotProductAttention": ("flax", _linen),
-    "keras.layers.MultiHeadAttention": ("keras", _keras_mha),
-    "keras.layers.GroupQueryAttention": ("keras", _keras_gqa),
+    "keras.layers.MultiHeadAttention": ("keras", lambda: _keras("keras.layers.MultiHeadAttention")),
+    "keras.layers.GroupQueryAttention": ("keras", lambda: _keras("keras.layers.GroupQueryAttention")),
     "equinox.nn.MultiheadAttention": ("equinox", _equinox),
     "mha_torch.MultiHeadAttention": ("torch", lambda: _our_layer("torch")),
     "mha_torch.MultiHeadSelfAttention": ("torch", lambda: _our_self_attention("torch")),

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mha_spec import Rope
 from parity.files import TensorFile
 from parity.files.tensor_file import parse_json
 
-HEADS = ("num_heads", "num_kv_heads", "head_dim", "rope_theta")
+HEADS = ("num_heads", "num_kv_heads", "head_dim", "rope")
 
 MAX_CONFIG = 1 << 24  # bytes
 
@@ -23,7 +24,7 @@ class Beside:
     Attributes:
         heads: those of `HEADS` that it tells.
         origin: what tells them.
-        not_carried: what it says of RoPE that a specification cannot: `rope_theta` is then left out of the heads.
+        not_carried: what it says of RoPE that a specification cannot: `rope` is then left out of the heads.
     """
 
     heads: dict[str, Any] = field(default_factory=dict)
@@ -94,5 +95,5 @@ def _beside(origin: str, told: Mapping[str, Any], not_carried: list[str]) -> Bes
     heads = {name: told[name] for name in HEADS[:3] if type(told[name]) is int and told[name] > 0}
     theta = told["rope_theta"]
     if type(theta) in (int, float) and 0 < theta < math.inf and not not_carried:
-        heads["rope_theta"] = float(theta)
+        heads["rope"] = Rope(theta)
     return Beside(heads, origin, tuple(not_carried)) if "num_heads" in heads else Beside()

@@ -8,8 +8,8 @@ from mha_spec import AttentionSpec
 from parity.core import reference
 from parity.core.compare import Comparison, compare, kept_dtype
 from parity.core.problem import Problem, make_problem
-from parity.core.run import run_steps
 from parity.core.spec import Case, unheld
+from parity.core.trace import run_steps
 from parity.core.weights import Weights, is_floating
 
 

@@ -1,1 +1,1 @@
-"""What a run is made of: cases and stages, weights, the reference, comparing, running."""
+"""What a run is made of: cases and stages, weights, the reference, comparing, traces."""

@@ -14,6 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     import jax
     import torch
+    import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
 
 FOREIGN = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 """Dtypes that torch has and NumPy has not; ml_dtypes has them under the same names."""
@@ -38,9 +39,7 @@ def to_numpy(x: Any) -> np.ndarray:
     if "torch" in packages and hasattr(x, "detach"):
         return _from_torch(x)
     if "ttnn" in packages:
-        from parity.backends.tt import to_numpy as from_ttnn
-
-        return from_ttnn(x)
+        return _from_ttnn(x)
     if not hasattr(x, "__array__") or any(kind.__name__ == "Tracer" for kind in type(x).__mro__):
         raise TypeError(f"an array must be one of NumPy, torch or JAX that has values, got {type(x).__name__}")
     return np.asarray(x)
@@ -103,6 +102,20 @@ def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return found
 
 
+def stages_of(role: str, value: Any, stage: str) -> dict[str, np.ndarray]:
+    """The arrays by stage, as NumPy's."""
+    if isinstance(value, Mapping):
+        return {str(name): _array(f"{role}[{name!r}]", array) for name, array in value.items()}
+    return {stage: _array(role, value)}
+
+
+def _array(what: str, value: Any) -> np.ndarray:
+    try:
+        return to_numpy(value)
+    except TypeError:
+        raise TypeError(f"{what} must be an array of NumPy, torch or JAX, got {type(value).__name__}") from None
+
+
 def _from_torch(x: torch.Tensor) -> np.ndarray:
     import torch
 
@@ -114,3 +127,12 @@ def _from_torch(x: torch.Tensor) -> np.ndarray:
         bits = {1: torch.uint8, 2: torch.uint16}[x.element_size()]
         return x.view(bits).numpy().view(getattr(ml_dtypes, name))
     return x.numpy()
+
+
+def _from_ttnn(x: ttnn.Tensor) -> np.ndarray:
+    import ttnn  # pyright: ignore[reportMissingImports]
+
+    import mha_tt
+
+    values = mha_tt.download(x)
+    return values if x.dtype == ttnn.float32 else values.astype(ml_dtypes.bfloat16)  # which bfloat8_b's fit into

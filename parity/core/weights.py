@@ -7,7 +7,7 @@ Canonical weights are a dict of NumPy arrays by name: `q_proj.weight` (N*H, d_in
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,9 @@ import numpy as np
 
 from mha_spec import AttentionSpec
 from parity.core.arrays import to_numpy_by_name
-from parity.files import TensorInfo
 from parity.files.reading import SUFFIXES, open_file
-from parity.files.safetensors import header
-from parity.files.target import refuse_other_file, scratch_beside
+from parity.files.safetensors import safetensors_bytes
+from parity.files.target import refuse_other_file, write_whole
 
 Weights = dict[str, np.ndarray]
 
@@ -150,44 +149,6 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Any], metad
                 raise OSError(f"{path} must read back as it was written, {name} does not")
 
     write_whole(path, safetensors_bytes(tensors, metadata), verify)
-
-
-def safetensors_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file that depends on nothing but its content, whatever the arrays' order in memory.
-
-    (The library writes wrong values for arrays that are not contiguous, huggingface/safetensors#825, and its header in
-    an order that varies from run to run.)
-    """
-    infos = {name: TensorInfo.of(tensor.shape, tensor.dtype) for name, tensor in sorted(tensors.items())}
-    head, order = header(infos, metadata)
-    return head + b"".join(tensors[name].tobytes() for name in order)
-
-
-def write_whole(
-    path: str | os.PathLike[str], data: bytes, verify: Callable[[Path], None] = lambda written: None
-) -> None:
-    """Write a file whole or not at all: under another name beside it, and moved into place once it is on the disk.
-
-    Args:
-        path: file to write; one that was there before stays until the last moment.
-        data: its content.
-        verify: called with the written file before it is moved; an error it raises leaves all as it was.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
-    if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe, which nothing can be moved onto
-        Path(path).write_bytes(data)
-        return
-    path = Path(os.path.realpath(path))  # the file that a link leads to, not the link
-    with scratch_beside(path) as scratch:
-        written = scratch / path.name
-        with written.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        verify(written)
-        written.replace(path)
 
 
 def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -20,14 +20,14 @@ from mha_spec import AttentionSpec
 from parity.backends import load_backend
 from parity.conversion.verify import probe
 from parity.core import reference
+from parity.core.arrays import stages_of
 from parity.core.compare import FACTOR, finite
 from parity.core.problem import Problem
-from parity.core.run import Trace, run_steps
 from parity.core.spec import STAGES, stage_kind
+from parity.core.trace import Trace, run_steps
 from parity.core.weights import Weights
 from parity.diagnosis.mistakes import PRECISIONS, Mistake
 from parity.diagnosis.replay import Mistakes, Replay, Verdict
-from parity.testing.assertion import stages_of
 
 PARTS = {
     "": "",

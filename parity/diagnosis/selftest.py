@@ -15,10 +15,11 @@ from typing import Any
 
 from mha_spec import AttentionSpec, Rope
 from parity.backends import load_backend, why_missing
+from parity.backends.record import record
 from parity.core.compare import first_difference
 from parity.core.problem import Problem, make_problem
-from parity.core.run import Reference, judge, record
 from parity.core.spec import CASES, Case, stage_kind
+from parity.core.trace import Reference, judge
 from parity.core.weights import random_weights
 from parity.diagnosis.diagnose import Diagnosis, diagnose
 from parity.diagnosis.mistakes import PRECISIONS, Mistake, Plan, mistakes_for

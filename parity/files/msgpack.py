@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from parity.files.tensor_file import (
     DTYPES,
@@ -23,14 +23,12 @@ from parity.files.tensor_file import (
     Piece,
     TensorFile,
     TensorInfo,
+    Tensors,
     flatten,
     nest,
     raw,
     text_by_name,
 )
-
-if TYPE_CHECKING:
-    from parity.files.writing import Tensors
 
 METADATA = "__metadata__"
 CHUNKED = "__msgpack_chunked_array__"

@@ -10,15 +10,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from parity.files.tensor_file import DTYPES, TensorFile, TensorInfo, flatten, nest, parse_json, text_by_name
+from parity.files.tensor_file import DTYPES, TensorFile, TensorInfo, Tensors, flatten, nest, parse_json, text_by_name
 from parity.files.zipped import check_inflation
-
-if TYPE_CHECKING:
-    from parity.files.writing import Tensors
 
 MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 """Files of which a folder with a checkpoint has one."""

@@ -6,15 +6,13 @@ import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
+import numpy as np
 import safetensors
 from safetensors import safe_open
 
-from parity.files.tensor_file import DTYPES, Piece, TensorFile, TensorInfo, chunks_of, parse_json
-
-if TYPE_CHECKING:
-    from parity.files.writing import Tensors
+from parity.files.tensor_file import DTYPES, Piece, TensorFile, TensorInfo, Tensors, chunks_of, parse_json
 
 NAMES = {
     "BOOL": "bool",
@@ -58,6 +56,17 @@ def header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> tupl
     text = json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # keeps the arrays aligned
     return struct.pack("<Q", len(text)) + text, order
+
+
+def safetensors_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file that depends on nothing but its content, whatever the arrays' order in memory.
+
+    (The library writes wrong values for arrays that are not contiguous, huggingface/safetensors#825, and its header in
+    an order that varies from run to run.)
+    """
+    infos = {name: TensorInfo.of(tensor.shape, tensor.dtype) for name, tensor in sorted(tensors.items())}
+    head, order = header(infos, metadata)
+    return head + b"".join(tensors[name].tobytes() for name in order)
 
 
 def write_safetensors(path: Path, tensors: Tensors) -> None:

@@ -15,7 +15,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -303,3 +303,30 @@ def move(names: Sequence[str], scratch: Path, folder: Path, stale: Sequence[str]
                     (folder / name).replace(scratch / name)
             _put_back(scratch)
         raise
+
+
+def write_whole(
+    path: str | os.PathLike[str], data: bytes, verify: Callable[[Path], None] = lambda written: None
+) -> None:
+    """Write a file whole or not at all: under another name beside it, and moved into place once it is on the disk.
+
+    Args:
+        path: file to write; one that was there before stays until the last moment.
+        data: its content.
+        verify: called with the written file before it is moved; an error it raises leaves all as it was.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe, which nothing can be moved onto
+        Path(path).write_bytes(data)
+        return
+    path = Path(os.path.realpath(path))  # the file that a link leads to, not the link
+    with scratch_beside(path) as scratch:
+        written = scratch / path.name
+        with written.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        verify(written)
+        written.replace(path)

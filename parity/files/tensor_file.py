@@ -9,6 +9,7 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -227,6 +228,60 @@ def hash_of(infos: Mapping[str, TensorInfo], digests: Mapping[str, str]) -> str:
     """One sha256 for tensors, of whatever order, from those of each."""
     lines = (json.dumps([name, infos[name].dtype.name, infos[name].shape, digests[name]]) for name in sorted(infos))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+class Tensors:
+    """Tensors on their way into a file: each is read once, checked, and hashed while it is written.
+
+    Attributes:
+        infos: of those that the file shall hold.
+        checksums: of those that were read; they cost next to nothing, and show whether the file holds the same.
+    """
+
+    def __init__(
+        self,
+        infos: Mapping[str, TensorInfo],
+        read: Callable[[str], np.ndarray],
+        metadata: Mapping[str, str],
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self.infos = infos
+        self.checksums: dict[str, int] = {}
+        self._metadata = metadata
+        self._read = read
+        self._pool = pool
+        self._digests: dict[str, Future[str]] = {}
+        self._last: Future[str] | None = None
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor, in C order.
+
+        Raises:
+            TypeError, ValueError: if it is not what was announced.
+        """
+        if self._last is not None:
+            self._last.result()  # else memory would hold two of them
+        array = np.asarray(self._read(name))
+        info = self.infos[name]
+        if array.shape != info.shape or array.dtype != info.dtype:
+            raise ValueError(
+                f"{name} must be read as it was announced, {info.dtype}{info.shape}, got {array.dtype}{array.shape}"
+            )
+        array = np.ascontiguousarray(array, dtype=info.dtype).reshape(info.shape)
+        self._digests[name] = self._last = self._pool.submit(digest, chunks_of(array))
+        self.checksums[name] = checksum(chunks_of(array))
+        return array
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """sha256 of each tensor that was read."""
+        return {name: pending.result() for name, pending in self._digests.items()}
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The metadata, with the hash of all tensors; as long as some are missing, zeros as many stand for it."""
+        whole = self._digests.keys() == self.infos.keys()
+        return {**self._metadata, "sha256": hash_of(self.infos, self.digests) if whole else "0" * 64}
 
 
 class Cursor:

@@ -28,6 +28,7 @@ from parity.files.tensor_file import (
     NATIVE,
     TensorFile,
     TensorInfo,
+    Tensors,
     flatten,
     parse_json,
     raw,
@@ -37,7 +38,6 @@ from parity.files.tensor_file import (
 if TYPE_CHECKING:
     import torch
 
-    from parity.files.writing import Tensors
 
 MAX_HEADER = 10_000  # characters, as NumPy has it
 ALIGNMENT = 64  # of what torch maps

@@ -1,8 +1,8 @@
 """Small real trained attention layers with real inputs, one safetensors file each.
 
 Random weights are kind to attention: their logits stay small and their softmax stays smooth. Trained weights are not,
-so a parity check needs some. PROVENANCE.md says where each file comes from, and `python -m parity.pretrained.cut`
-makes them again, byte for byte.
+so a parity check needs some. PROVENANCE.md says where each file comes from, and `tools/cut-pretrained` makes them
+again, byte for byte.
 """
 
 from pathlib import Path

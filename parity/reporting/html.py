@@ -18,11 +18,12 @@ import numpy as np
 
 from parity.core import packages
 from parity.core.compare import Comparison, axis_names, errors_of, first_difference, whole_rows
-from parity.core.run import Reference, Report, Trace, flattened
 from parity.core.spec import find_case, stage_kind
-from parity.core.weights import write_whole
-from parity.reporting.console import reproduction, skipped_reasons, summary_line
+from parity.core.trace import Reference, Trace
+from parity.files.target import write_whole
 from parity.reporting.plot import downsample
+from parity.reporting.summary import reproduction, skipped_reasons, summary_line
+from parity.running.report import Report, flattened
 
 Key = tuple[str, str, str]
 """Case, dtype and backend."""
@@ -181,7 +182,7 @@ def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) ->
 
     # The autoescape of everything, and no name that is silently empty.
     templates = Environment(
-        loader=PackageLoader("parity", "html_report"),
+        loader=PackageLoader("parity.reporting", "html_report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -190,7 +191,7 @@ def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) ->
     templates.filters.update(
         ratio=_ratio, number=_number, bar=_bar, heat=_heat, printable=_printable, breakable=_breakable
     )
-    style = (resources.files("parity") / "html_report" / "style.css").read_text("utf-8")
+    style = (resources.files("parity.reporting") / "html_report" / "style.css").read_text("utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     page = templates.get_template("page.html").render(
         style=style,

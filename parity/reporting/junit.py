@@ -7,9 +7,9 @@ import re
 from xml.etree import ElementTree
 
 from parity.core.compare import Comparison, first_difference
-from parity.core.run import Report
-from parity.core.weights import write_whole
-from parity.reporting.console import reproduction
+from parity.files.target import write_whole
+from parity.reporting.summary import reproduction
+from parity.running.report import Report
 
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What XML 1.0 cannot hold, not even escaped."""

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from parity.core.arrays import to_numpy
+from parity.core.arrays import stages_of
 from parity.core.compare import NOTHING, Comparison, budget, compare, factor, failure, first_difference, measure
 from parity.core.compare import unit_of_rounding as unit
 from parity.core.problem import Problem
-from parity.core.run import Reference
 from parity.core.spec import DTYPES, STAGES, stage_kind
+from parity.core.trace import Reference
+from parity.diagnosis.diagnose import diagnose
 
 Stages = Mapping[str, np.ndarray]
 
@@ -132,8 +133,6 @@ def message(comparisons: Iterable[Comparison]) -> str:
 
 def explanation(actual: Any, problem: Problem | None, stage: str = "output") -> str:
     """What is wrong with arrays that differ from a problem's reference, beginning on a line of its own, or nothing."""
-    from parity.diagnosis.diagnose import diagnose
-
     stages = {} if problem is None else stages_of("actual", actual, stage)
     if problem is None or not any(name in STAGES for name in map(stage_kind, stages)):
         return ""
@@ -241,20 +240,6 @@ def _share_an_array(actual: Any, other: Any) -> bool:
     if isinstance(actual, Mapping):
         return any(array is other.get(stage) for stage, array in actual.items())
     return actual is other
-
-
-def stages_of(role: str, value: Any, stage: str) -> dict[str, np.ndarray]:
-    """The arrays by stage, as NumPy's."""
-    if isinstance(value, Mapping):
-        return {str(name): _array(f"{role}[{name!r}]", array) for name, array in value.items()}
-    return {stage: _array(role, value)}
-
-
-def _array(what: str, value: Any) -> np.ndarray:
-    try:
-        return to_numpy(value)
-    except TypeError:
-        raise TypeError(f"{what} must be an array of NumPy, torch or JAX, got {type(value).__name__}") from None
 
 
 def _in_order(stages: Iterable[str]) -> list[str]:

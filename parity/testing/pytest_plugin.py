@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from parity.core.compare import Comparison
 
 WRITERS = {
-    ".json": ("parity.reporting.console", "write_json"),
+    ".json": ("parity.reporting.json", "write_json"),
     ".xml": ("parity.reporting.junit", "write_junit"),
     ".html": ("parity.reporting.html", "write_html"),
 }
@@ -143,8 +143,8 @@ class _Controller(_Recorder):
         getattr(module, "check_installed", lambda: None)()  # the page's libraries are imported when it is written
 
     def write(self) -> None:
-        from parity.core.numerics import environment
-        from parity.core.run import Report
+        from parity.backends.numerics import environment
+        from parity.running.report import Report
 
         warnings = [f"worker {worker} went down: what it compared is not here" for worker in self.silent]
         report = Report(self.comparisons, {}, environment([]), warnings)

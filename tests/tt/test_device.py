@@ -12,8 +12,8 @@ import mha_tt
 import parity
 from mha_tt import device as devices
 from mha_tt.device import round_up
-from parity.conversion.layouts.layout import from_canonical, to_canonical
 from parity.conversion.layouts.tables import LAYOUTS
+from parity.conversion.layouts.views import from_canonical, to_canonical
 
 from .formulas import both_dtypes, every_dtype, module_of, rounded, rounded_weights
 
@@ -473,9 +473,8 @@ def test_layout_ttnn_has_the_tensors_that_a_module_uploads(device, spec):
         downloaded = {name: mha_tt.download(tensor) for name, tensor in held.items()}
         assert {name: x.shape for name, x in downloaded.items()} == {name: x.shape for name, x in laid_out.items()}
         assert [name for name in laid_out if not np.array_equal(downloaded[name], laid_out[name])] == []
-        sizes = {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
-        theta = None if spec.rope is None else spec.rope.theta
-        read, _ = to_canonical(downloaded, LAYOUTS["ttnn"], **sizes, rope_theta=theta)
+        sizes = {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope")}
+        read, _ = to_canonical(downloaded, LAYOUTS["ttnn"], **sizes)
         assert [name for name in weights if not np.array_equal(read[name], weights[name])] == []
 
 

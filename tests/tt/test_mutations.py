@@ -221,7 +221,7 @@ MUTATIONS = {
         "causal",
         "fused.output",
         fused.attend,
-        lambda f, q, k, v, masking, **o: f(q, k, v, replace(masking, mask=None, is_causal=False), **o),
+        lambda f, q, k, v, masking, *x, **o: f(q, k, v, replace(masking, mask=None, is_causal=False), *x, **o),
         FUSED,
     ),
     "last tile of the mask hides nothing": at(
@@ -340,7 +340,7 @@ CONTROLS = [(case.name, dtype) for case in MORE_CASES for dtype in BOTH]
 @pytest.fixture(autouse=True)
 def undiagnosed(monkeypatch):
     """Only the stage is asked for: the search for a cause takes longer than the case, and has tests of its own."""
-    monkeypatch.setattr("parity.core.run.DIAGNOSED", 0)
+    monkeypatch.setattr("parity.running.run.DIAGNOSED", 0)
 
 
 def override(monkeypatch: pytest.MonkeyPatch, mutation: Mutation) -> None:

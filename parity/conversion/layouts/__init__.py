@@ -1,7 +1,9 @@
 """Foreign layouts of attention weights: what each tensor of a checkpoint holds, and how it is laid out."""
 
-from parity.conversion.layouts.layout import Layout, Tensor, find_spec, from_canonical, to_canonical
+from parity.conversion.layouts.detection import find_spec
+from parity.conversion.layouts.layout import Layout, Tensor
 from parity.conversion.layouts.tables import ALIASES, LAYOUTS
+from parity.conversion.layouts.views import from_canonical, to_canonical
 
 __all__ = ["LAYOUTS", "Layout", "Tensor", "find_layout", "find_spec", "from_canonical", "to_canonical"]
 

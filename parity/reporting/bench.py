@@ -13,8 +13,10 @@ from rich.text import Text
 
 from parity.bench import Bench, Row
 from parity.bench.measure import OURS
-from parity.core.weights import write_whole
+from parity.files.target import write_whole
 from parity.reporting.console import begin_table
+from parity.reporting.plot import check_destination
+from parity.reporting.summary import counted
 
 TITLES = {"jax": "JAX", "torch": "torch", "": "Command line and files"}
 
@@ -26,7 +28,7 @@ def print_bench(found: Bench, out: Console) -> None:
     if found.growth:
         _print_growth(found.growth, out)
     for (framework, name, reason), count in found.left_out.items():
-        rows = f"{count} row{'s' if count != 1 else ''}"
+        rows = counted(count, "row")
         out.print(Text(f"left out: {name} ({framework}, {rows}): {reason}", style="yellow"), soft_wrap=True)
 
 
@@ -101,8 +103,6 @@ def plot_growth(found: Bench, path: str | os.PathLike[str]) -> None:
         OSError: if the file cannot be written.
         ValueError: if there are no rows to draw, or the path does not fit.
     """
-    from parity.reporting.plot import check_destination
-
     check_destination(path)
     rows = [row for row in found.rows if row.group == "growth"]
     if not rows:
@@ -113,13 +113,14 @@ def plot_growth(found: Bench, path: str | os.PathLike[str]) -> None:
 def lines_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """What is drawn: for each framework, dtype and contender its milliseconds and megabytes by sequence length."""
     batch = min(row.shape[0] for row in rows)
+    others = {f"{row.framework} {name}" for row in rows for name in row.peers}  # each has a line of its own
     lines: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: row.shape[2]):
         if row.shape[0] != batch:
             continue
         for name in (OURS, *row.peers):
-            if name != OURS and row.peers[name] is not None and name.startswith("torch "):
-                continue  # it has a line of its own
+            if name in others:
+                continue
             key = (row.framework, row.dtype, name)
             line = lines.setdefault(
                 key, {"framework": row.framework, "dtype": row.dtype, "name": name, "time": {}, "memory": {}}

@@ -1,0 +1,31 @@
+"""A problem through a backend, recorded as a trace."""
+
+from __future__ import annotations
+
+from parity.backends import driver, load_backend
+from parity.core.problem import Problem
+from parity.core.trace import Reference, Trace, run_steps
+
+
+def record(backend: str, reference: Reference, given: Problem | None = None) -> Trace:
+    """Run a problem on a backend, every stage twice: on its own values, and on the reference's.
+
+    Args:
+        backend: its name.
+        reference: of the problem.
+        given: what the backend is given, if it is not the reference's problem: one with a mistake in it.
+
+    Raises:
+        ModuleNotFoundError: if the backend needs a package that is not installed.
+    """
+    problem = reference.problem
+    module = load_backend(backend)
+    with_gradients = reference.with_gradients and module.HAS_GRADIENTS
+    with module.lock(problem.dtype) as numerics:
+        steps = driver.steps(module, given or problem)
+        accumulated = run_steps(steps)
+        if with_gradients:
+            accumulated |= driver.gradients(module, given or problem)
+        local = run_steps(steps, reference.given)
+    where = {"backends": {backend: {"numerics": numerics}}}
+    return Trace(problem, backend, accumulated, local, where, with_gradients)

@@ -1,0 +1,60 @@
+"""`mha-parity bench`."""
+
+from __future__ import annotations
+
+import argparse
+
+from parity.cli.help import Page
+from parity.cli.options import add_json_option, check_names, name_list
+
+PAGE = Page(
+    "how fast: beside other libraries in one process, and beside the limit",
+    "Measure the siblings beside other libraries, in one process and in turn, and beside what the machine could "
+    "do. Only ratios are claimed.",
+    "mha-parity bench --what cores,decode --quick",
+    "measured",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument(
+        "--what", type=name_list, metavar="A,B", help="cores,layers,decode,memory,import,convert,growth"
+    )
+    parser.add_argument(
+        "--frameworks", type=name_list, metavar="A,B", help="jax, torch; those that are there by default"
+    )
+    parser.add_argument("--dtypes", type=name_list, metavar="A,B", help="float32 by default, on a GPU bfloat16")
+    parser.add_argument("--device", default="cpu", help="of torch, cpu or cuda; JAX uses its default device")
+    parser.add_argument("--quick", action="store_true", help="fewer rows and smaller shapes, in less than 90 s")
+    parser.add_argument("--plot", metavar="PATH", help="also draw time and memory over sequence length, .png or .svg")
+    add_json_option(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, and print what was measured."""
+    from parity.bench import DEVICES, DTYPES, FRAMEWORKS, GROUPS, bench, count_rows
+    from parity.reporting.bench import plot_growth, print_bench
+    from parity.reporting.console import console, progress_bar
+    from parity.reporting.json import write_json
+
+    check_names("--what", options.what, GROUPS)
+    check_names("--frameworks", options.frameworks, FRAMEWORKS)
+    check_names("--dtypes", options.dtypes, DTYPES)
+    check_names("--device", [options.device], DEVICES)
+    groups = options.what or GROUPS
+    if options.plot is not None:
+        from parity.reporting.plot import check_destination
+
+        check_destination(options.plot, "--plot")
+        if "growth" not in groups:
+            raise ValueError(f"--plot must stand with growth among --what, got --what {','.join(groups)}")
+    asked = {"dtypes": options.dtypes, "device": options.device, "quick": options.quick}
+    with progress_bar(count_rows(groups, options.frameworks, **asked)) as on_row:
+        found = bench(groups, options.frameworks, **asked, on_row=on_row)
+    print_bench(found, console())
+    if options.plot is not None:
+        plot_growth(found, options.plot)
+    if options.json is not None:
+        write_json(options.json, found.to_dict())
+    return 0

@@ -1,0 +1,35 @@
+"""`mha-parity bugs`."""
+
+from __future__ import annotations
+
+import argparse
+
+from parity.cli.help import Page
+from parity.cli.options import add_json_option
+
+PAGE = Page(
+    "the mistakes that are known: symptoms, reproduction and fix of each",
+    "Print what is known of a class of mistakes: what it looks like, lines that reproduce it, and the fix. "
+    "`diagnose` and failing tests name these pages.",
+    "mha-parity bugs rope-pairs",
+    "printed",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a page or a mistake; without one, the list of them")
+    add_json_option(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print pages."""
+    from parity.reporting.bugs import bug_page, print_pages
+    from parity.reporting.console import console
+    from parity.reporting.json import write_json
+
+    pages = {name: bug_page(name) for name in options.names or ["README"]}
+    print_pages(pages.values(), console())
+    if options.json is not None:
+        write_json(options.json, {"format": 1, "pages": pages})
+    return 0

@@ -1,0 +1,62 @@
+"""`mha-parity cache-size`."""
+
+from __future__ import annotations
+
+import argparse
+
+from parity.cli.help import Page
+from parity.cli.options import add_json_option, flag_of
+
+MOST_SIZE = 2**63 - 1  # of an axis, as arrays have it
+
+PAGE = Page(
+    "memory of a key/value cache",
+    "Say how much memory the keys and values of a cache take.",
+    "mha-parity cache-size --num-kv-heads 8 --head-dim 128 --capacity 8192 --num-layers 80",
+    "computed",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences; 1 by default")
+    parser.add_argument("--num-kv-heads", type=int, required=True, metavar="K")
+    parser.add_argument("--head-dim", type=int, required=True, metavar="H")
+    slots = parser.add_mutually_exclusive_group(required=True)
+    slots.add_argument("--capacity", type=int, metavar="S", help="slots, or tokens, of each sequence")
+    slots.add_argument("--seq-len", dest="capacity", type=int, help=argparse.SUPPRESS)  # its former name
+    parser.add_argument("--batch", dest="batch_size", type=int, help=argparse.SUPPRESS)  # its former name
+    parser.add_argument("--num-layers", type=int, default=1, metavar="L", help="1 by default")
+    parser.add_argument("--dtype", default="float16", help="float32, bfloat16, float16, float64; float16 by default")
+    add_json_option(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the size."""
+    from mha_spec import AttentionSpec
+    from parity.core.spec import DTYPES
+    from parity.core.weights import dtype_named
+    from parity.reporting.console import console
+    from parity.reporting.json import write_json
+
+    if options.dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {options.dtype}")
+    for name in ("batch_size", "num_kv_heads", "head_dim", "capacity", "num_layers"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{flag_of(name)} must be at least 1, got {getattr(options, name)}")
+        if getattr(options, name) > MOST_SIZE:
+            raise ValueError(f"{flag_of(name)} must be at most {MOST_SIZE}, got {getattr(options, name)}")
+    spec = AttentionSpec(options.num_kv_heads * options.head_dim, options.num_kv_heads)
+    nbytes = spec.cache_nbytes(
+        options.batch_size, options.capacity, dtype_named(options.dtype), num_layers=options.num_layers
+    )
+    out = console()
+    out.print(
+        f"2 x {options.batch_size} sequences x {options.num_kv_heads} heads x {options.capacity} slots x "
+        f"{options.head_dim} features x {options.num_layers} layers in {options.dtype}: "
+        f"{nbytes} bytes = {nbytes / 2**30:.3g} GiB",
+        soft_wrap=True,
+    )
+    if options.json is not None:
+        write_json(options.json, {"format": 1, "nbytes": nbytes})
+    return 0

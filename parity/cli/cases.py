@@ -1,0 +1,56 @@
+"""`mha-parity cases`."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from typing import TYPE_CHECKING
+
+from parity.cli.help import Page
+from parity.cli.messages import near
+from parity.cli.options import add_json_option
+
+if TYPE_CHECKING:
+    from parity.core.spec import Case
+
+PAGE = Page(
+    "the cases there are, and what each one covers",
+    "List the cases that `run` knows, one a line: heads and tokens, what is masked, and what goes wrong when the "
+    "case fails.",
+    "mha-parity cases 'trained-*'",
+    "listed",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("names", nargs="?", default="*", metavar="GLOB", help="such as 'rope*'; all by default")
+    add_json_option(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """List the cases."""
+    from dataclasses import asdict
+
+    from parity.reporting.cases import covers, print_cases
+    from parity.reporting.console import console
+    from parity.reporting.json import write_json
+
+    cases = cases_named("GLOB", options.names)
+    print_cases(cases, console())
+    if options.json is not None:
+        listed = [{"covers": covers(case), **asdict(case)} for case in cases]
+        write_json(options.json, {"format": 1, "cases": listed})
+    return 0
+
+
+def cases_named(flag: str, pattern: str, may_be_none: bool = False) -> list[Case]:
+    """The cases whose names fit a pattern, `random-N` too where it is the name itself."""
+    from parity.core.spec import CASES, find_case
+
+    cases = [case for name, case in CASES.items() if fnmatch.fnmatchcase(name, pattern)]
+    if not cases and (case := find_case(pattern)):
+        cases = [case]
+    if not (cases or may_be_none):
+        raise ValueError(f"{flag} must match a case, got {pattern!r}{near(pattern, CASES)}; see `mha-parity cases`")
+    return cases

@@ -1,0 +1,83 @@
+"""`mha-parity conformance`."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+
+from parity.cli.help import Page
+from parity.cli.options import add_json_option, check_names, flag_of, name_list
+
+PAGE = Page(
+    "an attention's conventions, and the promises it breaks",
+    "Ask an attention for its conventions (mask polarity, causal alignment, empty rows, …) and show the promises "
+    "that it breaks: of your own function or module, or of those of torch, JAX, Flax, Keras and Equinox.",
+    "mha-parity conformance my_package.attention:attention --mask-true hides",
+    "no broken promise",
+    "a broken promise",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument(
+        "target", nargs="?", metavar="PKG.MODULE:CALLABLE", help="a function, a module, or what makes one"
+    )
+    parser.add_argument("--peers", action="store_true", help="those of torch, JAX, Flax, Keras, Equinox; and ours")
+    parser.add_argument("--only", default="*", metavar="GLOB", help="names of peers, such as 'keras*'")
+    parser.add_argument("--questions", type=name_list, metavar="A,B", help="rows of the matrix; all by default")
+    parser.add_argument("--dtypes", type=name_list, metavar="A,B", help="float32,bfloat16,float16 by default")
+    parser.add_argument("--framework", choices=("torch", "jax"), help="of a function, where its module has both")
+    parser.add_argument("--axes", choices=("BNTH", "BTNH", "BTE"), help="of the inputs, where not to be found out")
+    parser.add_argument("--d-model", type=int, metavar="E", help="width of a layer's inputs")
+    parser.add_argument("--num-heads", type=int, metavar="N", help="of a layer")
+    parser.add_argument("--num-kv-heads", type=int, metavar="K", help="declare that shared heads are taken")
+    parser.add_argument("--mask-name", metavar="NAME", help="the parameter that takes the mask")
+    parser.add_argument("--mask-true", choices=("hides", "shows"), help="declare what True in a mask does")
+    parser.add_argument("--causal-name", metavar="NAME", help="the parameter that is the causal flag")
+    parser.add_argument("--causal", choices=("top-left", "bottom-right"), help="declare how it is aligned")
+    add_json_option(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Examine, and print the matrix."""
+    from parity.conformance.answers import exit_status
+    from parity.conformance.examine import examine_peers, examine_target
+    from parity.conformance.peers import PEERS
+    from parity.conformance.subjects import DTYPES
+    from parity.core.packages import installed
+    from parity.reporting.conformance import print_conformance
+    from parity.reporting.console import console, progress_bar
+    from parity.reporting.json import write_json
+
+    if options.peers == (options.target is not None):
+        raise ValueError("either a subject must be given as pkg.module:callable, or --peers")
+    claims = ("framework", "axes", "d_model", "num_heads", "num_kv_heads", "mask_name", "mask_true", "causal_name")
+    declared = {name: value for name in (*claims, "causal") if (value := getattr(options, name)) is not None}
+    flags = {flag_of(name): value for name, value in declared.items()}
+    check_names("--dtypes", options.dtypes, DTYPES)
+    dtypes = options.dtypes or DTYPES
+    if options.peers:
+        if flags:
+            raise ValueError(f"--peers must stand without {', '.join(flags)}")
+        names = fnmatch.filter(PEERS, options.only)
+        if not names:
+            raise ValueError(f"--only must match a peer, got {options.only!r}; there are {', '.join(PEERS)}")
+        with progress_bar(len(names)) as on_subject:
+            found = examine_peers(names, options.questions, dtypes, on_subject=on_subject)
+    else:
+        if options.only != "*":
+            raise ValueError(f"--only must stand with --peers, got --only {options.only}")
+        found = [examine_target(options.target, options.questions, dtypes, **declared)]
+
+    def again(subject: str, question: str) -> str:
+        given = f"--peers --only {subject}" if options.peers else options.target
+        return " ".join(["mha-parity conformance", given, *(f"{flag} {value}" for flag, value in flags.items())]) + (
+            f" --questions '{question}'"
+        )
+
+    print_conformance(found, console(), again)
+    if options.json is not None:
+        subjects = [subject.to_dict() for subject in found]
+        write_json(options.json, {"format": 1, "packages": installed(), "subjects": subjects})
+    return exit_status(found)

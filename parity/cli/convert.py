@@ -1,0 +1,77 @@
+"""`mha-parity convert`."""
+
+from __future__ import annotations
+
+import argparse
+
+from parity.cli.help import Page
+from parity.cli.layers import add_layer_options, in_flags, layer_options
+from parity.cli.messages import warn
+from parity.cli.options import add_json_option
+
+MOST_GIB = 2**20  # of a shard: a pebibyte
+
+PAGE = Page(
+    "attention weights from one layout to another, whole checkpoints too",
+    "Convert the attention layers of a checkpoint from one layout to another, tensor by tensor, and keep or drop "
+    "all other tensors. Nothing is guessed: what the file leaves open is an error that names the flag. DST is "
+    "written whole or not at all.",
+    "mha-parity convert model.safetensors flax.safetensors --from transformers.LLaMA \\\n"
+    "      --to flax.nnx --prefix 'model.layers.{i}.self_attn' --num-heads 32",
+    "written",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("source", metavar="SRC", help="a file, or a folder of shards")
+    parser.add_argument("target", metavar="DST", help="a file; its suffix tells the format")
+    parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="what the file's metadata tell, by default")
+    parser.add_argument("--to", required=True, metavar="LAYOUT", help="see `mha-parity layouts`")
+    parser.add_argument(
+        "--to-prefix", metavar="P", help="of the layers that are written; without {i}, they are stacked on an axis"
+    )
+    parser.add_argument("--rest", choices=("keep", "drop"), default="keep", help="all other tensors; kept by default")
+    parser.add_argument("--max-shard-gib", type=float, metavar="G", help="divide the target into files of that size")
+    parser.add_argument("--force", action="store_true", help="replace DST, if it is of the same format")
+    add_layer_options(parser, "a layer")
+    add_json_option(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert, and print what became of the tensors."""
+    from parity.conversion.convert import convert_file
+    from parity.conversion.inspect import count_tensors
+    from parity.reporting.console import console, progress_bar
+    from parity.reporting.conversion import print_conversion
+    from parity.reporting.json import write_json
+
+    gib = options.max_shard_gib
+    if gib is not None and not 0 < gib <= MOST_GIB:
+        raise ValueError(f"--max-shard-gib must be a number > 0 and <= {MOST_GIB}, got {gib}")
+    with progress_bar(count_tensors(options.source)) as on_tensor, in_flags(options):
+        converted = convert_file(
+            options.source,
+            options.target,
+            source=options.layout,
+            target=options.to,
+            prefix=options.prefix,
+            to_prefix=options.to_prefix,
+            keep_rest=options.rest == "keep",
+            max_shard_bytes=None if gib is None else max(1, int(gib * 2**30)),
+            force=options.force,
+            on_tensor=on_tensor,
+            **layer_options(options),
+        )
+    print_conversion(converted, options.to, options.target, console())
+    for what, names in (
+        ("left out, for they are not tensors", converted.left_out),
+        (f"kept in {converted.source}, for --prefix does not name them", converted.unconverted),
+        ("kept in the old layout, which an optimizer will take for the new one", converted.optimizer_state),
+    ):
+        if names:
+            some = f"{', '.join(names[:6])}{', …' if len(names) > 6 else ''}"
+            warn(f"{what}: {some} ({len(names)})")
+    if options.json is not None:
+        write_json(options.json, {"format": 1, **converted.to_dict()})
+    return 0

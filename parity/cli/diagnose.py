@@ -1,0 +1,132 @@
+"""`mha-parity diagnose`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parity.cli.help import Page
+from parity.cli.layers import add_layer_options, in_flags, layer_options, pairs_of_layers
+from parity.cli.options import add_json_option
+from parity.cli.paths import is_trace
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from parity.diagnosis.diagnose import Diagnosis
+
+PAGE = Page(
+    "why does an implementation differ? which mistake explains it",
+    "Say why an implementation differs from the reference: which known mistake, or two at once, explains the "
+    "difference.",
+    "mha-parity diagnose my_package.attention:attention --weights layer.safetensors",
+    "nothing differs by more than rounding",
+    "something does",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument(
+        "files", nargs="+", metavar="WHAT", help="a trace; two traces or weight files; or PKG.MODULE:CALLABLE"
+    )
+    parser.add_argument("--weights", metavar="FILE", help="with a function: the weights that it should have")
+    parser.add_argument("--framework", choices=("torch", "jax"), help="of a function, where it cannot be told")
+    parser.add_argument("--not-causal", action="store_true", help="with a function: every token sees every other")
+    parser.add_argument(
+        "--from", dest="layouts", action="append", default=[], metavar="LAYOUT", help="of both weight files, or each"
+    )
+    add_layer_options(parser, "the layer, in both files or each", many=True)
+    add_json_option(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what explains a difference."""
+    from parity.diagnosis.diagnose import diagnose, diagnose_weights
+    from parity.reporting.console import console
+    from parity.reporting.diagnosis import print_diagnosis
+    from parity.reporting.json import write_json
+
+    out = console()
+    of_function = {"--weights": options.weights, "--framework": options.framework, "--not-causal": options.not_causal}
+    is_function = len(options.files) == 1 and ":" in options.files[0] and not Path(options.files[0]).exists()
+    if not is_function and (given := [flag for flag, value in of_function.items() if value]):
+        raise ValueError(f"{', '.join(given)} must stand with PKG.MODULE:CALLABLE, got {' '.join(options.files)}")
+    if is_function:
+        diagnosis = diagnose(*_observed(options))
+    elif len(options.files) <= 2 and _are_traces(options.files):
+        diagnosis = _diagnose_traces(options.files, out)
+    elif len(options.files) == 2:
+        (weights, spec), (other, other_spec) = _two_layers(options)
+        diagnosis = diagnose_weights(weights, spec, other, other_spec)
+    else:
+        raise ValueError(
+            f"diagnose must be given a trace, two traces, two weight files or a function, got {options.files}"
+        )
+    print_diagnosis(diagnosis, out)
+    if options.json is not None:
+        write_json(options.json, {"format": 1, **diagnosis.to_dict()})
+    return 0 if diagnosis.kind == "none" else 1
+
+
+def _two_layers(options: argparse.Namespace) -> list[Any]:
+    """The weights and specifications of one layer in each of two files."""
+    with pairs_of_layers(options) as pairs:
+        if len(pairs) > 1:
+            raise ValueError(f"--prefix must be that of one layer, got one of {len(pairs)}: {pairs[0][0].label}, …")
+        ((one, other),) = pairs
+        return [one.load(), other.load()]
+
+
+def _are_traces(files: Sequence[str]) -> bool:
+    """Whether the files are traces, all of them or none."""
+    kinds = list(map(is_trace, files))
+    if any(kinds) and not all(kinds):
+        raise ValueError(f"both files must be traces, or none, got {' '.join(files)}")
+    return all(kinds)
+
+
+def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
+    """The diagnosis of one trace, or of the one of two that goes wrong first."""
+    from parity.core.compare import first_difference
+    from parity.diagnosis.traces import diagnose_worst, distances, judge_together
+    from parity.reporting.diagnosis import print_difference, print_divergence
+    from parity.running.traces import load_trace
+
+    traces = [load_trace(path) for path in files]
+    if len({trace.problem.digest for trace in traces}) > 1:
+        raise ValueError(f"traces must be of one problem, got {' '.join(files)}")
+    sides = judge_together(traces)
+    if len(traces) > 1:
+        print_divergence(sides, distances(traces[0], traces[1], sides), out)
+    elif difference := first_difference(sides[0]):
+        print_difference(difference, out)
+    return diagnose_worst(traces, sides)
+
+
+def _observed(options: argparse.Namespace) -> tuple[Any, Any]:
+    """What a function gives for probe inputs, and those, with the weights that it should have."""
+    from parity.backends import why_missing
+    from parity.conformance.discover import framework_of, load_callable
+    from parity.conformance.subjects import FRAMEWORKS
+    from parity.conversion.convert import load
+    from parity.conversion.verify import probe_case
+    from parity.core.problem import make_problem
+    from parity.diagnosis.diagnose import observe
+
+    if options.weights is None:
+        raise ValueError(f"--weights must tell the weights that {options.files[0]} should have")
+    function = load_callable(options.files[0])
+    framework = options.framework or framework_of(function)
+    if framework is None:
+        raise ValueError(f"--framework must tell whose arrays {options.files[0]} takes, one of {list(FRAMEWORKS)}")
+    if reason := why_missing(framework):
+        raise ModuleNotFoundError(reason)
+    layouts, prefixes = options.layouts or [None], options.prefix or [None]
+    with in_flags(options):
+        weights, spec = load(options.weights, layouts[0], prefix=prefixes[0], **layer_options(options))
+    case = probe_case("diagnose", spec, is_causal=False if options.not_causal else None)
+    problem = make_problem(case, "float32", weights)
+    return observe(function, problem, framework), problem

@@ -1,0 +1,44 @@
+"""`mha-parity doctor`."""
+
+from __future__ import annotations
+
+import argparse
+
+from parity.cli.help import Page
+from parity.cli.options import add_json_option
+
+PAGE = Page(
+    "what is installed, and what would be skipped and why",
+    "Say what is installed, on which devices the backends run and with which numerics settings, and what would be "
+    "skipped or refused, with the reason and the way to get it.",
+    "mha-parity doctor",
+    "always, whatever is missing",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    add_json_option(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what is installed."""
+    from parity.backends import NEEDS, why_missing
+    from parity.backends.numerics import environment
+    from parity.core.packages import OPTIONAL, is_installed, version_of
+    from parity.reporting.console import console
+    from parity.reporting.environment import print_environment
+    from parity.reporting.json import write_json
+
+    missing = {name: reason for name in NEEDS if (reason := why_missing(name))}
+    for name in NEEDS.keys() - missing.keys():
+        try:
+            environment([name])
+        except Exception as error:  # a doctor that dies of the illness is of no use
+            missing[name] = f"{name} does not start: {type(error).__name__}: {error}"
+    found = environment(name for name in NEEDS if name not in missing)
+    optional = {name: version_of(name) if is_installed(name) else None for name in OPTIONAL}
+    print_environment(found, {name: missing.get(name) for name in NEEDS}, optional, console())
+    if options.json is not None:
+        write_json(options.json, {"format": 1, "environment": found, "missing": missing, "optional": optional})
+    return 0

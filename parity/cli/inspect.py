@@ -1,0 +1,43 @@
+"""`mha-parity inspect`."""
+
+from __future__ import annotations
+
+import argparse
+
+from parity.cli.help import Page
+from parity.cli.layers import add_layer_options, layer_options
+from parity.cli.options import add_json_option
+
+PAGE = Page(
+    "what a file holds, and which layouts its attention layers fit",
+    "Show what a file holds: names, shapes, dtypes, the prefixes of attention layers, and the layouts that fit them.",
+    "mha-parity inspect model.safetensors",
+    "read, whether or not there is attention in it",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("file", metavar="FILE")
+    add_layer_options(parser)
+    add_json_option(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what a file holds."""
+    from dataclasses import asdict
+
+    from parity.conversion.inspect import find_layers
+    from parity.files import open_tensors
+    from parity.reporting.console import console
+    from parity.reporting.conversion import print_inspection
+    from parity.reporting.json import write_json
+
+    with open_tensors(options.file) as file:
+        found = find_layers(file, **layer_options(options))
+        infos = {name: {"shape": list(info.shape), "dtype": info.dtype.name} for name, info in file.infos.items()}
+        print_inspection(options.file, file, found, console())
+        told = {"file_format": file.format, "metadata": dict(file.metadata), "tensors": infos}
+    if options.json is not None:
+        write_json(options.json, {"format": 1, **told, "layers": [asdict(layer) for layer in found]})
+    return 0

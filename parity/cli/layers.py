@@ -1,0 +1,86 @@
+"""The layers in files of weights that a command line names: which they are, and their heads."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from parity.cli.options import flag_of
+
+HEADS = ("num_heads", "num_kv_heads", "head_dim")
+
+
+def add_layer_options(parser: argparse.ArgumentParser, what: str = "", *, many: bool = False) -> None:
+    """Options that say which layers of a file are meant, and what its shapes leave open.
+
+    Args:
+        parser: that of the command.
+        what: whose names `--prefix` tells; without it there is no such option.
+        many: whether `--prefix` may be given more than once.
+    """
+    if what:
+        repeated: dict[str, Any] = {"action": "append", "default": []} if many else {}
+        about = f"what the names of {what} begin with; {{i}} stands for a number"
+        parser.add_argument("--prefix", metavar="P", help=about, **repeated)
+    parser.add_argument("--num-heads", type=int, metavar="N", help="where the shapes do not tell")
+    parser.add_argument("--num-kv-heads", type=int, metavar="K")
+    parser.add_argument("--head-dim", type=int, metavar="H")
+    parser.add_argument("--rope-theta", type=float, metavar="THETA", help="base of the RoPE frequencies, if any")
+
+
+def layer_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What was said of the heads, as keywords of those who read layers; None where nothing was.
+
+    Raises:
+        ValueError: if the base of the RoPE frequencies is not positive and finite.
+    """
+    from mha_spec import Rope
+
+    theta = options.rope_theta
+    if theta is not None and not 0.0 < theta < math.inf:
+        raise ValueError(f"--rope-theta must be positive and finite, got {theta}")
+    return {**{name: getattr(options, name) for name in HEADS}, "rope": None if theta is None else Rope(theta)}
+
+
+@contextmanager
+def in_flags(options: argparse.Namespace) -> Iterator[None]:
+    """What is refused is told in the words of the command line: `--to-prefix a` and not `to_prefix='a'`."""
+    flags = {"source": "--from", "layout": "--from", "target": "--to", "prefix": "--prefix", "to_prefix": "--to-prefix"}
+    heads = {name: flag_of(name) for name in HEADS if getattr(options, name) is not None}
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        text = str(error).replace("as many {i} as prefix", "as many {i} as --prefix")
+        for name, flag in (flags | heads).items():
+            of_layer = "be (?:at least|an integer)" if name in heads else ""  # layouts have rules for layers
+            text = re.sub(rf"(^|: |\(){name}(?= must {of_layer})", rf"\1{flag}", text)
+            text = re.sub(rf"(?<![\w-]){name}=", f"{flag} ", text)
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(text) from None
+
+
+@contextmanager
+def pairs_of_layers(options: argparse.Namespace) -> Iterator[list[tuple[Any, Any]]]:
+    """The layers of two open files that belong together; what is given once is said of both."""
+    from parity.conversion.layers import open_layers
+
+    def each(flag: str, values: list[str]) -> list[str | None]:
+        if len(values) > 2:
+            raise ValueError(f"{flag} must be given once or twice, got {values}")
+        return [values[0], values[-1]] if values else [None, None]
+
+    layouts, prefixes = each("--from", options.layouts), each("--prefix", options.prefix)
+    with ExitStack() as stack:
+        with in_flags(options):
+            one, other = (
+                stack.enter_context(open_layers(path, layout, prefix=prefix, **layer_options(options)))
+                for path, layout, prefix in zip(options.files, layouts, prefixes, strict=True)
+            )
+        places = [[layer.place for layer in layers] for layers in (one, other)]
+        if places[0] != places[1] and not len(one) == len(other) == 1:
+            counts = " and ".join(f"{len(layers)} ({layers[0].label}, …)" for layers in (one, other))
+            raise ValueError(f"both files must have layers of the same numbers to be compared, got {counts}")
+        yield list(zip(one, other, strict=True))

@@ -1,0 +1,40 @@
+"""`mha-parity layouts`."""
+
+from __future__ import annotations
+
+import argparse
+
+from parity.cli.help import Page
+from parity.cli.options import add_json_option
+
+PAGE = Page(
+    "the layouts there are, or the tensors of one",
+    "List the layouts of weights that are known, or show the tensors of one with their axes.",
+    "mha-parity layouts transformers.LLaMA",
+    "listed",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("name", nargs="?", metavar="LAYOUT")
+    add_json_option(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the layouts, or one."""
+    from parity.conversion.layouts import LAYOUTS, find_layout
+    from parity.reporting.console import console
+    from parity.reporting.conversion import print_layout, print_layouts
+    from parity.reporting.json import write_json
+
+    out = console()
+    if options.name is None:
+        shown = list(LAYOUTS.values())
+        print_layouts(shown, out)
+    else:
+        shown = [find_layout(options.name)]
+        print_layout(shown[0], out)
+    if options.json is not None:
+        write_json(options.json, {"format": 1, "layouts": [layout.to_dict() for layout in shown]})
+    return 0

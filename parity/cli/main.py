@@ -1,0 +1,223 @@
+"""The command line, `mha-parity`.
+
+Exit status: 0 all well, 1 a mismatch, 2 bad usage or something missing, 70 a mistake of this program, 128 + signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parity.cli import (
+    bench,
+    bugs,
+    cache_size,
+    cases,
+    compare,
+    conformance,
+    convert,
+    diagnose,
+    doctor,
+    inspect,
+    layouts,
+    plot,
+    run,
+    selftest,
+    verify,
+)
+from parity.cli.help import EXIT_STATUS
+from parity.cli.messages import say, warn
+from parity.cli.paths import REPORTS, STANDARD_OUTPUT, check_destinations
+from parity.conversion.not_carried import NotCarriedWarning
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+COMMANDS = {
+    "run": run,
+    "cases": cases,
+    "compare": compare,
+    "doctor": doctor,
+    "bugs": bugs,
+    "cache-size": cache_size,
+    "convert": convert,
+    "layouts": layouts,
+    "inspect": inspect,
+    "verify": verify,
+    "plot": plot,
+    "conformance": conformance,
+    "diagnose": diagnose,
+    "selftest": selftest,
+    "bench": bench,
+}
+"""A module for each: its `PAGE` of help, `add_arguments`, and `run`, which imports what takes time: --help need not."""
+
+PATIENCE = 5.0  # seconds that an import may go on when a signal has come
+
+EXPECTED = (OSError, ValueError, TypeError, ImportError, RuntimeError, MemoryError)
+"""What a wrong argument, a bad file or a machine raises; all else is a mistake of ours, and no mismatch."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    SIGINT, SIGTERM and SIGHUP end it as an error does: what was begun is cleared away, and the status is 128 + signal.
+
+    Args:
+        arguments: as on the command line; those of the process when absent.
+
+    Returns:
+        The exit status.
+    """
+    with _signals_raise(for_good=arguments is None) as received:
+        try:
+            options = make_parser().parse_args(arguments)
+            with _warnings_in_a_line():
+                return _run_command(options)
+        except (Exception, KeyboardInterrupt) as error:
+            if os.environ.get("MHA_PARITY_TRACEBACK"):
+                traceback.print_exc()
+            if received or isinstance(error, KeyboardInterrupt):  # an import that is interrupted may fail in any way
+                number = received[0] if received else signal.SIGINT
+                by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+                return say(f"interrupted{by}", 128 + number)
+            if isinstance(error, EXPECTED):
+                return say(str(error) or type(error).__name__, 2)
+            what = f"{type(error).__name__}: {error}".rstrip(": ")
+            return say(f"a mistake of this program, {what}; MHA_PARITY_TRACEBACK=1 shows where", 70)
+
+
+@contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    """What is not carried, on standard error, each once; what others warn of as it was."""
+    shown = set()
+
+    def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+        if not issubclass(category, NotCarriedWarning):
+            show_others(message, category, *place)
+        elif str(message) not in shown:
+            shown.add(str(message))
+            warn(message)
+
+    with warnings.catch_warnings():
+        show_others, warnings.showwarning = warnings.showwarning, show
+        warnings.simplefilter("always", NotCarriedWarning)
+        yield
+
+
+@contextmanager
+def _signals_raise(*, for_good: bool) -> Iterator[list[int]]:
+    """Signals that end a process raise KeyboardInterrupt instead, once: what they interrupt cleans up in peace.
+
+    An import goes on until it is done. What is ignored, as by nohup, stays ignored. Afterwards all is as it was;
+    `for_good`: a signal ends the process at once.
+
+    Yields:
+        The signals that came.
+    """
+    received: list[int] = []
+    raised = False
+    latest = math.inf
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal raised, latest
+        if not received:
+            received.append(number)
+            latest = time.monotonic() + PATIENCE
+        if raised:
+            return
+        if hasattr(signal, "setitimer") and _is_importing(frame) and time.monotonic() < latest:
+            before.setdefault(signal.SIGALRM, signal.signal(signal.SIGALRM, interrupt))
+            signal.setitimer(signal.ITIMER_REAL, 0.02)  # libraries in C print a traceback when they cannot be imported
+            return
+        raised = True
+        raise KeyboardInterrupt
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, interrupt)
+    try:
+        yield received
+    finally:
+        if getattr(signal, "SIGALRM", None) in before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if for_good else handler)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a frame is part of an import."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _run_command(options: argparse.Namespace) -> int:
+    check_destinations(options)
+    run = COMMANDS[options.command].run
+    to_stdout = [flag for flag in REPORTS if getattr(options, flag, None) in STANDARD_OUTPUT]
+    if not to_stdout:
+        return run(options)
+    if len(to_stdout) > 1:
+        raise ValueError(f"--{' and --'.join(to_stdout)} must not both be standard output")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report"
+        setattr(options, to_stdout[0], str(path))
+        with redirect_stdout(sys.stderr):  # what is for people goes there
+            status = run(options)
+        with suppress(BrokenPipeError):  # the reader has seen enough
+            sys.stdout.flush()
+            sys.stdout.buffer.write(path.read_bytes())
+            sys.stdout.flush()
+    return status
+
+
+class _Version(argparse.Action):
+    """Print the version, which is looked up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib import metadata
+
+        print(f"{parser.prog} {metadata.version('mha-parity')}")
+        parser.exit()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="mha-parity",
+        description="Prove that attention layers in JAX, PyTorch and TTNN agree, or see where they do not.",
+        epilog=f"`mha-parity COMMAND --help` has an example of each command. {EXIT_STATUS}",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        page = command.PAGE
+        command.add_arguments(
+            parsers.add_parser(
+                name,
+                help=page.line,
+                description=textwrap.fill(page.about, 78),
+                epilog=page.epilog,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+        )
+    return parser

@@ -1,0 +1,43 @@
+"""Options: their names, the types of their values, and the one that every command has."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Sequence
+
+
+def flag_of(name: str) -> str:
+    """An option as one types it: `--head-dim` for `head_dim`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def name_list(text: str) -> list[str]:
+    """The type of an option that takes names with commas between them."""
+    found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not found:
+        raise argparse.ArgumentTypeError("must name at least one")
+    return found
+
+
+def number_list(text: str) -> list[int]:
+    """The type of an option that takes integers with commas between them."""
+    try:
+        return list(map(int, name_list(text)))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers, got {text}") from None
+
+
+def check_names(flag: str, given: Sequence[str] | None, known: Collection[str]) -> None:
+    """Refuse a name that is not known.
+
+    Raises:
+        ValueError: if one of those that are given is not.
+    """
+    for name in given or ():
+        if name not in known:
+            raise ValueError(f"{flag} must be of {', '.join(known)}, got {name}")
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """The option that every command has."""
+    parser.add_argument("--json", metavar="PATH", help="also write the result as JSON; - is standard output")

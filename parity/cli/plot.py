@@ -1,0 +1,106 @@
+"""`mha-parity plot`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from parity.cli.help import Page
+from parity.cli.layers import add_layer_options, in_flags, layer_options
+from parity.cli.messages import near
+from parity.cli.options import add_json_option, number_list
+from parity.cli.paths import is_trace
+
+PAGE = Page(
+    "heat maps of attention: which query attends to which key, head by head",
+    "Draw which query attends to which key, a heat map for each head, from a trace or from a layer and its input.",
+    "mha-parity plot layer.safetensors attention.png --case causal --heads 0,1",
+    "drawn",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("source", metavar="SRC", help="a trace, or a file with the weights of a layer")
+    parser.add_argument("target", metavar="DST", help="the picture, .png or .svg")
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument("--input", metavar="NPY", help="what the layer is applied to, (tokens, width) or (B, …)")
+    given.add_argument("--case", metavar="NAME", help="apply the layer to the inputs of this case")
+    parser.add_argument("--key-input", metavar="NPY", help="with --input: keys, for cross-attention")
+    parser.add_argument("--causal", action="store_true", help="with --input: no token sees a later one")
+    labels = parser.add_mutually_exclusive_group()
+    labels.add_argument("--tokens", metavar="A,B", help="labels of the keys, and of as many queries")
+    labels.add_argument("--tokens-file", metavar="FILE", help="the same, one a line")
+    parser.add_argument("--query-tokens", metavar="A,B", help="labels of the queries, where they are others")
+    parser.add_argument("--heads", type=number_list, metavar="I,J", help="all by default")
+    parser.add_argument("--sequence", type=int, default=0, metavar="B", help="which of the batch; 0 by default")
+    parser.add_argument("--stage", help="of a trace, such as step0.attn_weights; that of the last step by default")
+    parser.add_argument(
+        "--from", "--layout", dest="layout", metavar="LAYOUT", help="what the file's metadata tell, by default"
+    )
+    add_layer_options(parser, "the layer")
+    add_json_option(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Draw, and print what was drawn."""
+    from parity.reporting.console import console
+    from parity.reporting.json import write_json
+    from parity.reporting.plot import check_destination, plot_attention
+
+    check_destination(options.target, "DST")
+    if options.tokens_file is not None:
+        tokens = Path(options.tokens_file).read_text("utf-8").splitlines()
+    else:
+        tokens = None if options.tokens is None else options.tokens.split(",")
+    stage, attn_weights = _attention(options)
+    heads = plot_attention(
+        attn_weights,
+        path=options.target,
+        tokens=tokens,
+        query_tokens=None if options.query_tokens is None else options.query_tokens.split(","),
+        heads=options.heads,
+        sequence=options.sequence,
+        title=f"{Path(options.source).name}\n{stage}, sequence {options.sequence}",
+    )
+    drawn = f"head{'s' if len(heads) != 1 else ''} {', '.join(map(str, heads))}"
+    told = f"{stage}, sequence {options.sequence}, {drawn}; wrote {options.target}"
+    console().print(told, markup=False, soft_wrap=True)
+    if options.json is not None:
+        content = {"stage": stage, "sequence": options.sequence, "heads": heads, "shape": list(attn_weights.shape)}
+        write_json(options.json, {"format": 1, **content, "target": options.target})
+    return 0
+
+
+def _attention(options: argparse.Namespace) -> tuple[str, Any]:
+    """The stage and the attention weights that `plot` was asked for: a trace's, or a layer's for an input."""
+    from parity.conversion.convert import load
+    from parity.core.spec import CASES, find_case
+    from parity.diagnosis.attention import attention_for, attention_in, attention_in_case, read_array
+    from parity.running.traces import load_trace
+
+    case = None if options.case is None else find_case(options.case)
+    if options.case is not None and case is None:
+        nearest = near(options.case, CASES)
+        raise ValueError(f"--case must name a case, got {options.case!r}{nearest}; see `mha-parity cases`")
+    of_input = {"--causal": options.causal, "--key-input": options.key_input}
+    of_layer = {"--input": options.input, "--case": options.case, **of_input, "--from": options.layout}
+    of_layer |= {"--prefix": options.prefix}
+    if is_trace(options.source):
+        if needless := [flag for flag, value in of_layer.items() if value]:
+            raise ValueError(f"{', '.join(needless)} must be left out for a trace, got {options.source}")
+        return attention_in(load_trace(options.source), options.stage)
+    if options.stage is not None:
+        raise ValueError(f"--stage must be left out for a file of weights, got {options.stage}")
+    if options.input is None and (needless := [flag for flag, value in of_input.items() if value]):
+        raise ValueError(f"{', '.join(needless)} must stand with --input")
+    if options.input is None and case is None:
+        raise ValueError("--input or --case must say what the layer is applied to")
+    with in_flags(options):
+        weights, spec = load(options.source, options.layout, prefix=options.prefix, **layer_options(options))
+    if case is not None:
+        return attention_in_case(weights, spec, case)
+    query = read_array(str(options.input))
+    key = None if options.key_input is None else read_array(options.key_input)
+    return "attn_weights", attention_for(weights, spec, query, key, is_causal=options.causal)

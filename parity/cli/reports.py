@@ -1,0 +1,44 @@
+"""What `run` and `compare` do with a report: print it, and write it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from parity.cli.options import add_json_option
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say where a report is written."""
+    add_json_option(parser)
+    parser.add_argument("--junit", metavar="PATH", help="also write the result as JUnit XML")
+    parser.add_argument("--html", metavar="PATH", help="also write the result as one page that needs no network")
+
+
+def attention_maps(options: argparse.Namespace) -> Any:
+    """What keeps the attention maps for a page, if there shall be one, and refuses to where it cannot be made."""
+    if options.html is None:
+        return lambda trace, reference, comparisons: None
+    from parity.reporting.html import AttentionMaps
+
+    return AttentionMaps()
+
+
+def print_and_write(options: argparse.Namespace, results: Any, maps: Any) -> int:
+    """Print a report, write it where the options say, and give back its exit status."""
+    from parity.reporting.console import console
+    from parity.reporting.json import write_json
+    from parity.reporting.run import print_report
+
+    print_report(results, console(), verbose=options.verbose, quiet=options.quiet)
+    if options.json is not None:
+        write_json(options.json, results.to_dict())
+    if options.junit is not None:
+        from parity.reporting.junit import write_junit
+
+        write_junit(options.junit, results)
+    if options.html is not None:
+        from parity.reporting.html import write_html
+
+        write_html(options.html, results, maps)
+    return results.status

@@ -1,0 +1,55 @@
+"""`mha-parity selftest`."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+
+from parity.cli.help import Page
+from parity.cli.messages import no_framework
+from parity.cli.options import add_json_option, check_names, name_list
+
+PAGE = Page(
+    "would the harness notice? plant every mistake that it knows",
+    "Plant every known mistake in the siblings, and show whether it is noticed at its stage and named by the "
+    "diagnosis.",
+    "mha-parity selftest --backends torch",
+    "every mistake was noticed",
+    "one was not",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("--backends", type=name_list, metavar="A,B", help="jax,torch by default")
+    parser.add_argument("--cases", default="*", metavar="GLOB")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    add_json_option(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plant the mistakes, and print what became of them."""
+    from parity.backends import why_missing
+    from parity.diagnosis.selftest import BACKENDS, SELFTEST_CASES, mistakes_in, selftest
+    from parity.reporting.console import console, progress_bar
+    from parity.reporting.diagnosis import print_selftest
+    from parity.reporting.json import write_json
+
+    backends = options.backends or [name for name in BACKENDS if not why_missing(name)]
+    check_names("--backends", backends, BACKENDS)
+    for name in backends:
+        if reason := why_missing(name):
+            raise ModuleNotFoundError(reason)
+    if not backends:
+        raise ModuleNotFoundError(no_framework())
+    cases = [case for case in SELFTEST_CASES if fnmatch.fnmatch(case.name, options.cases)]
+    if not cases:
+        known = ", ".join(case.name for case in SELFTEST_CASES)
+        raise ValueError(f"--cases must match one of {known}, got {options.cases}")
+    total = len(backends) * sum(1 + len(mistakes_in(case)) for case in cases)
+    with progress_bar(total) as on_mistake:
+        outcomes = list(selftest(backends, cases, seeds=[options.seed], on_mistake=on_mistake))
+    print_selftest(outcomes, console())
+    if options.json is not None:
+        write_json(options.json, {"format": 1, "outcomes": [outcome.to_dict() for outcome in outcomes]})
+    return 0 if all(outcome.is_caught for outcome in outcomes) else 1

@@ -1,0 +1,222 @@
+"""How a subject is called: with NumPy arrays on any path, and what its errors mean."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mha_spec import AttentionSpec
+from parity.conformance.subjects import Call, Inputs, Path, Subject
+from parity.core.weights import Weights, dtype_named
+
+
+class Refused(Exception):
+    """The subject raised an error that is meant: it does not do what it was asked, and says so."""
+
+
+class Failed(Exception):
+    """The subject raised an error that nobody means, such as a NameError, or returned what is no output of attention.
+
+    Attributes:
+        words: for the cell of the matrix.
+    """
+
+    def __init__(self, words: str, seen: str) -> None:
+        super().__init__(seen)
+        self.words = words
+
+
+REFUSALS = (ValueError, TypeError, NotImplementedError)
+LIBRARIES = ("torch", "jax", "jaxlib", "flax", "keras", "equinox", "jaxtyping")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a subject gave: output, attention weights where it gave any, and gradients of the distinct inputs."""
+
+    output: np.ndarray
+    attn_weights: np.ndarray | None
+    grads: tuple[np.ndarray, ...]
+
+
+def run(
+    subject: Subject,
+    path: Path,
+    inputs: Inputs,
+    *,
+    cotangent: np.ndarray | None = None,
+    spec: AttentionSpec | None = None,
+    weights: Weights | None = None,
+    strided: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> Result:
+    """Call a subject on a path, with the framework's default settings and one seed for whatever it draws.
+
+    Args:
+        subject: what is called.
+        path: how.
+        inputs: split heads (B, N, T, H) or (B, T, E), in any dtype; they are rounded to that of the path.
+        cotangent: of the output, for the gradients of the inputs.
+        spec, weights: of a layer whose weights can be set.
+        strided: give it inputs that are not contiguous in memory.
+        seed: of what torch draws while it runs; JAX draws from keys, which its subjects hold.
+        options: the mask and the like, see `Call`.
+
+    Raises:
+        Refused: if the subject raises an error that is meant, see `REFUSALS`, or one of its library's own.
+        Failed: if it raises another, or its output is no array of floating-point numbers, one row for each query.
+    """
+    dtype = dtype_named(path.dtype)
+    given = {id(x): x.astype(dtype) for x in inputs}
+    if subject.axes == "BTNH":
+        given = {name: x.swapaxes(1, 2) for name, x in given.items()}
+    order = (lambda x: np.ascontiguousarray(x.swapaxes(0, -1)).swapaxes(0, -1)) if strided else np.ascontiguousarray
+    given = {name: order(x) for name, x in given.items()}
+    if cotangent is not None:
+        cotangent = cotangent.swapaxes(1, 2) if subject.axes == "BTNH" else cotangent
+        cotangent = np.ascontiguousarray(cotangent.astype(dtype))
+    options = {name: option for name, option in options.items() if option is not None and option is not False}
+    options |= {"need_weights": True} if path.need_weights else {}
+    made = {} if spec is None else {"spec": spec, "weights": weights}
+    names = [id(x) for x in inputs]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            output, attn_weights, grads = _RUNNERS[subject.framework](
+                lambda: subject.make(path, **made), path, given, names, options, cotangent, seed
+            )
+        _check_output(subject, output, given[names[0]].shape)
+    except Failed:
+        raise
+    except Exception as error:  # whatever another library raises
+        kind = type(error).__name__
+        reason = str(error).strip().split("\n")[0]
+        reason = f"{kind}: {reason}" if reason else kind
+        raise (Refused(reason) if _is_meant(error, subject.framework) else Failed(kind, reason)) from error
+    output = output.astype(np.float64)
+    if subject.axes == "BTNH":
+        output = output.swapaxes(1, 2)
+    return Result(output, attn_weights, grads)
+
+
+def _is_meant(error: Exception, framework: str) -> bool:
+    """Whether an error says that the call is refused, and is no accident in the subject's own code."""
+    if isinstance(error, REFUSALS) or type(error).__module__.split(".")[0] in LIBRARIES:
+        return True
+    if type(error) is RuntimeError:
+        return framework == "torch"  # what its kernels raise
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    raised_in = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0]
+    return isinstance(error, (AssertionError, LookupError)) and raised_in in LIBRARIES
+
+
+def _check_output(subject: Subject, output: np.ndarray, query_shape: Sequence[int]) -> None:
+    if str(output.dtype) not in FLOATS:
+        raise Failed(f"gives {output.dtype}", f"the output is of dtype {output.dtype}, no floating-point numbers")
+    is_fit = (
+        output.ndim == 3 and output.shape[:2] == query_shape[:2] if subject.is_layer else output.shape == query_shape
+    )
+    if not is_fit:
+        wanted = f"({', '.join(map(str, query_shape[:2]))}, width)" if subject.is_layer else str(tuple(query_shape))
+        raise Failed("wrong shape", f"the output is of shape {output.shape}, not {wanted}")
+
+
+def _check_array(output: Any, kind: type | tuple[type, ...]) -> None:
+    if not isinstance(output, kind):
+        raise Failed("no array", f"the output is no array but {type(output).__name__}")
+
+
+def _run_torch(
+    make: Callable[[], Call],
+    path: Path,
+    given: Mapping[int, np.ndarray],
+    names: list[int],
+    options: dict[str, Any],
+    cotangent: np.ndarray | None,
+    seed: int,
+) -> Any:
+    import torch
+
+    from parity.backends.torch import from_numpy, to_numpy
+
+    leaves = {name: from_numpy(x).requires_grad_(path.grad) for name, x in given.items()}
+    options = {name: from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(path.grad):
+        torch.manual_seed(0)
+        call = make()
+        torch.manual_seed(seed)
+        output, attn_weights = call(*(leaves[name] for name in names), **options)
+        _check_array(output, torch.Tensor)
+        grads = ()
+        if cotangent is not None:
+            grads = torch.autograd.grad(output, list(leaves.values()), from_numpy(cotangent))
+    return (
+        to_numpy(output),
+        None if attn_weights is None else to_numpy(attn_weights).astype(np.float64),
+        tuple(to_numpy(grad).astype(np.float64) for grad in grads),
+    )
+
+
+def _run_jax(
+    make: Callable[[], Call],
+    path: Path,
+    given: Mapping[int, np.ndarray],
+    names: list[int],
+    options: dict[str, Any],
+    cotangent: np.ndarray | None,
+    seed: int,
+) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    def apply(*arrays: Any) -> Any:
+        by_name = dict(zip(given, arrays, strict=True))
+        output, attn_weights = call(*(by_name[name] for name in names), **options)
+        _check_array(output, (jax.Array, np.ndarray))
+        return output, attn_weights
+
+    with (
+        jax.numpy_dtype_promotion("standard"),  # as a user has them
+        jax.numpy_rank_promotion("allow"),
+        jax.default_matmul_precision("highest"),  # but no TF32, whose rounding would look like a difference
+    ):
+        call = make()
+        arrays = [jnp.asarray(x) for x in given.values()]
+        options = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+        grads: tuple[Any, ...] = ()
+        if path.grad:
+            output, backward, attn_weights = jax.vjp(apply, *arrays, has_aux=True)
+            if cotangent is not None:
+                grads = backward(jnp.asarray(cotangent).astype(output.dtype))
+        else:
+            output, attn_weights = apply(*arrays)
+    return (
+        np.asarray(output),
+        None if attn_weights is None else np.asarray(attn_weights).astype(np.float64),
+        tuple(np.asarray(grad).astype(np.float64) for grad in grads),
+    )
+
+
+_RUNNERS = {"torch": _run_torch, "jax": _run_jax}
+
+
+def fresh_copies(module: Any, change: Callable[[Any], Any] = lambda leaf: leaf) -> Callable[[], Any]:
+    """A function that copies a module of `flax.nnx` as it was, its random numbers too, for the trace it is called in.
+
+    Args:
+        module: what to copy.
+        change: applied to each of its arrays.
+    """
+    import jax
+    from flax import nnx
+
+    graph, state = nnx.split(module)
+    return lambda: nnx.merge(graph, jax.tree.map(change, state))

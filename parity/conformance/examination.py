@@ -1,0 +1,270 @@
+"""A subject under examination: its inputs, its paths, how its mask is to be given, and what its outputs change with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mha_spec import AttentionSpec
+from parity.conformance.answers import Answer, Finding, Question
+from parity.conformance.calls import Failed, Refused, Result, run
+from parity.conformance.rules import merge, of_error
+from parity.conformance.subjects import BATCH, DTYPES, HEAD_DIM, NUM_HEADS, SEED, TOKENS, Inputs, Path, Subject
+from parity.core.weights import Weights, dtype_named
+
+LARGE = {"float32": 1e5, "bfloat16": 1e5, "float16": 30.0}
+"""Size of a perturbation: large enough that a key hidden by a finite penalty shows, small enough for the dtype."""
+
+
+class MaskTrue(Enum):
+    """What True in a mask does to a key."""
+
+    HIDES = "hides"
+    SHOWS = "shows"
+    IGNORED = "ignored"
+    HIDES_ALL = "hides all"
+
+    @property
+    def means_something(self) -> bool:
+        """Whether a mask can be given."""
+        return self in (MaskTrue.HIDES, MaskTrue.SHOWS)
+
+
+@dataclass(frozen=True)
+class Polarity:
+    """What True in a mask was found to do, and the numbers."""
+
+    true: MaskTrue
+    seen: str
+
+
+class Examination:
+    """A subject under examination: its inputs, its paths, and how its mask is to be given.
+
+    Raises:
+        ValueError: if it does not even take a plain call.
+    """
+
+    def __init__(self, subject: Subject, dtypes: Sequence[str] = DTYPES) -> None:
+        self.subject = subject
+        self.paths = list(subject.paths(dtypes))
+        self.base = self.paths[0]
+        try:
+            run(subject, self.base, self.inputs())
+        except (Refused, Failed) as error:
+            shapes = describe_shapes(self.inputs())
+            raise ValueError(f"{subject.name} must attend over inputs of shapes {shapes}, got {error}") from error
+        self.weights_refusal = self._find_weights_refusal()
+        if self.weights_refusal:
+            self.paths = [path for path in self.paths if not path.need_weights]
+        self.known: dict[Any, Any] = {}  # what questions found that others ask, too
+
+    @property
+    def steady_paths(self) -> list[Path]:
+        """The paths whose outputs are not random."""
+        return [path for path in self.paths if not path.drops]
+
+    @property
+    def plain_paths(self) -> list[Path]:
+        """The steady paths in the first dtype, without gradients: for what a dtype has no part in."""
+        return [path for path in self.steady_paths if path.dtype == self.base.dtype and not path.grad]
+
+    def _find_weights_refusal(self) -> Refused | None:
+        """The error with which it refuses to give attention weights at all."""
+        if "need_weights" not in self.subject.takes:
+            return None
+        try:
+            run(self.subject, replace(self.base, need_weights=True), self.inputs())
+        except Refused as refused:
+            return refused
+        except Failed:  # the questions will find it
+            pass
+        return None
+
+    @cached_property
+    def felt(self) -> np.ndarray:
+        """(T, S): which outputs of a plain call change with which token."""
+        inputs = self.inputs()
+        tokens = range(TOKENS)
+        before = run(self.subject, self.base, inputs).output
+        felt = np.zeros((TOKENS, TOKENS), bool)
+        for s in tokens:
+            after = run(self.subject, self.base, perturbed(inputs, s, self.base, scale=3.0)).output
+            felt[:, s] = [change(before[..., [t], :], after[..., [t], :], self.base, [t])[0] for t in tokens]
+        return felt
+
+    @property
+    def is_causal_itself(self) -> bool:
+        """Whether it is causal without being asked."""
+        return not np.triu(self.felt, 1).any()
+
+    @property
+    def takes_mask(self) -> bool:
+        """Whether its mask means something."""
+        return "mask" in self.subject.takes and self.polarity.true.means_something
+
+    @cached_property
+    def padding_true_hides(self) -> bool:
+        """Whether True in a padding mask hides: the last key, from all."""
+        inputs = self.inputs()
+        padding = np.zeros((BATCH, TOKENS), bool)
+        padding[:, -1] = True
+        others = perturbed(inputs, TOKENS - 1, self.base)
+        return not self.moved(self.base, inputs, others, [0, 1], padding=padding)[0]
+
+    def inputs(self, num_keys: int | None = None, num_queries: int = TOKENS, seed: int = SEED) -> Inputs:
+        """Random inputs: of a layer the same array three times, or two where the number of keys is given."""
+        rng = np.random.default_rng(seed)
+        if self.subject.is_layer:
+            query = rng.standard_normal((BATCH, num_queries, self.subject.width))
+            key = query if num_keys is None else rng.standard_normal((BATCH, num_keys, self.subject.width))
+            return query, key, key
+        num_keys = num_queries if num_keys is None else num_keys
+        shapes = [(BATCH, NUM_HEADS, num_tokens, HEAD_DIM) for num_tokens in (num_queries, num_keys, num_keys)]
+        return tuple(rng.standard_normal(shape) for shape in shapes)  # type: ignore[return-value]
+
+    @property
+    def separate_keys(self) -> tuple[tuple[str, str], ...]:
+        """What may be changed apart from the query, in letters and in words."""
+        if "key" not in self.subject.takes:
+            return ()
+        return (("k", "key"), ("v", "value")) if "value" in self.subject.takes else (("kv", "key"),)
+
+    def separate_inputs(self, num_tokens: int = TOKENS) -> Inputs:
+        """Random inputs in which no array is another, as far as it takes them apart."""
+        if "key" not in self.subject.takes:
+            return self.inputs(num_queries=num_tokens)
+        query, key, value = self.inputs(num_tokens, num_tokens)
+        return query, key, value if "value" not in self.subject.takes else value.copy()
+
+    def run(self, path: Path, inputs: Inputs, hidden: np.ndarray | None = None, **options: Any) -> Result:
+        """Call the subject, with a mask that hides (T, S) where it is true."""
+        if hidden is None:
+            return run(self.subject, path, inputs, **options)
+        return run(self.subject, path, inputs, mask=self.mask(hidden), **options)
+
+    def mask(self, hidden: np.ndarray) -> np.ndarray:
+        """The mask that hides, in the values of the subject."""
+        return (hidden if self.true_hides else ~hidden)[None, None]
+
+    @property
+    def true_hides(self) -> bool:
+        """Whether True in a mask hides, as found out; as claimed where that fails."""
+        found = self.polarity.true
+        return found is MaskTrue.HIDES if found.means_something else self.subject.mask_true != "shows"
+
+    @cached_property
+    def polarity(self) -> Polarity:
+        """What True does in a mask."""
+        one_true = np.zeros((1, 1, TOKENS, TOKENS), bool)
+        one_true[..., 2] = True  # only key 2
+        inputs = self.inputs()
+        row = TOKENS - 1  # the last sees every key, also of what is causal by itself
+        before = run(self.subject, self.base, inputs, mask=one_true).output
+        felt = []
+        for token in (2, 3):
+            after = run(self.subject, self.base, perturbed(inputs, token, self.base, scale=3.0), mask=one_true).output
+            felt.append(float(np.abs(before - after)[..., row, :].max()) > tolerance(before, self.base))
+        seen = f"mask True at key 2 only; row {row} feels key 2: {felt[0]}, key 3: {felt[1]}"
+        found = {
+            (False, True): MaskTrue.HIDES,
+            (True, False): MaskTrue.SHOWS,
+            (True, True): MaskTrue.IGNORED,
+            (False, False): MaskTrue.HIDES_ALL,
+        }
+        return Polarity(found[felt[0], felt[1]], seen)
+
+    def moved(
+        self, path: Path, inputs: Inputs, others: Inputs, rows: Sequence[int], **options: Any
+    ) -> tuple[bool, str, np.ndarray]:
+        """Whether the outputs of some queries change from one set of inputs to another, and the numbers."""
+        before = self.run(path, inputs, **options).output[..., list(rows), :]
+        after = self.run(path, others, **options).output[..., list(rows), :]
+        return *change(before, after, path, rows), before
+
+    def answer(
+        self,
+        question: Question,
+        ask: Callable[[Path], Finding],
+        paths: Iterable[Path] | None = None,
+        about: str = "",
+        also: Finding | None = None,
+    ) -> Answer:
+        """Ask on every path, and put together what they answer; see `rules.merge`."""
+        findings: dict[Path, Finding] = {}
+        for path in self.paths if paths is None else paths:
+            try:
+                findings[path] = ask(path)
+            except (Refused, Failed) as error:
+                findings[path] = of_error(error)
+        return merge(self.subject, question, findings, about, also)
+
+
+def perturbed(inputs: Inputs, token: int, path: Path, arrays: str = "qkv", scale: float | None = None) -> Inputs:
+    """The inputs with one token changed, in each array that is the query, key or value: a large change."""
+    rng = np.random.default_rng(SEED + 1)
+    scale = LARGE[path.dtype] if scale is None else scale
+    changed: dict[int, np.ndarray] = {}
+    for letter, x in zip("qkv", inputs, strict=True):
+        if letter in arrays and id(x) not in changed and token < x.shape[-2]:
+            changed[id(x)] = x.copy()
+            changed[id(x)][..., token, :] = scale * rng.standard_normal(x[..., token, :].shape)
+    return tuple(changed.get(id(x), x) for x in inputs)  # type: ignore[return-value]
+
+
+def mapped(inputs: Inputs, function: Callable[[np.ndarray], np.ndarray], arrays: str = "qkv") -> Inputs:
+    """The inputs with a function applied to each array, once."""
+    done = {id(x): function(x) for letter, x in zip("qkv", inputs, strict=True) if letter in arrays}
+    return tuple(done.get(id(x), x) for x in inputs)  # type: ignore[return-value]
+
+
+def tolerance(x: np.ndarray, path: Path) -> float:
+    """What rounding may change between two calls of the same shapes: some units of the output's scale."""
+    finite = np.abs(x[np.isfinite(x)])
+    return 16 * float(ml_dtypes.finfo(dtype_named(path.dtype)).eps) * (float(finite.max()) if finite.size else 1.0)
+
+
+def change(before: np.ndarray, after: np.ndarray, path: Path, rows: Sequence[int]) -> tuple[bool, str]:
+    """Whether two outputs (…, rows, width) differ, NaN being equal to NaN; and where most."""
+    same_nan = np.isnan(before) & np.isnan(after)
+    with np.errstate(invalid="ignore"):
+        difference = np.where(same_nan | (before == after), 0.0, np.abs(after - before))
+    difference = np.where(np.isnan(difference), np.inf, difference)
+    where = np.unravel_index(int(difference.argmax()), difference.shape)
+    place = [int(i) for i in where]
+    place[-2] = rows[place[-2]]
+    seen = f"output[{', '.join(map(str, place))}] changes from {before[where]:.6g} to {after[where]:.6g}"
+    return bool(difference.max() > tolerance(before, path)), seen
+
+
+def numbers(x: np.ndarray) -> str:
+    """The first few of a row."""
+    return f"[{', '.join(f'{value:.4g}' for value in x[:3])}, …]"
+
+
+def describe_shapes(inputs: Inputs) -> str:
+    """The shapes of query, key and value."""
+    if inputs[0] is inputs[1] and inputs[1] is inputs[2]:
+        return f"x {inputs[0].shape}"
+    return ", ".join(f"{name} {x.shape}" for name, x in zip(("query", "key", "value"), inputs, strict=True))
+
+
+def plain_weights(spec: AttentionSpec) -> Weights:
+    """Projections that change nothing, so that a layer is the attention in it."""
+    identity = np.eye(spec.d_model, dtype=np.float32)
+    weights: Weights = {}
+    for name, rows in (
+        ("q_proj", spec.q_width),
+        ("k_proj", spec.kv_width),
+        ("v_proj", spec.kv_width),
+        ("out_proj", None),
+    ):
+        weights[f"{name}.weight"] = identity[:rows].copy()
+        weights[f"{name}.bias"] = np.zeros(len(weights[f"{name}.weight"]), np.float32)
+    return weights

@@ -1,0 +1,56 @@
+"""What is dropped, and when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from parity.conformance.answers import Answer, Finding, Kind, Question, asks
+from parity.conformance.examination import Examination, change, mapped
+from parity.conformance.subjects import SEED, TOKENS, Path
+
+
+@asks("dropout", "is anything dropped in training, and only there?")
+def dropout(exam: Examination, question: Question) -> Answer:
+    inputs = mapped(exam.inputs(), lambda x: np.concatenate([x[:1], x[:1]]))  # twice the same sequence
+
+    def ask(path: Path) -> Finding:
+        result = exam.run(path, inputs).output
+        if not path.drops:
+            again = exam.run(replace(path, train=False, dropout=0.0), inputs).output
+            random, seen = change(again, result, path, range(TOKENS))
+            return Finding("dropped in eval", Kind.BROKEN, seen) if random else Finding("train only")
+        plain = exam.run(replace(path, train=False, dropout=0.0), inputs).output
+        if not change(plain, result, path, range(TOKENS))[0]:
+            return Finding("never", Kind.BROKEN, "the output in training is that without dropout")
+        shared = not change(result[:1], result[1:], path, range(TOKENS))[0]
+        return Finding("one mask for the batch", Kind.NOTE) if shared else Finding("train only")
+
+    if "dropout" not in exam.subject.takes:  # a layer may drop without telling
+        return _hidden_dropout(exam, question)
+    answer = exam.answer(question, ask, [path for path in exam.paths if path.dropout])
+    is_shared = any(finding.kind is Kind.NOTE for finding in answer.findings.values())
+    if answer.kind is Kind.DIFFERS and is_shared:  # in training from what it is in evaluation, as it should
+        words = "train only, one mask for the batch"
+        return Answer(question.name, Kind.NOTE, words, findings=answer.findings)
+    return answer
+
+
+def _hidden_dropout(exam: Examination, question: Question) -> Answer:
+    """Of a subject that takes no rate: whether two calls in evaluation agree, with random numbers going on."""
+    inputs = exam.inputs()
+
+    def ask(path: Path) -> Finding:
+        first = exam.run(path, inputs, seed=SEED).output
+        random, seen = change(first, exam.run(path, inputs, seed=SEED + 1).output, path, range(TOKENS))
+        if random and not path.train:
+            return Finding("random in eval", Kind.BROKEN, f"from one call to the next {seen}")
+        return Finding("train only") if random else Finding("—", Kind.ABSENT)
+
+    answer = exam.answer(question, ask, [path for path in exam.paths if path.dtype == exam.base.dtype])
+    if answer.kind is Kind.BROKEN:
+        return answer
+    if any(finding.kind is Kind.KEPT for finding in answer.findings.values()):
+        return Answer(question.name, Kind.KEPT, "train only", findings=answer.findings)
+    return Answer(question.name, Kind.ABSENT, "—", findings=answer.findings)

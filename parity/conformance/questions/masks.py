@@ -1,0 +1,182 @@
+"""What hides keys: the mask, the causal flag, padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from parity.conformance.answers import Answer, Finding, Kind, Question, asks
+from parity.conformance.calls import Refused, run
+from parity.conformance.examination import Examination, change, describe_shapes, mapped, perturbed, tolerance
+from parity.conformance.rules import broken
+from parity.conformance.subjects import BATCH, FEW_TOKENS, TOKENS, Path
+
+
+@asks("mask", "which keys does a boolean mask with one True hide?")
+def mask(exam: Examination, question: Question) -> Answer:
+    if "mask" not in exam.subject.takes:
+        return question.not_offered
+    true, claimed = exam.polarity.true, exam.subject.mask_true
+    if not true.means_something:
+        finding = Finding(f"mask {true.value}", Kind.BROKEN, exam.polarity.seen)
+        return broken(exam.subject, question, exam.base, finding)
+    words = f"True {true.value}"
+    if claimed is not None and claimed != true.value:
+        finding = Finding(f"{words}, declared: {claimed}", Kind.BROKEN, exam.polarity.seen)
+        return broken(exam.subject, question, exam.base, finding)
+    floats = _floats(exam)
+    return Answer(question.name, floats.kind, f"{words}; {floats}")
+
+
+def _floats(exam: Examination) -> Finding:
+    """What becomes of a mask of floating-point numbers: 1 where the boolean one is True, or a large negative one."""
+    hidden = np.zeros((TOKENS, TOKENS), bool)
+    hidden[:, 2] = True
+    inputs = exam.inputs()
+    wanted = exam.run(exam.base, inputs, hidden).output
+    additive = np.where(hidden, np.float32(-1e30), np.float32(0.0))[None, None]
+    as_booleans, added = Finding("floats as booleans"), Finding("floats added", Kind.NOTE)
+    for finding, mask in ((as_booleans, exam.mask(hidden).astype(np.float32)), (added, additive)):
+        try:
+            output = run(exam.subject, exam.base, inputs, mask=mask).output
+        except Refused:
+            return Finding("floats refused")
+        if np.abs(output - wanted).max() <= tolerance(wanted, exam.base):
+            return finding
+    return Finding("floats taken for something else", Kind.NOTE)
+
+
+@asks("causal", f"which of {TOKENS} keys does each of {FEW_TOKENS} queries see with the causal flag?")
+def causal(exam: Examination, question: Question) -> Answer:
+    subject = exam.subject
+    if "is_causal" not in subject.takes:
+        return question.not_offered
+    if "key" not in subject.takes:
+        return Answer(question.name, Kind.KEPT, "T = S only")
+    inputs = exam.inputs(TOKENS, FEW_TOKENS)
+
+    def ask(path: Path) -> Finding:
+        before = exam.run(path, inputs, is_causal=True).output
+        sees = np.zeros((FEW_TOKENS, TOKENS), bool)
+        for s in range(TOKENS):
+            after = exam.run(path, perturbed(inputs, s, path, "kv"), is_causal=True).output
+            sees[:, s] = [change(before[..., [t], :], after[..., [t], :], path, [t])[0] for t in range(FEW_TOKENS)]
+        offset = TOKENS - FEW_TOKENS
+        known = {"top-left": np.tri(FEW_TOKENS, TOKENS), "bottom-right": np.tri(FEW_TOKENS, TOKENS, offset)}
+        found = next((words for words, triangle in known.items() if (sees == triangle.astype(bool)).all()), None)
+        rows = "; ".join(f"query {t} sees {np.flatnonzero(sees[t]).tolist()}" for t in range(FEW_TOKENS))
+        if found is None:
+            return Finding("all keys seen" if sees.all() else "neither triangle", Kind.BROKEN, rows)
+        if subject.causal is not None and subject.causal != found:
+            return Finding(f"{found}, declared: {subject.causal}", Kind.BROKEN, rows)
+        return Finding(found, Kind.KEPT, rows)
+
+    answer = exam.answer(question, ask, exam.plain_paths, f"{describe_shapes(inputs)}, is_causal=True")
+    return replace(answer, words="refused without a mask") if answer.kind is Kind.REFUSED else answer
+
+
+@asks("causal and mask", "do the causal flag and a mask both hold?")
+def causal_and_mask(exam: Examination, question: Question) -> Answer:
+    takes_flag = "is_causal" in exam.subject.takes
+    if "mask" not in exam.subject.takes or not (takes_flag or exam.is_causal_itself):
+        return question.not_offered
+    inputs = exam.inputs()
+    hidden = np.zeros((TOKENS, TOKENS), bool)
+    hidden[2:, 1] = True
+    options: dict[str, Any] = {"hidden": hidden, "is_causal": takes_flag}
+
+    def ask(path: Path) -> Finding:
+        masked, seen_masked, _ = exam.moved(path, inputs, perturbed(inputs, 1, path), [2, 3, 4], **options)
+        future, seen_future, _ = exam.moved(path, inputs, perturbed(inputs, 4, path), [0, 1, 2, 3], **options)
+        if masked:
+            return Finding("mask dropped", Kind.BROKEN, f"token 1, hidden by the mask, is changed: {seen_masked}")
+        if future:
+            return Finding("causal dropped", Kind.BROKEN, f"token 4 is changed: {seen_future}")
+        return Finding("both")
+
+    return exam.answer(question, ask)
+
+
+@asks("future token", "does a later token change an earlier output, under causal attention?")
+def future_token(exam: Examination, question: Question) -> Answer:
+    takes = exam.subject.takes
+    ways: dict[str, dict[str, Any]] = {}
+    if exam.is_causal_itself:
+        ways["nothing but itself"] = {}
+    if "is_causal" in takes:
+        ways["is_causal=True"] = {"is_causal": True}
+    if exam.takes_mask:
+        ways["a causal mask"] = {"hidden": ~np.tri(TOKENS, dtype=bool)}
+    if not ways:
+        return question.not_offered
+    inputs = exam.inputs()
+
+    def ask(path: Path) -> Finding:
+        refusals = []
+        for way, options in ways.items():
+            try:
+                leaks, seen, before = exam.moved(
+                    path, inputs, perturbed(inputs, TOKENS - 1, path), range(TOKENS - 1), **options
+                )
+            except Refused as refused:
+                refusals.append(refused)
+                continue
+            if leaks:
+                return Finding("leaks", Kind.BROKEN, f"token {TOKENS - 1} is changed, with {way}: {seen}")
+            if np.isnan(before).any():
+                return Finding("NaN", Kind.BROKEN, f"the output is NaN, with {way}")
+        if len(refusals) == len(ways):
+            raise refusals[0]
+        return Finding("hidden")
+
+    return exam.answer(question, ask)
+
+
+@asks("masked key", "does a token that the mask hides from all change another's output?")
+def masked_key(exam: Examination, question: Question) -> Answer:
+    if not exam.takes_mask:
+        return question.not_offered
+    hidden = np.zeros((TOKENS, TOKENS), bool)
+    hidden[:, 2] = True
+    inputs = exam.inputs()
+
+    def ask(path: Path) -> Finding:
+        leaks, seen, _ = exam.moved(path, inputs, perturbed(inputs, 2, path), [0, 1, 3, 4], hidden=hidden)
+        if leaks:
+            return Finding("leaks", Kind.BROKEN, f"token 2, hidden from all, is changed: {seen}")
+        return Finding("hidden")
+
+    return exam.answer(question, ask)
+
+
+@asks("padding", "does a padded token change the output of a real one?")
+def padding(exam: Examination, question: Question) -> Answer:
+    kind = exam.subject.padding
+    if kind is None:
+        return question.not_offered
+    inputs = exam.inputs()
+    lengths = np.full(BATCH, TOKENS, np.int32)
+    lengths[0] = 3  # of the first sequence only
+    hidden = np.arange(TOKENS) >= lengths[:, None]
+    ways = {"by lengths": lengths} if kind == "lengths" else {"True hides": hidden, "True shows": ~hidden}
+    real, last = range(3), TOKENS - 1
+
+    def ask(path: Path) -> Finding:
+        def with_other_keys(x: np.ndarray) -> np.ndarray:
+            others = perturbed(perturbed((x, x, x), 3, path), last, path)[0]
+            others[1:, ..., last, :] = x[1:, ..., last, :]  # whose output tells whether key 3 is felt
+            return others
+
+        others = mapped(inputs, with_other_keys)
+        seen = ""
+        for words, padding in ways.items():
+            before, after = (exam.run(path, given, padding=padding).output for given in (inputs, others))
+            leaks, seen = change(before[:1, ..., :3, :], after[:1, ..., :3, :], path, real)
+            feels, _ = change(before[1:, ..., [last], :], after[1:, ..., [last], :], path, [last])
+            if feels and not leaks and np.isfinite(before[:, ..., :3, :]).all():
+                return Finding(words)
+        return Finding("leaks", Kind.BROKEN, f"tokens 3 and 4, the padding of sequence 0, are changed: {seen}")
+
+    return exam.answer(question, ask)

@@ -1,0 +1,210 @@
+"""Whether NaN and infinity reach the outputs that see them, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from parity.conformance.answers import Answer, Finding, Kind, Question, asks
+from parity.conformance.calls import Failed, Refused
+from parity.conformance.examination import Examination, change, numbers
+from parity.conformance.rules import broken
+from parity.conformance.subjects import BATCH, TOKENS, Path
+
+MANY_TOKENS = 600
+"""Enough for code that goes block by block: several blocks of keys, and more than 2^20 scores in all."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to hide keys: what is passed for it, and (T, S), which keys each query sees by it."""
+
+    name: str
+    options: Mapping[str, Any]
+    visible: np.ndarray
+
+
+@dataclass(frozen=True)
+class Poison:
+    """A value that is not finite, in one token of the arrays that `letters` name: query, key, value."""
+
+    letters: str
+    token: int
+    value: float
+
+    def __str__(self) -> str:
+        arrays = {"q": "query", "k": "key", "v": "value", "kv": "key and value", "qkv": "token"}
+        return f"{self.value} in {arrays[self.letters]} {self.token}"
+
+
+@dataclass(frozen=True)
+class Poisoned:
+    """What became of poisons, each in a call of its own.
+
+    Attributes:
+        swallowed: of the first output that should not be finite and is, or "".
+        leaked: of the first output that should be as without the poison and is not, or "".
+        hides: whether anything was hidden.
+    """
+
+    swallowed: str
+    leaked: str
+    hides: bool
+
+
+def _ways(exam: Examination, num_tokens: int) -> list[Way]:
+    """Every way to hide that the subject has: the last key from all queries, causally, or both by a mask."""
+    everything = np.ones((num_tokens, num_tokens), bool)
+    all_but_last = everything.copy()
+    all_but_last[:, -1] = False
+    causal = np.tri(num_tokens, dtype=bool)
+    ways = [Way("no mask", {}, everything)]
+    try:
+        takes_mask = exam.takes_mask
+    except (Refused, Failed):  # which is for the questions about the mask to tell
+        takes_mask = False
+    if takes_mask:
+        ways.append(Way("mask", {"hidden": ~(causal & all_but_last)}, causal & all_but_last))
+    if "is_causal" in exam.subject.takes:
+        ways.append(Way("flag", {"is_causal": True}, causal))
+    if exam.subject.padding is not None:
+        ways.append(Way("padding", {}, all_but_last))
+    itself = everything if exam.felt.all() else causal
+    return [replace(way, visible=way.visible & itself) for way in ways]
+
+
+def _poison(exam: Examination, path: Path, way: Way, poisons: Sequence[Poison]) -> Poisoned:
+    """Call once for each poison, with it in the first sequence; the second is the same without it."""
+    num_tokens = len(way.visible)
+    is_separate = len(poisons[0].letters) < 3
+    inputs = exam.separate_inputs(num_tokens) if is_separate else exam.inputs(num_queries=num_tokens)
+    options = dict(way.options)
+    if way.name == "padding":
+        is_last = np.broadcast_to(np.arange(num_tokens) == num_tokens - 1, (BATCH, num_tokens))
+        options["padding"] = (
+            np.full(BATCH, num_tokens - 1, np.int32)
+            if exam.subject.padding == "lengths"
+            else is_last == exam.padding_true_hides
+        )
+    rows = range(num_tokens - 1) if way.name == "padding" else range(num_tokens)  # of what is no padding
+    size = f" of {num_tokens}" if num_tokens != TOKENS else ""
+    swallowed = leaked = ""
+    for poison in poisons:
+        # As many sequences as the other questions have: in JAX every other shape is compiled once more.
+        arrays = {id(x): np.repeat(x[:1], BATCH, axis=0) for x in inputs}
+        for letter, x in zip("qkv", inputs, strict=True):
+            if letter in poison.letters:
+                arrays[id(x)][0, ..., poison.token, :] = poison.value
+        poisoned, clean = exam.run(path, tuple(arrays[id(x)] for x in inputs), **options).output  # type: ignore[arg-type]
+        sees = np.zeros(num_tokens, bool)
+        if poison.letters != "q":
+            sees |= way.visible[:, poison.token]
+        if "q" in poison.letters:
+            sees[poison.token] = True
+        shown = np.isnan(poisoned) if np.isnan(poison.value) else ~np.isfinite(poisoned)
+        shown = shown.all(axis=-1) if np.isnan(poison.value) else shown.any(axis=-1)  # (…, T)
+        kept = next((t for t in rows if sees[t] and not shown[..., t].all()), None)
+        if kept is not None and not swallowed:
+            row = numbers(poisoned[..., kept, :][~shown[..., kept]][0])
+            swallowed = f"{way.name}: {poison}{size}, and output {kept}, which sees it, is {row}"
+        blind = [t for t in rows if not sees[t]]
+        if blind and not leaked:
+            moves, seen = change(clean[None][..., blind, :], poisoned[None][..., blind, :], path, blind)
+            if moves:
+                leaked = f"{way.name}: {poison}{size}, which must not be seen: {seen}"
+    return Poisoned(swallowed, leaked, not way.visible.all())
+
+
+def _poisoned(exam: Examination, path: Path, num_tokens: int = TOKENS) -> dict[str, Poisoned]:
+    """What became of the poisons, by the name of the way to hide, on separate inputs and on equal ones.
+
+    Raises:
+        Refused: if every way is.
+    """
+    last = num_tokens - 1
+    kinds: list[list[Poison]] = []
+    if "key" in exam.subject.takes:
+        poisons = [Poison("q", 1, np.nan)]
+        for letters, _ in exam.separate_keys:
+            poisons += [Poison(letters, 2, np.nan), Poison(letters, last, np.nan)]
+        letters = exam.separate_keys[-1][0]
+        kinds.append([*poisons, Poison(letters, 2, np.inf), Poison(letters, last, np.inf)])
+    if not kinds or (exam.subject.is_layer and exam.subject.framework == "torch"):  # which can tell equal inputs
+        kinds.append([Poison("qkv", 2, np.nan), Poison("qkv", last, np.nan), Poison("qkv", 2, np.inf)])
+    found: dict[str, Poisoned] = {}
+    refusals: list[Refused] = []
+    for way in _ways(exam, num_tokens):
+        for poisons in kinds:
+            asked = (path, way.name, num_tokens, poisons[0].letters)
+            try:
+                if asked not in exam.known:
+                    exam.known[asked] = _poison(exam, path, way, poisons)
+            except Refused as refused:
+                refusals.append(refused)
+                continue
+            before, after = found.get(way.name, Poisoned("", "", False)), exam.known[asked]
+            found[way.name] = Poisoned(
+                before.swallowed or after.swallowed, before.leaked or after.leaked, before.hides or after.hides
+            )
+    if not found:
+        raise refusals[0]
+    return found
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a subject does with values that are not finite.
+
+    Attributes:
+        kept, broken: whether it does, in words.
+        kind: what it amounts to where it does not.
+        fault: where it does not: what was seen, or "".
+        is_asked: whether a way to hide has to do with it.
+    """
+
+    kept: str
+    broken: str
+    kind: Kind
+    fault: Callable[[Poisoned], str]
+    is_asked: Callable[[Poisoned], bool]
+
+    def find(self, exam: Examination, path: Path, num_tokens: int = TOKENS) -> Finding:
+        """Whether it is kept on a path."""
+        poisoned = {name: each for name, each in _poisoned(exam, path, num_tokens).items() if self.is_asked(each)}
+        if not poisoned:
+            return Finding("—", Kind.ABSENT)
+        faults = {name: fault for name, each in poisoned.items() if (fault := self.fault(each))}
+        if not faults:
+            return Finding(self.kept)
+        words = self.broken if len(faults) == len(poisoned) else f"{self.broken} ({', '.join(faults)})"
+        return Finding(words, self.kind, next(iter(faults.values())))
+
+    def ask(self, exam: Examination, question: Question) -> Answer:
+        """Whether it is kept on every path, and once more with many tokens."""
+        also = None
+        if exam.felt.all() or exam.is_causal_itself:  # else it is not known which of many tokens sees which
+            few, many = self.find(exam, exam.base), self.find(exam, exam.base, MANY_TOKENS)
+            also = None if few == many else replace(many, words=f"{many.words} of {MANY_TOKENS} tokens")
+        # A path that only rounds otherwise is asked once, without gradients.
+        paths = [path for path in exam.steady_paths if path.dtype == exam.base.dtype or not path.grad]
+        answer = exam.answer(question, lambda path: self.find(exam, path), paths, also=also)
+        if also is not None and also.kind is Kind.BROKEN:
+            return broken(exam.subject, question, exam.base, replace(also, words=answer.words))
+        return answer
+
+
+SEEN = Promise("seen", "swallowed", Kind.BROKEN, lambda each: each.swallowed, lambda _: True)
+HIDDEN = Promise("hidden", "leaks", Kind.NOTE, lambda each: each.leaked, lambda each: each.hides)
+
+
+@asks("NaN seen", "does a NaN or infinity reach every output whose query sees it?")
+def nan_seen(exam: Examination, question: Question) -> Answer:
+    return SEEN.ask(exam, question)
+
+
+@asks("NaN hidden", "does a NaN or infinity in a hidden key or value stay hidden?")
+def nan_hidden(exam: Examination, question: Question) -> Answer:
+    return HIDDEN.ask(exam, question)

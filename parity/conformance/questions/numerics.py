@@ -1,0 +1,117 @@
+"""What the numbers are: their scale, their range, and that neither strides nor paths change them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+
+from mha_spec import AttentionSpec
+from parity.conformance.answers import Answer, Finding, Kind, Question, asks
+from parity.conformance.calls import run
+from parity.conformance.examination import Examination, change, plain_weights
+from parity.conformance.subjects import BATCH, HEAD_DIM, NUM_HEADS, TOKENS, Path
+from parity.core.weights import dtype_named
+
+
+@asks("scale", "by what are the scores scaled?")
+def scale(exam: Examination, question: Question) -> Answer:
+    subject = exam.subject
+    spec = weights = None
+    if subject.is_layer:
+        if not subject.has_settable_weights:
+            return question.not_offered
+        spec = AttentionSpec(NUM_HEADS * HEAD_DIM, NUM_HEADS)
+        weights = plain_weights(spec)
+    # One key has q . k = sqrt(H) and value 1, the others 0 and 0: the output is its weight.
+    shape = (BATCH, TOKENS, NUM_HEADS * HEAD_DIM) if subject.is_layer else (BATCH, NUM_HEADS, TOKENS, HEAD_DIM)
+    value = np.zeros(shape)
+    value[..., -1, :] = 1.0
+    inputs = (np.ones(shape), value / np.sqrt(HEAD_DIM), value)
+    if weights is not None:  # the same from one array, for self-attention
+        weights["q_proj.weight"][:], weights["q_proj.bias"][:] = 0.0, 1.0
+        weights["k_proj.weight"] /= np.float32(np.sqrt(HEAD_DIM))
+        inputs = (value, value, value)
+
+    def ask(path: Path) -> Finding:
+        share = run(subject, path, inputs, spec=spec, weights=weights).output[0, ..., -1, 0].flat[0]  # sees every key
+        with np.errstate(all="ignore"):
+            factor = float(np.log((TOKENS - 1) * share / (1.0 - share)))  # times 1/sqrt(H)
+        seen = f"that key weighs {share:.4f}: scale = {factor:.3f} / sqrt(H)"
+        if abs(factor - 1.0) < 0.02:
+            return Finding("1/sqrt(H)")
+        known = {"1 (none)": np.sqrt(HEAD_DIM), "1/H": 1.0 / np.sqrt(HEAD_DIM), "1/sqrt(E)": 1.0 / np.sqrt(NUM_HEADS)}
+        for words, value in known.items():
+            if abs(factor / value - 1.0) < 0.02:
+                return Finding(words, Kind.BROKEN, seen)
+        return Finding(f"{factor:.3g}/sqrt(H)", Kind.BROKEN, seen)
+
+    about = f"{TOKENS} keys, H = {HEAD_DIM}; q . k is sqrt(H) for one and 0 for the others"
+    return exam.answer(question, ask, exam.plain_paths, about)
+
+
+@asks("float16 overflow", "are float16 outputs finite when logits are not?")
+def overflow(exam: Examination, question: Question) -> Answer:
+    subject = exam.subject
+    paths = [replace(path, dtype="float16") for path in exam.paths if path.dtype == exam.base.dtype]
+    if not any(path.dtype == "float16" for path in exam.paths):
+        return Answer(question.name, Kind.ABSENT, "not asked")
+    spec = weights = None
+    query, _, value = exam.inputs(TOKENS) if "value" in subject.takes or not subject.is_layer else exam.inputs()
+    large = np.full_like(query, 200.0)
+    inputs = (large, large, value)
+    if subject.is_layer and subject.has_settable_weights:
+        spec = AttentionSpec(NUM_HEADS * HEAD_DIM, NUM_HEADS)
+        weights = plain_weights(spec)
+    elif subject.is_layer:  # its projections are not known, so that only the size of the logits is
+        large = 1000.0 * query
+        inputs = (large, large, value if "value" in subject.takes else large)
+
+    def ask(path: Path) -> Finding:
+        output = run(subject, path, inputs, spec=spec, weights=weights).output
+        bad = np.count_nonzero(~np.isfinite(output))
+        seen = f"{bad} of {output.size} outputs are not finite"
+        return Finding("NaN", Kind.BROKEN, seen) if bad else Finding("finite")
+
+    size = "query = key = 200, H = 8" if spec is not None or not subject.is_layer else "inputs of size 1000"
+    return exam.answer(question, ask, paths, f"{size}: logits beyond 65504, the largest float16")
+
+
+@asks("strided inputs", "do inputs that are not contiguous in memory give the same?")
+def strided(exam: Examination, question: Question) -> Answer:
+    if exam.subject.framework == "jax":
+        return Answer(question.name, Kind.ABSENT, "no strides")
+    inputs = exam.inputs()
+
+    def ask(path: Path) -> Finding:
+        before, after = (exam.run(path, inputs, strided=strided).output for strided in (False, True))
+        moved, seen = change(before, after, path, range(TOKENS))
+        if moved:
+            return Finding("another result", Kind.BROKEN, f"from contiguous to strided {seen}")
+        return Finding("the same")
+
+    return exam.answer(question, ask)
+
+
+@asks("paths", "do all paths give the same output, up to rounding?")
+def agreement(exam: Examination, question: Question) -> Answer:
+    """Whether the paths compute one function: causal where it can be, so that the masks take part."""
+    hidden = None
+    if exam.takes_mask:
+        hidden = ~np.tri(TOKENS, dtype=bool)
+    inputs = exam.inputs()
+    expected = exam.run(exam.base, inputs, hidden).output
+    paths = exam.steady_paths
+
+    def ask(path: Path) -> Finding:
+        output = exam.run(path, inputs, hidden).output
+        scale = np.abs(expected).max()
+        error = np.abs(output - expected).max() / scale
+        # The inputs are rounded too, and what a layer projects; this is no measure of quality but of another function.
+        allowed = 64 * float(ml_dtypes.finfo(dtype_named(path.dtype)).eps)
+        if not error <= allowed:
+            return Finding("another result", Kind.BROKEN, f"{error:.2e} of the output's size away from {exam.base}")
+        return Finding("agree")
+
+    return exam.answer(question, ask, paths)

@@ -1,0 +1,145 @@
+"""How answers are judged: those of all paths become one, and what a subject promises or documents counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from parity.conformance.answers import Answer, Finding, Kind, Question, Refusal, worst
+from parity.conformance.calls import Failed, Refused
+from parity.conformance.subjects import BATCH, HEAD_DIM, NUM_HEADS, SEED, TOKENS, Path, Subject
+
+
+def judged(answer: Answer, subject: Subject) -> Answer:
+    """The answer of a subject that may have promised more than everybody does, or documented less."""
+    if answer.kind is Kind.NOTE and answer.question in subject.promises:
+        answer = replace(answer, kind=Kind.BROKEN)
+    if answer.is_broken and answer.question in subject.documented:
+        return Answer(answer.question, Kind.NOTE, subject.documented[answer.question], findings=answer.findings)
+    return answer
+
+
+def of_error(error: Refused | Failed) -> Finding:
+    """What a path answered that raised."""
+    if isinstance(error, Refused):
+        return Finding("refused", Kind.REFUSED, str(error), error.__cause__)
+    return Finding(error.words, Kind.BROKEN, str(error), error.__cause__)
+
+
+def refused(question: Question, path: Path, reason: str, exception: BaseException | None = None) -> Answer:
+    """The answer to a question that was refused as a whole."""
+    findings = {path: Finding("", Kind.REFUSED, reason, exception)}
+    return Answer(question.name, Kind.REFUSED, "refused", "", findings, Refusal(path, reason), exception)
+
+
+def broken(subject: Subject, question: Question, path: Path, finding: Finding, about: str = "") -> Answer:
+    """A broken promise seen on one path."""
+    lines = [("asked", question.asks), ("path", str(path)), ("seen", finding.seen)]
+    text = example(subject, question, finding.words, lines, about)
+    return Answer(question.name, Kind.BROKEN, finding.words, text, exception=finding.exception)
+
+
+def merge(
+    subject: Subject,
+    question: Question,
+    findings: Mapping[Path, Finding],
+    about: str = "",
+    also: Finding | None = None,
+) -> Answer:
+    """One answer from those of the paths: the common one, or a rule that says which path gives which.
+
+    Args:
+        subject: who answered.
+        question: what was asked.
+        findings: by path.
+        about: the inputs, in words, where they are not the usual ones.
+        also: something that was seen beside.
+    """
+    if not findings:
+        return question.not_offered
+    given = {finding for finding in findings.values() if finding.kind is not Kind.REFUSED}
+    kind = worst(finding.kind for finding in findings.values())
+    if len(given) > 1 and kind is not Kind.BROKEN:
+        kind = Kind.DIFFERS
+    words = by_rule(findings)
+    if also is not None:
+        words, kind = f"{words}; {also.words}", worst((kind, also.kind))
+    first = next((path for path, finding in findings.items() if finding.kind is Kind.REFUSED), None)
+    refusal = None if first is None else Refusal(first, findings[first].seen)
+    exception = None if first is None else findings[first].exception
+    answer = Answer(question.name, kind, words, "", findings, refusal, exception)
+    if not answer.is_broken:
+        return answer
+    path = next((path for path, finding in findings.items() if finding.kind is Kind.BROKEN), next(iter(findings)))
+    text = example(subject, question, words, _seen(question, findings, path), about)
+    return replace(answer, example=text, exception=findings[path].exception or exception)
+
+
+def _seen(question: Question, findings: Mapping[Path, Finding], path: Path) -> list[tuple[str, str]]:
+    """The lines of an example: what was seen on a path, and what on the first that answers something else."""
+    finding = findings[path]
+    lines = [("asked", question.asks), ("path", str(path)), ("seen", finding.seen or finding.words)]
+    for other, but in findings.items():
+        if but != finding and but.kind is not Kind.REFUSED:
+            return [*lines, ("but", f"{but.words} ({other}){': ' if but.seen else ''}{but.seen}")]
+    return lines
+
+
+def example(subject: Subject, question: Question, words: str, lines: list[tuple[str, str]], about: str) -> str:
+    """A failing example: what was asked of what, on which path, and the numbers."""
+    if subject.is_layer:
+        given = f"x = numpy.random.default_rng({SEED}).standard_normal(({BATCH}, {TOKENS}, {subject.width}))"
+    else:
+        shape = f"({BATCH}, {NUM_HEADS}, {TOKENS}, {HEAD_DIM})"
+        given = f"query, key, value, each {shape} (B N T H), from numpy.random.default_rng({SEED}).standard_normal"
+    lines = [lines[0], ("inputs", about or given), *lines[1:]]
+    return "\n".join([f"{subject.name}, {question.name}: {words}", *(f"  {name:<7} {text}" for name, text in lines)])
+
+
+# ---- Which path gives which answer -----------------------------------------------------------------------------------
+
+ATTRIBUTES: dict[str, Callable[[Any], str]] = {
+    "need_weights": lambda value: "with weights" if value else "without weights",
+    "drops": lambda value: "while dropping" if value else "while not dropping",
+    "dropout": lambda value: "with dropout" if value else "without dropout",
+    "train": lambda value: "in train" if value else "in eval",
+    "grad": lambda value: "with grad" if value else "without grad",
+    "dtype": lambda value: f"in {value}",
+}
+"""What tells paths apart, in the order in which it is looked at, and in words."""
+
+Rules = list[tuple[Hashable, str]]
+"""Answers and the conditions for them, the first that holds counts; that of the last is empty."""
+
+
+def by_rule(answers: Mapping[Path, Hashable]) -> str:
+    """Which path gives which answer, as a list of rules: 'NaN with weights, zeros in train or with grad, NaN else'."""
+    for depth in range(5):
+        if found := list(_rules(dict(answers), depth)):
+            return _told(min(found, key=lambda rules: len(list(groupby(answer for answer, _ in rules)))))
+    counts = {answer: list(answers.values()).count(answer) for answer in dict.fromkeys(answers.values())}
+    return " or ".join(f"{answer} ({count} paths)" for answer, count in counts.items())
+
+
+def _rules(answers: dict[Path, Hashable], depth: int) -> Iterator[Rules]:
+    """All lists of `depth` conditions that tell which path gives which answer."""
+    if len(set(answers.values())) == 1:
+        yield [(next(iter(answers.values())), "")]
+    elif depth:
+        for attribute, tell in ATTRIBUTES.items():
+            for value in dict.fromkeys(getattr(path, attribute) for path in answers):
+                rest = {path: answer for path, answer in answers.items() if getattr(path, attribute) != value}
+                chosen = list({answer for path, answer in answers.items() if path not in rest})
+                if rest and len(chosen) == 1:
+                    for rules in _rules(rest, depth - 1):
+                        yield [(chosen[0], tell(value)), *rules]
+
+
+def _told(rules: Rules) -> str:
+    parts = []
+    for answer, group in groupby(rules, key=lambda rule: rule[0]):
+        conditions = [condition for _, condition in group]
+        parts.append(f"{answer} {' or '.join(conditions) if conditions[-1] else 'else'}")
+    return ", ".join(parts) if len(rules) > 1 else str(rules[0][0])

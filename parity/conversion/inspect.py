@@ -1,0 +1,77 @@
+"""What is in a file: every attention layer, in every layout that fits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from parity.conversion.layers import TensorCache, layers_under
+from parity.conversion.layouts import LAYOUTS
+from parity.conversion.layouts.detection import DoesNotFit
+from parity.conversion.metadata import known_heads
+from parity.conversion.prefixes import numbered, possible_prefixes
+from parity.files import TensorFile, open_tensors
+
+
+def count_tensors(path: str | os.PathLike[str]) -> int:
+    """How many tensors a file holds: about as many as its conversion writes."""
+    with open_tensors(path) as file:
+        return len(file.infos)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Attention layers of one kind in a file.
+
+    Attributes:
+        prefix: what their names begin with, `{i}` standing for numbers.
+        layers: how many there are.
+        layout: name of a layout that fits.
+        heads: the heads, if the shapes or another file tell them, or why not.
+        dtype: of their tensors.
+        is_stacked: they are one array on a leading axis.
+    """
+
+    prefix: str
+    layers: int
+    layout: str
+    heads: str
+    dtype: str
+    is_stacked: bool = False
+
+
+def find_layers(file: TensorFile, **heads: Any) -> list[Found]:
+    """Every attention layer in a file, in every layout that fits its names.
+
+    Args:
+        file: an open file.
+        heads: num_heads, num_kv_heads, head_dim, rope, as far as they are known.
+    """
+    found, known = [], known_heads(file, heads)
+    for layout in LAYOUTS.values():
+        groups: dict[str, list[str]] = {}
+        prefixes = possible_prefixes(file.infos, layout)
+        for concrete in prefixes:
+            groups.setdefault(numbered(concrete), []).append(concrete)
+        for prefix, members in groups.items():
+            alike: dict[Any, list[str]] = {}  # layers of the same shapes, of which one is looked at
+            for concrete in members:
+                infos = {name.removeprefix(concrete): i for name, i in file.infos.items() if name.startswith(concrete)}
+                alike.setdefault(tuple((name, info.shape, info.dtype) for name, info in infos.items()), []).append(
+                    concrete
+                )
+            for first, *others in alike.values():
+                is_stacked, size = False, 1
+                try:
+                    layers = layers_under(TensorCache(file), first, layout, known, "")
+                    is_stacked, size, spec = layers[0].index is not None, len(layers), layers[0].spec
+                    words = f"{spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}"
+                    words += f" ({layers[0].heads_from})" if layers[0].heads_from else ""
+                except DoesNotFit:
+                    continue
+                except ValueError as error:
+                    words = str(error).removeprefix(f"{first}: ")
+                dtype = file.infos[prefixes[first]].dtype.name
+                found.append(Found(prefix, (1 + len(others)) * size, layout.name, words, dtype, is_stacked))
+    return found

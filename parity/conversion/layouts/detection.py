@@ -1,0 +1,236 @@
+"""Which layer tensors are: the form of a layout that they have, whether they are stacked, and the specification."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from mha_spec import AttentionSpec, Rope
+from parity.conversion.layouts.layout import (
+    Layout,
+    Tensor,
+    broken_rules,
+    matches,
+    names_of,
+    padded_width,
+    shapes_of,
+)
+
+USUAL = (64, 128, 32, 80, 96, 256)  # sizes of heads, told first where more than one could be
+
+
+class DoesNotFit(ValueError):
+    """Tensors are not those of a layout, or of no layer with these heads."""
+
+
+class HeadsUnknown(ValueError):
+    """Shapes fit more than one number of heads."""
+
+
+def shorten(names: Iterable[str], most: int = 8) -> str:
+    """Names as a list, of which no more than some are shown."""
+    names = list(names)
+    shown = ", ".join(map(repr, names[:most]))
+    return f"[{shown}]" if len(names) <= most else f"[{shown}, … {len(names) - most} more]"
+
+
+def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
+    """The form of a layout that these names are.
+
+    Raises:
+        ValueError: if they are none, or more than one.
+    """
+    names = set(names)
+    required = [[tensor.name for tensor in form if tensor.kind == "weight"] for form in layout.forms]
+    missing = [[name for name in wanted if not matches(name, names)] for wanted in required]
+    found = [form for form, absent in zip(layout.forms, missing, strict=True) if not absent]
+    if len(found) > 1:
+        found = [form for form in found if not any(set(form) < set(other) for other in found)]  # without an out_proj
+    if len(found) != 1:
+        likeliest = max(range(len(missing)), key=lambda i: len(required[i]) - len(missing[i]))
+        what = "more than one of its forms" if found else f"missing {missing[likeliest]}"
+        raise DoesNotFit(f"tensors must be those of {layout.name}, got {what} in {shorten(sorted(names))}")
+    stacks = [(tensor.name, matches(tensor.name, names)) for tensor in found[0] if tensor.is_per_head]
+    count = max((len(heads) for _, heads in stacks), default=0)
+    gaps = [
+        name for pattern, heads in stacks if heads for n in range(count) if (name := pattern.format(n=n)) not in heads
+    ]
+    if gaps:
+        raise DoesNotFit(
+            f"tensors must be those of {layout.name}, got missing {shorten(gaps)} in {shorten(sorted(names))}"
+        )
+    known = set().union(*(matches(tensor.name, names) for tensor in found[0]))
+    unknown = sorted(name for name in names - known if not layout.ignores(name))
+    if unknown:
+        raise DoesNotFit(f"tensors must be those of {layout.name}, got unknown names {shorten(unknown)}")
+    return found[0]
+
+
+def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | None:
+    """How many layers are stacked on a leading axis, as `scan` and `vmap` keep them; None where it is one layer.
+
+    Nothing is guessed: every tensor of a layout has a number of axes, and those of a stack have one more.
+
+    Raises:
+        ValueError: if the tensors are none of the layout, or not all of one stack.
+    """
+    form = find_form(shapes, layout)
+    axes = {name: len(tensor.groups()) for tensor in form for name in matches(tensor.name, shapes)}
+    if any(len(shapes[name]) != count + 1 for name, count in axes.items()):
+        return None
+    sizes = sorted({shapes[name][0] for name in axes})
+    if len(sizes) > 1 or sizes == [0]:
+        raise ValueError(f"stacked tensors must be of equally many layers, at least 1, got {sizes}")
+    return sizes[0]
+
+
+def find_spec(
+    shapes: Mapping[str, tuple[int, ...]],
+    layout: Layout,
+    *,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    rope: Rope | None = None,
+) -> AttentionSpec:
+    """The specification of a layer, from the names and shapes of its tensors and what is said of it.
+
+    Raises:
+        ValueError: if there is none, or more than one.
+    """
+    said = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    said = {name: value for name, value in said.items() if value is not None}
+    for name, value in said.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise TypeError(f"{name} must be an integer, got {name}={value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {name}={value}")
+    form = find_form(shapes, layout)
+    present = [tensor for tensor in form if matches(tensor.name, shapes)]
+    biases = {part for tensor in present if tensor.kind == "bias" for part in tensor.parts}
+    of_qkv = sorted(biases - {"out_proj.bias"})
+    if len(of_qkv) not in (0, 3):
+        raise ValueError(f"q_proj, k_proj and v_proj must all have a bias, or none, got {of_qkv}")
+    told = {name: shapes[name] for name in names_of(present, shapes)}
+    axes = {name: len(tensor.groups()) for tensor in present for name in matches(tensor.name, shapes)}
+    if any(len(shape) != axes[name] for name, shape in told.items()):
+        raise DoesNotFit(f"shapes must be those of a layer in {layout.name}, got {told}")
+    widths = _widths(present, shapes)
+    fitting, reasons = [], []
+    for heads, kv_heads, features in _head_counts(present, shapes, layout, num_heads, num_kv_heads, head_dim):
+        try:
+            spec = AttentionSpec(
+                d_model=widths.get("out", heads * features),
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=features,
+                d_in=widths["q"],
+                d_kv=widths["k"],
+                qkv_bias=bool(of_qkv),
+                out_bias="out_proj.bias" in biases,
+                out_proj="out" in widths,
+                rope=rope,
+            )
+        except ValueError as error:
+            reasons.append(str(error))
+            continue
+        if shapes_of(present, spec, layout) != told:
+            continue
+        if broken := broken_rules(spec, layout):
+            reasons.append(broken)
+        else:
+            fitting.append(spec)
+    if not fitting:
+        if said and not reasons and (rule := _head_rule(present, shapes, layout)):
+            got = " and ".join(f"{name}={value}" for name, value in said.items())
+            raise DoesNotFit(f"{rule} in {layout.name}, got {got}")
+        raise DoesNotFit(
+            f"shapes must be those of a layer in {layout.name}{f' ({reasons[0]})' if reasons else ''}, got {told}"
+        )
+    if len(fitting) > 1:
+        fitting.sort(key=lambda s: (USUAL.index(s.head_dim) if s.head_dim in USUAL else len(USUAL), -s.head_dim))
+        options = ", ".join(f"{s.num_heads} x {s.head_dim} (key/value {s.num_kv_heads})" for s in fitting[:4])
+        raise HeadsUnknown(
+            f"the heads must be given for {layout.name}, whose shapes fit {options}"
+            f"{', …' if len(fitting) > 4 else ''}; {_deciding(fitting)} decides"
+        )
+    return fitting[0]
+
+
+def _head_rule(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> str:
+    """What the heads must be for a layer of these shapes, or nothing if no heads would do."""
+    size = "head_dim in whole tiles" if layout.padded else "head_dim"
+    rows: dict[str, int] = {}
+    for tensor in present:
+        if tensor.kind == "weight" and tensor.holds != "out":
+            rows.setdefault(_head_count(tensor), _rows_of(tensor, shapes))
+    try:
+        find_spec(shapes, layout)
+    except HeadsUnknown:
+        pass
+    except ValueError:
+        return ""
+    (first, count), *others = rows.items()
+    return f"{first} * {size} must be {count}" + "".join(f", and {heads} * {size} {n}" for heads, n in others)
+
+
+def _head_count(tensor: Tensor) -> str:
+    """How many heads a tensor holds, in terms of a layer's numbers of them."""
+    kv = {0: "", 1: "num_kv_heads", 2: "2 * num_kv_heads"}[len({*tensor.holds} - {"q"})]
+    if "q" not in tensor.holds:
+        return kv
+    return f"(num_heads + {kv})" if kv else "num_heads"
+
+
+def _rows_of(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Features of all heads that a tensor holds, padded ones too; of each head's own tensors together."""
+    names = matches(tensor.name, shapes)
+    groups = zip(shapes[min(names)], tensor.groups(), strict=False)
+    return len(names) * math.prod(size for size, group in groups if {"n", "h"} & {*group})
+
+
+def _deciding(specs: list[AttentionSpec]) -> str:
+    """The flags of the command line that tell specifications apart: as few as can."""
+    names = [name for name in ("num_heads", "num_kv_heads", "head_dim") if len({getattr(s, name) for s in specs}) > 1]
+    subsets = (some for count in range(1, len(names) + 1) for some in itertools.combinations(names, count))
+    enough = [some for some in subsets if len({tuple(getattr(s, name) for name in some) for s in specs}) == len(specs)]
+    flags = {name: f"--{name.replace('_', '-')}" for name in names}
+    return " or ".join(" with ".join(map(flags.__getitem__, some)) for some in enough if len(some) == len(enough[0]))
+
+
+def _head_counts(
+    present: list[Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    layout: Layout,
+    num_heads: int | None,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+) -> Iterator[tuple[int, int, int]]:
+    """Every (num_heads, num_kv_heads, head_dim) that agrees with what was said and could have these queries."""
+    queries = next(tensor for tensor in present if tensor.kind == "weight" and "q" in tensor.holds)
+    rows, beside = _rows_of(queries, shapes), len(queries.holds) - 1  # keys, values or both are packed with the queries
+    dims = range(1, rows + 1) if head_dim is None else [head_dim] * (head_dim > 0)
+    for features in dims:
+        padded = {padded_width(features, rope) for rope in (False, True)} if layout.padded else {features}
+        for heads in {rows // width for width in padded if rows % width == 0}:
+            for k in range(1, (heads - 1) // beside + 1 if beside else heads + 1):
+                n = heads - beside * k
+                if n % k == 0 and num_heads in (None, n) and num_kv_heads in (None, k):
+                    yield n, k, features
+
+
+def _widths(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Input widths of the projections, and under `out` the output width."""
+    widths: dict[str, int] = {}
+    for tensor in present:
+        if tensor.kind != "weight":
+            continue
+        shape = shapes[min(matches(tensor.name, shapes))]
+        letter = "e" if tensor.holds == "out" else "d"
+        for size, group in zip(shape, tensor.groups(), strict=False):
+            if group == [letter]:
+                widths |= dict.fromkeys(["out"] if letter == "e" else tensor.holds, size)
+    return widths

@@ -1,0 +1,201 @@
+"""Canonical weights to the tensors of a layout and back: `from_canonical` and `to_canonical` are inverses, bit for bit.
+
+Both are derived from what the layout declares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import einops
+import numpy as np
+
+from mha_spec import AttentionSpec, Rope
+from parity.conversion.layouts.detection import find_form, find_spec
+from parity.conversion.layouts.layout import Layout, Tensor, broken_rules, matches, names_of, shapes_of, sizes_of
+from parity.core.arrays import to_numpy_by_name
+from parity.core.weights import Weights, check_weights, is_floating, weight_shapes
+
+# ---- Canonical -> layout ---------------------------------------------------------------------------------------------
+
+
+def from_canonical(weights: Mapping[str, Any], spec: AttentionSpec, layout: Layout) -> Weights:
+    """The tensors of a layout that hold canonical weights.
+
+    Raises:
+        TypeError, ValueError: if the weights are not those of the spec, or the layout cannot hold such a layer.
+    """
+    held = check_weights(weights, spec)
+    return {name: lay_out(name, held.__getitem__, spec, layout) for name in shapes_in(layout, spec)}
+
+
+def shapes_in(layout: Layout, spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the tensors in which a layout holds a layer.
+
+    Raises:
+        ValueError: if it cannot hold such a layer.
+    """
+    return shapes_of([tensor for tensor in _form_for(spec, layout) if _is_in(tensor, spec)], spec, layout)
+
+
+def lay_out(name: str, read: Callable[[str], np.ndarray], spec: AttentionSpec, layout: Layout) -> np.ndarray:
+    """One tensor of a layout. Memory holds it and one canonical weight at a time.
+
+    Args:
+        name: of the tensor; one of `shapes_in(layout, spec)`.
+        read: gives a canonical weight by its name.
+        spec: the layer.
+        layout: the layout.
+    """
+    tensor = next(tensor for tensor in _form_for(spec, layout) if matches(tensor.name, [name]))
+    laid_out = np.empty(0)
+    for part in tensor.parts:
+        weight = read(part)
+        if laid_out.size == 0:
+            laid_out = np.zeros(shapes_in(layout, spec)[name], weight.dtype)
+        view = _features(_heads(_bits(laid_out), part, tensor, spec, layout), part, spec, layout)
+        source = _bits(weight)
+        if tensor.is_per_head:
+            source = source.reshape(-1, spec.head_dim, *weight.shape[1:])[_head_of(tensor.name, name)]
+        view[...] = source.reshape(view.shape)
+    return laid_out
+
+
+def _is_in(tensor: Tensor, spec: AttentionSpec) -> bool:
+    """Whether a layer has what the tensor holds."""
+    return tensor.kind == "weight" or (spec.out_bias if tensor.holds == "out" else spec.qkv_bias)
+
+
+def _form_for(spec: AttentionSpec, layout: Layout) -> tuple[Tensor, ...]:
+    if broken := broken_rules(spec, layout):
+        raise ValueError(f"{layout.name} cannot hold this layer: {broken}")
+    held = {f"{name}_proj.weight" for name in ("q", "k", "v", *(["out"] if spec.out_proj else []))}
+    for form in layout.forms:
+        packs_two_widths = any({"q"} < {*tensor.holds} and tensor.kind == "weight" for tensor in form)
+        if packs_two_widths and spec.d_kv != spec.d_in:
+            continue
+        if held == {part for tensor in form if tensor.kind == "weight" for part in tensor.parts}:
+            return form
+    raise ValueError(f"{layout.name} cannot hold this layer: it has no form for {sorted(held)}")
+
+
+# ---- Layout -> canonical ---------------------------------------------------------------------------------------------
+
+
+def to_canonical(
+    tensors: Mapping[str, Any],
+    layout: Layout,
+    *,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    rope: Rope | None = None,
+) -> tuple[Weights, AttentionSpec]:
+    """Canonical weights, and the specification of the layer, from the tensors of a layout.
+
+    Args:
+        tensors: arrays by name, of any framework, without the prefix of the layer; in nested mappings, too, as Flax
+            has them.
+        layout: theirs.
+        num_heads, num_kv_heads, head_dim: of the layer, where the shapes do not tell.
+        rope: how queries and keys are rotated, or None for no RoPE; no checkpoint's tensors tell.
+
+    Raises:
+        ValueError: if names are missing or unknown, shapes do not fit, or the heads can be read in more than one way.
+    """
+    tensors = to_numpy_by_name(tensors)
+    form = find_form(tensors, layout)
+    held = names_of(list(form), tensors)
+    for name in held:
+        if not is_floating(tensors[name].dtype):
+            raise TypeError(f"{name} must be a floating-point array, got {name}.dtype={tensors[name].dtype}")
+    dtypes = sorted({tensors[name].dtype.name for name in held})
+    if len(dtypes) > 1:
+        raise TypeError(f"weights must have one dtype, got {dtypes}")
+    shapes = {name: tensors[name].shape for name in held}
+    spec = find_spec(shapes, layout, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rope=rope)
+    read = tensors.__getitem__
+    weights = {name: np.array(read_out(name, read, form, spec, layout), order="C") for name in weight_shapes(spec)}
+    check_weights(weights, spec)
+    return weights, spec
+
+
+def read_out(
+    name: str, read: Callable[[str], np.ndarray], form: tuple[Tensor, ...], spec: AttentionSpec, layout: Layout
+) -> np.ndarray:
+    """One canonical weight; it may share the memory of the tensor that holds it.
+
+    Args:
+        name: its canonical name.
+        read: gives a tensor of the layout by its name.
+        form: the form of the layout that the tensors are in.
+        spec: the layer.
+        layout: the layout.
+    """
+    tensor = next(tensor for tensor in form if name in tensor.parts)
+    names = [tensor.name]
+    if tensor.is_per_head:
+        names = [tensor.name.format(n=n) for n in range(sizes_of(tensor, spec, layout)["n"])]
+    arrays = [read(each) for each in names]
+    heads = [_heads(_bits(array), name, tensor, spec, layout) for array in arrays]
+    views = [_features(each, name, spec, layout) for each in heads]
+    if layout.padded and any(np.count_nonzero(a) != np.count_nonzero(b) for a, b in zip(heads, views, strict=True)):
+        raise ValueError(f"features that pad the heads of {name} must be 0, got others")
+    weight = np.stack(views) if tensor.is_per_head else views[0]
+    return weight.reshape(weight_shapes(spec)[name]).view(arrays[0].dtype)
+
+
+# ---- Views -----------------------------------------------------------------------------------------------------------
+# A canonical weight in a tensor is a view of it, whose elements, in C order, are those of the weight. To write through
+# the view is one direction of a conversion, to read it the other.
+
+
+def _heads(array: np.ndarray, name: str, tensor: Tensor, spec: AttentionSpec, layout: Layout) -> np.ndarray:
+    """The heads of one canonical weight in a tensor, with what pads them."""
+    sizes = sizes_of(tensor, spec, layout)
+    axes = tensor.logical.replace("n ", "") if tensor.is_per_head else tensor.logical
+    known = {axis: sizes[axis] for axis in axes.split() if axis in "nh"}
+    heads = einops.rearrange(array, f"{tensor.axes} -> {axes}", **known)
+    if len(tensor.parts) == 1:
+        return heads
+    which = tensor.parts.index(name)
+    counts = [spec.num_heads if projection == "q" else spec.num_kv_heads for projection in tensor.holds]
+    if layout.grouped:  # the same division, of each group by itself
+        heads, counts = _split(heads, 0, spec.num_kv_heads, -1), [count // spec.num_kv_heads for count in counts]
+    begin, end = sum(counts[:which]), sum(counts[: which + 1])
+    return heads[:, begin:end] if layout.grouped else heads[begin:end]
+
+
+def _features(heads: np.ndarray, name: str, spec: AttentionSpec, layout: Layout) -> np.ndarray:
+    """The features of heads in canonical order, without what pads them."""
+    if name == "out_proj.bias":
+        return heads
+    axis = heads.ndim - (2 if name in ("q_proj.weight", "k_proj.weight", "v_proj.weight") else 1)
+    if layout.padded and spec.rope is not None:
+        return _first(_split(heads, axis, 2, -1), axis + 1, spec.head_dim // 2)
+    if layout.padded:
+        return _first(heads, axis, spec.head_dim)
+    if layout.rope == "interleaved" and name[0] in "qk":
+        return _split(heads, axis, -1, 2).swapaxes(axis, axis + 1)
+    return heads
+
+
+def _split(x: np.ndarray, axis: int, outer: int, inner: int) -> np.ndarray:
+    """A view in which an axis is two; -1 stands for what is left."""
+    return x.reshape(*x.shape[:axis], outer, inner, *x.shape[axis + 1 :])
+
+
+def _first(x: np.ndarray, axis: int, count: int) -> np.ndarray:
+    return x[(slice(None),) * axis + (slice(count),)]
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    """The same memory as unsigned integers: NumPy is slow with dtypes that are not its own."""
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+def _head_of(pattern: str, name: str) -> int:
+    """Which head a name stands for."""
+    before, _, after = pattern.partition("{n}")
+    return int(name.removeprefix(before).removesuffix(after))

@@ -1,0 +1,67 @@
+"""Where a checkpoint may have layers: the prefixes of names and shapes that fit a layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from parity.conversion.layouts import Layout, find_spec
+from parity.conversion.layouts.detection import HeadsUnknown, stack_size
+
+
+def join(prefix: str, name: str) -> str:
+    """The full name of what has a name under a prefix."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def numbered(prefix: str) -> str:
+    """A prefix with `{i}` in place of its numbers."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "{i}", prefix)
+
+
+def fitting_prefixes(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> list[str]:
+    """The prefixes of all layers that a layout fits, `{i}` standing for numbers."""
+    found: dict[str, None] = {}
+    seen: dict[tuple[tuple[str, tuple[int, ...]], ...], bool] = {}  # most layers of a model are alike
+    for concrete in possible_prefixes(shapes, layout):
+        pattern, begin = numbered(concrete), f"{concrete}." if concrete else ""
+        if pattern in found:
+            continue
+        under = {name.removeprefix(begin): shape for name, shape in shapes.items() if name.startswith(begin)}
+        under = {name: shape for name, shape in under.items() if not layout.ignores(name)}
+        kind = tuple(under.items())
+        if kind not in seen:
+            seen[kind] = _fits(under, layout)
+        if seen[kind]:
+            found[pattern] = None
+    return list(found)
+
+
+def _fits(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
+    """Whether tensors are a layer in a layout, or a stack of them, with some number of heads."""
+    try:
+        is_stacked = stack_size(shapes, layout) is not None
+        find_spec({name: shape[is_stacked:] for name, shape in shapes.items()}, layout)
+    except HeadsUnknown:
+        return True
+    except ValueError:
+        return False
+    return True
+
+
+def possible_prefixes(names: Iterable[str], layout: Layout) -> dict[str, str]:
+    """What the names of a layout's layers may begin with, each with a name that does and ends as one of its tensors."""
+    endings = {tensor.name.replace("{n}", "0") for tensor in layout.tensors if tensor.kind == "weight"}
+    found: dict[str, str] = {}
+    for name in names:
+        for ending in endings:
+            if name == ending:
+                found.setdefault("", name)
+            elif name.endswith(f".{ending}"):
+                found.setdefault(name.removesuffix(f".{ending}"), name)
+    return found
+
+
+def either(words: Sequence[str], most: int = 3) -> str:
+    """What fits, in words, of which no more than some are shown."""
+    return " or ".join(words[:most]) + (f" (or {len(words) - most} more)" if len(words) > most else "")

@@ -1,0 +1,160 @@
+"""What a backend computed for a problem, stage by stage, and the verdict on it by what the reference computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from parity.core import reference
+from parity.core.compare import SAME_PRECISION, Comparison, compare, failure, kept_dtype
+from parity.core.problem import Problem
+from parity.core.reference import Step
+from parity.core.spec import BACKENDS_OF, stage_path
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one backend computed for one problem.
+
+    Attributes:
+        problem: what it was given.
+        backend: its name.
+        accumulated: every stage by name, computed from the backend's own stages before it.
+        local: every stage by name, computed from the reference's stages before it.
+        environment: where it was computed, with the numerics lock.
+        with_gradients: whether it has gradients, for which there are no local ones.
+        skipped: why the backend cannot run this case in this dtype; it then has no stages.
+        error: what the backend raised; it then has no stages either.
+        folder: where it was read from; empty if it was made here.
+    """
+
+    problem: Problem
+    backend: str
+    accumulated: dict[str, np.ndarray]
+    local: dict[str, np.ndarray]
+    environment: dict[str, Any] = field(default_factory=dict)
+    with_gradients: bool = False
+    skipped: str = ""
+    error: str = ""
+    folder: str = ""
+
+    @property
+    def library(self) -> str:
+        """The backend without where its traces were read from: `torch` of `torch (folder)`."""
+        return self.backend.split(" ")[0]
+
+    @property
+    def numerics(self) -> dict[str, Any]:
+        """The numerics lock that it was computed under."""
+        return self.environment.get("backends", {}).get(self.library, {}).get("numerics", {})
+
+    @property
+    def arithmetic(self) -> str:
+        """How the hardware computes, one of `reference.ARITHMETICS`."""
+        return self.numerics.get("arithmetic", "ieee")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The reference's own stages for a problem, in float64 and in the same precision."""
+
+    problem: Problem
+    with_gradients: bool = False
+
+    @cached_property
+    def accumulated(self) -> dict[str, np.ndarray]:
+        """Every stage in float64."""
+        return self._stages("float64", None)
+
+    @cached_property
+    def given(self) -> dict[str, np.ndarray]:
+        """The float64 stages, rounded as a backend keeps them: what its local stages start from."""
+        return {name: value.astype(kept_dtype(name, self.problem.dtype)) for name, value in self.accumulated.items()}
+
+    def expected(self, *, local: bool) -> dict[str, np.ndarray]:
+        """Every stage in float64, from its own stages before or from the given ones."""
+        return self._local if local else self.accumulated
+
+    def same_precision(self, *, local: bool, arithmetic: str = "ieee") -> dict[str, np.ndarray]:
+        """Every stage in the same precision and arithmetic, from its own stages before or from the given ones."""
+        if (local, arithmetic) not in self._same:
+            given = self.given if local else None
+            self._same[local, arithmetic] = self._stages(SAME_PRECISION[self.problem.dtype], given, arithmetic)
+        return self._same[local, arithmetic]
+
+    @cached_property
+    def magnitudes(self) -> dict[str, np.ndarray]:
+        """Of each gradient, the size of the terms it is a sum of."""
+        if not self.with_gradients:
+            return {}
+        magnitudes = reference.gradient_magnitudes(self.problem)
+        return magnitudes | {f"{path}.{name}": of for path in ("fused", "blocks") for name, of in magnitudes.items()}
+
+    @cached_property
+    def _local(self) -> dict[str, np.ndarray]:
+        return self._stages("float64", self.given)
+
+    @cached_property
+    def _same(self) -> dict[tuple[bool, str], dict[str, np.ndarray]]:
+        return {}
+
+    def _stages(
+        self, dtype: str, given: Mapping[str, np.ndarray] | None, arithmetic: str = "ieee"
+    ) -> dict[str, np.ndarray]:
+        with np.errstate(over="ignore", invalid="ignore"):  # float16 may overflow; that is then part of the verdict
+            values = run_steps(reference.steps(self.problem, dtype, arithmetic), given)
+            if self.with_gradients and given is None:
+                values |= reference.gradients(self.problem, dtype)
+                fused = reference.gradients(self.problem, dtype, fused=True)
+                values |= {f"{path}.{name}": of for path in ("fused", "blocks") for name, of in fused.items()}
+        return values
+
+
+def run_steps(steps: Iterable[Step], given: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    """The values of all stages: each step from the values before it, or all from the values given."""
+    values: dict[str, np.ndarray] = {}
+    for step in steps:
+        values |= step(values if given is None else given)
+    return values
+
+
+def judge(trace: Trace, reference: Reference) -> list[Comparison]:
+    """Compare every stage of a trace with the reference; a stage that the trace lacks is a failure."""
+    about = {"case": trace.problem.case.name, "backend": trace.backend, "dtype": trace.problem.dtype}
+    arithmetic = trace.arithmetic
+    if trace.error:
+        return [failure(np.empty(0), trace.error, **about, stage="run")]
+
+    def verdict(stage: str, values: Mapping[str, np.ndarray], *, local: bool) -> Comparison:
+        expected = reference.expected(local=local)[stage]
+        if stage not in values:
+            return failure(expected, "the trace lacks this stage", **about, stage=stage)
+        same = reference.same_precision(local=local, arithmetic=arithmetic)[stage]
+        terms = reference.magnitudes.get(stage)
+        return compare(values[stage], expected, same, **about, stage=stage, terms=terms, arithmetic=arithmetic)
+
+    comparisons = []
+    for stage in reference.accumulated:
+        if "grad." in stage and not trace.with_gradients:
+            continue
+        if trace.library not in BACKENDS_OF.get(stage_path(stage), (trace.library,)):
+            continue
+        comparison = verdict(stage, trace.accumulated, local=False)
+        if "grad." not in stage:
+            local = verdict(stage, trace.local, local=True)
+            failed = not (comparison.passed and local.passed)
+            reason = comparison.reason or (
+                "" if local.passed else local.reason or "wrong on the reference's own inputs"
+            )
+            comparison = replace(
+                comparison,
+                status="failed" if failed else "passed",
+                local_ratio=local.ratio,
+                reason=reason if failed else "",
+            )
+        comparisons.append(comparison)
+    return comparisons

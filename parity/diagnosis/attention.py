@@ -1,0 +1,126 @@
+"""Where attention weights come from: a live module, a trace, or a layer and its input."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from mha_spec import AttentionSpec
+from parity.backends import NEEDS, load_backend
+from parity.core import reference
+from parity.core.problem import Problem, make_problem
+from parity.core.spec import Case, stage_kind
+from parity.core.trace import Trace, run_steps
+from parity.core.weights import Weights, is_finite, is_floating
+
+
+def attention_of(module: Any, *inputs: Any, **keywords: Any) -> np.ndarray:
+    """The attention weights of a live `MultiHeadAttention` of any sibling, (B, N, T, S).
+
+    Args:
+        module: the layer.
+        inputs, keywords: what it is called with, in its own framework's arrays.
+
+    Raises:
+        TypeError: if the module is of another kind, which does not give its attention weights.
+    """
+    origins = {base.__module__.split(".")[0] for base in type(module).__mro__}
+    backend = next((name for name in NEEDS if f"mha_{name}" in origins), None)
+    call = getattr(module, "forward", module)
+    if backend is None or "need_weights" not in inspect.signature(call).parameters:
+        raise TypeError(f"module must be a MultiHeadAttention of ours, got {type(module).__name__}")
+    _, attn_weights = module(*inputs, **{**keywords, "need_weights": True})
+    return cast(Any, load_backend(backend)).to_numpy(attn_weights)
+
+
+def attention_in(trace: Trace, stage: str | None = None) -> tuple[str, np.ndarray]:
+    """The attention weights of a trace, (B, N, T, S), and their stage.
+
+    Args:
+        trace: a recorded one.
+        stage: one of its stages `attn_weights`; with a cache that of the last step when absent.
+
+    Raises:
+        ValueError: if the trace has no such stage.
+    """
+    stages = [name for name in trace.accumulated if stage_kind(name).endswith("attn_weights")]
+    stages.sort(key=lambda name: stage_kind(name) != "attn_weights", reverse=True)  # the module's own come before
+    if not stages:
+        why = trace.error or trace.skipped or "no stage attn_weights"
+        raise ValueError(f"the trace must have attention weights, got {why}")
+    chosen = stages[-1] if stage is None else stage
+    if chosen not in stages:
+        raise ValueError(f"stage must be one of {', '.join(stages)}, got {chosen}")
+    return chosen, trace.accumulated[chosen]
+
+
+def attention_for(
+    weights: Weights,
+    spec: AttentionSpec,
+    query: np.ndarray,
+    key: np.ndarray | None = None,
+    *,
+    is_causal: bool = False,
+) -> np.ndarray:
+    """The attention weights of a layer for an input, (B, N, T, S), by the float64 reference.
+
+    Args:
+        weights: canonical weights.
+        spec: the layer.
+        query: (B, T, d_in) or (T, d_in).
+        key: (B, S, d_kv) or (S, d_kv), for cross-attention.
+        is_causal: hide every key after the query's own position.
+
+    Raises:
+        TypeError: if an input does not hold floating-point numbers.
+        ValueError: if shapes do not fit the layer, or a value is not finite.
+    """
+    inputs = {"query": _input("query", query, spec.d_in)}
+    if key is not None:
+        inputs["key"] = _input("key", key, spec.d_kv)
+        if spec.rope is not None:
+            raise ValueError(f"key must be absent for a layer with RoPE, got rope={spec.rope}")
+    elif spec.d_kv != spec.d_in:
+        raise ValueError(f"key must be given where d_kv is not d_in, got d_kv={spec.d_kv} and d_in={spec.d_in}")
+    (batch, seq_len, _), seq_len_k = inputs["query"].shape, None if key is None else inputs["key"].shape[1]
+    if key is not None and inputs["key"].shape[0] != batch:
+        raise ValueError(f"key must have as many sequences as query, got {inputs['key'].shape[0]} and {batch}")
+    case = Case("input", spec, "an input of the user", batch, seq_len, seq_len_k, is_causal)
+    wide = {name: weight.astype(np.float64) for name, weight in weights.items()}
+    return run_steps(reference.steps(Problem(case, "float64", wide, inputs), "float64"))["attn_weights"]
+
+
+def attention_in_case(weights: Weights, spec: AttentionSpec, case: Case) -> tuple[str, np.ndarray]:
+    """The attention weights of a layer for the inputs of a case, drawn for its widths, and their stage."""
+    problem = make_problem(replace(case, spec=spec), "float64", weights)
+    values = run_steps(reference.steps(problem, "float64"))
+    stage = [name for name in values if stage_kind(name) == "attn_weights"][-1]
+    return stage, values[stage]
+
+
+def read_array(path: str | os.PathLike[str]) -> np.ndarray:
+    """The array in a `.npy` file, never unpickled.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it holds no single array.
+    """
+    try:
+        with open(path, "rb") as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
+    except (ValueError, EOFError):
+        raise ValueError(f"{path} must hold one array as numpy.save writes it") from None
+
+
+def _input(name: str, x: np.ndarray, width: int) -> np.ndarray:
+    if not is_floating(x.dtype):
+        raise TypeError(f"{name} must be an array of floating-point numbers, got dtype {x.dtype}")
+    if x.ndim not in (2, 3) or x.shape[-1] != width or not x.size:
+        raise ValueError(f"{name} must have shape (B, tokens, {width}) or (tokens, {width}), got {x.shape}")
+    if not is_finite(x):
+        raise ValueError(f"{name} must be finite, got {np.count_nonzero(~np.isfinite(x))} NaN or infinities")
+    return x.reshape((1,) * (3 - x.ndim) + x.shape).astype(np.float64)

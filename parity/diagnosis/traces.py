@@ -1,0 +1,50 @@
+"""Traces of one problem side by side: how far each is from the reference and from the other, and what explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from parity.core.compare import Comparison, first_difference
+from parity.core.trace import Reference, Trace, judge
+from parity.diagnosis.diagnose import Diagnosis, diagnose_trace
+
+
+def judge_together(traces: Sequence[Trace]) -> list[list[Comparison]]:
+    """The comparisons of each trace with the reference, which is computed once for all."""
+    expected = Reference(traces[0].problem, any(trace.with_gradients for trace in traces))
+    return [judge(trace, expected) for trace in traces]
+
+
+def distances(one: Trace, other: Trace, sides: Sequence[Sequence[Comparison]]) -> dict[str, float]:
+    """Stage by stage, the largest difference between two traces; infinite where a stage cannot be compared."""
+    a, b = one.accumulated, other.accumulated
+
+    def distance(stage: str) -> float:
+        if stage not in a or stage not in b or a[stage].shape != b[stage].shape:
+            return float("inf")
+        return float(np.abs(a[stage].astype(np.float64) - b[stage].astype(np.float64)).max(initial=0.0))
+
+    with np.errstate(invalid="ignore"):
+        return {comparison.stage: distance(comparison.stage) for side in sides for comparison in side}
+
+
+def diagnose_worst(traces: Sequence[Trace], sides: Sequence[Sequence[Comparison]]) -> Diagnosis:
+    """The diagnosis of the trace that goes wrong first.
+
+    Args:
+        traces: of one problem.
+        sides: the comparisons of each with the reference.
+    """
+    wrong = [first_difference(side) for side in sides]
+    order = {comparison.stage: place for side in sides for place, comparison in enumerate(side)}
+    places = [len(order) if each is None else order[each.stage] for each in wrong]
+    worst = places.index(min(places))
+    diagnosis, difference = diagnose_trace(traces[worst]), wrong[worst]
+    if diagnosis.kind != "none" or difference is None:
+        return diagnosis
+    # A gradient, a dtype, a stage that is missing: nothing that a mistake in the formulas would explain.
+    told = {"stage": difference.stage, "unexplained": difference.stage}
+    return replace(diagnosis, kind="unknown", error=difference.error, ratio=difference.worse_ratio, **told)

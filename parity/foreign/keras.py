@@ -1,0 +1,153 @@
+"""`keras.layers.MultiHeadAttention` and `keras.layers.GroupQueryAttention`, on whichever framework Keras runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mha_spec import AttentionSpec
+from parity.core.arrays import to_jax, to_torch
+from parity.core.weights import Weights
+from parity.foreign.adapter import Adapter, refuse_where
+
+
+def import_keras(framework: str | None = None) -> ModuleType:
+    """Keras, which runs on the framework that it was first imported on.
+
+    Args:
+        framework: to import it on, if neither it is imported yet nor `KERAS_BACKEND` chosen; when absent, that of its
+            settings if that can be, else torch or JAX.
+
+    Raises:
+        ImportError: if it is not installed, or its framework is not.
+    """
+    if "keras" in sys.modules or "KERAS_BACKEND" in os.environ:
+        import keras
+
+        return keras
+    os.environ["KERAS_BACKEND"] = framework or _chosen()
+    try:
+        import keras
+    finally:
+        del os.environ["KERAS_BACKEND"]
+    return keras
+
+
+def _chosen() -> str:
+    """The framework of the user's settings if it is installed; Keras writes them with one that need not be."""
+    settings = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras")) / "keras.json"
+    chosen = json.loads(settings.read_text()).get("backend") if settings.exists() else None
+    if chosen is not None and find_spec(chosen):
+        return chosen
+    return "torch" if find_spec("torch") else "jax"
+
+
+class _KerasAttention(Adapter):
+    """What the two layers share."""
+
+    mask_true = "shows"
+
+    def tensors(self, module: Any) -> Mapping[str, Any]:
+        if not module.built:
+            raise ValueError(
+                f"a {self.name} must be built, as layer.build(query_shape, value_shape) does, before it has weights"
+            )
+        # A path ends with the projection and its kernel or bias; it begins with the names of what the layer is in.
+        return {".".join(variable.path.split("/")[-2:]): variable.value for variable in module.weights}
+
+    def write(self, module: Any, tensors: Weights) -> Any:
+        converts: dict[str, Callable[[np.ndarray], Any]] = {"torch": to_torch, "jax": to_jax}
+        convert = converts.get(import_keras().backend.backend(), np.asarray)
+        for name, variable in zip(self.tensors(module), module.weights, strict=True):
+            variable.assign(convert(tensors[name]))
+        return module
+
+    def call(
+        self,
+        module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        *,
+        mask: Any = None,
+        is_causal: bool = False,
+        need_weights: bool = False,
+        train: bool = False,
+    ) -> tuple[Any, Any]:
+        """As `Adapter.call`, with one mask for all heads."""
+        if mask is not None:
+            if mask.shape[1] != 1:
+                raise ValueError(f"the mask of a {self.name} must be one for all heads, got mask.shape={mask.shape}")
+            mask = mask[:, 0]
+        result = module(
+            query,
+            value,
+            key,
+            attention_mask=mask,
+            use_causal_mask=is_causal,
+            return_attention_scores=need_weights,
+            training=train,
+        )
+        return result if need_weights else (result, None)
+
+
+class KerasMultiHeadAttention(_KerasAttention):
+    """`keras.layers.MultiHeadAttention`."""
+
+    name = "keras.layers.MultiHeadAttention"
+    layout = "keras.MultiHeadAttention"
+
+    def make(self, spec: AttentionSpec, dtype: str = "float32", **options: Any) -> Any:
+        self.check_can_be(spec)
+        given = {
+            "use_bias": spec.qkv_bias,
+            "output_shape": spec.d_model,
+            "dropout": spec.dropout,
+            "dtype": dtype,
+            "seed": 0,
+        }
+        layer = import_keras().layers.MultiHeadAttention(spec.num_heads, spec.head_dim, **(given | options))
+        layer.build((None, None, spec.d_in), (None, None, spec.d_kv))
+        return layer
+
+    def known(self, module: Any) -> dict[str, Any]:
+        config = module.get_config()
+        others = {name: config.get(name) for name in ("use_gate", "sliding_window")}
+        axes = config["attention_axes"]
+        others["attention_axes"] = None if axes is None or tuple(axes) == (1,) else axes
+        others["value_dim"] = None if config["value_dim"] == config["key_dim"] else config["value_dim"]
+        refuse_where(others, self.name)
+        return {"num_heads": config["num_heads"], "dropout": config["dropout"]}
+
+
+class KerasGroupQueryAttention(_KerasAttention):
+    """`keras.layers.GroupQueryAttention`, whose output is as wide as its query."""
+
+    name = "keras.layers.GroupQueryAttention"
+    layout = "keras.GroupQueryAttention"
+
+    def make(self, spec: AttentionSpec, dtype: str = "float32", **options: Any) -> Any:
+        self.check_can_be(spec)
+        if spec.d_model != spec.d_in:
+            raise ValueError(f"a {self.name} must have d_model equal to d_in, got {spec.d_model} and {spec.d_in}")
+        heads = (spec.head_dim, spec.num_heads, spec.num_kv_heads)
+        given = {"use_bias": spec.qkv_bias, "dropout": spec.dropout, "dtype": dtype, "seed": 0}
+        layer = import_keras().layers.GroupQueryAttention(*heads, **(given | options))
+        layer.build((None, None, spec.d_in), (None, None, spec.d_kv))
+        return layer
+
+    def known(self, module: Any) -> dict[str, Any]:
+        config = module.get_config()
+        refuse_where({name: config.get(name) for name in ("use_gate", "sliding_window")}, self.name)
+        return {"num_heads": config["num_query_heads"], "dropout": config["dropout"]}
+
+
+ADAPTERS = [KerasMultiHeadAttention(), KerasGroupQueryAttention()]

@@ -1,0 +1,49 @@
+"""The list of cases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from parity.core.spec import Case
+
+
+def print_cases(cases: list[Case], out: Console) -> None:
+    """Print cases, one a line: the name, what fails when it fails, and what it covers."""
+    name_width = max(len(case.name) for case in cases)
+    about_width = max(len(case.about) for case in cases)
+    for case in cases:
+        line = f"{case.name:<{name_width}}  {case.about:<{about_width}}  {covers(case)}"
+        out.print(Text(line), soft_wrap=True)
+
+
+def covers(case: Case) -> str:
+    """What a case covers, of its own fields: heads and tokens, then whatever is not the plain thing."""
+    spec = case.spec
+    heads = f"{spec.num_heads}" if spec.num_kv_heads == spec.num_heads else f"{spec.num_heads}/{spec.num_kv_heads}"
+    tokens = "+".join(map(str, case.chunks)) or str(case.seq_len)
+    across = f" over {case.seq_len_k}" if case.seq_len_k is not None else ""
+    said = {
+        "causal": case.is_causal,
+        "padding": case.key_padding_lengths is not None,
+        f"window {case.window_size}": case.window_size is not None,
+        "random mask": case.random_mask,
+        "bias": case.bias,
+        "RoPE": spec.rope is not None,
+        f"cache of {case.capacity} slots": case.is_cached,
+        "ragged": bool(case.new_lengths),
+        "fused qkv": spec.fused_qkv,
+        "no biases": not (spec.qkv_bias or spec.out_bias),
+        "no out_proj": not spec.out_proj,
+        "strided": case.strided,
+        "large logits": case.gain > 1.0,
+        f"NaN {case.not_finite}": case.not_finite is not None,
+        "trained": case.trained is not None,
+        f"{case.dtype} only": case.dtype is not None,
+    }
+    sizes = f"heads {heads} x {spec.head_dim}, tokens {case.batch} x {tokens}{across}"
+    return ", ".join([sizes, *(words for words, holds in said.items() if holds)])

@@ -1,0 +1,67 @@
+"""The matrix of answers on a terminal, and below it each broken promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from parity.conformance.answers import Conformance
+from parity.reporting.console import begin_table
+
+STYLES = {"ok": "green", "note": "yellow", "absent": "dim", "differs": "bold red", "broken": "bold red"}
+LABEL, CELL = 16, 18  # columns
+
+
+def print_conformance(found: Sequence[Conformance], out: Console, again: Callable[[str, str], str]) -> None:
+    """Print the matrix, as many subjects side by side as there is room for, and below it each broken promise.
+
+    Args:
+        found: the subjects.
+        out: a console, see `parity.reporting.console.console`.
+        again: the command that asks a subject a question once more, from their names.
+    """
+    examined = [subject for subject in found if not subject.missing]
+    between = 3 if out.is_terminal else 2
+    side_by_side = max(1, (out.width - LABEL - between) // (CELL + between))
+    for start in range(0, len(examined), side_by_side):
+        block = examined[start : start + side_by_side]
+        versions = dict.fromkeys(subject.version or subject.framework for subject in block)
+        table = begin_table(out, f"Conformance: {', '.join(versions)}")
+        table.add_column("", no_wrap=True, min_width=LABEL)
+        width = min(40, (out.width - LABEL - between) // len(block) - between)
+        for subject in block:
+            name = subject.name if ":" in subject.name else ".\n".join(subject.name.rsplit(".", 1))
+            table.add_column(name, overflow="fold", min_width=CELL, max_width=width)
+        for answer in block[0].answers:
+            cells = [subject[answer.question] for subject in block]
+            marks = ("! " if cell.is_broken else "" for cell in cells)
+            row = [Text(mark + cell.words, style=STYLES[cell.status]) for mark, cell in zip(marks, cells, strict=True)]
+            table.add_row(answer.question, *row)
+        out.print(table)
+    for subject in found:
+        if subject.missing:
+            out.print(Text(f"{subject.name}: {subject.missing}", style="dim"), soft_wrap=True)
+    refusals = [(subject, answer) for subject in examined for answer in subject.answers if answer.refusal]
+    for i, (subject, answer) in enumerate(refusals):
+        refused = f"{subject.name}, {answer.question}: refused ({answer.refusal})"
+        out.print(Text(refused if i else f"\n{refused}", style="dim"), soft_wrap=True)
+    for subject in examined:
+        for answer in subject.broken:
+            out.print()
+            out.print(Text(answer.example, style="red"), soft_wrap=True)
+            out.print(Text(f"  again   {again(subject.name, answer.question)}"), soft_wrap=True)
+    out.print()
+    answers = [answer for subject in examined for answer in subject.answers]
+    asked, promises = sum(answer.was_asked for answer in answers), sum(answer.is_broken for answer in answers)
+    how_many = f"{len(examined)} subject{'s' if len(examined) != 1 else ''}"
+    verdict = f"{promises} broken promise{'s' if promises != 1 else ''}" if promises else "no broken promises"
+    verdict = verdict if asked else "nothing to ask"
+    out.print(
+        Text(
+            f"{how_many} examined, {asked} of {len(answers)} questions answered: {verdict}",
+            style="bold red" if promises or not asked else "bold green",
+        ),
+        soft_wrap=True,
+    )

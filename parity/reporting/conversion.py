@@ -1,0 +1,154 @@
+"""Layouts, what a file of weights holds, what was converted, and whether two files hold the same attention."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from parity.core.compare import Comparison, first_difference
+from parity.reporting.console import begin_table, short_ratio
+from parity.reporting.diagnosis import print_diagnosis
+from parity.reporting.summary import counted
+
+if TYPE_CHECKING:
+    from parity.conversion.convert import Converted
+    from parity.conversion.inspect import Found
+    from parity.conversion.layouts import Layout
+    from parity.diagnosis.diagnose import Diagnosis
+    from parity.files import TensorFile
+
+
+def print_layouts(layouts: Iterable[Layout], out: Console) -> None:
+    """Print a table of layouts, one in each row."""
+    table = begin_table(out, "Layouts")
+    for column in ("layout", "what it is", "RoPE pairs"):
+        table.add_column(column, overflow="fold")
+    for layout in layouts:
+        table.add_row(layout.name, layout.about, layout.rope)
+    out.print(table)
+
+
+def print_layout(layout: Layout, out: Console) -> None:
+    """Print the tensors of a layout, and of each its axes, outermost first."""
+    from parity.conversion.layouts.layout import RULES
+
+    letters = {"n": "heads", "h": "head_dim", "d": "input", "e": "output"}
+    out.print(Text(f"{layout.about} ({layout.source})"), soft_wrap=True)
+    for number, form in enumerate(layout.forms):
+        table = begin_table(out, layout.name if number == 0 else "or")
+        for column in ("tensor", "holds", "axes"):
+            table.add_column(column, overflow="fold")
+        for tensor in form:
+            axes = [" x ".join(letters[letter] for letter in group) or "1" for group in tensor.groups()]
+            table.add_row(tensor.name, ", ".join(tensor.parts), f"[{' | '.join(axes)}]".replace("[", "\\["))
+        out.print(table)
+    of_group = {"q": "queries", "k": "key", "v": "value"}
+    for holds in dict.fromkeys(tensor.holds for tensor in layout.tensors if len(tensor.parts) > 1):
+        by_group = "each group's " + ", then its ".join(of_group[projection] for projection in holds)
+        by_projection = "all " + ", then all ".join(holds)
+        out.print(f"heads in a packed tensor: {by_group if layout.grouped else by_projection}")
+    out.print(f"RoPE pairs: {'(i, i + H/2)' if layout.rope == 'half' else '(2 i, 2 i + 1)'}")
+    for rule in layout.rules:
+        out.print(f"rule: {RULES[rule].words}")
+    for prefix in layout.prefixes:
+        out.print(Text(f"prefix: {prefix}"))
+
+
+def print_inspection(path: str, file: TensorFile, found: list[Found], out: Console) -> None:
+    """Print what a file holds: its tensors, those of numbered layers together, and which layouts fit."""
+    grouped: dict[tuple[str, str, str], int] = {}
+    for name, info in file.infos.items():
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "{i}", name)
+        key = (pattern, " x ".join(map(str, info.shape)) or "scalar", info.dtype.name)
+        grouped[key] = grouped.get(key, 0) + 1
+    table = begin_table(out, f"{path}: {file.format}, {len(file.infos)} tensors")
+    for column in ("tensor", "shape", "dtype", "how many"):
+        table.add_column(column, overflow="fold")
+    for (pattern, shape, dtype), count in grouped.items():
+        table.add_row(Text(pattern), shape, dtype, str(count))
+    out.print(table)
+    table = begin_table(out, "Attention layers" if found else "No attention layer that a layout fits")
+    for column in ("prefix", "layers", "layout", "heads"):
+        table.add_column(column, overflow="fold")
+    for layer in found:
+        count = f"{layer.layers}, stacked" if layer.is_stacked else str(layer.layers)
+        table.add_row(Text(layer.prefix), count, layer.layout, Text(layer.heads))
+    if found:
+        out.print(table)
+
+
+def print_conversion(converted: Converted, layout: str, path: str, out: Console) -> None:
+    """Print what became of a file's tensors.
+
+    Args:
+        converted: what was done.
+        layout: the one that it was converted to.
+        path: the file that was written.
+        out: where to.
+    """
+    layers, spec = converted.layers, converted.spec
+    heads = f", {spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}" if spec else ""
+    if converted.heads_from:
+        theta = f", --rope-theta {spec.rope.theta:g}" if spec and spec.rope is not None else ""
+        heads += f" (from {converted.heads_from}{theta})"
+    out.print(
+        f"{counted(len(layers), 'attention layer')}{heads}: {converted.source} -> {layout}; "
+        f"other tensors: {len(converted.kept)} kept, {len(converted.dropped)} dropped; wrote {path}",
+        soft_wrap=True,
+    )
+
+
+def print_verdicts(
+    verdicts: list[tuple[str, str, list[Comparison], bool]], diagnosis: Diagnosis, files: list[str], out: Console
+) -> None:
+    """Print whether two files hold the same attention, in full for one layer, and of many for the first that differs.
+
+    Args:
+        verdicts: of each layer its name in both files, the comparisons, and whether its weights are the same bits.
+        diagnosis: of the first layer that differs, or of one that does not.
+        files: their names.
+        out: where to.
+    """
+    if len(verdicts) == 1:
+        _, _, comparisons, same_bits = verdicts[0]
+        _print_verdict(comparisons, diagnosis, same_bits, files, out)
+        return
+    wrong = [(one, other, first) for one, other, each, _ in verdicts if (first := first_difference(each)) is not None]
+    for one, other, first in wrong:
+        out.print(Text(f"{one} and {other} differ first at {first.stage}", style="red"), soft_wrap=True)
+    same = sum(same_bits for *_, same_bits in verdicts)
+    rounded = len(verdicts) - len(wrong) - same
+    counts = f"{same} the same, bit for bit; {rounded} the same up to rounding; {len(wrong)} different"
+    if wrong:
+        out.print(Text(str(wrong[0][2]), style="red"))
+        print_diagnosis(diagnosis, out)
+    verb, style = ("do NOT hold", "bold red") if wrong else ("hold", "bold green")
+    told = f"{files[0]} and {files[1]} {verb} the same attention in all {len(verdicts)} layers: {counts}"
+    out.print(Text(told, style=style), soft_wrap=True)
+
+
+def _print_verdict(
+    comparisons: list[Comparison], diagnosis: Diagnosis, same_bits: bool, files: list[str], out: Console
+) -> None:
+    """Print whether two files hold the same attention, stage by stage, and if they do not, what explains it."""
+    table = begin_table(out, "Error of the second file, as a share of what rounding explains")
+    for column in ("stage", "share", "max abs"):
+        table.add_column(column, justify="left" if column == "stage" else "right")
+    for comparison in comparisons:
+        style = "" if comparison.passed else "red"
+        table.add_row(comparison.stage, short_ratio(comparison.ratio), f"{comparison.max_abs:.1e}", style=style)
+    out.print(table)
+    wrong = first_difference(comparisons)
+    if wrong is not None:
+        out.print(Text(str(wrong), style="red"))
+        print_diagnosis(diagnosis, out)
+        out.print(Text(f"{files[0]} and {files[1]} do NOT hold the same attention", style="bold red"), soft_wrap=True)
+        return
+    how = "the same, bit for bit" if same_bits else f"the same up to rounding in {comparisons[0].dtype}"
+    out.print(
+        Text(f"{files[0]} and {files[1]} hold the same attention: weights {how}", style="bold green"), soft_wrap=True
+    )

@@ -1,0 +1,96 @@
+"""What a diagnosis found, where two traces part, and what became of planted mistakes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from parity.core.compare import Comparison, first_difference
+from parity.reporting.console import begin_table, short_ratio
+
+if TYPE_CHECKING:
+    from parity.diagnosis.diagnose import Diagnosis
+    from parity.diagnosis.selftest import Outcome
+
+
+def print_diagnosis(diagnosis: Diagnosis, out: Console) -> None:
+    """Print what is wrong, as far as it was found."""
+    style = {"none": "bold green", "structure": "bold", "precision": "bold"}.get(diagnosis.kind, "")
+    out.print(Text(str(diagnosis), style=style), soft_wrap=True)
+
+
+def print_difference(difference: Comparison, out: Console) -> None:
+    """Print where a trace first goes wrong."""
+    out.print(str(difference), markup=False, style="red")
+
+
+def print_divergence(sides: list[list[Comparison]], distances: dict[str, float], out: Console) -> None:
+    """Print, stage by stage, how far two traces are from the reference and from each other, and where they part.
+
+    Args:
+        sides: the comparisons of each with the reference.
+        distances: by stage, the largest difference between the two.
+        out: where to.
+    """
+    names = [side[0].backend for side in sides]
+    title = "Error / budget of each against the reference, and their difference"
+    by_stage = [{comparison.stage: comparison for comparison in side} for side in sides]
+    rows = []
+    for stage, distance in distances.items():
+        found = [side.get(stage) for side in by_stage]
+        ratios = ("—" if each is None else short_ratio(each.worse_ratio) for each in found)
+        style = "" if all(each is None or each.passed for each in found) else "red"
+        rows.append((stage, [*ratios, f"{distance:.1e}"], style))
+    columns = (*names, "difference")
+    if out.width < 80:  # no room for columns
+        out.print(Text(title, style="bold"))
+        for stage, numbers, style in rows:
+            said = ", ".join(map(" ".join, zip(columns, numbers, strict=True)))
+            out.print(Text(f"{stage}: {said}", style=style, overflow="fold"))
+    else:
+        table = begin_table(out, title)
+        table.add_column("stage", no_wrap=True)
+        for column in columns:
+            table.add_column(column, justify="right")
+        for stage, numbers, style in rows:
+            table.add_row(stage, *numbers, style=style)
+        out.print(table)
+    for side in sides:
+        wrong = first_difference(side)
+        words = "is right" if wrong is None else f"goes wrong at {wrong.stage}"
+        out.print(Text(f"{side[0].backend} {words}", style="green" if wrong is None else "red"), soft_wrap=True)
+        if wrong is not None:
+            out.print(Text(str(wrong), style="red"))
+
+
+def print_selftest(outcomes: list[Outcome], out: Console) -> None:
+    """Print what became of the mistakes that were planted: a row for each kind, what was not as it should be, a sum."""
+    table = begin_table(out, "Planted mistakes: seen at their stage, and named by the diagnosis")
+    is_narrow = out.width < 80
+    table.add_column("mistake", overflow="fold", no_wrap=not is_narrow)
+    table.add_column("stage", overflow="fold", no_wrap=not is_narrow)
+    for column in ("planted", "seen", "named"):
+        table.add_column(column, justify="right", no_wrap=True)
+    kinds: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        kinds.setdefault(outcome.hypothesis or "(none)", []).append(outcome)
+    for kind, of_kind in kinds.items():
+        seen, named = (sum(getattr(outcome, what) for outcome in of_kind) for what in ("is_caught", "is_named"))
+        style = "" if seen == named == len(of_kind) else "red"
+        stages = ", ".join(dict.fromkeys(outcome.stage for outcome in of_kind if outcome.stage)) or "—"
+        table.add_row(kind, stages, str(len(of_kind)), str(seen), str(named), style=style)
+    out.print(table)
+    for outcome in outcomes:
+        where = f"{outcome.hypothesis or 'nothing'} in {outcome.case} on {outcome.backend}"
+        if not outcome.is_caught:
+            out.print(
+                Text(f"NOT SEEN: {where}: {outcome.stage or 'all stages passed'}", style="bold red"), soft_wrap=True
+            )
+        elif not outcome.is_named:
+            named = ", ".join(outcome.named) or "nothing"
+            out.print(Text(f"not named: {where}: the diagnosis says {named}", style="yellow"), soft_wrap=True)
+    seen, named = (sum(getattr(outcome, what) for outcome in outcomes) for what in ("is_caught", "is_named"))
+    style = "bold green" if seen == len(outcomes) else "bold red"
+    out.print(Text(f"{len(outcomes)} planted, {seen} seen at their stage, {named} named", style=style))

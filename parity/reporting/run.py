@@ -1,0 +1,182 @@
+"""The report of a run, or of a comparison of traces, on a terminal: cases, stages, what is wrong and where."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from parity.core.compare import Comparison, first_difference
+from parity.core.spec import find_case, stage_kind
+from parity.reporting.console import begin_table, short_ratio
+from parity.reporting.diagnosis import print_diagnosis
+from parity.reporting.summary import reproduction, skipped_reasons, summary_line
+
+if TYPE_CHECKING:
+    from parity.running.report import Report
+
+DETAILED_FAILURES = 5  # shown whole on the terminal; all are in the JSON
+NARROWEST = 9  # columns for a verdict in a table: `FAIL 1.03`
+
+
+def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: bool = False) -> None:
+    """Print a report: cases, stages, what is wrong and where, what was skipped and why, and a last line.
+
+    Args:
+        report: what to print.
+        out: where to.
+        verbose: also print every comparison.
+        quiet: print only what is wrong and the last line.
+    """
+    if verbose:
+        print_comparison_table(report, out)
+    if not quiet:
+        print_case_table(report, out)
+        print_stage_table(report, out)
+    differences = report.first_differences()
+    for comparison in differences[:DETAILED_FAILURES]:
+        out.print()
+        out.print(Text(str(comparison), style="red"))
+        if diagnosis := report.diagnoses.get((comparison.case, comparison.dtype, comparison.backend)):
+            print_diagnosis(diagnosis, out)
+        print_reproduction(comparison, out)
+    if len(differences) > DETAILED_FAILURES:
+        out.print(f"\n… and {len(differences) - DETAILED_FAILURES} more; --json holds them all")
+    if differences or not quiet:
+        out.print()
+    if not quiet:
+        for warning in report.warnings:
+            out.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+        for reason in skipped_reasons(report):
+            out.print(Text(f"skipped: {reason}", style="yellow"), soft_wrap=True)
+    out.print(summary_line(report), soft_wrap=True)
+
+
+def print_reproduction(comparison: Comparison, out: Console) -> None:
+    """Print the command that runs a comparison's case again, if its name is enough."""
+    if command := reproduction(comparison):
+        out.print(f"  again       {command}", soft_wrap=True)
+
+
+def print_case_table(report: Report, out: Console) -> None:
+    """One row a case and dtype, one column a backend: the worst stage and how much of its budget it uses."""
+    skipped = {(skipped.case, skipped.dtype, skipped.backend) for skipped in report.skipped_cases}
+    groups = {**report.groups(), **{key: [] for key in sorted(skipped)}}
+    backends = list(dict.fromkeys(backend for _, _, backend in groups))
+    # A case that has one dtype of its own has it in its name.
+    dtypes = {dtype for case, dtype, _ in groups if (known := find_case(case)) is None or known.dtype is None}
+    longest = max(len(case) for case, _, _ in groups)
+    pairs = list(dict.fromkeys((case, dtype) for case, dtype, _ in groups))
+    between = 3 if out.is_terminal else 2  # columns
+    taken = longest + 6 + 2 * between + (8 + between if len(dtypes) > 1 else 0)
+    width = (out.width - taken - 1) // max(len(backends), 1) - between
+    title = "Worst error / budget of each case (1.00 is the limit)"
+    if width < NARROWEST:  # no room for columns: a line for each verdict
+        out.print(Text(title, style="bold"))
+        for case, dtype in pairs:
+            out.print(Text(f"{case}, {dtype}" if len(dtypes) > 1 else case, overflow="fold"))
+            for backend in backends:
+                out.print(Text(f"  {backend}: ", overflow="fold") + _verdict(groups.get((case, dtype, backend))))
+        return
+    table = begin_table(out, title)
+    table.add_column("case", no_wrap=True, min_width=longest)
+    if len(dtypes) > 1:
+        table.add_column("dtype", no_wrap=True, min_width=8)
+    table.add_column("stages", justify="right", no_wrap=True, min_width=6)
+    for backend in backends:
+        table.add_column(Text(backend, no_wrap=True, overflow="ellipsis"), min_width=NARROWEST, max_width=width)
+    for case, dtype in pairs:
+        of_backends = [groups.get((case, dtype, backend)) for backend in backends]
+        row = [case, *([dtype] if len(dtypes) > 1 else []), str(max(len(group or []) for group in of_backends))]
+        table.add_row(*row, *(_verdict(comparisons) for comparisons in of_backends))
+    out.print(table)
+
+
+def _verdict(comparisons: list[Comparison] | None) -> Text:
+    """What a cell says; the stage of what passed may be cut off, that of what failed goes on in the next line."""
+    if not comparisons:
+        return Text("—" if comparisons is None else "skipped", style="dim")
+    difference = first_difference(comparisons)
+    if difference is not None:
+        words = f"FAIL {short_ratio(difference.worse_ratio)} {difference.stage}"
+        return Text(words, style="bold red", overflow="fold")
+    worst = max(comparisons, key=lambda comparison: comparison.worse_ratio)
+    return Text(f"ok {short_ratio(worst.ratio)} {worst.stage}", style="green", no_wrap=True, overflow="ellipsis")
+
+
+def print_stage_table(report: Report, out: Console) -> None:
+    """One row a stage: over all cases, the worst error / budget and largest absolute error of each backend."""
+    backends = list(dict.fromkeys(comparison.backend for comparison in report.comparisons))
+    kinds: dict[str, list[Comparison]] = {}
+    for comparison in report.comparisons:
+        kinds.setdefault(stage_kind(comparison.stage), []).append(comparison)
+    longest = max(map(len, kinds), default=0)
+    widths = [min(max(len(backend), 5), NARROWEST) for backend in backends]
+    room = out.width - longest - 4 - sum(width + 3 for width in widths)  # for all but the stage and the ratios
+    room_for_sizes = room >= 10 * len(backends)
+    room_for_cases = room - 10 * len(backends) >= 20
+
+    def ratio(comparisons: list[Comparison]) -> Text:
+        if not comparisons:
+            return Text("—")
+        style = "" if all(comparison.passed for comparison in comparisons) else "bold red"
+        return Text(short_ratio(max(comparison.worse_ratio for comparison in comparisons)), style=style)
+
+    title = "Stage by stage: worst error / budget"
+    if room < 0:  # no room for columns: a line for each stage
+        out.print(Text(title, style="bold"))
+        for kind, comparisons in kinds.items():
+            ratios = (Text(f"{backend} ") + ratio(_of(backend, comparisons)) for backend in backends)
+            out.print(Text(f"{kind}: ", overflow="fold") + Text(", ").join(ratios))
+        return
+    table = begin_table(out, f"{title}, and largest absolute error" if room_for_sizes else title)
+    table.add_column("stage", no_wrap=True)
+    for backend, width in zip(backends, widths, strict=True):
+        table.add_column(backend, justify="right", no_wrap=True, min_width=width, max_width=width)
+        if room_for_sizes:
+            table.add_column("max abs", justify="right", no_wrap=True, min_width=7)
+    if room_for_cases:
+        table.add_column("worst in", no_wrap=True, style="dim", max_width=room - 10 * len(backends) - 3)
+    for kind, comparisons in kinds.items():
+        row: list[str | Text] = [kind]
+        for backend in backends:
+            of_backend = _of(backend, comparisons)
+            row.append(ratio(of_backend))
+            if room_for_sizes:
+                row.append(f"{max(comparison.max_abs for comparison in of_backend):.1e}" if of_backend else "—")
+        worst = max(comparisons, key=lambda comparison: comparison.worse_ratio)
+        place = f"{worst.case} ({worst.backend})" if worst.worse_ratio else ""
+        table.add_row(*row, *([place] if room_for_cases else []))
+    out.print(table)
+
+
+def _of(backend: str, comparisons: list[Comparison]) -> list[Comparison]:
+    return [comparison for comparison in comparisons if comparison.backend == backend]
+
+
+def print_comparison_table(report: Report, out: Console) -> None:
+    """One row a comparison; where there is no room for columns, a line with its ratio."""
+    if out.width < 80:
+        out.print(Text("Every comparison: error / budget", style="bold"))
+        for comparison in report.comparisons:
+            names = f"{comparison.case} {comparison.stage} {comparison.dtype} {comparison.backend}"
+            style = "" if comparison.passed else "red"
+            out.print(Text(f"{names} {short_ratio(comparison.worse_ratio)}", style=style, overflow="fold"))
+        return
+    table = begin_table(out, "Every comparison")
+    for name in ("case", "stage"):
+        table.add_column(name, overflow="fold")
+    table.add_column("dtype")
+    table.add_column("backend")
+    for name in ("error", "budget", "ratio", "local", "max abs", "max ulp"):
+        table.add_column(name, justify="right")
+    for comparison in report.comparisons:
+        local = "—" if comparison.local_ratio is None else short_ratio(comparison.local_ratio)
+        numbers = (f"{comparison.error:.0e}", f"{comparison.budget:.0e}", short_ratio(comparison.ratio), local)
+        sizes = (f"{comparison.max_abs:.0e}", f"{comparison.max_ulp:.0f}")
+        style = "" if comparison.passed else "red"
+        table.add_row(
+            comparison.case, comparison.stage, comparison.dtype, comparison.backend, *numbers, *sizes, style=style
+        )
+    out.print(table)

@@ -1,0 +1,60 @@
+"""What the terminal, the page and JUnit say alike of a report: its last line, what was skipped, how to run it again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from parity.core.spec import find_case
+
+if TYPE_CHECKING:
+    from parity.core.compare import Comparison
+    from parity.running.report import Report
+
+
+def summary_line(report: Report) -> Text:
+    """One line: how many stages agree, how many do not, and what did not run."""
+    summary, groups = report.summary, report.groups()
+    if not groups:
+        return Text("nothing was compared", style="bold yellow")
+    backends = sorted({backend for _, _, backend in groups})
+    count = len({case for case, _, _ in groups})
+    one = len(backends) == 1
+    verdict = ("agrees" if one else "agree") if not summary["failed"] else ("does" if one else "do") + " NOT agree"
+    counts = f"{summary['passed']} stages passed, {summary['failed']} failed"
+    numbers = {"backend": len(report.skipped), "case": len(report.skipped_cases)}
+    skipped = " and ".join(counted(number, what) for what, number in numbers.items() if number)
+    counts += f", {skipped} skipped" if skipped else ""
+    counts += f", {counted(len(report.missing), 'trace')} missing" if report.missing else ""
+    names = " and ".join(filter(None, (", ".join(backends[:-1]), backends[-1])))
+    against = {comparison.against for comparison in report.comparisons}
+    expected = "the float64 reference" if against == {"the reference"} else "what was expected"
+    return Text(
+        f"{names} {verdict} with {expected}: {counted(count, 'case')}, {counts}",
+        style="bold red" if report.status else "bold green",
+    )
+
+
+def skipped_reasons(report: Report) -> list[str]:
+    """Each reason for which something was skipped, once."""
+    reasons = Counter((skipped.backend, skipped.dtype, skipped.reason) for skipped in report.skipped_cases)
+    return [
+        *report.skipped.values(),
+        *(f"{backend}, {dtype}: {why} ({counted(n, 'case')})" for (backend, dtype, why), n in reasons.items()),
+    ]
+
+
+def reproduction(comparison: Comparison) -> str:
+    """The command that runs a comparison's case again; empty if its name is not enough."""
+    if find_case(comparison.case) is None:
+        return ""
+    backend = comparison.backend.split(" ")[0]
+    command = f"mha-parity run --backends {backend} --cases {comparison.case} --dtypes {comparison.dtype}"
+    return f"{command}{' --grad' if 'grad.' in comparison.stage else ''}"
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things: `1 case`, `2 cases`."""
+    return f"{number} {what}{'s' if number != 1 else ''}"

@@ -1,0 +1,1 @@
+"""Cases x backends -> report, recorded here or read from traces."""

@@ -1,0 +1,220 @@
+"""Cases x backends -> results: record what a backend computes, as a trace, and judge it against the reference."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from parity.backends import NEEDS, load_backend, why_missing
+from parity.backends.numerics import environment
+from parity.backends.record import record
+from parity.core.compare import Comparison
+from parity.core.problem import make_problem
+from parity.core.spec import CASES, DTYPES, Case
+from parity.core.trace import Reference, Trace, judge
+from parity.core.weights import Weights
+from parity.diagnosis.diagnose import Diagnosis, diagnose_trace
+from parity.running.report import Report, SkippedCase
+from parity.running.traces import load_traces, printable, save_trace
+
+OnJudged = Callable[[Trace, Reference, list[Comparison]], None]
+"""Called with each trace that was judged, its reference and the comparisons, while the arrays are still there."""
+
+
+def run_cases(
+    cases: Iterable[Case] | None = None,
+    backends: Sequence[str] | None = None,
+    dtypes: Sequence[str] = ("float32",),
+    *,
+    with_gradients: bool = False,
+    weights: Weights | None = None,
+    traces: str | os.PathLike[str] | None = None,
+    join: Sequence[str | os.PathLike[str]] = (),
+    on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
+    on_judged: OnJudged = lambda trace, reference, comparisons: None,
+) -> Report:
+    """Run cases on backends and judge every stage against the float64 reference.
+
+    Args:
+        cases: all of `CASES` when absent.
+        backends: names; when absent all that can run here, the others being reported as skipped.
+        dtypes: names of floating-point dtypes.
+        with_gradients: also compare the gradients of inputs and weights, for cases without a cache.
+        weights: canonical weights to take instead of each case's own.
+        traces: folder to save the traces in.
+        join: folders of traces made elsewhere, their sub-folders among them; those of the same cases and dtypes are
+            judged, too.
+        on_case: called before each case, with its name, the dtype and the backend.
+        on_judged: called with each trace that was judged, its reference and the comparisons.
+
+    Returns:
+        The report. A backend that raises an error in a case fails that case.
+
+    Raises:
+        ModuleNotFoundError: if a backend asked for by name can neither run here nor is joined.
+        OSError: if a trace cannot be read or saved.
+        ValueError: if there is no backend or dtype of a name, nothing to run, also on one backend asked for by name, or
+            a file to join is no trace of a case known here.
+    """
+    cases = list(CASES.values() if cases is None else cases)
+    for dtype in dtypes:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {list(DTYPES)}, got dtype={dtype!r}")
+    if join and weights is not None:
+        raise ValueError("traces to join must be of the cases' own weights, got weights")
+    missing = {name: reason for name in backends or NEEDS if (reason := why_missing(name))}
+    here = [name for name in backends or NEEDS if name not in missing]
+    joined = load_traces(join, here)
+    skipped = {name: reason for name, reason in missing.items() if name not in {trace.backend for trace in joined}}
+    if backends and skipped:
+        raise ModuleNotFoundError("; ".join(skipped.values()))
+    chosen = [(case, dtype) for case in cases for dtype in ((case.dtype,) if case.dtype else dtypes)]
+    if not (chosen and dtypes and (here or joined)):
+        raise ValueError(f"there must be something to run, got {len(cases)} cases on {here} in {list(dtypes)}")
+    for name in here if backends else ():
+        reasons = dict.fromkeys(load_backend(name).why_skipped(case, dtype) for case, dtype in chosen)
+        if None not in reasons:
+            raise ValueError(f"{name} must be able to run one of the cases, got {_listed(map(str, reasons))}")
+    where = environment(here)
+
+    def recorded() -> Iterator[tuple[Trace, Reference]]:
+        for case, dtype in chosen:
+            expected = Reference(make_problem(case, dtype, weights), with_gradients and case.has_gradients)
+            for name in here:
+                on_case(case.name, dtype, name)
+                trace = replace(_attempt(name, expected), environment=where)
+                if traces is not None:
+                    save_trace(traces, trace)
+                yield trace, expected
+            for trace in joined:
+                if (trace.problem.case, trace.problem.dtype) == (case, dtype):
+                    yield trace, expected
+
+    report = _judge_all(recorded(), joined, on_judged)
+    without = [case for case in cases if with_gradients and not case.has_gradients]
+    for why, names in {
+        "with a cache": [case.name for case in without if case.is_cached],
+        "where a query is NaN, which makes all of them NaN": [case.name for case in without if not case.is_cached],
+    }.items():
+        if names:
+            report.warnings.append(f"gradients are not compared {why}: {', '.join(names)}")
+    if joined:
+        where["joined"] = {trace.folder: trace.environment for trace in joined}
+    return replace(report, skipped=skipped, environment=where)
+
+
+def _attempt(backend: str, reference: Reference) -> Trace:
+    """A trace even where there is nothing to trace: of a case that the backend cannot run, or raises an error in."""
+    nothing = Trace(reference.problem, backend, {}, {})
+    if reason := load_backend(backend).why_skipped(reference.problem.case, reference.problem.dtype):
+        return replace(nothing, skipped=reason)
+    try:
+        return record(backend, reference)
+    except Exception as error:
+        return replace(nothing, error=f"{type(error).__name__}: {error}")
+
+
+DIAGNOSED = 5  # cases: what is wrong with the first is mostly wrong with all
+
+
+def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace], on_judged: OnJudged) -> Report:
+    """Judge traces, each by its reference, say what makes them less comparable than they look, and what is wrong.
+
+    Args:
+        traces: what to judge.
+        joined: all traces that were read, whether or not they are judged: their backends must lack none.
+        on_judged: called with each trace that was judged, its reference and the comparisons.
+
+    Returns:
+        A report that does not know where it was made yet.
+
+    Raises:
+        ValueError: if there is nothing but skipped cases.
+    """
+    diagnoses: dict[tuple[str, str, str], Diagnosis] = {}
+    comparisons: list[Comparison] = []
+    skipped: list[SkippedCase] = []
+    had: dict[str, set[tuple[str, str]]] = {trace.backend: set() for trace in joined}
+    locks: dict[str, dict[str, Any]] = {}
+    without_hardware: dict[str, str] = {}
+    without_gradients: dict[str, None] = {}  # in order
+    for trace, expected in traces:
+        case, dtype = trace.problem.case.name, trace.problem.dtype
+        had.setdefault(trace.backend, set()).add((case, dtype))
+        locks.setdefault(trace.backend.split(" ")[0], {})[trace.folder or "here"] = trace.numerics
+        if trace.skipped:
+            skipped.append(SkippedCase(case, dtype, trace.backend, trace.skipped))
+            continue
+        judged = judge(trace, expected)
+        comparisons.extend(judged)
+        on_judged(trace, expected, judged)
+        is_wrong = any(not comparison.passed for comparison in judged)
+        if is_wrong and trace.accumulated and len(diagnoses) < DIAGNOSED:
+            diagnosis = diagnose_trace(trace)
+            if diagnosis.kind != "none":  # a gradient alone is wrong, which no mistake known here explains
+                diagnoses[case, dtype, trace.backend] = diagnosis
+        if (values := trace.numerics.get("values", "device")) != "device":
+            without_hardware[trace.backend] = printable(str(values))
+        if expected.with_gradients and not (trace.with_gradients or trace.error):
+            without_gradients[trace.backend] = None
+    if not comparisons:
+        raise ValueError(f"there must be something to judge, got {len(skipped)} skipped cases and no other")
+    warnings = [
+        f"traces of {backend} were made under different numerics locks: {held}"
+        for backend, held in locks.items()
+        if len({json.dumps(settings, sort_keys=True) for settings in held.values()}) > 1
+    ]
+    every = set().union(*had.values())
+    missing = [
+        SkippedCase(case, dtype, backend, f"{backend} has no trace of {case} in {dtype}")
+        for backend in sorted(had)
+        for case, dtype in sorted(every - had[backend])
+    ]
+    for backend in dict.fromkeys(each.backend for each in missing):
+        lacking = (f"{each.case} in {each.dtype}" for each in missing if each.backend == backend)
+        warnings.append(f"{backend} has no trace of {_listed(lacking)}")
+    for backend, values in without_hardware.items():
+        warnings.append(f"{backend} ran without its hardware: its values are those of {values}")
+    warnings.extend(f"{backend} has no gradients: its other stages are compared" for backend in without_gradients)
+    return Report(comparisons, {}, {}, warnings, skipped, diagnoses, missing)
+
+
+def compare_traces(
+    folders: Iterable[str | os.PathLike[str]],
+    *,
+    on_judged: OnJudged = lambda trace, reference, comparisons: None,
+) -> Report:
+    """Judge saved traces, from any number of machines and environments, against the reference made here.
+
+    Args:
+        folders: folders of traces, their sub-folders among them, or single trace files.
+        on_judged: called with each trace that was judged, its reference and the comparisons.
+
+    Raises:
+        OSError: if a file cannot be read.
+        ValueError: if there is no trace, or a file is no trace of a case known here.
+    """
+    traces = load_traces(folders)
+    order = {name: index for index, name in enumerate(CASES)}
+    of_cases: dict[tuple[str, str], list[Trace]] = {}
+    for trace in sorted(traces, key=lambda trace: order.get(trace.problem.case.name, len(order))):
+        of_cases.setdefault((trace.problem.case.name, trace.problem.dtype), []).append(trace)
+
+    def read() -> Iterator[tuple[Trace, Reference]]:
+        for of_case in of_cases.values():
+            expected = Reference(of_case[0].problem, any(trace.with_gradients for trace in of_case))
+            for trace in of_case:
+                yield trace, expected
+
+    report = _judge_all(read(), traces, on_judged)
+    return replace(report, environment={trace.folder: trace.environment for trace in traces})
+
+
+def _listed(names: Iterable[str], most: int = 8) -> str:
+    """Names in a line, and how many there are beyond some."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

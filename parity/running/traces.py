@@ -1,0 +1,121 @@
+"""Traces as files: one safetensors file each, which may come from any machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from parity.backends import NEEDS
+from parity.core import reference
+from parity.core.problem import make_problem
+from parity.core.spec import DTYPES, find_case
+from parity.core.trace import Trace
+from parity.core.weights import FORMAT, load_tensors, save_tensors
+
+
+def save_trace(folder: str | os.PathLike[str], trace: Trace) -> Path:
+    """Write a trace to `<folder>/<case>-<dtype>-<backend>.safetensors`, whole or not at all.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    case, dtype = trace.problem.case, trace.problem.dtype
+    path = Path(folder) / f"{case.name}-{dtype}-{trace.backend}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {f"accumulated/{name}": value for name, value in trace.accumulated.items()}
+    tensors |= {f"local/{name}": value for name, value in trace.local.items()}
+    metadata = {
+        "format": FORMAT,
+        "kind": "trace",
+        "case": case.name,
+        "spec": case.spec.to_json(),
+        "dtype": dtype,
+        "backend": trace.backend,
+        "digest": trace.problem.digest,
+        "environment": json.dumps(trace.environment, sort_keys=True),
+        "skipped": trace.skipped,
+        "error": trace.error,
+    }
+    save_tensors(path, tensors, metadata)
+    return path
+
+
+def load_trace(path: str | os.PathLike[str]) -> Trace:
+    """Read a trace, and make its problem again.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is no trace of a case known here, or was given other weights or inputs than made here.
+    """
+    tensors, metadata = load_tensors(path)
+    wanted = {"format", "kind", "case", "dtype", "backend", "digest", "environment"}
+    if metadata.get("kind") != "trace" or metadata.get("format") != FORMAT or not wanted <= metadata.keys():
+        raise ValueError(f"{path} must be a trace in format {FORMAT}, got metadata {sorted(metadata)}")
+    case = find_case(metadata["case"])
+    if case is None or metadata["dtype"] not in DTYPES or metadata["backend"] not in NEEDS:
+        got = {name: metadata[name] for name in ("case", "dtype", "backend")}
+        raise ValueError(f"{path} must be of a known case, dtype and backend, got {got}")
+    problem = make_problem(case, metadata["dtype"])
+    if problem.digest != metadata["digest"]:
+        raise ValueError(
+            f"{path} must come from the weights and inputs of case {problem.case.name}, its digest differs"
+        )
+    parts: dict[str, dict[str, np.ndarray]] = {"accumulated": {}, "local": {}}
+    for name, value in tensors.items():
+        part, _, stage = name.partition("/")
+        if part not in parts:
+            raise ValueError(f"{path} must hold accumulated and local stages, got {name}")
+        parts[part][stage] = value
+    try:
+        trace = Trace(
+            problem,
+            metadata["backend"],
+            parts["accumulated"],
+            parts["local"],
+            json.loads(metadata["environment"]),
+            with_gradients=any("grad." in stage for stage in parts["accumulated"]),
+            skipped=printable(metadata.get("skipped", "")),
+            error=printable(metadata.get("error", "")),
+            folder=str(Path(path).parent),
+        )
+        arithmetic = trace.arithmetic
+    except (ValueError, RecursionError, AttributeError):
+        raise ValueError(f"{path} must tell its environment in JSON, got {metadata['environment'][:80]!r}") from None
+    if arithmetic not in reference.ARITHMETICS:
+        raise ValueError(f"{path} must tell one of {list(reference.ARITHMETICS)}, got arithmetic={arithmetic!r}")
+    return trace
+
+
+def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] = ()) -> list[Trace]:
+    """All traces of folders. A backend that is here or in an earlier folder, too, is named together with its folder."""
+    traces = []
+    seen: dict[tuple[str, str, str], str] = {}
+    for path in _trace_files(folders):
+        trace = load_trace(path)
+        key = (trace.problem.case.name, trace.problem.dtype, trace.backend)
+        if trace.backend in here or seen.setdefault(key, trace.folder) != trace.folder:
+            trace = replace(trace, backend=f"{trace.backend} ({trace.folder})")
+        traces.append(trace)
+    return traces
+
+
+def _trace_files(folders: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
+    for folder in folders:
+        if not os.fspath(folder):  # which would be the current folder: an unset variable of a shell
+            raise ValueError(f"a folder of traces must have a name, got {folder!r}")
+        files = [Path(folder)] if Path(folder).is_file() else sorted(Path(folder).rglob("*.safetensors"))
+        if not files:
+            raise ValueError(
+                f"{folder} must be a trace or a folder of traces, got no *.safetensors there or in its sub-folders"
+            )
+        yield from files
+
+
+def printable(text: str) -> str:
+    """Text from a file, without what would command a terminal."""
+    return "".join(character if character.isprintable() or character == "\n" else "?" for character in text)
