@@ -90,6 +90,7 @@ def attend(
     _check_kernel_takes(query)
     if as_rate("dropout", dropout.rate) or dropout.keep is not None:
         raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
+    scale = score_scale(query, spec)
     device, (batch_size, _, seq_len_q, _), seq_len_k = query.device(), query.shape, key.shape[2]
     if 0 in (batch_size, seq_len_q, seq_len_k):
         return zeros(tuple(query.shape), query.dtype, device)
@@ -106,7 +107,7 @@ def attend(
         value,
         attn_mask=attn_mask,
         is_causal=only_causal,
-        scale=score_scale(query, spec),
+        scale=scale,
         program_config=_program_config(device, config, seq_len_q, seq_len_k),
         compute_kernel_config=config,
     )
@@ -142,13 +143,14 @@ def attend_to_cache(
     check_floating("query", query, rank=4)
     _check_kernel_takes(query)
     check_cached_step(query, keys, values, last_positions)
+    scale = score_scale(query, spec)
     config = compute_kernel_config or accurate_config(query.device())
     context = ttnn.transformer.scaled_dot_product_attention_decode(
         as_dtype(query, ttnn.bfloat16),  # it takes no other with groups
         keys,
         values,
         cur_pos_tensor=upload_integers(last_positions, device=query.device()),
-        scale=score_scale(query, spec),
+        scale=scale,
         # 0 lets the operation choose its chunks. Without a configuration it divides the keys among more cores than its
         # tree of sums has room for, on Blackhole with few heads.
         program_config=_program_config(query.device(), config, 0, 0),

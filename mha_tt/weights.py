@@ -43,6 +43,7 @@ def upload_weights(
     Raises:
         ValueError: if names or shapes are not those of the layer, or a value is not finite.
     """
+    check_spec(spec)
     check_dtype("dtype", dtype)
     shapes = {name: np.shape(weight) for name, weight in weights.items()}
     if shapes != spec.weight_shapes:
