@@ -12,6 +12,7 @@ import pytest
 import parity
 from mha_spec import AttentionSpec, Rope
 from parity import CASES, Case, make_problem, random_weights
+from parity.backends import driver
 from parity.backends.record import record
 from parity.cli.main import main
 from parity.core.compare import kept_dtype
@@ -192,12 +193,12 @@ def test_three_mistakes_in_three_places_are_all_named():
 def test_a_mistake_on_one_path_only_is_told_with_its_path(monkeypatch):
     import mha_torch
 
-    original = mha_torch.fused.scaled_dot_product_attention
+    original = mha_torch.fused.attend
 
-    def forgetful(query, key, value, *, mask=None, **options):
-        return original(query, key, value, **options)
+    def forgetful(query, key, value, masking, *inputs, **options):
+        return original(query, key, value, replace(masking, mask=None), *inputs, **options)
 
-    monkeypatch.setattr(mha_torch.fused, "scaled_dot_product_attention", forgetful)
+    monkeypatch.setattr(mha_torch.fused, "attend", forgetful)
     expected = Reference(make_problem(CASES["causal"], "float32"))
     diagnosis = diagnose(record("torch", expected).accumulated, expected.problem)
     assert diagnosis.stage == "fused.output"
@@ -466,11 +467,9 @@ def test_traces_are_diagnosed_alone_and_in_pairs(tmp_path, capsys):
 
 
 def test_wrong_gradients_are_a_difference_that_no_mistake_explains(tmp_path, capsys, monkeypatch):
-    import parity.backends.torch as backend
-
-    original = backend.gradients
-    doubled = lambda problem: {name: 2 * gradient for name, gradient in original(problem).items()}  # noqa: E731
-    monkeypatch.setattr(backend, "gradients", doubled)
+    original = driver.gradients
+    doubled = lambda *problem: {name: 2 * gradient for name, gradient in original(*problem).items()}  # noqa: E731
+    monkeypatch.setattr(driver, "gradients", doubled)
     run_cases([CASES["full"]], ["torch"], with_gradients=True, traces=tmp_path)
     assert main(["diagnose", str(next(tmp_path.iterdir()))]) == 1
     out = capsys.readouterr().out
