@@ -210,7 +210,11 @@ def drop(name: str, x: Tensor, rate: float, seed: int) -> Tensor:
 
 
 def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:
-    """What the dot products of queries (B, N, T, H) are multiplied by; refuses the spec of wider heads."""
+    """What the dot products of queries (B, N, T, H) are multiplied by.
+
+    Raises:
+        ValueError: if the specification is of wider heads.
+    """
     if spec is None:
         return query.shape[-1] ** -0.5
     check_head_dim(spec.head_dim, query.shape[-1])
