@@ -15,7 +15,8 @@ from parity import CASES, Case, make_problem, random_weights
 from parity.backends.record import record
 from parity.cli.main import main
 from parity.core.compare import kept_dtype
-from parity.core.trace import Reference, run_steps
+from parity.core.stages import run_steps
+from parity.core.trace import Reference
 from parity.core.weights import dtype_named
 from parity.diagnosis.diagnose import diagnose, diagnose_weights, observe
 from parity.diagnosis.mistakes import mistakes_for, wrong_layer

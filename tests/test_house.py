@@ -63,8 +63,6 @@ NOT_YET: dict[str, set[str]] = {
         "parity.conformance.peers._linen",
         "parity.conformance.peers._nnx",
         "parity.conformance.subjects",
-        "parity.core.spec",
-        "parity.core.spec._cases",
         "parity.reporting.console",
     },
     "few parameters": {

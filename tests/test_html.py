@@ -6,10 +6,10 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
-import parity.core.run
 import pytest
 from pages import Diagnosis, broken_softmax, hostile_report, page_of
 
+import parity.running.run
 from parity.cli.main import main
 from parity.core.compare import POSITIONS, compare
 from parity.reporting.html import MOST_CELLS, MOST_HEADS, STEPS, html_page, levels, png, write_html
@@ -135,7 +135,7 @@ def test_what_a_backend_raised_is_shown(monkeypatch):
     def fail(backend, reference):
         raise RuntimeError("out of <memory>")
 
-    monkeypatch.setattr(parity.core.run, "record", fail)
+    monkeypatch.setattr(parity.running.run, "record", fail)
     page = Page(page_of(["textbook"])[2])
     assert "RuntimeError: out of <memory>" in page.text
     assert "∞" in page.text
@@ -196,7 +196,7 @@ def test_it_is_written_whole_or_not_at_all(good, tmp_path):
 
 
 def test_without_the_libraries_the_packages_are_named_before_any_work(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(parity.core.run, "record", None)
+    monkeypatch.setattr(parity.running.run, "record", None)
     monkeypatch.setattr("parity.core.packages.is_installed", lambda package: False)
     assert main(["run", "--cases", "textbook", "--html", str(tmp_path / "r.html")]) == 2
     words = "an HTML report needs jinja2 and pillow, not installed here: pip install jinja2 pillow"

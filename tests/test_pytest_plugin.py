@@ -22,7 +22,7 @@ import parity.reporting.junit  # pytester forgets what its runs import, so both 
 import parity.testing.assertion
 from parity import CASES, assert_parity, make_problem
 from parity.backends.record import record
-from parity.core.spec import stage_path
+from parity.core.stages import stage_named
 from parity.core.trace import Reference
 from parity.core.weights import dtype_named
 
@@ -87,7 +87,7 @@ def test_a_dtype_that_no_array_shows_can_be_told(x):
 def test_correct_implementations_stay_within_what_is_allowed_without_the_noise(case, dtype):
     reference = Reference(make_problem(CASES[case], dtype))
     stages = {name: record(name, reference).accumulated for name in ("torch", "jax")}
-    shared = {name: x for name, x in stages["jax"].items() if stage_path(name) != "blocks"}  # torch has none
+    shared = {name: x for name, x in stages["jax"].items() if stage_named(name).path != "blocks"}  # torch has none
     assert_parity(stages["torch"], shared)
 
 

@@ -18,8 +18,9 @@ from mha_jax.blockwise import BLOCK_SIZES
 from parity import CASES, make_problem, random_case, run_cases
 from parity.backends import jax as jax_backend
 from parity.backends.record import record
-from parity.core.spec import DTYPES
-from parity.core.trace import Reference, judge, run_steps
+from parity.core.cases import DTYPES
+from parity.core.stages import run_steps
+from parity.core.trace import Reference, judge
 from parity.reporting.html import html_page
 from parity.reporting.junit import junit_xml
 from parity.running.report import SkippedCase
@@ -128,15 +129,15 @@ def test_what_is_compared_in_a_cache_is_not_empty():
     assert expected["step3.cache.lengths"].tolist() == [6, 7, 4]
 
 
-def test_a_backend_that_is_missing_is_skipped_with_its_reason(monkeypatch):
-    monkeypatch.setitem(parity.running.run.NEEDS, "tt", ("a_package_that_is_not_there",))
+def test_a_backend_that_is_missing_is_skipped_with_its_reason(let_need):
+    let_need("tt", "a_package_that_is_not_there")
     report = run_cases([CASES["textbook"]])
     assert report.skipped == {"tt": "tt needs a_package_that_is_not_there, not installed here"}
     assert report.summary["skipped"] == 1
 
 
-def test_a_backend_asked_for_by_name_must_be_there(monkeypatch):
-    monkeypatch.setitem(parity.running.run.NEEDS, "tt", ("a_package_that_is_not_there",))
+def test_a_backend_asked_for_by_name_must_be_there(let_need):
+    let_need("tt", "a_package_that_is_not_there")
     with pytest.raises(ModuleNotFoundError, match="tt needs a_package_that_is_not_there"):
         run_cases([CASES["textbook"]], ["jax", "tt"])
 
@@ -147,7 +148,7 @@ def poor_torch(monkeypatch):
     monkeypatch.setattr(
         parity.backends.torch, "why_skipped", lambda case, dtype: "no such dtype" if dtype == "float16" else None
     )
-    monkeypatch.setattr(parity.backends.torch, "HAS_GRADIENTS", False)
+    monkeypatch.setattr(parity.backends.torch, "GRADIENT_PATHS", ())
 
 
 @pytest.mark.usefixtures("poor_torch")
@@ -166,8 +167,8 @@ def test_a_case_that_a_backend_cannot_run_is_skipped_with_its_reason():
 
 
 @pytest.mark.usefixtures("poor_torch")
-def test_skipped_backends_and_cases_are_counted_together(monkeypatch):
-    monkeypatch.setitem(parity.running.run.NEEDS, "tt", ("a_package_that_is_not_there",))
+def test_skipped_backends_and_cases_are_counted_together(let_need):
+    let_need("tt", "a_package_that_is_not_there")
     assert run_cases([CASES["textbook"]], dtypes=["float16"]).summary["skipped"] == 2
 
 

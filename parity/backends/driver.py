@@ -1,78 +1,24 @@
-"""The stages of a case in a sibling: their order, their names and the loop over the calls of a cache, written once.
+"""The stages of a case in a sibling: each is the sibling's own function, on NumPy's arrays.
 
-Each stage is the sibling's own function, on NumPy's arrays; how these get in and out is its port's, see `Port`.
+How these get in and out is its port's. The order of the stages is that of `parity.core.stages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from types import ModuleType
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec
+from parity.backends.port import Port
 from parity.core.problem import Problem
-from parity.core.reference import Step, Values, in_step
-from parity.core.spec import Case
-from parity.core.weights import Weights, dtype_named
-
-
-class FilledModule(Protocol):
-    """A module of a sibling with the weights of a problem.
-
-    Attributes:
-        weights: in the container that the sibling's functions take.
-    """
-
-    weights: Any
-
-    def init_cache(self, batch_size: int, capacity: int) -> Any:
-        """An empty cache."""
-        ...
-
-    def outputs(self, query: Any, key: Any, mask: Any, bias: Any) -> tuple[Any, dict[str, Any]]:
-        """The attention weights, and the output by each path: with them as `module`, as users get it as `fused`, …"""
-        ...
-
-    def step(self, x: Any, cache: Any, new_lengths: Any) -> tuple[dict[str, Any], Any]:
-        """The output of new tokens by each path, and the cache that holds them."""
-        ...
-
-
-class Port(Protocol):
-    """How a sibling is reached: plain functions, and what they are of."""
-
-    SIBLING: ModuleType
-    GRADIENT_PATHS: tuple[str, ...]
-
-    def from_numpy(self, x: np.ndarray) -> Any: ...
-    def to_numpy(self, x: Any) -> np.ndarray: ...
-    def beside(self, x: np.ndarray) -> Any:
-        """What goes beside the inputs, as the sibling takes it: masks, biases, positions, lengths."""
-        ...
-
-    def heads_from_numpy(self, x: np.ndarray, spec: AttentionSpec) -> Any: ...
-    def heads_to_numpy(self, x: Any, spec: AttentionSpec) -> np.ndarray: ...
-    def output_to_numpy(self, x: Any, spec: AttentionSpec) -> np.ndarray: ...
-    def cache_from_numpy(self, arrays: list[np.ndarray], spec: AttentionSpec) -> Any: ...
-    def cache_to_numpy(self, cache: Any, case: Case) -> dict[str, np.ndarray]: ...
-    def jit(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
-    def Filled(self, problem: Problem) -> FilledModule: ...
-    def pull_back(
-        self, path: str, filled: FilledModule, spec: AttentionSpec, inputs: dict[str, Any], hidden: dict[str, Any]
-    ) -> tuple[dict[str, np.ndarray], Weights]:
-        """Gradients of the inputs and of the canonical weights, for the cotangent among what is `hidden`."""
-        ...
+from parity.core.stages import Stage, Step, Values, steps_of
+from parity.core.weights import dtype_named
 
 
 def steps(port: Port, problem: Problem) -> list[Step]:
-    """The stages of a problem as functions, in the order of the data flow: see `parity.core.reference.steps`."""
-    layer = _Layer(port, problem)
-    if not problem.case.is_cached:
-        return [layer.mask, layer.qkv, layer.scores, layer.attn_weights, layer.context, layer.output, layer.whole]
-    return [in_step(index, step) for index in range(len(problem.case.chunks)) for step in layer.cached_steps(index)]
+    """The stages of a problem as functions, in the order of the data flow: see `parity.core.stages`."""
+    return steps_of(_Layer(port, problem), problem.case)
 
 
 def gradients(port: Port, problem: Problem) -> dict[str, np.ndarray]:
@@ -83,7 +29,8 @@ def gradients(port: Port, problem: Problem) -> dict[str, np.ndarray]:
     found = {}
     for path in port.GRADIENT_PATHS:
         of_inputs, of_weights = port.pull_back(path, layer.filled, problem.spec, inputs, hidden)
-        found |= {f"{path}grad.{name}": grad for name, grad in {**of_inputs, **of_weights}.items()}
+        grads = {**of_inputs, **of_weights}
+        found |= {str(Stage(name, path, is_gradient=True)): grad for name, grad in grads.items()}
     return found
 
 
@@ -188,13 +135,9 @@ class _Layer:
     def outputs(self, outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
         return {f"{path}.output": self.port.output_to_numpy(output, self.spec) for path, output in outputs.items()}
 
-    # ---- With a cache ------------------------------------------------------------------------------------------------
-
-    def cached_steps(self, index: int) -> list[Step]:
-        """The stages of one call: new tokens in, cache grown, everything up to each token attended to."""
-        call = _Call(self, index)
-        of_cache = [partial(call.with_cached, stage) for stage in (self.scores, self.context)]
-        return [call.mask, call.qkv, call.cache, of_cache[0], self.attn_weights, of_cache[1], self.output, call.whole]
+    def call(self, index: int) -> _Call:
+        """One call with a cache."""
+        return _Call(self, index)
 
 
 class _Call:
@@ -226,10 +169,6 @@ class _Call:
         cache = self._previous("module.cache", values)
         outputs, grown = self.layer.filled.step(self.x, cache, self.new_lengths)
         return {**self.layer.outputs(outputs), **self._stages("module.cache", grown)}
-
-    def with_cached(self, stage: Step, values: Values) -> dict[str, np.ndarray]:
-        """A stage of all that is cached."""
-        return stage({**values, "k": values["cache.keys"], "v": values["cache.values"]})
 
     def _previous(self, name: str, values: Values) -> Any:
         if self.index == 0:

@@ -17,8 +17,8 @@ from jaxtyping import Array
 import mha_jax
 from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
 from mha_spec import AttentionSpec
+from parity.core.cases import Case
 from parity.core.problem import Problem
-from parity.core.spec import Case
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 from parity.files.tensor_file import flatten
 
@@ -95,8 +95,6 @@ def from_params(params: Mapping[str, Mapping[str, Array]], spec: AttentionSpec) 
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
-HAS_GRADIENTS = True
-
 
 def why_skipped(case: Case, dtype: str) -> str | None:
     """Why a case cannot run in a dtype, or None: here all can."""
@@ -104,7 +102,7 @@ def why_skipped(case: Case, dtype: str) -> str | None:
 
 
 SIBLING = mha_jax
-GRADIENT_PATHS = ("", "fused.", "blocks.")
+GRADIENT_PATHS = ("", "fused", "blocks")
 beside = from_numpy
 jit = jax.jit  # each stage on its own: a compilation costs more here than the computation
 
@@ -187,7 +185,7 @@ def pull_back(
             mask=hidden["mask"],
             bias=inputs.get("bias"),
             need_weights=not path,
-            block_sizes=SMALL_BLOCKS if path == "blocks." else BLOCK_SIZES,
+            block_sizes=SMALL_BLOCKS if path == "blocks" else BLOCK_SIZES,
         )[0]
 
     @jax.jit

@@ -13,8 +13,8 @@ from torch import Tensor
 import mha_torch
 from mha_spec import AttentionSpec
 from parity.core.arrays import to_numpy, to_torch
+from parity.core.cases import Case
 from parity.core.problem import Problem
-from parity.core.spec import Case
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 
 from_numpy = to_torch
@@ -66,8 +66,6 @@ def from_state_dict(tensors: Mapping[str, Tensor], spec: AttentionSpec) -> Weigh
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
-HAS_GRADIENTS = True
-
 
 def why_skipped(case: Case, dtype: str) -> str | None:
     """Why a case cannot run in a dtype, or None: here all can."""
@@ -75,7 +73,7 @@ def why_skipped(case: Case, dtype: str) -> str | None:
 
 
 SIBLING = mha_torch
-GRADIENT_PATHS = ("", "fused.")
+GRADIENT_PATHS = ("", "fused")
 beside = from_numpy
 
 

@@ -24,11 +24,9 @@ import mha_tt
 from mha_spec import AttentionSpec
 from mha_tt.device import TILE
 from parity.core.arrays import to_numpy
+from parity.core.cases import Case
 from parity.core.problem import Problem
-from parity.core.spec import Case
 from parity.core.weights import Weights, check_weights
-
-HAS_GRADIENTS = False  # ttnn has no automatic differentiation
 
 DTYPES = {"float32": ttnn.float32, "bfloat16": ttnn.bfloat16}
 
@@ -88,7 +86,7 @@ def weights_of(module: Any) -> Weights:
 
 
 SIBLING = mha_tt
-GRADIENT_PATHS = ()
+GRADIENT_PATHS = ()  # ttnn has no automatic differentiation
 
 
 def beside(x: np.ndarray) -> np.ndarray:
@@ -178,7 +176,7 @@ class Filled:
 
 
 def pull_back(path: str, *_: Any) -> tuple[dict[str, np.ndarray], Weights]:
-    """There is none: see `HAS_GRADIENTS`."""
+    """There is none: see `GRADIENT_PATHS`."""
     raise NotImplementedError("ttnn has no automatic differentiation")
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from parity.core.cases import Case
 from parity.core.problem import Problem
 from parity.core.reference import Arithmetic, Layer
-from parity.core.spec import Case
 from parity.core.weights import dtype_named
 from parity.diagnosis.mistakes import caches, heads, masks, rope, scores, weights
 from parity.diagnosis.mistakes.heads import permuted_heads
