@@ -221,6 +221,11 @@ def test_bugs_finds_the_page_of_every_mistake(capsys):
             )
 
 
+def test_bugs_knows_the_mistakes_that_are_only_searched_for(capsys):
+    assert main(["bugs", "v-heads-permuted"]) == 0
+    assert capsys.readouterr().out == (ROOT / "parity" / "bugs" / "head-order.md").read_text("utf-8")
+
+
 def test_bugs_without_a_name_prints_the_list(tmp_path, capsys):
     assert main(["bugs", "--json", str(tmp_path / "b.json")]) == 0
     assert "[rope-pairs](rope-pairs.md)" in capsys.readouterr().out

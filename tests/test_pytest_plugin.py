@@ -366,6 +366,32 @@ def test_the_report_may_be_junit_xml(run_two_tests, pytester):
     assert "test_two.py::test_wrong layer 3/k" in "".join(root.itertext())
 
 
+TESTS_IN_CLASSES = """
+import numpy as np
+import pytest
+
+
+class TestPort:
+    class TestLayer:
+        @pytest.mark.parametrize("what", ["a::b", "c[d]"])
+        def test_it(self, assert_parity, what):
+            assert_parity(np.ones(3), np.ones(3), name="e::f")
+"""
+
+
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_junit_names_a_test_as_pytest_does(pytester, processes):
+    pytester.mkdir("ports").joinpath("test_port.py").write_text(TESTS_IN_CLASSES)
+    reports = ("--parity-report", "ours.xml", "--junit-xml", "pytest.xml")
+    pytester.runpytest_inprocess("-n", processes, *reports).assert_outcomes(passed=2)
+    ours, theirs = (
+        sorted((test.get("classname"), test.get("name")) for test in ElementTree.parse(name).getroot().iter("testcase"))
+        for name in (pytester.path / "ours.xml", pytester.path / "pytest.xml")
+    )
+    assert ours == [(classname, f"{name} e::f-float64") for classname, name in theirs]
+    assert theirs[0] == ("ports.test_port.TestPort.TestLayer", "test_it[a::b]")
+
+
 @pytest.mark.parametrize("name", ["report.html", "REPORT.HTML"])
 def test_the_report_may_be_a_page(run_two_tests, pytester, name):
     run_two_tests("--parity-report", name)

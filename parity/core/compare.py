@@ -47,8 +47,8 @@ POSITIONS = 64
 """How many places along the tokens a comparison tells apart."""
 
 
-NOT_IN_JSON = ("by_position", "library", "by_reference")
-"""The fields of a comparison that its JSON leaves out; `against` tells the last."""
+NOT_IN_JSON = ("by_position", "library", "by_reference", "test")
+"""The fields of a comparison that its JSON leaves out."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,9 @@ class Comparison:
         by_position: largest error at each place along the tokens, as a share of what the maximum norm allows: of query
             tokens where the stage has them, else of key tokens or slots; no more than `POSITIONS` runs of neighbours.
             For pictures.
-        library: name of the backend, of which `backend` may also tell a folder of traces; empty if none computed it.
+        library: name of the backend, without the folder of traces that `backend` may tell; empty if none computed it.
         by_reference: whether it was compared with the reference, and not with what somebody expected.
+        test: class and name of the test that compared, as JUnit has them; None outside of tests.
     """
 
     case: str
@@ -101,6 +102,7 @@ class Comparison:
     by_position: tuple[float, ...] = ()
     library: str = ""
     by_reference: bool = True
+    test: tuple[str, str] | None = None
 
     @property
     def against(self) -> str:
