@@ -51,6 +51,7 @@ class _Layer:
     def __init__(self, port: Port, problem: Problem) -> None:
         self.port, self.problem, self.case, self.spec = port, problem, problem.case, problem.spec
         self.filled = port.Filled(problem)
+        self.shapes = port.SHAPES(port, problem.spec)
         self.inputs = {
             name: port.beside(x) if name in ("mask", "bias") else port.from_numpy(x)
             for name, x in problem.inputs.items()
@@ -107,10 +108,10 @@ class _Layer:
         return self.heads(self.project(self.inputs["query"], self.inputs["key"], None))
 
     def heads(self, qkv: tuple[Any, Any, Any]) -> dict[str, np.ndarray]:
-        return {name: self.port.heads_to_numpy(x, self.spec) for name, x in zip("qkv", qkv, strict=True)}
+        return {name: self.shapes.heads_to_numpy(x) for name, x in zip("qkv", qkv, strict=True)}
 
     def scores(self, values: Values) -> dict[str, np.ndarray]:
-        q, k = (self.port.heads_from_numpy(values[name], self.spec) for name in "qk")
+        q, k = (self.shapes.heads_from_numpy(values[name]) for name in "qk")
         return {"scores": self.port.to_numpy(self.score(q, k, self.inputs.get("bias")))}
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
@@ -118,13 +119,13 @@ class _Layer:
         return {"attn_weights": self.port.to_numpy(attn_weights).astype(dtype_named(self.problem.dtype))}
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
-        v = self.port.heads_from_numpy(values_to_weigh(self.problem, values), self.spec)
+        v = self.shapes.heads_from_numpy(values_to_weigh(self.problem, values))
         context = self.weigh(self.port.from_numpy(values["attn_weights"]), v)
-        return {"context": self.port.heads_to_numpy(context, self.spec)}
+        return {"context": self.shapes.heads_to_numpy(context)}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
-        output = self.combine(self.port.heads_from_numpy(values["context"], self.spec))
-        return {"output": self.port.output_to_numpy(output, self.spec)}
+        output = self.combine(self.shapes.heads_from_numpy(values["context"]))
+        return {"output": self.shapes.output_to_numpy(output)}
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
         """The module as users call it, by each of its paths."""
@@ -133,7 +134,7 @@ class _Layer:
         return {"module.attn_weights": self.port.to_numpy(attn_weights), **self.outputs(outputs)}
 
     def outputs(self, outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        return {f"{path}.output": self.port.output_to_numpy(output, self.spec) for path, output in outputs.items()}
+        return {f"{path}.output": self.shapes.output_to_numpy(output) for path, output in outputs.items()}
 
     def call(self, index: int) -> _Call:
         """One call with a cache."""
@@ -144,7 +145,8 @@ class _Call:
     """One call with a cache."""
 
     def __init__(self, layer: _Layer, index: int) -> None:
-        self.layer, self.port, self.case, self.index = layer, layer.port, layer.case, index
+        self.layer, self.port, self.shapes = layer, layer.port, layer.shapes
+        self.case, self.index = layer.case, index
         self.x = self.port.from_numpy(layer.problem.step_input(index))
         self.before = np.array(self.case.lengths_before(index), np.int32)
         is_ragged = bool(self.case.new_lengths)
@@ -162,7 +164,7 @@ class _Call:
         return self.layer.heads(self.layer.project_self(self.x, self.port.beside(positions) if has_rope else None))
 
     def cache(self, values: Values) -> dict[str, np.ndarray]:
-        k, v = (self.port.heads_from_numpy(values[name], self.case.spec) for name in "kv")
+        k, v = (self.shapes.heads_from_numpy(values[name]) for name in "kv")
         return self._stages("cache", self.layer.append(self._previous("cache", values), k, v, self.new_lengths))
 
     def whole(self, values: Values) -> dict[str, np.ndarray]:
@@ -172,9 +174,9 @@ class _Call:
 
     def _previous(self, name: str, values: Values) -> Any:
         if self.index == 0:
-            return self.layer.filled.init_cache(self.case.batch, self.case.capacity)
+            return self.layer.filled.module.init_cache(self.case.batch, self.case.capacity)
         arrays = [values[f"previous.{name}.{part}"] for part in ("keys", "values", "lengths")]
-        return self.port.cache_from_numpy(arrays, self.case.spec)
+        return self.shapes.cache_from_numpy(*arrays)
 
     def _stages(self, name: str, cache: Any) -> dict[str, np.ndarray]:
-        return {f"{name}.{part}": array for part, array in self.port.cache_to_numpy(cache, self.case).items()}
+        return {f"{name}.{part}": array for part, array in self.shapes.cache_to_numpy(cache).items()}

@@ -17,6 +17,7 @@ from jaxtyping import Array
 import mha_jax
 from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
 from mha_spec import AttentionSpec
+from parity.backends.port import Shapes
 from parity.core.cases import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
@@ -102,34 +103,10 @@ def why_skipped(case: Case, dtype: str) -> str | None:
 
 
 SIBLING = mha_jax
+SHAPES = Shapes
 GRADIENT_PATHS = ("", "fused", "blocks")
 beside = from_numpy
 jit = jax.jit  # each stage on its own: a compilation costs more here than the computation
-
-
-def heads_from_numpy(x: np.ndarray, spec: AttentionSpec) -> Array:
-    """Heads (B, heads, T, H)."""
-    return from_numpy(x)
-
-
-def heads_to_numpy(x: Array, spec: AttentionSpec) -> np.ndarray:
-    """The same back."""
-    return to_numpy(x)
-
-
-def output_to_numpy(x: Array, spec: AttentionSpec) -> np.ndarray:
-    """The output of a layer."""
-    return to_numpy(x)
-
-
-def cache_from_numpy(arrays: list[np.ndarray], spec: AttentionSpec) -> mha_jax.KVCache:
-    """A cache of keys, values and lengths."""
-    return mha_jax.KVCache(*map(from_numpy, arrays))
-
-
-def cache_to_numpy(cache: mha_jax.KVCache, case: Case) -> dict[str, np.ndarray]:
-    """What a cache holds."""
-    return {name: to_numpy(getattr(cache, name)) for name in ("keys", "values", "lengths")}
 
 
 class Filled:
@@ -146,9 +123,6 @@ class Filled:
         self.in_blocks.block_sizes = SMALL_BLOCKS
         self.jit_paths = nnx.jit(_all_paths)
         self.jit_step = nnx.jit(lambda module, x, cache, n: module(x, cache, new_lengths=n))
-
-    def init_cache(self, batch_size: int, capacity: int) -> mha_jax.KVCache:
-        return self.module.init_cache(batch_size, capacity)
 
     def outputs(
         self, query: Array, key: Array | None, mask: Array | None, bias: Array | None

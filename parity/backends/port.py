@@ -19,14 +19,12 @@ class FilledModule(Protocol):
     """A module of a sibling with the weights of a problem.
 
     Attributes:
+        module: as users get it, in evaluation.
         weights: in the container that the sibling's functions take.
     """
 
+    module: Any
     weights: Any
-
-    def init_cache(self, batch_size: int, capacity: int) -> Any:
-        """An empty cache."""
-        ...
 
     def outputs(self, query: Any, key: Any, mask: Any, bias: Any) -> tuple[Any, dict[str, Any]]:
         """The attention weights, and the output by each path: with them as `module`, as users get it as `fused`, …"""
@@ -42,11 +40,13 @@ class Port(Protocol):
 
     Attributes:
         SIBLING: the package.
+        SHAPES: the shapes in which its arrays hold heads, outputs and caches.
         GRADIENT_PATHS: the paths that have gradients, "" for that of the stage functions; none without automatic
             differentiation.
     """
 
     SIBLING: ModuleType
+    SHAPES: type[Shapes]
     GRADIENT_PATHS: tuple[str, ...]
 
     def load_into(self, module: Any, weights: Mapping[str, np.ndarray]) -> Any: ...
@@ -70,11 +70,6 @@ class Port(Protocol):
         """What goes beside the inputs, as the sibling takes it: masks, biases, positions, lengths."""
         ...
 
-    def heads_from_numpy(self, x: np.ndarray, spec: AttentionSpec) -> Any: ...
-    def heads_to_numpy(self, x: Any, spec: AttentionSpec) -> np.ndarray: ...
-    def output_to_numpy(self, x: Any, spec: AttentionSpec) -> np.ndarray: ...
-    def cache_from_numpy(self, arrays: list[np.ndarray], spec: AttentionSpec) -> Any: ...
-    def cache_to_numpy(self, cache: Any, case: Case) -> dict[str, np.ndarray]: ...
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
     def Filled(self, problem: Problem) -> FilledModule: ...
     def pull_back(
@@ -82,3 +77,30 @@ class Port(Protocol):
     ) -> tuple[dict[str, np.ndarray], Weights]:
         """Gradients of the inputs and of the canonical weights, for the cotangent among what is `hidden`."""
         ...
+
+
+class Shapes:
+    """How a sibling's arrays hold the heads, outputs and caches of a layer: here in the shapes of the contract."""
+
+    def __init__(self, port: Port, spec: AttentionSpec) -> None:
+        self.port, self.spec = port, spec
+
+    def heads_from_numpy(self, x: np.ndarray) -> Any:
+        """Heads (B, heads, T, H)."""
+        return self.port.from_numpy(x)
+
+    def heads_to_numpy(self, x: Any) -> np.ndarray:
+        """The same back."""
+        return self.port.to_numpy(x)
+
+    def output_to_numpy(self, x: Any) -> np.ndarray:
+        """The output of the layer."""
+        return self.port.to_numpy(x)
+
+    def cache_from_numpy(self, keys: np.ndarray, values: np.ndarray, lengths: np.ndarray) -> Any:
+        """The cache that holds them."""
+        return self.port.SIBLING.KVCache(*map(self.port.from_numpy, (keys, values, lengths)))
+
+    def cache_to_numpy(self, cache: Any) -> dict[str, np.ndarray]:
+        """What a cache holds."""
+        return {name: self.port.to_numpy(getattr(cache, name)) for name in ("keys", "values", "lengths")}
