@@ -67,7 +67,7 @@ class Hidden(NamedTuple):
 
 
 @compiled("scale", "block_sizes")
-def attend(
+def attend_by_block(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
     value: Float[Array, "B K S H"],
@@ -271,7 +271,7 @@ def _attend_to_cache_backward(
     scale, block_sizes = options
     query, keys, values, last_positions = residuals
     masking = Masking(key_padding_lengths=last_positions + 1)
-    attend_to_filled = partial(attend, masking=masking, scale=scale, block_sizes=block_sizes)
+    attend_to_filled = partial(attend_by_block, masking=masking, scale=scale, block_sizes=block_sizes)
     _, differentiate = jax.vjp(attend_to_filled, query, keys, values)
     return *differentiate(cotangent), None
 

@@ -177,7 +177,7 @@ def append_to_cache(
 
 @compiled()
 def append_checked(cache: KVCache, key: Array, value: Array, added: Array) -> KVCache:
-    """The same without its checks."""
+    """`append_to_cache` without its checks."""
     batch_size, _, seq_len, _ = key.shape
     cache = KVCache(*map(jnp.asarray, (cache.keys, cache.values, cache.lengths)))  # which NumPy may have read
     added = jnp.where(has_room(cache, added, seq_len), added, 0)
@@ -216,20 +216,24 @@ def create_cache_mask(
 
 @compiled("seq_len_q", "seq_len_k")
 def mask_slots(lengths: Array, seq_len_q: int, seq_len_k: int) -> Array:
+    """`create_cache_mask` without its checks."""
     query_positions = token_positions(lengths, seq_len_q)
     return jnp.arange(seq_len_k, dtype=jnp.int32)[None, None, None] > query_positions[:, None, :, None]
 
 
 def num_added(cache: KVCache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> Array:
+    """How many tokens are appended to each sequence, (B,)."""
     added = np.full(cache.lengths.shape, seq_len, np.int32) if new_lengths is None else new_lengths
     return jnp.asarray(added, jnp.int32)  # (B,)
 
 
 def token_positions(lengths: Array, seq_len: int) -> Array:
+    """The slots of new tokens, (B, T)."""
     return lengths[:, None] + jnp.arange(seq_len, dtype=jnp.int32)[None]  # (B, T)
 
 
 def has_room(cache: KVCache, added: Array, seq_len: int) -> Array:
+    """Whether a sequence has as many slots left, (B,)."""
     return (added >= 0) & (added <= seq_len) & (cache.lengths + added <= cache.capacity)  # (B,)
 
 

@@ -87,7 +87,7 @@ def attend(
     if dropout.rate or not num_scores or (num_scores <= block_sizes.few_scores and _is_on_cpu()):
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
     if _is_on_cpu():
-        return blockwise.attend(query, key, value, masking, scale=scale, block_sizes=block_sizes)
+        return blockwise.attend_by_block(query, key, value, masking, scale=scale, block_sizes=block_sizes)
     return _attend_by_library(query, key, value, masking, scale=scale, platform=jax.default_backend())
 
 

@@ -174,7 +174,7 @@ class Masking:
     key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Array) -> None:
-        """Refuse what does not fit the scores (B, N, T, S) and the queries, be they split into heads or not."""
+        """Refuse what does not fit the scores (B, N, T, S), or their queries."""
         check_mask(self.mask, scores_shape)
         check_bias(self.bias, scores_shape, query)
         if self.key_padding_lengths is not None:
@@ -260,7 +260,7 @@ def check_mask(mask: Array | None, scores_shape: tuple[int, ...]) -> None:
 
 
 def check_bias(bias: Array | None, scores_shape: tuple[int, ...], query: Array) -> None:
-    """Refuse a bias of another dtype than the query's, or that does not broadcast to the scores."""
+    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T, S)."""
     if bias is None:
         return
     check_array("bias", bias)

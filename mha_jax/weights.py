@@ -40,7 +40,7 @@ def linear(x: Array, kernel: Array, bias: Array | None) -> Array:
 
 
 def check_weights(weights: Mapping[str, Mapping[str, Array]], spec: AttentionSpec) -> None:
-    """Refuse weights that are not exactly those of the layer, by name and shape, or whose dtypes differ."""
+    """Refuse weights that are not exactly those of the layer, by name and shape."""
     check_spec(spec)
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights must be a mapping of projections to their arrays, got {type(weights).__name__}")

@@ -181,7 +181,7 @@ def append_checked(
     new_lengths: Tensor | Sequence[int] | None,
     lengths: list[int] | None,
 ) -> KVCache:
-    """The same without its checks, of which the lengths are where all are known."""
+    """`append_to_cache` without its checks, of which the lengths are where all are known."""
     seq_len, device = key.shape[2], key.device
     if new_lengths is not None:
         new_lengths = as_lengths(new_lengths, device).to(cache.lengths.dtype)
@@ -258,6 +258,7 @@ def create_cache_mask(
 
 
 def mask_slots(lengths: Tensor, seq_len_q: int, seq_len_k: int) -> Tensor:
+    """`create_cache_mask` without its checks."""
     query_positions = lengths[:, None] + torch.arange(seq_len_q, device=lengths.device)  # (B, T)
     return torch.arange(seq_len_k, device=lengths.device) > query_positions[:, None, :, None]
 

@@ -6,7 +6,6 @@ Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value h
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -282,6 +281,6 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             Masking(mask, bias, is_causal=True),
             new_lengths=new_lengths,
             positions=positions,
-            dropout=Dropout(self.spec.dropout if self.training else 0.0),
+            dropout=self.drawn_dropout(),
         )
-        return F.dropout(output, self.spec.output_dropout, self.training), cache
+        return self.drop_output(output), cache

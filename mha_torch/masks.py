@@ -212,7 +212,7 @@ class Masking:
     key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
-        """Refuse what does not fit the scores (B, N, T, S) and the queries, be they split into heads or not."""
+        """Refuse what does not fit the scores (B, N, T, S), or their queries."""
         check_mask(self.mask, scores_shape)
         if self.mask is not None:
             check_device("mask", self.mask, query.device, "query")
@@ -267,7 +267,7 @@ def check_mask(mask: Tensor | None, scores_shape: tuple[int, ...]) -> None:
 
 
 def check_bias(bias: Tensor | None, scores_shape: tuple[int, ...], query: Tensor) -> None:
-    """Refuse a bias of another dtype or device than the query's, or that does not broadcast to the scores."""
+    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T, S)."""
     if bias is None:
         return
     check_array("bias", bias)

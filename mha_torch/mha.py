@@ -210,9 +210,17 @@ class AttentionLayer(nn.Module):
             masking,
             need_weights=need_weights,
             positions=positions,
-            dropout=Dropout(self.spec.dropout if self.training else 0.0),
+            dropout=self.drawn_dropout(),
         )
-        return F.dropout(output, self.spec.output_dropout, self.training), attn_weights
+        return self.drop_output(output), attn_weights
+
+    def drawn_dropout(self) -> Dropout:
+        """What is dropped of the attention weights in this call: in training, and at a rate above 0."""
+        return Dropout(self.spec.dropout if self.training else 0.0)
+
+    def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
+        """The output with some of it dropped, in training and at a rate above 0."""
+        return F.dropout(output, self.spec.output_dropout, self.training)
 
 
 class MultiHeadAttention(AttentionLayer):

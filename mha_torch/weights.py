@@ -31,7 +31,7 @@ def project_with(weights: Mapping[str, Tensor]) -> Project:
 
 
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
-    """Refuse weights that are not exactly those of the layer, by name and shape, or whose dtypes or devices differ."""
+    """Refuse weights that are not exactly those of the layer, by name and shape."""
     check_spec(spec)
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights must be a mapping of names to tensors, got {type(weights).__name__}")

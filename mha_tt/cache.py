@@ -245,6 +245,7 @@ def joined(cached: Tensor, new: Tensor) -> Tensor:
 
 
 def num_added(cache: KVCache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> np.ndarray:
+    """How many tokens are appended to each sequence, (B,)."""
     added = np.full(len(cache.lengths), seq_len) if new_lengths is None else np.asarray(new_lengths)
     return added.astype(np.int32)
 

@@ -266,7 +266,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, masking: Masking, dropout: Dropout,
     """Attend on the plain path where the fused kernel cannot."""
     if q.dtype == ttnn.float32 or dropout.rate:
         return stages.attend(q, k, v, masking, dropout, need_weights=False, **arithmetic._asdict())[0]
-    return fused.attend(q, k, v, masking, **arithmetic._asdict())
+    return fused.attend(q, k, v, masking, dropout, **arithmetic._asdict())
 
 
 def _first_slots(masking: Masking, count: int) -> Masking:

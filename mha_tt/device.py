@@ -16,8 +16,8 @@ TILE = 32
 TILE_NBYTES = {ttnn.float32: 4096, ttnn.bfloat16: 2048, ttnn.bfloat8_b: 1088}
 """Bytes of a tile: bfloat8_b has a byte an element, and one for each 16 that share an exponent."""
 
-_observers: list[Callable[[ttnn.Tensor, np.ndarray, float], None]] = []  # told of every upload: see `mha_tt.mock`
-_readers: list[Callable[[ttnn.Tensor], np.ndarray]] = []  # asked for values that a device does not have
+observers: list[Callable[[ttnn.Tensor, np.ndarray, float], None]] = []  # told of every upload: see `mha_tt.mock`
+readers: list[Callable[[ttnn.Tensor], np.ndarray]] = []  # asked for values that a device does not have
 
 
 # ---- The device ------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def upload(
     # was asked for.
     array = np.array(array, dtype=np.float32, order="C")
     tensor = ttnn.to_device(ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT, pad_value=pad_value), device)
-    for observe in _observers:
+    for observe in observers:
         observe(tensor, array, pad_value)
     return tensor
 
@@ -148,7 +148,7 @@ def upload_integers(array: np.ndarray | Sequence[int], *, device: ttnn.MeshDevic
     """Put integers on a device, as int32 in rows, the form in which operations take positions."""
     array = np.array(array, dtype=np.int32, order="C")
     tensor = ttnn.to_device(ttnn.Tensor(array, ttnn.int32, None, ttnn.ROW_MAJOR_LAYOUT), device)
-    for observe in _observers:
+    for observe in observers:
         observe(tensor, array, 0.0)
     return tensor
 
@@ -161,8 +161,8 @@ def download(tensor: ttnn.Tensor) -> np.ndarray:
         RuntimeError: if the device is a mock one whose values nobody computes: see `mha_tt.mock`.
     """
     check_on_device("tensor", tensor)
-    if _readers:
-        return _readers[-1](tensor)
+    if readers:
+        return readers[-1](tensor)
     if target() == "mock":
         raise RuntimeError(
             "values must come from a device that computes, got a mock one; mha_tt.mock.shadow() gives them"

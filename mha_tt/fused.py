@@ -13,12 +13,12 @@ from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec
-from mha_spec.rules import check_head_groups
+from mha_spec.rules import as_rate, check_head_groups
 from mha_tt.arrays import check_floating, check_lengths
 from mha_tt.device import TILE, accurate_config, as_dtype, round_up, upload_integers, zeros
 from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device
 from mha_tt.not_finite import emptied, hide_not_finite, spoilt
-from mha_tt.stages import check_attention, score_scale
+from mha_tt.stages import Dropout, check_attention, score_scale
 
 LARGEST_CHUNK = 128
 """Queries and keys that the kernel takes at a time: what fits a core in every arithmetic, up to a head_dim of 256."""
@@ -69,10 +69,10 @@ def scaled_dot_product_attention(
 
     Source: ttnn.transformer.scaled_dot_product_attention.
     """
-    if need_weights or dropout or dropout_keep is not None:
+    if need_weights:
         raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
-    masking = Masking(mask, bias, is_causal, key_padding_lengths)
-    return attend(query, key, value, masking, spec=spec, compute_kernel_config=compute_kernel_config), None
+    masking, dropped = Masking(mask, bias, is_causal, key_padding_lengths), Dropout(dropout, dropout_keep)
+    return attend(query, key, value, masking, dropped, spec=spec, compute_kernel_config=compute_kernel_config), None
 
 
 def attend(
@@ -80,6 +80,7 @@ def attend(
     key: Float[Tensor, "B K S H"],
     value: Float[Tensor, "B K S H"],
     masking: Masking,
+    dropout: Dropout,
     *,
     spec: AttentionSpec | None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
@@ -87,6 +88,9 @@ def attend(
     """`scaled_dot_product_attention` as the layers call it: the context."""
     check_attention(query, key, value, masking)
     _check_kernel_takes(query)
+    if as_rate("dropout", dropout.rate) or dropout.keep is not None:
+        raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
+    scale = score_scale(query, spec)
     device, (batch_size, _, seq_len_q, _), seq_len_k = query.device(), query.shape, key.shape[2]
     if 0 in (batch_size, seq_len_q, seq_len_k):
         return zeros(tuple(query.shape), query.dtype, device)
@@ -103,7 +107,7 @@ def attend(
         value,
         attn_mask=attn_mask,
         is_causal=only_causal,
-        scale=score_scale(query, spec),
+        scale=scale,
         program_config=_program_config(device, config, seq_len_q, seq_len_k),
         compute_kernel_config=config,
     )
@@ -139,13 +143,14 @@ def attend_to_cache(
     check_floating("query", query, rank=4)
     _check_kernel_takes(query)
     check_cached_step(query, keys, values, last_positions)
+    scale = score_scale(query, spec)
     config = compute_kernel_config or accurate_config(query.device())
     context = ttnn.transformer.scaled_dot_product_attention_decode(
         as_dtype(query, ttnn.bfloat16),  # it takes no other with groups
         keys,
         values,
         cur_pos_tensor=upload_integers(last_positions, device=query.device()),
-        scale=score_scale(query, spec),
+        scale=scale,
         # 0 lets the operation choose its chunks. Without a configuration it divides the keys among more cores than its
         # tree of sums has room for, on Blackhole with few heads.
         program_config=_program_config(query.device(), config, 0, 0),

@@ -300,7 +300,7 @@ class Masking:
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
-        """Refuse what does not fit the scores (B, N, T, S)."""
+        """Refuse what does not fit the scores (B, N, T, S), or their queries."""
         check_mask(self.mask, scores_shape)
         check_bias(self.bias, scores_shape)
         if self.key_padding_lengths is not None:

@@ -157,7 +157,7 @@ def _attention_layer(
         )
     else:
         context, attn_weights = (
-            fused.attend(q, k, v, masking, spec=spec, compute_kernel_config=compute_kernel_config),
+            fused.attend(q, k, v, masking, dropout, spec=spec, compute_kernel_config=compute_kernel_config),
             None,
         )
     output = combine_heads(context)
@@ -168,7 +168,7 @@ def _attention_layer(
 
 
 class AttentionLayer:
-    """The specification and the weights that every attention module of this package holds.
+    """The specification and the projections that every attention module of this package holds.
 
     Args:
         spec: what the layer computes.

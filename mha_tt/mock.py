@@ -345,14 +345,14 @@ def shadow() -> Iterator[Shadow]:
     state, fast = Shadow(), ttnn.CONFIG.enable_fast_runtime_mode
     ttnn.CONFIG.enable_fast_runtime_mode = False  # ttnn calls hooks outside of the fast mode only
     _active.append(state)
-    devices._observers.append(state.uploaded)
-    devices._readers.append(state.download)
+    devices.observers.append(state.uploaded)
+    devices.readers.append(state.download)
     try:
         with ttnn.register_post_operation_hook(state):
             yield state
     finally:
-        devices._readers.remove(state.download)
-        devices._observers.remove(state.uploaded)
+        devices.readers.remove(state.download)
+        devices.observers.remove(state.uploaded)
         _active.remove(state)
         ttnn.CONFIG.enable_fast_runtime_mode = fast
 

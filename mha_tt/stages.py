@@ -18,7 +18,7 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec
 from mha_spec.rules import as_rate, check_head_groups
-from mha_tt.arrays import check_broadcasts, check_count, check_floating
+from mha_tt.arrays import check_broadcasts, check_count, check_floating, check_head_dim
 from mha_tt.device import TILE, TILE_NBYTES, accurate_config, as_dtype, round_up, upload, zeros
 from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device, check_bias, check_mask, on_device
 from mha_tt.not_finite import emptied, hide_not_finite, spoilt
@@ -125,6 +125,7 @@ def attention_scores(
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     check_scored(query, key, bias)
+    scale = score_scale(query, spec)
     scores = ttnn.matmul(
         query,
         repeat_kv_heads(key, query.shape[1]),  # a product of matrices broadcasts no batch axis
@@ -132,7 +133,7 @@ def attention_scores(
         dtype=ttnn.float32,
         compute_kernel_config=compute_kernel_config or accurate_config(query.device()),
     )
-    scores = ttnn.multiply(scores, score_scale(query, spec))
+    scores = ttnn.multiply(scores, scale)
     return scores if bias is None else ttnn.add(scores, bias_on_device(bias, query.device(), ttnn.float32))
 
 
@@ -209,8 +210,11 @@ def drop(name: str, x: Tensor, rate: float, seed: int) -> Tensor:
 
 
 def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:
-    """What the dot products of queries (B, N, T, H) are multiplied by."""
-    return query.shape[-1] ** -0.5 if spec is None else spec.score_scale
+    """What the dot products of queries (B, N, T, H) are multiplied by; refuses the spec of wider heads."""
+    if spec is None:
+        return query.shape[-1] ** -0.5
+    check_head_dim(spec.head_dim, query.shape[-1])
+    return spec.score_scale
 
 
 def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:

@@ -43,6 +43,7 @@ def upload_weights(
     Raises:
         ValueError: if names or shapes are not those of the layer, or a value is not finite.
     """
+    check_spec(spec)
     check_dtype("dtype", dtype)
     shapes = {name: np.shape(weight) for name, weight in weights.items()}
     if shapes != spec.weight_shapes:
@@ -134,7 +135,7 @@ def project_with(
 
 
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
-    """Refuse weights that are not exactly those of the layer, by name and shape, in tiles on a device."""
+    """Refuse weights that are not exactly those of the layer, by name and shape."""
     check_spec(spec)
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights must be a mapping of names to tensors, got {type(weights).__name__}")

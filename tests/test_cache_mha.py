@@ -109,7 +109,7 @@ def feed_ragged(sibling, module, x, steps):
 
 def filled_cache(sibling, module, lengths, capacity=NUM_TOKENS):
     """A cache that holds the first few random tokens of each sequence."""
-    x = random_tokens(module, num_tokens=max(*lengths, 1), seed=2)
+    x = random_tokens(module.spec, num_tokens=max(*lengths, 1), seed=2)
     cache = module.init_cache(len(lengths), capacity)
     return called(sibling)(module, sibling.array(x), cache, new_lengths=sibling.array(lengths))[1]
 

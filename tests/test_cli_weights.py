@@ -182,7 +182,7 @@ def test_convert_asks_for_heads_by_the_flags_that_decide(source, tmp_path, capsy
         (["--to", "W_q", "--max-shard-gib", "inf"], "--max-shard-gib must be a number > 0"),
         (["--to", "W_q", "--max-shard-gib", "nan"], "--max-shard-gib must be a number > 0"),
         (["--to", "W_q", "--max-shard-gib", "1e300"], "--max-shard-gib must be a number > 0"),
-        (["--to", "W_q", "--rope-theta", "inf"], "--rope-theta must be finite, got inf"),
+        (["--to", "W_q", "--rope-theta", "inf"], "--rope-theta must be positive and finite, got inf"),
         (["--to", "W_q", "--rope-theta", "-1"], "--rope-theta must be positive"),
         (["--to", "W_q", "--json", "/no/such/folder/r.json"], "--json must name a file in a folder that is there"),
     ],
@@ -582,7 +582,7 @@ def test_rope_that_a_specification_cannot_say_is_warned_of_in_python(source, tmp
 
 
 def test_flags_win_over_a_config(source, tmp_path, capsys):
-    config_beside(tmp_path / "source.safetensors", rope=None)
+    config_beside(tmp_path / "source.safetensors", rope_theta=None)
     arguments = [
         source,
         str(tmp_path / "b.npz"),

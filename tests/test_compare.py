@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -295,8 +296,8 @@ def test_a_wrong_module_over_right_stages_is_reported(sibling, monkeypatch):
     """The stage functions are right, and what users call is not: only `module.*` and `fused.*` can see that."""
     original = sibling.package.MultiHeadAttention.attend
 
-    def attend(self, query, key=None, value=None, **options):
-        return original(self, query * 1.001, key, value, **options)
+    def attend(self, query, *inputs, **options):
+        return original(self, query * 1.001, *inputs, **options)
 
     monkeypatch.setattr(sibling.package.MultiHeadAttention, "attend", attend)
     difference = difference_in("causal", sibling.name)
@@ -305,12 +306,12 @@ def test_a_wrong_module_over_right_stages_is_reported(sibling, monkeypatch):
 
 
 def test_a_fused_path_without_the_mask_is_reported(sibling, monkeypatch):
-    original = sibling.package.fused.scaled_dot_product_attention
+    original = sibling.package.fused.attend
 
-    def forgetful(query, key, value, *, mask=None, **options):
-        return original(query, key, value, **options)
+    def forgetful(query, key, value, masking, *inputs, **options):
+        return original(query, key, value, replace(masking, mask=None), *inputs, **options)
 
-    monkeypatch.setattr(sibling.package.fused, "scaled_dot_product_attention", forgetful)
+    monkeypatch.setattr(sibling.package.fused, "attend", forgetful)
     difference = difference_in("causal", sibling.name)
     assert difference is not None
     assert difference.stage == "fused.output"

@@ -12,6 +12,7 @@ import pytest
 import parity
 from mha_spec import AttentionSpec, Rope
 from parity import CASES, Case, make_problem, random_weights
+from parity.backends import driver
 from parity.backends.record import record
 from parity.cli.main import main
 from parity.core.compare import kept_dtype
@@ -467,11 +468,9 @@ def test_traces_are_diagnosed_alone_and_in_pairs(tmp_path, capsys):
 
 
 def test_wrong_gradients_are_a_difference_that_no_mistake_explains(tmp_path, capsys, monkeypatch):
-    import parity.backends.torch as backend
-
-    original = backend.gradients
-    doubled = lambda problem: {name: 2 * gradient for name, gradient in original(problem).items()}  # noqa: E731
-    monkeypatch.setattr(backend, "gradients", doubled)
+    original = driver.gradients
+    doubled = lambda *problem: {name: 2 * gradient for name, gradient in original(*problem).items()}  # noqa: E731
+    monkeypatch.setattr(driver, "gradients", doubled)
     run_cases([CASES["full"]], ["torch"], with_gradients=True, traces=tmp_path)
     assert main(["diagnose", str(next(tmp_path.iterdir()))]) == 1
     out = capsys.readouterr().out

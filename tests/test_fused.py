@@ -842,9 +842,8 @@ def no_masks(monkeypatch):
     def fail(*args, **keywords):
         raise AssertionError("a mask is built")
 
-    for module in (mha_torch.masks, mha_torch.stages, mha_torch.fused):
-        for name in ("join_masks", "create_attention_mask", "create_causal_mask", "create_padding_mask"):
-            monkeypatch.setattr(module, name, fail, raising=False)
+    for name in ("_attention_mask", "create_attention_mask", "create_causal_mask", "create_padding_mask"):
+        monkeypatch.setattr(mha_torch.masks, name, fail)
 
 
 @pytest.mark.usefixtures("no_masks")

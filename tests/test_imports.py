@@ -21,10 +21,11 @@ sys.meta_path.insert(0, Blocker())
 
 USE_JAX = """
 import mha_jax
+from mha_spec import AttentionSpec
 from flax import nnx
 import jax.numpy as jnp
 
-module = mha_jax.MultiHeadAttentionWithCache(8, 2, rngs=nnx.Rngs(0))
+module = mha_jax.MultiHeadAttentionWithCache(AttentionSpec(8, 2), rngs=nnx.Rngs(0))
 output, cache = module(jnp.ones((1, 3, 8)), module.init_cache(1, 4))
 assert output.shape == (1, 3, 8)
 """
@@ -32,8 +33,9 @@ assert output.shape == (1, 3, 8)
 USE_TORCH = """
 import mha_torch
 import torch
+from mha_spec import AttentionSpec
 
-module = mha_torch.MultiHeadAttentionWithCache(8, 2)
+module = mha_torch.MultiHeadAttentionWithCache(AttentionSpec(8, 2))
 output, cache = module(torch.ones(1, 3, 8), module.init_cache(1, 4))
 assert output.shape == (1, 3, 8)
 """

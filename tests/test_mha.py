@@ -947,10 +947,36 @@ def test_layer_takes_a_given_dropout(sibling):
     keep = np.ones((2, 2, 3, 4), bool)
     keep[0, 1, 2] = False  # all keys of one query, in the second head
 
-    output, _ = attend(sibling, "function-plain", BARE, arrays, dropout=0.5, dropout_keep=sibling.array(keep))
+    output, _ = attend(
+        sibling, "function-plain", replace(BARE, dropout=0.5), arrays, training=True, dropout_keep=sibling.array(keep)
+    )
 
     dropped = sibling.numpy(output).reshape(2, 3, 2, 4) == 0.0
     assert np.array_equal(dropped.all(axis=-1).swapaxes(1, 2), ~keep.any(axis=-1))
+
+
+def test_given_dropout_comes_with_training(sibling):
+    arrays = {name: sibling.array(x) for name, x in problem(BARE).items()}
+    keep = sibling.array(np.ones((2, 2, 3, 4), bool))
+    with pytest.raises(ValueError, match="dropout_keep must come with training=True"):
+        attend(sibling, "function-plain", replace(BARE, dropout=0.5), arrays, dropout_keep=keep)
+
+
+@pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=["weights", "outputs"])
+@pytest.mark.parametrize("path", ["function-plain", "function-fused"])
+def test_function_drops_in_training_only(sibling, path, rates):
+    arrays = {name: sibling.array(x) for name, x in problem(SPEC).items()}
+    spec, seeded = replace(SPEC, **rates), {"dropout_rng": jax.random.key(0)} if sibling.name == "jax" else {}
+    kept, evaluated, trained = (
+        sibling.numpy(attend(sibling, path, each, arrays, **options)[0])
+        for each, options in ((SPEC, {}), (spec, {}), (spec, {"training": True, **seeded}))
+    )
+    np.testing.assert_array_equal(evaluated, kept)
+    assert np.abs(trained - kept).max() > 1e-3
+    if "output_dropout" in rates:
+        dropped = trained == 0.0
+        np.testing.assert_allclose(trained[~dropped], 2.0 * kept[~dropped], rtol=1e-6)
+        assert dropped.any()
 
 
 def apply_dropout(sibling, x, rate):

@@ -1,6 +1,5 @@
 """With copied weights the siblings equal the attention layers that the frameworks come with."""
 
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -42,7 +41,7 @@ def inputs(spec, rng):
 
 def ours(sibling, spec, weights, inputs, need_weights=True, **options) -> Any:
     """Output and attention weights of the sibling's module."""
-    module = parity.load_into(sibling.module("MultiHeadAttention", **asdict(spec)), weights)
+    module = parity.load_into(sibling.module("MultiHeadAttention", spec), weights)
     options = {name: sibling.array(x) for name, x in options.items()}
     results = module(*(sibling.array(x) for x in inputs), need_weights=need_weights, **options)
     return [x if x is None else sibling.numpy(x) for x in results]
@@ -110,7 +109,7 @@ def test_output_with_a_bias_of_each_head_equals_torch(sibling, spec, weights, in
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
 def test_causal_self_attention_equals_torch(sibling, spec, weights, inputs):
     query, _ = inputs
-    module = parity.load_into(sibling.module("MultiHeadSelfAttention", **asdict(spec)), weights)
+    module = parity.load_into(sibling.module("MultiHeadSelfAttention", spec), weights)
 
     output = sibling.numpy(module(sibling.array(query), is_causal=True))
 
@@ -164,7 +163,7 @@ def test_output_with_grouped_heads_equals_flax(sibling, rng, num_kv_heads, need_
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
 def test_causal_self_attention_equals_flax(sibling, peer, spec, weights, inputs):
     query, _ = inputs
-    module = parity.load_into(sibling.module("MultiHeadSelfAttention", **asdict(spec)), weights)
+    module = parity.load_into(sibling.module("MultiHeadSelfAttention", spec), weights)
 
     output = sibling.numpy(module(sibling.array(query), is_causal=True))
 

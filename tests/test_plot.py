@@ -147,7 +147,7 @@ def test_bad_arguments_are_refused_and_nothing_is_written(
 
 
 def test_a_live_module_gives_its_attention_weights(sibling, rng):
-    module = sibling.module("MultiHeadAttention", 8, 2)
+    module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2))
     found = attention_of(module, sibling.array(rng.standard_normal((1, 3, 8)).astype(np.float32)))
     assert found.shape == (1, 2, 3, 3)
     np.testing.assert_allclose(found.sum(-1), 1.0, rtol=1e-6)
@@ -155,7 +155,7 @@ def test_a_live_module_gives_its_attention_weights(sibling, rng):
 
 def test_a_module_that_does_not_give_its_attention_weights_is_refused(sibling):
     with pytest.raises(TypeError, match="module must be a MultiHeadAttention of ours, got MultiHeadSelfAttention"):
-        attention_of(sibling.module("MultiHeadSelfAttention", 8, 2), None)
+        attention_of(sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2)), None)
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "rope-gqa", "cross"])

@@ -26,9 +26,9 @@ def rotated_in_float64(x, positions, theta):
     return np.concatenate(turned, axis=-1)
 
 
-def test_frequencies_fall_from_one_by_powers_of_theta(sibling):
+def test_frequencies_fall_from_one_by_powers_of_theta():
     # theta ** (-2 i / H) for i = 0, 1, 2 and H = 6: 1, 1000 ** (-1/3), 1000 ** (-2/3).
-    assert sibling.package.rope_frequencies(6, 1000.0) == pytest.approx([1.0, 0.1, 0.01], rel=1e-15)
+    assert Rope(1000.0).frequencies(6) == pytest.approx([1.0, 0.1, 0.01], rel=1e-15)
 
 
 @pytest.mark.parametrize("position", [0, 1, 2, 100])

@@ -16,6 +16,7 @@ import parity.backends.torch
 import parity.running.run
 from mha_jax.blockwise import BLOCK_SIZES
 from parity import CASES, make_problem, random_case, run_cases
+from parity.backends import driver
 from parity.backends import jax as jax_backend
 from parity.backends.record import record
 from parity.core.cases import DTYPES
@@ -102,16 +103,16 @@ def test_jax_is_also_judged_in_small_blocks(name):
 
 
 def test_the_fused_path_of_jax_is_judged_with_the_blocks_that_users_get(monkeypatch):
-    taken, original = [], mha_jax.fused.scaled_dot_product_attention
+    taken, original = [], mha_jax.fused.attend
 
     def note(*arrays, block_sizes=BLOCK_SIZES, **options):
         taken.append(block_sizes)
         return original(*arrays, block_sizes=block_sizes, **options)
 
-    monkeypatch.setattr(mha_jax.fused, "scaled_dot_product_attention", note)
+    monkeypatch.setattr(mha_jax.fused, "attend", note)
     problem = make_problem(CASES["causal"], "float32")
-    run_steps(jax_backend.steps(problem))
-    jax_backend.gradients(problem)
+    run_steps(driver.steps(jax_backend, problem))
+    driver.gradients(jax_backend, problem)
     assert taken == 2 * [BLOCK_SIZES, jax_backend.SMALL_BLOCKS]
 
 
@@ -189,7 +190,7 @@ def test_without_gradients_the_other_stages_are_compared_and_that_is_said_once()
 
 
 def test_gradients_that_should_be_there_and_are_not_are_failures(monkeypatch):
-    monkeypatch.setattr(parity.backends.torch, "gradients", lambda problem: {})
+    monkeypatch.setattr(driver, "gradients", lambda *problem: {})
     report = run_cases([CASES["textbook"]], ["torch"], with_gradients=True)
     assert {c.reason for c in report.failed} == {"the trace lacks this stage"}
     assert all("grad." in c.stage for c in report.failed)

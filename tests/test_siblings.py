@@ -61,24 +61,35 @@ EXTRA_PARAMETERS = {
         "compute_kernel_config",  # the arithmetic of the device is chosen for each operation
         "rng",  # of NumPy: draws weights and seeds,
         "seed",  # for the device draws from a seed
+        "head_dim",  # of `apply_rope`: heads are padded to whole tiles, so that their shape does not tell it
     },
 }
 
 COMMON_PARAMETERS = {  # some of these words mean the same in all siblings
-    "init_cache": {"dtype"},
+    "init_cache": {"dtype", "head_dim"},
     "MultiHeadAttentionWithCache.init_cache": {"dtype"},
-    "kv_cache_nbytes": {"dtype"},
+    "kv_cache_nbytes": {"dtype", "head_dim"},
 }
 
 OTHER_DEFAULTS = {("tt", "init_cache", "dtype"): "xp.bfloat16"}  # what the fused kernels take, where others say float32
+
+CACHE_PARTS = {  # what attention takes of a cache, whose lengths are known elsewhere: on the host, in a graph, or not
+    "jax": {"append_checked", "mask_slots", "num_added", "token_positions", "has_room"},
+    "torch": {"append_checked", "mask_slots", "has_room"},
+    "tt": {"joined", "num_added", "write_rows"},
+}
 
 EXTRA_NAMES = {
     "jax": {
         "to_scores_rank",  # strict rank promotion is kept, so ranks are made equal by hand
         "Projection",  # nnx.Linear rounds to the narrow dtype before it adds the bias, torch's after
         "AttentionLayer.block_sizes",  # of the kernel for a CPU
-        "AttentionLayer.dropout_rng",  # torch draws from a global generator instead,
-        "AttentionLayer.drop_output",  # with F.dropout
+        "AttentionLayer.dropout_rng",  # torch draws from a global generator instead
+        "Dropout.rng",
+        "Masking.as_arrays",  # which compiled functions take
+        "Masking.may_hide",  # a gradient is kept from what is hidden
+        "linear",  # sums in float32, also where a bias is added
+        *CACHE_PARTS["jax"],
     },
     "torch": {
         "AttentionLayer.reset_parameters",  # torch's hook to draw the weights again; nnx makes a new module
@@ -87,6 +98,9 @@ EXTRA_NAMES = {
         "is_autocast_on",  # and narrowed or not by more than their own dtype
         "check_device",  # tensors lie on several,
         "as_lengths",  # and lengths are taken to theirs
+        "check_head_groups",  # sizes of a traced graph are tensors
+        "Masking.may_hide",  # a gradient is kept from what is hidden
+        *CACHE_PARTS["torch"],
     },
     "tt": {
         "MASKED",  # stands for -inf, of which the kernel makes NaN,
@@ -109,10 +123,20 @@ EXTRA_NAMES = {
         "check_head_dim",  # see the padding of heads as features,
         "check_cache_holds",  # write into a cache before anything else would tell that it is another layer's,
         "check_cached_step",  # and have a kernel for one new token of each sequence
+        "AttentionLayer.check_dropout",  # is drawn in bfloat16 only,
+        "drop",  # for attention weights and outputs alike,
+        "Dropout.seed",  # from a seed
+        "upload_weights",  # weights are padded on their way to the device
+        "download_weights",
+        *CACHE_PARTS["tt"],
     },
 }
 
-FIELDS = {("tt", "KVCache.capacity")}  # the slots are padded to whole tiles, so that their shape does not tell it
+OTHERWISE = {
+    ("tt", "KVCache.capacity"),  # the slots are padded to whole tiles, so that their shape does not tell it
+    ("tt", "Masking.check"),  # a bias is converted to what the queries need
+    ("tt", "Masking.joined"),  # gives a mask with its forms on the device
+}
 
 OTHER_SUMMARIES = {("tt", "check_bias")}  # a bias of any floating dtype is converted, on the host or on the device
 
@@ -165,7 +189,7 @@ def definitions(name, file):
     found = {}
     for node in parse(name, file).body:
         found |= {public: node for public in targets(node) if is_public(public)}
-        for member in node.body if isinstance(node, ast.ClassDef) else []:
+        for member in node.body if isinstance(node, ast.ClassDef) and is_public(node.name) else []:
             found |= {f"{node.name}.{CALL.get(own, own)}": member for own in targets(member) if is_public(own)}
     return found
 
@@ -253,12 +277,12 @@ SHARED = [
     for public, node in definitions("torch", file).items()
     if isinstance(node, ast.FunctionDef | ast.ClassDef) and not is_extra("torch", public)
     for name in OTHERS
-    if (name, public) not in FIELDS
+    if (name, public) not in OTHERWISE
 ]
 PUBLIC = [  # all but the checks, which no user calls
     pytest.param(name, file, public, id=f"{name}-{file.removesuffix('.py')}-{public}")
     for name, file, public, node in SHARED
-    if file != "checks.py" and not public.startswith("check_") and isinstance(node, ast.FunctionDef)
+    if not public.startswith("check_") and isinstance(node, ast.FunctionDef)
 ]
 SUMMARISED = [
     pytest.param(name, file, public, id=f"{name}-{file.removesuffix('.py')}-{public}")

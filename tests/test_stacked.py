@@ -57,7 +57,7 @@ class Model(nnx.Module):
     def __init__(self, **options):
         rngs = nnx.Rngs(0)
         self.layers = nnx.List(
-            [mha_jax.MultiHeadSelfAttention(AttentionSpec(16, 4, dropout=0.1), rngs=rngs, **options) for _ in "ab"]
+            [mha_jax.MultiHeadSelfAttention(AttentionSpec(16, 4, dropout=0.1, **options), rngs=rngs) for _ in "ab"]
         )
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from mha_torch.checks import values_of
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import mha_torch
-from mha_spec import Rope
+from mha_spec import AttentionSpec, Rope
+from mha_torch.arrays import values_of
 
 FORMS = {
     "plain": mha_torch.scaled_dot_product_attention,
@@ -31,9 +31,9 @@ pytestmark = [
 ]
 
 
-def module(kind, *, seed=0, **keywords):
+def module(kind, *, seed=0, device=None, dtype=None, **fields):
     torch.manual_seed(seed)
-    return getattr(mha_torch, kind)(16, 4, num_kv_heads=2, **keywords)
+    return getattr(mha_torch, kind)(AttentionSpec(16, 4, num_kv_heads=2, **fields), device=device, dtype=dtype)
 
 
 def tokens(*shape, seed=1):
@@ -399,8 +399,8 @@ def test_nan_in_an_unfilled_slot_changes_nothing(counts):
 
 
 def layers_of(form):
-    layer = module("MultiHeadSelfAttention").double()
-    return lambda x: layer.attend(x, is_causal=True, need_weights=form == "plain")[0]
+    layer = module("MultiHeadAttention").double()
+    return lambda x: layer(x, is_causal=True, need_weights=form == "plain")[0]
 
 
 def test_fused_path_has_a_forward_mode():

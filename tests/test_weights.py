@@ -152,7 +152,7 @@ def test_a_module_is_filled_from_another_one_bit_for_bit():
     ("other", "message"),
     [
         (AttentionSpec(10, 4, head_dim=6, num_kv_heads=2, d_in=7), r"got num_heads=6, .* and num_heads=4, "),
-        (replace(SPEC, rope=Rope(10000.0)), r"got rope=None and rope=Rope(10000)\.0"),
+        (replace(SPEC, rope=Rope(10000.0)), r"got rope=None and rope=Rope\(theta=10000\.0\)"),
     ],
 )
 def test_weights_of_a_layer_that_computes_something_else_are_refused(sibling, weights, other, message):

@@ -185,9 +185,9 @@ class _Layer:
     def contender(self, function: Callable[..., Any], params: Any, *others: Any) -> Contender:
         return _contender(self.work, function, params, (self.x,), *others, cotangent=self.arrays.get("cotangent"))
 
-    def made(self, kind: Any, **options: Any) -> tuple[Any, Any]:
+    def made(self, kind: Any) -> tuple[Any, Any]:
         """A module of ours with the weights of the work: its definition, and its weights."""
-        module = kind(self.work.d_model, self.work.num_heads, param_dtype=self.dtype, rngs=nnx.Rngs(0), **options)
+        module = kind(self.work.spec, param_dtype=self.dtype, rngs=nnx.Rngs(0))
         module.eval()
         graph, params = nnx.split(load_into(module, self.canonical))
         return graph, params

@@ -175,9 +175,9 @@ class _Layer:
         )
         return {OURS: self.ours, "torch.nn": self.torch_nn, **by_hand, "keras": self.keras}
 
-    def made(self, kind: Any, **options: Any) -> Any:
+    def made(self, kind: Any) -> Any:
         """A module with the weights of the work."""
-        module = kind(self.work.d_model, self.work.num_heads, dtype=getattr(torch, self.work.dtype), **options)
+        module = kind(self.work.spec, dtype=getattr(torch, self.work.dtype))
         return self.placed(load_into(module, self.canonical))
 
     def placed(self, module: Any) -> Any:

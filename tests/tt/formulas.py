@@ -57,8 +57,8 @@ def rotate(x: np.ndarray, positions: Any, theta: float) -> np.ndarray:
     """Each pair (a, b) of features, half a head apart, as (a cos - b sin, b cos + a sin)."""
     half = x.shape[3] // 2
     angles = np.asarray(positions)[:, None, :, None] * theta ** (-np.arange(half) / half)
-    turned = (x[..., :half] + 1j * x[..., half:].astype(np.float64)) * np.exp(1j * angles)
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+    rotated = (x[..., :half] + 1j * x[..., half:].astype(np.float64)) * np.exp(1j * angles)
+    return np.concatenate([rotated.real, rotated.imag], axis=-1)
 
 
 def project(weights: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
@@ -72,9 +72,9 @@ def project_heads(
     """Queries, keys or values (B, heads, T, H), after RoPE."""
     heads = project(weights, f"{name}_proj", x)
     heads = heads.reshape(*x.shape[:2], -1, spec.head_dim).swapaxes(1, 2)
-    if spec.rope_theta is None or name == "v":
+    if spec.rope is None or name == "v":
         return heads
-    return rotate(heads, np.arange(x.shape[1])[None] if positions is None else positions, spec.rope_theta)
+    return rotate(heads, np.arange(x.shape[1])[None] if positions is None else positions, spec.rope.theta)
 
 
 def layer(
@@ -121,7 +121,7 @@ def module_of(
     **options: Any,
 ) -> Any:
     """A module of that class, without dropout, with the given weights or those of `rounded_weights`."""
-    module = getattr(mha_tt, kind)(**spec.keywords, device=device, dtype=dtype, **options).eval()
+    module = getattr(mha_tt, kind)(spec, device=device, dtype=dtype, **options).eval()
     module.load_weights(rounded_weights(spec, dtype) if weights is None else weights)
     return module
 
@@ -130,7 +130,7 @@ def without_padding(output: np.ndarray, spec: parity.AttentionSpec) -> np.ndarra
     """The output of a layer, without the features that pad its heads where no projection follows."""
     if spec.out_proj:
         return output
-    slots = mha_tt.head_slots(spec.head_dim, rope=spec.rope_theta is not None)
+    slots = mha_tt.head_slots(spec.head_dim, rope=spec.rope is not None)
     return output.reshape(*output.shape[:2], spec.num_heads, -1)[..., slots].reshape(*output.shape[:2], -1)
 
 

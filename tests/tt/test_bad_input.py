@@ -14,6 +14,9 @@ import ttnn
 import mha_tt
 import parity
 
+SPEC = parity.AttentionSpec(8, 2)
+ROPE_SPEC = parity.AttentionSpec(8, 2, rope=parity.Rope(100.0))
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -42,9 +45,9 @@ def lengths(*values):
     return np.array(values, np.int32)
 
 
-def module(kind, *args, **options):
+def module(kind, spec):
     """A module, made when there is a device."""
-    return lambda device: getattr(mha_tt, kind)(*args, **options, device=device)
+    return lambda device: getattr(mha_tt, kind)(spec, device=device)
 
 
 def cache(*sizes, dtype=ttnn.bfloat16):
@@ -52,12 +55,9 @@ def cache(*sizes, dtype=ttnn.bfloat16):
     return lambda device: mha_tt.init_cache(*sizes, dtype, device=device)
 
 
-def weights(*, num_heads=2, **options):
-    """The weights of a layer of 8 features on the device, where there is one."""
-    spec = parity.AttentionSpec(8, num_heads, **options)
-    return lambda device: mha_tt.upload_weights(
-        parity.random_weights(spec), num_heads=num_heads, rope=False, device=device
-    )
+def weights(spec):
+    """The weights of a layer on the device, where there is one."""
+    return lambda device: mha_tt.upload_weights(parity.random_weights(spec), spec, device=device)
 
 
 def made(x, device):
@@ -88,7 +88,7 @@ CALLS = {
     ),
     "masked_softmax": ("masked_softmax", {"scores": ones(2, 2, 3, 4)}),
     "attention_context": ("attention_context", {"attn_weights": ones(2, 2, 3, 4), "value": ones(2, 2, 4, 32)}),
-    "apply_rope": ("apply_rope", {"x": ones(2, 2, 3, 64), "positions": lengths(0, 1, 2)[None]}),
+    "apply_rope": ("apply_rope", {"x": ones(2, 2, 3, 64), "positions": lengths(0, 1, 2)[None], "rope": parity.Rope()}),
     **{
         function: (
             function,
@@ -121,9 +121,8 @@ CALLS = {
             "key": ones(2, 4, 8),
             "value": ones(2, 4, 8),
             "bias": ones(1, 1, 3, 4),
-            "weights": weights(),
-            "num_heads": 2,
-            "head_dim": 4,
+            "weights": weights(SPEC),
+            "spec": SPEC,
         },
     ),
     "multi_head_attention_with_cache": (
@@ -132,26 +131,25 @@ CALLS = {
             "x": ones(2, 3, 8),
             "cache_k": ones(2, 2, 5, 32),
             "cache_v": ones(2, 2, 5, 32),
-            "weights": weights(),
-            "num_heads": 2,
-            "head_dim": 4,
+            "weights": weights(SPEC),
+            "spec": SPEC,
         },
     ),
     "multi_head_attention_with_static_cache": (
         "multi_head_attention_with_static_cache",
-        {"x": ones(2, 3, 8), "cache": cache(2, 2, 4, 4), "weights": weights(), "num_heads": 2, "head_dim": 4},
+        {"x": ones(2, 3, 8), "cache": cache(2, 2, 4, 4), "weights": weights(SPEC), "spec": SPEC},
     ),
     "append_to_cache": (
         "append_to_cache",
         {"cache": cache(2, 2, 4, 4), "key": ones(2, 2, 3, 32), "value": ones(2, 2, 3, 32)},
     ),
     "MultiHeadAttention": (
-        module("MultiHeadAttention", 8, 2),
+        module("MultiHeadAttention", SPEC),
         {"query": ones(2, 3, 8), "key": ones(2, 4, 8), "value": ones(2, 4, 8), "bias": ones(1, 1, 3, 4)},
     ),
-    "MultiHeadSelfAttention": (module("MultiHeadSelfAttention", 8, 2), {"x": ones(2, 3, 8)}),
+    "MultiHeadSelfAttention": (module("MultiHeadSelfAttention", SPEC), {"x": ones(2, 3, 8)}),
     "MultiHeadAttentionWithCache": (
-        module("MultiHeadAttentionWithCache", 8, 2),
+        module("MultiHeadAttentionWithCache", SPEC),
         {"x": ones(2, 3, 8), "cache": cache(2, 2, 4, 4)},
     ),
 }
@@ -246,22 +244,41 @@ def test_download_refuses(device, kind):
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------
 
-WEIGHTS = parity.random_weights(parity.AttentionSpec(8, 2, d_in=6))
+LAYER_SPEC = parity.AttentionSpec(8, 2, d_in=6)
+WEIGHTS = parity.random_weights(LAYER_SPEC)
 UPLOADS = {
-    "heads": ({"num_heads": 3}, ValueError, r"q_proj\.weight must have features for 3 heads, got .*shape=\(8, 6\)"),
-    "no heads": ({"num_heads": 0}, ValueError, "num_heads must be at least 1"),
-    "groups": ({"num_kv_heads": 3}, ValueError, "num_heads=2 and num_kv_heads=3"),
-    "key heads": ({"num_heads": 16, "num_kv_heads": 16}, ValueError, "must have features for 16 heads"),
-    "float heads": ({"num_heads": 2.0}, TypeError, "num_heads must be an integer"),
+    "no spec": ({"spec": 2}, TypeError, "spec must be an AttentionSpec, got spec=2"),
+    "heads": (
+        {"spec": parity.AttentionSpec(9, 3, d_in=6)},
+        ValueError,
+        r"weights must have the names and shapes .*'q_proj\.weight': \(9, 6\).*, got .*'q_proj\.weight': \(8, 6\)",
+    ),
+    "groups": (
+        {"spec": parity.AttentionSpec(8, 2, num_kv_heads=1, d_in=6)},
+        ValueError,
+        r"weights must have the names and shapes .*'k_proj\.weight': \(4, 6\).*, got .*'k_proj\.weight': \(8, 6\)",
+    ),
     "dtype": ({"dtype": np.float32}, TypeError, "dtype must be ttnn.bfloat16"),
     "NaN": (
-        {"weights": {"q_proj.bias": np.array([math.nan] * 8)}},
+        {"weights": {**WEIGHTS, "q_proj.bias": np.array([math.nan] * 8)}},
         ValueError,
         r"finite, got .* in \['q_proj\.bias'\]",
     ),
-    "beyond float32": ({"weights": {"o": np.array([1e300])}}, ValueError, "weights must be finite"),
-    "infinity": ({"weights": {"o": np.array([math.inf])}}, ValueError, "weights must be finite"),
-    "no axis": ({"weights": {"k_proj.bias": np.float32(1.0)}}, ValueError, r"k_proj\.bias must have features"),
+    "beyond float32": (
+        {"weights": {**WEIGHTS, "out_proj.weight": np.full((8, 8), 1e300)}},
+        ValueError,
+        "weights must be finite",
+    ),
+    "infinity": (
+        {"weights": {**WEIGHTS, "out_proj.bias": np.array([math.inf] * 8)}},
+        ValueError,
+        "weights must be finite",
+    ),
+    "no axis": (
+        {"weights": {**WEIGHTS, "k_proj.bias": np.float32(1.0)}},
+        ValueError,
+        r"weights must have the names and shapes .*, got .*'k_proj\.bias': \(\)",
+    ),
 }
 
 
@@ -269,23 +286,45 @@ UPLOADS = {
 def test_upload_weights_refuses(device, name):
     keywords, error, message = UPLOADS[name]
     with pytest.raises(error, match=message):
-        mha_tt.upload_weights(**{"weights": WEIGHTS, "num_heads": 2, "rope": False, "device": device, **keywords})
+        mha_tt.upload_weights(**{"weights": WEIGHTS, "spec": LAYER_SPEC, "device": device, **keywords})
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"num_heads": 0, "head_dim": 4}, ValueError, "num_heads must be at least 1"),
-        ({"num_heads": 2, "num_kv_heads": 3, "head_dim": 4}, ValueError, "num_kv_heads=3"),
-        ({"num_heads": 2, "head_dim": 0}, ValueError, "head_dim must be at least 1"),
-        ({"num_heads": 2, "head_dim": 4.0}, TypeError, "head_dim must be an integer"),
-        ({"num_heads": 2, "head_dim": 40}, ValueError, "head_dim must be at most the 32 features of a head"),
-    ],
-    ids=["no heads", "groups", "0", "float", "too large"],
-)
-def test_download_weights_refuses(device, options, error, message):
+OTHER_SPECS = {
+    # name: (what is not the specification of the layer, error, words of the refusal)
+    "number": (2, TypeError, "spec must be an AttentionSpec, got spec=2"),
+    "heads": (
+        parity.AttentionSpec(9, 3, d_in=6),
+        ValueError,
+        r"q_proj\.weight must have shape \(6, 96\), got .*\(6, 64\)",
+    ),
+    "groups": (
+        parity.AttentionSpec(8, 2, num_kv_heads=1, d_in=6),
+        ValueError,
+        r"k_proj\.weight must have shape \(6, 32\), got .*\(6, 64\)",
+    ),
+    "head_dim": (
+        parity.AttentionSpec(8, 2, head_dim=33, d_in=6),
+        ValueError,
+        r"q_proj\.weight must have shape \(6, 128\), got .*\(6, 64\)",
+    ),
+    # With RoPE each half of a head begins at a tile, so that a head of 4 features takes 64 and not 32.
+    "rope": (
+        parity.AttentionSpec(8, 2, d_in=6, rope=parity.Rope()),
+        ValueError,
+        r"q_proj\.weight must have shape \(6, 128\), got .*\(6, 64\)",
+    ),
+    "no out_proj": (parity.AttentionSpec(8, 2, d_in=6, out_proj=False), ValueError, r"unexpected \['out_proj"),
+    "no bias": (parity.AttentionSpec(8, 2, d_in=6, qkv_bias=False), ValueError, r"unexpected \['k_proj\.bias"),
+    "packed": (parity.AttentionSpec(8, 2, d_in=6, fused_qkv=True), ValueError, r"missing \['qkv_proj.*unexpected \['k"),
+}
+every_other_spec = pytest.mark.parametrize("name", OTHER_SPECS)
+
+
+@every_other_spec
+def test_download_weights_refuses_the_spec_of_another_layer(device, name):
+    spec, error, message = OTHER_SPECS[name]
     with pytest.raises(error, match=message):
-        mha_tt.download_weights(weights()(device), rope=False, **options)
+        mha_tt.download_weights(weights(LAYER_SPEC)(device), spec)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +338,7 @@ def test_download_weights_refuses(device, options, error, message):
     ids=["transposed", "other name", "bias", "NaN"],
 )
 def test_module_refuses_weights_and_keeps_its_own(device, changed, message):
-    layer = mha_tt.MultiHeadAttention(8, 2, d_in=6, device=device)
+    layer = mha_tt.MultiHeadAttention(LAYER_SPEC, device=device)
     before = layer.weights
     with pytest.raises(ValueError, match=message):
         layer.load_weights({**WEIGHTS, **changed})
@@ -308,7 +347,7 @@ def test_module_refuses_weights_and_keeps_its_own(device, changed, message):
 
 @pytest.mark.parametrize("missing", list(WEIGHTS))
 def test_module_refuses_weights_that_lack_one(device, missing):
-    layer = mha_tt.MultiHeadAttention(8, 2, d_in=6, device=device)
+    layer = mha_tt.MultiHeadAttention(LAYER_SPEC, device=device)
     with pytest.raises(ValueError, match="weights must have the names and shapes"):
         layer.load_weights({name: weight for name, weight in WEIGHTS.items() if name != missing})
 
@@ -316,6 +355,8 @@ def test_module_refuses_weights_that_lack_one(device, missing):
 HELD = {f"{name}_proj.weight": ones(6, 64) for name in "qkv"} | {f"{name}_proj.bias": ones(1, 64) for name in "qkv"}
 HELD |= {"out_proj.weight": ones(64, 8), "out_proj.bias": ones(1, 8)}
 PACKED = {"qkv_proj.weight": ones(6, 192), "qkv_proj.bias": ones(1, 192)}
+PACKED |= {"out_proj.weight": ones(64, 8), "out_proj.bias": ones(1, 8)}
+PACKED_SPEC = parity.AttentionSpec(8, 2, d_in=6, fused_qkv=True)
 
 
 def without(*names):
@@ -329,9 +370,11 @@ BAD_WEIGHTS = {
     "bias without weight": (without("v_proj.weight"), ValueError, r"weights must .*missing \['v_proj"),
     "out_proj bias alone": (without("out_proj.weight"), ValueError, "weights must .*out_proj"),
     "other name": ({**HELD, "o_proj.weight": ones(8, 8)}, ValueError, r"weights must .*unexpected \['o_proj"),
-    "packed and separate": ({**HELD, **PACKED}, ValueError, r"weights must .*unexpected \['k_proj"),
+    "packed and separate": ({**HELD, **PACKED}, ValueError, r"weights must .*unexpected \['qkv_proj"),
+    "packed": (PACKED, ValueError, r"weights must .*missing \['k_proj.*unexpected \['qkv_proj"),
+    "no bias": (without("k_proj.bias"), ValueError, r"weights must .*missing \['k_proj.bias'\], unexpected \[\]"),
     "array": ({**HELD, "q_proj.weight": np.ones((6, 64))}, TypeError, "q_proj.weight must be a ttnn.Tensor"),
-    "transposed q_proj": ({**HELD, "q_proj.weight": ones(64, 6)}, ValueError, "one head_dim"),
+    "transposed q_proj": ({**HELD, "q_proj.weight": ones(64, 6)}, ValueError, "q_proj.weight must have shape"),
     "transposed out_proj": ({**HELD, "out_proj.weight": ones(8, 64)}, ValueError, "out_proj.weight must have shape"),
     "flat weight": ({**HELD, "k_proj.weight": ones(64)}, ValueError, "k_proj.weight must have 2 axes"),
     "bias of another width": (
@@ -340,16 +383,19 @@ BAD_WEIGHTS = {
         r"k_proj.bias must have shape \(1, 64\)",
     ),
     "flat bias": ({**HELD, "q_proj.bias": ones(64)}, ValueError, "q_proj.bias must have 2 axes"),
-    "other head_dim": ({**HELD, "k_proj.weight": ones(6, 32)}, ValueError, "one head_dim"),
-    "packed columns": ({"qkv_proj.weight": ones(6, 190)}, ValueError, "qkv_proj.weight must have columns for 6 heads"),
-    "packed bias": ({**PACKED, "qkv_proj.bias": ones(1, 64)}, ValueError, "qkv_proj.bias must have shape"),
+    "other head_dim": ({**HELD, "k_proj.weight": ones(6, 32)}, ValueError, "k_proj.weight must have shape"),
+}
+BAD_PACKED = {
+    "separate": (HELD, r"weights must .*missing \['qkv_proj.*unexpected \['k_proj"),
+    "columns": ({**PACKED, "qkv_proj.weight": ones(6, 190)}, r"qkv_proj.weight must have shape \(6, 192\)"),
+    "bias": ({**PACKED, "qkv_proj.bias": ones(1, 64)}, r"qkv_proj.bias must have shape \(1, 192\)"),
 }
 X = ones(2, 3, 6)
 FUNCTIONS = {
-    "plain": ("multi_head_attention", {"query": X, "need_weights": True, "head_dim": 4}),
-    "fused": ("multi_head_attention", {"query": X, "head_dim": 4}),
-    "growing": ("multi_head_attention_with_cache", {"x": X, "head_dim": 4}),
-    "static": ("multi_head_attention_with_static_cache", {"x": X, "cache": cache(2, 2, 4, 4), "head_dim": 4}),
+    "plain": ("multi_head_attention", {"query": X, "need_weights": True}),
+    "fused": ("multi_head_attention", {"query": X}),
+    "growing": ("multi_head_attention_with_cache", {"x": X}),
+    "static": ("multi_head_attention_with_static_cache", {"x": X, "cache": cache(2, 2, 4, 4)}),
 }
 every_function = pytest.mark.parametrize("function", FUNCTIONS)
 
@@ -359,105 +405,39 @@ every_function = pytest.mark.parametrize("function", FUNCTIONS)
 def test_function_refuses_weights(device, name, function):
     held, error, message = BAD_WEIGHTS[name]
     function, keywords = FUNCTIONS[function]
-    refused(device, function, {**keywords, "weights": held, "num_heads": 2}, error, message)
+    refused(device, function, {**keywords, "weights": held, "spec": LAYER_SPEC}, error, message)
 
 
 @every_function
-@pytest.mark.parametrize(
-    ("heads", "error", "message"),
-    [
-        ({"num_heads": 0}, ValueError, "num_heads must be at least 1"),
-        ({"num_heads": 2.0}, TypeError, "num_heads must be an integer"),
-        ({"num_heads": 3}, ValueError, "columns for 3 heads"),
-        ({"num_heads": 2, "num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1"),
-        ({"num_heads": 4, "num_kv_heads": 8}, ValueError, "num_kv_heads=8"),
-        ({"num_heads": 2, "num_kv_heads": 1}, ValueError, "one head_dim"),
-        ({"num_heads": 2, "head_dim": 33}, ValueError, "head_dim must be at most the 32 features of a head"),
-        ({"num_heads": 2, "head_dim": 0}, ValueError, "head_dim must be at least 1"),
-        ({"num_heads": 2, "head_dim": 4.0}, TypeError, "head_dim must be an integer"),
-    ],
-    ids=["0", "float", "not dividing", "no kv", "more kv", "fewer kv", "head_dim 33", "head_dim 0", "head_dim float"],
-)
-def test_function_refuses_heads(device, function, heads, error, message):
+@pytest.mark.parametrize("name", BAD_PACKED)
+def test_function_refuses_packed_weights(device, name, function):
+    held, message = BAD_PACKED[name]
     function, keywords = FUNCTIONS[function]
-    refused(device, function, {**keywords, "weights": HELD, **heads}, error, message)
+    refused(device, function, {**keywords, "weights": held, "spec": PACKED_SPEC}, ValueError, message)
 
 
 @every_function
-def test_function_refuses_rope_of_heads_that_are_not_padded_for_it(device, function):
-    # With RoPE each half of a head begins at a tile, so that a head of 4 features takes 64 and not 32.
+@every_other_spec
+def test_function_refuses_the_spec_of_another_layer(device, name, function):
+    spec, error, message = OTHER_SPECS[name]
     function, keywords = FUNCTIONS[function]
-    keywords = {**keywords, "weights": HELD, "num_heads": 2, "rope_theta": 1e4}
-    refused(device, function, keywords, ValueError, "head_dim|rope")
+    refused(device, function, {**keywords, "weights": HELD, "spec": spec}, error, message)
+
+
+@pytest.mark.parametrize("function", ["growing", "static"])
+def test_cached_function_refuses_keys_of_another_width(device, function):
+    spec = parity.AttentionSpec(8, 2, d_in=6, d_kv=5)
+    function, keywords = FUNCTIONS[function]
+    keywords = {**keywords, "weights": weights(spec), "spec": spec}
+    refused(device, function, keywords, ValueError, "d_kv must equal d_in in self-attention")
 
 
 # ---- Configurations --------------------------------------------------------------------------------------------------
 
+# What a specification refuses is in tests/test_bad_input.py.
 CONFIGS = {
-    "d_model 0": ({"d_model": 0}, ValueError, "d_model must be at least 1, got d_model=0"),
-    "d_model float": ({"d_model": 8.0}, TypeError, "d_model must be an integer, got d_model=8.0"),
-    "d_model text": ({"d_model": "8"}, TypeError, "d_model must be an integer, got d_model='8'"),
-    "num_heads 0": ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got num_heads=0"),
-    "num_heads True": ({"num_heads": True}, TypeError, "num_heads must be an integer, got num_heads=True"),
-    "num_heads not dividing": (
-        {"num_heads": 3},
-        ValueError,
-        "d_model must be a multiple of num_heads, got d_model=8 and num_heads=3",
-    ),
-    "num_kv_heads 0": ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1, got num_kv_heads=0"),
-    "num_kv_heads not dividing": (
-        {"num_heads": 4, "num_kv_heads": 3},
-        ValueError,
-        "num_heads must be a multiple of num_kv_heads, got num_heads=4 and num_kv_heads=3",
-    ),
-    "head_dim 0": ({"head_dim": 0}, ValueError, "head_dim must be at least 1, got head_dim=0"),
-    "head_dim float": ({"head_dim": 4.0}, TypeError, "head_dim must be an integer, got head_dim=4.0"),
-    "d_in negative": ({"d_in": -1}, ValueError, "d_in must be at least 1, got d_in=-1"),
-    "d_kv 0": ({"d_kv": 0}, ValueError, "d_kv must be at least 1, got d_kv=0"),
-    "fused_qkv with another d_kv": (
-        {"fused_qkv": True, "d_kv": 6},
-        ValueError,
-        "d_kv must equal d_in with fused_qkv, got d_kv=6 and d_in=8",
-    ),
-    "rope on odd heads": (
-        {"rope_theta": 1e4, "head_dim": 3},
-        ValueError,
-        "head_dim must be even for RoPE, got head_dim=3",
-    ),
-    "rope_theta 0": ({"rope_theta": 0.0}, ValueError, "rope_theta must be positive and finite, got rope_theta=0.0"),
-    "rope_theta NaN": (
-        {"rope_theta": math.nan},
-        ValueError,
-        "rope_theta must be positive and finite, got rope_theta=nan",
-    ),
-    "rope_theta text": ({"rope_theta": "1e4"}, TypeError, "rope_theta must be a number, got rope_theta='1e4'"),
-    "rope_theta True": ({"rope_theta": True}, TypeError, "rope_theta must be a number, got rope_theta=True"),
-    "rope with another d_kv": (
-        {"rope_theta": 1e4, "d_kv": 6},
-        ValueError,
-        "d_kv must equal d_in with RoPE, got d_kv=6 and d_in=8",
-    ),
-    "dropout 1": ({"dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1, got dropout=1.0"),
-    "dropout negative": ({"dropout": -0.1}, ValueError, "dropout must be at least 0 and below 1, got dropout=-0.1"),
-    "dropout text": ({"dropout": "0.5"}, TypeError, "dropout must be a number, got dropout='0.5'"),
-    "dropout False": ({"dropout": False}, TypeError, "dropout must be a number, got dropout=False"),
-    "dropout None": ({"dropout": None}, TypeError, "dropout must be a number, got dropout=None"),
-    "output_dropout 1": ({"output_dropout": 1.0}, ValueError, "output_dropout must be at least 0 and below 1"),
-    "output_dropout text": (
-        {"output_dropout": "0"},
-        TypeError,
-        "output_dropout must be a number, got output_dropout='0'",
-    ),
-    "output_dropout False": (
-        {"output_dropout": np.False_},
-        TypeError,
-        "output_dropout must be a number, got output_dropout=",
-    ),
-    "qkv_bias text": ({"qkv_bias": "no"}, TypeError, "qkv_bias must be a boolean, got qkv_bias='no'"),
-    "qkv_bias None": ({"qkv_bias": None}, TypeError, "qkv_bias must be a boolean, got qkv_bias=None"),
-    "out_bias 0": ({"out_bias": 0}, TypeError, "out_bias must be a boolean, got out_bias=0"),
-    "out_proj 1": ({"out_proj": 1}, TypeError, "out_proj must be a boolean, got out_proj=1"),
-    "fused_qkv text": ({"fused_qkv": "x"}, TypeError, "fused_qkv must be a boolean, got fused_qkv='x'"),
+    "number": ({"spec": 8}, TypeError, "spec must be an AttentionSpec, got spec=8"),
+    "keywords": ({"spec": {"d_model": 8, "num_heads": 2}}, TypeError, "spec must be an AttentionSpec, got spec={'d_mo"),
     "dtype": ({"dtype": np.float32}, TypeError, "dtype must be ttnn.bfloat16, ttnn.bfloat8_b or ttnn.float32"),
     "dtype None": ({"dtype": None}, TypeError, "dtype must be ttnn.bfloat16"),
     "weight_dtype": ({"weight_dtype": ttnn.int32}, TypeError, "weight_dtype must be ttnn.bfloat16"),
@@ -467,7 +447,7 @@ CONFIGS = {
 @pytest.mark.parametrize("kind", ["MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
 def test_self_attention_refuses_keys_of_another_width(device, kind):
     with pytest.raises(ValueError, match="d_kv must equal d_in in self-attention, got d_kv=6 and d_in=8"):
-        getattr(mha_tt, kind)(8, 2, d_kv=6, device=device)
+        getattr(mha_tt, kind)(parity.AttentionSpec(8, 2, d_kv=6), device=device)
 
 
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
@@ -475,7 +455,7 @@ def test_self_attention_refuses_keys_of_another_width(device, kind):
 def test_module_refuses_the_configuration(device, kind, name):
     keywords, error, message = CONFIGS[name]
     with pytest.raises(error, match=f"^{message}"):
-        getattr(mha_tt, kind)(**{"d_model": 8, "num_heads": 2, "device": device, **keywords})
+        getattr(mha_tt, kind)(**{"spec": SPEC, "device": device, **keywords})
 
 
 # ---- Stages ----------------------------------------------------------------------------------------------------------
@@ -498,15 +478,9 @@ STAGES = {
     ),
     "scores head_dim": (
         "attention_scores",
-        {"query": HEADS, "key": HEADS, "head_dim": 33},
+        {"query": HEADS, "key": HEADS, "spec": parity.AttentionSpec(66, 2)},
         ValueError,
         "head_dim must be at most the 32 features of a head, got head_dim=33",
-    ),
-    "scores head_dim 0": (
-        "attention_scores",
-        {"query": HEADS, "key": HEADS, "head_dim": 0},
-        ValueError,
-        "head_dim must be at least 1",
     ),
     "softmax mask": ("masked_softmax", {"scores": HEADS, "mask": booleans(5)}, ValueError, "mask must broadcast"),
     "softmax float mask": ("masked_softmax", {"scores": HEADS, "mask": np.ones((3, 32))}, TypeError, "must be boolean"),
@@ -578,7 +552,7 @@ DOT_PRODUCTS = {
     "batch": ({"query": ones(3, 2, 3, 32)}, ValueError, "key must have the batch size and head_dim of query"),
     "batch of 1": ({"query": ones(1, 2, 3, 32)}, ValueError, "key must have the batch size and head_dim of query"),
     "head_dim": ({"query": ones(2, 2, 3, 64)}, ValueError, "key must have the batch size and head_dim of query"),
-    "head_dim beyond": ({"head_dim": 33}, ValueError, "head_dim must be at most the 32 features"),
+    "head_dim beyond": ({"spec": parity.AttentionSpec(66, 2)}, ValueError, "head_dim must be at most the 32 features"),
     "groups": ({"query": ones(2, 3, 3, 32)}, ValueError, "num_heads=3 and num_kv_heads=2"),
     "float mask": ({"mask": np.ones((3, 3))}, TypeError, "mask must be boolean .*passed as bias"),
     "integer mask": ({"mask": np.ones((3, 3), int)}, TypeError, "mask must be boolean"),
@@ -651,7 +625,7 @@ STEPS = {
     "float32": ({"query": wide(1, 2, 2, 32)}, TypeError, "query must be bfloat16 or bfloat8_b on the fused path"),
     "float32 cache": ({"keys": wide(2, 2, 32, 32)}, TypeError, "keys"),
     "features": ({"query": ones(1, 2, 2, 16)}, ValueError, "heads must have whole tiles of 32 features"),
-    "head_dim": ({"head_dim": 40}, ValueError, "head_dim must be at most the 32 features"),
+    "head_dim": ({"spec": parity.AttentionSpec(80, 2)}, ValueError, "head_dim must be at most the 32 features"),
     "batch": ({"query": ones(1, 3, 2, 32)}, ValueError, "batch"),
     "value slots": ({"values": ones(2, 2, 64, 32)}, ValueError, "values"),
     "groups": ({"query": ones(1, 2, 3, 32)}, ValueError, "num_heads=3 and num_kv_heads=2"),
@@ -705,6 +679,7 @@ LAYERS = {
     "lengths too few": ({"key_padding_lengths": [3]}, ValueError, "key_padding_lengths must have shape"),
     "lengths of floats": ({"key_padding_lengths": [1.0, 2.0]}, TypeError, "key_padding_lengths must be integers"),
 }
+CROSS_SPEC = parity.AttentionSpec(8, 2, d_in=6, d_kv=5)
 INPUTS = {"query": ones(2, 3, 6), "key": ones(2, 4, 5)}
 every_need = pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 
@@ -713,7 +688,7 @@ every_need = pytest.mark.parametrize("need_weights", [False, True], ids=["fused"
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_function_refuses(device, name, need_weights):
     keywords, error, message = LAYERS[name]
-    options = {"weights": weights(d_in=6, d_kv=5), "num_heads": 2, "head_dim": 4, "need_weights": need_weights}
+    options = {"weights": weights(CROSS_SPEC), "spec": CROSS_SPEC, "need_weights": need_weights}
     refused(device, "multi_head_attention", {**INPUTS, **keywords, **options}, error, message)
 
 
@@ -721,8 +696,14 @@ def test_layer_function_refuses(device, name, need_weights):
 @pytest.mark.parametrize("name", LAYERS)
 def test_module_refuses(device, name, need_weights):
     keywords, error, message = LAYERS[name]
-    layer = module("MultiHeadAttention", 8, 2, d_in=6, d_kv=5)
+    layer = module("MultiHeadAttention", CROSS_SPEC)
     refused(device, layer, {**INPUTS, **keywords, "need_weights": need_weights}, error, message)
+
+
+def test_layer_function_refuses_to_keep_outside_training(device):
+    keywords = {"query": ones(2, 3, 8), "weights": weights(SPEC), "spec": SPEC, "dropout_keep": booleans(3, 3)}
+    message = "dropout_keep must come with training=True, got dropout_keep and training=False"
+    refused(device, "multi_head_attention", keywords, ValueError, message)
 
 
 ROPE_LAYERS = {
@@ -735,50 +716,24 @@ ROPE_LAYERS = {
 }
 
 
-def rope_weights(device):
-    held = parity.random_weights(parity.AttentionSpec(8, 2))
-    return mha_tt.upload_weights(held, num_heads=2, rope=True, device=device)
-
-
 @pytest.mark.parametrize("name", ROPE_LAYERS)
 def test_layer_function_with_rope_refuses(device, name):
     keywords, error, message = ROPE_LAYERS[name]
-    options = {"weights": rope_weights, "num_heads": 2, "head_dim": 4, "rope_theta": 1e2}
+    options = {"weights": weights(ROPE_SPEC), "spec": ROPE_SPEC}
     refused(device, "multi_head_attention", {"query": ones(2, 3, 8), **keywords, **options}, error, message)
 
 
 @pytest.mark.parametrize("name", ROPE_LAYERS)
 def test_module_with_rope_refuses(device, name):
     keywords, error, message = ROPE_LAYERS[name]
-    layer = module("MultiHeadAttention", 8, 2, rope_theta=1e2)
+    layer = module("MultiHeadAttention", ROPE_SPEC)
     refused(device, layer, {"query": ones(2, 3, 8), **keywords}, error, message)
-
-
-def test_projections_with_rope_refuse_heads_of_an_unknown_width(device):
-    keywords = {name: ones(2, 3, 64) for name in ("query", "key", "value")}
-    keywords |= {"num_heads": 1, "num_kv_heads": 1, "rope_theta": 1e4, "project": lambda device: lambda name, x: x}
-    refused(device, "project_qkv", keywords, ValueError, "head_dim must be given with RoPE, got head_dim=None")
-
-
-def test_projections_refuse_text_for_a_boolean(device):
-    keywords = {name: ones(2, 3, 64) for name in ("query", "key", "value")}
-    keywords |= {"num_heads": 2, "num_kv_heads": 2, "fused_qkv": "no", "project": lambda device: lambda name, x: x}
-    refused(device, "project_qkv", keywords, TypeError, "fused_qkv must be a boolean, got fused_qkv='no'")
-
-
-@every_need
-@pytest.mark.parametrize("rope_theta", ["1e4", True], ids=repr)
-def test_layer_function_refuses_what_is_not_a_number_for_rope(device, rope_theta, need_weights):
-    options = {"num_heads": 2, "head_dim": 4, "rope_theta": rope_theta, "need_weights": need_weights}
-    keywords = {"query": ones(2, 3, 8), "weights": rope_weights, **options}
-    message = f"rope_theta must be a number, got rope_theta={rope_theta!r}"
-    refused(device, "multi_head_attention", keywords, TypeError, message)
 
 
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
 def test_training_in_float32_is_refused_before_any_work(device, calls, kind, rates):
-    layer = getattr(mha_tt, kind)(8, 2, device=device, dtype=ttnn.float32, **rates)
+    layer = getattr(mha_tt, kind)(replace(SPEC, **rates), device=device, dtype=ttnn.float32)
     inputs = [wide(2, 3, 8)(device)]
     inputs += [layer.init_cache(2, 4)] if kind.endswith("Cache") else []
     calls.clear()
@@ -798,7 +753,7 @@ OTHER_DTYPES = {
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
 def test_module_refuses_another_dtype(device, kind, name):
     dtype, other = OTHER_DTYPES[name]
-    layer = getattr(mha_tt, kind)(8, 2, device=device, dtype=dtype)
+    layer = getattr(mha_tt, kind)(SPEC, device=device, dtype=dtype)
     inputs = [Tensor((2, 3, 8), other)(device)]
     inputs += [layer.init_cache(2, 4)] if kind.endswith("Cache") else []
     with pytest.raises(TypeError, match=r"must have the dtype of the module, got .*dtype="):
@@ -826,7 +781,7 @@ SELF_ATTENTIONS = {
 @pytest.mark.parametrize("name", SELF_ATTENTIONS)
 def test_self_attention_refuses(device, name, is_causal):
     keywords, error, message = SELF_ATTENTIONS[name]
-    layer = module("MultiHeadSelfAttention", 8, 2)
+    layer = module("MultiHeadSelfAttention", SPEC)
     refused(device, layer, {"x": ones(2, 3, 8), **keywords, "is_causal": is_causal}, error, message)
 
 
@@ -940,7 +895,7 @@ def test_kv_cache_nbytes_refuses_dtype(dtype):
 
 @pytest.mark.parametrize(("size", "args"), [("batch_size", (-1, 4)), ("capacity", (2, 0))])
 def test_module_refuses_cache_of_size(device, size, args):
-    layer = mha_tt.MultiHeadAttentionWithCache(8, 2, device=device)
+    layer = mha_tt.MultiHeadAttentionWithCache(SPEC, device=device)
     with pytest.raises(ValueError, match=f"{size} must be at least [01]"):
         layer.init_cache(*args)
 
@@ -1039,7 +994,7 @@ every_cached_call = pytest.mark.parametrize(
 @every_cached_call
 def test_static_cache_function_refuses(device, seq_len, row):
     keywords, error, message = row
-    options = {"weights": weights(), "num_heads": 2, "head_dim": 4}
+    options = {"weights": weights(SPEC), "spec": SPEC}
     keywords = {"x": ones(2, seq_len, 8), "cache": cache(2, 2, 4, 4), **keywords, **options}
     refused(device, "multi_head_attention_with_static_cache", keywords, error, message)
 
@@ -1048,7 +1003,7 @@ def test_static_cache_function_refuses(device, seq_len, row):
 def test_cached_module_refuses(device, seq_len, row):
     keywords, error, message = row
     keywords = {"x": ones(2, seq_len, 8), "cache": cache(2, 2, 4, 4), **keywords}
-    refused(device, module("MultiHeadAttentionWithCache", 8, 2), keywords, error, message)
+    refused(device, module("MultiHeadAttentionWithCache", SPEC), keywords, error, message)
 
 
 GROWING = {
@@ -1071,7 +1026,7 @@ GROWING = {
 def test_growing_cache_function_refuses(device, name):
     keywords, error, message = GROWING[name]
     cached = {"cache_k": ones(2, 2, 5, 32), "cache_v": ones(2, 2, 5, 32)}
-    options = {"weights": weights(), "num_heads": 2, "head_dim": 4}
+    options = {"weights": weights(SPEC), "spec": SPEC}
     refused(
         device, "multi_head_attention_with_cache", {"x": ones(2, 3, 8), **cached, **keywords, **options}, error, message
     )
@@ -1083,7 +1038,7 @@ def test_growing_cache_function_refuses(device, name):
 @pytest.mark.parametrize("name", ["too many tokens", "no cache", "new_lengths too long", "batch"])
 def test_refused_call_does_not_touch_the_device(device, calls, name):
     keywords, error, message = CACHED[name]
-    layer = mha_tt.MultiHeadAttentionWithCache(8, 2, device=device)
+    layer = mha_tt.MultiHeadAttentionWithCache(SPEC, device=device)
     keywords = made({"x": ones(2, 3, 8), "cache": cache(2, 2, 4, 4), **keywords}, device)
     calls.clear()
     with pytest.raises(error, match=message):

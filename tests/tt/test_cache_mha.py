@@ -28,10 +28,12 @@ pytestmark = pytest.mark.board
 
 SPECS = {
     "mha": parity.AttentionSpec(24, 4),
-    "gqa-rope": parity.AttentionSpec(24, 4, num_kv_heads=2, rope_theta=10000.0),
+    "gqa-rope": parity.AttentionSpec(24, 4, num_kv_heads=2, rope=parity.Rope(10000.0)),
     "mqa-no-out-proj": parity.AttentionSpec(24, 4, num_kv_heads=1, qkv_bias=False, out_proj=False),
-    "fused-qkv-head-dim": parity.AttentionSpec(24, 4, num_kv_heads=2, head_dim=10, fused_qkv=True, rope_theta=500.0),
-    "head-dim-48": parity.AttentionSpec(24, 2, head_dim=48, rope_theta=500.0, out_proj=False),
+    "fused-qkv-head-dim": parity.AttentionSpec(
+        24, 4, num_kv_heads=2, head_dim=10, fused_qkv=True, rope=parity.Rope(500.0)
+    ),
+    "head-dim-48": parity.AttentionSpec(24, 2, head_dim=48, rope=parity.Rope(500.0), out_proj=False),
 }
 GQA_ROPE = SPECS["gqa-rope"]
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -75,7 +77,7 @@ def contents(cache):
 
 def real_slots(slots, spec, lengths):
     """The slots that hold something, without the features that pad a head: (tokens of all sequences, K, H)."""
-    features = mha_tt.head_slots(spec.head_dim, rope=spec.rope_theta is not None)
+    features = mha_tt.head_slots(spec.head_dim, rope=spec.rope is not None)
     is_filled = np.arange(slots.shape[2]) < np.asarray(lengths)[:, None]
     return slots.swapaxes(1, 2)[is_filled][..., features]
 
@@ -220,12 +222,11 @@ def test_attention_weights_are_dropped_in_training(device):
 
 def grow(module, spec, x, chunks):
     """The outputs, keys and values of the growing form, fed in chunks of these sizes."""
-    options = {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "rope_theta", "head_dim")}
     keys = values = None
     outputs = []
     for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
         chunk = mha_tt.upload(chunk, device=module.device, dtype=module.dtype)
-        output, keys, values = mha_tt.multi_head_attention_with_cache(chunk, module.weights, keys, values, **options)
+        output, keys, values = mha_tt.multi_head_attention_with_cache(chunk, module.weights, spec, keys, values)
         outputs.append(mha_tt.download(output))
     return np.concatenate(outputs, axis=1), mha_tt.download(keys), mha_tt.download(values)
 
@@ -254,9 +255,8 @@ def test_growing_cache_equals_the_static_one(device, spec, dtype):
 @every_spec
 def test_static_functional_form_equals_the_module(device, spec, dtype):
     module, x = cached_layer(spec, device, dtype), mha_tt.upload(random_tokens(4, dtype), device=device, dtype=dtype)
-    options = {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "rope_theta", "head_dim")}
     output, _ = mha_tt.multi_head_attention_with_static_cache(
-        x, module.weights, module.init_cache(3, 6), **options, new_lengths=[4, 0, 3]
+        x, module.weights, spec, module.init_cache(3, 6), new_lengths=[4, 0, 3]
     )
     expected, _ = module(x, module.init_cache(3, 6), new_lengths=[4, 0, 3])
     assert np.array_equal(mha_tt.download(output), mha_tt.download(expected))
@@ -271,14 +271,13 @@ def test_static_functional_form_equals_the_module(device, spec, dtype):
 def test_sliding_window_over_a_cache_equals_one_pass(device, growing, chunks, dtype):
     module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(9, dtype)
     window = mha_tt.create_sliding_window_mask(9, window_size=3)
-    options = {name: getattr(GQA_ROPE, name) for name in ("num_heads", "num_kv_heads", "rope_theta", "head_dim")}
     cache, held, outputs, begin = module.init_cache(3, 12), (None, None), [], 0
     for count in chunks:
         end = begin + count
         chunk = mha_tt.upload(x[:, begin:end], device=device, dtype=dtype)
         if growing:
             mask = window[begin:end, :end]
-            output, *held = mha_tt.multi_head_attention_with_cache(chunk, module.weights, *held, **options, mask=mask)
+            output, *held = mha_tt.multi_head_attention_with_cache(chunk, module.weights, GQA_ROPE, *held, mask=mask)
         else:
             output, cache = module(chunk, cache, mask=np.pad(window[begin:end], ((0, 0), (0, 3))))
         outputs.append(mha_tt.download(output))
@@ -338,10 +337,9 @@ def test_functional_form_takes_a_mask_bias_and_positions_as_the_module_does(devi
         "bias": np.linspace(-1.0, 1.0, 8),
         "positions": 5 + np.arange(num_new)[None],
     }
-    spec = {name: getattr(GQA_ROPE, name) for name in ("num_heads", "num_kv_heads", "rope_theta", "head_dim")}
     cache = filled_cache(module, [2, 4, 3], 8)
     expected, _ = module(x, cache.grow(8), **options)
-    output, _ = mha_tt.multi_head_attention_with_static_cache(x, module.weights, cache.grow(8), **spec, **options)
+    output, _ = mha_tt.multi_head_attention_with_static_cache(x, module.weights, GQA_ROPE, cache.grow(8), **options)
     plain, _ = module(x, cache.grow(8))
     assert np.array_equal(mha_tt.download(output), mha_tt.download(expected))
     assert not np.array_equal(mha_tt.download(output), mha_tt.download(plain))
@@ -710,7 +708,7 @@ def test_prompt_of_a_batch_beyond_the_cores_is_cached(device):
 # ---- Between the host and the device ---------------------------------------------------------------------------------
 
 STEPS = {
-    # name: (layer, shapes that a step of 3 sequences uploads: slots to write and the last slot to see; turns with RoPE)
+    # name: (layer, shapes that a step of 3 sequences uploads: rotations with RoPE, slots to write, last slots to see)
     "mha": (SPECS["mha"], [(3,), (3,)]),
     "gqa-rope": (GQA_ROPE, [(1, 1, 3, 64)] * 2 + [(3,), (3,)]),
 }
@@ -769,7 +767,7 @@ def test_kv_cache_nbytes_are_those_of_a_cache(device, sizes, dtype):
 
 
 def test_more_heads_than_a_row_of_tiles_are_refused(device):
-    module = mha_tt.MultiHeadAttentionWithCache(66, 33, head_dim=32, device=device)
+    module = mha_tt.MultiHeadAttentionWithCache(parity.AttentionSpec(66, 33, head_dim=32), device=device)
     with pytest.raises(ValueError, match="num_kv_heads must be at most 32 for a cache, got num_kv_heads=33"):
         module.init_cache(1, 4)
 
@@ -793,7 +791,7 @@ def test_what_stands_in_the_padding_reaches_no_real_token(device, dtype, value):
 
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
 def test_dropout_that_cannot_be_leaves_the_cache_as_it_was(device, rates):
-    module = mha_tt.MultiHeadAttentionWithCache(24, 4, **rates, dtype=ttnn.float32, device=device)
+    module = mha_tt.MultiHeadAttentionWithCache(parity.AttentionSpec(24, 4, **rates), dtype=ttnn.float32, device=device)
     cache = module.init_cache(1, 4)
     with pytest.raises(TypeError, match="must be bfloat16 to drop at random"):
         module(mha_tt.upload(np.ones((1, 1, 24)), device=device, dtype=ttnn.float32), cache)
@@ -825,18 +823,15 @@ def test_no_sequence_gives_no_output(device, seq_len, dtype):
     x = mha_tt.upload(np.ones((0, seq_len, 24)), device=device, dtype=dtype)
     output, cache = module(x, module.init_cache(0, 6), new_lengths=[])
     assert (tuple(output.shape), cache.lengths.tolist()) == ((0, seq_len, 24), [])
-    grown, keys, _ = mha_tt.multi_head_attention_with_cache(
-        x, module.weights, num_heads=4, num_kv_heads=2, rope_theta=10000.0, head_dim=6
-    )
+    grown, keys, _ = mha_tt.multi_head_attention_with_cache(x, module.weights, GQA_ROPE)
     assert (tuple(grown.shape), tuple(keys.shape)) == ((0, seq_len, 24), (0, 2, seq_len, 64))
 
 
 @both_dtypes
 def test_no_new_token_leaves_a_growing_cache_as_it_is(device, dtype):
     module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(3, dtype)
-    options = {name: getattr(GQA_ROPE, name) for name in ("num_heads", "num_kv_heads", "rope_theta", "head_dim")}
     none, some = (mha_tt.upload(x[:, :count], device=device, dtype=dtype) for count in (0, 3))
-    _, keys, values = mha_tt.multi_head_attention_with_cache(some, module.weights, **options)
-    output, grown, _ = mha_tt.multi_head_attention_with_cache(none, module.weights, keys, values, **options)
+    _, keys, values = mha_tt.multi_head_attention_with_cache(some, module.weights, GQA_ROPE)
+    output, grown, _ = mha_tt.multi_head_attention_with_cache(none, module.weights, GQA_ROPE, keys, values)
     assert tuple(output.shape) == (3, 0, 24)
     assert np.array_equal(mha_tt.download(grown), mha_tt.download(keys))

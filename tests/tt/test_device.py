@@ -14,7 +14,6 @@ from mha_tt import device as devices
 from mha_tt.device import round_up
 from parity.conversion.layouts.tables import LAYOUTS
 from parity.conversion.layouts.views import from_canonical, to_canonical
-from parity.core.weights import pack_qkv
 
 from .formulas import both_dtypes, every_dtype, module_of, rounded, rounded_weights
 
@@ -126,45 +125,47 @@ def test_fast_config_gives_accuracy_away(name):
 @pytest.mark.parametrize("name", WHOLE)
 def test_module_tells_its_arithmetic(device, name):
     config = WHOLE[name][0](device)
-    module = mha_tt.MultiHeadAttention(8, 2, device=device, compute_kernel_config=config)
+    module = mha_tt.MultiHeadAttention(parity.AttentionSpec(8, 2), device=device, compute_kernel_config=config)
     assert f"compute_kernel_config=({mha_tt.describe_config(config)})" in repr(module)
 
 
 @pytest.mark.board
 def test_module_computes_accurately_by_default(device):
-    module = mha_tt.MultiHeadAttention(8, 2, device=device)
+    module = mha_tt.MultiHeadAttention(parity.AttentionSpec(8, 2), device=device)
     assert mha_tt.describe_config(mha_tt.accurate_config(device)) in repr(module)
 
 
 def forward(device, dtype, need_weights, config):
-    module = mha_tt.MultiHeadAttention(32, 4, num_kv_heads=2, device=device, dtype=dtype, compute_kernel_config=config)
+    spec = parity.AttentionSpec(32, 4, num_kv_heads=2)
+    module = mha_tt.MultiHeadAttention(spec, device=device, dtype=dtype, compute_kernel_config=config)
     module(mha_tt.upload(np.ones((2, 5, 32)), device=device, dtype=dtype), need_weights=need_weights)
 
 
 def decode(device, dtype, config):
-    module = mha_tt.MultiHeadAttentionWithCache(32, 4, device=device, dtype=dtype, compute_kernel_config=config)
+    spec = parity.AttentionSpec(32, 4)
+    module = mha_tt.MultiHeadAttentionWithCache(spec, device=device, dtype=dtype, compute_kernel_config=config)
     cache = module.init_cache(2, 40)
     for seq_len in (5, 3, 1):
         x = mha_tt.upload(np.ones((2, seq_len, 32)), device=device, dtype=dtype)
         _, cache = module(x, cache)
 
 
+BARE = parity.AttentionSpec(32, 4, qkv_bias=False, out_proj=False)
+
+
 def forward_by_function(device, dtype, need_weights, config):
     weights = {name: np.ones((32, 32)) for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight")}
-    weights = mha_tt.upload_weights(weights, num_heads=4, rope=False, device=device, dtype=dtype)
+    weights = mha_tt.upload_weights(weights, BARE, device=device, dtype=dtype)
     x = mha_tt.upload(np.ones((2, 5, 32)), device=device, dtype=dtype)
-    mha_tt.multi_head_attention(
-        x, weights, num_heads=4, head_dim=8, need_weights=need_weights, compute_kernel_config=config
-    )
+    mha_tt.multi_head_attention(x, weights, BARE, need_weights=need_weights, compute_kernel_config=config)
 
 
 def grow(device, dtype, config):
     weights = {name: np.ones((32, 32)) for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight")}
-    weights = mha_tt.upload_weights(weights, num_heads=4, rope=False, device=device, dtype=dtype)
+    weights = mha_tt.upload_weights(weights, BARE, device=device, dtype=dtype)
     x = mha_tt.upload(np.ones((2, 5, 32)), device=device, dtype=dtype)
-    options = {"num_heads": 4, "head_dim": 8, "compute_kernel_config": config}
-    _, keys, values = mha_tt.multi_head_attention_with_cache(x, weights, **options)
-    mha_tt.multi_head_attention_with_cache(x, weights, keys, values, **options)
+    _, keys, values = mha_tt.multi_head_attention_with_cache(x, weights, BARE, compute_kernel_config=config)
+    mha_tt.multi_head_attention_with_cache(x, weights, BARE, keys, values, compute_kernel_config=config)
 
 
 ATTENTION = "ttnn.transformer.scaled_dot_product_attention"
@@ -363,33 +364,19 @@ SPECS = {
     for num_heads, num_kv_heads, head_dim in [(4, 4, 2), (4, 2, 12), (2, 1, 16), (6, 2, 48), (2, 2, 64)]
 }
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-with_and_without_rope = pytest.mark.parametrize("rope", [False, True], ids=["no-rope", "rope"])
-
-
-def packed(weights):
-    """The weights with those of q, k and v in one."""
-    both = {kind: np.concatenate([weights[f"{part}_proj.{kind}"] for part in "qkv"]) for kind in ("weight", "bias")}
-    others = {name: weight for name, weight in weights.items() if name.startswith("out")}
-    return {f"qkv_proj.{kind}": weight for kind, weight in both.items()} | others
-
-
-FORMS = {"three": dict, "packed": packed}
-
-
-def uploaded(weights, spec, rope, device, dtype):
-    heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
-    return mha_tt.upload_weights(weights, **heads, rope=rope, device=device, dtype=dtype)
+with_and_without_rope = pytest.mark.parametrize("rope", [None, parity.Rope()], ids=["no-rope", "rope"])
 
 
 @both_dtypes
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fused_qkv", [False, True], ids=["three", "packed"])
 @with_and_without_rope
 @every_spec
-def test_weights_come_back_bit_for_bit(device, spec, rope, form, dtype):
-    weights = FORMS[form](rounded_weights(spec, dtype))
-    held = uploaded(weights, spec, rope, device, dtype)
-    heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
-    downloaded = mha_tt.download_weights(held, **heads, rope=rope)
+def test_weights_come_back_bit_for_bit(device, spec, rope, fused_qkv, dtype):
+    spec = replace(spec, rope=rope, fused_qkv=fused_qkv)
+    weights = rounded_weights(spec, dtype)
+    held = mha_tt.upload_weights(weights, spec, device=device, dtype=dtype)
+    assert ("qkv_proj.weight" in held) == fused_qkv
+    downloaded = mha_tt.download_weights(held, spec)
     assert downloaded.keys() == weights.keys()
     assert [name for name in weights if not np.array_equal(downloaded[name], weights[name])] == []
 
@@ -407,12 +394,12 @@ def padded(weights, heads, head_dim, slots, width):
 @every_spec
 def test_heads_are_padded_with_zeros(device, spec, rope):
     weights = parity.random_weights(spec)
-    held = uploaded(weights, spec, rope, device, ttnn.float32)
+    held = mha_tt.upload_weights(weights, replace(spec, rope=rope), device=device, dtype=ttnn.float32)
     heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
     layout = (
         spec.head_dim,
-        mha_tt.head_slots(spec.head_dim, rope=rope),
-        mha_tt.padded_head_dim(spec.head_dim, rope=rope),
+        mha_tt.head_slots(spec.head_dim, rope=rope is not None),
+        mha_tt.padded_head_dim(spec.head_dim, rope=rope is not None),
     )
     expected = {"out_proj.bias": weights["out_proj.bias"][None]}
     expected["out_proj.weight"] = padded(weights["out_proj.weight"].T, spec.num_heads, *layout)
@@ -428,15 +415,17 @@ def test_heads_are_padded_with_zeros(device, spec, rope):
 def test_packed_weights_are_those_of_q_then_k_then_v(device):
     spec = SPECS["6x2x48"]
     weights = parity.random_weights(spec)
-    apart = uploaded(weights, spec, False, device, ttnn.float32)
-    together = uploaded(packed(weights), spec, False, device, ttnn.float32)
+    apart, together = (
+        mha_tt.upload_weights(weights, replace(spec, fused_qkv=fused_qkv), device=device, dtype=ttnn.float32)
+        for fused_qkv in (False, True)
+    )
     expected = np.concatenate([mha_tt.download(apart[f"{part}_proj.weight"]) for part in "qkv"], axis=1)
     assert np.array_equal(mha_tt.download(together["qkv_proj.weight"]), expected)
 
 
 def test_biases_beside_bfloat8_b_weights_are_bfloat16(device):
     spec = SPECS["2x1x16"]
-    held = uploaded(parity.random_weights(spec), spec, False, device, ttnn.bfloat8_b)
+    held = mha_tt.upload_weights(parity.random_weights(spec), spec, device=device, dtype=ttnn.bfloat8_b)
     dtypes = {
         kind: {held[f"{part}_proj.{kind}"].dtype for part in ("q", "k", "v", "out")} for kind in ("weight", "bias")
     }
@@ -445,7 +434,9 @@ def test_biases_beside_bfloat8_b_weights_are_bfloat16(device):
 
 @every_dtype
 def test_module_holds_its_weights_in_their_dtype(device, dtype):
-    module = mha_tt.MultiHeadAttention(8, 2, device=device, dtype=ttnn.bfloat16, weight_dtype=dtype)
+    module = mha_tt.MultiHeadAttention(
+        parity.AttentionSpec(8, 2), device=device, dtype=ttnn.bfloat16, weight_dtype=dtype
+    )
     assert module.weights["q_proj.weight"].dtype == dtype
 
 
@@ -461,10 +452,10 @@ LAYERS = {
     "heads": parity.AttentionSpec(10, 2, head_dim=32),
     "grouped": parity.AttentionSpec(10, 6, num_kv_heads=2, head_dim=48, d_in=7),
     "odd-head-dim": parity.AttentionSpec(10, 4, num_kv_heads=1, head_dim=5),
-    "rope": parity.AttentionSpec(10, 4, num_kv_heads=2, head_dim=12, rope_theta=500.0),
-    "rope-odd-half": parity.AttentionSpec(10, 2, head_dim=66, rope_theta=500.0),
+    "rope": parity.AttentionSpec(10, 4, num_kv_heads=2, head_dim=12, rope=parity.Rope(500.0)),
+    "rope-odd-half": parity.AttentionSpec(10, 2, head_dim=66, rope=parity.Rope(500.0)),
     "no-qkv-bias": parity.AttentionSpec(10, 2, head_dim=8, qkv_bias=False),
-    "no-biases": parity.AttentionSpec(10, 2, head_dim=8, qkv_bias=False, out_bias=False, rope_theta=500.0),
+    "no-biases": parity.AttentionSpec(10, 2, head_dim=8, qkv_bias=False, out_bias=False, rope=parity.Rope(500.0)),
     "no-out-proj": parity.AttentionSpec(10, 2, head_dim=8, out_proj=False),
 }
 
@@ -474,14 +465,15 @@ def test_layout_ttnn_has_the_tensors_that_a_module_uploads(device, spec):
     weights = rounded_weights(spec, ttnn.float32)
     laid_out = from_canonical(weights, spec, LAYOUTS["ttnn"])
 
-    module = module_of("MultiHeadAttention", replace(spec, fused_qkv=True), device, ttnn.float32, weights)
-    by_function = uploaded(pack_qkv(weights), spec, spec.rope_theta is not None, device, ttnn.float32)
+    fused = replace(spec, fused_qkv=True)
+    module = module_of("MultiHeadAttention", fused, device, ttnn.float32, weights)
+    by_function = mha_tt.upload_weights(weights, fused, device=device, dtype=ttnn.float32)
 
     for held in (module.weights, by_function):
         downloaded = {name: mha_tt.download(tensor) for name, tensor in held.items()}
         assert {name: x.shape for name, x in downloaded.items()} == {name: x.shape for name, x in laid_out.items()}
         assert [name for name in laid_out if not np.array_equal(downloaded[name], laid_out[name])] == []
-        sizes = {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope_theta")}
+        sizes = {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope")}
         read, _ = to_canonical(downloaded, LAYOUTS["ttnn"], **sizes)
         assert [name for name in weights if not np.array_equal(read[name], weights[name])] == []
 
@@ -489,6 +481,6 @@ def test_layout_ttnn_has_the_tensors_that_a_module_uploads(device, spec):
 def test_uploading_weights_changes_none_of_them(device):
     spec = SPECS["4x2x12"]
     weights = parity.random_weights(spec)
-    uploaded(weights, spec, True, device, ttnn.bfloat16)
+    mha_tt.upload_weights(weights, replace(spec, rope=parity.Rope()), device=device)
     expected = parity.random_weights(spec)
     assert [name for name in weights if not np.array_equal(weights[name], expected[name])] == []

@@ -16,9 +16,10 @@ for name in ("torch", "jax", "jaxlib", "flax", "parity", "mha_jax", "mha_torch")
 USE = """
 import mha_tt
 import numpy as np
+from mha_spec import AttentionSpec
 
 with mha_tt.mock.board(values=False) as device:
-    module = mha_tt.MultiHeadAttentionWithCache(8, 2, device=device)
+    module = mha_tt.MultiHeadAttentionWithCache(AttentionSpec(8, 2), device=device)
     x = mha_tt.upload(np.zeros((1, 3, 8)), device=device)
     output, cache = module(x, module.init_cache(1, 4))
     assert tuple(output.shape) == (1, 3, 8)

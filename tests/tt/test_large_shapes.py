@@ -12,7 +12,7 @@ import parity
 
 pytestmark = pytest.mark.board
 
-LLAMA = parity.AttentionSpec(4096, 32, num_kv_heads=8, rope_theta=500000.0, qkv_bias=False, out_bias=False)
+LLAMA = parity.AttentionSpec(4096, 32, num_kv_heads=8, rope=parity.Rope(500000.0), qkv_bias=False, out_bias=False)
 
 cache_dtypes = pytest.mark.parametrize("dtype", [ttnn.bfloat16, ttnn.bfloat8_b], ids=["bfloat16", "bfloat8_b"])
 
@@ -27,7 +27,7 @@ def zeros(device, *shape, dtype=ttnn.bfloat16):
 @pytest.fixture(scope="module")
 def llama(opened_device):
     """A layer of a large model, whose weights take a while to upload."""
-    return mha_tt.MultiHeadAttentionWithCache(**LLAMA.keywords, device=opened_device)
+    return mha_tt.MultiHeadAttentionWithCache(LLAMA, device=opened_device)
 
 
 @cache_dtypes

@@ -7,7 +7,7 @@ import pytest
 import ttnn
 
 import mha_tt
-from mha_tt.masks import LOWEST_BIAS, MASKED, CausalMask, bias_on_device, hide_infinite_bias, on_device
+from mha_tt.masks import LOWEST_BIAS, MASKED, CausalMask, Masking, bias_on_device, on_device
 
 # 1 = masked. Every table was written down by hand, from the words of the docstring.
 TABLES = {
@@ -260,8 +260,8 @@ def test_late_causal_mask_has_the_additive_form_of_its_table(device, seq_len):
 
 
 def test_late_causal_mask_joins_an_infinite_bias(device):
-    joined = hide_infinite_bias(CausalMask(2, device=device), BIAS)
-    assert joined.reshape(2, 2).tolist() == [[False, True], [False, False]]
+    joined = Masking(CausalMask(2, device=device), BIAS).with_infinite_bias()
+    assert joined.mask.reshape(2, 2).tolist() == [[False, True], [False, False]]
 
 
 def test_late_causal_mask_of_very_many_tokens_takes_no_memory(device):
@@ -281,20 +281,20 @@ BIAS = np.array([[0.5, -np.inf], [1e-3, float(np.finfo(np.float32).min)]], np.fl
 
 
 def test_infinite_bias_becomes_a_mask():
-    assert hide_infinite_bias(None, BIAS).tolist() == [[False, True], [False, False]]
+    assert Masking(bias=BIAS).with_infinite_bias().mask.tolist() == [[False, True], [False, False]]
 
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["no-mask", "mask"])
 @pytest.mark.parametrize("bias", [None, np.zeros((3, 4), np.float32)], ids=["no-bias", "finite"])
 def test_mask_stays_itself_where_no_bias_is_infinite(mask, bias):
-    assert hide_infinite_bias(mask, bias) is mask
+    assert Masking(mask, bias).with_infinite_bias().mask is mask
 
 
 @pytest.mark.parametrize("on", ["host", "device"])
 def test_infinite_bias_joins_the_mask(device, on):
     mask = np.array([[True, False], [False, False]])
-    joined = hide_infinite_bias(mha_tt.DeviceMask(mask, device=device) if on == "device" else mask, BIAS)
-    assert joined.reshape(2, 2).tolist() == [[True, True], [False, False]]
+    mask = mha_tt.DeviceMask(mask, device=device) if on == "device" else mask
+    assert Masking(mask, BIAS).with_infinite_bias().mask.reshape(2, 2).tolist() == [[True, True], [False, False]]
 
 
 @pytest.mark.parametrize("on", ["host", "device"])

@@ -43,10 +43,12 @@ SPECS = {
     "no-biases": parity.AttentionSpec(8, 2, qkv_bias=False, out_bias=False),
     "qkv-bias-only": parity.AttentionSpec(8, 2, out_bias=False),
     "out-bias-only": parity.AttentionSpec(8, 2, qkv_bias=False),
-    "rope": parity.AttentionSpec(16, 2, rope_theta=100.0),
-    "gqa-rope": parity.AttentionSpec(24, 4, num_kv_heads=2, rope_theta=500.0, head_dim=10),
+    "rope": parity.AttentionSpec(16, 2, rope=parity.Rope(100.0)),
+    "gqa-rope": parity.AttentionSpec(24, 4, num_kv_heads=2, rope=parity.Rope(500.0), head_dim=10),
     "fused-qkv": parity.AttentionSpec(24, 4, num_kv_heads=2, fused_qkv=True),
-    "fused-qkv-rope-bare": parity.AttentionSpec(24, 4, head_dim=48, fused_qkv=True, rope_theta=500.0, out_proj=False),
+    "fused-qkv-rope-bare": parity.AttentionSpec(
+        24, 4, head_dim=48, fused_qkv=True, rope=parity.Rope(500.0), out_proj=False
+    ),
     "d-in": parity.AttentionSpec(8, 2, d_in=5),
     "tiny": parity.AttentionSpec(1, 1, d_in=1),
 }
@@ -87,9 +89,7 @@ def attended(path, spec, device, dtype, inputs, *, weights=None, **options):
         output, attn_weights = module(**inputs, **options)
     else:
         query = inputs.pop("query")
-        heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
-        options |= {**inputs, **heads, "rope_theta": spec.rope_theta}
-        output, attn_weights = mha_tt.multi_head_attention(query, module.weights, **options)
+        output, attn_weights = mha_tt.multi_head_attention(query, module.weights, spec, **inputs, **options)
     output = without_padding(mha_tt.download(output), spec)
     return output, None if attn_weights is None else mha_tt.download(attn_weights)
 
@@ -97,9 +97,10 @@ def attended(path, spec, device, dtype, inputs, *, weights=None, **options):
 def split_attended(form, device, dtype, query, key, value, **options):
     """Context of split heads, of whole tiles of features on the device, from NumPy to NumPy."""
     head_dim, function = query.shape[3], mha_tt if form == "plain" else mha_tt.fused
+    spec = parity.AttentionSpec(query.shape[1] * head_dim, query.shape[1], num_kv_heads=key.shape[1])
     width = [(0, 0)] * 3 + [(0, mha_tt.padded_head_dim(head_dim) - head_dim)]
     arrays = (mha_tt.upload(np.pad(x, width), device=device, dtype=dtype) for x in (query, key, value))
-    context, _ = function.scaled_dot_product_attention(*arrays, head_dim=head_dim, **options)
+    context, _ = function.scaled_dot_product_attention(*arrays, spec, **options)
     return mha_tt.download(context)[..., :head_dim]
 
 
@@ -145,7 +146,8 @@ def test_scores_are_scaled_by_the_root_of_head_dim(device, head_dim, expected):
     ones = np.zeros((1, 1, 1, 16))
     ones[..., :4] = 1.0
     ones = mha_tt.upload(ones, device=device, dtype=ttnn.float32)
-    assert mha_tt.download(mha_tt.attention_scores(ones, ones, head_dim=head_dim)).item() == expected
+    spec = None if head_dim is None else parity.AttentionSpec(head_dim, 1)
+    assert mha_tt.download(mha_tt.attention_scores(ones, ones, None, spec)).item() == expected
 
 
 @both_dtypes
@@ -359,9 +361,9 @@ def test_module_gives_the_output_of_the_function(device, rng, spec, dtype, form)
 
 @both_dtypes
 @both_forms
-@pytest.mark.parametrize("rope_theta", [None, 100.0], ids=["no-rope", "rope"])
-def test_one_packed_projection_equals_three(device, rng, rope_theta, form, dtype):
-    spec = parity.AttentionSpec(24, 4, num_kv_heads=2, rope_theta=rope_theta)
+@pytest.mark.parametrize("rope", [None, parity.Rope(100.0)], ids=["no-rope", "rope"])
+def test_one_packed_projection_equals_three(device, rng, rope, form, dtype):
+    spec = parity.AttentionSpec(24, 4, num_kv_heads=2, rope=rope)
     inputs = {"query": draw(rng, dtype, 2, 5, 24)}
     apart, _ = attended(f"module-{form}", spec, device, dtype, inputs)
     together, _ = attended(f"module-{form}", replace(spec, fused_qkv=True), device, dtype, inputs)
@@ -371,13 +373,13 @@ def test_one_packed_projection_equals_three(device, rng, rope_theta, form, dtype
 @every_dtype
 @every_path
 def test_output_has_the_dtype_of_the_input(device, path, dtype):
-    module = mha_tt.MultiHeadAttention(8, 2, device=device, dtype=dtype)
+    module = mha_tt.MultiHeadAttention(SPEC, device=device, dtype=dtype)
     x = mha_tt.upload(np.ones((2, 3, 8)), device=device, dtype=dtype)
     need_weights = path.endswith("plain")
     if path.startswith("module"):
         output, _ = module(x, need_weights=need_weights)
     else:
-        output, _ = mha_tt.multi_head_attention(x, module.weights, num_heads=2, head_dim=4, need_weights=need_weights)
+        output, _ = mha_tt.multi_head_attention(x, module.weights, SPEC, need_weights=need_weights)
     assert output.dtype == dtype
 
 
@@ -659,7 +661,8 @@ def test_bfloat8_b_activations_are_close_to_the_formula(device, rng, spec, form)
 
 def dropping(device, dtype=ttnn.bfloat16, seed=0, **rates):
     """A module in training with the random weights of `SPEC`, its dropout drawn from the seed."""
-    module = mha_tt.MultiHeadAttention(8, 2, device=device, dtype=dtype, rng=np.random.default_rng(seed), **rates)
+    spec = replace(SPEC, **rates)
+    module = mha_tt.MultiHeadAttention(spec, device=device, dtype=dtype, rng=np.random.default_rng(seed))
     module.load_weights(parity.random_weights(SPEC))
     return module
 
@@ -738,14 +741,30 @@ def test_float32_cannot_be_dropped_at_random(device, rng, rates):
         output_of(dropping(device, ttnn.float32, **rates), rng.standard_normal((2, 5, 8)))
 
 
+@pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
+def test_function_drops_in_training_only_and_by_its_seed(device, rng, rates):
+    x, weights = mha_tt.upload(rng.standard_normal((2, 5, 8)), device=device), parity.random_weights(SPEC)
+    held = mha_tt.upload_weights(weights, SPEC, device=device)
+
+    def output(spec, **options):
+        return mha_tt.download(mha_tt.multi_head_attention(x, held, spec, **options)[0])
+
+    dropping = replace(SPEC, **rates)
+    assert np.array_equal(output(dropping), output(SPEC))
+    first, again, other = (output(dropping, training=True, seed=seed) for seed in (3, 3, 4))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
 @both_dtypes
 @pytest.mark.parametrize("path", ["function-plain", "function-fused"])
 @pytest.mark.parametrize("shape", [(2, 2, 3, 4), (3, 4), (4,)], ids=str)
 def test_given_dropout_is_the_formula(device, rng, shape, path, dtype):
-    inputs, weights, keep = crossed(dtype), rounded_weights(SPEC, dtype), rng.random(shape) < 0.7
-    options = {"dropout": 0.25, "dropout_keep": keep}
-    output, attn_weights = attended(path, SPEC, device, dtype, inputs, weights=weights, mask=MASK, **options)
-    expected, expected_weights = layer(SPEC, weights, **inputs, mask=MASK, kept=keep / 0.75)
+    spec, keep = replace(SPEC, dropout=0.25), rng.random(shape) < 0.7
+    inputs, weights = crossed(dtype), rounded_weights(spec, dtype)
+    options = {"training": True, "dropout_keep": keep}
+    output, attn_weights = attended(path, spec, device, dtype, inputs, weights=weights, mask=MASK, **options)
+    expected, expected_weights = layer(spec, weights, **inputs, mask=MASK, kept=keep / 0.75)
     assert_close(output, expected, dtype)
     if attn_weights is not None:
         assert_close(attn_weights, expected_weights, dtype)
@@ -828,28 +847,18 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 @every_kind
 @every_spec
 def test_module_keeps_its_configuration(device, kind, spec):
-    module = getattr(mha_tt, kind)(**spec.keywords, device=device)
-    assert module.config == spec.keywords
-
-
-def test_sizes_left_out_are_filled_in(device):
-    config = mha_tt.MultiHeadAttention(12, 3, d_in=5, device=device).config
-    assert {name: config[name] for name in ("num_kv_heads", "head_dim", "d_in", "d_kv")} == {
-        "num_kv_heads": 3,
-        "head_dim": 4,
-        "d_in": 5,
-        "d_kv": 5,
-    }
+    assert getattr(mha_tt, kind)(spec, device=device).spec == spec
 
 
 def test_module_shows_its_dtypes(device):
-    shown = repr(mha_tt.MultiHeadAttention(8, 2, device=device, weight_dtype=ttnn.bfloat8_b))
-    assert shown.startswith("MultiHeadAttention(d_model=8, num_heads=2, ")
+    shown = repr(mha_tt.MultiHeadAttention(SPEC, device=device, weight_dtype=ttnn.bfloat8_b))
+    assert shown.startswith("MultiHeadAttention(AttentionSpec(d_model=8, num_heads=2, ")
     assert "dtype=bfloat16, weight_dtype=bfloat8_b" in shown
 
 
 def test_drawn_weights_are_xavier_uniform_and_biases_zero(device):
-    weights = parity.weights_of(mha_tt.MultiHeadAttention(64, 4, num_kv_heads=2, device=device, dtype=ttnn.float32))
+    spec = parity.AttentionSpec(64, 4, num_kv_heads=2)
+    weights = parity.weights_of(mha_tt.MultiHeadAttention(spec, device=device, dtype=ttnn.float32))
     limits = {name: math.sqrt(6 / sum(weight.shape)) for name, weight in weights.items() if weight.ndim == 2}
     largest = {name: np.abs(weights[name]).max() / limit for name, limit in limits.items()}
     assert [name for name, ratio in largest.items() if not 0.98 < ratio <= 1.0] == []
@@ -857,7 +866,8 @@ def test_drawn_weights_are_xavier_uniform_and_biases_zero(device):
 
 
 def test_drawn_weights_of_q_k_and_v_are_their_own(device):
-    weights = parity.weights_of(mha_tt.MultiHeadAttention(64, 4, device=device, fused_qkv=True, dtype=ttnn.float32))
+    spec = parity.AttentionSpec(64, 4, fused_qkv=True)
+    weights = parity.weights_of(mha_tt.MultiHeadAttention(spec, device=device, dtype=ttnn.float32))
     limit = math.sqrt(6 / 128)  # of each on its own, not of the three in one
     assert min(np.abs(weights[f"{part}_proj.weight"]).max() for part in "qkv") > 0.98 * limit
     assert not np.array_equal(weights["q_proj.weight"], weights["k_proj.weight"])
@@ -865,7 +875,7 @@ def test_drawn_weights_of_q_k_and_v_are_their_own(device):
 
 def test_drawn_weights_are_repeated_by_the_same_generator(device):
     first, second = (
-        mha_tt.MultiHeadAttention(8, 2, device=device, rng=np.random.default_rng(3)).weights["q_proj.weight"]
+        mha_tt.MultiHeadAttention(SPEC, device=device, rng=np.random.default_rng(3)).weights["q_proj.weight"]
         for _ in range(2)
     )
     assert np.array_equal(mha_tt.download(first), mha_tt.download(second))
@@ -898,22 +908,20 @@ def test_wide_heads_are_combined(device, dtype, heads):
     ids=["one", "rank 1", "batch", "float"],
 )
 def test_projection_refuses_positions(device, positions, error):
-    weights = parity.random_weights(parity.AttentionSpec(8, 2))
-    held = mha_tt.upload_weights(weights, num_heads=2, rope=True, device=device)
+    spec = parity.AttentionSpec(8, 2, rope=parity.Rope(1e4))
+    held = mha_tt.upload_weights(parity.random_weights(spec), spec, device=device)
     x = mha_tt.upload(np.ones((2, 3, 8)), device=device)
-    options = {"num_heads": 2, "num_kv_heads": 2, "rope_theta": 1e4, "head_dim": 4}
     with pytest.raises(error, match="positions must"):
-        mha_tt.project_qkv(mha_tt.project_with(held), x, x, x, positions=np.array(positions), **options)
+        mha_tt.project_qkv(mha_tt.project_with(held), x, x, x, spec, np.array(positions))
 
 
-def test_turns_of_other_positions_are_refused(device):
-    held = mha_tt.upload_weights(
-        parity.random_weights(parity.AttentionSpec(8, 2)), num_heads=2, rope=True, device=device
-    )
-    turns = mha_tt.Rotation(np.array([[0]]), 1e4, head_dim=4, padded=64, device=device)
+def test_rotations_of_other_positions_are_refused(device):
+    spec = parity.AttentionSpec(8, 2, rope=parity.Rope(1e4))
+    held = mha_tt.upload_weights(parity.random_weights(spec), spec, device=device)
+    rotations = mha_tt.Rotation(np.array([[0]]), spec.rope, head_dim=4, padded=64, device=device)
     x = mha_tt.upload(np.ones((2, 3, 8)), device=device)
     with pytest.raises(ValueError, match="positions must be"):
-        mha_tt.multi_head_attention(x, held, num_heads=2, rope_theta=1e4, head_dim=4, positions=turns)
+        mha_tt.multi_head_attention(x, held, spec, positions=rotations)
 
 
 @pytest.mark.parametrize("seq_len", [1, 5, 40])
@@ -963,7 +971,7 @@ def test_no_query_gives_no_row_and_no_key_a_row_without_one(device, batch_size, 
 
 
 @both_dtypes
-@pytest.mark.parametrize("spec", [{}, {"fused_qkv": True}, {"rope_theta": 100.0}, {"out_proj": False}], ids=str)
+@pytest.mark.parametrize("spec", [{}, {"fused_qkv": True}, {"rope": parity.Rope(100.0)}, {"out_proj": False}], ids=str)
 @pytest.mark.parametrize("shape", [(2, 0, 24), (0, 3, 24)])
 def test_self_attention_of_nothing_gives_nothing(device, shape, spec, dtype):
     module = module_of("MultiHeadSelfAttention", parity.AttentionSpec(24, 4, **spec), device, dtype)

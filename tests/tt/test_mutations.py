@@ -6,7 +6,7 @@ one of the traps of `mha_tt.mock` is sprung, the case fails as a whole.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,10 @@ import ttnn
 
 import mha_tt
 from mha_tt import cache as caches
-from mha_tt import cache_mha, device, fused, masks, mha, rope, stages
-from mha_tt.device import TILE, head_slots, round_up, upload
+from mha_tt import cache_mha, device, fused, masks, mha, rope, stages, weights
+from mha_tt.device import TILE, head_slots, padded_head_dim, round_up, upload
 from mha_tt.masks import MASKED, on_host
-from parity import CASES, AttentionSpec, Case, make_problem, run_cases
+from parity import CASES, AttentionSpec, Case, Rope, make_problem, run_cases
 from parity.diagnosis.selftest import planted
 
 from .formulas import IS_MOCK
@@ -26,7 +26,7 @@ from .formulas import IS_MOCK
 BOTH, FUSED = ("float32", "bfloat16"), ("bfloat16",)
 TRAP = "run" if IS_MOCK else "fused.output"
 
-GQA_ROPE = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope_theta=10000.0)
+GQA_ROPE = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope=Rope(10000.0))
 MORE_CASES = [
     Case("tiles", GQA_ROPE, "chunks across tiles", seq_len=67, chunks=(30, 36, 1), capacity=128),
     Case(
@@ -70,7 +70,7 @@ def one(
 ) -> Mutation:
     """A function that is broken for everyone who holds it."""
     name = function.__name__
-    modules = (mha_tt, caches, cache_mha, device, fused, masks, mha, stages)
+    modules = (mha_tt, caches, cache_mha, device, fused, masks, mha, stages, weights)
     holders = tuple((module, name) for module in modules if vars(module).get(name) is function)
     return Mutation(case, stage, broken, holders, dtypes)
 
@@ -83,32 +83,32 @@ def at(case: str, stage: str, holder: Any, name: str, broken: Override, dtypes: 
 # ---- Overrides of more than a line -----------------------------------------------------------------------------------
 
 
-def without_head_dim(original, *inputs, head_dim=None, **options):
+def without_spec(original, *inputs, spec, **options):
     """The features that pad a head are counted as features."""
-    return original(*inputs, **options)
+    return original(*inputs, spec=None, **options)
 
 
 def without_bias(name: str, stage: str) -> Mutation:
-    def project_with(original, weights, **options):
-        return original({key: x for key, x in weights.items() if key != f"{name}.bias"}, **options)
+    def project_with(original, held, **options):
+        return original({key: x for key, x in held.items() if key != f"{name}.bias"}, **options)
 
-    return one("causal", stage, mha.project_with, project_with)
-
-
-def padded_with_ones(pad_heads, name, rows, *heads, **options):
-    is_real = pad_heads(name, np.ones_like(rows), *heads, **options) == 1
-    return np.where(is_real, pad_heads(name, rows, *heads, **options), np.ones((), rows.dtype))
+    return one("causal", stage, weights.project_with, project_with)
 
 
-def padded_at_the_beginning(pad_heads, name, rows, num_heads, **options):
-    padded = pad_heads(name, rows, num_heads, **options)
-    by_head = padded.reshape(num_heads, -1, *rows.shape[1:])
-    return np.roll(by_head, by_head.shape[1] - len(rows) // num_heads, axis=1).reshape(padded.shape)
+def padded_with_ones(pad_heads, rows, spec):
+    is_real = pad_heads(np.ones_like(rows), spec) == 1
+    return np.where(is_real, pad_heads(rows, spec), np.ones((), rows.dtype))
 
 
-def out_proj_rolled(pad_heads, name, rows, num_heads, **options):
-    padded = pad_heads(name, rows, num_heads, **options)
-    return np.roll(padded, len(padded) // num_heads, axis=0) if name.startswith("out_proj") else padded
+def padded_at_the_beginning(pad_heads, rows, spec):
+    padded, width = pad_heads(rows, spec), padded_head_dim(spec.head_dim, rope=spec.rope is not None)
+    by_head = padded.reshape(-1, width, *rows.shape[1:])
+    return np.roll(by_head, width - spec.head_dim, axis=1).reshape(padded.shape)
+
+
+def out_proj_rolled(upload_weights, canonical, spec, **options):
+    rolled = np.roll(canonical["out_proj.weight"], spec.head_dim, axis=1)
+    return upload_weights({**canonical, "out_proj.weight": rolled}, spec, **options)
 
 
 def tiled(repeat_kv_heads, x, num_heads):
@@ -116,13 +116,13 @@ def tiled(repeat_kv_heads, x, num_heads):
     return x if repeats == 1 else ttnn.concat([x] * repeats, dim=1)
 
 
-def of_interleaved_pairs(turn, rotation, x):
+def of_interleaved_pairs(rotate, rotation, x):
     """The features in an order in which half-split pairs are interleaved ones, and back."""
     size, padded = CASES["rope"].spec.head_dim, x.shape[3]
     slots, order = head_slots(size, rope=True), np.zeros((1, 1, padded, padded))
     order[..., slots[[*range(0, size, 2), *range(1, size, 2)]], slots] = 1
     order = upload(order, device=x.device(), dtype=x.dtype)
-    return ttnn.matmul(turn(rotation, ttnn.matmul(x, order)), order, transpose_b=True)
+    return ttnn.matmul(rotate(rotation, ttnn.matmul(x, order)), order, transpose_b=True)
 
 
 def first_half_only(init, rotation, *inputs, padded, device, **options):
@@ -131,17 +131,17 @@ def first_half_only(init, rotation, *inputs, padded, device, **options):
     object.__setattr__(rotation, "sin", ttnn.multiply(rotation.sin, is_first))
 
 
-def counted_from_0(cached_layer, project, x, cache, **options):
-    return cached_layer(project, x, cache, **{**options, "positions": np.arange(x.shape[1])[None]})
+def counted_from_0(cached_layer, project, x, *rest, **options):
+    return cached_layer(project, x, *rest, **{**options, "positions": np.arange(x.shape[1])[None]})
 
 
-def steps_one_late(cached_layer, project, x, cache, **options):
+def steps_one_late(cached_layer, project, x, cache, *rest, **options):
     positions = cache.lengths[:, None] + 1 if x.shape[1] == 1 else None
-    return cached_layer(project, x, cache, **{**options, "positions": positions})
+    return cached_layer(project, x, cache, *rest, **{**options, "positions": positions})
 
 
-def padding_of_ones(cached_layer, project, x, cache, *, new_lengths, **options):
-    output, cache = cached_layer(project, x, cache, new_lengths=new_lengths, **options)
+def padding_of_ones(cached_layer, project, x, *rest, new_lengths, **options):
+    output, cache = cached_layer(project, x, *rest, new_lengths=new_lengths, **options)
     is_real = np.arange(x.shape[1]) < np.asarray(new_lengths)[:, None]
     return ttnn.where(upload(is_real[:, :, None], device=x.device(), dtype=output.dtype), output, 1.0), cache
 
@@ -165,31 +165,35 @@ def refilled(tokens: Callable[[Any, int, int], Any]) -> Override:
 def attending_to(hides: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Override:
     """Some slots hidden from new tokens: `hides(slots, before)`."""
 
-    def attend_to_slots(original, q, cache, before, mask, *rest):
+    def attend_to_slots(original, q, cache, before, masking, *rest):
         hidden = hides(np.arange(cache.capacity), before[:, None, None, None])
-        return original(q, cache, before, hidden if mask is None else hidden | on_host(mask), *rest)
+        hidden = hidden if masking.mask is None else hidden | on_host(masking.mask)
+        return original(q, cache, before, replace(masking, mask=hidden), *rest)
 
     return attend_to_slots
 
 
 MUTATIONS = {
     # ---- The scale
-    "scale of the padded head": one("full", "scores", stages.attention_scores, without_head_dim),
-    "no scale": one("full", "scores", stages.attention_scores, lambda f, *x, **o: f(*x, **{**o, "head_dim": 1})),
-    "scale of the padded head, fused": one(
-        "full", "fused.output", fused.scaled_dot_product_attention, without_head_dim, FUSED
+    "scale of the padded head": one(
+        "full", "scores", stages.attention_scores, lambda f, q, k, bias, spec, **o: f(q, k, bias, None, **o)
     ),
-    "scale of the padded head, step": one(
-        "decode", "step1.module.output", fused.attend_to_cache, without_head_dim, FUSED
+    "no scale": one(
+        "full",
+        "scores",
+        stages.attention_scores,
+        lambda f, q, k, bias, spec, **o: f(q, k, bias, replace(spec, head_dim=1), **o),
     ),
+    "scale of the padded head, fused": one("full", "fused.output", fused.attend, without_spec, FUSED),
+    "scale of the padded head, step": one("decode", "step1.module.output", fused.attend_to_cache, without_spec, FUSED),
     # ---- Projections and heads
     "no bias of q": without_bias("q_proj", "q"),
     "no bias of k": without_bias("k_proj", "k"),
     "no bias of v": without_bias("v_proj", "v"),
     "no bias of the output": without_bias("out_proj", "output"),
-    "heads padded with ones": one("causal", "run", device._pad_heads, padded_with_ones),
-    "heads padded at their beginning": one("causal", "run", device._pad_heads, padded_at_the_beginning),
-    "output projection of the heads in another order": one("causal", "output", device._pad_heads, out_proj_rolled),
+    "heads padded with ones": one("causal", "run", weights._pad_heads, padded_with_ones),
+    "heads padded at their beginning": one("causal", "run", weights._pad_heads, padded_at_the_beginning),
+    "output projection of the heads in another order": one("causal", "output", weights.upload_weights, out_proj_rolled),
     "heads combined in another order": one(
         "causal", "output", stages.combine_heads, lambda f, x: f(ttnn.concat([x[:, 1:], x[:, :1]], dim=1))
     ),
@@ -216,8 +220,8 @@ MUTATIONS = {
     "causal mask forgotten, fused": one(
         "causal",
         "fused.output",
-        fused.scaled_dot_product_attention,
-        lambda f, *x, mask=None, is_causal=False, **o: f(*x, **o),
+        fused.attend,
+        lambda f, q, k, v, masking, *x, **o: f(q, k, v, replace(masking, mask=None, is_causal=False), *x, **o),
         FUSED,
     ),
     "last tile of the mask hides nothing": at(
@@ -240,14 +244,14 @@ MUTATIONS = {
         "bias", "fused.output", fused._attn_mask, lambda f, mask, bias, *rest: f(mask, None, *rest), FUSED
     ),
     # ---- RoPE
-    "RoPE turns the other way": at(
+    "RoPE rotates the other way": at(
         "rope", "q", rope.Rotation, "__init__", lambda f, self, positions, *x, **o: f(self, -positions, *x, **o)
     ),
     "RoPE one position late": at(
         "rope", "q", rope.Rotation, "__init__", lambda f, self, positions, *x, **o: f(self, positions + 1, *x, **o)
     ),
-    "RoPE of interleaved pairs": at("rope", "q", rope.Rotation, "turn", of_interleaved_pairs),
-    "RoPE turns the first half only": at("rope", "q", rope.Rotation, "__init__", first_half_only),
+    "RoPE of interleaved pairs": at("rope", "q", rope.Rotation, "rotate", of_interleaved_pairs),
+    "RoPE rotates the first half only": at("rope", "q", rope.Rotation, "__init__", first_half_only),
     "RoPE counts from 0 in every call": one(
         "chunked-prefill", "step1.module.output", cache_mha._cached_layer, counted_from_0
     ),
@@ -268,7 +272,7 @@ MUTATIONS = {
     ),
     "keys in the cache of values, tiles": Mutation("decode", "step0.cache.values", "cache-keys-as-values"),
     "keys in the cache of values, rows": one(
-        "decode", "step1.cache.values", caches._write_rows, lambda f, cache, k, v, slots: f(cache, k, k, slots)
+        "decode", "step1.cache.values", caches.write_rows, lambda f, cache, k, v, slots: f(cache, k, k, slots)
     ),
     "keys in the cache of values, step": one(
         "decode", "step1.module.output", cache_mha._attend_in_step, lambda f, q, k, v, *rest: f(q, k, k, *rest)
@@ -276,10 +280,10 @@ MUTATIONS = {
     "rows one slot late": one(
         "decode",
         "step1.cache.keys",
-        caches._write_rows,
+        caches.write_rows,
         lambda f, cache, k, v, slots: f(cache, k, v, np.where(slots < 0, slots, slots + 1)),
     ),
-    "rows up to the next tile skipped": one("tiles", "step1.cache.keys", caches._write_rows, lambda f, *inputs: None),
+    "rows up to the next tile skipped": one("tiles", "step1.cache.keys", caches.write_rows, lambda f, *inputs: None),
     "rows up to the next tile written again in tiles": one(
         "tiles", "step1.cache.keys", caches.append_to_cache, refilled(lambda x, first, last: x[:, :, : last - first])
     ),
@@ -313,7 +317,7 @@ MUTATIONS = {
         attending_to(lambda slots, before: slots >= round_up(int(before.max()))),
     ),
     "padding cached": one(
-        "ragged", "step0.cache.keys", caches._added, lambda f, cache, seq_len, _: f(cache, seq_len, None)
+        "ragged", "step0.cache.keys", caches.num_added, lambda f, cache, seq_len, _: f(cache, seq_len, None)
     ),
     "padding cached, tiles": one(
         "ragged-tiles", "step0.cache.keys", caches.append_to_cache, refilled(lambda x, first, last: x[:, :, first:])
@@ -322,7 +326,7 @@ MUTATIONS = {
     "every sequence as long as the longest": one(
         "ragged",
         "step1.cache.keys",
-        caches._write_rows,
+        caches.write_rows,
         lambda f, cache, k, v, slots: f(
             cache, k, v, np.where(slots < 0, slots, slots + cache.lengths.max() - cache.lengths)
         ),

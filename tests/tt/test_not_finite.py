@@ -105,7 +105,7 @@ def test_softmax_of_nothing_but_minus_infinity_is_nan_and_gives_a_masked_key_not
 
 # ---- Layers ----------------------------------------------------------------------------------------------------------
 
-SPEC = parity.AttentionSpec(24, 4, num_kv_heads=2, rope_theta=100.0)
+SPEC = parity.AttentionSpec(24, 4, num_kv_heads=2, rope=parity.Rope(100.0))
 
 
 def tokens(dtype, spoilt=None, value=np.nan, seq_len=6):
@@ -160,14 +160,13 @@ def test_weights_that_became_nan_give_nan(device, dtype):
 @pytest.mark.parametrize("growing", [False, True], ids=["static", "growing"])
 def test_cached_token_that_is_nan_spoils_itself_and_what_comes_after_it(device, growing, chunks, dtype):
     module = module_of("MultiHeadAttentionWithCache", SPEC, device, dtype)
-    options = {name: getattr(SPEC, name) for name in ("num_heads", "num_kv_heads", "rope_theta", "head_dim")}
     outputs = []
     for x in (tokens(dtype), tokens(dtype, 3)):
         cache, held, output = module.init_cache(2, 8), (None, None), []
         for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
             chunk = mha_tt.upload(chunk, device=device, dtype=dtype)
             if growing:
-                result, *held = mha_tt.multi_head_attention_with_cache(chunk, module.weights, *held, **options)
+                result, *held = mha_tt.multi_head_attention_with_cache(chunk, module.weights, SPEC, *held)
             else:
                 result, cache = module(chunk, cache)
             output.append(mha_tt.download(result))

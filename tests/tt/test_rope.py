@@ -7,6 +7,7 @@ import pytest
 import ttnn
 
 import mha_tt
+import parity
 
 from .formulas import TOLERANCES, assert_close, both_dtypes, rotate, rounded
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.board
 def rotated(device, x, positions, theta=10000.0, *, dtype=ttnn.float32, **options):
     """`apply_rope` of NumPy features (B, N, T, H)."""
     x = mha_tt.upload(x, device=device, dtype=dtype)
-    return mha_tt.download(mha_tt.apply_rope(x, np.array(positions), theta, **options))
+    return mha_tt.download(mha_tt.apply_rope(x, np.array(positions), parity.Rope(theta), **options))
 
 
 def padded_heads(x):
@@ -31,18 +32,18 @@ def padded_heads(x):
 
 def test_frequencies_fall_from_one_by_powers_of_theta():
     # theta ** (-2 i / H) for i = 0, 1, 2 and H = 6: 1, 1000 ** (-1/3), 1000 ** (-2/3).
-    assert mha_tt.rope_frequencies(6, 1000.0) == pytest.approx([1.0, 0.1, 0.01], rel=1e-15)
+    assert parity.Rope(1000.0).frequencies(6) == pytest.approx([1.0, 0.1, 0.01], rel=1e-15)
 
 
 @pytest.mark.parametrize("position", [0, 1, 2, 100])
-def test_two_features_turn_by_their_position(device, position):
+def test_two_features_are_rotated_by_their_position(device, position):
     cos, sin = math.cos(position), math.sin(position)
     expected = np.array([3 * cos - 4 * sin, 4 * cos + 3 * sin])
     assert_close(rotated(device, np.array([[[[3.0, 4.0]]]]), [[position]])[0, 0, 0], expected, ttnn.float32)
 
 
 @pytest.mark.parametrize(("feature", "partner", "sign"), [(0, 2, 1), (1, 3, 1), (2, 0, -1), (3, 1, -1)])
-def test_feature_turns_with_the_one_half_a_head_away(device, feature, partner, sign):
+def test_feature_is_rotated_with_the_one_half_a_head_away(device, feature, partner, sign):
     x = np.zeros((1, 1, 1, 4), np.float32)
     x[..., feature] = 1.0
     angle = 7 * 100.0 ** (-(feature % 2) / 2)
@@ -77,9 +78,9 @@ def test_rotation_is_as_close_at_far_positions(device, rng, position):
 @pytest.mark.parametrize("position", [1, 1000, 131071])
 def test_rotation_keeps_the_length(device, rng, position):
     x = rng.standard_normal((1, 2, 1, 8)).astype(np.float32)
-    turned = rotated(device, x, [[position]])
+    y = rotated(device, x, [[position]])
     expected = pytest.approx(np.linalg.norm(x, axis=-1), rel=2 * TOLERANCES[ttnn.float32])
-    assert np.linalg.norm(turned, axis=-1) == expected
+    assert np.linalg.norm(y, axis=-1) == expected
 
 
 @both_dtypes
@@ -104,14 +105,14 @@ def test_score_depends_on_the_distance_only(device, rng, shift):
 
 def test_theta_changes_the_result(device, rng):
     x = rng.standard_normal((1, 1, 4, 8)).astype(np.float32)
-    turned = [rotated(device, x, [[0, 1, 2, 3]], theta) for theta in (1e4, 1e5)]
-    assert np.abs(turned[0] - turned[1]).max() > 0.01
+    outputs = [rotated(device, x, [[0, 1, 2, 3]], theta) for theta in (1e4, 1e5)]
+    assert np.abs(outputs[0] - outputs[1]).max() > 0.01
 
 
 @both_dtypes
 def test_rotation_keeps_the_dtype(device, dtype):
     x = mha_tt.upload(np.ones((1, 1, 1, 4)), device=device, dtype=dtype)
-    assert mha_tt.apply_rope(x, np.array([[3]])).dtype == dtype
+    assert mha_tt.apply_rope(x, np.array([[3]]), parity.Rope()).dtype == dtype
 
 
 def test_narrow_features_are_rounded_once(device, rng):
@@ -126,28 +127,29 @@ def test_narrow_features_are_rounded_once(device, rng):
 
 @both_dtypes
 @pytest.mark.parametrize("head_dim", [2, 12, 16, 48, 64, 80])
-def test_padded_head_turns_as_the_bare_one(device, rng, head_dim, dtype):
+def test_padded_head_is_rotated_as_the_bare_one(device, rng, head_dim, dtype):
     x, positions = rounded(rng.standard_normal((2, 3, 5, head_dim)), dtype), np.arange(5)[None] + 7
-    turned = rotated(device, padded_heads(x), positions, dtype=dtype, head_dim=head_dim)
+    padded = rotated(device, padded_heads(x), positions, dtype=dtype, head_dim=head_dim)
     bare = rotated(device, x, positions, dtype=dtype)
-    assert np.array_equal(turned[..., mha_tt.head_slots(head_dim, rope=True)], bare)
+    assert np.array_equal(padded[..., mha_tt.head_slots(head_dim, rope=True)], bare)
 
 
 @pytest.mark.parametrize("head_dim", [2, 12, 48, 80])
 def test_features_that_pad_a_head_stay_zero(device, rng, head_dim):
     x = rng.standard_normal((2, 3, 5, head_dim)).astype(np.float32)
-    turned = rotated(device, padded_heads(x), np.arange(5)[None], head_dim=head_dim)
-    assert not np.delete(turned, mha_tt.head_slots(head_dim, rope=True), axis=-1).any()
+    padded = rotated(device, padded_heads(x), np.arange(5)[None], head_dim=head_dim)
+    assert not np.delete(padded, mha_tt.head_slots(head_dim, rope=True), axis=-1).any()
 
 
 # ---- In a layer ------------------------------------------------------------------------------------------------------
 
 
+SPEC = parity.AttentionSpec(8, 2, rope=parity.Rope(100.0))
+
+
 def layer_output(device, x, **options):
     """The output of a layer with RoPE, its weights always the same."""
-    module = mha_tt.MultiHeadAttention(
-        8, 2, rope_theta=100.0, device=device, dtype=ttnn.float32, rng=np.random.default_rng(0)
-    )
+    module = mha_tt.MultiHeadAttention(SPEC, device=device, dtype=ttnn.float32, rng=np.random.default_rng(0))
     output, _ = module(mha_tt.upload(x, device=device, dtype=ttnn.float32), **options)
     return mha_tt.download(output)
 
@@ -163,27 +165,23 @@ def test_layer_uses_the_positions_given(device, rng):
     assert np.abs(layer_output(device, x) - given).max() > 1e-3
 
 
-def test_layer_turns_the_tokens_of_another_length_by_their_own_positions(device, rng):
-    # A layer keeps the turns of the last length.
+def test_layer_rotates_the_tokens_of_another_length_by_their_own_positions(device, rng):
+    # A layer keeps the rotations of the last length.
     x = rng.standard_normal((2, 5, 8)).astype(np.float32)
-    module = mha_tt.MultiHeadAttention(
-        8, 2, rope_theta=100.0, device=device, dtype=ttnn.float32, rng=np.random.default_rng(0)
-    )
+    module = mha_tt.MultiHeadAttention(SPEC, device=device, dtype=ttnn.float32, rng=np.random.default_rng(0))
     module(mha_tt.upload(x[:, :3], device=device, dtype=ttnn.float32))
     output, _ = module(mha_tt.upload(x, device=device, dtype=ttnn.float32))
     assert np.array_equal(mha_tt.download(output), layer_output(device, x))
 
 
-def test_layer_turns_queries_and_keys_but_not_values(device, rng):
+def test_layer_rotates_queries_and_keys_but_not_values(device, rng):
     x = mha_tt.upload(rng.standard_normal((1, 3, 128)), device=device, dtype=ttnn.float32)
 
-    def projected(rope_theta):
-        heads = mha_tt.project_qkv(
-            lambda _, x: x, x, x, x, num_heads=2, num_kv_heads=2, rope_theta=rope_theta, head_dim=64
-        )
+    def projected(rope):
+        heads = mha_tt.project_qkv(lambda _, x: x, x, x, x, parity.AttentionSpec(128, 2, rope=rope))
         return [mha_tt.download(part) for part in heads]
 
-    unchanged = [np.array_equal(*pair) for pair in zip(projected(None), projected(100.0), strict=True)]
+    unchanged = [np.array_equal(*pair) for pair in zip(projected(None), projected(parity.Rope(100.0)), strict=True)]
     assert unchanged == [False, False, True]
 
 
@@ -191,10 +189,10 @@ def test_layer_turns_queries_and_keys_but_not_values(device, rng):
 
 REFUSALS = {
     "odd head": ((1, 1, 1, 3), [[0]], 1e4, ValueError, "head_dim must be even for RoPE, got head_dim=3"),
-    "theta 0": ((1, 1, 1, 4), [[0]], 0.0, ValueError, "rope_theta must be positive and finite, got rope_theta=0.0"),
-    "theta negative": ((1, 1, 1, 4), [[0]], -1.0, ValueError, "rope_theta must be positive"),
-    "theta NaN": ((1, 1, 1, 4), [[0]], math.nan, ValueError, "rope_theta must be positive"),
-    "theta text": ((1, 1, 1, 4), [[0]], "1e4", TypeError, "rope_theta must be a number"),
+    "theta 0": ((1, 1, 1, 4), [[0]], 0.0, ValueError, "theta must be positive and finite, got theta=0.0"),
+    "theta negative": ((1, 1, 1, 4), [[0]], -1.0, ValueError, "theta must be positive"),
+    "theta NaN": ((1, 1, 1, 4), [[0]], math.nan, ValueError, "theta must be positive"),
+    "theta text": ((1, 1, 1, 4), [[0]], "1e4", TypeError, "theta must be a number"),
     "three axes": ((1, 1, 4), [[0]], 1e4, ValueError, r"x must have 4 axes, got x\.shape=\(1, 1, 4\)"),
     "float positions": ((1, 1, 1, 4), [[0.0]], 1e4, TypeError, "positions must be integers"),
     "boolean positions": ((1, 1, 1, 4), [[True]], 1e4, TypeError, "positions must be integers"),
@@ -214,7 +212,7 @@ def test_rotation_refuses(device, name):
 def test_rotation_refuses_a_list_of_positions(device):
     x = mha_tt.upload(np.ones((1, 1, 1, 4)), device=device)
     with pytest.raises(TypeError, match="positions must be a NumPy array, got list"):
-        mha_tt.apply_rope(x, [[0]])
+        mha_tt.apply_rope(x, [[0]], parity.Rope())
 
 
 @pytest.mark.parametrize(
@@ -231,7 +229,7 @@ def test_rotation_refuses_heads_padded_in_another_way(device):
         rotated(device, np.ones((1, 1, 1, 8), np.float32), [[0]], head_dim=6)
 
 
-@pytest.mark.parametrize(("head_dim", "theta", "message"), [(3, 1e4, "head_dim"), (4, 0.0, "rope_theta")])
+@pytest.mark.parametrize(("head_dim", "theta", "message"), [(3, 1e4, "head_dim"), (4, 0.0, "theta")])
 def test_frequencies_refuse(head_dim, theta, message):
     with pytest.raises(ValueError, match=message):
-        mha_tt.rope_frequencies(head_dim, theta)
+        parity.Rope(theta).frequencies(head_dim)
