@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from parity.cli.commands import main
 
 import mha_torch
+from parity.cli.main import main
 from parity.conformance import peers
 from parity.conformance.answers import Finding, Kind
 from parity.conformance.calls import run

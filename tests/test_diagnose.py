@@ -194,12 +194,12 @@ def test_three_mistakes_in_three_places_are_all_named():
 def test_a_mistake_on_one_path_only_is_told_with_its_path(monkeypatch):
     import mha_torch
 
-    original = mha_torch.fused.scaled_dot_product_attention
+    original = mha_torch.fused.attend
 
-    def forgetful(query, key, value, *, mask=None, **options):
-        return original(query, key, value, **options)
+    def forgetful(query, key, value, masking, *inputs, **options):
+        return original(query, key, value, replace(masking, mask=None), *inputs, **options)
 
-    monkeypatch.setattr(mha_torch.fused, "scaled_dot_product_attention", forgetful)
+    monkeypatch.setattr(mha_torch.fused, "attend", forgetful)
     expected = Reference(make_problem(CASES["causal"], "float32"))
     diagnosis = diagnose(record("torch", expected).accumulated, expected.problem)
     assert diagnosis.stage == "fused.output"

@@ -490,7 +490,7 @@ def test_an_unknown_name_is_an_error():
 @pytest.fixture
 def python_with_the_wheel(tmp_path):
     """The Python of a fresh environment that has the wheel; what the wheel needs is that of this environment."""
-    for package in ("parity", "mha_jax", "mha_torch", "mha_tt"):
+    for package in ("parity", "mha_spec", "mha_jax", "mha_torch", "mha_tt"):
         shutil.copytree(ROOT / package, tmp_path / "source" / package, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, tmp_path / "source")

@@ -10,7 +10,6 @@ import pytest
 import parity.core.trace
 import parity.running.run
 from parity import CASES, AttentionSpec, load_tensors, random_case, random_weights, run_cases, save_tensors
-from parity.backends import driver
 from parity.backends import torch as torch_backend
 from parity.cli.main import main
 from parity.reporting.summary import reproduction
@@ -275,10 +274,10 @@ def test_what_was_skipped_where_the_traces_were_made_is_skipped_and_not_lacking(
 
 
 def test_what_raised_an_error_where_the_traces_were_made_is_a_failure(tmp_path, monkeypatch):
-    def fail(*problem):
+    def fail(problem):
         raise RuntimeError("out of \x1b[31msomething")
 
-    monkeypatch.setattr(driver, "steps", fail)
+    monkeypatch.setattr(torch_backend, "Filled", fail)
     run_cases([CASES["textbook"]], ["torch"], traces=tmp_path)
     report = run_cases([CASES["textbook"]], ["jax"], join=[tmp_path], with_gradients=True)
     failed = [(c.case, c.stage, c.backend, c.reason) for c in report.failed]
