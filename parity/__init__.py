@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from parity.conversion.not_carried import NotCarriedWarning
     from parity.conversion.verify import verify
     from parity.core.arrays import to_jax, to_numpy, to_torch
+    from parity.core.cases import CASES, Case, random_case
     from parity.core.compare import Comparison, first_difference
     from parity.core.problem import Problem, make_problem
-    from parity.core.spec import CASES, STAGES, Case, random_case
+    from parity.core.stages import STAGES
     from parity.core.weights import (
         check_weights,
         load_tensors,
@@ -95,7 +96,8 @@ _MODULES = {
     "core.problem": ["Problem", "make_problem"],
     "running.report": ["Report"],
     "running.run": ["run_cases"],
-    "core.spec": ["CASES", "STAGES", "AttentionSpec", "Case", "Rope", "random_case"],
+    "core.cases": ["CASES", "AttentionSpec", "Case", "Rope", "random_case"],
+    "core.stages": ["STAGES"],
     "conversion.verify": ["verify"],
     "core.weights": [
         "check_weights",

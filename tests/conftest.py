@@ -1,7 +1,8 @@
 """What the tests share: the siblings behind one small adapter, and strict settings of the frameworks."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ from flax import nnx
 import mha_jax
 import mha_torch
 from mha_spec import AttentionSpec
+from parity.backends import BACKENDS
 from parity.backends import jax as jax_backend
 from parity.backends import torch as torch_backend
 
@@ -79,3 +81,13 @@ def sibling(request: pytest.FixtureRequest) -> Sibling:
 def rng() -> np.random.Generator:
     """Random numbers, the same in every run."""
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def let_need(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Called with the names of a backend and of the one package that it needs from then on."""
+
+    def let_need(name: str, package: str) -> None:
+        monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], needs=(package,)))
+
+    return let_need

@@ -13,7 +13,8 @@ from parity.backends.record import record
 from parity.core import reference
 from parity.core.compare import budget, floor
 from parity.core.reference import Arithmetic
-from parity.core.trace import Reference, judge, run_steps
+from parity.core.stages import run_steps
+from parity.core.trace import Reference, judge
 
 ATEN = torch.ops.aten
 FUSED = ATEN._scaled_dot_product_flash_attention_for_cpu.default

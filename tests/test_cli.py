@@ -103,9 +103,9 @@ def test_json_has_the_form_that_is_promised(tmp_path):
     assert all(result.keys() >= RESULT_KEYS for result in content["results"])
 
 
-def test_skipped_backends_are_in_the_json_with_their_reason(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("parity.backends").backends.NEEDS, "tt", ("ttnn_is_not_here",))
-    monkeypatch.setitem(__import__("parity.backends").backends.NEEDS, "jax", ("jax_is_not_here",))
+def test_skipped_backends_are_in_the_json_with_their_reason(tmp_path, let_need):
+    let_need("tt", "ttnn_is_not_here")
+    let_need("jax", "jax_is_not_here")
     assert main(["run", "--cases", "textbook", "--json", str(tmp_path / "r.json")]) == 0
     results = json.loads((tmp_path / "r.json").read_text())["results"]
     skipped = [(result["backend"], result["reason"]) for result in results if result["status"] == "skipped"]
@@ -145,8 +145,8 @@ def test_bad_usage_is_one_line_and_exits_2(capsys, arguments, message):
     assert captured.err.count("\n") == 1
 
 
-def test_a_backend_that_is_not_there_exits_2_with_the_reason(capsys, monkeypatch):
-    monkeypatch.setitem(__import__("parity.backends").backends.NEEDS, "tt", ("ttnn_is_not_here",))
+def test_a_backend_that_is_not_there_exits_2_with_the_reason(capsys, let_need):
+    let_need("tt", "ttnn_is_not_here")
     assert main(["run", "--backends", "tt"]) == 2
     assert capsys.readouterr().err == "mha-parity: tt needs ttnn_is_not_here, not installed here\n"
 
@@ -274,8 +274,8 @@ def test_three_backends_fit_into_a_pipe(tmp_path):
     assert re.search(r" ok 0\.\d\d (context|output) ", result.stdout.splitlines()[2])  # not cut off
 
 
-def test_doctor_says_what_is_there_and_what_is_not(capsys, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("parity.backends").backends.NEEDS, "tt", ("ttnn_is_not_here",))
+def test_doctor_says_what_is_there_and_what_is_not(capsys, tmp_path, let_need):
+    let_need("tt", "ttnn_is_not_here")
     assert main(["doctor", "--json", str(tmp_path / "d.json")]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "matmul_precision=highest" in out

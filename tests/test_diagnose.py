@@ -16,7 +16,8 @@ from parity.backends import driver
 from parity.backends.record import record
 from parity.cli.main import main
 from parity.core.compare import kept_dtype
-from parity.core.trace import Reference, run_steps
+from parity.core.stages import run_steps
+from parity.core.trace import Reference
 from parity.core.weights import dtype_named
 from parity.diagnosis.diagnose import diagnose, diagnose_weights, observe
 from parity.diagnosis.mistakes import mistakes_for, wrong_layer

@@ -17,10 +17,10 @@ import pytest
 
 import parity.backends
 import parity.cli
-from parity.backends import NEEDS
+from parity.backends import BACKENDS
 from parity.cli.main import COMMANDS, main, make_parser
+from parity.core.cases import CASES, DTYPES
 from parity.core.packages import OPTIONAL
-from parity.core.spec import CASES, DTYPES
 from parity.diagnosis.mistakes import mistakes_for
 from parity.diagnosis.selftest import SELFTEST_CASES
 from parity.reporting.cases import covers
@@ -74,7 +74,7 @@ def test_the_example_of_a_command_is_one_that_it_takes(name):
 
 def test_help_of_run_lists_backends_and_dtypes():
     words = " ".join(commands()["run"].format_help().split())
-    assert f"--backends A,B {', '.join(NEEDS)};" in words
+    assert f"--backends A,B {', '.join(BACKENDS)};" in words
     assert all(dtype in words for dtype in DTYPES)
 
 
@@ -85,7 +85,7 @@ def test_help_imports_nothing_that_takes_time():
         f"for name in {list(PAGES)}:\n"
         "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
         "        main([name, '--help'])\n"
-        "print(sorted({'numpy', 'rich', 'importlib.metadata', 'parity.core.spec', 'parity.reporting.console'}"
+        "print(sorted({'numpy', 'rich', 'importlib.metadata', 'parity.core.cases', 'parity.reporting.console'}"
         " & set(sys.modules)))"
     )
     command = [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{program}"]
@@ -145,9 +145,9 @@ def test_what_is_not_known_is_refused_in_the_words_of_the_command_line(capsys, a
 
 
 @pytest.mark.parametrize("command", ["run", "selftest"])
-def test_without_a_framework_it_is_said_what_to_install(capsys, monkeypatch, command):
-    for name in NEEDS:
-        monkeypatch.setitem(parity.backends.NEEDS, name, (f"{name}_is_not_here",))
+def test_without_a_framework_it_is_said_what_to_install(capsys, let_need, command):
+    for name in BACKENDS:
+        let_need(name, f"{name}_is_not_here")
     assert main([command]) == 2
     message = capsys.readouterr().err
     assert message.startswith("mha-parity: at least one backend must be installed: jax needs jax_is_not_here, not ")
@@ -219,6 +219,11 @@ def test_bugs_finds_the_page_of_every_mistake(capsys):
                 capsys.readouterr().out.splitlines()[0]
                 == ((ROOT / "parity" / "bugs" / f"{mistake.page}.md").read_text("utf-8").splitlines()[0])
             )
+
+
+def test_bugs_knows_the_mistakes_that_are_only_searched_for(capsys):
+    assert main(["bugs", "v-heads-permuted"]) == 0
+    assert capsys.readouterr().out == (ROOT / "parity" / "bugs" / "head-order.md").read_text("utf-8")
 
 
 def test_bugs_without_a_name_prints_the_list(tmp_path, capsys):

@@ -58,18 +58,20 @@ def test_every_case_of_a_backend_and_dtype_is_a_test_of_their_suite(report):
 
 
 @pytest.mark.parametrize(
-    ("node", "classname", "name"),
+    ("test", "expected"),
     [
-        ("tests/test_port.py::test_layer", "tests.test_port", "test_layer"),
-        ("tests/test_port.py::TestLayer::test_it[a::b] layer 3", "tests.test_port.TestLayer", "test_it[a::b] layer 3"),
-        ("test_port.py::test_layer a::b", "test_port", "test_layer a::b"),
+        (
+            ("tests.test_port.TestLayer", "test_it[a::b] layer 3"),
+            ("tests.test_port.TestLayer", "test_it[a::b] layer 3"),
+        ),
+        (None, ("actual", "a.py::b")),
     ],
 )
-def test_a_test_of_pytest_is_of_the_class_of_its_module(node, classname, name):
-    xml = junit_xml(
-        Report([failure(np.empty(0), "no", case=node, backend="actual", dtype="float32", stage="q")], {}, {})
-    )
+def test_a_test_of_pytest_has_its_class_and_name(test, expected):
+    found = failure(np.empty(0), "no", case="a.py::b", backend="actual", dtype="float32", stage="q")
+    xml = junit_xml(Report([replace(found, test=test)], {}, {}))
     SCHEMA.validate(xml.decode())
+    classname, name = expected
     assert list(cases_in(xml)) == [(classname, f"{name}-float32")]
 
 

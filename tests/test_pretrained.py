@@ -8,7 +8,7 @@ import pytest
 
 from parity import CASES, make_problem, pretrained
 from parity.core import reference
-from parity.core.trace import run_steps
+from parity.core.stages import run_steps
 
 FOLDER = Path(pretrained.__file__).parent
 

@@ -22,7 +22,7 @@ import parity.reporting.junit  # pytester forgets what its runs import, so both 
 import parity.testing.assertion
 from parity import CASES, assert_parity, make_problem
 from parity.backends.record import record
-from parity.core.spec import stage_path
+from parity.core.stages import stage_named
 from parity.core.trace import Reference
 from parity.core.weights import dtype_named
 
@@ -87,7 +87,7 @@ def test_a_dtype_that_no_array_shows_can_be_told(x):
 def test_correct_implementations_stay_within_what_is_allowed_without_the_noise(case, dtype):
     reference = Reference(make_problem(CASES[case], dtype))
     stages = {name: record(name, reference).accumulated for name in ("torch", "jax")}
-    shared = {name: x for name, x in stages["jax"].items() if stage_path(name) != "blocks"}  # torch has none
+    shared = {name: x for name, x in stages["jax"].items() if stage_named(name).path != "blocks"}  # torch has none
     assert_parity(stages["torch"], shared)
 
 
@@ -364,6 +364,32 @@ def test_the_report_may_be_junit_xml(run_two_tests, pytester):
     tests = [(test.get("classname"), test.get("name")) for test in root.iter("testcase")]
     assert sorted(tests) == [("test_two", "test_right-float64"), ("test_two", "test_wrong layer 3-float64")]
     assert "test_two.py::test_wrong layer 3/k" in "".join(root.itertext())
+
+
+TESTS_IN_CLASSES = """
+import numpy as np
+import pytest
+
+
+class TestPort:
+    class TestLayer:
+        @pytest.mark.parametrize("what", ["a::b", "c[d]"])
+        def test_it(self, assert_parity, what):
+            assert_parity(np.ones(3), np.ones(3), name="e::f")
+"""
+
+
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_junit_names_a_test_as_pytest_does(pytester, processes):
+    pytester.mkdir("ports").joinpath("test_port.py").write_text(TESTS_IN_CLASSES)
+    reports = ("--parity-report", "ours.xml", "--junit-xml", "pytest.xml")
+    pytester.runpytest_inprocess("-n", processes, *reports).assert_outcomes(passed=2)
+    ours, theirs = (
+        sorted((test.get("classname"), test.get("name")) for test in ElementTree.parse(name).getroot().iter("testcase"))
+        for name in (pytester.path / "ours.xml", pytester.path / "pytest.xml")
+    )
+    assert ours == [(classname, f"{name} e::f-float64") for classname, name in theirs]
+    assert theirs[0] == ("ports.test_port.TestPort.TestLayer", "test_it[a::b]")
 
 
 @pytest.mark.parametrize("name", ["report.html", "REPORT.HTML"])

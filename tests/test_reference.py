@@ -9,7 +9,8 @@ import parity
 from parity import CASES, make_problem
 from parity.core import reference
 from parity.core.problem import TEXTBOOK_OUTPUT
-from parity.core.trace import Reference, run_steps
+from parity.core.stages import run_steps
+from parity.core.trace import Reference
 
 UNCACHED = [name for name, case in CASES.items() if not case.is_cached and case.trained is None]
 NAN_QUERIES = ("nan-visible-causal", "nan-hidden-padding")  # their own rows are NaN

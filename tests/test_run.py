@@ -1,5 +1,6 @@
 """The main job: every case on every backend, stage by stage, in every dtype, gradients included."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -15,12 +16,13 @@ import mha_jax
 import parity.backends.torch
 import parity.running.run
 from mha_jax.blockwise import BLOCK_SIZES
-from parity import CASES, make_problem, random_case, run_cases
-from parity.backends import driver
+from parity import CASES, AttentionSpec, make_problem, random_case, run_cases
+from parity.backends import BACKENDS, backend_of, driver, load_backend
 from parity.backends import jax as jax_backend
 from parity.backends.record import record
-from parity.core.spec import DTYPES
-from parity.core.trace import Reference, judge, run_steps
+from parity.core.cases import DTYPES
+from parity.core.stages import run_steps, stage_named
+from parity.core.trace import Reference, judge
 from parity.reporting.html import html_page
 from parity.reporting.junit import junit_xml
 from parity.running.report import SkippedCase
@@ -129,15 +131,33 @@ def test_what_is_compared_in_a_cache_is_not_empty():
     assert expected["step3.cache.lengths"].tolist() == [6, 7, 4]
 
 
-def test_a_backend_that_is_missing_is_skipped_with_its_reason(monkeypatch):
-    monkeypatch.setitem(parity.running.run.NEEDS, "tt", ("a_package_that_is_not_there",))
+def test_the_record_of_a_backend_is_true_of_it(sibling):
+    known, port = BACKENDS[sibling.name], load_backend(sibling.name)
+    assert known.sibling == port.SIBLING.__name__
+    assert all(hasattr(importlib.import_module(known.arrays), name) for name in ("where", "triu", "ones"))
+    with_cache, without = (make_problem(name, "float32") for name in ("decode", "textbook"))
+    stages = [*record(known.name, Reference(with_cache)).local, *record(known.name, Reference(without)).local]
+    assert {stage_named(stage).path for stage in stages} == {"", *known.paths}
+    assert {"module", *port.GRADIENT_PATHS} == {"", *known.paths}
+
+
+def test_a_value_of_a_sibling_tells_its_backend(sibling):
+    module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2))
+    derived = type("Mine", (type(module),), {})
+    assert backend_of(module) == sibling.name
+    assert backend_of(object.__new__(derived)) == sibling.name
+    assert backend_of(np.ones(3)) is None
+
+
+def test_a_backend_that_is_missing_is_skipped_with_its_reason(let_need):
+    let_need("tt", "a_package_that_is_not_there")
     report = run_cases([CASES["textbook"]])
     assert report.skipped == {"tt": "tt needs a_package_that_is_not_there, not installed here"}
     assert report.summary["skipped"] == 1
 
 
-def test_a_backend_asked_for_by_name_must_be_there(monkeypatch):
-    monkeypatch.setitem(parity.running.run.NEEDS, "tt", ("a_package_that_is_not_there",))
+def test_a_backend_asked_for_by_name_must_be_there(let_need):
+    let_need("tt", "a_package_that_is_not_there")
     with pytest.raises(ModuleNotFoundError, match="tt needs a_package_that_is_not_there"):
         run_cases([CASES["textbook"]], ["jax", "tt"])
 
@@ -148,7 +168,7 @@ def poor_torch(monkeypatch):
     monkeypatch.setattr(
         parity.backends.torch, "why_skipped", lambda case, dtype: "no such dtype" if dtype == "float16" else None
     )
-    monkeypatch.setattr(parity.backends.torch, "HAS_GRADIENTS", False)
+    monkeypatch.setattr(parity.backends.torch, "GRADIENT_PATHS", ())
 
 
 @pytest.mark.usefixtures("poor_torch")
@@ -167,8 +187,8 @@ def test_a_case_that_a_backend_cannot_run_is_skipped_with_its_reason():
 
 
 @pytest.mark.usefixtures("poor_torch")
-def test_skipped_backends_and_cases_are_counted_together(monkeypatch):
-    monkeypatch.setitem(parity.running.run.NEEDS, "tt", ("a_package_that_is_not_there",))
+def test_skipped_backends_and_cases_are_counted_together(let_need):
+    let_need("tt", "a_package_that_is_not_there")
     assert run_cases([CASES["textbook"]], dtypes=["float16"]).summary["skipped"] == 2
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from mha_spec import Rope
 from parity import CASES, AttentionSpec, pretrained, random_case
-from parity.core.spec import STAGES, case_named, stage_axes, stage_kind, stage_path
+from parity.core.cases import case_named
+from parity.core.stages import STAGES, Stage, stage_named
 from parity.core.weights import load_tensors, weight_shapes
 
 
@@ -157,18 +158,43 @@ def test_cases_cover_what_attention_can_do():
     assert [name for name, is_covered in covered.items() if not is_covered] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("scores", Stage("scores")),
+        ("step12.scores", Stage("scores", step=12)),
+        ("step3.module.cache.keys", Stage("cache.keys", "module", step=3)),
+        ("grad.q_proj.weight", Stage("q_proj.weight", is_gradient=True)),
+        ("blocks.grad.bias", Stage("bias", "blocks", is_gradient=True)),
+        ("stepwise.scores", Stage("stepwise.scores")),
+        ("stepwise", Stage("stepwise")),
+        ("degrad.x", Stage("degrad.x")),
+        ("fused_output", Stage("fused_output")),
+        ("", Stage("")),
+    ],
+)
+def test_stage_is_read_from_its_name_and_says_it_again(name, stage):
+    assert stage_named(name) == stage
+    assert str(stage) == name
+
+
+def test_stage_knows_what_rounding_does_not_touch():
+    exact = [name for name in STAGES if stage_named(name).is_exact]
+    assert exact == ["mask", "cache.lengths", "module.cache.lengths"]
+
+
 def test_stage_names_know_their_step_and_axes():
-    assert stage_kind("step12.cache.keys") == "cache.keys"
-    assert stage_axes("step12.cache.keys") == STAGES["cache.keys"]
-    assert stage_axes("fused.grad.q_proj.weight") == ("out", "in")
-    assert stage_axes("grad.q_proj.bias") == ("out",)
-    assert stage_axes("fused.grad.query") == stage_axes("blocks.grad.query") == ("B", "T", "d_in")
+    assert stage_named("step12.cache.keys").kind == "cache.keys"
+    assert stage_named("step12.cache.keys").axes == STAGES["cache.keys"]
+    assert stage_named("fused.grad.q_proj.weight").axes == ("out", "in")
+    assert stage_named("grad.q_proj.bias").axes == ("out",)
+    assert stage_named("fused.grad.query").axes == stage_named("blocks.grad.query").axes == ("B", "T", "d_in")
 
 
 def test_stage_names_know_their_path():
-    assert stage_path("blocks.grad.q_proj.weight") == stage_path("step3.blocks.output") == "blocks"
-    assert stage_path("step3.module.cache.keys") == "module"
-    assert stage_path("cache.keys") == stage_path("grad.query") == stage_path("step3.scores") == ""
+    assert stage_named("blocks.grad.q_proj.weight").path == stage_named("step3.blocks.output").path == "blocks"
+    assert stage_named("step3.module.cache.keys").path == "module"
+    assert stage_named("cache.keys").path == stage_named("grad.query").path == stage_named("step3.scores").path == ""
 
 
 def test_weight_shapes_are_in_torch_order():

@@ -12,6 +12,7 @@ import parity.running.run
 from parity import CASES, AttentionSpec, load_tensors, random_case, random_weights, run_cases, save_tensors
 from parity.backends import torch as torch_backend
 from parity.cli.main import main
+from parity.reporting.summary import reproduction
 from parity.running.report import SkippedCase
 from parity.running.run import compare_traces
 from parity.running.traces import load_trace
@@ -130,6 +131,8 @@ def test_the_same_backend_from_two_places_is_judged_twice(traces, tmp_path):
     change(path, {"accumulated/scores": load_tensors(path)[0]["accumulated/scores"] * np.float32(1.01)})
     failed = compare_traces([traces, other]).failed
     assert [(c.case, c.stage, c.backend) for c in failed] == [("causal", "scores", f"torch ({other})")]
+    assert {c.library for c in failed} == {"torch"}
+    assert reproduction(failed[0]) == "mha-parity run --backends torch --cases causal --dtypes float32"
 
 
 def test_a_trace_that_others_have_is_missed(traces, tmp_path):

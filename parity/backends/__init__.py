@@ -1,7 +1,7 @@
 """The backends: how canonical weights get into a sibling's modules, and how a case runs there, stage by stage.
 
-Each is a module of plain functions, a `Port`, which `driver` takes through the stages of a case. None is imported
-before it is asked for.
+Each is a record in `BACKENDS` and a module of plain functions, a `Port`, which `driver` takes through the stages of a
+case. None is imported before it is asked for.
 """
 
 from __future__ import annotations
@@ -9,31 +9,54 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from types import ModuleType
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
-import numpy as np
-
-from mha_spec import AttentionSpec
-from parity.backends.driver import Port
-from parity.core.spec import Case
-
-NEEDS = {"jax": ("jax", "flax", "mha_jax"), "torch": ("torch", "mha_torch"), "tt": ("ttnn", "mha_tt")}
-"""The packages that each backend needs."""
+if TYPE_CHECKING:
+    from parity.backends.port import Port
 
 
-class Backend(Port, Protocol):
-    """What a backend module offers."""
+@dataclass(frozen=True)
+class Backend:
+    """What is known of a backend before it is imported.
 
-    HAS_GRADIENTS: bool
+    Attributes:
+        name: what the command line and the reports call it.
+        sibling: the package that it runs.
+        needs: the other packages that it needs.
+        arrays: the module of functions on its arrays; where tensors lie on a device, on those of masks.
+        paths: which of a module's paths it has, of those in `parity.core.stages`.
+        has_all_mistakes: whether every known mistake can be planted in it, and not only those in masks.
+        wheels: of packages that it needs, where there are any, if not everywhere.
+        why_no_cache_files: why its caches cannot be kept in files, or nothing.
+    """
 
-    def load_into(self, module: Any, weights: Mapping[str, np.ndarray]) -> Any: ...
-    def weights_of(self, module: Any) -> dict[str, np.ndarray]: ...
-    def spec_of(self, module: Any) -> AttentionSpec: ...
-    def why_skipped(self, case: Case, dtype: str) -> str | None: ...
-    def lock(self, dtype: str) -> AbstractContextManager[dict[str, Any]]: ...
-    def environment(self) -> dict[str, Any]: ...
+    name: str
+    sibling: str
+    needs: tuple[str, ...]
+    arrays: str
+    paths: tuple[str, ...] = ("module", "fused")
+    has_all_mistakes: bool = True
+    wheels: Mapping[str, str] = field(default_factory=dict)
+    why_no_cache_files: str = ""
+
+
+_BACKENDS = (
+    Backend("jax", "mha_jax", ("jax", "flax"), "jax.numpy", paths=("module", "fused", "blocks")),
+    Backend("torch", "mha_torch", ("torch",), "torch"),
+    Backend(
+        "tt",
+        "mha_tt",
+        ("ttnn",),
+        "numpy",
+        has_all_mistakes=False,
+        wheels={"ttnn": "CPython 3.10 and 3.12 on x86-64 Linux"},
+        why_no_cache_files="its caches are padded to device tiles",
+    ),
+)
+
+BACKENDS = {backend.name: backend for backend in _BACKENDS}
+"""The backends by name."""
 
 
 def why_missing(name: str) -> str | None:
@@ -42,16 +65,17 @@ def why_missing(name: str) -> str | None:
     Raises:
         ValueError: if there is no backend of that name.
     """
-    if name not in NEEDS:
-        raise ValueError(f"backend must be one of {list(NEEDS)}, got backend={name!r}")
-    missing = [package for package in NEEDS[name] if importlib.util.find_spec(package) is None]
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {list(BACKENDS)}, got backend={name!r}")
+    backend = BACKENDS[name]
+    missing = [package for package in (*backend.needs, backend.sibling) if importlib.util.find_spec(package) is None]
     if not missing:
         return None
-    reason = f"{name} needs {' and '.join(missing)}, not installed here"
-    return f"{reason}; it has wheels for CPython 3.10 and 3.12 on x86-64 Linux" if "ttnn" in missing else reason
+    wheels = (f"; it has wheels for {backend.wheels[package]}" for package in missing if package in backend.wheels)
+    return f"{name} needs {' and '.join(missing)}, not installed here{''.join(wheels)}"
 
 
-def load_backend(name: str) -> Backend:
+def load_backend(name: str) -> Port:
     """Import a backend.
 
     Raises:
@@ -60,5 +84,10 @@ def load_backend(name: str) -> Backend:
     """
     if reason := why_missing(name):
         raise ModuleNotFoundError(reason)
-    module: ModuleType = importlib.import_module(f"parity.backends.{name}")
-    return cast(Backend, module)
+    return cast("Port", importlib.import_module(f"{__name__}.{name}"))
+
+
+def backend_of(value: object) -> str | None:
+    """The name of the backend whose sibling has the class of a value, or a class that it extends; None if none has."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
+    return next((name for name, backend in BACKENDS.items() if backend.sibling in packages), None)

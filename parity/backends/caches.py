@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any
 
 import numpy as np
 
-from parity.backends import NEEDS, load_backend
+from parity.backends import BACKENDS, backend_of, load_backend
 from parity.core.weights import FORMAT, is_floating, load_tensors, save_tensors
 
-FRAMEWORKS = ("jax", "torch")
-"""The siblings whose caches have the shapes of the contract. Those of mha_tt are padded to the tiles of a device."""
+FRAMEWORKS = [name for name, backend in BACKENDS.items() if not backend.why_no_cache_files]
+"""The backends whose caches have the shapes of the contract."""
 
 PARTS = ("keys", "values", "lengths")
 
@@ -59,21 +58,20 @@ def load_cache(path: str | os.PathLike[str], framework: str) -> Any:
     arrays = {part: backend.from_numpy(tensors[part]) for part in PARTS}
     if (kept := backend.to_numpy(arrays["keys"]).dtype) != tensors["keys"].dtype:
         raise ValueError(f"JAX must have jax_enable_x64 to hold {tensors['keys'].dtype}, got {kept} from {path}")
-    return importlib.import_module(f"mha_{framework}").KVCache(**arrays)
+    return backend.SIBLING.KVCache(**arrays)
 
 
 def _framework_of(cache: Any) -> str:
-    packages = {kind.__module__.partition(".")[0] for kind in type(cache).__mro__ if kind.__name__ == "KVCache"}
-    for framework in NEEDS:
-        if f"mha_{framework}" in packages:
-            _check_framework(framework)
-            return framework
-    raise TypeError(f"cache must be a KVCache of mha_jax or mha_torch, got {type(cache).__name__}")
+    framework = backend_of(cache)
+    if framework is None or "KVCache" not in {kind.__name__ for kind in type(cache).__mro__}:
+        raise TypeError(f"cache must be a KVCache of mha_jax or mha_torch, got {type(cache).__name__}")
+    _check_framework(framework)
+    return framework
 
 
 def _check_framework(framework: str) -> None:
-    if framework == "tt":
-        raise ValueError("framework must be jax or torch, got framework='tt': its caches are padded to device tiles")
+    if framework in BACKENDS and (reason := BACKENDS[framework].why_no_cache_files):
+        raise ValueError(f"framework must be {' or '.join(FRAMEWORKS)}, got framework={framework!r}: {reason}")
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework must be one of {list(FRAMEWORKS)}, got framework={framework!r}")
 

@@ -1,78 +1,24 @@
-"""The stages of a case in a sibling: their order, their names and the loop over the calls of a cache, written once.
+"""The stages of a case in a sibling: each is the sibling's own function, on NumPy's arrays.
 
-Each stage is the sibling's own function, on NumPy's arrays; how these get in and out is its port's, see `Port`.
+How these get in and out is its port's. The order of the stages is that of `parity.core.stages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from types import ModuleType
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec
+from parity.backends.port import Port
 from parity.core.problem import Problem
-from parity.core.reference import Step, Values, in_step
-from parity.core.spec import Case
-from parity.core.weights import Weights, dtype_named
-
-
-class FilledModule(Protocol):
-    """A module of a sibling with the weights of a problem.
-
-    Attributes:
-        weights: in the container that the sibling's functions take.
-    """
-
-    weights: Any
-
-    def init_cache(self, batch_size: int, capacity: int) -> Any:
-        """An empty cache."""
-        ...
-
-    def outputs(self, query: Any, key: Any, mask: Any, bias: Any) -> tuple[Any, dict[str, Any]]:
-        """The attention weights, and the output by each path: with them as `module`, as users get it as `fused`, …"""
-        ...
-
-    def step(self, x: Any, cache: Any, new_lengths: Any) -> tuple[dict[str, Any], Any]:
-        """The output of new tokens by each path, and the cache that holds them."""
-        ...
-
-
-class Port(Protocol):
-    """How a sibling is reached: plain functions, and what they are of."""
-
-    SIBLING: ModuleType
-    GRADIENT_PATHS: tuple[str, ...]
-
-    def from_numpy(self, x: np.ndarray) -> Any: ...
-    def to_numpy(self, x: Any) -> np.ndarray: ...
-    def beside(self, x: np.ndarray) -> Any:
-        """What goes beside the inputs, as the sibling takes it: masks, biases, positions, lengths."""
-        ...
-
-    def heads_from_numpy(self, x: np.ndarray, spec: AttentionSpec) -> Any: ...
-    def heads_to_numpy(self, x: Any, spec: AttentionSpec) -> np.ndarray: ...
-    def output_to_numpy(self, x: Any, spec: AttentionSpec) -> np.ndarray: ...
-    def cache_from_numpy(self, arrays: list[np.ndarray], spec: AttentionSpec) -> Any: ...
-    def cache_to_numpy(self, cache: Any, case: Case) -> dict[str, np.ndarray]: ...
-    def jit(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
-    def Filled(self, problem: Problem) -> FilledModule: ...
-    def pull_back(
-        self, path: str, filled: FilledModule, spec: AttentionSpec, inputs: dict[str, Any], hidden: dict[str, Any]
-    ) -> tuple[dict[str, np.ndarray], Weights]:
-        """Gradients of the inputs and of the canonical weights, for the cotangent among what is `hidden`."""
-        ...
+from parity.core.stages import Stage, Step, Values, steps_of
+from parity.core.weights import dtype_named
 
 
 def steps(port: Port, problem: Problem) -> list[Step]:
-    """The stages of a problem as functions, in the order of the data flow: see `parity.core.reference.steps`."""
-    layer = _Layer(port, problem)
-    if not problem.case.is_cached:
-        return [layer.mask, layer.qkv, layer.scores, layer.attn_weights, layer.context, layer.output, layer.whole]
-    return [in_step(index, step) for index in range(len(problem.case.chunks)) for step in layer.cached_steps(index)]
+    """The stages of a problem as functions, in the order of the data flow: see `parity.core.stages`."""
+    return steps_of(_Layer(port, problem), problem.case)
 
 
 def gradients(port: Port, problem: Problem) -> dict[str, np.ndarray]:
@@ -83,7 +29,8 @@ def gradients(port: Port, problem: Problem) -> dict[str, np.ndarray]:
     found = {}
     for path in port.GRADIENT_PATHS:
         of_inputs, of_weights = port.pull_back(path, layer.filled, problem.spec, inputs, hidden)
-        found |= {f"{path}grad.{name}": grad for name, grad in {**of_inputs, **of_weights}.items()}
+        grads = {**of_inputs, **of_weights}
+        found |= {str(Stage(name, path, is_gradient=True)): grad for name, grad in grads.items()}
     return found
 
 
@@ -104,6 +51,7 @@ class _Layer:
     def __init__(self, port: Port, problem: Problem) -> None:
         self.port, self.problem, self.case, self.spec = port, problem, problem.case, problem.spec
         self.filled = port.Filled(problem)
+        self.shapes = port.SHAPES(port, problem.spec)
         self.inputs = {
             name: port.beside(x) if name in ("mask", "bias") else port.from_numpy(x)
             for name, x in problem.inputs.items()
@@ -160,10 +108,10 @@ class _Layer:
         return self.heads(self.project(self.inputs["query"], self.inputs["key"], None))
 
     def heads(self, qkv: tuple[Any, Any, Any]) -> dict[str, np.ndarray]:
-        return {name: self.port.heads_to_numpy(x, self.spec) for name, x in zip("qkv", qkv, strict=True)}
+        return {name: self.shapes.heads_to_numpy(x) for name, x in zip("qkv", qkv, strict=True)}
 
     def scores(self, values: Values) -> dict[str, np.ndarray]:
-        q, k = (self.port.heads_from_numpy(values[name], self.spec) for name in "qk")
+        q, k = (self.shapes.heads_from_numpy(values[name]) for name in "qk")
         return {"scores": self.port.to_numpy(self.score(q, k, self.inputs.get("bias")))}
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
@@ -171,13 +119,13 @@ class _Layer:
         return {"attn_weights": self.port.to_numpy(attn_weights).astype(dtype_named(self.problem.dtype))}
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
-        v = self.port.heads_from_numpy(values_to_weigh(self.problem, values), self.spec)
+        v = self.shapes.heads_from_numpy(values_to_weigh(self.problem, values))
         context = self.weigh(self.port.from_numpy(values["attn_weights"]), v)
-        return {"context": self.port.heads_to_numpy(context, self.spec)}
+        return {"context": self.shapes.heads_to_numpy(context)}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
-        output = self.combine(self.port.heads_from_numpy(values["context"], self.spec))
-        return {"output": self.port.output_to_numpy(output, self.spec)}
+        output = self.combine(self.shapes.heads_from_numpy(values["context"]))
+        return {"output": self.shapes.output_to_numpy(output)}
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
         """The module as users call it, by each of its paths."""
@@ -186,22 +134,19 @@ class _Layer:
         return {"module.attn_weights": self.port.to_numpy(attn_weights), **self.outputs(outputs)}
 
     def outputs(self, outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        return {f"{path}.output": self.port.output_to_numpy(output, self.spec) for path, output in outputs.items()}
+        return {f"{path}.output": self.shapes.output_to_numpy(output) for path, output in outputs.items()}
 
-    # ---- With a cache ------------------------------------------------------------------------------------------------
-
-    def cached_steps(self, index: int) -> list[Step]:
-        """The stages of one call: new tokens in, cache grown, everything up to each token attended to."""
-        call = _Call(self, index)
-        of_cache = [partial(call.with_cached, stage) for stage in (self.scores, self.context)]
-        return [call.mask, call.qkv, call.cache, of_cache[0], self.attn_weights, of_cache[1], self.output, call.whole]
+    def call(self, index: int) -> _Call:
+        """One call with a cache."""
+        return _Call(self, index)
 
 
 class _Call:
     """One call with a cache."""
 
     def __init__(self, layer: _Layer, index: int) -> None:
-        self.layer, self.port, self.case, self.index = layer, layer.port, layer.case, index
+        self.layer, self.port, self.shapes = layer, layer.port, layer.shapes
+        self.case, self.index = layer.case, index
         self.x = self.port.from_numpy(layer.problem.step_input(index))
         self.before = np.array(self.case.lengths_before(index), np.int32)
         is_ragged = bool(self.case.new_lengths)
@@ -219,7 +164,7 @@ class _Call:
         return self.layer.heads(self.layer.project_self(self.x, self.port.beside(positions) if has_rope else None))
 
     def cache(self, values: Values) -> dict[str, np.ndarray]:
-        k, v = (self.port.heads_from_numpy(values[name], self.case.spec) for name in "kv")
+        k, v = (self.shapes.heads_from_numpy(values[name]) for name in "kv")
         return self._stages("cache", self.layer.append(self._previous("cache", values), k, v, self.new_lengths))
 
     def whole(self, values: Values) -> dict[str, np.ndarray]:
@@ -227,15 +172,11 @@ class _Call:
         outputs, grown = self.layer.filled.step(self.x, cache, self.new_lengths)
         return {**self.layer.outputs(outputs), **self._stages("module.cache", grown)}
 
-    def with_cached(self, stage: Step, values: Values) -> dict[str, np.ndarray]:
-        """A stage of all that is cached."""
-        return stage({**values, "k": values["cache.keys"], "v": values["cache.values"]})
-
     def _previous(self, name: str, values: Values) -> Any:
         if self.index == 0:
-            return self.layer.filled.init_cache(self.case.batch, self.case.capacity)
+            return self.layer.filled.module.init_cache(self.case.batch, self.case.capacity)
         arrays = [values[f"previous.{name}.{part}"] for part in ("keys", "values", "lengths")]
-        return self.port.cache_from_numpy(arrays, self.case.spec)
+        return self.shapes.cache_from_numpy(*arrays)
 
     def _stages(self, name: str, cache: Any) -> dict[str, np.ndarray]:
-        return {f"{name}.{part}": array for part, array in self.port.cache_to_numpy(cache, self.case).items()}
+        return {f"{name}.{part}": array for part, array in self.shapes.cache_to_numpy(cache).items()}

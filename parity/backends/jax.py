@@ -17,8 +17,9 @@ from jaxtyping import Array
 import mha_jax
 from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
 from mha_spec import AttentionSpec
+from parity.backends.port import Shapes
+from parity.core.cases import Case
 from parity.core.problem import Problem
-from parity.core.spec import Case
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 from parity.files.tensor_file import flatten
 
@@ -95,8 +96,6 @@ def from_params(params: Mapping[str, Mapping[str, Array]], spec: AttentionSpec) 
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
-HAS_GRADIENTS = True
-
 
 def why_skipped(case: Case, dtype: str) -> str | None:
     """Why a case cannot run in a dtype, or None: here all can."""
@@ -104,34 +103,10 @@ def why_skipped(case: Case, dtype: str) -> str | None:
 
 
 SIBLING = mha_jax
-GRADIENT_PATHS = ("", "fused.", "blocks.")
+SHAPES = Shapes
+GRADIENT_PATHS = ("", "fused", "blocks")
 beside = from_numpy
 jit = jax.jit  # each stage on its own: a compilation costs more here than the computation
-
-
-def heads_from_numpy(x: np.ndarray, spec: AttentionSpec) -> Array:
-    """Heads (B, heads, T, H)."""
-    return from_numpy(x)
-
-
-def heads_to_numpy(x: Array, spec: AttentionSpec) -> np.ndarray:
-    """The same back."""
-    return to_numpy(x)
-
-
-def output_to_numpy(x: Array, spec: AttentionSpec) -> np.ndarray:
-    """The output of a layer."""
-    return to_numpy(x)
-
-
-def cache_from_numpy(arrays: list[np.ndarray], spec: AttentionSpec) -> mha_jax.KVCache:
-    """A cache of keys, values and lengths."""
-    return mha_jax.KVCache(*map(from_numpy, arrays))
-
-
-def cache_to_numpy(cache: mha_jax.KVCache, case: Case) -> dict[str, np.ndarray]:
-    """What a cache holds."""
-    return {name: to_numpy(getattr(cache, name)) for name in ("keys", "values", "lengths")}
 
 
 class Filled:
@@ -148,9 +123,6 @@ class Filled:
         self.in_blocks.block_sizes = SMALL_BLOCKS
         self.jit_paths = nnx.jit(_all_paths)
         self.jit_step = nnx.jit(lambda module, x, cache, n: module(x, cache, new_lengths=n))
-
-    def init_cache(self, batch_size: int, capacity: int) -> mha_jax.KVCache:
-        return self.module.init_cache(batch_size, capacity)
 
     def outputs(
         self, query: Array, key: Array | None, mask: Array | None, bias: Array | None
@@ -187,7 +159,7 @@ def pull_back(
             mask=hidden["mask"],
             bias=inputs.get("bias"),
             need_weights=not path,
-            block_sizes=SMALL_BLOCKS if path == "blocks." else BLOCK_SIZES,
+            block_sizes=SMALL_BLOCKS if path == "blocks" else BLOCK_SIZES,
         )[0]
 
     @jax.jit

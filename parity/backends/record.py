@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from parity.backends import driver, load_backend
+from parity.backends import BACKENDS, driver, load_backend
 from parity.core.problem import Problem
-from parity.core.trace import Reference, Trace, run_steps
+from parity.core.stages import run_steps
+from parity.core.trace import Reference, Trace
 
 
 def record(backend: str, reference: Reference, given: Problem | None = None) -> Trace:
@@ -20,7 +21,7 @@ def record(backend: str, reference: Reference, given: Problem | None = None) -> 
     """
     problem = reference.problem
     module = load_backend(backend)
-    with_gradients = reference.with_gradients and module.HAS_GRADIENTS
+    with_gradients = reference.with_gradients and bool(module.GRADIENT_PATHS)
     with module.lock(problem.dtype) as numerics:
         steps = driver.steps(module, given or problem)
         accumulated = run_steps(steps)
@@ -28,4 +29,4 @@ def record(backend: str, reference: Reference, given: Problem | None = None) -> 
             accumulated |= driver.gradients(module, given or problem)
         local = run_steps(steps, reference.given)
     where = {"backends": {backend: {"numerics": numerics}}}
-    return Trace(problem, backend, accumulated, local, where, with_gradients)
+    return Trace(problem, backend, accumulated, local, BACKENDS[backend].paths, where, with_gradients)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 import mha_torch
 from mha_spec import AttentionSpec
+from parity.backends.port import Shapes
 from parity.core.arrays import to_numpy, to_torch
+from parity.core.cases import Case
 from parity.core.problem import Problem
-from parity.core.spec import Case
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 
 from_numpy = to_torch
@@ -66,8 +67,6 @@ def from_state_dict(tensors: Mapping[str, Tensor], spec: AttentionSpec) -> Weigh
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
-HAS_GRADIENTS = True
-
 
 def why_skipped(case: Case, dtype: str) -> str | None:
     """Why a case cannot run in a dtype, or None: here all can."""
@@ -75,33 +74,9 @@ def why_skipped(case: Case, dtype: str) -> str | None:
 
 
 SIBLING = mha_torch
-GRADIENT_PATHS = ("", "fused.")
+SHAPES = Shapes
+GRADIENT_PATHS = ("", "fused")
 beside = from_numpy
-
-
-def heads_from_numpy(x: np.ndarray, spec: AttentionSpec) -> Tensor:
-    """Heads (B, heads, T, H)."""
-    return from_numpy(x)
-
-
-def heads_to_numpy(x: Tensor, spec: AttentionSpec) -> np.ndarray:
-    """The same back."""
-    return to_numpy(x)
-
-
-def output_to_numpy(x: Tensor, spec: AttentionSpec) -> np.ndarray:
-    """The output of a layer."""
-    return to_numpy(x)
-
-
-def cache_from_numpy(arrays: list[np.ndarray], spec: AttentionSpec) -> mha_torch.KVCache:
-    """A cache of keys, values and lengths."""
-    return mha_torch.KVCache(*map(from_numpy, arrays))
-
-
-def cache_to_numpy(cache: mha_torch.KVCache, case: Case) -> dict[str, np.ndarray]:
-    """What a cache holds."""
-    return {name: to_numpy(getattr(cache, name)) for name in ("keys", "values", "lengths")}
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,9 +92,6 @@ class Filled:
         module = kind(problem.spec, dtype=getattr(torch, problem.dtype)).eval()
         self.module: Any = load_into(module, problem.weights)
         self.weights = to_state_dict(problem.weights, problem.spec)
-
-    def init_cache(self, batch_size: int, capacity: int) -> mha_torch.KVCache:
-        return self.module.init_cache(batch_size, capacity)
 
     @torch.no_grad()
     def outputs(

@@ -23,12 +23,11 @@ import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other envi
 import mha_tt
 from mha_spec import AttentionSpec
 from mha_tt.device import TILE
+from parity.backends.port import Shapes
 from parity.core.arrays import to_numpy
+from parity.core.cases import Case
 from parity.core.problem import Problem
-from parity.core.spec import Case
 from parity.core.weights import Weights, check_weights
-
-HAS_GRADIENTS = False  # ttnn has no automatic differentiation
 
 DTYPES = {"float32": ttnn.float32, "bfloat16": ttnn.bfloat16}
 
@@ -88,7 +87,7 @@ def weights_of(module: Any) -> Weights:
 
 
 SIBLING = mha_tt
-GRADIENT_PATHS = ()
+GRADIENT_PATHS = ()  # ttnn has no automatic differentiation
 
 
 def beside(x: np.ndarray) -> np.ndarray:
@@ -96,54 +95,53 @@ def beside(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def heads_from_numpy(x: np.ndarray, spec: AttentionSpec) -> ttnn.Tensor:
-    """Heads (B, heads, T, H), with the features that pad them on the device."""
-    padded = np.zeros((*x.shape[:-1], mha_tt.padded_head_dim(spec.head_dim, rope=spec.rope is not None)), x.dtype)
-    padded[..., _slots(spec)] = x
-    return from_numpy(padded)
+class Padded(Shapes):
+    """The features of a head and the slots of a cache are padded to whole tiles on the device."""
+
+    def heads_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
+        has_rope = self.spec.rope is not None
+        padded = np.zeros((*x.shape[:-1], mha_tt.padded_head_dim(self.spec.head_dim, rope=has_rope)), x.dtype)
+        padded[..., self._slots()] = x
+        return from_numpy(padded)
+
+    def heads_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
+        """Heads without the features that pad them, which must be 0."""
+        padded = to_numpy(x)
+        heads = padded[..., self._slots()]
+        is_nan = np.isnan(heads).all(axis=-1)  # a token that is NaN is so in all features
+        if np.delete(padded, self._slots(), axis=-1)[~is_nan].any():
+            raise ValueError(f"features that pad a head must be 0, got others in {padded.shape}")
+        return heads
+
+    def _slots(self) -> np.ndarray:
+        return mha_tt.head_slots(self.spec.head_dim, rope=self.spec.rope is not None)
+
+    def output_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
+        """The output of a layer; the features that pad its heads are still in it where no projection follows."""
+        if self.spec.out_proj:
+            return to_numpy(x)
+        batch, seq_len, _ = x.shape
+        heads = mha_tt.split_heads(x, self.spec.num_heads)
+        return self.heads_to_numpy(heads).swapaxes(1, 2).reshape(batch, seq_len, -1)
+
+    def cache_from_numpy(self, keys: np.ndarray, values: np.ndarray, lengths: np.ndarray) -> mha_tt.KVCache:
+        capacity = keys.shape[2]
+        filler = np.zeros((*keys.shape[:2], -capacity % TILE, keys.shape[3]), keys.dtype)
+        keys, values = (self.heads_from_numpy(np.concatenate([x, filler], axis=2)) for x in (keys, values))
+        return mha_tt.KVCache(keys, values, lengths, capacity)
+
+    def cache_to_numpy(self, cache: mha_tt.KVCache) -> dict[str, np.ndarray]:
+        """What a cache holds; slots beyond its capacity must be 0."""
+        held: dict[str, np.ndarray] = {}
+        for name, slots in (("keys", cache.keys), ("values", cache.values)):
+            array = self.heads_to_numpy(slots)
+            if array[:, :, cache.capacity :].any():
+                raise ValueError(f"slots beyond the capacity must be 0, got others in the {name}")
+            held[name] = array[:, :, : cache.capacity]
+        return {**held, "lengths": cache.lengths}
 
 
-def heads_to_numpy(x: ttnn.Tensor, spec: AttentionSpec) -> np.ndarray:
-    """The same back, without those features, which must be 0."""
-    padded = to_numpy(x)
-    heads = padded[..., _slots(spec)]
-    is_nan = np.isnan(heads).all(axis=-1)  # a token that is NaN is so in all features
-    if np.delete(padded, _slots(spec), axis=-1)[~is_nan].any():
-        raise ValueError(f"features that pad a head must be 0, got others in {padded.shape}")
-    return heads
-
-
-def _slots(spec: AttentionSpec) -> np.ndarray:
-    return mha_tt.head_slots(spec.head_dim, rope=spec.rope is not None)
-
-
-def output_to_numpy(x: ttnn.Tensor, spec: AttentionSpec) -> np.ndarray:
-    """The output of a layer; the features that pad its heads are still in it where no projection follows."""
-    if spec.out_proj:
-        return to_numpy(x)
-    batch, seq_len, _ = x.shape
-    heads = mha_tt.split_heads(x, spec.num_heads)
-    return heads_to_numpy(heads, spec).swapaxes(1, 2).reshape(batch, seq_len, -1)
-
-
-def cache_from_numpy(arrays: list[np.ndarray], spec: AttentionSpec) -> mha_tt.KVCache:
-    """A cache of keys, values and lengths; on the device it has whole tiles of slots."""
-    keys, values, lengths = arrays
-    capacity = keys.shape[2]
-    filler = np.zeros((*keys.shape[:2], -capacity % TILE, keys.shape[3]), keys.dtype)
-    keys, values = (heads_from_numpy(np.concatenate([x, filler], axis=2), spec) for x in (keys, values))
-    return mha_tt.KVCache(keys, values, lengths, capacity)
-
-
-def cache_to_numpy(cache: mha_tt.KVCache, case: Case) -> dict[str, np.ndarray]:
-    """What a cache holds; slots beyond its capacity must be 0."""
-    held: dict[str, np.ndarray] = {}
-    for name, slots in (("keys", cache.keys), ("values", cache.values)):
-        array = heads_to_numpy(slots, case.spec)
-        if array[:, :, case.capacity :].any():
-            raise ValueError(f"slots beyond the capacity must be 0, got others in the {name}")
-        held[name] = array[:, :, : case.capacity]
-    return {**held, "lengths": cache.lengths}
+SHAPES = Padded
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,9 +158,6 @@ class Filled:
         self.module: Any = load_into(module, problem.weights)
         self.weights = self.module.weights
 
-    def init_cache(self, batch_size: int, capacity: int) -> mha_tt.KVCache:
-        return self.module.init_cache(batch_size, capacity)
-
     def outputs(
         self, query: ttnn.Tensor, key: ttnn.Tensor | None, mask: np.ndarray | None, bias: np.ndarray | None
     ) -> tuple[ttnn.Tensor, dict[str, ttnn.Tensor]]:
@@ -178,7 +173,7 @@ class Filled:
 
 
 def pull_back(path: str, *_: Any) -> tuple[dict[str, np.ndarray], Weights]:
-    """There is none: see `HAS_GRADIENTS`."""
+    """There is none: see `GRADIENT_PATHS`."""
     raise NotImplementedError("ttnn has no automatic differentiation")
 
 

@@ -11,7 +11,7 @@ from parity.cli.messages import near
 from parity.cli.options import add_json_option
 
 if TYPE_CHECKING:
-    from parity.core.spec import Case
+    from parity.core.cases import Case
 
 PAGE = Page(
     "the cases, and what each one covers",
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
 
 def cases_named(flag: str, pattern: str, may_be_none: bool = False) -> list[Case]:
     """The cases whose names fit a pattern, `random-N` too where it is the name itself."""
-    from parity.core.spec import CASES, find_case
+    from parity.core.cases import CASES, find_case
 
     cases = [case for name, case in CASES.items() if fnmatch.fnmatchcase(name, pattern)]
     if not cases and (case := find_case(pattern)):

@@ -23,22 +23,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what is installed."""
-    from parity.backends import NEEDS, why_missing
+    from parity.backends import BACKENDS, why_missing
     from parity.backends.numerics import environment
     from parity.core.packages import OPTIONAL, is_installed, version_of
     from parity.reporting.console import console
     from parity.reporting.environment import print_environment
     from parity.reporting.json import write_json
 
-    missing = {name: reason for name in NEEDS if (reason := why_missing(name))}
-    for name in NEEDS.keys() - missing.keys():
+    missing = {name: reason for name in BACKENDS if (reason := why_missing(name))}
+    for name in BACKENDS.keys() - missing.keys():
         try:
             environment([name])
         except Exception as error:  # a doctor that dies of the illness is of no use
             missing[name] = f"{name} does not start: {type(error).__name__}: {error}"
-    found = environment(name for name in NEEDS if name not in missing)
+    found = environment(name for name in BACKENDS if name not in missing)
     optional = {name: version_of(name) if is_installed(name) else None for name in OPTIONAL}
-    print_environment(found, {name: missing.get(name) for name in NEEDS}, optional, console())
+    print_environment(found, {name: missing.get(name) for name in BACKENDS}, optional, console())
     if options.json is not None:
         write_json(options.json, {"format": 1, "environment": found, "missing": missing, "optional": optional})
     return 0

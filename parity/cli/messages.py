@@ -26,7 +26,7 @@ def near(name: str, known: Collection[str]) -> str:
 
 def no_framework() -> str:
     """Why no backend can run, and what to do about it."""
-    from parity.backends import NEEDS, why_missing
+    from parity.backends import BACKENDS, why_missing
 
-    reasons = "; ".join(str(why_missing(name)) for name in NEEDS)
+    reasons = "; ".join(str(why_missing(name)) for name in BACKENDS)
     return f"at least one backend must be installed: {reasons}. One is enough: pip install torch, or jax and flax"

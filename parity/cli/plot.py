@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 def _attention(options: argparse.Namespace) -> tuple[str, Any]:
     """The stage and the attention weights that `plot` was asked for: a trace's, or a layer's for an input."""
     from parity.conversion.convert import load
-    from parity.core.spec import CASES, find_case
+    from parity.core.cases import CASES, find_case
     from parity.diagnosis.attention import attention_for, attention_in, attention_in_case, read_array
     from parity.running.traces import load_trace
 

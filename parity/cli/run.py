@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parity.backends import BACKENDS
 from parity.cli.cases import cases_named
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, in_flags, layer_options
@@ -14,7 +15,7 @@ from parity.cli.options import check_names, flag_of, name_list
 from parity.cli.reports import add_report_options, attention_maps, print_and_write
 
 if TYPE_CHECKING:
-    from parity.core.spec import Case
+    from parity.core.cases import Case
 
 MOST_RANDOM = 10_000  # cases, which take hours
 
@@ -31,7 +32,10 @@ PAGE = Page(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     parser.add_argument(
-        "--backends", type=name_list, metavar="A,B", help="jax, torch, tt; all that are installed by default"
+        "--backends",
+        type=name_list,
+        metavar="A,B",
+        help=f"{', '.join(BACKENDS)}; all that are installed by default",
     )
     parser.add_argument("--cases", default="*", metavar="GLOB", help="names such as 'rope*'; see `mha-parity cases`")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="also run N cases drawn at random")
@@ -58,13 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the cases, print the report and write it."""
-    from parity.backends import NEEDS, why_missing
+    from parity.backends import why_missing
     from parity.conversion.convert import load
-    from parity.core.spec import DTYPES
+    from parity.core.cases import DTYPES
     from parity.reporting.console import progress_bar
     from parity.running.run import run_cases
 
-    check_names("--backends", options.backends, NEEDS)
+    check_names("--backends", options.backends, BACKENDS)
     check_names("--dtypes", options.dtypes, DTYPES)
     weights, cases, maps = None, _chosen_cases(options), attention_maps(options)
     of_weights = {"--from": options.layout, "--prefix": options.prefix}
@@ -77,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         with in_flags(options):
             weights, spec = load(options.weights, options.layout, prefix=options.prefix, **layer_options(options))
         cases = _weight_cases(Path(options.weights).stem, spec)
-    backends = [name for name in options.backends or NEEDS if name in NEEDS and why_missing(name) is None]
+    backends = [name for name in options.backends or BACKENDS if name in BACKENDS and why_missing(name) is None]
     if not (backends or options.backends or options.join):
         raise ModuleNotFoundError(no_framework())
     runs = sum(1 if case.dtype else len(options.dtypes) for case in cases) * len(backends)
@@ -97,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _chosen_cases(options: argparse.Namespace) -> list[Case]:
-    from parity.core.spec import random_case
+    from parity.core.cases import random_case
 
     if options.random < 0:
         raise ValueError(f"--random must be at least 0, got {options.random}")
@@ -109,7 +113,7 @@ def _chosen_cases(options: argparse.Namespace) -> list[Case]:
 
 def _weight_cases(name: str, spec: Any) -> list[Case]:
     """What a layer of unknown purpose is tried on: all keys seen, causal and cached; or, if it must be, across."""
-    from parity.core.spec import Case
+    from parity.core.cases import Case
 
     if spec.d_kv != spec.d_in:
         return [Case(f"weights-{name}-cross", spec, "queries over keys of another width", seq_len=6, seq_len_k=9)]

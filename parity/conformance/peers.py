@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
+from parity.backends import BACKENDS, load_backend
 from parity.conformance.calls import fresh_copies
 from parity.conformance.subjects import HEAD_DIM, NUM_HEADS, Call, Path, Subject
 from parity.core.weights import Weights, dtype_named, random_weights
@@ -167,10 +169,7 @@ PROMISES = frozenset({"NaN hidden"})
 
 def _our_module(framework: str, kind: str) -> Callable[..., Any]:
     """What makes a module of ours for a path: one to call, with random numbers of its own."""
-    from parity.backends import load_backend
-
     backend = load_backend(framework)
-    package = __import__(f"mha_{framework}")
 
     def made(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Any:
         spec, weights = _filled(path, spec, weights)
@@ -178,12 +177,12 @@ def _our_module(framework: str, kind: str) -> Callable[..., Any]:
         if framework == "torch":
             import torch
 
-            module = getattr(package, kind)(spec, dtype=getattr(torch, path.dtype)).train(path.train)
+            module = getattr(backend.SIBLING, kind)(spec, dtype=getattr(torch, path.dtype)).train(path.train)
         else:
             import jax.numpy as jnp
             from flax import nnx
 
-            module = getattr(package, kind)(spec, param_dtype=jnp.dtype(path.dtype), rngs=nnx.Rngs(0))
+            module = getattr(backend.SIBLING, kind)(spec, param_dtype=jnp.dtype(path.dtype), rngs=nnx.Rngs(0))
             module.train() if path.train else module.eval()
         module = backend.load_into(module, weights)
         return fresh_copies(module) if framework == "jax" else lambda: module
@@ -198,7 +197,7 @@ def _named(padding: Any, **options: Any) -> dict[str, Any]:
 
 def _our_subject(framework: str, kind: str, make: Callable[..., Call], takes: set[str], **known: Any) -> Subject:
     return Subject(
-        f"mha_{framework}.{kind}",
+        f"{BACKENDS[framework].sibling}.{kind}",
         framework,
         make=make,
         takes=frozenset({"mask", "dropout"} | takes),
@@ -241,9 +240,7 @@ def _our_self_attention(framework: str) -> Subject:
 
 def _our_cached(framework: str) -> Subject:
     """The layer with a cache: called once with all tokens, it is causal by itself; its padding is `new_lengths`."""
-    from parity.backends import load_backend
-
-    backend: Any = load_backend(framework)
+    backend = load_backend(framework)
     made = _our_module(framework, "MultiHeadAttentionWithCache")
 
     def make(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Call:
@@ -271,7 +268,7 @@ def _our_cached(framework: str) -> Subject:
 
 
 def _our_core(framework: str) -> Subject:
-    fused = __import__(f"mha_{framework}.fused", fromlist=["fused"])
+    fused = importlib.import_module(f"{BACKENDS[framework].sibling}.fused")
 
     def make(path: Path) -> Call:
         given: dict[str, Any] = {"dropout": path.dropout if path.train else 0.0}

@@ -12,8 +12,7 @@ from mha_spec import AttentionSpec
 from parity.conversion.layouts import LAYOUTS, Layout, find_layout, find_spec
 from parity.conversion.model_config import HEADS, Beside, heads_beside
 from parity.conversion.prefixes import either, fitting_prefixes
-from parity.core.spec import unheld
-from parity.core.weights import FORMAT, read_spec
+from parity.core.weights import FORMAT, read_spec, unheld
 from parity.files import TensorFile
 
 Heads = dict[str, Any]

@@ -6,11 +6,11 @@ import numpy as np
 
 from mha_spec import AttentionSpec
 from parity.core import reference
+from parity.core.cases import Case
 from parity.core.compare import Comparison, compare, kept_dtype
 from parity.core.problem import Problem, make_problem
-from parity.core.spec import Case, unheld
-from parity.core.trace import run_steps
-from parity.core.weights import Weights, is_floating
+from parity.core.stages import run_steps
+from parity.core.weights import Weights, is_floating, unheld
 
 
 def verify(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec) -> list[Comparison]:

@@ -27,7 +27,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from parity.core.spec import EXACT_STAGES, STAGES, stage_axes, stage_kind
+from parity.core.stages import stage_named
 from parity.core.weights import dtype_named
 
 FACTOR = 4.0
@@ -45,6 +45,10 @@ NOTHING = {"rms": 0.0, "max": 0.0}
 
 POSITIONS = 64
 """How many places along the tokens a comparison tells apart."""
+
+
+NOT_IN_JSON = ("by_position", "library", "by_reference", "test")
+"""The fields of a comparison that its JSON leaves out."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,10 @@ class Comparison:
         reason: why it failed, in words.
         by_position: largest error at each place along the tokens, as a share of what the maximum norm allows: of query
             tokens where the stage has them, else of key tokens or slots; no more than `POSITIONS` runs of neighbours.
-            For pictures: it is not in the JSON.
-        against: what it was compared with, as the message says it.
+            For pictures.
+        library: name of the backend, without the folder of traces that `backend` may tell; empty if none computed it.
+        by_reference: whether it was compared with the reference, and not with what somebody expected.
+        test: class and name of the test that compared, as JUnit has them; None outside of tests.
     """
 
     case: str
@@ -94,7 +100,14 @@ class Comparison:
     local_ratio: float | None = None
     reason: str = ""
     by_position: tuple[float, ...] = ()
-    against: str = "the reference"
+    library: str = ""
+    by_reference: bool = True
+    test: tuple[str, str] | None = None
+
+    @property
+    def against(self) -> str:
+        """What it was compared with, in words."""
+        return "the reference" if self.by_reference else "expected"
 
     @property
     def passed(self) -> bool:
@@ -113,7 +126,8 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them: an infinity or NaN becomes null."""
-        return {name: finite(value) for name, value in asdict(self).items() if name != "by_position"}
+        told = {name: value for name, value in asdict(self).items() if name not in NOT_IN_JSON}
+        return {name: finite(value) for name, value in {**told, "against": self.against}.items()}
 
     def __str__(self) -> str:
         axes = " ".join(axis_names(self.stage, len(self.shape)))
@@ -160,7 +174,7 @@ def compare(
         return failure(expected, "there are no elements to compare", **about)
     if actual.dtype != kept_dtype(stage, dtype):
         return failure(expected, f"dtype {actual.dtype}, expected {kept_dtype(stage, dtype)}", **about)
-    exact = stage_kind(stage) in EXACT_STAGES
+    exact = stage_named(stage).is_exact
     expected = expected.astype(np.float64)
     allowed = NOTHING if exact else budget(expected, same_precision, dtype, terms, arithmetic)
     ulps_of = "float32" if exact else kept_dtype(stage, dtype).name
@@ -227,7 +241,7 @@ def errors_of(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 def whole_rows(x: np.ndarray, stage: str) -> np.ndarray:
     """Attention weights with NaN in all of a row that has one: beside it a masked key may weigh 0 or NaN."""
-    if not stage_kind(stage).endswith("attn_weights") or x.ndim == 0:
+    if not stage_named(stage).is_attn_weights or x.ndim == 0:
         return x
     return np.where((x == 0) & np.isnan(x).any(axis=-1, keepdims=True), np.full_like(x, np.nan), x)
 
@@ -250,17 +264,17 @@ def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
 
 def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
     """The letters of a stage's axes; `axis0`, `axis1`, … of a stage that is not known here or has other axes."""
-    is_known = stage_kind(stage) in STAGES or "grad." in stage or stage.endswith(("weight", "bias"))
-    letters = stage_axes(stage) if is_known else ()
+    known = stage_named(stage)
+    letters = known.axes if known.is_known else ()
     return letters if len(letters) == ndim else tuple(f"axis{axis}" for axis in range(ndim))
 
 
 def kept_dtype(stage: str, dtype: str) -> np.dtype:
     """The dtype in which implementations keep a stage: that of the inputs, but scores in at least float32."""
-    kind = stage_kind(stage)
-    if kind in EXACT_STAGES:
-        return np.dtype(bool if kind == "mask" else np.int32)
-    return dtype_named("float32" if kind == "scores" and dtype != "float64" else dtype)
+    known = stage_named(stage)
+    if known.is_exact:
+        return np.dtype(bool if known.kind == "mask" else np.int32)
+    return dtype_named("float32" if known.kind == "scores" and dtype != "float64" else dtype)
 
 
 def budget(

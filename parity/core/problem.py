@@ -14,7 +14,7 @@ import numpy as np
 from mha_spec import AttentionSpec
 from parity import pretrained
 from parity.core.arrays import to_numpy_by_name
-from parity.core.spec import DTYPES, Case, case_named
+from parity.core.cases import DTYPES, Case, case_named
 from parity.core.weights import Weights, dtype_named, load_tensors, random_weights, weight_shapes
 
 # torch.manual_seed(123), then nn.Linear(3, 4, bias=False) three times: the weights of query, key and value.

@@ -7,18 +7,13 @@ a correct implementation may show.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from parity.core.problem import Problem
+from parity.core.stages import PATHS, Step, Values, steps_of
 from parity.core.weights import dtype_named
-
-Values = Mapping[str, np.ndarray]
-Step = Callable[[Values], dict[str, np.ndarray]]
-"""Computes one or more stages from the stages before them, all by name."""
-
 
 MANTISSA = {"ieee": 23, "tensix": 10, "tf32": 10, "bfloat16": 7, "lofi": 4}
 """How many explicit bits of a float32 mantissa enter a matrix product, by kind of hardware and its settings."""
@@ -78,11 +73,7 @@ class Arithmetic:
 
 
 def steps(problem: Problem, dtype: str, arithmetic: str = "ieee") -> list[Step]:
-    """The stages of a problem as functions, in the order of the data flow, computed in a dtype and an arithmetic.
-
-    Each takes the values of the stages before it by name, so that it can run on its own implementation's values
-    (accumulated) or on somebody else's (local).
-    """
+    """The stages of a problem as functions, in the order of the data flow, computed in a dtype and an arithmetic."""
     return Layer(problem, Arithmetic(dtype_named(dtype), arithmetic)).steps()
 
 
@@ -116,11 +107,8 @@ class Layer:
     arithmetic: Arithmetic
 
     def steps(self) -> list[Step]:
-        """The stages as functions: see `steps`."""
-        case = self.problem.case
-        if not case.is_cached:
-            return [self.mask, self.qkv, self.scores, self.attn_weights, self.context, self.output, self.whole]
-        return [in_step(index, step) for index in range(len(case.chunks)) for step in self.cached_steps(index)]
+        """The stages as functions: see `parity.core.stages`."""
+        return steps_of(self, self.problem.case)
 
     # ---- One stage each ----------------------------------------------------------------------------------------------
 
@@ -185,8 +173,7 @@ class Layer:
     def whole(self, _: Values) -> dict[str, np.ndarray]:
         """What the module gives for the inputs, whichever path it takes."""
         values = self.forward()
-        output = values["output"]
-        outputs = dict.fromkeys(("module.output", "fused.output", "blocks.output"), output)
+        outputs = {f"{path}.output": values["output"] for path in PATHS}
         return {"module.attn_weights": values["attn_weights"], **outputs}
 
     def forward(self) -> dict[str, np.ndarray]:
@@ -197,39 +184,11 @@ class Layer:
 
     # ---- With a cache ------------------------------------------------------------------------------------------------
 
-    def cached_steps(self, index: int) -> list[Step]:
-        """The stages of one call: new tokens in, cache grown, everything up to each token attended to."""
+    def call(self, index: int) -> Call:
+        """One call: new tokens in, cache grown."""
         case = self.problem.case
-        x = self.problem.step_input(index)
         before, added = np.array(case.lengths_before(index)), np.array(case.added(index))
-        positions = before[:, None] + np.arange(case.chunks[index])
-
-        def mask(_: Values) -> dict[str, np.ndarray]:
-            masked = self.is_later(positions[:, None, :, None], np.arange(case.capacity))
-            shape = (case.batch, case.spec.num_heads, case.chunks[index], case.capacity)
-            return {"mask": self.hidden(np.broadcast_to(masked, shape))}
-
-        def qkv(_: Values) -> dict[str, np.ndarray]:
-            return self.project(x, x, positions)
-
-        def cache(values: Values) -> dict[str, np.ndarray]:
-            return self.appended("cache.", values, values["k"], values["v"], before, added)
-
-        def whole(values: Values) -> dict[str, np.ndarray]:
-            own = {**mask(values), **qkv(values)}
-            grown = self.appended("module.cache.", values, own["k"], own["v"], before, added)
-            own |= {"k": grown["module.cache.keys"], "v": grown["module.cache.values"]}
-            for stage in (self.scores, self.attn_weights, self.context, self.output):
-                own |= stage(own)
-            is_real = np.arange(case.chunks[index]) < added[:, None]
-            zero = np.zeros((), self.arithmetic.dtype)  # a plain 0.0 has no common dtype with bfloat16 in NumPy 1
-            output = np.where(is_real[:, :, None], own["output"], zero)
-            return {"module.output": output, "blocks.output": output, **grown}
-
-        def of_cache(stage: Step) -> Step:
-            return lambda values: stage({**values, "k": values["cache.keys"], "v": values["cache.values"]})
-
-        return [mask, qkv, cache, of_cache(self.scores), self.attn_weights, of_cache(self.context), self.output, whole]
+        return Call(self, self.problem.step_input(index), before, added)
 
     def appended(
         self, cache: str, values: Values, k: np.ndarray, v: np.ndarray, before: np.ndarray, added: np.ndarray
@@ -403,19 +362,40 @@ class Layer:
         return a.keep(a.matmul(a.widen(d_y), np.abs(weight) if magnitude else weight))
 
 
-def in_step(index: int, step: Step) -> Step:
-    """A step of one call with a cache, among the values of all calls.
+@dataclass(frozen=True)
+class Call:
+    """One call with a cache: of new tokens `x`, of which `added` are real, after the `before` ones of each sequence."""
 
-    Within the step its own call's values go by their plain names, `scores`, and those of the call before by
-    `previous.scores`; outside by `step3.scores` and `step2.scores`.
-    """
-    prefix, previous = f"step{index}.", f"step{index - 1}."
+    layer: Layer
+    x: np.ndarray
+    before: np.ndarray
+    added: np.ndarray
 
-    def run(values: Values) -> dict[str, np.ndarray]:
-        own = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
-        for name, value in values.items():
-            if name.startswith(previous):
-                own[f"previous.{name.removeprefix(previous)}"] = value
-        return {prefix + name: value for name, value in step(own).items()}
+    @property
+    def positions(self) -> np.ndarray:
+        """Of the new tokens, (B, T)."""
+        return self.before[:, None] + np.arange(self.x.shape[1])
 
-    return run
+    def mask(self, _: Values) -> dict[str, np.ndarray]:
+        case = self.layer.problem.case
+        masked = self.layer.is_later(self.positions[:, None, :, None], np.arange(case.capacity))
+        shape = (case.batch, case.spec.num_heads, self.x.shape[1], case.capacity)
+        return {"mask": self.layer.hidden(np.broadcast_to(masked, shape))}
+
+    def qkv(self, _: Values) -> dict[str, np.ndarray]:
+        return self.layer.project(self.x, self.x, self.positions)
+
+    def cache(self, values: Values) -> dict[str, np.ndarray]:
+        return self.layer.appended("cache.", values, values["k"], values["v"], self.before, self.added)
+
+    def whole(self, values: Values) -> dict[str, np.ndarray]:
+        layer = self.layer
+        own = {**self.mask(values), **self.qkv(values)}
+        grown = layer.appended("module.cache.", values, own["k"], own["v"], self.before, self.added)
+        own |= {"k": grown["module.cache.keys"], "v": grown["module.cache.values"]}
+        for stage in (layer.scores, layer.attn_weights, layer.context, layer.output):
+            own |= stage(own)
+        is_real = np.arange(self.x.shape[1]) < self.added[:, None]
+        zero = np.zeros((), layer.arithmetic.dtype)  # a plain 0.0 has no common dtype with bfloat16 in NumPy 1
+        output = np.where(is_real[:, :, None], own["output"], zero)
+        return {"module.output": output, "blocks.output": output, **grown}

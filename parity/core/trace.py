@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,8 +12,7 @@ import numpy as np
 from parity.core import reference
 from parity.core.compare import SAME_PRECISION, Comparison, compare, failure, kept_dtype
 from parity.core.problem import Problem
-from parity.core.reference import Step
-from parity.core.spec import BACKENDS_OF, stage_path
+from parity.core.stages import FUSED_PATHS, PATHS, run_steps, stage_named
 
 
 @dataclass(frozen=True)
@@ -25,32 +24,36 @@ class Trace:
         backend: its name.
         accumulated: every stage by name, computed from the backend's own stages before it.
         local: every stage by name, computed from the reference's stages before it.
+        paths: the paths of a module that the backend has.
         environment: where it was computed, with the numerics lock.
         with_gradients: whether it has gradients, for which there are no local ones.
         skipped: why the backend cannot run this case in this dtype; it then has no stages.
         error: what the backend raised; it then has no stages either.
         folder: where it was read from; empty if it was made here.
+        is_named_by_folder: whether reports name the backend with the folder: where another trace of it has the name.
     """
 
     problem: Problem
     backend: str
     accumulated: dict[str, np.ndarray]
     local: dict[str, np.ndarray]
+    paths: tuple[str, ...] = PATHS
     environment: dict[str, Any] = field(default_factory=dict)
     with_gradients: bool = False
     skipped: str = ""
     error: str = ""
     folder: str = ""
+    is_named_by_folder: bool = False
 
     @property
-    def library(self) -> str:
-        """The backend without where its traces were read from: `torch` of `torch (folder)`."""
-        return self.backend.split(" ")[0]
+    def title(self) -> str:
+        """What reports call the backend: `torch`, or `torch (folder)`."""
+        return f"{self.backend} ({self.folder})" if self.is_named_by_folder else self.backend
 
     @property
     def numerics(self) -> dict[str, Any]:
         """The numerics lock that it was computed under."""
-        return self.environment.get("backends", {}).get(self.library, {}).get("numerics", {})
+        return self.environment.get("backends", {}).get(self.backend, {}).get("numerics", {})
 
     @property
     def arithmetic(self) -> str:
@@ -92,7 +95,7 @@ class Reference:
         if not self.with_gradients:
             return {}
         magnitudes = reference.gradient_magnitudes(self.problem)
-        return magnitudes | {f"{path}.{name}": of for path in ("fused", "blocks") for name, of in magnitudes.items()}
+        return magnitudes | {f"{path}.{name}": of for path in FUSED_PATHS for name, of in magnitudes.items()}
 
     @cached_property
     def _local(self) -> dict[str, np.ndarray]:
@@ -110,24 +113,16 @@ class Reference:
             if self.with_gradients and given is None:
                 values |= reference.gradients(self.problem, dtype)
                 fused = reference.gradients(self.problem, dtype, fused=True)
-                values |= {f"{path}.{name}": of for path in ("fused", "blocks") for name, of in fused.items()}
+                values |= {f"{path}.{name}": of for path in FUSED_PATHS for name, of in fused.items()}
         return values
-
-
-def run_steps(steps: Iterable[Step], given: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-    """The values of all stages: each step from the values before it, or all from the values given."""
-    values: dict[str, np.ndarray] = {}
-    for step in steps:
-        values |= step(values if given is None else given)
-    return values
 
 
 def judge(trace: Trace, reference: Reference) -> list[Comparison]:
     """Compare every stage of a trace with the reference; a stage that the trace lacks is a failure."""
-    about = {"case": trace.problem.case.name, "backend": trace.backend, "dtype": trace.problem.dtype}
+    about = {"case": trace.problem.case.name, "backend": trace.title, "dtype": trace.problem.dtype}
     arithmetic = trace.arithmetic
     if trace.error:
-        return [failure(np.empty(0), trace.error, **about, stage="run")]
+        return [replace(failure(np.empty(0), trace.error, **about, stage="run"), library=trace.backend)]
 
     def verdict(stage: str, values: Mapping[str, np.ndarray], *, local: bool) -> Comparison:
         expected = reference.expected(local=local)[stage]
@@ -138,14 +133,13 @@ def judge(trace: Trace, reference: Reference) -> list[Comparison]:
         return compare(values[stage], expected, same, **about, stage=stage, terms=terms, arithmetic=arithmetic)
 
     comparisons = []
-    for stage in reference.accumulated:
-        if "grad." in stage and not trace.with_gradients:
+    for name in reference.accumulated:
+        stage = stage_named(name)
+        if (stage.is_gradient and not trace.with_gradients) or stage.path not in ("", *trace.paths):
             continue
-        if trace.library not in BACKENDS_OF.get(stage_path(stage), (trace.library,)):
-            continue
-        comparison = verdict(stage, trace.accumulated, local=False)
-        if "grad." not in stage:
-            local = verdict(stage, trace.local, local=True)
+        comparison = verdict(name, trace.accumulated, local=False)
+        if not stage.is_gradient:
+            local = verdict(name, trace.local, local=True)
             failed = not (comparison.passed and local.passed)
             reason = comparison.reason or (
                 "" if local.passed else local.reason or "wrong on the reference's own inputs"
@@ -156,5 +150,5 @@ def judge(trace: Trace, reference: Reference) -> list[Comparison]:
                 local_ratio=local.ratio,
                 reason=reason if failed else "",
             )
-        comparisons.append(comparison)
+        comparisons.append(replace(comparison, library=trace.backend))
     return comparisons

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,11 @@ def is_finite(array: np.ndarray) -> bool:
 def weight_shapes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
     """The canonical names of a layer's weights and their shapes, in order."""
     return spec.weight_shapes
+
+
+def unheld(spec: AttentionSpec) -> AttentionSpec:
+    """The layer without what its weights do not tell and its results in evaluation do not depend on."""
+    return replace(spec, fused_qkv=False, dropout=0.0, output_dropout=0.0)
 
 
 def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:

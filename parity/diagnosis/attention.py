@@ -5,16 +5,17 @@ from __future__ import annotations
 import inspect
 import os
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.backends import NEEDS, load_backend
+from parity.backends import backend_of, load_backend
 from parity.core import reference
+from parity.core.cases import Case
 from parity.core.problem import Problem, make_problem
-from parity.core.spec import Case, stage_kind
-from parity.core.trace import Trace, run_steps
+from parity.core.stages import run_steps, stage_named
+from parity.core.trace import Trace
 from parity.core.weights import Weights, is_finite, is_floating
 
 
@@ -28,13 +29,12 @@ def attention_of(module: Any, *inputs: Any, **keywords: Any) -> np.ndarray:
     Raises:
         TypeError: if the module is of another kind, which does not give its attention weights.
     """
-    origins = {base.__module__.split(".")[0] for base in type(module).__mro__}
-    backend = next((name for name in NEEDS if f"mha_{name}" in origins), None)
+    backend = backend_of(module)
     call = getattr(module, "forward", module)
     if backend is None or "need_weights" not in inspect.signature(call).parameters:
         raise TypeError(f"module must be a MultiHeadAttention of ours, got {type(module).__name__}")
     _, attn_weights = module(*inputs, **{**keywords, "need_weights": True})
-    return cast(Any, load_backend(backend)).to_numpy(attn_weights)
+    return load_backend(backend).to_numpy(attn_weights)
 
 
 def attention_in(trace: Trace, stage: str | None = None) -> tuple[str, np.ndarray]:
@@ -47,8 +47,8 @@ def attention_in(trace: Trace, stage: str | None = None) -> tuple[str, np.ndarra
     Raises:
         ValueError: if the trace has no such stage.
     """
-    stages = [name for name in trace.accumulated if stage_kind(name).endswith("attn_weights")]
-    stages.sort(key=lambda name: stage_kind(name) != "attn_weights", reverse=True)  # the module's own come before
+    stages = [name for name in trace.accumulated if stage_named(name).is_attn_weights]
+    stages.sort(key=lambda name: stage_named(name).kind != "attn_weights", reverse=True)  # the module's own come before
     if not stages:
         why = trace.error or trace.skipped or "no stage attn_weights"
         raise ValueError(f"the trace must have attention weights, got {why}")
@@ -98,7 +98,7 @@ def attention_in_case(weights: Weights, spec: AttentionSpec, case: Case) -> tupl
     """The attention weights of a layer for the inputs of a case, drawn for its widths, and their stage."""
     problem = make_problem(replace(case, spec=spec), "float64", weights)
     values = run_steps(reference.steps(problem, "float64"))
-    stage = [name for name in values if stage_kind(name) == "attn_weights"][-1]
+    stage = [name for name in values if stage_named(name).kind == "attn_weights"][-1]
     return stage, values[stage]
 
 

@@ -23,19 +23,20 @@ from parity.core import reference
 from parity.core.arrays import stages_of
 from parity.core.compare import FACTOR, finite
 from parity.core.problem import Problem
-from parity.core.spec import STAGES, stage_kind
-from parity.core.trace import Trace, run_steps
+from parity.core.stages import STAGES, run_steps, stage_named
+from parity.core.trace import Trace
 from parity.core.weights import Weights
 from parity.diagnosis.mistakes import PRECISIONS, Mistake
 from parity.diagnosis.replay import Mistakes, Replay, Verdict
 
 PARTS = {
     "": "",
-    "module.": "in the module's plain path: ",
-    "fused.": "in the fused path: ",
-    "blocks.": "in the fused path, block by block: ",
+    "module": "in the module's plain path: ",
+    "fused": "in the fused path: ",
+    "blocks": "in the fused path, block by block: ",
 }
-"""The parts of a trace, which may each have mistakes of their own: the beginnings of their stages, and what to say."""
+"""The parts of a trace, which may each have mistakes of their own: "", the stage functions, and each path of a module;
+and what to say of it."""
 
 MULTIPLIED = {"q", "k", "v", "scores", "context", "output"}
 """The stages that are matrix products: all of them differ where products lose too much."""
@@ -170,7 +171,7 @@ def diagnose(observed: Mapping[str, np.ndarray], problem: Problem, *, arithmetic
     of_stages: Mistakes = ()
     unexplained, nearest = "", []
     for part, words in PARTS.items():
-        of_part = [stage for stage in replay.stages if _part_of(stage) == part]
+        of_part = [stage for stage in replay.stages if stage_named(stage).path == part]
         # A path of the module has those mistakes of the stages that lie in what they share.
         counts = range(len(of_stages), -1, -1)
         shared: list[Mistakes] = [some for count in counts for some in itertools.combinations(of_stages, count)]
@@ -336,12 +337,12 @@ def _explain(replay: Replay, stages: Sequence[str], stage: str, found: Mistakes,
 
 def _precision(replay: Replay, before: Mapping[str, Verdict], wrong: Sequence[str]) -> Explanation | None:
     """The arithmetic that explains all stages, if one does."""
-    products = {stage_kind(stage) for stage in replay.stages} & MULTIPLIED
-    if len(products) < 2 or not products <= {stage_kind(stage) for stage in wrong}:
+    products = {stage_named(stage).kind for stage in replay.stages} & MULTIPLIED
+    if len(products) < 2 or not products <= {stage_named(stage).kind for stage in wrong}:
         return None  # from one stage it cannot be told
     if replay.problem.dtype != "float32" or any(math.isinf(before[stage].ratio) for stage in wrong):
         return None
-    own = [stage for stage in wrong if _part_of(stage) == ""] or wrong  # a module adds up what its stages lose
+    own = [stage for stage in wrong if not stage_named(stage).path] or wrong  # a module adds up what its stages lose
     ratios = {kind: [replay.verdict(stage, (), kind=kind).ratio for stage in own] for kind in PRECISIONS}
     explaining = [kind for kind in PRECISIONS if max(ratios[kind]) <= 1.0 and ratios[kind][0] >= LEAST]
     if not explaining:
@@ -407,8 +408,3 @@ def _listed(stages: Sequence[str]) -> str:
 
 def _words(mistakes: Mistakes) -> str:
     return " and ".join(mistake.about for mistake in mistakes)
-
-
-def _part_of(stage: str) -> str:
-    kind = stage_kind(stage)
-    return next((part for part in PARTS if part and kind.startswith(part)), "")

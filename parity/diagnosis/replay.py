@@ -11,7 +11,7 @@ import numpy as np
 
 from parity.core.compare import SAME_PRECISION, budget, errors_of, norms_of, share, whole_rows
 from parity.core.problem import Problem
-from parity.core.spec import EXACT_STAGES, stage_kind
+from parity.core.stages import stage_named
 from parity.core.weights import is_floating
 from parity.diagnosis.mistakes import Mistake, mistakes_for, permuted_heads, wrong_layer
 
@@ -95,7 +95,7 @@ class Replay:
         if actual.shape != expected.shape:
             return Verdict(math.inf, math.inf)
         errors = errors_of(whole_rows(actual, stage), whole_rows(expected, stage))
-        if stage_kind(stage) in EXACT_STAGES:
+        if stage_named(stage).is_exact:
             return Verdict(float(errors.mean()), math.inf if errors.any() else 0.0)
         allowed = self._allowed(stage, () if quick else mistakes, kind)
         error = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
@@ -120,12 +120,12 @@ class Replay:
 
 def _why_malformed(stage: str, x: np.ndarray, shape: tuple[int, ...], *, may_be_nan: bool) -> str:
     """Why an array cannot be what the stage is, in words, or nothing."""
-    kind = stage_kind(stage)
-    if kind == "mask" and x.dtype != np.bool_:
+    known = stage_named(stage)
+    if known.kind == "mask" and x.dtype != np.bool_:
         return f"has dtype {x.dtype}, and should be boolean, True where a key is hidden"
-    if kind not in EXACT_STAGES and not is_floating(x.dtype):
+    if not known.is_exact and not is_floating(x.dtype):
         return f"has dtype {x.dtype}, and should be floating-point"
     if x.shape != shape:
         return f"has shape {x.shape}, and should have {shape}"
-    lost = 0 if kind in EXACT_STAGES or may_be_nan else np.count_nonzero(~np.isfinite(x.astype(np.float64)))
+    lost = 0 if known.is_exact or may_be_nan else np.count_nonzero(~np.isfinite(x.astype(np.float64)))
     return f"has {lost} elements that are NaN or infinite" if lost else ""

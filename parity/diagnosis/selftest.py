@@ -14,19 +14,19 @@ from functools import lru_cache, partial
 from typing import Any
 
 from mha_spec import AttentionSpec, Rope
-from parity.backends import load_backend, why_missing
+from parity.backends import BACKENDS, load_backend, why_missing
 from parity.backends.record import record
+from parity.core.cases import CASES, Case
 from parity.core.compare import first_difference
 from parity.core.problem import Problem, make_problem
-from parity.core.spec import CASES, Case, stage_kind
+from parity.core.stages import stage_named
 from parity.core.trace import Reference, judge
 from parity.core.weights import random_weights
 from parity.diagnosis.diagnose import Diagnosis, diagnose
 from parity.diagnosis.mistakes import PRECISIONS, Mistake, Plan, mistakes_for
 
-BACKENDS = ("jax", "torch")
-ARRAYS = {"jax": "jax.numpy", "torch": "torch", "tt": "numpy"}
-"""The modules of their array functions. Of mha_tt only masks are arrays: tests/tt plants a few mistakes there."""
+SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_mistakes]
+"""The backends that every mistake can be planted in. Of mha_tt only masks are arrays: tests/tt plants a few there."""
 
 HOLDERS = ("masks", "rope", "weights", "stages", "mha", "cache", "cache_mha")
 """The modules of a sibling that hold its functions, beside the package itself."""
@@ -121,7 +121,7 @@ def selftest(
         seeds: of the random weights.
         on_mistake: called before each, with the names of the mistake, the case and the backend.
     """
-    for name in backends if backends is not None else [name for name in BACKENDS if not why_missing(name)]:
+    for name in backends if backends is not None else [name for name in SELFTESTED if not why_missing(name)]:
         for case in SELFTEST_CASES if cases is None else cases:
             for seed in seeds if case.trained is None else seeds[:1]:
                 for hypothesis in ("", *mistakes_in(case)):
@@ -156,7 +156,7 @@ def plant(hypothesis: str, case: Case, backend: str, *, seed: int = 0) -> Outcom
         backend,
         seed,
         _mistake(hypothesis, case).stages if hypothesis else (),
-        "" if difference is None else stage_kind(difference.stage),
+        "" if difference is None else stage_named(difference.stage).kind,
         tuple(name for explanation in found.explanations for name in explanation.hypotheses),
         tuple(words for explanation in found.explanations for words in explanation.others),
         found.kind,
@@ -184,8 +184,8 @@ def plan_of(hypothesis: str, problem: Problem, backend: str) -> Plan:
     Raises:
         ValueError: if there is no such mistake.
     """
-    sibling, xp = (importlib.import_module(name) for name in (f"mha_{backend}", ARRAYS[backend]))
-    plan = Plan(problem, sibling, xp, load_backend(backend), dict(problem.weights), {})
+    port, xp = load_backend(backend), importlib.import_module(BACKENDS[backend].arrays)
+    plan = Plan(problem, port.SIBLING, xp, port, dict(problem.weights), {})
     make = _mistake(hypothesis, problem.case).in_sibling if hypothesis else None
     if make is not None:
         make(plan)

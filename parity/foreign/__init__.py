@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mha_spec import AttentionSpec
-from parity.backends import NEEDS, Backend, load_backend
+from parity.backends import backend_of, load_backend
+from parity.backends.port import Port
 from parity.conversion import convert
-from parity.core.spec import unheld
-from parity.core.weights import Weights
+from parity.core.weights import Weights, unheld
 from parity.foreign.adapter import Adapter
 
 
@@ -159,14 +159,11 @@ def check_same_layer(spec: AttentionSpec, other: AttentionSpec, what: str, whose
         raise ValueError(f"{what} must be of one specification with {whose}, got {one} and {two}")
 
 
-def _adapter_of(module: Any) -> Adapter | Backend:
+def _adapter_of(module: Any) -> Adapter | Port:
     """What reaches the weights of a module: its sibling's backend, or the adapter of another library's layer."""
-    classes = type(module).__mro__
-    packages = {each.__module__.split(".")[0] for each in classes}
-    for name in NEEDS:
-        if f"mha_{name}" in packages:
-            return load_backend(name)
-    for each in classes:
+    if backend := backend_of(module):
+        return load_backend(backend)
+    for each in type(module).__mro__:
         for name, kind in LAYERS.items():
             if each.__qualname__ == kind.qualname and f"{each.__module__}.".startswith(f"{kind.module}."):
                 return load_adapter(name)

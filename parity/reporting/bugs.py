@@ -16,15 +16,15 @@ def bug_page(name: str) -> str:
     Raises:
         ValueError: if there is none.
     """
+    from parity.diagnosis.mistakes import page_by_mistake  # which takes longer than to print a page
+
     folder = resources.files("parity") / "bugs"
-    pages = {page.name.removesuffix(".md"): page.read_text("utf-8") for page in folder.iterdir()}
-    if name in pages:
-        return pages[name]
-    for text in pages.values():
-        if f"`{name}`" in text.partition("The hypotheses of this class:")[2]:
-            return text
-    known = ", ".join(sorted(pages.keys() - {"README"}))
-    raise ValueError(f"NAME must be that of a page or of a mistake, got {name!r}; the pages are {known}")
+    pages = {page.name.removesuffix(".md"): page for page in folder.iterdir()}
+    page = pages.get(name) or pages.get(page_by_mistake().get(name, ""))
+    if page is None:
+        known = ", ".join(sorted(pages.keys() - {"README"}))
+        raise ValueError(f"NAME must be that of a page or of a mistake, got {name!r}; the pages are {known}")
+    return page.read_text("utf-8")
 
 
 def print_pages(pages: Iterable[str], out: Console) -> None:

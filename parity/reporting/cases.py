@@ -9,7 +9,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from parity.core.spec import Case
+    from parity.core.cases import Case
 
 
 def print_cases(cases: list[Case], out: Console) -> None:

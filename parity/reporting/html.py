@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from parity.core import packages
+from parity.core.cases import find_case
 from parity.core.compare import Comparison, axis_names, errors_of, first_difference, whole_rows
-from parity.core.spec import find_case, stage_kind
+from parity.core.stages import stage_named
 from parity.core.trace import Reference, Trace
 from parity.files.target import write_whole
 from parity.reporting.plot import downsample
@@ -97,7 +98,7 @@ class AttentionMaps(dict[Key, AttentionMap]):
 
     def __call__(self, trace: Trace, reference: Reference, comparisons: list[Comparison]) -> None:
         """Keep the maps of a trace, if it has any."""
-        stages = [comparison for comparison in comparisons if stage_kind(comparison.stage) == "attn_weights"]
+        stages = [comparison for comparison in comparisons if stage_named(comparison.stage).kind == "attn_weights"]
         if not stages:
             return
         failed = first_difference(comparisons)
@@ -118,7 +119,7 @@ class AttentionMaps(dict[Key, AttentionMap]):
             scale = finite.max(initial=0.0)
             pictures["difference"] = levels(difference / scale if scale > 0.0 else difference)
             words["difference"] = _in_words(difference)
-        key = (trace.problem.case.name, trace.problem.dtype, trace.backend)
+        key = (trace.problem.case.name, trace.problem.dtype, trace.title)
         shape = (expected.shape[1], expected.shape[2])
         self[key] = AttentionMap(shown.stage, sequence, tuple(heads), shape, pictures, words, largest)
 

@@ -14,17 +14,14 @@ from parity.running.report import Report
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What XML 1.0 cannot hold, not even escaped."""
 
-NODE_ID = re.compile(r"([^\[]+?)::((?:\w+::)*)(.*)", re.DOTALL)
-"""A node id of pytest: the file, the classes, and the test with its parameters, which may be any text."""
-
 
 def write_junit(path: str | os.PathLike[str], report: Report) -> None:
     """Write a report as JUnit XML, whole or not at all.
 
     A test suite for each backend and dtype, a test case for each case: it fails with the text of its first difference,
     is an error where the backend raised one or its trace is missing, and is skipped with the reason. A backend that did
-    not run at all is a suite of one skipped test. What the pytest plugin collected is of the class of its test's
-    module. There are no times, so that the bytes depend on the results only.
+    not run at all is a suite of one skipped test. What the pytest plugin collected has the class and name of its test.
+    There are no times, so that the bytes depend on the results only.
 
     Raises:
         OSError: if the file cannot be written.
@@ -36,7 +33,7 @@ def junit_xml(report: Report) -> bytes:
     """The report as `write_junit` writes it."""
     suites: dict[str, list[ElementTree.Element]] = {}
     for (case, dtype, backend), comparisons in report.groups().items():
-        test = _test(case, dtype, backend)
+        test = _test(case, dtype, backend, comparisons[0].test)
         if difference := first_difference(comparisons):
             test.append(_failure(difference, str(_diagnosis(report, case, dtype, backend) or "")))
         suites.setdefault(f"{backend} {dtype}", []).append(test)
@@ -71,17 +68,9 @@ def junit_xml(report: Report) -> bytes:
     return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"
 
 
-def _test(case: str, dtype: str, backend: str) -> ElementTree.Element:
-    """A test case, of the class of its backend; of a test of pytest's, which the plugin collected, of its module's.
-
-    The plugin titles comparisons by pytest's node ids, `tests/test_x.py::TestY::test_z[a]`: their class is named as
-    pytest's own `--junit-xml` names it, `tests.test_x.TestY`.
-    """
-    node = NODE_ID.fullmatch(case)
-    if node is None:
-        return _element("testcase", classname=backend, name=f"{case}-{dtype}")
-    module, classes, name = node.groups()
-    classname = ".".join([module.removesuffix(".py").replace("/", "."), *classes.split("::")[:-1]])
+def _test(case: str, dtype: str, backend: str, test: tuple[str, str] | None = None) -> ElementTree.Element:
+    """A test case, of the class of its backend; of one of pytest's, with the class and name that it has there."""
+    classname, name = test or (backend, case)
     return _element("testcase", classname=classname, name=f"{name}-{dtype}")
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from parity.core.cases import find_case
 from parity.core.compare import Comparison, first_difference
-from parity.core.spec import find_case, stage_kind
+from parity.core.stages import stage_named
 from parity.reporting.console import begin_table, short_ratio
 from parity.reporting.diagnosis import print_diagnosis
 from parity.reporting.summary import reproduction, skipped_reasons, summary_line
@@ -110,7 +111,7 @@ def print_stage_table(report: Report, out: Console) -> None:
     backends = list(dict.fromkeys(comparison.backend for comparison in report.comparisons))
     kinds: dict[str, list[Comparison]] = {}
     for comparison in report.comparisons:
-        kinds.setdefault(stage_kind(comparison.stage), []).append(comparison)
+        kinds.setdefault(stage_named(comparison.stage).kind, []).append(comparison)
     longest = max(map(len, kinds), default=0)
     widths = [min(max(len(backend), 5), NARROWEST) for backend in backends]
     room = out.width - longest - 4 - sum(width + 3 for width in widths)  # for all but the stage and the ratios

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from parity.core.spec import find_case
+from parity.core.cases import find_case
+from parity.core.stages import stage_named
 
 if TYPE_CHECKING:
     from parity.core.compare import Comparison
@@ -29,8 +30,8 @@ def summary_line(report: Report) -> Text:
     counts += f", {skipped} skipped" if skipped else ""
     counts += f", {counted(len(report.missing), 'trace')} missing" if report.missing else ""
     names = " and ".join(filter(None, (", ".join(backends[:-1]), backends[-1])))
-    against = {comparison.against for comparison in report.comparisons}
-    expected = "the float64 reference" if against == {"the reference"} else "what was expected"
+    by_reference = all(comparison.by_reference for comparison in report.comparisons)
+    expected = "the float64 reference" if by_reference else "what was expected"
     return Text(
         f"{names} {verdict} with {expected}: {counted(count, 'case')}, {counts}",
         style="bold red" if report.status else "bold green",
@@ -48,11 +49,10 @@ def skipped_reasons(report: Report) -> list[str]:
 
 def reproduction(comparison: Comparison) -> str:
     """The command that runs a comparison's case again; empty if its name is not enough."""
-    if find_case(comparison.case) is None:
+    if not comparison.library or find_case(comparison.case) is None:
         return ""
-    backend = comparison.backend.split(" ")[0]
-    command = f"mha-parity run --backends {backend} --cases {comparison.case} --dtypes {comparison.dtype}"
-    return f"{command}{' --grad' if 'grad.' in comparison.stage else ''}"
+    command = f"mha-parity run --backends {comparison.library} --cases {comparison.case} --dtypes {comparison.dtype}"
+    return f"{command}{' --grad' if stage_named(comparison.stage).is_gradient else ''}"
 
 
 def counted(number: int, what: str) -> str:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from parity.backends import NEEDS, load_backend, why_missing
+from parity.backends import BACKENDS, load_backend, why_missing
 from parity.backends.numerics import environment
 from parity.backends.record import record
+from parity.core.cases import CASES, DTYPES, Case
 from parity.core.compare import Comparison
 from parity.core.problem import make_problem
-from parity.core.spec import CASES, DTYPES, Case
 from parity.core.trace import Reference, Trace, judge
 from parity.core.weights import Weights
 from parity.diagnosis.diagnose import Diagnosis, diagnose_trace
@@ -65,8 +65,8 @@ def run_cases(
             raise ValueError(f"dtype must be one of {list(DTYPES)}, got dtype={dtype!r}")
     if join and weights is not None:
         raise ValueError("traces to join must be of the cases' own weights, got weights")
-    missing = {name: reason for name in backends or NEEDS if (reason := why_missing(name))}
-    here = [name for name in backends or NEEDS if name not in missing]
+    missing = {name: reason for name in backends or BACKENDS if (reason := why_missing(name))}
+    here = [name for name in backends or BACKENDS if name not in missing]
     joined = load_traces(join, here)
     skipped = {name: reason for name, reason in missing.items() if name not in {trace.backend for trace in joined}}
     if backends and skipped:
@@ -137,16 +137,16 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace
     diagnoses: dict[tuple[str, str, str], Diagnosis] = {}
     comparisons: list[Comparison] = []
     skipped: list[SkippedCase] = []
-    had: dict[str, set[tuple[str, str]]] = {trace.backend: set() for trace in joined}
+    had: dict[str, set[tuple[str, str]]] = {trace.title: set() for trace in joined}
     locks: dict[str, dict[str, Any]] = {}
     without_hardware: dict[str, str] = {}
     without_gradients: dict[str, None] = {}  # in order
     for trace, expected in traces:
         case, dtype = trace.problem.case.name, trace.problem.dtype
-        had.setdefault(trace.backend, set()).add((case, dtype))
-        locks.setdefault(trace.backend.split(" ")[0], {})[trace.folder or "here"] = trace.numerics
+        had.setdefault(trace.title, set()).add((case, dtype))
+        locks.setdefault(trace.backend, {})[trace.folder or "here"] = trace.numerics
         if trace.skipped:
-            skipped.append(SkippedCase(case, dtype, trace.backend, trace.skipped))
+            skipped.append(SkippedCase(case, dtype, trace.title, trace.skipped))
             continue
         judged = judge(trace, expected)
         comparisons.extend(judged)
@@ -155,11 +155,11 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace
         if is_wrong and trace.accumulated and len(diagnoses) < DIAGNOSED:
             diagnosis = diagnose_trace(trace)
             if diagnosis.kind != "none":  # a gradient alone is wrong, which no mistake known here explains
-                diagnoses[case, dtype, trace.backend] = diagnosis
+                diagnoses[case, dtype, trace.title] = diagnosis
         if (values := trace.numerics.get("values", "device")) != "device":
-            without_hardware[trace.backend] = printable(str(values))
+            without_hardware[trace.title] = printable(str(values))
         if expected.with_gradients and not (trace.with_gradients or trace.error):
-            without_gradients[trace.backend] = None
+            without_gradients[trace.title] = None
     if not comparisons:
         raise ValueError(f"there must be something to judge, got {len(skipped)} skipped cases and no other")
     warnings = [

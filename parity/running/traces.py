@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from parity.backends import NEEDS
+from parity.backends import BACKENDS
 from parity.core import reference
+from parity.core.cases import DTYPES, find_case
 from parity.core.problem import make_problem
-from parity.core.spec import DTYPES, find_case
+from parity.core.stages import stage_named
 from parity.core.trace import Trace
 from parity.core.weights import FORMAT, load_tensors, save_tensors
 
@@ -57,7 +58,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     if metadata.get("kind") != "trace" or metadata.get("format") != FORMAT or not wanted <= metadata.keys():
         raise ValueError(f"{path} must be a trace in format {FORMAT}, got metadata {sorted(metadata)}")
     case = find_case(metadata["case"])
-    if case is None or metadata["dtype"] not in DTYPES or metadata["backend"] not in NEEDS:
+    if case is None or metadata["dtype"] not in DTYPES or metadata["backend"] not in BACKENDS:
         got = {name: metadata[name] for name in ("case", "dtype", "backend")}
         raise ValueError(f"{path} must be of a known case, dtype and backend, got {got}")
     problem = make_problem(case, metadata["dtype"])
@@ -77,8 +78,9 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
             metadata["backend"],
             parts["accumulated"],
             parts["local"],
+            BACKENDS[metadata["backend"]].paths,
             json.loads(metadata["environment"]),
-            with_gradients=any("grad." in stage for stage in parts["accumulated"]),
+            with_gradients=any(stage_named(stage).is_gradient for stage in parts["accumulated"]),
             skipped=printable(metadata.get("skipped", "")),
             error=printable(metadata.get("error", "")),
             folder=str(Path(path).parent),
@@ -99,7 +101,7 @@ def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] =
         trace = load_trace(path)
         key = (trace.problem.case.name, trace.problem.dtype, trace.backend)
         if trace.backend in here or seen.setdefault(key, trace.folder) != trace.folder:
-            trace = replace(trace, backend=f"{trace.backend} ({trace.folder})")
+            trace = replace(trace, is_named_by_folder=True)
         traces.append(trace)
     return traces
 

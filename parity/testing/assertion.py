@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from parity.core.arrays import stages_of
+from parity.core.cases import DTYPES
 from parity.core.compare import NOTHING, Comparison, budget, compare, factor, failure, first_difference, measure
 from parity.core.compare import unit_of_rounding as unit
 from parity.core.problem import Problem
-from parity.core.spec import DTYPES, STAGES, stage_kind
+from parity.core.stages import STAGES, stage_named
 from parity.core.trace import Reference
 from parity.diagnosis.diagnose import diagnose
 
@@ -134,7 +134,7 @@ def message(comparisons: Iterable[Comparison]) -> str:
 def explanation(actual: Any, problem: Problem | None, stage: str = "output") -> str:
     """What is wrong with arrays that differ from a problem's reference, beginning on a line of its own, or nothing."""
     stages = {} if problem is None else stages_of("actual", actual, stage)
-    if problem is None or not any(name in STAGES for name in map(stage_kind, stages)):
+    if problem is None or not any(stage_named(name).kind in STAGES for name in stages):
         return ""
     diagnosis = diagnose(stages, problem)
     return "" if diagnosis.kind == "none" else f"\n{diagnosis}"
@@ -142,7 +142,7 @@ def explanation(actual: Any, problem: Problem | None, stage: str = "output") -> 
 
 def _compare_with_reference(actual: Stages, problem: Problem, name: str) -> list[Comparison]:
     about: dict[str, Any] = {"case": name, "backend": "actual", "dtype": problem.dtype}
-    with_gradients = any("grad." in stage for stage in actual) and problem.case.has_gradients
+    with_gradients = any(stage_named(stage).is_gradient for stage in actual) and problem.case.has_gradients
     reference = Reference(problem, with_gradients)
     expected, same_precision = reference.accumulated, reference.same_precision(local=False)
     comparisons = []
@@ -160,7 +160,7 @@ def _compare_with_expected(arrays: Mapping[str, Stages], dtype: str | None, name
     floating = [each for each in dtypes if each in DTYPES]
     dtype = dtype or max(floating, key=unit, default=next(iter(dtypes)))
     return [
-        replace(_compare_stage(arrays, stage, dtype, name), against="expected")
+        replace(_compare_stage(arrays, stage, dtype, name), by_reference=False)
         for stage in _in_order({**arrays["expected"], **arrays["actual"]})
     ]
 
@@ -245,11 +245,12 @@ def _share_an_array(actual: Any, other: Any) -> bool:
 def _in_order(stages: Iterable[str]) -> list[str]:
     """Stages in the order of the data flow (`jax.jit` returns mappings sorted by name); unknown ones stay in place."""
     stages, order = list(stages), list(STAGES)
-    if not all(stage_kind(stage) in STAGES for stage in stages):
+    known = {stage: stage_named(stage) for stage in stages}
+    if not all(stage.kind in STAGES for stage in known.values()):
         return stages
 
-    def place(stage: str) -> tuple[int, int]:
-        step = re.match(r"step(\d+)\.", stage)
-        return int(step[1]) if step else -1, order.index(stage_kind(stage))
+    def place(name: str) -> tuple[int, int]:
+        stage = known[name]
+        return -1 if stage.step is None else stage.step, order.index(stage.kind)
 
     return sorted(stages, key=place)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,11 +59,20 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
         title = f"{request.node.nodeid} {name}".rstrip()
         comparisons = compare_arrays(actual, expected, name=title, **options)
         if recorder is not None:
-            recorder.comparisons.extend(comparisons)
+            test = _test_of(request.node, name)
+            recorder.comparisons.extend(replace(comparison, test=test) for comparison in comparisons)
         if text := message(comparisons):
             raise AssertionError(text + explanation(actual, options.get("problem"), options.get("stage", "output")))
 
     return assert_parity
+
+
+def _test_of(node: pytest.Item, name: str) -> tuple[str, str]:
+    """The class and the name of a test, as pytest's own `--junit-xml` has them, and what was compared in it."""
+    chain = node.listchain()
+    file = max((index for index, each in enumerate(chain) if isinstance(each, pytest.File)), default=0)
+    module = chain[file].nodeid.removesuffix(".py").replace("/", ".")
+    return ".".join([module, *(each.name for each in chain[file + 1 : -1])]), f"{node.name} {name}".rstrip()
 
 
 class _Recorder:

@@ -9,16 +9,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
+from parity.core.cases import CASES, Case
 from parity.core.problem import Problem
 from parity.core.reference import Arithmetic, Layer
-from parity.core.spec import Case
 from parity.core.weights import dtype_named
 from parity.diagnosis.mistakes import caches, heads, masks, rope, scores, weights
 from parity.diagnosis.mistakes.heads import permuted_heads
 from parity.diagnosis.mistakes.record import Mistake, Override, Plan
 from parity.diagnosis.mistakes.scores import PRECISIONS
 
-__all__ = ["PRECISIONS", "Mistake", "Override", "Plan", "mistakes_for", "permuted_heads", "wrong_layer"]
+__all__ = [
+    "PRECISIONS",
+    "Mistake",
+    "Override",
+    "Plan",
+    "mistakes_for",
+    "page_by_mistake",
+    "permuted_heads",
+    "wrong_layer",
+]
 
 GROUPS = (
     scores.not_finite,
@@ -47,6 +58,13 @@ GROUPS = (
 def mistakes_for(case: Case) -> list[Mistake]:
     """Every mistake that could be in a case, in an order in which the more usual come first."""
     return [mistake for group in GROUPS for mistake in group(case)]
+
+
+def page_by_mistake() -> dict[str, str]:
+    """The page of every mistake that is known, by its name."""
+    in_any_order = (heads.permuted(name, np.arange(0)) for name in "qkv")
+    in_cases = (mistake for case in CASES.values() for mistake in mistakes_for(case))
+    return {mistake.name: mistake.page for mistake in (*in_cases, *PRECISIONS.values(), *in_any_order)}
 
 
 def wrong_layer(problem: Problem, dtype: str, mistakes: Sequence[Mistake], arithmetic: str = "ieee") -> Layer:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from parity.core.reference import Layer, Values
-from parity.core.spec import Case
+from parity.core.cases import Case
+from parity.core.reference import Layer
+from parity.core.stages import Values
 from parity.diagnosis.mistakes.record import Mistake, Plan, breaking, instead
 
 
@@ -99,8 +100,13 @@ def permuted_heads(expected: Values, observed: Values) -> list[Mistake]:
         order = np.array([int(((right - head) ** 2).sum(axis=(1, 2, 3)).argmin()) for head in seen])
         known = (np.arange(len(order)), np.arange(len(order))[::-1], np.roll(np.arange(len(order)), 1))
         if len(set(order)) == len(order) and not any(np.array_equal(order, each) for each in known):
-            found.append(_reordered(name, "permuted", f"in the order {' '.join(map(str, order))}", order))
+            found.append(permuted(name, order))
     return found
+
+
+def permuted(name: str, order: np.ndarray) -> Mistake:
+    """The heads of q, k or v in any order."""
+    return _reordered(name, "permuted", f"in the order {' '.join(map(str, order))}", order)
 
 
 def _reordered(name: str, word: str, about: str, order: np.ndarray, plant: Any = None) -> Mistake:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from parity.core.reference import Layer, Values
-from parity.core.spec import Case
+from parity.core.cases import Case
+from parity.core.reference import Layer
+from parity.core.stages import Values
 from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking, instead
 
 # ---- Any mask --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parity.backends import Backend
+from parity.backends.port import Port
 from parity.core.problem import Problem
 from parity.core.weights import Weights
 
@@ -36,7 +36,7 @@ class Plan:
     problem: Problem
     sibling: Any
     xp: Any
-    backend: Backend
+    backend: Port
     weights: Weights
     functions: dict[str, Override]
 

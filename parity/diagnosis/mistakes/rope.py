@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Rope
+from parity.core.cases import Case
 from parity.core.reference import Layer
-from parity.core.spec import Case
 from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking, instead
 
 THETAS = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6, 1e7)  # bases that are in use

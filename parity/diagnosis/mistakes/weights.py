@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.core.reference import Layer, Values
-from parity.core.spec import Case
+from parity.core.cases import Case
+from parity.core.reference import Layer
+from parity.core.stages import Values
 from parity.diagnosis.mistakes.record import Mistake, Plan, breaking
 
 STAGES = {"q_proj": ("q", "k"), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("output",)}

@@ -1,0 +1,106 @@
+"""What a backend's module offers: plain functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+
+from mha_spec import AttentionSpec
+from parity.core.cases import Case
+from parity.core.problem import Problem
+from parity.core.weights import Weights
+
+
+class FilledModule(Protocol):
+    """A module of a sibling with the weights of a problem.
+
+    Attributes:
+        module: as users get it, in evaluation.
+        weights: in the container that the sibling's functions take.
+    """
+
+    module: Any
+    weights: Any
+
+    def outputs(self, query: Any, key: Any, mask: Any, bias: Any) -> tuple[Any, dict[str, Any]]:
+        """The attention weights, and the output by each path: with them as `module`, as users get it as `fused`, …"""
+        ...
+
+    def step(self, x: Any, cache: Any, new_lengths: Any) -> tuple[dict[str, Any], Any]:
+        """The output of new tokens by each path, and the cache that holds them."""
+        ...
+
+
+class Port(Protocol):
+    """How a sibling is reached: plain functions, and what they are of.
+
+    Attributes:
+        SIBLING: the package.
+        SHAPES: the shapes in which its arrays hold heads, outputs and caches.
+        GRADIENT_PATHS: the paths that have gradients, "" for that of the stage functions; none without automatic
+            differentiation.
+    """
+
+    SIBLING: ModuleType
+    SHAPES: type[Shapes]
+    GRADIENT_PATHS: tuple[str, ...]
+
+    def load_into(self, module: Any, weights: Mapping[str, np.ndarray]) -> Any: ...
+    def weights_of(self, module: Any) -> Weights: ...
+    def spec_of(self, module: Any) -> AttentionSpec: ...
+    def why_skipped(self, case: Case, dtype: str) -> str | None:
+        """Why a case cannot run in a dtype, or None."""
+        ...
+
+    def lock(self, dtype: str) -> AbstractContextManager[dict[str, Any]]:
+        """Hold still what changes numbers, tell what is set, and put everything back afterwards."""
+        ...
+
+    def environment(self) -> dict[str, Any]:
+        """Versions and devices."""
+        ...
+
+    def from_numpy(self, x: np.ndarray) -> Any: ...
+    def to_numpy(self, x: Any) -> np.ndarray: ...
+    def beside(self, x: np.ndarray) -> Any:
+        """What goes beside the inputs, as the sibling takes it: masks, biases, positions, lengths."""
+        ...
+
+    def jit(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
+    def Filled(self, problem: Problem) -> FilledModule: ...
+    def pull_back(
+        self, path: str, filled: FilledModule, spec: AttentionSpec, inputs: dict[str, Any], hidden: dict[str, Any]
+    ) -> tuple[dict[str, np.ndarray], Weights]:
+        """Gradients of the inputs and of the canonical weights, for the cotangent among what is `hidden`."""
+        ...
+
+
+class Shapes:
+    """How a sibling's arrays hold the heads, outputs and caches of a layer: here in the shapes of the contract."""
+
+    def __init__(self, port: Port, spec: AttentionSpec) -> None:
+        self.port, self.spec = port, spec
+
+    def heads_from_numpy(self, x: np.ndarray) -> Any:
+        """Heads (B, heads, T, H)."""
+        return self.port.from_numpy(x)
+
+    def heads_to_numpy(self, x: Any) -> np.ndarray:
+        """The same back."""
+        return self.port.to_numpy(x)
+
+    def output_to_numpy(self, x: Any) -> np.ndarray:
+        """The output of the layer."""
+        return self.port.to_numpy(x)
+
+    def cache_from_numpy(self, keys: np.ndarray, values: np.ndarray, lengths: np.ndarray) -> Any:
+        """The cache that holds them."""
+        return self.port.SIBLING.KVCache(*map(self.port.from_numpy, (keys, values, lengths)))
+
+    def cache_to_numpy(self, cache: Any) -> dict[str, np.ndarray]:
+        """What a cache holds."""
+        return {name: self.port.to_numpy(getattr(cache, name)) for name in ("keys", "values", "lengths")}

@@ -1,0 +1,188 @@
+"""The stages of the data flow: their names and axes, their order, and the loop over the calls of a cache."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import numpy as np
+
+from parity.core.cases import Case
+
+STAGES: dict[str, tuple[str, ...]] = {
+    "mask": ("B", "N", "T", "S"),
+    "q": ("B", "N", "T", "H"),
+    "k": ("B", "K", "S", "H"),
+    "v": ("B", "K", "S", "H"),
+    "cache.keys": ("B", "K", "S", "H"),
+    "cache.values": ("B", "K", "S", "H"),
+    "cache.lengths": ("B",),
+    "scores": ("B", "N", "T", "S"),
+    "attn_weights": ("B", "N", "T", "S"),
+    "context": ("B", "N", "T", "H"),
+    "output": ("B", "T", "E"),
+    "module.attn_weights": ("B", "N", "T", "S"),
+    "module.output": ("B", "T", "E"),
+    "module.cache.keys": ("B", "K", "S", "H"),
+    "module.cache.values": ("B", "K", "S", "H"),
+    "module.cache.lengths": ("B",),
+    "fused.output": ("B", "T", "E"),
+    "blocks.output": ("B", "T", "E"),
+    "grad.query": ("B", "T", "d_in"),
+    "grad.key": ("B", "S", "d_kv"),
+    "grad.bias": ("B", "N", "T", "S"),
+}
+"""The stages in the order of the data flow, with the axes of each.
+
+`mask` … `output` are computed by the stage functions, one from the other; `module.*` by the module as users call it,
+with its attention weights; `fused.output` by the module without them, as users get it; `blocks.output` by the same
+where even small cases go block by block. `grad.*` are gradients for a fixed cotangent of the output: of the inputs, and
+of each weight by its name; `fused.grad.*` and `blocks.grad.*` the same on those paths. With a cache a stage's name
+begins with its step, `step3.scores`.
+"""
+
+FUSED_PATHS = ("fused", "blocks")
+"""The paths of a module that give no attention weights."""
+
+PATHS = ("module", *FUSED_PATHS)
+"""The paths of a module. What the stage functions compute is on none."""
+
+EXACT = ("mask", "cache.lengths")
+"""What is no floating-point number."""
+
+_NAME = re.compile(rf"(?:step(\d+)\.)?(?:({'|'.join(PATHS)})\.)?(grad\.)?(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage by the parts of its name; of a name that is not known here all of it is the quantity.
+
+    Attributes:
+        quantity: what it is, on whatever path: `scores`, `cache.keys`; of a gradient what it is of, `q_proj.weight`.
+        path: one of `PATHS`; empty where the stage functions compute it.
+        is_gradient: whether it is the gradient of that quantity.
+        step: the call that it is of, with a cache.
+    """
+
+    quantity: str
+    path: str = ""
+    is_gradient: bool = False
+    step: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """Its name without the step: `module.cache.keys`."""
+        return ".".join(filter(None, [self.path, "grad" if self.is_gradient else "", self.quantity]))
+
+    def __str__(self) -> str:
+        return self.kind if self.step is None else f"step{self.step}.{self.kind}"
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is one of ours, a gradient or a weight, whose axes have letters."""
+        return self.kind in STAGES or self.is_gradient or self.quantity.endswith(("weight", "bias"))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it holds booleans or integers, which rounding does not touch."""
+        return self.kind in STAGES and self.quantity in EXACT
+
+    @property
+    def is_attn_weights(self) -> bool:
+        """Whether it holds attention weights, of any layer."""
+        return self.quantity.endswith("attn_weights")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The letters of its axes."""
+        anywhere = f"grad.{self.quantity}" if self.is_gradient else self.kind
+        return STAGES.get(anywhere) or (("out", "in") if self.quantity.endswith("weight") else ("out",))
+
+
+def stage_named(name: str) -> Stage:
+    """The stage of that name."""
+    step, path, gradient, quantity = cast(re.Match[str], _NAME.fullmatch(name)).groups()  # it matches any text
+    return Stage(quantity, path or "", bool(gradient), None if step is None else int(step))
+
+
+# ---- Their order -----------------------------------------------------------------------------------------------------
+
+Values = Mapping[str, np.ndarray]
+Step = Callable[[Values], dict[str, np.ndarray]]
+"""Computes one or more stages from the stages before them, all by name."""
+
+
+class Call(Protocol):
+    """What a call with a cache does in its own way."""
+
+    def mask(self, values: Values, /) -> dict[str, np.ndarray]: ...
+    def qkv(self, values: Values, /) -> dict[str, np.ndarray]: ...
+    def cache(self, values: Values, /) -> dict[str, np.ndarray]: ...
+    def whole(self, values: Values, /) -> dict[str, np.ndarray]: ...
+
+
+class Layer(Protocol):
+    """A layer that computes the stages, each from the values of those before it, in NumPy's arrays.
+
+    `whole` is the module as users call it. Without a cache it is the layer itself that makes the mask, q, k and v.
+    """
+
+    def mask(self, values: Values, /) -> dict[str, np.ndarray]: ...
+    def qkv(self, values: Values, /) -> dict[str, np.ndarray]: ...
+    def scores(self, values: Values, /) -> dict[str, np.ndarray]: ...
+    def attn_weights(self, values: Values, /) -> dict[str, np.ndarray]: ...
+    def context(self, values: Values, /) -> dict[str, np.ndarray]: ...
+    def output(self, values: Values, /) -> dict[str, np.ndarray]: ...
+    def whole(self, values: Values, /) -> dict[str, np.ndarray]: ...
+    def call(self, index: int) -> Call: ...
+
+
+def steps_of(layer: Layer, case: Case) -> list[Step]:
+    """The stages of a case as functions, in the order of the data flow, with a cache call by call.
+
+    Each takes the values of the stages before it by name, so that it can run on its own implementation's values
+    (accumulated) or on somebody else's (local).
+    """
+    if not case.is_cached:
+        return [layer.mask, layer.qkv, layer.scores, layer.attn_weights, layer.context, layer.output, layer.whole]
+    calls = map(layer.call, range(len(case.chunks)))
+    return [_in_call(index, step) for index, call in enumerate(calls) for step in _steps_of_call(layer, call)]
+
+
+def _steps_of_call(layer: Layer, call: Call) -> list[Step]:
+    """New tokens in, cache grown, everything up to each token attended to."""
+    scores, context = _of_cache(layer.scores), _of_cache(layer.context)
+    return [call.mask, call.qkv, call.cache, scores, layer.attn_weights, context, layer.output, call.whole]
+
+
+def _of_cache(step: Step) -> Step:
+    """A step that takes all keys and values that are cached."""
+    return lambda values: step({**values, "k": values["cache.keys"], "v": values["cache.values"]})
+
+
+def _in_call(index: int, step: Step) -> Step:
+    """A step of one call with a cache, among the values of all calls.
+
+    Within the step its own call's values go by their plain names, `scores`, and those of the call before by
+    `previous.scores`; outside by `step3.scores` and `step2.scores`.
+    """
+    prefix, previous = f"step{index}.", f"step{index - 1}."
+
+    def run(values: Values) -> dict[str, np.ndarray]:
+        own = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+        for name, value in values.items():
+            if name.startswith(previous):
+                own[f"previous.{name.removeprefix(previous)}"] = value
+        return {prefix + name: value for name, value in step(own).items()}
+
+    return run
+
+
+def run_steps(steps: Iterable[Step], given: Values | None = None) -> dict[str, np.ndarray]:
+    """The values of all stages: each step from the values before it, or all from the values given."""
+    values: dict[str, np.ndarray] = {}
+    for step in steps:
+        values |= step(values if given is None else given)
+    return values
