@@ -85,11 +85,12 @@ def attend(
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
     if query.device.type == "cpu" and not torch.compiler.is_compiling():  # where looking costs little
         has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        if has_gradient and _are_moderate(query, key, value, masking.bias):  # what is hidden is multiplied by 0 there
+        # In a gradient what is hidden is multiplied by 0.
+        if has_gradient and _are_moderate(query, key, value, masking.bias, scale):
             return _attend_hidden(query, key, value, masking, rate, scale)
         if not has_gradient:
             context = _attend_hidden(query, key, value, masking, rate, scale)
-            if _is_sound(context) or _are_moderate(query, key, value, masking.bias):
+            if _is_sound(context) or _are_moderate(query, key, value, masking.bias, scale):
                 return context
     return _attend_not_finite(query, key, value, masking, rate, scale)
 
@@ -108,7 +109,7 @@ def _is_sound(context: Tensor) -> bool:
     return known is not None and known > 0.0 and largest.item() < torch.inf
 
 
-def _are_moderate(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> bool:
+def _are_moderate(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> bool:
     """Whether all is finite, and every score too; no if not known."""
     dtype = torch.promote_types(query.dtype, torch.float32)  # float64 would be read 20 times as slowly
     sizes = [values_of(torch.linalg.vector_norm(x.detach(), dtype=dtype)) for x in (query, key, value)]
@@ -116,7 +117,7 @@ def _are_moderate(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
         sizes.append(values_of(bias.detach().amax()))  # -inf hides a key
     if any(size is None for size in sizes):
         return False
-    return all(bound < torch.finfo(torch.float32).max for bound in (sizes[0] * sizes[1], *sizes[2:]))
+    return all(bound < torch.finfo(torch.float32).max for bound in (sizes[0] * sizes[1] * max(scale, 1.0), *sizes[2:]))
 
 
 def _attend_not_finite(
@@ -140,7 +141,7 @@ def _attend_not_finite(
     # Where every score of a row overflows to -inf, the kernel gives 0.
     sizes = [torch.linalg.vector_norm(x.detach().double(), dim=-1, keepdim=True) for x in (query, key)]
     bound = sizes[0] * sizes[1].amax(dim=2, keepdim=True).repeat_interleave(num_groups, dim=1)
-    may_overflow = bound > torch.finfo(torch.float32).max
+    may_overflow = bound * max(scale, 1.0) > torch.finfo(torch.float32).max
     wrong_rows = wrong_rows | (may_overflow & (context == 0).all(dim=-1, keepdim=True))
     return spoilt(context, wrong_rows & sees_any(torch.ones_like(wrong_keys), seq_len_q, hidden))
 

@@ -802,6 +802,23 @@ def test_fused_qkv_gives_the_result_of_three_projections(sibling, spec, cross):
     assert np.abs(sibling.numpy(separate) - sibling.numpy(together)).max() <= spec.d_model * EPSILON
 
 
+@pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
+def test_a_scale_is_in_place_of_the_usual_one(sibling, need_weights):
+    """Twice the scale is twice the queries, which a power of two makes exact."""
+    arrays = problem(SPEC)
+    query, key = sibling.array(arrays["query"]), sibling.array(arrays["key"])
+    weights = {name: 2.0 * x if name.startswith("q_proj") else x for name, x in parity.random_weights(SPEC).items()}
+    doubled = sibling.module("MultiHeadAttention", replace(SPEC, scale=2.0 * SPEC.score_scale))
+    parity.load_into(doubled, parity.random_weights(SPEC))
+    usual = parity.load_into(sibling.module("MultiHeadAttention", SPEC), weights)
+
+    found, expected = (module(query, key, need_weights=need_weights)[0] for module in (doubled, usual))
+
+    assert np.array_equal(sibling.numpy(found), sibling.numpy(expected))
+    plain = parity.load_into(sibling.module("MultiHeadAttention", SPEC), parity.random_weights(SPEC))
+    assert not np.array_equal(sibling.numpy(found), sibling.numpy(plain(query, key)[0]))
+
+
 def test_fused_qkv_takes_a_value_beside_the_key(sibling, rng):
     arrays = problem(SPEC)
     inputs = [sibling.array(x) for x in (arrays["query"], arrays["key"], arrays["key"] + np.float32(0.5))]

@@ -227,7 +227,8 @@ class Layer:
 
     def scale(self) -> float:
         """What products of queries and keys are divided by."""
-        return np.sqrt(self.problem.spec.head_dim)
+        spec = self.problem.spec
+        return np.sqrt(spec.head_dim) if spec.scale is None else 1.0 / spec.scale
 
     def has_bias(self, name: str) -> bool:
         """Whether a projection has one."""
@@ -316,7 +317,7 @@ class Layer:
         d_scores = attn_weights * difference  # a masked weight is 0, and so is what it passes on
         if "bias" in inputs:
             grads["grad.bias"] = a.keep(d_scores)
-        scale = a.wide.type(np.sqrt(spec.head_dim))
+        scale = a.wide.type(self.scale())
         d_q = a.matmul(d_scores, self.per_query_head(k)) / scale
         d_k = self.per_kv_head(a.matmul(d_scores.swapaxes(2, 3), q) / scale)
 

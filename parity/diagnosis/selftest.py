@@ -50,7 +50,13 @@ SELFTEST_CASES = [
         is_causal=True,
         key_padding_lengths=(2, 7),
     ),
-    Case("window", AttentionSpec(32, 4, qkv_bias=False), "a sliding window", seq_len=9, window_size=3),
+    Case(
+        "window",
+        AttentionSpec(32, 4, qkv_bias=False, scale=0.5),
+        "a sliding window, another scale",
+        seq_len=9,
+        window_size=3,
+    ),
     Case("nan", AttentionSpec(32, 4), "a token that is NaN", seq_len=6, is_causal=True, not_finite="visible"),
     Case(
         "cached",

@@ -34,6 +34,7 @@ def covers(case: Case) -> str:
         "random mask": case.random_mask,
         "bias": case.bias,
         "RoPE": spec.rope is not None,
+        f"scale {spec.scale}": spec.scale is not None,
         f"cache of {case.capacity} slots": case.is_cached,
         "ragged": bool(case.new_lengths),
         "fused qkv": spec.fused_qkv,

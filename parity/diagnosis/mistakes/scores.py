@@ -16,26 +16,33 @@ from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking, 
 
 
 def scale(case: Case) -> Iterator[Mistake]:
-    size, d_model = case.spec.head_dim, case.spec.d_model
-    right = float(np.sqrt(size))
+    """Scores are divided by sqrt(H), or by 1 / scale where a layer has a scale of its own: not by anything else."""
+    spec = case.spec
+    root = float(np.sqrt(spec.head_dim))
+    right, meant, squared = root, "1 / sqrt(H)", "1 / H"
+    fix = f"divide the scores by sqrt(head_dim) = {root:g}"
+    if spec.scale is not None:
+        right, meant, squared = 1.0 / spec.scale, f"{spec.scale:g}", f"the square of {spec.scale:g}"
+        fix = f"multiply the scores by {spec.scale:g}"
     told = {right}
-    for name, words, divisor, factor in (
-        ("missing", "is missing", 1.0, size**0.5),
-        ("squared", "is 1 / H", float(size), size**-0.5),
-        ("by-d-model", "is 1 / sqrt(d_model)", float(np.sqrt(d_model)), (size / d_model) ** 0.5),
+    for name, words, divisor in (
+        ("missing", "is missing", 1.0),
+        ("ignored", "is 1 / sqrt(H)", root),
+        ("squared", f"is {squared}", right**2 if spec.scale else float(spec.head_dim)),
+        ("by-d-model", "is 1 / sqrt(d_model)", float(np.sqrt(spec.d_model))),
     ):
         if divisor not in told:
             told.add(divisor)
-            yield _other_scale(name, words, divisor, factor, right)
+            yield _other_scale(name, f"{words}, and not {meant}", f"{fix}, once", divisor, right / divisor)
     if right != 1.0:
-        yield _scale_after_softmax(right)
+        yield _scale_after_softmax(f"{fix}, before the softmax", right)
 
 
-def _other_scale(name: str, words: str, divisor: float, factor: float, right: float) -> Mistake:
+def _other_scale(name: str, words: str, fix: str, divisor: float, factor: float) -> Mistake:
     return Mistake(
         f"scale-{name}",
-        f"the scale of the scores {words}, and not 1 / sqrt(H)",
-        f"divide the scores by sqrt(head_dim) = {right:g}, once",
+        f"the scale of the scores {words}",
+        fix,
         "scale",
         ("scores",),
         {"scale": instead(lambda: divisor)},
@@ -43,24 +50,22 @@ def _other_scale(name: str, words: str, divisor: float, factor: float, right: fl
     )
 
 
-def _scale_after_softmax(right: float) -> Mistake:
+def _scale_after_softmax(fix: str, right: float) -> Mistake:
     def attn_weights(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
         found, a = original(values)["attn_weights"], layer.arithmetic
         return {"attn_weights": a.keep(a.widen(found) / a.wide.type(right))}
 
-    def plant(plan: Plan) -> None:
-        root = plan.problem.spec.head_dim**0.5
-        plan.functions["attention_scores"] = lambda _, scores, q, k, *rest: scores(q * root, k, *rest)
-        plan.functions["masked_softmax"] = lambda _, softmax, s, mask=None: softmax(s, mask) / root
-
     return Mistake(
         "scale-after-softmax",
         "the scale is applied after the softmax, and not to the scores",
-        f"divide the scores by sqrt(head_dim) = {right:g}, before the softmax",
+        fix,
         "scale",
         ("scores",),
         {"scale": instead(lambda: 1.0), "attn_weights": attn_weights},
-        plant,
+        breaking(
+            attention_scores=lambda _, scores, q, k, *rest: scores(q * right, k, *rest),
+            masked_softmax=lambda _, softmax, s, mask=None: softmax(s, mask) / right,
+        ),
     )
 
 
