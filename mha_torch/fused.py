@@ -19,7 +19,7 @@ from mha_torch import stages
 from mha_torch.arrays import values_of
 from mha_torch.masks import Masking
 from mha_torch.not_finite import emptied, not_finite, sees_any, spoilt
-from mha_torch.stages import Dropout, check_attention, score_scale
+from mha_torch.stages import Dropout, check_attention
 
 
 def scaled_dot_product_attention(
@@ -80,7 +80,8 @@ def attend(
 ) -> Float[Tensor, "B N T H"]:
     """`scaled_dot_product_attention` as the layers call it: the context."""
     check_attention(query, key, value, masking)
-    rate, scale = as_rate("dropout", dropout.rate), score_scale(query, spec)
+    rate = as_rate("dropout", dropout.rate)
+    scale = None if spec is None else spec.scale  # without one PyTorch takes 1 / sqrt(H)
     if _is_forward_mode():
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
     if query.device.type == "cpu" and not torch.compiler.is_compiling():  # where looking costs little
@@ -109,7 +110,7 @@ def _is_sound(context: Tensor) -> bool:
     return known is not None and known > 0.0 and largest.item() < torch.inf
 
 
-def _are_moderate(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> bool:
+def _are_moderate(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None) -> bool:
     """Whether all is finite, and every score too; no if not known."""
     dtype = torch.promote_types(query.dtype, torch.float32)  # float64 would be read 20 times as slowly
     sizes = [values_of(torch.linalg.vector_norm(x.detach(), dtype=dtype)) for x in (query, key, value)]
@@ -117,11 +118,13 @@ def _are_moderate(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
         sizes.append(values_of(bias.detach().amax()))  # -inf hides a key
     if any(size is None for size in sizes):
         return False
-    return all(bound < torch.finfo(torch.float32).max for bound in (sizes[0] * sizes[1] * max(scale, 1.0), *sizes[2:]))
+    return all(
+        bound < torch.finfo(torch.float32).max for bound in (sizes[0] * sizes[1] * max(scale or 1.0, 1.0), *sizes[2:])
+    )
 
 
 def _attend_not_finite(
-    query: Tensor, key: Tensor, value: Tensor, masking: Masking, dropout: float, scale: float
+    query: Tensor, key: Tensor, value: Tensor, masking: Masking, dropout: float, scale: float | None
 ) -> Tensor:
     """The same of anything: what is not finite is 0 to the kernel, and the rows that see it are NaN afterwards."""
     if query.numel() == 0 or key.numel() == 0:
@@ -141,12 +144,14 @@ def _attend_not_finite(
     # Where every score of a row overflows to -inf, the kernel gives 0.
     sizes = [torch.linalg.vector_norm(x.detach().double(), dim=-1, keepdim=True) for x in (query, key)]
     bound = sizes[0] * sizes[1].amax(dim=2, keepdim=True).repeat_interleave(num_groups, dim=1)
-    may_overflow = bound * max(scale, 1.0) > torch.finfo(torch.float32).max
+    may_overflow = bound * max(scale or 1.0, 1.0) > torch.finfo(torch.float32).max
     wrong_rows = wrong_rows | (may_overflow & (context == 0).all(dim=-1, keepdim=True))
     return spoilt(context, wrong_rows & sees_any(torch.ones_like(wrong_keys), seq_len_q, hidden))
 
 
-def _attend_hidden(query: Tensor, key: Tensor, value: Tensor, masking: Masking, dropout: float, scale: float) -> Tensor:
+def _attend_hidden(
+    query: Tensor, key: Tensor, value: Tensor, masking: Masking, dropout: float, scale: float | None
+) -> Tensor:
     """The kernel with the cheapest form of what is hidden."""
     bias, is_causal, lengths = masking.bias, masking.is_causal, masking.key_padding_lengths
     if masking.mask is None and bias is None:
@@ -181,7 +186,7 @@ def _attend(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     dropout: float,
-    scale: float,
+    scale: float | None,
 ) -> Tensor:
     return F.scaled_dot_product_attention(
         query,
@@ -196,7 +201,14 @@ def _attend(
 
 
 def _attend_by_sequence(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], *, is_causal: bool, dropout: float, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    *,
+    is_causal: bool,
+    dropout: float,
+    scale: float | None,
 ) -> Tensor:
     """Each sequence over its real keys alone: without a mask, and without the work that padding would be."""
     contexts = [
