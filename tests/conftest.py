@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -88,6 +88,6 @@ def let_need(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     """Called with the names of a backend and of the one package that it needs from then on."""
 
     def let_need(name: str, package: str) -> None:
-        monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], needs=(package,)))
+        monkeypatch.setitem(BACKENDS, name, BACKENDS[name]._replace(needs=(package,)))
 
     return let_need

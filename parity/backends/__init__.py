@@ -7,17 +7,15 @@ case. None is imported before it is asked for.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 if TYPE_CHECKING:
     from parity.backends.port import Port
 
 
-@dataclass(frozen=True)
-class Backend:
+class Backend(NamedTuple):  # a dataclass would cost every --help a tenth of its time
     """What is known of a backend before it is imported.
 
     Attributes:
@@ -37,7 +35,7 @@ class Backend:
     arrays: str
     paths: tuple[str, ...] = ("module", "fused")
     has_all_mistakes: bool = True
-    wheels: Mapping[str, str] = field(default_factory=dict)
+    wheels: Mapping[str, str] = MappingProxyType({})
     why_no_cache_files: str = ""
 
 
@@ -67,8 +65,10 @@ def why_missing(name: str) -> str | None:
     """
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {list(BACKENDS)}, got backend={name!r}")
+    from importlib.util import find_spec
+
     backend = BACKENDS[name]
-    missing = [package for package in (*backend.needs, backend.sibling) if importlib.util.find_spec(package) is None]
+    missing = [package for package in (*backend.needs, backend.sibling) if find_spec(package) is None]
     if not missing:
         return None
     wheels = (f"; it has wheels for {backend.wheels[package]}" for package in missing if package in backend.wheels)
