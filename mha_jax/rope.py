@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from mha_jax.arrays import check_array, check_floating
 from mha_jax.compiled import compiled
 from mha_spec import Rope
+from mha_spec.rope import check_rope
 
 
 def apply_rope(
@@ -23,13 +24,14 @@ def apply_rope(
         The rotated features, in the shape and dtype of x.
 
     Raises:
-        TypeError: if x is not floating point or positions are not integers.
+        TypeError: if x is not floating point, positions are not integers, or rope is not a `Rope`.
         ValueError: if head_dim is odd or the positions do not fit.
 
     Source: RoFormer, arXiv:2104.09864; half-split pairs as in GPT-NeoX.
     """
     check_floating("x", x, rank=4)
     check_positions(positions, x.shape[0], x.shape[2])
+    check_rope(rope)
     return _apply_rope(x, positions, rope.frequencies(x.shape[-1]))
 
 

@@ -18,6 +18,7 @@ from mha_jax.not_finite import emptied, not_finite, sees_any, spoilt
 from mha_jax.rope import apply_rope, at_least_float32
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec
+from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups
 
 
@@ -77,6 +78,7 @@ def project_qkv(
     Returns:
         q (B, N, T, H), k and v (B, K, S, H).
     """
+    check_spec(spec)
     if not spec.fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
     elif key is query and value is query:
@@ -164,6 +166,8 @@ def apply_dropout(
 
 def score_scale(query: Array, spec: AttentionSpec | None) -> float:
     """What the dot products of queries (B, N, T, H) are multiplied by."""
+    if spec is not None:
+        check_spec(spec)
     return query.shape[-1] ** -0.5 if spec is None else spec.score_scale
 
 

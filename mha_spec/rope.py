@@ -51,3 +51,13 @@ def check_rotated(head_dim: int) -> None:
     """Refuse heads that cannot be rotated in pairs."""
     if as_count("head_dim", head_dim) % 2:
         raise ValueError(f"head_dim must be even for RoPE, got head_dim={head_dim}")
+
+
+def check_rope(rope: object) -> None:
+    """Refuse what is not a `Rope`, as the base of its frequencies is not.
+
+    Raises:
+        TypeError: if it is not one.
+    """
+    if not isinstance(rope, Rope):
+        raise TypeError(f"rope must be a Rope, got rope={rope!r}")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from mha_spec import AttentionSpec
+from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate
 from mha_torch import stages
 from mha_torch.arrays import values_of
@@ -81,6 +82,8 @@ def attend(
     """`scaled_dot_product_attention` as the layers call it: the context."""
     check_attention(query, key, value, masking)
     rate = as_rate("dropout", dropout.rate)
+    if spec is not None:
+        check_spec(spec)
     scale = None if spec is None else spec.scale  # without one PyTorch takes 1 / sqrt(H)
     if _is_forward_mode():
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]

@@ -5,6 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mha_spec import Rope
+from mha_spec.rope import check_rope
 from mha_torch.arrays import check_array, check_floating
 
 
@@ -22,13 +23,14 @@ def apply_rope(
         The rotated features, in the shape and dtype of x.
 
     Raises:
-        TypeError: if x is not floating point or positions are not integers.
+        TypeError: if x is not floating point, positions are not integers, or rope is not a `Rope`.
         ValueError: if head_dim is odd or the positions do not fit.
 
     Source: RoFormer, arXiv:2104.09864; half-split pairs as in GPT-NeoX.
     """
     check_floating("x", x, rank=4)
     check_positions(positions, x.shape[0], x.shape[2])
+    check_rope(rope)
     first, second = at_least_float32(x).chunk(2, dim=-1)
     frequencies = torch.as_tensor(rope.frequencies(int(x.shape[-1])), dtype=first.dtype, device=x.device)
     angles = positions[:, None, :, None].to(first.dtype) * frequencies  # (B or 1, 1, T, H/2)

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mha_spec import AttentionSpec
+from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate
 from mha_torch.arrays import (
     check_array,
@@ -84,6 +85,7 @@ def project_qkv(
     Returns:
         q (B, N, T, H), k and v (B, K, S, H).
     """
+    check_spec(spec)
     if not spec.fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
     elif key is query and value is query:
@@ -168,6 +170,8 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:
     """What the dot products of queries (B, N, T, H) are multiplied by."""
+    if spec is not None:
+        check_spec(spec)
     return query.shape[-1] ** -0.5 if spec is None else spec.score_scale
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from ttnn import Tensor
 
 from mha_spec import Rope
+from mha_spec.rope import check_rope
 from mha_tt.arrays import check_floating, check_head_dim
 from mha_tt.device import as_dtype, head_slots, padded_head_dim, upload
 
@@ -33,13 +34,14 @@ def apply_rope(
         The rotated features, in the shape and dtype of x.
 
     Raises:
-        TypeError: if x is not floating point or positions are not integers.
+        TypeError: if x is not floating point, positions are not integers, or rope is not a `Rope`.
         ValueError: if head_dim is odd or the positions do not fit.
 
     Source: RoFormer, arXiv:2104.09864; half-split pairs as in GPT-NeoX.
     """
     check_floating("x", x, rank=4)
     check_positions(positions, x.shape[0], x.shape[2])
+    check_rope(rope)
     if 0 in (x.shape[0], x.shape[2]):
         rope.frequencies(head_dim or x.shape[3])  # which refuses what cannot be rotated
         return x

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec
+from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups
 from mha_tt.arrays import check_broadcasts, check_count, check_floating, check_head_dim
 from mha_tt.device import TILE, TILE_NBYTES, accurate_config, as_dtype, round_up, upload, zeros
@@ -95,6 +96,7 @@ def project_qkv(
     Returns:
         q (B, N, T, H), k and v (B, K, S, H).
     """
+    check_spec(spec)
     if spec.rope is not None and positions is not None:
         check_positions(positions, query.shape[0], query.shape[1])
     if not spec.fused_qkv:
@@ -215,6 +217,8 @@ def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:
     Raises:
         ValueError: if the specification is of wider heads.
     """
+    if spec is not None:
+        check_spec(spec)
     if spec is None:
         return query.shape[-1] ** -0.5
     check_head_dim(spec.head_dim, query.shape[-1])

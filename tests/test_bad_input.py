@@ -244,6 +244,14 @@ STAGES = {
         ValueError,
         "num_heads=3",
     ),
+    "project_qkv spec": (
+        "project_qkv",
+        (lambda sibling: lambda name, x: x, ones(2, 3, 8), ones(2, 3, 8), ones(2, 3, 8), 2),
+        {},
+        TypeError,
+        "spec must be an AttentionSpec, got spec=2",
+    ),
+    "scores spec": ("attention_scores", (HEADS, HEADS, None, 2), {}, TypeError, "spec must be an AttentionSpec, got"),
 }  # RoPE refuses in test_rope.py
 
 
@@ -295,6 +303,7 @@ DOT_PRODUCTS = {
     "dropout negative": ({"dropout": -0.5}, ValueError, "dropout must be at least 0 and below 1"),
     "dropout text": ({"dropout": "0.5"}, TypeError, "dropout must be a number, got dropout='0.5'"),
     "dropout False": ({"dropout": False}, TypeError, "dropout must be a number, got dropout=False"),
+    "spec": ({"spec": 2}, TypeError, "spec must be an AttentionSpec, got spec=2"),
 }
 KEEPS = {
     "float keep": ({"dropout": 0.5, "dropout_keep": HEADS}, TypeError, "keep must be boolean"),

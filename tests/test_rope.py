@@ -192,6 +192,12 @@ def test_rotation_refuses(sibling, name):
         rotated(sibling, x, positions, theta)
 
 
+def test_rotation_refuses_a_number_for_a_rope(sibling):
+    x = sibling.array(np.ones((1, 1, 1, 4), np.float32))
+    with pytest.raises(TypeError, match=r"^rope must be a Rope, got rope=10000\.0"):
+        sibling.package.apply_rope(x, sibling.array([[0]]), 10000.0)
+
+
 @pytest.mark.parametrize(("head_dim", "error"), [(3, ValueError), (0, ValueError), (4.0, TypeError)])
 def test_frequencies_refuse(head_dim, error):
     with pytest.raises(error, match="head_dim must be"):

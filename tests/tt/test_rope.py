@@ -215,6 +215,12 @@ def test_rotation_refuses_a_list_of_positions(device):
         mha_tt.apply_rope(x, [[0]], parity.Rope())
 
 
+def test_rotation_refuses_a_number_for_a_rope(device):
+    x = mha_tt.upload(np.ones((1, 1, 1, 32), np.float32), device=device)
+    with pytest.raises(TypeError, match=r"^rope must be a Rope, got rope=10000\.0"):
+        mha_tt.apply_rope(x, np.array([[0]]), 10000.0)
+
+
 @pytest.mark.parametrize(
     ("head_dim", "message"), [(10, "head_dim must be at most the 8 features of a head"), (0, "must be at least 1")]
 )
