@@ -88,9 +88,9 @@ def uploads(device: ttnn.MeshDevice) -> Iterator[list[np.ndarray]]:
     def note(tensor: ttnn.Tensor, array: np.ndarray, pad_value: float) -> None:
         made.append(array)
 
-    devices._observers.append(note)
+    devices.observers.append(note)
     yield made
-    devices._observers.remove(note)
+    devices.observers.remove(note)
 
 
 @pytest.fixture

@@ -722,7 +722,7 @@ def test_step_uploads_positions_only(device, uploads, calls, monkeypatch, name):
     uploads.clear()
     calls.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(devices, "_readers", [lambda tensor: pytest.fail("a tensor was read back")])
+        patch.setattr(devices, "readers", [lambda tensor: pytest.fail("a tensor was read back")])
         module(x, cache)
     assert [array.shape for array in uploads] == expected
     assert {"ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"} & {call.name for call in calls} == set()

@@ -783,7 +783,7 @@ def no_downloads(device, monkeypatch):
         pytest.fail("a tensor was read back")
 
     with monkeypatch.context() as patch:
-        patch.setattr(devices, "_readers", [refuse])
+        patch.setattr(devices, "readers", [refuse])
         yield
 
 
