@@ -166,9 +166,10 @@ def apply_dropout(
 
 def score_scale(query: Array, spec: AttentionSpec | None) -> float:
     """What the dot products of queries (B, N, T, H) are multiplied by."""
-    if spec is not None:
-        check_spec(spec)
-    return query.shape[-1] ** -0.5 if spec is None else spec.score_scale
+    if spec is None:
+        return query.shape[-1] ** -0.5
+    check_spec(spec)
+    return spec.score_scale
 
 
 def _unpack_qkv(packed: Array, spec: AttentionSpec) -> list[Array]:
@@ -293,7 +294,7 @@ def check_attention(query: Array, key: Array, value: Array, masking: Masking) ->
             raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
     if key.shape != value.shape:
         raise ValueError(f"value must have the shape of key, got {value.shape} and {key.shape}")
-    check_scored(query, key, masking.bias)
+    check_scored(query, key, None)  # the masking checks its bias
     masking.check((*query.shape[:3], key.shape[2]), query)
 
 

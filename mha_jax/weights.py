@@ -48,11 +48,7 @@ def check_weights(weights: Mapping[str, Mapping[str, Array]], spec: AttentionSpe
     if flat:
         raise TypeError(f"weights must map each projection to its kernel and bias, got arrays for {flat}")
     held = {f"{name}.{leaf}": array for name, leaves in weights.items() for leaf, array in leaves.items()}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, projection in spec.projections.items():
-        shapes[f"{name}.kernel"] = (projection.d_in, projection.d_out)
-        if projection.has_bias:
-            shapes[f"{name}.bias"] = (projection.d_out,)
+    shapes = {name.replace("weight", "kernel"): shape[::-1] for name, shape in spec.held_shapes.items()}
     missing, unexpected = sorted(shapes.keys() - held.keys()), sorted(held.keys() - shapes.keys())
     if missing or unexpected:
         raise ValueError(f"weights must have exactly the names of the spec, missing {missing}, unexpected {unexpected}")

@@ -149,20 +149,21 @@ class AttentionSpec:
         if self.fused_qkv:
             widths = tuple(projection.d_out for projection in held.values())
             held = {"qkv_proj": Projection(widths, self.d_in, self.qkv_bias)}
-        if self.out_proj:
-            held["out_proj"] = Projection((self.d_model,), self.q_width, self.out_bias)
-        return held
+        return {**held, **self._out_projection}
+
+    @property
+    def _out_projection(self) -> dict[str, Projection]:
+        return {"out_proj": Projection((self.d_model,), self.q_width, self.out_bias)} if self.out_proj else {}
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """The canonical weights by name and shape, (out, in) and (out,), whether q, k and v are held as one or not."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        out_proj = {name: held for name, held in self.projections.items() if name == "out_proj"}
-        for name, projection in {**self.qkv_projections, **out_proj}.items():
-            shapes[f"{name}.weight"] = (projection.d_out, projection.d_in)
-            if projection.has_bias:
-                shapes[f"{name}.bias"] = (projection.d_out,)
-        return shapes
+        return _shapes_of({**self.qkv_projections, **self._out_projection})
+
+    @property
+    def held_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The weights of the projections that the layer holds by name and shape, (out, in) and (out,)."""
+        return _shapes_of(self.projections)
 
     def cache_nbytes(self, batch_size: int, capacity: int, dtype: np.dtype, *, num_layers: int = 1) -> int:
         """Bytes of the keys and values in all slots of all layers; the siblings' `kv_cache_nbytes`."""
@@ -201,6 +202,15 @@ def check_spec(spec: object, *, is_self_attention: bool = False) -> None:
         raise TypeError(f"spec must be an AttentionSpec, got spec={spec!r}")
     if is_self_attention and spec.d_kv != spec.d_in:
         raise ValueError(f"d_kv must equal d_in in self-attention, got d_kv={spec.d_kv} and d_in={spec.d_in}")
+
+
+def _shapes_of(projections: dict[str, Projection]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, projection in projections.items():
+        shapes[f"{name}.weight"] = (projection.d_out, projection.d_in)
+        if projection.has_bias:
+            shapes[f"{name}.bias"] = (projection.d_out,)
+    return shapes
 
 
 def _from_fields(what: str, kind: type[Record], values: object) -> Record:

@@ -170,9 +170,10 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:
     """What the dot products of queries (B, N, T, H) are multiplied by."""
-    if spec is not None:
-        check_spec(spec)
-    return query.shape[-1] ** -0.5 if spec is None else spec.score_scale
+    if spec is None:
+        return query.shape[-1] ** -0.5
+    check_spec(spec)
+    return spec.score_scale
 
 
 def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> list[Tensor]:
@@ -282,7 +283,7 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, masking: Masking)
         check_device(name, x, query.device, "query")
     if key.shape != value.shape:
         raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
-    check_scored(query, key, masking.bias)
+    check_scored(query, key, None)  # the masking checks its bias
     masking.check((*query.shape[:3], key.shape[2]), query)
 
 

@@ -35,11 +35,7 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     check_spec(spec)
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights must be a mapping of names to tensors, got {type(weights).__name__}")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, projection in spec.projections.items():
-        shapes[f"{name}.weight"] = (projection.d_out, projection.d_in)
-        if projection.has_bias:
-            shapes[f"{name}.bias"] = (projection.d_out,)
+    shapes = spec.held_shapes
     missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
     if missing or unexpected:
         raise ValueError(f"weights must have exactly the names of the spec, missing {missing}, unexpected {unexpected}")

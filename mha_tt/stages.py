@@ -217,10 +217,9 @@ def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:
     Raises:
         ValueError: if the specification is of wider heads.
     """
-    if spec is not None:
-        check_spec(spec)
     if spec is None:
         return query.shape[-1] ** -0.5
+    check_spec(spec)
     check_head_dim(spec.head_dim, query.shape[-1])
     return spec.score_scale
 
@@ -362,7 +361,7 @@ def check_attention(
             raise TypeError(f"{name} must be float32 if query is, got {name}.dtype={x.dtype} and {query.dtype}")
     if tuple(key.shape) != tuple(value.shape):
         raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
-    check_scored(query, key, masking.bias)
+    check_scored(query, key, None)  # the masking checks its bias
     masking.check((*tuple(query.shape)[:3], key.shape[2]))
 
 

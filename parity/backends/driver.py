@@ -56,22 +56,20 @@ class _Layer:
             name: port.beside(x) if name in ("mask", "bias") else port.from_numpy(x)
             for name, x in problem.inputs.items()
         }
-        sibling, spec, weights = port.SIBLING, problem.spec, self.filled.weights
-        self.sibling = sibling
+        self.sibling = sibling = port.SIBLING
+        spec = problem.spec
         # The sibling's functions are looked up when a stage runs, since one may have been replaced.
-        self.project = port.jit(
-            lambda query, key, positions: sibling.project_qkv(
-                sibling.project_with(weights), query, key, key, spec, positions
-            )
-        )
-        self.project_self = port.jit(
-            lambda x, positions: sibling.project_qkv(sibling.project_with(weights), x, x, x, spec, positions)
-        )
+        self.project = port.jit(self._project)
         self.score = port.jit(lambda q, k, bias: sibling.attention_scores(q, k, bias, spec))
         self.soften = port.jit(lambda scores, mask: sibling.masked_softmax(scores, mask))
         self.weigh = port.jit(lambda attn_weights, v: sibling.attention_context(attn_weights, v))
         self.combine = port.jit(self._combine)
         self.append = port.jit(lambda cache, k, v, n: sibling.append_to_cache(cache, k, v, new_lengths=n))
+
+    def _project(self, query: Any, key: Any, positions: Any) -> tuple[Any, Any, Any]:
+        key = query if key is None else key  # the same array, of which one product gives all three
+        project = self.sibling.project_with(self.filled.weights)
+        return self.sibling.project_qkv(project, query, key, key, self.spec, positions)
 
     def _combine(self, context: Any) -> Any:
         output = self.sibling.combine_heads(context)
@@ -103,9 +101,7 @@ class _Layer:
         return self.port.beside(self.hidden()) if self.case.has_mask else None
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        if "key" not in self.inputs:
-            return self.heads(self.project_self(self.inputs["query"], None))
-        return self.heads(self.project(self.inputs["query"], self.inputs["key"], None))
+        return self.heads(self.project(self.inputs["query"], self.inputs.get("key"), None))
 
     def heads(self, qkv: tuple[Any, Any, Any]) -> dict[str, np.ndarray]:
         return {name: self.shapes.heads_to_numpy(x) for name, x in zip("qkv", qkv, strict=True)}
@@ -160,8 +156,8 @@ class _Call:
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
         positions = self.before[:, None] + np.arange(self.case.chunks[self.index], dtype=np.int32)
-        has_rope = self.case.spec.rope is not None
-        return self.layer.heads(self.layer.project_self(self.x, self.port.beside(positions) if has_rope else None))
+        positions = self.port.beside(positions) if self.case.spec.rope is not None else None
+        return self.layer.heads(self.layer.project(self.x, None, positions))
 
     def cache(self, values: Values) -> dict[str, np.ndarray]:
         k, v = (self.shapes.heads_from_numpy(values[name]) for name in "kv")

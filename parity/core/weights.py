@@ -113,9 +113,7 @@ def check_held(names: Iterable[str], spec: AttentionSpec) -> None:
     Raises:
         ValueError: if names are missing or unexpected.
     """
-    wanted = {f"{name}.weight" for name in spec.projections}
-    wanted |= {f"{name}.bias" for name, projection in spec.projections.items() if projection.has_bias}
-    held = set(names)
+    wanted, held = set(spec.held_shapes), set(names)
     missing, unexpected = sorted(wanted - held), sorted(held - wanted)
     if missing or unexpected:
         wrapped = "; a projection that is wrapped, as by LoRA, must be merged first" if missing and unexpected else ""
