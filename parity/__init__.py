@@ -81,25 +81,26 @@ __all__ = [
 # The names are imported when they are first asked for: `mha-parity --help`, and every pytest run where this package is
 # installed, import `parity` and need nothing of it.
 _MODULES = {
-    "core.arrays": ["to_jax", "to_numpy", "to_torch"],
-    "testing.assertion": ["assert_parity"],
-    "backends.caches": ["load_cache", "save_cache"],
-    "core.compare": ["Comparison", "first_difference"],
-    "conformance.answers": ["Conformance"],
-    "conformance.examine": ["examine"],
-    "conversion.convert": ["convert", "convert_file", "load"],
-    "diagnosis.diagnose": ["Diagnosis", "diagnose"],
-    "foreign": ["load_into", "save", "spec_of", "weights_of"],
-    "conversion.layouts": ["LAYOUTS", "Layout"],
-    "conversion.not_carried": ["NotCarriedWarning"],
-    "backends.numerics": ["numerics_lock"],
-    "core.problem": ["Problem", "make_problem"],
-    "running.report": ["Report"],
-    "running.run": ["run_cases"],
-    "core.cases": ["CASES", "AttentionSpec", "Case", "Rope", "random_case"],
-    "core.stages": ["STAGES"],
-    "conversion.verify": ["verify"],
-    "core.weights": [
+    "mha_spec": ["AttentionSpec", "Rope"],
+    "parity.core.arrays": ["to_jax", "to_numpy", "to_torch"],
+    "parity.testing.assertion": ["assert_parity"],
+    "parity.backends.caches": ["load_cache", "save_cache"],
+    "parity.core.compare": ["Comparison", "first_difference"],
+    "parity.conformance.answers": ["Conformance"],
+    "parity.conformance.examine": ["examine"],
+    "parity.conversion.convert": ["convert", "convert_file", "load"],
+    "parity.diagnosis.diagnose": ["Diagnosis", "diagnose"],
+    "parity.foreign": ["load_into", "save", "spec_of", "weights_of"],
+    "parity.conversion.layouts": ["LAYOUTS", "Layout"],
+    "parity.conversion.not_carried": ["NotCarriedWarning"],
+    "parity.backends.numerics": ["numerics_lock"],
+    "parity.core.problem": ["Problem", "make_problem"],
+    "parity.running.report": ["Report"],
+    "parity.running.run": ["run_cases"],
+    "parity.core.cases": ["CASES", "Case", "random_case"],
+    "parity.core.stages": ["STAGES"],
+    "parity.conversion.verify": ["verify"],
+    "parity.core.weights": [
         "check_weights",
         "load_tensors",
         "load_weights",
@@ -115,7 +116,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

@@ -1,9 +1,4 @@
-"""The specification itself: attention in NumPy, written straight from the formulas, in float64.
-
-It shares no code with the siblings. The same lines run in float32, bfloat16 and float16, with sums in float32, and in
-the arithmetic of the hardware: that is the same-precision reference, whose error against float64 says how much rounding
-a correct implementation may show.
-"""
+"""Attention stage by stage, straight from the formulas: each method is a step that a known mistake may replace."""
 
 from __future__ import annotations
 
@@ -12,91 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from parity.core.problem import Problem
+from parity.core.reference.arithmetic import Arithmetic
 from parity.core.stages import PATHS, Step, Values, steps_of
-from parity.core.weights import dtype_named
-
-MANTISSA = {"ieee": 23, "tensix": 10, "tf32": 10, "bfloat16": 7, "lofi": 4}
-"""How many explicit bits of a float32 mantissa enter a matrix product, by kind of hardware and its settings."""
-
-ARITHMETICS = ("ieee", "tensix")
-"""How the hardware of a backend computes: as IEEE 754 says, or as Tenstorrent's matrix engine does, where float32
-enters as TF32, also in the softmax. The others of `MANTISSA` are products that somebody let lose more than they should.
-"""
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """How numbers are kept and how they are summed: `dtype` in memory, `wide` inside a stage, `kind` of hardware."""
-
-    dtype: np.dtype
-    kind: str = "ieee"
-
-    def __post_init__(self) -> None:
-        if self.kind not in MANTISSA:
-            raise ValueError(f"arithmetic must be one of {list(MANTISSA)}, got arithmetic={self.kind!r}")
-
-    @property
-    def wide(self) -> np.dtype:
-        """float64 for float64, float32 for everything narrower."""
-        return np.promote_types(np.float32, self.dtype) if self.dtype.kind == "f" else np.dtype(np.float32)
-
-    def widen(self, x: np.ndarray) -> np.ndarray:
-        """x for a sum, after it was kept in memory."""
-        return x.astype(self.dtype).astype(self.wide)
-
-    def keep(self, x: np.ndarray) -> np.ndarray:
-        """x, rounded as it is kept in memory."""
-        return x.astype(self.dtype)
-
-    def enter(self, x: np.ndarray) -> np.ndarray:
-        """x, wide, as it enters a matrix product: whole, or with some of its mantissa bits, the rest cut off."""
-        lost = 23 - MANTISSA[self.kind]
-        return (x.astype(np.float32).view(np.uint32) >> lost << lost).view(np.float32) if lost else x
-
-    def matmul(self, a: np.ndarray, b: np.ndarray, start: np.ndarray | float = 0.0) -> np.ndarray:
-        """The product of wide matrices, (…, m, k) and (…, k, n), added to `start` one term after the other.
-
-        An implementation may sum in any order. This is the plainest, and of the common ones the one with the largest
-        error (matrix libraries begin with the bias, too): a cleverer order here would ask every implementation to be as
-        clever. float64 may take any.
-        """
-        if self.wide == np.float64:
-            return a @ b + start
-        a, b = self.enter(a), self.enter(b)
-        total = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), self.wide)
-        total += start
-        term = np.empty_like(total)
-        for k in range(a.shape[-1]):
-            np.multiply(a[..., :, k, None], b[..., None, k, :], out=term)
-            total += term
-        return total
-
-
-def steps(problem: Problem, dtype: str, arithmetic: str = "ieee") -> list[Step]:
-    """The stages of a problem as functions, in the order of the data flow, computed in a dtype and an arithmetic."""
-    return Layer(problem, Arithmetic(dtype_named(dtype), arithmetic)).steps()
-
-
-def gradients(problem: Problem, dtype: str, *, fused: bool = False) -> dict[str, np.ndarray]:
-    """Gradients of sum(output * cotangent) by the chain rule: `grad.query`, `grad.q_proj.weight`, …
-
-    Args:
-        problem: what to differentiate.
-        dtype: what to compute in.
-        fused: recompute the scores, summed in another order, and from them the attention weights as exp(score - log sum
-            exp), as fused kernels do because they never store them. In float64 that is the same. In float32 the two
-            roundings of a score no longer cancel: where logits reach 70 000 a weight of 1 becomes 1 +- 0.02.
-    """
-    return Layer(problem, Arithmetic(dtype_named(dtype))).backward(fused=fused)
-
-
-def gradient_magnitudes(problem: Problem) -> dict[str, np.ndarray]:
-    """The gradients with every term of every sum and difference taken as positive.
-
-    Rounding is relative to these, not to the gradients: the gradient of a key's bias, for one, is 0 whatever the input,
-    because its terms cancel, and what an implementation gives in its place is the rounding of those terms.
-    """
-    return Layer(problem, Arithmetic(np.dtype(np.float64))).backward(fused=False, magnitude=True)
 
 
 @dataclass(frozen=True)
@@ -279,88 +191,6 @@ class Layer:
         """Key/value heads (B, K, S, H), each repeated for its query heads: head n // (N // K) for head n."""
         spec = self.problem.spec
         return x[:, np.arange(spec.num_heads) // (spec.num_heads // spec.num_kv_heads)]
-
-    def per_kv_head(self, x: np.ndarray) -> np.ndarray:
-        """Gradients of `per_query_head`: those of a group's query heads, summed."""
-        batch, _, seq_len, head_dim = x.shape
-        return x.reshape(batch, self.problem.spec.num_kv_heads, -1, seq_len, head_dim).sum(axis=2)
-
-    # ---- Backward ----------------------------------------------------------------------------------------------------
-
-    def backward(self, *, fused: bool, magnitude: bool = False) -> dict[str, np.ndarray]:
-        spec, inputs, a = self.problem.spec, self.problem.inputs, self.arithmetic
-        values = self.forward()
-        if magnitude:
-            values = {name: np.abs(value) for name, value in values.items()}
-            inputs = {name: np.abs(value) for name, value in inputs.items()}
-        query = self.without_bad_tokens(inputs["query"])
-        key = self.without_bad_tokens(inputs["key"]) if "key" in inputs else query
-        batch, seq_len, _ = query.shape
-        grads: dict[str, np.ndarray] = {}
-
-        d_output = inputs["cotangent"]
-        if spec.out_proj:
-            combined = values["context"].swapaxes(1, 2).reshape(batch, seq_len, -1)
-            d_output = self.linear_backward("out_proj", combined, d_output, grads, magnitude)
-        d_context = a.widen(d_output).reshape(batch, seq_len, spec.num_heads, -1).swapaxes(1, 2)
-
-        q, k, v = (self.without_bad_tokens(a.widen(values[name])) for name in "qkv")
-        d_attn_weights = a.matmul(d_context, self.per_query_head(v).swapaxes(2, 3))
-        if fused:
-            attn_weights = self.recomputed_attn_weights(values)
-            weighed = (d_context * a.widen(values["context"])).sum(axis=-1, keepdims=True)
-        else:
-            attn_weights, d_attn_weights = a.widen(values["attn_weights"]), a.widen(d_attn_weights)
-            weighed = (attn_weights * d_attn_weights).sum(axis=-1, keepdims=True)
-        d_v = self.per_kv_head(a.matmul(attn_weights.swapaxes(2, 3), d_context))
-        difference = d_attn_weights + weighed if magnitude else d_attn_weights - weighed
-        d_scores = attn_weights * difference  # a masked weight is 0, and so is what it passes on
-        if "bias" in inputs:
-            grads["grad.bias"] = a.keep(d_scores)
-        scale = a.wide.type(self.scale())
-        d_q = a.matmul(d_scores, self.per_query_head(k)) / scale
-        d_k = self.per_kv_head(a.matmul(d_scores.swapaxes(2, 3), q) / scale)
-
-        d_inputs = {"query": np.zeros(query.shape, a.wide), "key": np.zeros(key.shape, a.wide)}
-        positions = np.arange(seq_len)[None]
-        for name, x, side, d_heads in (("q", query, "query", d_q), ("k", key, "key", d_k), ("v", key, "key", d_v)):
-            d_heads = a.keep(d_heads)
-            if spec.rope is not None and name != "v" and not magnitude:
-                d_heads = self.rotate(d_heads, positions, direction=-1)
-            d_projected = d_heads.swapaxes(1, 2).reshape(batch, x.shape[1], -1)
-            d_inputs[side] += a.widen(self.linear_backward(f"{name}_proj", x, d_projected, grads, magnitude))
-        if "key" in inputs:
-            grads["grad.key"] = a.keep(d_inputs["key"])
-        else:
-            d_inputs["query"] += d_inputs["key"]
-        grads["grad.query"] = a.keep(d_inputs["query"])
-        return grads
-
-    def without_bad_tokens(self, x: np.ndarray) -> np.ndarray:
-        """x, and 0 for a token that is not finite: hidden, it passes nothing on. Visible, it has made rows of the
-        attention weights NaN, and through them all gradients."""
-        return np.where(np.isfinite(x).all(axis=-1, keepdims=True), x, np.zeros_like(x))
-
-    def recomputed_attn_weights(self, values: Values) -> np.ndarray:
-        """exp(score - log sum exp), the score summed again from its last feature to its first."""
-        shown = np.where(values["mask"], -np.inf, values["scores"])
-        highest = shown.max(axis=-1, keepdims=True, initial=-np.inf)
-        highest = np.where(np.isfinite(highest), highest, 0.0).astype(shown.dtype)
-        total = np.exp(shown - highest).sum(axis=-1, keepdims=True)
-        log_sum_exp = highest + np.log(np.where(total == 0.0, 1.0, total)).astype(shown.dtype)
-        again = self.scores({name: values[name][..., ::-1] for name in "qk"})["scores"]
-        return np.exp(np.where(values["mask"], -np.inf, again) - log_sum_exp)
-
-    def linear_backward(
-        self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray], magnitude: bool
-    ) -> np.ndarray:
-        a = self.arithmetic
-        flat_x, flat_d_y = (a.widen(array).reshape(-1, array.shape[-1]) for array in (x, d_y))
-        grads[f"grad.{name}.weight"] = a.keep(a.matmul(flat_d_y.T, flat_x))
-        if f"{name}.bias" in self.problem.weights:
-            grads[f"grad.{name}.bias"] = a.keep(flat_d_y.sum(axis=0))
-        weight = a.widen(self.problem.weights[f"{name}.weight"])
-        return a.keep(a.matmul(a.widen(d_y), np.abs(weight) if magnitude else weight))
 
 
 @dataclass(frozen=True)

@@ -1,99 +1,9 @@
-"""The cases: situations in which implementations must agree, written once."""
+"""The cases by what they are about, simple ones first."""
 
 from __future__ import annotations
 
-import difflib
-import re
-from dataclasses import dataclass
-from typing import Any, Literal
-
-import numpy as np
-
 from mha_spec import AttentionSpec, Rope
-
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""The dtypes that cases run in."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One situation in which implementations must agree: a layer and what it is applied to.
-
-    The arrays are drawn from the name (see `parity.core.problem`), so that every environment makes the same ones.
-
-    Attributes:
-        name: what the command line and the reports call it.
-        spec: the layer.
-        about: what goes wrong when this case fails.
-        batch: number of sequences, B.
-        seq_len: number of query tokens, T; of all steps together where there is a cache.
-        seq_len_k: number of key tokens, S; None for self-attention.
-        is_causal: hide every key after the query's own position.
-        key_padding_lengths: number of real keys of each sequence.
-        window_size: hide all but this many last keys.
-        random_mask: hide keys at random, other ones for each head, and one row of each sequence entirely.
-        bias: add a random bias to the scores.
-        gain: factor on the query and key projections; large ones make large logits.
-        strided: inputs that are not contiguous in memory.
-        not_finite: tokens that are NaN: `visible`, one in the middle of the last sequence, which every row that may see
-            it must show; or `hidden`, all padding, which no other row may show.
-        chunks: with a cache: how many tokens each call appends.
-        new_lengths: with a cache: how many of them are real, for each call and sequence.
-        capacity: with a cache: its number of slots.
-        trained: name of the trained layer that gives weights and inputs.
-        dtype: the only dtype that the case runs in, where it is about one.
-    """
-
-    name: str
-    spec: AttentionSpec
-    about: str
-    batch: int = 2
-    seq_len: int = 5
-    seq_len_k: int | None = None
-    is_causal: bool = False
-    key_padding_lengths: tuple[int, ...] | None = None
-    window_size: int | None = None
-    random_mask: bool = False
-    bias: bool = False
-    gain: float = 1.0
-    strided: bool = False
-    not_finite: Literal["visible", "hidden"] | None = None
-    chunks: tuple[int, ...] = ()
-    new_lengths: tuple[tuple[int, ...], ...] = ()
-    capacity: int = 0
-    trained: str | None = None
-    dtype: str | None = None
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether tokens come in steps, with a cache."""
-        return bool(self.chunks)
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether anything is hidden."""
-        return self.is_causal or self.random_mask or bool(self.key_padding_lengths or self.window_size)
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether gradients are compared: without a cache, and where no query is NaN, which makes all of them NaN."""
-        return not self.is_cached and (self.not_finite is None or self.seq_len_k is not None)
-
-    @property
-    def key_len(self) -> int:
-        """Number of keys, S."""
-        return self.seq_len if self.seq_len_k is None else self.seq_len_k
-
-    def lengths_before(self, step: int) -> tuple[int, ...]:
-        """Number of tokens each sequence has cached before the call of that index."""
-        return tuple(sum(self.added(i)[b] for i in range(step)) for b in range(self.batch))
-
-    def added(self, step: int) -> tuple[int, ...]:
-        """Number of real tokens that the call of that index appends to each sequence."""
-        return self.new_lengths[step] if self.new_lengths else (self.chunks[step],) * self.batch
-
-
-# ---- The cases -------------------------------------------------------------------------------------------------------
+from parity.core.cases.case import Case
 
 _MHA = AttentionSpec(32, 4)
 _GQA = AttentionSpec(32, 8, num_kv_heads=2)
@@ -107,7 +17,7 @@ _ANARCII = AttentionSpec(128, 4)
 _SMOLLM2 = AttentionSpec(576, 9, num_kv_heads=3, qkv_bias=False, out_bias=False, rope=Rope(100000.0))
 _RAGGED = ((4, 2, 0), (1, 1, 1), (0, 3, 2), (1, 1, 1))
 
-_MASKS = [
+MASKS = [
     Case("textbook", _TEXTBOOK, "a published example with known numbers", seq_len=6, is_causal=True),
     Case("full", _MHA, "every token sees every token"),
     Case("causal", _MHA, "no token sees a later one", is_causal=True),
@@ -123,7 +33,7 @@ _MASKS = [
 ]
 """What is hidden, and what is added to the scores."""
 
-_LAYERS = [
+LAYERS = [
     Case("cross", _CROSS, "keys of another width and length", seq_len=4, seq_len_k=7),
     Case("cross-padding", _CROSS, "keys of another width, padded", seq_len_k=7, key_padding_lengths=(2, 7)),
     Case("gqa", _GQA, "eight query heads share two key/value heads"),
@@ -146,7 +56,7 @@ _LAYERS = [
 ]
 """Other widths, heads, projections; another scale; rotary positions."""
 
-_SIZES = [
+SIZES = [
     Case("one-query", _CROSS, "a single query", seq_len=1, seq_len_k=6),
     Case("one-key", _MHA, "a single key", seq_len=4, seq_len_k=1),
     Case("one-token", _MHA, "a single token", seq_len=1, batch=1),
@@ -155,7 +65,7 @@ _SIZES = [
 ]
 """Few tokens, odd numbers, other strides."""
 
-_VALUES = [
+VALUES = [
     Case("large-logits", _MHA, "logits beyond 65504, the end of float16", seq_len=6, gain=2.0**18, is_causal=True),
     Case(
         "large-logits-float16",
@@ -192,7 +102,7 @@ _VALUES = [
 ]
 """Large logits, NaN, many features."""
 
-_CACHED = [
+CACHED = [
     Case("decode", _MHA, "a prompt, then token by token", seq_len=8, chunks=(5, 1, 1, 1), capacity=10),
     Case("chunked-prefill", _ROPE, "a prompt in pieces", seq_len=9, chunks=(4, 3, 2), capacity=9),
     Case(
@@ -237,7 +147,7 @@ _CACHED = [
 ]
 """Tokens that come in steps."""
 
-_TRAINED = [
+TRAINED = [
     Case(
         "trained-anarcii-self",
         _ANARCII,
@@ -292,71 +202,3 @@ _TRAINED = [
     ),
 ]
 """Layers that were trained, with inputs that they met."""
-
-
-def random_case(seed: int) -> Case:
-    """A case whose layer, sizes and mask are drawn at random: `random-0`, `random-1`, …"""
-    rng = np.random.default_rng([0x9A817, seed])
-
-    def choose(*options: Any) -> Any:
-        return options[rng.integers(len(options))]
-
-    num_kv_heads = choose(1, 2, 3)
-    head_dim = choose(2, 4, 8, 16, 32, 64)
-    is_cross = bool(choose(False, False, True))
-    batch, seq_len, seq_len_k = choose(1, 2, 3), int(rng.integers(1, 65)), int(rng.integers(1, 65))
-    key_len = seq_len_k if is_cross else seq_len
-    spec = AttentionSpec(
-        d_model=int(rng.integers(3, 65)),
-        num_heads=num_kv_heads * choose(1, 2, 4),
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        d_in=int(rng.integers(3, 65)),
-        d_kv=int(rng.integers(3, 65)) if is_cross else None,  # pyright: ignore[reportArgumentType]
-        qkv_bias=bool(choose(True, False)),
-        out_bias=bool(choose(True, False)),
-        out_proj=bool(choose(True, True, False)),
-        fused_qkv=bool(choose(True, False)) and not is_cross,
-        rope=None if is_cross else choose(None, Rope(10000.0), Rope(500000.0)),
-    )
-    return Case(
-        f"random-{seed}",
-        spec,
-        "a layer, sizes and a mask drawn at random",
-        batch=batch,
-        seq_len=seq_len,
-        seq_len_k=seq_len_k if is_cross else None,
-        is_causal=bool(choose(True, False)),
-        key_padding_lengths=choose(None, tuple(int(n) for n in rng.integers(0, key_len + 1, batch))),
-        random_mask=bool(choose(True, False, False)),
-        bias=bool(choose(True, False, False)),
-        gain=choose(1.0, 3.0, 12.0),
-    )
-
-
-_TABLES = (_MASKS, _LAYERS, _SIZES, _VALUES, _CACHED, [random_case(seed) for seed in range(6)], _TRAINED)
-
-CASES: dict[str, Case] = {case.name: case for table in _TABLES for case in table}
-"""The cases by name, simple ones first, trained layers last."""
-
-
-# ---- By their names --------------------------------------------------------------------------------------------------
-
-
-def find_case(name: str) -> Case | None:
-    """The case of that name: one of `CASES`, or `random-N` for any N."""
-    drawn = re.fullmatch(r"random-(\d{1,6})", name)
-    return CASES.get(name) or (random_case(int(drawn[1])) if drawn else None)
-
-
-def case_named(name: str) -> Case:
-    """The case of that name: one of `CASES`, or `random-N` for any N.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    case = find_case(name)
-    if case is None:
-        nearest = ", ".join(difflib.get_close_matches(name, CASES, n=3, cutoff=0.0))
-        raise ValueError(f"case must be one of parity.CASES or random-N, got case={name!r}; the nearest are {nearest}")
-    return case

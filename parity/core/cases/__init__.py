@@ -1,0 +1,36 @@
+"""The cases: situations in which implementations must agree, written once."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from parity.core.cases.case import DTYPES, Case
+from parity.core.cases.drawn import random_case
+from parity.core.cases.tables import CACHED, LAYERS, MASKS, SIZES, TRAINED, VALUES
+
+__all__ = ["CASES", "DTYPES", "Case", "case_named", "find_case", "random_case"]
+
+_TABLES = (MASKS, LAYERS, SIZES, VALUES, CACHED, [random_case(seed) for seed in range(6)], TRAINED)
+
+CASES: dict[str, Case] = {case.name: case for table in _TABLES for case in table}
+"""The cases by name, simple ones first, trained layers last."""
+
+
+def find_case(name: str) -> Case | None:
+    """The case of that name: one of `CASES`, or `random-N` for any N."""
+    drawn = re.fullmatch(r"random-(\d{1,6})", name)
+    return CASES.get(name) or (random_case(int(drawn[1])) if drawn else None)
+
+
+def case_named(name: str) -> Case:
+    """The case of that name: one of `CASES`, or `random-N` for any N.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    case = find_case(name)
+    if case is None:
+        nearest = ", ".join(difflib.get_close_matches(name, CASES, n=3, cutoff=0.0))
+        raise ValueError(f"case must be one of parity.CASES or random-N, got case={name!r}; the nearest are {nearest}")
+    return case

@@ -1,0 +1,89 @@
+"""A case: a layer, and what it is applied to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mha_spec import AttentionSpec
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""The dtypes that cases run in."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One situation in which implementations must agree: a layer and what it is applied to.
+
+    The arrays are drawn from the name (see `parity.core.problem`), so that every environment makes the same ones.
+
+    Attributes:
+        name: what the command line and the reports call it.
+        spec: the layer.
+        about: what goes wrong when this case fails.
+        batch: number of sequences, B.
+        seq_len: number of query tokens, T; of all steps together where there is a cache.
+        seq_len_k: number of key tokens, S; None for self-attention.
+        is_causal: hide every key after the query's own position.
+        key_padding_lengths: number of real keys of each sequence.
+        window_size: hide all but this many last keys.
+        random_mask: hide keys at random, other ones for each head, and one row of each sequence entirely.
+        bias: add a random bias to the scores.
+        gain: factor on the query and key projections; large ones make large logits.
+        strided: inputs that are not contiguous in memory.
+        not_finite: tokens that are NaN: `visible`, one in the middle of the last sequence, which every row that may see
+            it must show; or `hidden`, all padding, which no other row may show.
+        chunks: with a cache: how many tokens each call appends.
+        new_lengths: with a cache: how many of them are real, for each call and sequence.
+        capacity: with a cache: its number of slots.
+        trained: name of the trained layer that gives weights and inputs.
+        dtype: the only dtype that the case runs in, where it is about one.
+    """
+
+    name: str
+    spec: AttentionSpec
+    about: str
+    batch: int = 2
+    seq_len: int = 5
+    seq_len_k: int | None = None
+    is_causal: bool = False
+    key_padding_lengths: tuple[int, ...] | None = None
+    window_size: int | None = None
+    random_mask: bool = False
+    bias: bool = False
+    gain: float = 1.0
+    strided: bool = False
+    not_finite: Literal["visible", "hidden"] | None = None
+    chunks: tuple[int, ...] = ()
+    new_lengths: tuple[tuple[int, ...], ...] = ()
+    capacity: int = 0
+    trained: str | None = None
+    dtype: str | None = None
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether tokens come in steps, with a cache."""
+        return bool(self.chunks)
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether anything is hidden."""
+        return self.is_causal or self.random_mask or bool(self.key_padding_lengths or self.window_size)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients are compared: without a cache, and where no query is NaN, which makes all of them NaN."""
+        return not self.is_cached and (self.not_finite is None or self.seq_len_k is not None)
+
+    @property
+    def key_len(self) -> int:
+        """Number of keys, S."""
+        return self.seq_len if self.seq_len_k is None else self.seq_len_k
+
+    def lengths_before(self, step: int) -> tuple[int, ...]:
+        """Number of tokens each sequence has cached before the call of that index."""
+        return tuple(sum(self.added(i)[b] for i in range(step)) for b in range(self.batch))
+
+    def added(self, step: int) -> tuple[int, ...]:
+        """Number of real tokens that the call of that index appends to each sequence."""
+        return self.new_lengths[step] if self.new_lengths else (self.chunks[step],) * self.batch

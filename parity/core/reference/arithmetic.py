@@ -1,0 +1,63 @@
+"""How numbers are kept and summed: in float64, in the dtypes that are judged, and as the hardware of a backend does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+MANTISSA = {"ieee": 23, "tensix": 10, "tf32": 10, "bfloat16": 7, "lofi": 4}
+"""How many explicit bits of a float32 mantissa enter a matrix product, by kind of hardware and its settings."""
+
+ARITHMETICS = ("ieee", "tensix")
+"""How the hardware of a backend computes: as IEEE 754 says, or as Tenstorrent's matrix engine does, where float32
+enters as TF32, also in the softmax. The others of `MANTISSA` are products that somebody let lose more than they should.
+"""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How numbers are kept and how they are summed: `dtype` in memory, `wide` inside a stage, `kind` of hardware."""
+
+    dtype: np.dtype
+    kind: str = "ieee"
+
+    def __post_init__(self) -> None:
+        if self.kind not in MANTISSA:
+            raise ValueError(f"arithmetic must be one of {list(MANTISSA)}, got arithmetic={self.kind!r}")
+
+    @property
+    def wide(self) -> np.dtype:
+        """float64 for float64, float32 for everything narrower."""
+        return np.promote_types(np.float32, self.dtype) if self.dtype.kind == "f" else np.dtype(np.float32)
+
+    def widen(self, x: np.ndarray) -> np.ndarray:
+        """x for a sum, after it was kept in memory."""
+        return x.astype(self.dtype).astype(self.wide)
+
+    def keep(self, x: np.ndarray) -> np.ndarray:
+        """x, rounded as it is kept in memory."""
+        return x.astype(self.dtype)
+
+    def enter(self, x: np.ndarray) -> np.ndarray:
+        """x, wide, as it enters a matrix product: whole, or with some of its mantissa bits, the rest cut off."""
+        lost = 23 - MANTISSA[self.kind]
+        return (x.astype(np.float32).view(np.uint32) >> lost << lost).view(np.float32) if lost else x
+
+    def matmul(self, a: np.ndarray, b: np.ndarray, start: np.ndarray | float = 0.0) -> np.ndarray:
+        """The product of wide matrices, (…, m, k) and (…, k, n), added to `start` one term after the other.
+
+        An implementation may sum in any order. This is the plainest, and of the common ones the one with the largest
+        error (matrix libraries begin with the bias, too): a cleverer order here would ask every implementation to be as
+        clever. float64 may take any.
+        """
+        if self.wide == np.float64:
+            return a @ b + start
+        a, b = self.enter(a), self.enter(b)
+        total = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), self.wide)
+        total += start
+        term = np.empty_like(total)
+        for k in range(a.shape[-1]):
+            np.multiply(a[..., :, k, None], b[..., None, k, :], out=term)
+            total += term
+        return total

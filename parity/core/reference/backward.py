@@ -1,0 +1,121 @@
+"""The gradients of the reference, by the chain rule, from the output back to the inputs and weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from parity.core.reference.arithmetic import Arithmetic
+from parity.core.reference.layer import Layer
+from parity.core.stages import Values
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The gradients of sum(output * cotangent) of a layer.
+
+    Attributes:
+        layer: what is differentiated.
+        fused: recompute the scores, as fused kernels do.
+        magnitude: take every term of every sum and difference as positive.
+    """
+
+    layer: Layer
+    fused: bool = False
+    magnitude: bool = False
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """That of the layer."""
+        return self.layer.arithmetic
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """Those of the inputs and of the weights: `grad.query`, `grad.q_proj.weight`, …"""
+        problem, a = self.layer.problem, self.arithmetic
+        spec, inputs, values = problem.spec, problem.inputs, self.layer.forward()
+        if self.magnitude:
+            values = {name: np.abs(value) for name, value in values.items()}
+            inputs = {name: np.abs(value) for name, value in inputs.items()}
+        query = _without_bad_tokens(inputs["query"])
+        key = _without_bad_tokens(inputs["key"]) if "key" in inputs else query
+        grads: dict[str, np.ndarray] = {}
+
+        d_context = self.of_context(values, inputs["cotangent"], grads)
+        d_q, d_k, d_v = self.of_heads(values, d_context, grads)
+
+        d_inputs = {"query": np.zeros(query.shape, a.wide), "key": np.zeros(key.shape, a.wide)}
+        positions = np.arange(query.shape[1])[None]
+        for name, x, side, d_heads in (("q", query, "query", d_q), ("k", key, "key", d_k), ("v", key, "key", d_v)):
+            d_heads = a.keep(d_heads)
+            if spec.rope is not None and name != "v" and not self.magnitude:
+                d_heads = self.layer.rotate(d_heads, positions, direction=-1)
+            d_projected = self.layer.combine_heads(d_heads)
+            d_inputs[side] += a.widen(self.of_linear(f"{name}_proj", x, d_projected, grads))
+        if "key" in inputs:
+            grads["grad.key"] = a.keep(d_inputs["key"])
+        else:
+            d_inputs["query"] += d_inputs["key"]
+        grads["grad.query"] = a.keep(d_inputs["query"])
+        return grads
+
+    # ---- One part each: what comes from behind in, what goes on to the front out -------------------------------------
+
+    def of_context(self, values: Values, d_output: np.ndarray, grads: dict[str, np.ndarray]) -> np.ndarray:
+        """The gradient of the context (B, N, T, H)."""
+        if self.layer.problem.spec.out_proj:
+            d_output = self.of_linear("out_proj", self.layer.combine_heads(values["context"]), d_output, grads)
+        return self.layer.split_heads(self.arithmetic.widen(d_output))
+
+    def of_heads(
+        self, values: Values, d_context: np.ndarray, grads: dict[str, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The gradients of q (B, N, T, H), k and v (B, K, S, H)."""
+        layer, a = self.layer, self.arithmetic
+        q, k, v = (_without_bad_tokens(a.widen(values[name])) for name in "qkv")
+        d_attn_weights = a.matmul(d_context, layer.per_query_head(v).swapaxes(2, 3))
+        if self.fused:
+            attn_weights = self.recomputed_attn_weights(values)
+            weighed = (d_context * a.widen(values["context"])).sum(axis=-1, keepdims=True)
+        else:
+            attn_weights, d_attn_weights = a.widen(values["attn_weights"]), a.widen(d_attn_weights)
+            weighed = (attn_weights * d_attn_weights).sum(axis=-1, keepdims=True)
+        d_v = self.per_kv_head(a.matmul(attn_weights.swapaxes(2, 3), d_context))
+        difference = d_attn_weights + weighed if self.magnitude else d_attn_weights - weighed
+        d_scores = attn_weights * difference  # a masked weight is 0, and so is what it passes on
+        if "bias" in layer.problem.inputs:
+            grads["grad.bias"] = a.keep(d_scores)
+        scale = a.wide.type(layer.scale())
+        d_q = a.matmul(d_scores, layer.per_query_head(k)) / scale
+        return d_q, self.per_kv_head(a.matmul(d_scores.swapaxes(2, 3), q) / scale), d_v
+
+    def per_kv_head(self, x: np.ndarray) -> np.ndarray:
+        """Gradients of `Layer.per_query_head`: those of a group's query heads, summed."""
+        batch, _, seq_len, head_dim = x.shape
+        return x.reshape(batch, self.layer.problem.spec.num_kv_heads, -1, seq_len, head_dim).sum(axis=2)
+
+    def recomputed_attn_weights(self, values: Values) -> np.ndarray:
+        """exp(score - log sum exp), the score summed again from its last feature to its first."""
+        shown = np.where(values["mask"], -np.inf, values["scores"])
+        highest = shown.max(axis=-1, keepdims=True, initial=-np.inf)
+        highest = np.where(np.isfinite(highest), highest, 0.0).astype(shown.dtype)
+        total = np.exp(shown - highest).sum(axis=-1, keepdims=True)
+        log_sum_exp = highest + np.log(np.where(total == 0.0, 1.0, total)).astype(shown.dtype)
+        again = self.layer.scores({name: values[name][..., ::-1] for name in "qk"})["scores"]
+        return np.exp(np.where(values["mask"], -np.inf, again) - log_sum_exp)
+
+    def of_linear(self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray]) -> np.ndarray:
+        """The gradient of what enters a projection; those of its weight and bias are put with the others."""
+        a, weights = self.arithmetic, self.layer.problem.weights
+        flat_x, flat_d_y = (a.widen(array).reshape(-1, array.shape[-1]) for array in (x, d_y))
+        grads[f"grad.{name}.weight"] = a.keep(a.matmul(flat_d_y.T, flat_x))
+        if f"{name}.bias" in weights:
+            grads[f"grad.{name}.bias"] = a.keep(flat_d_y.sum(axis=0))
+        weight = a.widen(weights[f"{name}.weight"])
+        return a.keep(a.matmul(a.widen(d_y), np.abs(weight) if self.magnitude else weight))
+
+
+def _without_bad_tokens(x: np.ndarray) -> np.ndarray:
+    """x, and 0 for a token that is not finite: hidden, it passes nothing on. Visible, it has made rows of the
+    attention weights NaN, and through them all gradients."""
+    return np.where(np.isfinite(x).all(axis=-1, keepdims=True), x, np.zeros_like(x))
