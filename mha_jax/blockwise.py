@@ -52,6 +52,26 @@ BLOCK_SIZES = BlockSizes()
 """The sizes that are taken where none are passed."""
 
 
+class Scoring(NamedTuple):
+    """What becomes of the products of queries and keys.
+
+    Attributes:
+        scale: what they are multiplied by.
+        soft_cap: what caps them softly after that, or None.
+    """
+
+    scale: float
+    soft_cap: float | None = None
+
+    def capped(self, scores: Array) -> Array:
+        """The scaled products, capped."""
+        return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
+
+    def slope(self, scores: Array) -> Array | float:
+        """The derivative of the cap, by what it gave."""
+        return 1.0 if self.soft_cap is None else 1.0 - jnp.square(scores / self.soft_cap)
+
+
 class Hidden(NamedTuple):
     """What hides keys, and what is added to scores.
 
@@ -66,14 +86,14 @@ class Hidden(NamedTuple):
     lengths: Array | None
 
 
-@compiled("scale", "block_sizes")
+@compiled("scoring", "block_sizes")
 def attend_by_block(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
     value: Float[Array, "B K S H"],
     masking: Masking,
     *,
-    scale: float,
+    scoring: Scoring,
     block_sizes: BlockSizes,
 ) -> Float[Array, "B N T H"]:
     """Attention of split heads, in the dtype of query; arguments as those of `fused.attend`, and checked there.
@@ -91,17 +111,17 @@ def attend_by_block(
     )
     lengths: Any = masking.key_padding_lengths  # an array: see `Masking.as_arrays`
     hidden = Hidden(mask, bias, lengths)
-    context: Any = _attend((masking.is_causal, scale, block_sizes), group(query), key, value, hidden)
+    context: Any = _attend((masking.is_causal, scoring, block_sizes), group(query), key, value, hidden)
     return context.reshape(query.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: tuple[bool, float, BlockSizes], query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
+def _attend(options: tuple[bool, Scoring, BlockSizes], query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
     return _forward(options, query, key, value, hidden)[0]
 
 
 def _forward(
-    options: tuple[bool, float, BlockSizes], query: Array, key: Array, value: Array, hidden: Hidden
+    options: tuple[bool, Scoring, BlockSizes], query: Array, key: Array, value: Array, hidden: Hidden
 ) -> tuple[Array, tuple[Any, ...]]:
     blocks = _Blocks(query.shape, key.shape, hidden, *options)
 
@@ -112,7 +132,7 @@ def _forward(
         for rows in blocks.rows:
 
             def add(sums: _Sums | None, keys: _Keys, rows: _Rows = rows) -> _Sums:
-                scores, _ = blocks.scores(rows.of(q), keys.of(k), tile, rows, keys)
+                scores, _, _ = blocks.scores(rows.of(q), keys.of(k), tile, rows, keys)
                 found = _Sums.of(scores, keys.of(v), may_be_empty=blocks.may_hide_all(keys))
                 return found if sums is None else sums.join(found)
 
@@ -132,7 +152,9 @@ def _forward(
     return context.astype(query.dtype), residuals
 
 
-def _backward(options: tuple[bool, float, BlockSizes], residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
+def _backward(
+    options: tuple[bool, Scoring, BlockSizes], residuals: tuple[Any, ...], cotangent: Array
+) -> tuple[Any, ...]:
     query, key, value, hidden, context, log_sums = residuals
     blocks = _Blocks(query.shape, key.shape, hidden, *options)
 
@@ -155,15 +177,18 @@ def _backward(options: tuple[bool, float, BlockSizes], residuals: tuple[Any, ...
                 q_rows, given, logs, given_sums = parts
                 grad_rows, grad_k, grad_v, grad_bias = grads
                 # Keys before queries: of the products that follow, one instead of two has to be of a transposed array.
-                scores, is_hidden = blocks.scores(q_rows, keys.of(k), tile, rows, keys, by_key=True)
+                scores, slope, is_hidden = blocks.scores(q_rows, keys.of(k), tile, rows, keys, by_key=True)
                 attn_weights = jnp.exp(scores - logs)
                 grad_scores = attn_weights * (jnp.einsum("psh,pth->pst", keys.of(v), given) - given_sums)
+                grad_products = grad_scores * slope
                 if is_hidden is not None:  # a masked value may be beyond multiplying, as a row that is NaN is
-                    attn_weights, grad_scores = (jnp.where(is_hidden, 0.0, x) for x in (attn_weights, grad_scores))
-                found = jnp.einsum("psh,pst->pht", keys.of(finite_k), grad_scores).swapaxes(1, 2)
+                    attn_weights, grad_scores, grad_products = (
+                        jnp.where(is_hidden, 0.0, x) for x in (attn_weights, grad_scores, grad_products)
+                    )
+                found = jnp.einsum("psh,pst->pht", keys.of(finite_k), grad_products).swapaxes(1, 2)
                 return (
                     found if grad_rows is None else grad_rows + found,
-                    keys.add_to(grad_k, jnp.einsum("pst,pth->psh", grad_scores, q_rows)),
+                    keys.add_to(grad_k, jnp.einsum("pst,pth->psh", grad_products, q_rows)),
                     keys.add_to(grad_v, jnp.einsum("pst,pth->psh", attn_weights, given)),
                     None if grad_bias is None else blocks.add_to_bias(grad_bias, grad_scores, tile, rows, keys),
                 )
@@ -172,7 +197,8 @@ def _backward(options: tuple[bool, float, BlockSizes], residuals: tuple[Any, ...
             sums = blocks.over_keys(add, (None, *sums), (jnp.zeros_like(q_rows), *sums), tile, rows)
             grad_rows, grad_k, grad_v, grad_bias = sums
             grads_q.append(rows.split(grad_rows, blocks.group_size))
-        return (jnp.concatenate(grads_q, axis=-2) * blocks.scale, grad_k * blocks.scale, grad_v), grad_bias
+        scale = blocks.scoring.scale
+        return (jnp.concatenate(grads_q, axis=-2) * scale, grad_k * scale, grad_v), grad_bias
 
     grad_bias = None if hidden.bias is None else jnp.zeros_like(at_least_float32(hidden.bias))
     grads, grad_bias = blocks.over_tiles(differentiate_tile, grad_bias)
@@ -185,14 +211,14 @@ def _backward(options: tuple[bool, float, BlockSizes], residuals: tuple[Any, ...
 _attend.defvjp(_forward, _backward)
 
 
-@compiled("scale", "block_sizes")
+@compiled("scoring", "block_sizes")
 def attend_to_cache(
     query: Float[Array, "B N 1 H"],
     keys: Float[Array, "B K S H"],
     values: Float[Array, "B K S H"],
     last_positions: Int[Array, " B"],
     *,
-    scale: float,
+    scoring: Scoring,
     block_sizes: BlockSizes,
 ) -> Float[Array, "B N 1 H"]:
     """Attention of one token of each sequence up to a position of its own; arguments as those of `fused`.
@@ -201,18 +227,18 @@ def attend_to_cache(
     Heads go side by side, each with a product of its own: XLA copies what it takes from a cache to a product of many,
     and divides the product of one row among no cores.
     """
-    return _attend_to_cache((scale, block_sizes), query, keys, values, last_positions)
+    return _attend_to_cache((scoring, block_sizes), query, keys, values, last_positions)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_to_cache(
-    options: tuple[float, BlockSizes], query: Array, keys: Array, values: Array, last_positions: Array
+    options: tuple[Scoring, BlockSizes], query: Array, keys: Array, values: Array, last_positions: Array
 ) -> Array:
-    scale, block_sizes = options
+    scoring, block_sizes = options
     batch_size, num_kv_heads, capacity, head_dim = keys.shape
     num_heads = batch_size * num_kv_heads
     group_size = query.shape[1] // num_kv_heads
-    queries = at_least_float32(query.reshape(num_heads, group_size, head_dim)) * scale  # (B K, G, H)
+    queries = at_least_float32(query.reshape(num_heads, group_size, head_dim)) * scoring.scale  # (B K, G, H)
 
     def block(x: Array, head: Array, begin: Array, size: int) -> Array:
         # Of the cache as it is: XLA would copy all of a reshaped one.
@@ -252,6 +278,7 @@ def _attend_to_cache(
             return context + jnp.stack(found)
 
         scores = over_blocks(put_scores, jnp.zeros_like(queries, shape=(len(heads), group_size, capacity)))
+        scores = scoring.capped(scores)
         is_seen = jnp.arange(capacity, dtype=jnp.int32)[None] <= last_of_heads[:, None]
         attn_weights = jax.nn.softmax(scores, axis=-1, where=is_seen[:, None])  # 0 for a sequence without a key
         return over_blocks(add_values, jnp.zeros_like(queries, shape=(len(heads), *queries.shape[1:])))
@@ -261,17 +288,17 @@ def _attend_to_cache(
     return contexts.reshape(query.shape).astype(query.dtype)
 
 
-def _attend_to_cache_forward(options: tuple[float, BlockSizes], *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
+def _attend_to_cache_forward(options: tuple[Scoring, BlockSizes], *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
     return _attend_to_cache(options, *inputs), inputs
 
 
 def _attend_to_cache_backward(
-    options: tuple[float, BlockSizes], residuals: tuple[Array, ...], cotangent: Array
+    options: tuple[Scoring, BlockSizes], residuals: tuple[Array, ...], cotangent: Array
 ) -> tuple[Array | None, ...]:
-    scale, block_sizes = options
+    scoring, block_sizes = options
     query, keys, values, last_positions = residuals
     masking = Masking(key_padding_lengths=last_positions + 1)
-    attend_to_filled = partial(attend_by_block, masking=masking, scale=scale, block_sizes=block_sizes)
+    attend_to_filled = partial(attend_by_block, masking=masking, scoring=scoring, block_sizes=block_sizes)
     _, differentiate = jax.vjp(attend_to_filled, query, keys, values)
     return *differentiate(cotangent), None
 
@@ -382,7 +409,7 @@ class _Blocks:
         key_shape: tuple[int, ...],
         hidden: Hidden,
         is_causal: bool,
-        scale: float,
+        scoring: Scoring,
         block_sizes: BlockSizes,
     ) -> None:
         self.batch_size, self.num_kv_heads, self.group_size, self.seq_len_q, _ = query_shape
@@ -392,7 +419,7 @@ class _Blocks:
         self.hidden = hidden
         self.is_causal = is_causal
         self.hides = is_causal or hidden.mask is not None or hidden.lengths is not None
-        self.scale = scale
+        self.scoring = scoring
         # Two products of matrices at a time keep two cores busier than one.
         self.tile_shape = (1, 2 if self.group_size == 1 and self.num_kv_heads % 2 == 0 else 1)
         # Where every query sees the same, larger matrices are faster; elsewhere smaller ones leave out more. (A group
@@ -499,10 +526,15 @@ class _Blocks:
 
     def scores(
         self, q_rows: Array, k_block: Array, tile: _Tile, rows: _Rows, keys: _Keys, *, by_key: bool = False
-    ) -> tuple[Array, Array | None]:
-        """Scores of a block, -inf where a key is hidden, and where that is, if anywhere: (P, G t, s) or (P, s, G t)."""
+    ) -> tuple[Array, Array | float, Array | None]:
+        """Scores of a block, -inf where a key is hidden, (P, G t, s) or (P, s, G t).
+
+        With them their derivative by what they are made of, and where a key is hidden, if anywhere.
+        """
         axes = "psh,pth->pst" if by_key else "pth,psh->pts"
-        scores = jnp.einsum(axes, *((k_block, q_rows * self.scale) if by_key else (q_rows * self.scale, k_block)))
+        q_rows = q_rows * self.scoring.scale
+        scores = self.scoring.capped(jnp.einsum(axes, *((k_block, q_rows) if by_key else (q_rows, k_block))))
+        slope = self.scoring.slope(scores)
 
         def arrange(x: Array) -> Array:  # of (b or 1, k or 1, G or 1, t or 1, s or 1)
             x = jnp.broadcast_to(x, (*tile.shape, self.group_size, rows.stop - rows.begin, keys.size))
@@ -521,9 +553,9 @@ class _Blocks:
         if not isinstance(keys.first, int) and self.seq_len_k % self.block_keys:
             parts.append(positions < keys.first)
         if not parts:
-            return scores, None
+            return scores, slope, None
         is_hidden = arrange(reduce(jnp.logical_or, parts))
-        return jnp.where(is_hidden, -jnp.inf, scores), is_hidden
+        return jnp.where(is_hidden, -jnp.inf, scores), slope, is_hidden
 
     def add_to_bias(self, grad: Array, grad_scores: Array, tile: _Tile, rows: _Rows, keys: _Keys) -> Array:
         """The gradient of the bias with that of a block of scores, (P, s, G t)."""

@@ -1,7 +1,8 @@
 """The fast path: the same function without attention weights.
 
 On a CPU it goes block by block, as FlashAttention does, and skips blocks in which every key is masked; elsewhere it is
-JAX's own dot_product_attention behind the masks and the empty rows of this package.
+JAX's own dot_product_attention behind the masks and the empty rows of this package, or the plain path where that cannot
+do with scores what a layer does.
 """
 
 import math
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import blockwise, stages
-from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
+from mha_jax.blockwise import BLOCK_SIZES, BlockSizes, Scoring
 from mha_jax.compiled import compiled
 from mha_jax.masks import Masking, to_scores_rank
 from mha_jax.not_finite import emptied, not_finite, sees_any, spoilt
@@ -82,13 +83,25 @@ def attend(
     """`scaled_dot_product_attention` as the layers call it: the context."""
     check_attention(query, key, value, masking)
     as_rate("dropout", dropout.rate)
-    masking, scale = masking.as_arrays(), score_scale(query, spec)
+    masking, scoring = masking.as_arrays(), _scoring(query, spec)
     num_scores = math.prod(query.shape[:3]) * key.shape[2]
     if dropout.rate or not num_scores or (num_scores <= block_sizes.few_scores and _is_on_cpu()):
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
     if _is_on_cpu():
-        return blockwise.attend_by_block(query, key, value, masking, scale=scale, block_sizes=block_sizes)
-    return _attend_by_library(query, key, value, masking, scale=scale, platform=jax.default_backend())
+        return blockwise.attend_by_block(query, key, value, masking, scoring=scoring, block_sizes=block_sizes)
+    if not kernel_takes(spec):
+        return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
+    return _attend_by_library(query, key, value, masking, scale=scoring.scale, platform=jax.default_backend())
+
+
+def kernel_takes(spec: AttentionSpec | None) -> bool:
+    """Whether the framework's kernel can do with scores what a layer does."""
+    return spec is None or spec.soft_cap is None
+
+
+def _scoring(query: Array, spec: AttentionSpec | None) -> Scoring:
+    """What a layer does with the products of its queries (B, N, T, H) and keys."""
+    return Scoring(score_scale(query, spec), None if spec is None else spec.soft_cap)
 
 
 @compiled("scale", "platform")
@@ -159,7 +172,7 @@ def attend_to_cache(
     check_attention(query, keys, values, Masking())
     if keys.shape[2] > block_sizes.keys and query.size and _is_on_cpu():
         return blockwise.attend_to_cache(
-            query, keys, values, last_positions, scale=score_scale(query, spec), block_sizes=block_sizes
+            query, keys, values, last_positions, scoring=_scoring(query, spec), block_sizes=block_sizes
         )
     masking = Masking(key_padding_lengths=last_positions + 1)
     if _is_on_cpu():

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import KW_ONLY, MISSING, asdict, dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from mha_spec.rope import Rope, check_rotated
-from mha_spec.rules import as_boolean, as_count, as_number, as_rate, check_head_groups
+from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv")
 FLAGS = ("qkv_bias", "out_bias", "out_proj", "fused_qkv")
 RATES = ("dropout", "output_dropout")
+FACTORS = ("scale", "soft_cap")
 
 Record = TypeVar("Record", "AttentionSpec", Rope)
 
@@ -58,13 +58,14 @@ class AttentionSpec:
             are equal.
         rope: how queries and keys are rotated by their positions, or None for no RoPE.
         scale: what dot products of queries and keys are multiplied by, where it is not 1 / sqrt(H).
+        soft_cap: scores s are capped softly, soft_cap * tanh(s / soft_cap), before anything is added or hidden.
         dropout: rate at which attention weights are dropped in training.
         output_dropout: rate at which outputs are dropped in training.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, scale or a rate not a number,
-            or what a layer has or has not not a boolean.
-        ValueError: if the widths, heads or rates do not fit, or scale is not positive and finite.
+        TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, scale, soft_cap or a rate not a
+            number, or what a layer has or has not not a boolean.
+        ValueError: if the widths, heads or rates do not fit, or scale or soft_cap is not positive and finite.
     """
 
     d_model: int
@@ -80,6 +81,7 @@ class AttentionSpec:
     fused_qkv: bool = False
     rope: Rope | None = None
     scale: float | None = None
+    soft_cap: float | None = None
     dropout: float = 0.0
     output_dropout: float = 0.0
 
@@ -91,10 +93,9 @@ class AttentionSpec:
                     object.__setattr__(self, name, rule(name, value))
         if self.rope is not None and not isinstance(self.rope, Rope):
             raise TypeError(f"rope must be a Rope or None, got rope={self.rope!r}")
-        if self.scale is not None:
-            object.__setattr__(self, "scale", as_number("scale", self.scale))
-            if not 0.0 < self.scale < math.inf:
-                raise ValueError(f"scale must be positive and finite, got scale={self.scale}")
+        for name in FACTORS:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, as_factor(name, getattr(self, name)))
         self._fill_in("num_kv_heads", self.num_heads)
         check_head_groups(self.num_heads, self.num_kv_heads)
         if self.head_dim is None and self.d_model % self.num_heads:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 
@@ -39,6 +41,19 @@ def as_number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name} must be a number, got {name}={value!r}")
     return float(value)
+
+
+def as_factor(name: str, value: object) -> float:
+    """A positive, finite number.
+
+    Raises:
+        TypeError: if it is not a number.
+        ValueError: if it is not positive, or not finite.
+    """
+    factor = as_number(name, value)
+    if not 0.0 < factor < math.inf:  # JSON has neither infinity nor NaN
+        raise ValueError(f"{name} must be positive and finite, got {name}={factor}")
+    return factor
 
 
 def as_rate(name: str, value: object) -> float:

@@ -39,8 +39,9 @@ def scaled_dot_product_attention(
 ) -> tuple[Float[Tensor, "B N T H"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
-    In forward mode (`jvp`, `jacfwd`, `hessian`) it is the plain path, for the kernel on a CPU has no such derivative.
-    Nor has it a second one in reverse mode (`create_graph=True`): there the plain path must be called.
+    With a soft cap it is the plain path, for the kernel has none. So it is in forward mode (`jvp`, `jacfwd`,
+    `hessian`), in which the kernel on a CPU has no derivative. Nor has it a second one in reverse mode
+    (`create_graph=True`): there the plain path must be called.
 
     Args:
         query: (B, N, T, H).
@@ -85,7 +86,7 @@ def attend(
     if spec is not None:
         check_spec(spec)
     scale = None if spec is None else spec.scale  # without one PyTorch takes 1 / sqrt(H)
-    if _is_forward_mode():
+    if _is_forward_mode() or not kernel_takes(spec):
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
     if query.device.type == "cpu" and not torch.compiler.is_compiling():  # where looking costs little
         has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
@@ -97,6 +98,11 @@ def attend(
             if _is_sound(context) or _are_moderate(query, key, value, masking.bias, scale):
                 return context
     return _attend_not_finite(query, key, value, masking, rate, scale)
+
+
+def kernel_takes(spec: AttentionSpec | None) -> bool:
+    """Whether the framework's kernel can do with scores what a layer does."""
+    return spec is None or spec.soft_cap is None
 
 
 def _is_forward_mode() -> bool:

@@ -105,15 +105,18 @@ def attention_scores(
     bias: Float[Tensor, "..."] | None = None,
     spec: AttentionSpec | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Dot products of queries and keys, times the scale of the spec, or 1 / sqrt(H), plus the bias; at least float32.
+    """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
 
-    Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
+    The scale is 1 / sqrt(H) where there is no spec, or none in it.
+
+    Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
     check_scored(query, key, bias)
     scale = score_scale(query, spec)
     key = repeat_kv_heads(key, query.shape[1])
     with _without_autocast(query.device.type):  # it would take these sums in half precision
         scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
+    scores = soft_capped(scores, spec)
     return scores if bias is None else scores + at_least_float32(bias)
 
 
@@ -174,6 +177,13 @@ def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:
         return query.shape[-1] ** -0.5
     check_spec(spec)
     return spec.score_scale
+
+
+def soft_capped(scores: Tensor, spec: AttentionSpec | None) -> Tensor:
+    """Scores before anything is added or hidden, capped if the spec says so."""
+    if spec is None or spec.soft_cap is None:
+        return scores
+    return spec.soft_cap * torch.tanh(scores / spec.soft_cap)
 
 
 def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> list[Tensor]:

@@ -210,7 +210,8 @@ def _attend_in_step(
     added = num_added(cache, 1, new_lengths)
     write_rows(cache, ttnn.transpose(k, 1, 2), ttnn.transpose(v, 1, 2), np.where(added > 0, cache.lengths, -1))
     before, cache = cache.lengths, KVCache(cache.keys, cache.values, cache.lengths + added, cache.capacity)
-    is_plain = q.dtype == ttnn.float32 or dropout.rate or not len(before)
+    takes_kernel = q.dtype != ttnn.float32 and fused.kernel_takes(arithmetic.spec)
+    is_plain = not takes_kernel or dropout.rate or not len(before)
     if (
         is_plain or masking.mask is not None or masking.bias is not None
     ):  # the kernel multiplies a mask by the scale (tt-metal#55337)

@@ -14,6 +14,7 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec
 from mha_spec.rules import as_rate, check_head_groups
+from mha_tt import stages
 from mha_tt.arrays import check_floating, check_lengths
 from mha_tt.device import TILE, accurate_config, as_dtype, round_up, upload_integers, zeros
 from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device
@@ -41,9 +42,10 @@ def scaled_dot_product_attention(
 ) -> tuple[Float[Tensor, "B N T H"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
-    The scores of masked keys must be far below 1e9 in size: to the kernel a mask is -1e9 added to a score. A masked key
-    or value may hold NaN or infinity, a bias at a masked key may not. What is seen is never swallowed in IEEE
-    arithmetic; a card's matrix unit has another, in which NaN is a number (docs/ttnn.md).
+    With a soft cap it is the plain path, for the kernel has none. The scores of masked keys must be far below 1e9 in
+    size: to the kernel a mask is -1e9 added to a score. A masked key or value may hold NaN or infinity, a bias at a
+    masked key may not. What is seen is never swallowed in IEEE arithmetic; a card's matrix unit has another, in which
+    NaN is a number (docs/ttnn.md).
 
     Args:
         query: (B, N, T, H), bfloat16 or bfloat8_b, H whole tiles.
@@ -91,6 +93,17 @@ def attend(
     if as_rate("dropout", dropout.rate) or dropout.keep is not None:
         raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
     scale = score_scale(query, spec)
+    if not kernel_takes(spec):
+        return stages.attend(
+            query,
+            key,
+            value,
+            masking,
+            dropout,
+            spec=spec,
+            need_weights=False,
+            compute_kernel_config=compute_kernel_config,
+        )[0]
     device, (batch_size, _, seq_len_q, _), seq_len_k = query.device(), query.shape, key.shape[2]
     if 0 in (batch_size, seq_len_q, seq_len_k):
         return zeros(tuple(query.shape), query.dtype, device)
@@ -157,6 +170,11 @@ def attend_to_cache(
         compute_kernel_config=config,
     )
     return as_dtype(context, query.dtype)
+
+
+def kernel_takes(spec: AttentionSpec | None) -> bool:
+    """Whether the framework's kernel can do with scores what a layer does."""
+    return spec is None or spec.soft_cap is None
 
 
 def _check_kernel_takes(query: Tensor) -> None:

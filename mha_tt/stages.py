@@ -122,9 +122,11 @@ def attention_scores(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Dot products of queries and keys, times the scale of the spec, or 1 / sqrt(H), plus the bias; at least float32.
+    """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
 
-    Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
+    The scale is 1 / sqrt(H) where there is no spec, or none in it.
+
+    Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
     check_scored(query, key, bias)
     scale = score_scale(query, spec)
@@ -135,7 +137,7 @@ def attention_scores(
         dtype=ttnn.float32,
         compute_kernel_config=compute_kernel_config or accurate_config(query.device()),
     )
-    scores = ttnn.multiply(scores, scale)
+    scores = soft_capped(ttnn.multiply(scores, scale), spec)
     return scores if bias is None else ttnn.add(scores, bias_on_device(bias, query.device(), ttnn.float32))
 
 
@@ -222,6 +224,13 @@ def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:
     check_spec(spec)
     check_head_dim(spec.head_dim, query.shape[-1])
     return spec.score_scale
+
+
+def soft_capped(scores: Tensor, spec: AttentionSpec | None) -> Tensor:
+    """Scores before anything is added or hidden, capped if the spec says so."""
+    if spec is None or spec.soft_cap is None:
+        return scores
+    return ttnn.multiply(ttnn.tanh(ttnn.multiply(scores, 1.0 / spec.soft_cap)), spec.soft_cap)
 
 
 def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ import pytest
 
 import parity
 from parity.diagnosis.mistakes import PRECISIONS, mistakes_for
-from parity.diagnosis.selftest import SELFTEST_CASES, mistakes_in
+from parity.diagnosis.selftest import SELFTEST_CASES, planted_in
 
 ROOT = Path(__file__).parent.parent
 BUGS = ROOT / "parity" / "bugs"
@@ -90,7 +90,7 @@ def test_the_numbers_of_planted_mistakes_are_those_of_the_cases():
     page_of = {name: page for page, names in mistakes_by_page().items() for name in names}
 
     def counted(page):
-        in_each = [[name for name in mistakes_in(case) if page in (page_of[name], "all")] for case in cases]
+        in_each = [[name for name in planted_in(case) if page in (page_of[name], "all")] for case in cases]
         with_nothing = page in ("(nothing planted)", "all")
         planted = [len(names) + with_nothing for names in in_each]
         known = str(len({name for names in in_each for name in names})) if page in PAGES else ""

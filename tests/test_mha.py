@@ -155,6 +155,13 @@ def test_scores_are_scaled_by_the_root_of_head_dim(sibling):
     assert sibling.numpy(sibling.package.attention_scores(ones, ones)).item() == 4 / math.sqrt(4)
 
 
+def test_scores_are_capped_softly_before_the_bias(sibling):
+    ones, bias = (sibling.array(np.full((1, 1, 1, size), 1.0, np.float32)) for size in (4, 1))
+    spec = parity.AttentionSpec(4, 1, soft_cap=3.0)
+    score = sibling.numpy(sibling.package.attention_scores(ones, ones, bias, spec)).item()
+    assert score == pytest.approx(3.0 * math.tanh(2.0 / 3.0) + 1.0, rel=1e-6)
+
+
 def test_softmax_of_two_keys_is_one_and_e(sibling):
     weights = sibling.package.masked_softmax(sibling.array(np.array([[[[0.0, 1.0]]]], np.float32)))
     expected = np.array([1.0, math.e]) / (1.0 + math.e)

@@ -9,12 +9,12 @@ import mha_torch
 from parity import CASES, make_problem
 from parity.cli.main import main
 from parity.diagnosis.mistakes import mistakes_for
-from parity.diagnosis.selftest import SELFTEST_CASES, Outcome, mistakes_in, plan_of, plant, planted
+from parity.diagnosis.selftest import SELFTEST_CASES, Outcome, mistakes_in, plan_of, plant, planted, planted_in
 
 CASE_OF = {case.name: case for case in SELFTEST_CASES}
 SPECS = ("mha", "gqa-rope-causal")
 IN_SPECS = {name for case in SPECS for name in mistakes_in(CASE_OF[case])}
-EVERY = [(case, name) for case in CASE_OF for name in ("", *mistakes_in(CASE_OF[case]))]
+EVERY = [(name, mistake) for name, case in CASE_OF.items() for mistake in ("", *planted_in(case))]
 
 
 def lies_in_weights(case, name):

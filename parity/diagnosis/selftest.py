@@ -69,8 +69,21 @@ SELFTEST_CASES = [
     ),
     CASES["trained-anarcii-causal"],
     CASES["trained-smollm2-causal"],
+    Case(
+        "soft-cap",
+        AttentionSpec(32, 4, num_kv_heads=2, soft_cap=1.5),
+        "capped scores, with a bias",
+        seq_len=7,
+        is_causal=True,
+        bias=True,
+        gain=3.0,
+    ),
 ]
-"""Where the mistakes are planted: three different specifications, what only a window or a cache has, trained layers."""
+"""Where the mistakes are planted: three different specifications, what only a window or a cache has, trained layers,
+and then features by themselves, each with what it alone makes possible."""
+
+NUM_GENERAL = [case.name for case in SELFTEST_CASES].index("trained-smollm2-causal") + 1
+"""How many of them have every mistake that could be in them planted; the others those of no case before."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +143,7 @@ def selftest(
     for name in backends if backends is not None else [name for name in SELFTESTED if not why_missing(name)]:
         for case in SELFTEST_CASES if cases is None else cases:
             for seed in seeds if case.trained is None else seeds[:1]:
-                for hypothesis in ("", *mistakes_in(case)):
+                for hypothesis in ("", *planted_in(case)):
                     on_mistake(hypothesis or "nothing", case.name, name)
                     yield plant(hypothesis, case, name, seed=seed)
 
@@ -138,6 +151,15 @@ def selftest(
 def mistakes_in(case: Case) -> list[str]:
     """The names of the mistakes that can be planted in a case."""
     return list(dict.fromkeys(mistake.name for mistake in _mistakes(case)))
+
+
+def planted_in(case: Case) -> list[str]:
+    """The names of the mistakes that the self-test plants in one of its cases."""
+    place = SELFTEST_CASES.index(case)
+    if place < NUM_GENERAL:
+        return mistakes_in(case)
+    before = {name for earlier in SELFTEST_CASES[:place] for name in mistakes_in(earlier)}
+    return [name for name in mistakes_in(case) if name not in before]
 
 
 def _mistakes(case: Case) -> list[Mistake]:

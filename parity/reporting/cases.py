@@ -35,6 +35,7 @@ def covers(case: Case) -> str:
         "bias": case.bias,
         "RoPE": spec.rope is not None,
         f"scale {spec.scale}": spec.scale is not None,
+        f"soft cap {spec.soft_cap}": spec.soft_cap is not None,
         f"cache of {case.capacity} slots": case.is_cached,
         "ragged": bool(case.new_lengths),
         "fused qkv": spec.fused_qkv,

@@ -150,6 +150,13 @@ def test_scores_are_scaled_by_the_root_of_head_dim(device, head_dim, expected):
     assert mha_tt.download(mha_tt.attention_scores(ones, ones, None, spec)).item() == expected
 
 
+def test_scores_are_capped_softly_before_the_bias(device):
+    ones = mha_tt.upload(np.ones((1, 1, 1, 4)), device=device, dtype=ttnn.float32)
+    spec = parity.AttentionSpec(4, 1, soft_cap=3.0)
+    score = mha_tt.download(mha_tt.attention_scores(ones, ones, np.ones((1, 1, 1, 1), np.float32), spec)).item()
+    assert score == pytest.approx(3.0 * math.tanh(2.0 / 3.0) + 1.0, rel=1e-6)
+
+
 @both_dtypes
 def test_scores_are_float32(device, dtype):
     ones = mha_tt.upload(np.ones((1, 1, 1, 4)), device=device, dtype=dtype)

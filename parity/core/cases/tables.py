@@ -9,6 +9,7 @@ _MHA = AttentionSpec(32, 4)
 _GQA = AttentionSpec(32, 8, num_kv_heads=2)
 _ROPE = AttentionSpec(32, 4, rope=Rope(10000.0))
 _GQA_ROPE = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), qkv_bias=False, out_bias=False)
+_SOFT_CAP = AttentionSpec(32, 4, num_kv_heads=2, soft_cap=1.5)
 _SCALE = AttentionSpec(32, 4, num_kv_heads=2, scale=0.0625)
 _TINY = AttentionSpec(4, 2, d_in=3)
 _TEXTBOOK = AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False)
@@ -50,6 +51,8 @@ LAYERS = [
     ),
     Case("fused-qkv-cross", AttentionSpec(32, 4, fused_qkv=True), "its parts from different inputs", seq_len_k=7),
     Case("scale", _SCALE, "scores of another scale", seq_len=9, is_causal=True, gain=3.0),
+    Case("soft-cap", _SOFT_CAP, "scores that are capped softly", seq_len=9, is_causal=True, gain=3.0),
+    Case("soft-cap-bias", _SOFT_CAP, "capped before the bias is added", seq_len=9, bias=True, is_causal=True, gain=3.0),
     Case("rope", _ROPE, "rotary positions", seq_len=11, is_causal=True),
     Case("rope-gqa", _GQA_ROPE, "rotary positions, shared heads, a free head_dim", seq_len=9, is_causal=True),
     Case("rope-far", _ROPE, "positions that bfloat16 cannot tell apart", batch=1, seq_len=300, is_causal=True),
@@ -114,6 +117,7 @@ CACHED = [
         capacity=6,
     ),
     Case("decode-scale", _SCALE, "decode, another scale", seq_len=7, chunks=(4, 1, 1, 1), capacity=8, gain=3.0),
+    Case("decode-soft-cap", _SOFT_CAP, "decode, capped scores", seq_len=7, chunks=(4, 1, 1, 1), capacity=8, gain=3.0),
     Case("decode-gqa-rope", _GQA_ROPE, "decode, rotary, shared", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case(
         "ragged",

@@ -34,6 +34,7 @@ class Backward:
         """Those of the inputs and of the weights: `grad.query`, `grad.q_proj.weight`, …"""
         problem, a = self.layer.problem, self.arithmetic
         spec, inputs, values = problem.spec, problem.inputs, self.layer.forward()
+        slope = self.slope_of_cap(values)
         if self.magnitude:
             values = {name: np.abs(value) for name, value in values.items()}
             inputs = {name: np.abs(value) for name, value in inputs.items()}
@@ -42,7 +43,7 @@ class Backward:
         grads: dict[str, np.ndarray] = {}
 
         d_context = self.of_context(values, inputs["cotangent"], grads)
-        d_q, d_k, d_v = self.of_heads(values, d_context, grads)
+        d_q, d_k, d_v = self.of_heads(values, d_context, slope, grads)
 
         d_inputs = {"query": np.zeros(query.shape, a.wide), "key": np.zeros(key.shape, a.wide)}
         positions = np.arange(query.shape[1])[None]
@@ -68,7 +69,7 @@ class Backward:
         return self.layer.split_heads(self.arithmetic.widen(d_output))
 
     def of_heads(
-        self, values: Values, d_context: np.ndarray, grads: dict[str, np.ndarray]
+        self, values: Values, d_context: np.ndarray, slope: np.ndarray | float, grads: dict[str, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The gradients of q (B, N, T, H), k and v (B, K, S, H)."""
         layer, a = self.layer, self.arithmetic
@@ -85,9 +86,14 @@ class Backward:
         d_scores = attn_weights * difference  # a masked weight is 0, and so is what it passes on
         if "bias" in layer.problem.inputs:
             grads["grad.bias"] = a.keep(d_scores)
-        scale = a.wide.type(layer.scale())
+        d_scores, scale = d_scores * slope, a.wide.type(layer.scale())
         d_q = a.matmul(d_scores, layer.per_query_head(k)) / scale
         return d_q, self.per_kv_head(a.matmul(d_scores.swapaxes(2, 3), q) / scale), d_v
+
+    def slope_of_cap(self, values: Values) -> np.ndarray | float:
+        """The derivative of the capped scores by the scores, (B, N, T, S): 1 - tanh(s / cap) ** 2."""
+        cap = self.layer.soft_cap()
+        return 1.0 if cap is None else 1.0 - np.square(self.layer.capped(self.layer.products(values)) / cap)
 
     def per_kv_head(self, x: np.ndarray) -> np.ndarray:
         """Gradients of `Layer.per_query_head`: those of a group's query heads, summed."""

@@ -44,10 +44,13 @@ class Layer:
         return self.project(query, key, np.arange(query.shape[1])[None])
 
     def scores(self, values: Values) -> dict[str, np.ndarray]:
-        q, k = self.arithmetic.widen(values["q"]), self.per_query_head(self.arithmetic.widen(values["k"]))
-        scores = self.arithmetic.matmul(q, k.swapaxes(2, 3)) / self.arithmetic.wide.type(self.scale())
-        bias = self.score_bias()
+        scores, bias = self.capped(self.products(values)), self.score_bias()
         return {"scores": scores if bias is None else scores + self.arithmetic.widen(bias)}
+
+    def products(self, values: Values) -> np.ndarray:
+        """Those of queries and keys, scaled."""
+        q, k = self.arithmetic.widen(values["q"]), self.per_query_head(self.arithmetic.widen(values["k"]))
+        return self.arithmetic.matmul(q, k.swapaxes(2, 3)) / self.arithmetic.wide.type(self.scale())
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
         # ttnn's softmax takes scores and exponentials through the matrix engine.
@@ -141,6 +144,16 @@ class Layer:
         """What products of queries and keys are divided by."""
         spec = self.problem.spec
         return np.sqrt(spec.head_dim) if spec.scale is None else 1.0 / spec.scale
+
+    def capped(self, scores: np.ndarray) -> np.ndarray:
+        """The scores, capped softly if there is a cap."""
+        cap = self.soft_cap()
+        return scores if cap is None else cap * np.tanh(scores / cap)
+
+    def soft_cap(self) -> np.floating | None:
+        """What scores stay below in size, or None."""
+        cap = self.problem.spec.soft_cap
+        return None if cap is None else self.arithmetic.wide.type(cap)
 
     def has_bias(self, name: str) -> bool:
         """Whether a projection has one."""

@@ -46,6 +46,7 @@ GROUPS = (
     masks.padding,
     masks.window,
     scores.scale,
+    scores.soft_cap,
     scores.bias,
     scores.softmax_axis,
     masks.after_softmax,

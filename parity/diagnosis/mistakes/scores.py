@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,86 @@ def _scale_after_softmax(fix: str, right: float) -> Mistake:
             attention_scores=lambda _, scores, q, k, *rest: scores(q * right, k, *rest),
             masked_softmax=lambda _, softmax, s, mask=None: softmax(s, mask) / right,
         ),
+    )
+
+
+# ---- Soft cap --------------------------------------------------------------------------------------------------------
+
+
+def soft_cap(case: Case) -> Iterator[Mistake]:
+    """Scores are capped softly after they are scaled, before the bias is added and the mask hides."""
+    cap = case.spec.soft_cap
+    if cap is None:
+        return
+    fix = f"scale the scores, then take {cap:g} * tanh(scores / {cap:g}), then add the bias and mask"
+    scale = case.spec.score_scale
+
+    def capped(scores: Any, xp: Any, by: float = cap) -> Any:
+        return by * xp.tanh(scores / by)
+
+    def other(name: str, about: str, in_reference: Any, in_sibling: Override) -> Mistake:
+        overrides = {"capped": instead(in_reference)}
+        return Mistake(name, about, fix, "soft-cap", ("scores",), overrides, breaking(soft_capped=in_sibling))
+
+    yield other("soft-cap-ignored", "scores are not capped", lambda x: x, lambda _, original, scores, spec: scores)
+    yield other(
+        "soft-cap-not-multiplied",
+        "scores are capped by tanh(s / cap), which is not multiplied by the cap",
+        lambda x: np.tanh(x / x.dtype.type(cap)),
+        lambda plan, original, scores, spec: plan.xp.tanh(scores / cap),
+    )
+    yield other(
+        "soft-cap-before-scale",
+        "scores are capped before they are scaled",
+        lambda x: capped(x / x.dtype.type(scale), np, x.dtype.type(cap)) * x.dtype.type(scale),
+        lambda plan, original, scores, spec: capped(scores / scale, plan.xp) * scale,
+    )
+    if case.bias:
+        yield _capped_after_bias(fix, capped)
+    if case.has_mask or case.is_cached:
+        yield _capped_after_mask(fix, capped)
+
+
+def _capped_after_bias(fix: str, capped: Any) -> Mistake:
+    def scores(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+        a = layer.arithmetic
+        biased = layer.products(values) + a.widen(layer.problem.inputs["bias"])
+        return {"scores": capped(biased, np, layer.soft_cap())}
+
+    def in_sibling(plan: Plan, attention_scores: Any, q: Any, k: Any, bias: Any, spec: Any) -> Any:
+        return capped(attention_scores(q, k, bias, replace(spec, soft_cap=None)), plan.xp)
+
+    return Mistake(
+        "soft-cap-after-bias",
+        "scores are capped after the bias is added",
+        fix,
+        "soft-cap",
+        ("scores",),
+        {"scores": scores},
+        breaking(attention_scores=in_sibling),
+    )
+
+
+def _capped_after_mask(fix: str, capped: Any) -> Mistake:
+    """What is hidden has the lowest score that there is, -cap, and is seen."""
+
+    def attn_weights(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+        mask = values["mask"]
+        shown = capped(np.where(mask, -np.inf, values["scores"]), np, layer.problem.spec.soft_cap)
+        return original({**values, "scores": shown, "mask": np.zeros_like(mask)})
+
+    def softmax(plan: Plan, masked_softmax: Any, scores: Any, mask: Any = None) -> Any:
+        lowest = plan.xp.full_like(scores, -np.inf)
+        return masked_softmax(capped(scores if mask is None else plan.xp.where(mask, lowest, scores), plan.xp))
+
+    return Mistake(
+        "soft-cap-after-mask",
+        "scores are capped after they are masked, so that what is hidden is seen",
+        fix,
+        "soft-cap",
+        ("scores",),
+        {"capped": instead(lambda x: x), "attn_weights": attn_weights},
+        breaking(soft_capped=lambda _, original, scores, spec: scores, masked_softmax=softmax),
     )
 
 
