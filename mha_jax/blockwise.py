@@ -25,6 +25,7 @@ from mha_jax.compiled import compiled
 from mha_jax.masks import Masking, to_scores_rank
 from mha_jax.not_finite import emptied, not_finite, spoilt
 from mha_jax.rope import at_least_float32
+from mha_spec.reach import Reach
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def _backward(
 _attend.defvjp(_forward, _backward)
 
 
-@compiled("scoring", "block_sizes")
+@compiled("scoring", "reach", "block_sizes")
 def attend_to_cache(
     query: Float[Array, "B N 1 H"],
     keys: Float[Array, "B K S H"],
@@ -219,6 +220,7 @@ def attend_to_cache(
     last_positions: Int[Array, " B"],
     *,
     scoring: Scoring,
+    reach: Reach | None = None,
     block_sizes: BlockSizes,
 ) -> Float[Array, "B N 1 H"]:
     """Attention of one token of each sequence up to a position of its own; arguments as those of `fused`.
@@ -227,14 +229,15 @@ def attend_to_cache(
     Heads go side by side, each with a product of its own: XLA copies what it takes from a cache to a product of many,
     and divides the product of one row among no cores.
     """
-    return _attend_to_cache((scoring, block_sizes), query, keys, values, last_positions)
+    return _attend_to_cache((scoring, reach, block_sizes), query, keys, values, last_positions)
+
+
+_OfCache = tuple[Scoring, Reach | None, BlockSizes]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_to_cache(
-    options: tuple[Scoring, BlockSizes], query: Array, keys: Array, values: Array, last_positions: Array
-) -> Array:
-    scoring, block_sizes = options
+def _attend_to_cache(options: _OfCache, query: Array, keys: Array, values: Array, last_positions: Array) -> Array:
+    scoring, reach, block_sizes = options
     batch_size, num_kv_heads, capacity, head_dim = keys.shape
     num_heads = batch_size * num_kv_heads
     group_size = query.shape[1] // num_kv_heads
@@ -248,38 +251,44 @@ def _attend_to_cache(
 
     def attend_side_by_side(heads: Array) -> Array:
         last_of_heads = last_positions[heads // num_kv_heads]
-        filled = last_of_heads.max() + 1
+        first_of_heads = jnp.zeros_like(last_of_heads) if reach is None else reach.first(last_of_heads)
+        first_seen, last_seen = first_of_heads[:, None], last_of_heads[:, None]
+        seen, filled = jnp.maximum(first_of_heads.min(), 0), last_of_heads.max() + 1  # from, and up to
         num_large = filled // block_sizes.keys
         filled_large = num_large * block_sizes.keys
         num_small = -((filled_large - filled) // block_sizes.last_keys)
+        first_large = jnp.minimum(seen // block_sizes.keys, num_large)
+        first_small = jnp.maximum(seen - filled_large, 0) // block_sizes.last_keys
 
         def over_blocks(add: Callable[[Array, Array, Array, int], Array], carry: Array) -> Array:
             def step(i: Array, carry: Array, *, after: Array | int, size: int) -> Array:
                 first = after + i * size
                 return add(carry, first, jnp.minimum(first, capacity - size), size)  # the last may lie over another
 
-            carry = lax.fori_loop(0, num_large, partial(step, after=0, size=block_sizes.keys), carry)
-            return lax.fori_loop(0, num_small, partial(step, after=filled_large, size=block_sizes.last_keys), carry)
+            carry = lax.fori_loop(first_large, num_large, partial(step, after=0, size=block_sizes.keys), carry)
+            return lax.fori_loop(
+                first_small, num_small, partial(step, after=filled_large, size=block_sizes.last_keys), carry
+            )
 
         def put_scores(scores: Array, _: Array, begin: Array, size: int) -> Array:
             found = [jnp.einsum("gh,sh->gs", queries[head], block(keys, head, begin, size)) for head in heads]
             return lax.dynamic_update_slice_in_dim(scores, jnp.stack(found), begin, axis=2)
 
         def add_values(context: Array, first: Array, begin: Array, size: int) -> Array:
-            slots = begin + jnp.arange(size, dtype=jnp.int32)
+            slots = begin + jnp.arange(size, dtype=jnp.int32)[None]
             weights = [
-                jnp.where(slots[None] >= first, lax.dynamic_slice_in_dim(x, begin, size, axis=1), 0.0)
-                for x in attn_weights
+                jnp.where(slots >= first, lax.dynamic_slice_in_dim(x, begin, size, axis=1), 0.0) for x in attn_weights
             ]
             found = [
-                jnp.einsum("gs,sh->gh", x, emptied(block(values, head, begin, size), (slots > last)[:, None]))
-                for x, head, last in zip(weights, heads, last_of_heads, strict=True)
+                jnp.einsum("gs,sh->gh", x, emptied(block(values, head, begin, size), unseen[:, None]))
+                for x, head, unseen in zip(weights, heads, (slots < first_seen) | (slots > last_seen), strict=True)
             ]
             return context + jnp.stack(found)
 
         scores = over_blocks(put_scores, jnp.zeros_like(queries, shape=(len(heads), group_size, capacity)))
         scores = scoring.capped(scores)
-        is_seen = jnp.arange(capacity, dtype=jnp.int32)[None] <= last_of_heads[:, None]
+        slots = jnp.arange(capacity, dtype=jnp.int32)[None]
+        is_seen = (slots >= first_seen) & (slots <= last_seen)
         attn_weights = jax.nn.softmax(scores, axis=-1, where=is_seen[:, None])  # 0 for a sequence without a key
         return over_blocks(add_values, jnp.zeros_like(queries, shape=(len(heads), *queries.shape[1:])))
 
@@ -288,16 +297,18 @@ def _attend_to_cache(
     return contexts.reshape(query.shape).astype(query.dtype)
 
 
-def _attend_to_cache_forward(options: tuple[Scoring, BlockSizes], *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
+def _attend_to_cache_forward(options: _OfCache, *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
     return _attend_to_cache(options, *inputs), inputs
 
 
 def _attend_to_cache_backward(
-    options: tuple[Scoring, BlockSizes], residuals: tuple[Array, ...], cotangent: Array
+    options: _OfCache, residuals: tuple[Array, ...], cotangent: Array
 ) -> tuple[Array | None, ...]:
-    scoring, block_sizes = options
+    scoring, reach, block_sizes = options
     query, keys, values, last_positions = residuals
     masking = Masking(key_padding_lengths=last_positions + 1)
+    if reach is not None:
+        masking = Masking(Masking(is_causal=True, reach=reach, offsets=last_positions).joined(1, keys.shape[2]))
     attend_to_filled = partial(attend_by_block, masking=masking, scoring=scoring, block_sizes=block_sizes)
     _, differentiate = jax.vjp(attend_to_filled, query, keys, values)
     return *differentiate(cotangent), None

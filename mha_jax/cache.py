@@ -14,7 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax.arrays import check_count, check_floating, check_lengths
 from mha_jax.compiled import compiled
+from mha_jax.masks import Masking
 from mha_jax.not_finite import emptied
+from mha_spec.reach import reach_of
 
 
 @jax.tree_util.register_dataclass
@@ -192,14 +194,20 @@ def append_checked(cache: KVCache, key: Array, value: Array, added: Array) -> KV
 
 
 def create_cache_mask(
-    lengths: Int[Array, " B"] | Sequence[int], seq_len_q: int, capacity: int
+    lengths: Int[Array, " B"] | Sequence[int],
+    seq_len_q: int,
+    capacity: int,
+    *,
+    window_size: int | None = None,
+    chunk_size: int | None = None,
 ) -> Bool[Array, "B 1 T S"]:
-    """True where a new token may not see a cache slot: every slot after its own.
+    """True where a new token may not see a cache slot: every slot after its own, or beyond its window or chunk.
 
     Args:
         lengths: number of tokens each sequence had cached before the new ones, (B,).
         seq_len_q: number of new tokens, T.
         capacity: number of slots, S.
+        window_size, chunk_size: as `create_attention_mask` takes them.
 
     Returns:
         Mask that broadcasts against the scores (B, N, T, S).
@@ -211,14 +219,8 @@ def create_cache_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
-    return mask_slots(jnp.asarray(lengths, jnp.int32), seq_len_q, capacity)
-
-
-@compiled("seq_len_q", "seq_len_k")
-def mask_slots(lengths: Array, seq_len_q: int, seq_len_k: int) -> Array:
-    """`create_cache_mask` without its checks."""
-    query_positions = token_positions(lengths, seq_len_q)
-    return jnp.arange(seq_len_k, dtype=jnp.int32)[None, None, None] > query_positions[:, None, :, None]
+    offsets, reach = jnp.asarray(lengths, jnp.int32), reach_of(window_size, chunk_size)
+    return Masking(is_causal=True, reach=reach, offsets=offsets).hidden(seq_len_q, capacity)
 
 
 def num_added(cache: KVCache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> Array:

@@ -4,6 +4,7 @@ Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value h
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -19,12 +20,11 @@ from mha_jax.cache import (
     check_room,
     has_room,
     init_cache,
-    mask_slots,
     num_added,
     token_positions,
 )
 from mha_jax.compiled import compiled
-from mha_jax.masks import Masking, create_causal_mask_with_cache, to_scores_rank
+from mha_jax.masks import Masking
 from mha_jax.mha import AttentionLayer, Projection
 from mha_jax.not_finite import by_finite_tokens, emptied
 from mha_jax.rope import check_rope_positions
@@ -83,10 +83,9 @@ def multi_head_attention_with_cache(
     if cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k)
         k, v = jnp.concatenate([cache_k, k], axis=2), jnp.concatenate([cache_v, v], axis=2)
-    if seq_len:
-        causal = create_causal_mask_with_cache(seq_len, cache_len + seq_len, cache_len)
-        mask = causal if mask is None else to_scores_rank(causal) | to_scores_rank(mask)
-    context = fused.attend(q, k, v, Masking(mask, bias), Dropout(), spec=spec)
+    offsets = jnp.full((1,), cache_len, jnp.int32) if cache_len else None
+    masking = Masking(mask, bias, is_causal=True, reach=spec.reach, offsets=offsets)
+    context = fused.attend(q, k, v, masking, Dropout(), spec=spec)
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output, k, v
 
@@ -169,10 +168,8 @@ def _cached_layer(
             q, appended.keys, appended.values, last_positions, spec, block_sizes=block_sizes
         )
     else:
-        causal = mask_slots(lengths, seq_len, cache.capacity)
-        mask = causal if masking.mask is None else causal | to_scores_rank(masking.mask)
-        hidden = Masking(mask, masking.bias)
-        context = fused.attend(q, appended.keys, appended.values, hidden, dropout, spec=spec, block_sizes=block_sizes)
+        masking = replace(masking, reach=spec.reach, offsets=lengths)
+        context = fused.attend(q, appended.keys, appended.values, masking, dropout, spec=spec, block_sizes=block_sizes)
     output = combine_heads(context)
     output = project("out_proj", output) if spec.out_proj else output
     return _tell_what_fits(output, cache, added), appended

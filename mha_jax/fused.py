@@ -8,9 +8,11 @@ do with scores what a layer does.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import blockwise, stages
@@ -20,6 +22,7 @@ from mha_jax.masks import Masking, to_scores_rank
 from mha_jax.not_finite import emptied, not_finite, sees_any, spoilt
 from mha_jax.stages import Dropout, check_attention, score_scale
 from mha_spec import AttentionSpec
+from mha_spec.reach import Reach
 from mha_spec.rules import as_rate
 
 
@@ -64,7 +67,7 @@ def scaled_dot_product_attention(
     """
     if need_weights or dropout_keep is not None:
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
-    masking = Masking(mask, bias, is_causal, key_padding_lengths)
+    masking = Masking(mask, bias, is_causal, key_padding_lengths).of_layer(spec)
     return attend(
         query, key, value, masking, Dropout(dropout, rng=dropout_rng), spec=spec, block_sizes=block_sizes
     ), None
@@ -83,15 +86,16 @@ def attend(
     """`scaled_dot_product_attention` as the layers call it: the context."""
     check_attention(query, key, value, masking)
     as_rate("dropout", dropout.rate)
-    masking, scoring = masking.as_arrays(), _scoring(query, spec)
+    masking = masking.as_arrays()
     num_scores = math.prod(query.shape[:3]) * key.shape[2]
     if dropout.rate or not num_scores or (num_scores <= block_sizes.few_scores and _is_on_cpu()):
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
     if _is_on_cpu():
-        return blockwise.attend_by_block(query, key, value, masking, scoring=scoring, block_sizes=block_sizes)
+        return _attend_on_cpu(query, key, value, masking, spec=spec, block_sizes=block_sizes)
     if not kernel_takes(spec):
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
-    return _attend_by_library(query, key, value, masking, scale=scoring.scale, platform=jax.default_backend())
+    scale = score_scale(query, spec)
+    return _attend_by_library(query, key, value, masking, scale=scale, platform=jax.default_backend())
 
 
 def kernel_takes(spec: AttentionSpec | None) -> bool:
@@ -104,6 +108,83 @@ def _scoring(query: Array, spec: AttentionSpec | None) -> Scoring:
     return Scoring(score_scale(query, spec), None if spec is None else spec.soft_cap)
 
 
+def _attend_on_cpu(
+    query: Array,
+    key: Array,
+    value: Array,
+    masking: Masking,
+    *,
+    spec: AttentionSpec | None,
+    block_sizes: BlockSizes,
+) -> Array:
+    """Block by block; where a window or a chunk hides most keys, a few queries at a time over those in their reach."""
+    reach, scoring = masking.reach, _scoring(query, spec)
+    if reach is not None and masking.offsets is None and query.shape[2] > _num_together(reach):
+        return _attend_in_reach(query, key, value, masking, spec=spec, block_sizes=block_sizes)
+    if reach is not None or masking.offsets is not None:
+        masking = Masking(masking.joined(query.shape[2], key.shape[2]), masking.bias)
+    return blockwise.attend_by_block(query, key, value, masking, scoring=scoring, block_sizes=block_sizes)
+
+
+def _num_together(reach: Reach) -> int:
+    """How many queries go together: those of a chunk, or so many that most keys of a window are those of them all."""
+    return reach.chunk_size or max(128, (reach.window_size or 0) // 4)
+
+
+@compiled("spec", "block_sizes")
+def _attend_in_reach(
+    query: Array, key: Array, value: Array, masking: Masking, *, spec: AttentionSpec | None, block_sizes: BlockSizes
+) -> Array:
+    """A few queries at a time over the keys that they reach: the work grows with the length, not with its square."""
+    (batch_size, num_heads, seq_len_q, _), seq_len_k = query.shape, key.shape[2]
+    reach: Any = masking.reach
+    size = _num_together(reach)
+    num_parts = -(-seq_len_q // size)
+    before = -reach.first(0)  # keys that a part sees before its first query, and after its last
+    after = 0 if masking.is_causal else reach.stop(size - 1) - size
+    num_keys = before + size + after
+    more_rows = (0, num_parts * size - seq_len_q)
+    more_keys = (before, max(num_parts * size + after - seq_len_k, 0))
+
+    def padded(x: Array | None, *paddings: tuple[int, int]) -> Array | None:
+        if x is None:
+            return None
+        paddings = tuple((0, 0) if of == 1 else pad for of, pad in zip(x.shape[2:], paddings, strict=True))
+        return jnp.pad(x, [(0, 0), (0, 0), *paddings])
+
+    def cut(x: Any, begin: Array, *counts: int) -> Any:
+        for axis, count in enumerate(counts, start=2):
+            if x is not None and x.shape[axis] > 1:
+                x = lax.dynamic_slice_in_dim(x, begin, count, axis)
+        return x
+
+    query = jnp.pad(query, [(0, 0), (0, 0), more_rows, (0, 0)])
+    key, value = (jnp.pad(x, [(0, 0), (0, 0), more_keys, (0, 0)]) for x in (key, value))
+    masks = [None if x is None else to_scores_rank(x) for x in (masking.mask, masking.bias)]
+    mask, bias = (padded(x, more_rows, more_keys) for x in masks)
+    lengths: Any = masking.key_padding_lengths
+    lengths = jnp.full((1,), seq_len_k, jnp.int32) if lengths is None else lengths
+
+    def attend_part(begin: Array) -> Array:
+        hidden, first = cut(mask, begin, size, num_keys), before - begin  # the first key that there is
+        if before:
+            is_before = jnp.arange(num_keys, dtype=jnp.int32)[None, None, None] < first
+            hidden = is_before if hidden is None else hidden | is_before
+        part = Masking(hidden, cut(bias, begin, size, num_keys), masking.is_causal, jnp.maximum(lengths + first, 0))
+        if reach.chunk_size is None:  # of its own chunk a query sees all, or all up to itself
+            part = replace(part, reach=reach, offsets=jnp.full((1,), before, jnp.int32))
+        rows = lax.dynamic_slice_in_dim(query, begin, size, axis=2)
+        keys, values = (lax.dynamic_slice_in_dim(x, begin, num_keys, axis=2) for x in (key, value))
+        if batch_size * num_heads * size * num_keys <= block_sizes.few_scores:
+            return stages.attend(rows, keys, values, part, Dropout(), spec=spec, need_weights=False)[0]
+        return _attend_on_cpu(rows, keys, values, part, spec=spec, block_sizes=block_sizes)
+
+    # What a part stores for its gradient it computes again.
+    contexts = lax.map(jax.checkpoint(attend_part), jnp.arange(num_parts, dtype=jnp.int32) * size)
+    contexts = jnp.moveaxis(contexts, 0, 2)  # (B, N, parts, size, H)
+    return contexts.reshape(batch_size, num_heads, num_parts * size, contexts.shape[4])[:, :, :seq_len_q]
+
+
 @compiled("scale", "platform")
 def _attend_by_library(
     query: Array, key: Array, value: Array, masking: Masking, *, scale: float, platform: str
@@ -114,7 +195,7 @@ def _attend_by_library(
     wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
     query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
     bias = masking.bias
-    if replace(masking, is_causal=False).may_hide or seq_len_q != seq_len_k:
+    if masking.offsets is not None or replace(masking, is_causal=False).may_hide or seq_len_q != seq_len_k:
         masking = Masking(masking.with_infinite_bias().joined(seq_len_q, seq_len_k))
     wrong_keys = jnp.repeat(wrong_keys[..., 0], query.shape[1] // key.shape[1], axis=1)
     wrong_rows |= sees_any(wrong_keys, seq_len_q, masking)
@@ -172,9 +253,15 @@ def attend_to_cache(
     check_attention(query, keys, values, Masking())
     if keys.shape[2] > block_sizes.keys and query.size and _is_on_cpu():
         return blockwise.attend_to_cache(
-            query, keys, values, last_positions, scoring=_scoring(query, spec), block_sizes=block_sizes
+            query,
+            keys,
+            values,
+            last_positions,
+            scoring=_scoring(query, spec),
+            reach=None if spec is None else spec.reach,
+            block_sizes=block_sizes,
         )
-    masking = Masking(key_padding_lengths=last_positions + 1)
+    masking = Masking(is_causal=True, offsets=last_positions).of_layer(spec)
     if _is_on_cpu():
         return stages.attend(query, keys, values, masking, Dropout(), spec=spec, need_weights=False)[0]
     return attend(query, keys, values, masking, Dropout(), spec=spec)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax.arrays import check_array, check_broadcasts, check_count, check_lengths
 from mha_jax.compiled import compiled
+from mha_spec import AttentionSpec
+from mha_spec.reach import Reach, reach_of
 
 
 def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[Array, "T S"]:
@@ -65,21 +68,25 @@ def create_attention_mask(
     *,
     is_causal: bool = False,
     key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
+    window_size: int | None = None,
+    chunk_size: int | None = None,
 ) -> Bool[Array, "#B 1 T S"]:
-    """True where a query may not see a key, for causality, for padding, or for both.
+    """True where a query may not see a key, for causality, for padding, for a window or a chunk.
 
     Args:
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S; as many as queries when absent.
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
+        window_size: hide every key this many places away, or more, on either side.
+        chunk_size: hide every key of another chunk, the chunks being so many places long.
 
     Returns:
         Mask of shape (B or 1, 1, T, S).
 
     Raises:
         TypeError: if the lengths are not integers.
-        ValueError: if a length lies outside its range.
+        ValueError: if a length lies outside its range, or there are both a window and chunks.
 
     Example: create_attention_mask(2, is_causal=True, key_padding_lengths=[1])
         [[[[False, True],
@@ -90,8 +97,8 @@ def create_attention_mask(
     check_count("seq_len_k", seq_len_k)
     if key_padding_lengths is not None:
         check_lengths("key_padding_lengths", key_padding_lengths, None, seq_len_k)
-        key_padding_lengths = jnp.asarray(key_padding_lengths, jnp.int32)
-    return _hides_both(seq_len_q, seq_len_k, key_padding_lengths, is_causal=is_causal)
+    reach = reach_of(window_size, chunk_size)
+    return Masking(None, None, is_causal, key_padding_lengths, reach).hidden(seq_len_q, seq_len_k)
 
 
 def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> Bool[Array, "T S"]:
@@ -166,12 +173,16 @@ class Masking:
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
         is_causal: hide every key after the query's own position.
         key_padding_lengths: number of real keys of each sequence, (B,).
+        reach: how far a query sees, where that is less than everything.
+        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
     """
 
     mask: Bool[Array, "..."] | None = None
     bias: Float[Array, "..."] | None = None
     is_causal: bool = field(default=False, metadata={"static": True})
     key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None
+    reach: Reach | None = field(default=None, metadata={"static": True})
+    offsets: Int[Array, " B"] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Array) -> None:
         """Refuse what does not fit the scores (B, N, T, S), or their queries."""
@@ -183,7 +194,13 @@ class Masking:
     @property
     def may_hide(self) -> bool:
         """Whether a key may be hidden from a query."""
-        return self.is_causal or not (self.mask is None and self.bias is None and self.key_padding_lengths is None)
+        return self.is_causal or any(
+            x is not None for x in (self.mask, self.bias, self.key_padding_lengths, self.reach)
+        )
+
+    def of_layer(self, spec: AttentionSpec | None) -> "Masking":
+        """The same with what a layer hides by itself."""
+        return self if spec is None or spec.reach is None else replace(self, reach=spec.reach)
 
     def as_arrays(self) -> "Masking":
         """The same with the lengths as an array, which compiled functions take."""
@@ -201,14 +218,16 @@ class Masking:
         )
 
     def joined(self, seq_len_q: int, seq_len_k: int) -> Bool[Array, "..."] | None:
-        """The mask, joined with what causality and padding hide; None if nothing is hidden."""
-        has_scores = seq_len_q and seq_len_k
-        if not has_scores or (not self.is_causal and self.key_padding_lengths is None):
+        """The mask, joined with what causality, padding and reach hide; None if nothing is hidden."""
+        if not self.is_causal and self.key_padding_lengths is None and self.reach is None:
             return self.mask
-        hidden = create_attention_mask(
-            seq_len_q, seq_len_k, is_causal=self.is_causal, key_padding_lengths=self.key_padding_lengths
-        )
+        hidden = self.hidden(seq_len_q, seq_len_k)
         return hidden if self.mask is None else hidden | to_scores_rank(self.mask)
+
+    def hidden(self, seq_len_q: int, seq_len_k: int) -> Bool[Array, "#B 1 T S"]:
+        """What causality, padding and reach hide, of zero tokens too: all but the keys from a first one to a last."""
+        lengths: Any = self.as_arrays().key_padding_lengths
+        return _hidden(seq_len_q, seq_len_k, lengths, self.offsets, is_causal=self.is_causal, reach=self.reach)
 
 
 def to_scores_rank(x: Array) -> Array:
@@ -230,14 +249,27 @@ def _hides_padding(lengths: Array, seq_len_k: int) -> Array:
     return (_positions(seq_len_k)[None, :] >= lengths[:, None])[:, None, None, :]
 
 
-@compiled("seq_len_q", "seq_len_k", "is_causal")
-def _hides_both(seq_len_q: int, seq_len_k: int, key_padding_lengths: Array | None, *, is_causal: bool) -> Array:
-    mask = jnp.zeros((1, 1, seq_len_q, seq_len_k), dtype=bool)
-    if is_causal:
-        mask = mask | create_causal_mask(seq_len_q, seq_len_k)[None, None]
-    if key_padding_lengths is not None:
-        mask = mask | create_padding_mask(key_padding_lengths, seq_len_k)
-    return mask
+@compiled("seq_len_q", "seq_len_k", "is_causal", "reach")
+def _hidden(
+    seq_len_q: int,
+    seq_len_k: int,
+    lengths: Array | None,
+    offsets: Array | None,
+    *,
+    is_causal: bool,
+    reach: Reach | None,
+) -> Array:
+    places = _positions(seq_len_q)[None]  # (B or 1, T)
+    if offsets is not None:
+        places = offsets[:, None] + places
+    stop = places + 1 if is_causal else jnp.full_like(places, seq_len_k)
+    if lengths is not None:
+        stop = jnp.minimum(stop, lengths[:, None])
+    if reach is not None:
+        stop = jnp.minimum(stop, reach.stop(places))
+    keys = _positions(seq_len_k)[None, None, None]
+    hidden = keys >= stop[:, None, :, None]
+    return hidden if reach is None else hidden | (keys < reach.first(places)[:, None, :, None])
 
 
 def _positions(seq_len: int) -> Int[Array, " L"]:

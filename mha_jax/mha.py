@@ -148,6 +148,7 @@ def _attention_layer(
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
+    masking = masking.of_layer(spec)
     if masking.key_padding_lengths is not None:
         check_lengths("key_padding_lengths", masking.key_padding_lengths, key.shape[0], key.shape[1])
     if masking.may_hide:

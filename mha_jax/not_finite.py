@@ -30,7 +30,7 @@ def spoilt(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, ".
 
 
 def sees_any(marked: Bool[Array, "B N S"], seq_len_q: int, masking: Masking) -> Bool[Array, "B N T 1"]:
-    """Whether a query sees any of the keys that are marked, by the mask or, where there is none, by causality."""
+    """Whether a query sees any of the keys that are marked, by the mask or, where there is none, by causality alone."""
 
     def look() -> Array:
         if masking.mask is None and masking.is_causal:

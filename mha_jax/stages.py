@@ -228,7 +228,7 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    masking = Masking(mask, bias, is_causal, key_padding_lengths)
+    masking = Masking(mask, bias, is_causal, key_padding_lengths).of_layer(spec)
     dropped = Dropout(dropout, dropout_keep, dropout_rng)
     return attend(query, key, value, masking, dropped, spec=spec, need_weights=need_weights)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from mha_spec.reach import Reach, reach_of
 from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups
 
@@ -59,6 +60,8 @@ class AttentionSpec:
         rope: how queries and keys are rotated by their positions, or None for no RoPE.
         scale: what dot products of queries and keys are multiplied by, where it is not 1 / sqrt(H).
         soft_cap: scores s are capped softly, soft_cap * tanh(s / soft_cap), before anything is added or hidden.
+        window_size: a query sees keys less than this many tokens away only: with causality so many, its own the last.
+        chunk_size: a query sees the keys of its own chunk only, the chunks being so many tokens long.
         dropout: rate at which attention weights are dropped in training.
         output_dropout: rate at which outputs are dropped in training.
 
@@ -82,6 +85,8 @@ class AttentionSpec:
     rope: Rope | None = None
     scale: float | None = None
     soft_cap: float | None = None
+    window_size: int | None = None
+    chunk_size: int | None = None
     dropout: float = 0.0
     output_dropout: float = 0.0
 
@@ -96,6 +101,7 @@ class AttentionSpec:
         for name in FACTORS:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, as_factor(name, getattr(self, name)))
+        reach_of(self.window_size, self.chunk_size)
         self._fill_in("num_kv_heads", self.num_heads)
         check_head_groups(self.num_heads, self.num_kv_heads)
         if self.head_dim is None and self.d_model % self.num_heads:
@@ -135,6 +141,11 @@ class AttentionSpec:
     def score_scale(self) -> float:
         """What dot products of queries and keys are multiplied by: 1 / sqrt(H) where nothing else is said."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def reach(self) -> Reach | None:
+        """How far a query sees, where that is less than everything."""
+        return reach_of(self.window_size, self.chunk_size)
 
     @property
     def qkv_projections(self) -> dict[str, Projection]:

@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mha_spec.reach import reach_of
 from mha_torch.arrays import check_count, check_device, check_floating, check_lengths, values_of
-from mha_torch.masks import as_lengths
+from mha_torch.masks import Masking, as_lengths
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
@@ -235,14 +236,20 @@ def _writable(x: Tensor) -> Tensor:
 
 
 def create_cache_mask(
-    lengths: Int[Tensor, " B"] | Sequence[int], seq_len_q: int, capacity: int
+    lengths: Int[Tensor, " B"] | Sequence[int],
+    seq_len_q: int,
+    capacity: int,
+    *,
+    window_size: int | None = None,
+    chunk_size: int | None = None,
 ) -> Bool[Tensor, "B 1 T S"]:
-    """True where a new token may not see a cache slot: every slot after its own.
+    """True where a new token may not see a cache slot: every slot after its own, or beyond its window or chunk.
 
     Args:
         lengths: number of tokens each sequence had cached before the new ones, (B,).
         seq_len_q: number of new tokens, T.
         capacity: number of slots, S.
+        window_size, chunk_size: as `create_attention_mask` takes them.
 
     Returns:
         Mask that broadcasts against the scores (B, N, T, S).
@@ -254,13 +261,8 @@ def create_cache_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
-    return mask_slots(torch.as_tensor(lengths), seq_len_q, capacity)
-
-
-def mask_slots(lengths: Tensor, seq_len_q: int, seq_len_k: int) -> Tensor:
-    """`create_cache_mask` without its checks."""
-    query_positions = lengths[:, None] + torch.arange(seq_len_q, device=lengths.device)  # (B, T)
-    return torch.arange(seq_len_k, device=lengths.device) > query_positions[:, None, :, None]
+    offsets, reach = torch.as_tensor(lengths), reach_of(window_size, chunk_size)
+    return Masking(is_causal=True, reach=reach, offsets=offsets).hidden(seq_len_q, capacity, offsets.device)
 
 
 def kv_cache_nbytes(

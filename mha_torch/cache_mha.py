@@ -4,6 +4,7 @@ Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value h
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,7 +22,6 @@ from mha_torch.cache import (
     check_room,
     has_room,
     init_cache,
-    mask_slots,
 )
 from mha_torch.masks import Masking, as_lengths, check_bias, check_mask
 from mha_torch.mha import AttentionLayer
@@ -83,10 +83,12 @@ def multi_head_attention_with_cache(
         check_cache(cache_k, cache_v, k)
         k, v = torch.cat([cache_k, k], dim=2), torch.cat([cache_v, v], dim=2)
     check_mask(mask, (*q.shape[:3], cache_len + seq_len))
-    if cache_len and seq_len > 1:
-        causal = mask_slots(torch.full((1,), cache_len, device=x.device), seq_len, cache_len + seq_len)
-        mask = causal if mask is None else causal | mask
-    context = fused.attend(q, k, v, Masking(mask, bias, is_causal=cache_len == 0), Dropout(), spec=spec)
+    masking = Masking(mask, bias, is_causal=True, reach=spec.reach, offsets=torch.full((1,), cache_len))
+    if seq_len == 1 and spec.reach is None:  # it sees everything
+        masking = Masking(mask, bias)
+    elif not cache_len:
+        masking = replace(masking, offsets=None)
+    context = fused.attend(q, k, v, masking, Dropout(), spec=spec)
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output, k, v
 
@@ -187,9 +189,8 @@ def _attend_to_every_slot(
 ) -> Tensor:
     """Attend from new tokens, q (B, N, T, H), that are in the cache, without looking at a length."""
     seq_len = q.shape[2]
-    causal = mask_slots(before.lengths, seq_len, cache.capacity)
-    mask = causal if masking.mask is None else causal | masking.mask
-    context = fused.attend(q, cache.keys, cache.values, Masking(mask, masking.bias), dropout, spec=spec)
+    masking = replace(masking, reach=spec.reach, offsets=before.lengths)
+    context = fused.attend(q, cache.keys, cache.values, masking, dropout, spec=spec)
     added = seq_len if new_lengths is None else as_lengths(new_lengths, q.device)
     return spoilt(context, ~has_room(before, seq_len, added)[:, None, None, None])
 
@@ -206,16 +207,13 @@ def _attend_to_filled_slots(
     """Attend from new tokens, q (B, N, T, H), that are in the cache, reading no slot that none of them sees."""
     seq_len, first, last = q.shape[2], min(lengths, default=0), max(lengths, default=0)
     filled = min(last + seq_len, cache.capacity)  # may pass the capacity where the last tokens are padding
-    mask, bias = (
-        x[..., :filled] if x is not None and x.ndim and x.shape[-1] > 1 else x for x in (masking.mask, masking.bias)
-    )
-    # One token sees all that is filled; a prompt, what comes before it: right padding is seen by no real token.
-    is_step, is_prompt = first == last and seq_len == 1, last == 0
-    if not is_step and not is_prompt:
-        causal = mask_slots(before.lengths, seq_len, filled)
-        mask = causal if mask is None else causal | mask
-    keys, values = cache.keys[:, :, :filled], cache.values[:, :, :filled]
-    return fused.attend(q, keys, values, Masking(mask, bias, is_causal=is_prompt), dropout, spec=spec)
+    slots = slice(0 if spec.reach is None else max(spec.reach.first(first), 0), filled)
+    masking = replace(masking, reach=spec.reach, offsets=before.lengths).part(slice(0, seq_len), slots)
+    if first == last and seq_len == 1:  # one token sees all that is filled and in its reach
+        masking = Masking(masking.mask, masking.bias)
+    elif last == 0:  # a prompt; right padding is seen by no real token
+        masking = replace(masking, offsets=None)
+    return fused.attend(q, cache.keys[:, :, slots], cache.values[:, :, slots], masking, dropout, spec=spec)
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
+from mha_spec.reach import Reach
 from mha_spec.rules import as_rate
 from mha_torch import stages
 from mha_torch.arrays import values_of
@@ -66,9 +67,8 @@ def scaled_dot_product_attention(
     """
     if need_weights or dropout_keep is not None:
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
-    return attend(
-        query, key, value, Masking(mask, bias, is_causal, key_padding_lengths), Dropout(dropout), spec=spec
-    ), None
+    masking = Masking(mask, bias, is_causal, key_padding_lengths).of_layer(spec)
+    return attend(query, key, value, masking, Dropout(dropout), spec=spec), None
 
 
 def attend(
@@ -163,7 +163,10 @@ def _attend_hidden(
 ) -> Tensor:
     """The kernel with the cheapest form of what is hidden."""
     bias, is_causal, lengths = masking.bias, masking.is_causal, masking.key_padding_lengths
-    if masking.mask is None and bias is None:
+    reach = masking.reach
+    if reach is not None and masking.offsets is None and query.shape[2] > _num_together(reach):
+        return _attend_in_reach(query, key, value, masking, reach, dropout, scale)
+    if masking.mask is None and bias is None and reach is None and masking.offsets is None:
         if lengths is None:  # nothing is hidden, or what a kernel knows
             return _attend(query, key, value, is_causal=is_causal, dropout=dropout, scale=scale)
         known = values_of(torch.as_tensor(lengths)) if query.device.type == "cpu" else None
@@ -207,6 +210,30 @@ def _attend(
         scale=scale,
         enable_gqa=bool(query.shape[1] != key.shape[1]),
     )
+
+
+def _num_together(reach: Reach) -> int:
+    """How many queries go together: those of a chunk, or so many that most keys of a window are those of them all."""
+    return reach.chunk_size or max(128, (reach.window_size or 0) // 4)
+
+
+def _attend_in_reach(
+    query: Tensor, key: Tensor, value: Tensor, masking: Masking, reach: Reach, dropout: float, scale: float | None
+) -> Tensor:
+    """A few queries at a time over the keys that they reach: the work grows with the length, not with its square."""
+    seq_len_q, seq_len_k = query.shape[2], key.shape[2]
+    contexts = []
+    for begin in range(0, seq_len_q, _num_together(reach)):
+        end = min(begin + _num_together(reach), seq_len_q)
+        first = min(max(reach.first(begin), 0), seq_len_k)
+        stop = max(first, min(end if masking.is_causal else reach.stop(end - 1), seq_len_k))
+        rows, keys = slice(begin, end), slice(first, stop)
+        inside = masking.part(rows, keys)
+        if reach.chunk_size is not None:  # of its own chunk a query sees all, or all up to itself
+            inside = replace(inside, reach=None, offsets=None)
+        parts = (query[:, :, rows], key[:, :, keys], value[:, :, keys])
+        contexts.append(_attend_hidden(*parts, inside, dropout, scale) if stop > first else parts[0] * 0.0)
+    return torch.cat(contexts, dim=2)
 
 
 def _attend_by_sequence(

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mha_spec import AttentionSpec
+from mha_spec.reach import Reach, reach_of
 from mha_torch.arrays import (
     check_array,
     check_broadcasts,
@@ -78,15 +80,19 @@ def create_attention_mask(
     *,
     is_causal: bool = False,
     key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+    window_size: int | None = None,
+    chunk_size: int | None = None,
     device: torch.device | str | None = None,
 ) -> Bool[Tensor, "#B 1 T S"]:
-    """True where a query may not see a key, for causality, for padding, or for both.
+    """True where a query may not see a key, for causality, for padding, for a window or a chunk.
 
     Args:
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S; as many as queries when absent.
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
+        window_size: hide every key this many places away, or more, on either side.
+        chunk_size: hide every key of another chunk, the chunks being so many places long.
         device: where the mask lies.
 
     Returns:
@@ -94,7 +100,7 @@ def create_attention_mask(
 
     Raises:
         TypeError: if the lengths are not integers.
-        ValueError: if a length lies outside its range.
+        ValueError: if a length lies outside its range, or there are both a window and chunks.
 
     Example: create_attention_mask(2, is_causal=True, key_padding_lengths=[1])
         [[[[False, True],
@@ -105,25 +111,8 @@ def create_attention_mask(
     check_count("seq_len_k", seq_len_k)
     if key_padding_lengths is not None:
         check_lengths("key_padding_lengths", key_padding_lengths, None, seq_len_k)
-    return _attention_mask(seq_len_q, seq_len_k, is_causal, key_padding_lengths, device)
-
-
-def _attention_mask(
-    seq_len_q: int,
-    seq_len_k: int,
-    is_causal: bool,
-    key_padding_lengths: Tensor | Sequence[int] | None,
-    device: torch.device | str | None,
-) -> Tensor:
-    """The same, of zero tokens too: a query sees as many keys as causality and the length of its sequence allow."""
-    lengths = None if key_padding_lengths is None else as_lengths(key_padding_lengths, device)
-    device = device if lengths is None else lengths.device
-    num_visible = torch.full((1, seq_len_q), seq_len_k, device=device)  # (B or 1, T)
-    if is_causal:
-        num_visible = _positions(seq_len_q, device)[None, :] + 1
-    if lengths is not None:
-        num_visible = torch.minimum(num_visible, lengths[:, None])
-    return _positions(seq_len_k, device) >= num_visible[:, None, :, None]  # one comparison, and one mask in memory
+    reach = reach_of(window_size, chunk_size)
+    return Masking(None, None, is_causal, key_padding_lengths, reach).hidden(seq_len_q, seq_len_k, device)
 
 
 def create_causal_mask_with_cache(
@@ -204,12 +193,16 @@ class Masking:
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
         is_causal: hide every key after the query's own position.
         key_padding_lengths: number of real keys of each sequence, (B,).
+        reach: how far a query sees, where that is less than everything.
+        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
     """
 
     mask: Bool[Tensor, "..."] | None = None
     bias: Float[Tensor, "..."] | None = None
     is_causal: bool = False
     key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None
+    reach: Reach | None = None
+    offsets: Int[Tensor, " B"] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
         """Refuse what does not fit the scores (B, N, T, S), or their queries."""
@@ -223,7 +216,13 @@ class Masking:
     @property
     def may_hide(self) -> bool:
         """Whether a key may be hidden from a query."""
-        return self.is_causal or not (self.mask is None and self.bias is None and self.key_padding_lengths is None)
+        return self.is_causal or any(
+            x is not None for x in (self.mask, self.bias, self.key_padding_lengths, self.reach)
+        )
+
+    def of_layer(self, spec: AttentionSpec | None) -> "Masking":
+        """The same with what a layer hides by itself."""
+        return self if spec is None or spec.reach is None else replace(self, reach=spec.reach)
 
     def with_infinite_bias(self) -> "Masking":
         """The same with the keys that a bias of -inf hides in the mask: a row of -inf is as empty as a masked one."""
@@ -235,11 +234,50 @@ class Masking:
     def joined(
         self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
     ) -> Bool[Tensor, "..."] | None:
-        """The mask, joined with what causality and padding hide; None if nothing is hidden."""
-        if not self.is_causal and self.key_padding_lengths is None:
+        """The mask, joined with what causality, padding and reach hide; None if nothing is hidden."""
+        if not self.is_causal and self.key_padding_lengths is None and self.reach is None:
             return self.mask
-        hidden = _attention_mask(seq_len_q, seq_len_k, self.is_causal, self.key_padding_lengths, device)
+        hidden = self.hidden(seq_len_q, seq_len_k, device)
         return hidden if self.mask is None else hidden | self.mask
+
+    def part(self, rows: slice, keys: slice) -> "Masking":
+        """What it is to some of the queries and some of the keys."""
+
+        def cut(x: Tensor | None) -> Tensor | None:
+            if x is None or x.ndim == 0:
+                return x
+            x = x[..., keys] if x.shape[-1] > 1 else x
+            return x[..., rows, :] if x.ndim > 1 and x.shape[-2] > 1 else x
+
+        lengths, offsets = self.key_padding_lengths, as_lengths([0] if self.offsets is None else self.offsets)
+        if lengths is not None:
+            lengths = (as_lengths(lengths) - keys.start).clamp(min=0)
+        return replace(
+            self,
+            mask=cut(self.mask),
+            bias=cut(self.bias),
+            key_padding_lengths=lengths,
+            offsets=offsets + (rows.start - keys.start),
+        )
+
+    def hidden(
+        self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
+    ) -> Bool[Tensor, "#B 1 T S"]:
+        """What causality, padding and reach hide, of zero tokens too: all but the keys from a first one to a last."""
+        lengths = None if self.key_padding_lengths is None else as_lengths(self.key_padding_lengths, device)
+        device = device if lengths is None else lengths.device
+        places = _positions(seq_len_q, device)[None]  # (B or 1, T)
+        if self.offsets is not None:
+            places = self.offsets.to(places)[:, None] + places
+        stop = places + 1 if self.is_causal else torch.full_like(places, seq_len_k)
+        if lengths is not None:
+            stop = torch.minimum(stop, lengths[:, None])
+        if self.reach is not None:
+            stop = torch.minimum(stop, self.reach.stop(places))
+        keys = _positions(seq_len_k, device)
+        hidden = keys >= stop[:, None, :, None]
+        # Where the reach has no first key there is one comparison, and one mask in memory.
+        return hidden if self.reach is None else hidden.logical_or_(keys < self.reach.first(places)[:, None, :, None])
 
 
 def as_lengths(lengths: Tensor | Sequence[int], device: torch.device | str | None = None) -> Int[Tensor, " B"]:

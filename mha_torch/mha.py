@@ -130,6 +130,7 @@ def _attention_layer(
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
+    masking = masking.of_layer(spec)
     if masking.may_hide:
         project = by_finite_tokens(project)
     q, k, v = project_qkv(project, query, key, value, spec, positions)

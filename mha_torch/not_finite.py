@@ -38,7 +38,8 @@ def spoilt(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor,
 def sees_any(marked: Bool[Tensor, "B N S"], seq_len_q: int, masking: Masking) -> Bool[Tensor, "B N #T 1"]:
     """Whether a query sees any of the keys that are marked; the bias hides nothing here, and T and S are not 0."""
     seq_len_k, device = marked.shape[2], marked.device
-    mask = None if masking.mask is None else masking.joined(seq_len_q, seq_len_k, device)
+    is_plain = masking.mask is None and masking.reach is None and masking.offsets is None
+    mask = None if is_plain else masking.joined(seq_len_q, seq_len_k, device)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
         return torch.einsum("bns,bnts->bnt", marked.float(), (~mask).float())[..., None] > 0  # no array of N x T x S

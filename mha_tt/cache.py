@@ -13,8 +13,10 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
+from mha_spec.reach import reach_of
 from mha_tt.arrays import check_count, check_dtype, check_floating, check_lengths
 from mha_tt.device import TILE, TILE_NBYTES, as_dtype, round_up, upload, upload_integers, zeros
+from mha_tt.masks import Masking
 
 MOST_KV_HEADS = TILE
 """What `paged_update_cache` writes right: it reads one row of tiles for each sequence, and takes more heads unasked."""
@@ -193,14 +195,20 @@ def append_to_cache(
 
 
 def create_cache_mask(
-    lengths: Int[np.ndarray, " B"] | Sequence[int], seq_len_q: int, capacity: int
+    lengths: Int[np.ndarray, " B"] | Sequence[int],
+    seq_len_q: int,
+    capacity: int,
+    *,
+    window_size: int | None = None,
+    chunk_size: int | None = None,
 ) -> Bool[np.ndarray, "B 1 T S"]:
-    """True where a new token may not see a cache slot: every slot after its own.
+    """True where a new token may not see a cache slot: every slot after its own, or beyond its window or chunk.
 
     Args:
         lengths: number of tokens each sequence had cached before the new ones, (B,).
         seq_len_q: number of new tokens, T.
         capacity: number of slots, S.
+        window_size, chunk_size: as `create_attention_mask` takes them.
 
     Returns:
         Mask that broadcasts against the scores (B, N, T, S), on the host.
@@ -212,8 +220,8 @@ def create_cache_mask(
     check_count("seq_len_q", seq_len_q, minimum=0)
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
-    query_positions = np.asarray(lengths)[:, None] + np.arange(seq_len_q)  # (B, T)
-    return np.arange(capacity) > query_positions[:, None, :, None]
+    offsets, reach = np.asarray(lengths), reach_of(window_size, chunk_size)
+    return Masking(is_causal=True, reach=reach, offsets=offsets).hidden(seq_len_q, capacity)
 
 
 def _sequences(slots: Tensor, indices: list[int]) -> Tensor:

@@ -25,14 +25,13 @@ from mha_tt.cache import (
     check_cache_holds,
     check_cached_input,
     check_room,
-    create_cache_mask,
     init_cache,
     joined,
     num_added,
     write_rows,
 )
 from mha_tt.device import padded_head_dim, round_up, upload, zeros
-from mha_tt.masks import DeviceMask, Masking, create_causal_mask_with_cache, on_host
+from mha_tt.masks import DeviceMask, Masking, on_host
 from mha_tt.mha import AttentionLayer
 from mha_tt.rope import check_rope_positions
 from mha_tt.stages import Dropout, combine_heads, project_qkv
@@ -89,11 +88,10 @@ def multi_head_attention_with_cache(
     if cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k)
         k, v = joined(cache_k, k), joined(cache_v, v)
-    if cache_len:
-        causal = create_causal_mask_with_cache(seq_len, cache_len + seq_len, cache_len)
-        mask = causal if mask is None else causal | on_host(mask)
-    arithmetic = _Arithmetic(spec, compute_kernel_config)
-    context = _attend(q, k, v, Masking(mask, bias, is_causal=cache_len == 0), Dropout(), arithmetic)
+    masking = Masking(
+        mask, bias, is_causal=True, reach=spec.reach, offsets=np.array([cache_len]) if cache_len else None
+    )
+    context = _attend(q, k, v, masking, Dropout(), _Arithmetic(spec, compute_kernel_config))
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output, k, v
 
@@ -212,9 +210,9 @@ def _attend_in_step(
     before, cache = cache.lengths, KVCache(cache.keys, cache.values, cache.lengths + added, cache.capacity)
     takes_kernel = q.dtype != ttnn.float32 and fused.kernel_takes(arithmetic.spec)
     is_plain = not takes_kernel or dropout.rate or not len(before)
-    if (
-        is_plain or masking.mask is not None or masking.bias is not None
-    ):  # the kernel multiplies a mask by the scale (tt-metal#55337)
+    # The kernel multiplies a mask by the scale (tt-metal#55337), and may see a key less than a window (tt-metal#32145).
+    has_mask = masking.mask is not None or masking.bias is not None or arithmetic.spec.reach is not None
+    if is_plain or has_mask:
         q = ttnn.permute(q, (2, 1, 0, 3))
         context = _attend_to_slots(q, cache, before, masking, dropout, arithmetic)
         return ttnn.permute(context, (2, 1, 0, 3)), cache
@@ -242,7 +240,8 @@ def _attend_in_prefill(
     if before.any():
         return _attend_to_slots(q, cache, before, masking, dropout, arithmetic), cache
     # Right padding needs no mask of its own: no real token sees what comes after it.
-    return _attend(q, k, v, _first_slots(masking, seq_len), dropout, arithmetic), cache
+    masking = _first_slots(masking, seq_len).of_layer(arithmetic.spec)
+    return _attend(q, k, v, masking, dropout, arithmetic), cache
 
 
 def _attend_to_slots(
@@ -257,10 +256,8 @@ def _attend_to_slots(
     seq_len = q.shape[2]
     filled = min(round_up(int(before.max(initial=0)) + seq_len), cache.capacity)
     keys, values = (x if x.shape[2] == filled else x[:, :, :filled] for x in (cache.keys, cache.values))
-    masking = _first_slots(masking, filled)
-    causal = create_cache_mask(before, seq_len, filled)
-    mask = causal if masking.mask is None else causal | on_host(masking.mask)
-    return _attend(q, keys, values, Masking(mask, masking.bias), dropout, arithmetic)
+    masking = replace(_first_slots(masking, filled), reach=arithmetic.spec.reach, offsets=before)
+    return _attend(q, keys, values, masking, dropout, arithmetic)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, masking: Masking, dropout: Dropout, arithmetic: _Arithmetic) -> Tensor:

@@ -73,7 +73,8 @@ def scaled_dot_product_attention(
     """
     if need_weights:
         raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
-    masking, dropped = Masking(mask, bias, is_causal, key_padding_lengths), Dropout(dropout, dropout_keep)
+    masking = Masking(mask, bias, is_causal, key_padding_lengths).of_layer(spec)
+    dropped = Dropout(dropout, dropout_keep)
     return attend(query, key, value, masking, dropped, spec=spec, compute_kernel_config=compute_kernel_config), None
 
 

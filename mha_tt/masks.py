@@ -11,6 +11,8 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
+from mha_spec import AttentionSpec
+from mha_spec.reach import Reach, reach_of
 from mha_tt.arrays import check_broadcasts, check_count, check_floating, check_lengths
 from mha_tt.device import as_dtype, upload
 
@@ -75,21 +77,25 @@ def create_attention_mask(
     *,
     is_causal: bool = False,
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
+    window_size: int | None = None,
+    chunk_size: int | None = None,
 ) -> Bool[np.ndarray, "#B 1 T S"]:
-    """True where a query may not see a key, for causality, for padding, or for both.
+    """True where a query may not see a key, for causality, for padding, for a window or a chunk.
 
     Args:
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S; as many as queries when absent.
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
+        window_size: hide every key this many places away, or more, on either side.
+        chunk_size: hide every key of another chunk, the chunks being so many places long.
 
     Returns:
         Mask of shape (B or 1, 1, T, S), on the host.
 
     Raises:
         TypeError: if the lengths are not integers.
-        ValueError: if a length lies outside its range.
+        ValueError: if a length lies outside its range, or there are both a window and chunks.
 
     Example: create_attention_mask(2, is_causal=True, key_padding_lengths=[1])
         [[[[False, True],
@@ -98,13 +104,10 @@ def create_attention_mask(
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     check_count("seq_len_q", seq_len_q, minimum=0)
     check_count("seq_len_k", seq_len_k, minimum=0)
-    num_visible = np.full((1, seq_len_q), seq_len_k)  # (B or 1, T)
-    if is_causal:
-        num_visible = np.arange(seq_len_q)[None, :] + 1
     if key_padding_lengths is not None:
         check_lengths("key_padding_lengths", key_padding_lengths, None, seq_len_k)
-        num_visible = np.minimum(num_visible, np.asarray(key_padding_lengths)[:, None])
-    return np.arange(seq_len_k) >= num_visible[:, None, :, None]  # one comparison, and one mask in memory
+    reach = reach_of(window_size, chunk_size)
+    return Masking(None, None, is_causal, key_padding_lengths, reach).hidden(seq_len_q, seq_len_k)
 
 
 def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> Bool[np.ndarray, "T S"]:
@@ -292,12 +295,16 @@ class Masking:
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
         is_causal: hide every key after the query's own position.
         key_padding_lengths: number of real keys of each sequence, (B,), on the host.
+        reach: how far a query sees, where that is less than everything.
+        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
     """
 
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None
     bias: Float[np.ndarray, "..."] | Tensor | None = None
     is_causal: bool = False
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None
+    reach: Reach | None = None
+    offsets: Int[np.ndarray, " B"] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
         """Refuse what does not fit the scores (B, N, T, S), or their queries."""
@@ -305,6 +312,10 @@ class Masking:
         check_bias(self.bias, scores_shape)
         if self.key_padding_lengths is not None:
             check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
+
+    def of_layer(self, spec: AttentionSpec | None) -> Masking:
+        """The same with what a layer hides by itself."""
+        return self if spec is None or spec.reach is None else replace(self, reach=spec.reach)
 
     def with_infinite_bias(self) -> Masking:
         """The same with the keys that a bias of -inf hides in the mask: a row of -inf is as empty as a masked one."""
@@ -316,15 +327,30 @@ class Masking:
         return replace(self, mask=is_hidden if self.mask is None else is_hidden | on_host(self.mask))
 
     def joined(self, seq_len_q: int, seq_len_k: int, device: ttnn.MeshDevice) -> DeviceMask | None:
-        """The mask, joined with what causality and padding hide; None if nothing is hidden."""
-        if not self.is_causal and self.key_padding_lengths is None:
+        """The mask, joined with what causality, padding and reach hide; None if nothing is hidden."""
+        if not self.is_causal and self.key_padding_lengths is None and self.reach is None:
             return on_device(self.mask, device)
-        if self.mask is None and self.key_padding_lengths is None and seq_len_q == seq_len_k:
+        others = (self.mask, self.key_padding_lengths, self.reach, self.offsets)
+        if seq_len_q == seq_len_k and all(x is None for x in others):  # causality alone
             return CausalMask(seq_len_q, device=device)
-        hidden = create_attention_mask(
-            seq_len_q, seq_len_k, is_causal=self.is_causal, key_padding_lengths=self.key_padding_lengths
-        )
+        hidden = self.hidden(seq_len_q, seq_len_k)
         return on_device(hidden if self.mask is None else hidden | on_host(self.mask), device)
+
+    def hidden(self, seq_len_q: int, seq_len_k: int) -> Bool[np.ndarray, "#B 1 T S"]:
+        """What causality, padding and reach hide, of zero tokens too: all but the keys from a first one to a last."""
+        places = np.arange(seq_len_q)[None]  # (B or 1, T)
+        if self.offsets is not None:
+            places = np.asarray(self.offsets)[:, None] + places
+        stop = places + 1 if self.is_causal else np.full_like(places, seq_len_k)
+        if self.key_padding_lengths is not None:
+            stop = np.minimum(stop, np.asarray(self.key_padding_lengths)[:, None])
+        if self.reach is not None:
+            stop = np.minimum(stop, self.reach.stop(places))
+        keys = np.arange(seq_len_k)
+        hidden = keys >= stop[:, None, :, None]
+        if self.reach is not None:
+            hidden |= keys < self.reach.first(places)[:, None, :, None]
+        return hidden  # without a reach made by one comparison, and one mask in memory
 
 
 def on_host(mask: np.ndarray | DeviceMask) -> np.ndarray:

@@ -21,7 +21,7 @@ from mha_spec.attention import check_spec
 from mha_tt import fused, stages
 from mha_tt.arrays import check_dtype, check_floating, check_input_dtype
 from mha_tt.device import accurate_config, describe_config, padded_head_dim
-from mha_tt.masks import CausalMask, DeviceMask, Masking
+from mha_tt.masks import DeviceMask, Masking
 from mha_tt.rope import Rotation, check_rope_positions
 from mha_tt.stages import Dropout, combine_heads, drop, project_qkv, scaled_dot_product_attention, split_heads
 from mha_tt.weights import Project, check_weights, project_with, upload_weights
@@ -142,6 +142,7 @@ def _attention_layer(
     masking.check((query.shape[0], spec.num_heads, query.shape[1], seq_len_k))
     key = query if key is None else key
     value = key if value is None else value
+    masking = masking.of_layer(spec)
     q, k, v = project_qkv(project, query, key, value, spec, positions)
     is_plain = dropout.rate or dropout.keep is not None or q.dtype == ttnn.float32  # what the kernel does not offer
     if need_weights or is_plain:
@@ -263,8 +264,9 @@ class AttentionLayer:
         check_floating("query", query, rank=3)
         check_input_dtype("query", query, self.dtype)
         self.check_dropout()
+        masking = masking.of_layer(self.spec)
         if masking.is_causal and masking.mask is None and key is None and masking.key_padding_lengths is None:
-            masking = replace(masking, mask=self._causal(query.shape[1]), is_causal=False)
+            masking = replace(masking, mask=self._causal(query.shape[1]), is_causal=False, reach=None)
         output, attn_weights = _attention_layer(
             self.project,
             query,
@@ -295,9 +297,10 @@ class AttentionLayer:
         return self._rotation
 
     def _causal(self, seq_len: int) -> DeviceMask:
-        """The causal mask, kept for the next call of as many tokens."""
+        """The causal mask, within the reach of the layer, kept for the next call of as many tokens."""
         if self._causal_mask is None or self._causal_mask.shape[2] != seq_len:
-            self._causal_mask = CausalMask(seq_len, device=self.device)
+            hidden = Masking(is_causal=True, reach=self.spec.reach)
+            self._causal_mask = hidden.joined(seq_len, seq_len, self.device)
         return self._causal_mask
 
     def drawn_dropout(self) -> Dropout:

@@ -301,7 +301,7 @@ def scaled_dot_product_attention(
         query,
         key,
         value,
-        Masking(mask, bias, is_causal, key_padding_lengths),
+        Masking(mask, bias, is_causal, key_padding_lengths).of_layer(spec),
         Dropout(dropout, dropout_keep, seed),
         spec=spec,
         need_weights=need_weights,

@@ -250,6 +250,38 @@ def test_lengths_may_be_of_any_kind(sibling, form, kind):
     parity.assert_parity(found, **yardstick(problem(lengths=(5, 7), padding=(0, 2, 7))))
 
 
+# ---- Windows and chunks: a few queries at a time ---------------------------------------------------------------------
+
+REACHES = {
+    "window": ({"window_size": 20}, {}, True),
+    "window-padding": ({"window_size": 20}, {"padding": (0, 100, 290)}, True),
+    "window-both-ways-mask": ({"window_size": 150}, {"mask": (1, 2, 290, 290)}, False),
+    "window-bias": ({"window_size": 150}, {"bias": (1, 2, 290, 290), "minus": -np.inf}, True),
+    "window-tall": ({"window_size": 20}, {"lengths": (290, 120)}, True),
+    "chunk-padding": ({"chunk_size": 64}, {"padding": (0, 100, 290)}, True),
+    "chunk-both-ways": ({"chunk_size": 130}, {"bias": (290, 1)}, False),
+}
+
+
+@pytest.mark.parametrize("name", REACHES)
+def test_a_few_queries_at_a_time_give_what_all_at_once_give(sibling, name):
+    """What a layer's reach hides is hidden by a mask made here; more queries than go together in either sibling."""
+    reach, keywords, is_causal = REACHES[name]
+    arrays = problem(**{"lengths": (290, 290), **keywords})
+    num_queries, num_keys = arrays["query"].shape[2], arrays["key"].shape[2]
+    places, keys = np.arange(num_queries)[:, None], np.arange(num_keys)
+    if "window_size" in reach:
+        out_of_reach = abs(places - keys) >= reach["window_size"]
+    else:
+        out_of_reach = places // reach["chunk_size"] != keys // reach["chunk_size"]
+    spec = parity.AttentionSpec(2 * HEAD_DIM, 2, **reach)
+    function = sibling.package.fused.scaled_dot_product_attention
+    options = {"block_sizes": BlockSizes(few_scores=0)} if sibling.package is mha_jax else {}
+    found = results(sibling.package, function, arrays, spec=spec, is_causal=is_causal, **options)
+    masked = {**arrays, "mask": arrays.get("mask", False) | out_of_reach}
+    parity.assert_parity(found, **yardstick(masked, is_causal=is_causal))
+
+
 # ---- JAX: block by block ---------------------------------------------------------------------------------------------
 
 jax_fused = mha_jax.fused.scaled_dot_product_attention

@@ -74,8 +74,8 @@ COMMON_PARAMETERS = {  # some of these words mean the same in all siblings
 OTHER_DEFAULTS = {("tt", "init_cache", "dtype"): "xp.bfloat16"}  # what the fused kernels take, where others say float32
 
 CACHE_PARTS = {  # what attention takes of a cache, whose lengths are known elsewhere: on the host, in a graph, or not
-    "jax": {"append_checked", "mask_slots", "num_added", "token_positions", "has_room"},
-    "torch": {"append_checked", "mask_slots", "has_room"},
+    "jax": {"append_checked", "num_added", "token_positions", "has_room"},
+    "torch": {"append_checked", "has_room", "Masking.part"},
     "tt": {"joined", "num_added", "write_rows"},
 }
 

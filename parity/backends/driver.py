@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec import AttentionSpec
 from parity.backends.port import Port
 from parity.core.problem import Problem
 from parity.core.stages import Stage, Step, Values, steps_of
@@ -43,6 +44,12 @@ def values_to_weigh(problem: Problem, values: Values) -> np.ndarray:
     """
     v = values["v"]
     return v if problem.case.not_finite is None else np.where(np.isfinite(v), v, np.zeros_like(v))
+
+
+def reach_of(spec: AttentionSpec) -> dict[str, int]:
+    """How far queries see in a layer, as the siblings' masks take it."""
+    reach = {"window_size": spec.window_size, "chunk_size": spec.chunk_size}
+    return {name: size for name, size in reach.items() if size is not None}
 
 
 class _Layer:
@@ -81,14 +88,18 @@ class _Layer:
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         shape = (self.case.batch, self.spec.num_heads, self.case.seq_len, self.case.key_len)
-        return {"mask": np.broadcast_to(self.hidden(), shape)}
+        return {"mask": np.broadcast_to(self.hidden(**reach_of(self.spec)), shape)}
 
-    def hidden(self) -> np.ndarray:
-        """What the sibling's functions hide, joined."""
+    def hidden(self, **reach: int) -> np.ndarray:
+        """What the sibling's functions hide, joined; what the layer hides by itself if its reach is passed."""
         case = self.case
         mask = np.asarray(
             self.sibling.create_attention_mask(
-                case.seq_len, case.key_len, is_causal=case.is_causal, key_padding_lengths=case.key_padding_lengths
+                case.seq_len,
+                case.key_len,
+                is_causal=case.is_causal,
+                key_padding_lengths=case.key_padding_lengths,
+                **reach,
             )
         )
         if case.window_size is not None:
@@ -150,7 +161,8 @@ class _Call:
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         seq_len, capacity = self.case.chunks[self.index], self.case.capacity
-        mask = self.layer.sibling.create_cache_mask(self.port.beside(self.before), seq_len, capacity)
+        reach = reach_of(self.case.spec)
+        mask = self.layer.sibling.create_cache_mask(self.port.beside(self.before), seq_len, capacity, **reach)
         shape = (self.case.batch, self.case.spec.num_heads, seq_len, capacity)
         return {"mask": np.broadcast_to(np.asarray(mask), shape)}
 

@@ -78,6 +78,7 @@ SELFTEST_CASES = [
         bias=True,
         gain=3.0,
     ),
+    Case("chunk", AttentionSpec(32, 4, chunk_size=3), "a layer of chunks", seq_len=8, is_causal=True),
 ]
 """Where the mistakes are planted: three different specifications, what only a window or a cache has, trained layers,
 and then features by themselves, each with what it alone makes possible."""

@@ -36,6 +36,8 @@ def covers(case: Case) -> str:
         "RoPE": spec.rope is not None,
         f"scale {spec.scale}": spec.scale is not None,
         f"soft cap {spec.soft_cap}": spec.soft_cap is not None,
+        f"window {spec.window_size} of the layer": spec.window_size is not None,
+        f"chunks of {spec.chunk_size}": spec.chunk_size is not None,
         f"cache of {case.capacity} slots": case.is_cached,
         "ragged": bool(case.new_lengths),
         "fused qkv": spec.fused_qkv,

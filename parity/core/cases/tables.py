@@ -10,6 +10,8 @@ _GQA = AttentionSpec(32, 8, num_kv_heads=2)
 _ROPE = AttentionSpec(32, 4, rope=Rope(10000.0))
 _GQA_ROPE = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), qkv_bias=False, out_bias=False)
 _SOFT_CAP = AttentionSpec(32, 4, num_kv_heads=2, soft_cap=1.5)
+_WINDOW = AttentionSpec(32, 4, num_kv_heads=2, window_size=4)
+_CHUNK = AttentionSpec(32, 4, num_kv_heads=2, chunk_size=4)
 _SCALE = AttentionSpec(32, 4, num_kv_heads=2, scale=0.0625)
 _TINY = AttentionSpec(4, 2, d_in=3)
 _TEXTBOOK = AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False)
@@ -53,6 +55,18 @@ LAYERS = [
     Case("scale", _SCALE, "scores of another scale", seq_len=9, is_causal=True, gain=3.0),
     Case("soft-cap", _SOFT_CAP, "scores that are capped softly", seq_len=9, is_causal=True, gain=3.0),
     Case("soft-cap-bias", _SOFT_CAP, "capped before the bias is added", seq_len=9, bias=True, is_causal=True, gain=3.0),
+    Case("window", _WINDOW, "a layer that sees the last four tokens", seq_len=11, is_causal=True),
+    Case("window-both-ways", _WINDOW, "three tokens before and after", seq_len=11, key_padding_lengths=(7, 11)),
+    Case(
+        "window-far",
+        AttentionSpec(16, 2, num_kv_heads=1, window_size=40),
+        "a window that is gone through in parts",
+        batch=1,
+        seq_len=300,
+        is_causal=True,
+    ),
+    Case("chunk", _CHUNK, "a layer that sees its own chunk of tokens", seq_len=11, is_causal=True),
+    Case("chunk-both-ways", _CHUNK, "all of a chunk", seq_len=10, random_mask=True),
     Case("rope", _ROPE, "rotary positions", seq_len=11, is_causal=True),
     Case("rope-gqa", _GQA_ROPE, "rotary positions, shared heads, a free head_dim", seq_len=9, is_causal=True),
     Case("rope-far", _ROPE, "positions that bfloat16 cannot tell apart", batch=1, seq_len=300, is_causal=True),
@@ -118,6 +132,16 @@ CACHED = [
     ),
     Case("decode-scale", _SCALE, "decode, another scale", seq_len=7, chunks=(4, 1, 1, 1), capacity=8, gain=3.0),
     Case("decode-soft-cap", _SOFT_CAP, "decode, capped scores", seq_len=7, chunks=(4, 1, 1, 1), capacity=8, gain=3.0),
+    Case(
+        "decode-window",
+        AttentionSpec(32, 4, num_kv_heads=2, window_size=4, rope=Rope(10000.0)),
+        "decode, within a window",
+        seq_len=9,
+        chunks=(5, 1, 2, 1),
+        new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)),
+        capacity=10,
+    ),
+    Case("decode-chunk", _CHUNK, "decode, within a chunk", seq_len=10, chunks=(3, 1, 1, 4, 1), capacity=10),
     Case("decode-gqa-rope", _GQA_ROPE, "decode, rotary, shared", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case(
         "ragged",

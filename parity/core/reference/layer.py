@@ -32,6 +32,7 @@ class Layer:
             masked |= self.is_later(t, s)
         if case.window_size is not None:
             masked |= self.is_later(t, s) | self.is_before_window(t, s, case.window_size)
+        masked |= self.is_out_of_reach(t, s)
         if case.key_padding_lengths is not None:
             masked |= self.is_padding(s, np.array(case.key_padding_lengths)[:, None, None, None])
         if case.random_mask:
@@ -129,6 +130,19 @@ class Layer:
     def is_before_window(self, t: np.ndarray, s: np.ndarray, size: int) -> np.ndarray:
         return s <= t - size
 
+    def is_out_of_reach(self, t: np.ndarray, s: np.ndarray) -> np.ndarray:
+        """Whether a key at position s lies outside of the window, or the chunk, of a query at position t."""
+        spec = self.problem.spec
+        if spec.window_size is not None:
+            return self.is_before_window(t, s, spec.window_size) | self.is_after_window(t, s, spec.window_size)
+        return np.zeros(1, bool) if spec.chunk_size is None else self.is_in_another_chunk(t, s, spec.chunk_size)
+
+    def is_after_window(self, t: np.ndarray, s: np.ndarray, size: int) -> np.ndarray:
+        return s >= t + size
+
+    def is_in_another_chunk(self, t: np.ndarray, s: np.ndarray, size: int) -> np.ndarray:
+        return t // size != s // size
+
     def is_padding(self, s: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         return s >= lengths
 
@@ -222,7 +236,8 @@ class Call:
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         case = self.layer.problem.case
-        masked = self.layer.is_later(self.positions[:, None, :, None], np.arange(case.capacity))
+        t, s = self.positions[:, None, :, None], np.arange(case.capacity)
+        masked = self.layer.is_later(t, s) | self.layer.is_out_of_reach(t, s)
         shape = (case.batch, case.spec.num_heads, self.x.shape[1], case.capacity)
         return {"mask": self.layer.hidden(np.broadcast_to(masked, shape))}
 

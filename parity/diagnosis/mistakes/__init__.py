@@ -45,6 +45,7 @@ GROUPS = (
     masks.causal,
     masks.padding,
     masks.window,
+    masks.reach,
     scores.scale,
     scores.soft_cap,
     scores.bias,

@@ -278,6 +278,69 @@ def _window_shifted(word: str, step: int) -> Mistake:
     )
 
 
+def reach(case: Case) -> Iterator[Mistake]:
+    """A layer's own window, or its chunks."""
+    size = case.spec.window_size
+    if size is not None:
+        hides = "hide the keys at t - window_size and before, and those at t + window_size and after"
+        for word, step in (("wide", 1), ("narrow", -1)):
+            yield Mistake(
+                f"window-one-too-{word}",
+                f"the sliding window is one too {word}",
+                hides,
+                "sliding-window",
+                ("mask",),
+                _of_window(size + step),
+                _with_reach(window_size=size + step),
+            )
+        seen = instead(lambda t, s, size: np.zeros(np.broadcast_shapes(t.shape, s.shape), bool))
+        yield Mistake(
+            "window-ignored",
+            "the window is ignored",
+            hides,
+            "sliding-window",
+            ("mask",),
+            {"is_before_window": seen, "is_after_window": seen},
+            _with_reach(),
+        )
+    if case.spec.chunk_size is not None:
+        yield from _chunks(case.spec.chunk_size)
+
+
+def _of_window(size: int) -> dict[str, Override]:
+    """The reference with a window of another size."""
+    return {
+        "is_before_window": instead(lambda t, s, _: s <= t - size),
+        "is_after_window": instead(lambda t, s, _: s >= t + size),
+    }
+
+
+def _chunks(size: int) -> Iterator[Mistake]:
+    def mistake(name: str, about: str, in_reference: Any, in_sibling: Callable[[Plan], None]) -> Mistake:
+        fix = "hide the keys of other chunks: those for which s // chunk_size is not t // chunk_size"
+        overrides = {"is_in_another_chunk": instead(in_reference)}
+        return Mistake(name, about, fix, "sliding-window", ("mask",), overrides, in_sibling)
+
+    yield mistake(
+        "chunk-ignored",
+        "the chunks are ignored",
+        lambda t, s, _: np.zeros(np.broadcast_shapes(t.shape, s.shape), bool),
+        _with_reach(),
+    )
+    yield mistake(
+        "chunk-as-window",
+        "each token sees a sliding window as long as a chunk, and not its own chunk",
+        lambda t, s, _: (s <= t - size) | (s >= t + size),
+        _with_reach(window_size=size),
+    )
+    yield mistake(
+        "chunk-one-late",
+        "the chunks are counted from the second token",
+        lambda t, s, _: (t - 1) // size != (s - 1) // size,
+        _with_reach(lambda t, s: (t - 1) // size != (s - 1) // size),
+    )
+
+
 # ---- Masks of siblings -----------------------------------------------------------------------------------------------
 
 
@@ -294,12 +357,19 @@ def _joining(**overrides: Override) -> Callable[[Plan], None]:
     """Plants a mask for causality and padding, made of one for each of them; `causal`, `padding`: how it is made."""
 
     def create_attention_mask(
-        plan: Plan, _: Any, t: int, s: int, *, is_causal: bool = False, key_padding_lengths: Any = None
+        plan: Plan,
+        whole: Any,
+        t: int,
+        s: int,
+        *,
+        is_causal: bool = False,
+        key_padding_lengths: Any = None,
+        **reach: int,
     ) -> Any:
         def made(name: str, original: Any, *inputs: Any) -> Any:
             return overrides[name](plan, original, *inputs) if name in overrides else original(*inputs)
 
-        mask = (plan.sibling.create_causal_mask(t, s) & False)[None, None]
+        mask = whole(t, s, **reach)
         if is_causal:
             mask = mask | made("causal", plan.sibling.create_causal_mask, t, s)[None, None]
         if key_padding_lengths is not None:
@@ -307,6 +377,23 @@ def _joining(**overrides: Override) -> Callable[[Plan], None]:
         return mask
 
     return breaking(create_attention_mask=create_attention_mask)
+
+
+def _with_reach(hides: Callable[[Any, Any], Any] | None = None, **reach: int) -> Callable[[Plan], None]:
+    """Plants another reach of the layer, by the sibling's own words or by what is hidden of places and keys."""
+
+    def create_attention_mask(plan: Plan, original: Any, t: int, s: int, **options: Any) -> Any:
+        mask = original(t, s, **{**options, "window_size": None, "chunk_size": None, **reach})
+        return mask if hides is None else mask | hides(plan.xp.arange(t)[:, None], plan.xp.arange(s)[None])[None, None]
+
+    def create_cache_mask(plan: Plan, original: Any, lengths: Any, t: int, s: int, **_: Any) -> Any:
+        mask = original(lengths, t, s, **reach)
+        if hides is None:
+            return mask
+        places = lengths[:, None, None, None] + plan.xp.arange(t)[None, None, :, None]
+        return mask | hides(places, plan.xp.arange(s)[None, None, None])
+
+    return breaking(create_attention_mask=create_attention_mask, create_cache_mask=create_cache_mask)
 
 
 def _hiding(hides: Callable[[Any, int], Any]) -> Callable[[Plan], None]:
