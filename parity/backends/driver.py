@@ -46,7 +46,7 @@ def values_to_weigh(problem: Problem, values: Values) -> np.ndarray:
     return v if problem.case.not_finite is None else np.where(np.isfinite(v), v, np.zeros_like(v))
 
 
-# ---- A sibling's functions: what differs from layer to layer is an argument, so that all share what is compiled -------
+# ---- A sibling's functions: what differs from layer to layer is an argument, so that all share what is compiled ------
 
 
 def _project(sibling: Any, spec: AttentionSpec, weights: Any, query: Any, key: Any, positions: Any) -> Any:
