@@ -24,7 +24,7 @@ from parity.conformance.examine import examine
 from parity.conformance.peers import PEERS, peer
 from parity.conformance.questions import QUESTIONS
 from parity.conformance.rules import by_rule
-from parity.conformance.subjects import Path
+from parity.conformance.subjects import DTYPES, Path
 
 with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory() as _home:
     _environment.setenv("KERAS_BACKEND", "torch")
@@ -33,9 +33,14 @@ with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory()
 
 
 @functools.cache
+def answers_of(name, *questions):
+    """What a peer answers in one examination, in which a question uses what another found."""
+    return examine(peer(name), questions)
+
+
 def answer_of(name, question):
     """What a peer answers."""
-    return examine(peer(name), [question])[question]
+    return answers_of(name, question)[question]
 
 
 # ---- Facts of the peers: torch 2.13.0, jax 0.10.2, flax 0.12.8, keras 3.15.1 on torch, equinox 0.13.8 ----------------
@@ -92,26 +97,6 @@ FACTS = [
         "equals one pass; with is_causal sees only key 0; overflow silent",
     ),
     ("flax.linen.MultiHeadDotProductAttention", "cache", "equals one pass; overflow silent"),
-    # torch's kernel for a CPU gives zeros for a query of NaN, with few tokens and without a mask
-    (
-        "torch.nn.MultiheadAttention",
-        "NaN seen",
-        "swallowed (no mask) without weights, seen else; seen of 600 tokens",
-    ),
-    ("F.scaled_dot_product_attention", "NaN seen", "swallowed (no mask, flag); seen of 600 tokens"),
-    ("jax.nn.dot_product_attention", "NaN seen", "seen"),
-    ("flax.nnx.MultiHeadAttention", "NaN seen", "seen"),
-    ("flax.linen.MultiHeadDotProductAttention", "NaN seen", "seen"),
-    (
-        "keras.layers.MultiHeadAttention",
-        "NaN seen",
-        "seen with weights or with dropout, swallowed (no mask, flag) else; seen of 600 tokens",
-    ),
-    ("equinox.nn.MultiheadAttention", "NaN seen", "seen"),
-    ("torch.nn.MultiheadAttention", "NaN hidden", "leaks"),
-    ("F.scaled_dot_product_attention", "NaN hidden", "leaks"),
-    ("jax.nn.dot_product_attention", "NaN hidden", "leaks"),
-    ("flax.linen.MultiHeadDotProductAttention", "NaN hidden", "leaks"),
     ("torch.nn.MultiheadAttention", "attends", "to all tokens"),
 ]
 
@@ -121,6 +106,29 @@ FACTS = [
 )
 def test_known_facts_of_the_peers_are_found(name, question, words):
     assert answer_of(name, question).words == words
+
+
+# Whether NaN is seen, and whether it is hidden: the second question uses what the first one found.
+NAN_FACTS = {
+    # torch's kernel for a CPU gives zeros for a query of NaN, with few tokens and without a mask
+    "torch.nn.MultiheadAttention": ("swallowed (no mask) without weights, seen else; seen of 600 tokens", "leaks"),
+    "F.scaled_dot_product_attention": ("swallowed (no mask, flag); seen of 600 tokens", "leaks"),
+    "jax.nn.dot_product_attention": ("seen", "leaks"),
+    "flax.nnx.MultiHeadAttention": ("seen", None),
+    "flax.linen.MultiHeadDotProductAttention": ("seen", "leaks"),
+    "keras.layers.MultiHeadAttention": (
+        "seen with weights or with dropout, swallowed (no mask, flag) else; seen of 600 tokens",
+        None,
+    ),
+    "equinox.nn.MultiheadAttention": ("seen", None),
+}
+
+
+@pytest.mark.parametrize("name", NAN_FACTS)
+def test_what_the_peers_do_with_nan_is_found(name):
+    seen, hidden = NAN_FACTS[name]
+    questions = ["NaN seen"] if hidden is None else ["NaN seen", "NaN hidden"]
+    assert [answer.words for answer in answers_of(name, *questions).answers] == [seen, hidden][: len(questions)]
 
 
 BROKEN = [
@@ -178,7 +186,9 @@ OURS = [name for name in PEERS if name.startswith("mha_")]
 
 @pytest.mark.parametrize("name", OURS)
 def test_ours_is_clean_in_every_column(name):
-    found = examine(peer(name))
+    # JAX compiles everything anew for a dtype: here for the half precision whose range is the smaller one. test_run
+    # compares the stages in bfloat16, too, and in cases with NaN.
+    found = examine(peer(name), dtypes=("float32", "float16") if name.startswith("mha_jax") else DTYPES)
     assert [(answer.question, answer.status, answer.words) for answer in found.broken] == []
     assert {answer.status for answer in found.answers} <= {"ok", "absent"}
     is_cached = name.endswith("WithCache")
@@ -328,8 +338,9 @@ def examine_toy(framework, fault, questions=None):
         pytest.param(framework, *control, id=f"{framework}-{control[0]}-{control[1]}")
         for framework in ("torch", "jax")
         for control in CONTROLS
-        # JAX compiles seconds for this question, whose answer is read from arrays of NumPy: the last of them there.
-        if framework == "torch" or control[1] != "NaN seen" or control == CONTROLS[-1]
+        # JAX compiles seconds for this question, whose answer is read from arrays of NumPy; there it is asked of what
+        # has no fault, and of what hides with care.
+        if framework == "torch" or control[1] != "NaN seen"
     ],
 )
 def test_a_fault_is_found_and_named(framework, fault, question, words):

@@ -212,13 +212,10 @@ def test_bugs_prints_the_page_that_a_diagnosis_names(capsys):
 
 
 def test_bugs_finds_the_page_of_every_mistake(capsys):
-    for case in SELFTEST_CASES:
-        for mistake in mistakes_for(case):
-            assert main(["bugs", mistake.name]) == 0
-            assert (
-                capsys.readouterr().out.splitlines()[0]
-                == ((ROOT / "parity" / "bugs" / f"{mistake.page}.md").read_text("utf-8").splitlines()[0])
-            )
+    for name, page in {(mistake.name, mistake.page) for case in SELFTEST_CASES for mistake in mistakes_for(case)}:
+        assert main(["bugs", name]) == 0
+        title = (ROOT / "parity" / "bugs" / f"{page}.md").read_text("utf-8").splitlines()[0]
+        assert capsys.readouterr().out.splitlines()[0] == title
 
 
 def test_bugs_knows_the_mistakes_that_are_only_searched_for(capsys):

@@ -12,8 +12,6 @@ from parity.diagnosis.mistakes import mistakes_for
 from parity.diagnosis.selftest import SELFTEST_CASES, Outcome, mistakes_in, plan_of, plant, planted, planted_in
 
 CASE_OF = {case.name: case for case in SELFTEST_CASES}
-SPECS = ("mha", "gqa-rope-causal")
-IN_SPECS = {name for case in SPECS for name in mistakes_in(CASE_OF[case])}
 EVERY = [(name, mistake) for name, case in CASE_OF.items() for mistake in ("", *planted_in(case))]
 
 
@@ -22,16 +20,17 @@ def lies_in_weights(case, name):
     return bool(name) and not plan_of(name, make_problem(CASE_OF[case], "float32"), "torch").functions
 
 
-# JAX compiles each function anew for each mistake: there the other cases have only what is theirs alone, and no case
-# has what lies in the weights alone, changed in NumPy before either sibling is given them: torch stands for both.
-PLANTED = {
-    "torch": EVERY,
-    "jax": [
-        (case, name)
-        for case, name in EVERY
-        if (case in SPECS or not name or name not in IN_SPECS) and not lies_in_weights(case, name)
-    ],
-}
+def once(pairs):
+    """Each mistake in one case only, in the richest of its cases; nothing in each."""
+    richest_first = sorted(pairs, key=lambda pair: pair[0] != "gqa-rope-causal")
+    kept = {name: (case, name) for case, name in reversed(richest_first) if name}
+    return [(case, name) for case, name in pairs if not name or kept[name] == (case, name)]
+
+
+# JAX compiles what is made of a function anew for each mistake in it: there each is planted once, to show that its
+# words for JAX make it. What lies in the weights alone, changed in NumPy before either sibling is given them, torch
+# stands for.
+PLANTED = {"torch": EVERY, "jax": once([(case, name) for case, name in EVERY if not lies_in_weights(case, name)])}
 UNNAMED = {
     # The scores of trained layers are so large that what products lose is not told from what a finer product loses.
     ("trained-anarcii-causal", "precision-lofi"),

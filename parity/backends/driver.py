@@ -52,6 +52,38 @@ def reach_of(spec: AttentionSpec) -> dict[str, int]:
     return {name: size for name, size in reach.items() if size is not None}
 
 
+# ---- A sibling's functions: what differs from layer to layer is an argument, so that all share what is compiled ------
+
+
+def _project(sibling: Any, spec: AttentionSpec, weights: Any, query: Any, key: Any, positions: Any) -> Any:
+    key = query if key is None else key  # the same array, of which one product gives all three
+    return sibling.project_qkv(sibling.project_with(weights), query, key, key, spec, positions)
+
+
+def _score(sibling: Any, spec: AttentionSpec, q: Any, k: Any, bias: Any) -> Any:
+    return sibling.attention_scores(q, k, bias, spec)
+
+
+def _soften(sibling: Any, scores: Any, mask: Any) -> Any:
+    return sibling.masked_softmax(scores, mask)
+
+
+def _weigh(sibling: Any, attn_weights: Any, v: Any) -> Any:
+    return sibling.attention_context(attn_weights, v)
+
+
+def _combine(sibling: Any, spec: AttentionSpec, weights: Any, context: Any) -> Any:
+    output = sibling.combine_heads(context)
+    return sibling.project_with(weights)("out_proj", output) if spec.out_proj else output
+
+
+def _append(sibling: Any, cache: Any, k: Any, v: Any, new_lengths: Any) -> Any:
+    return sibling.append_to_cache(cache, k, v, new_lengths=new_lengths)
+
+
+# ---- The layer -------------------------------------------------------------------------------------------------------
+
+
 class _Layer:
     """A problem's arrays in a sibling, and each stage of it: from NumPy's arrays, to NumPy's arrays, by name."""
 
@@ -63,26 +95,7 @@ class _Layer:
             name: port.beside(x) if name in ("mask", "bias") else port.from_numpy(x)
             for name, x in problem.inputs.items()
         }
-        self.sibling = sibling = port.SIBLING
-        spec = problem.spec
-        # The sibling's functions are looked up when a stage runs, since one may have been replaced.
-        self.project = port.jit(self._project)
-        self.score = port.jit(lambda q, k, bias: sibling.attention_scores(q, k, bias, spec))
-        self.soften = port.jit(lambda scores, mask: sibling.masked_softmax(scores, mask))
-        self.weigh = port.jit(lambda attn_weights, v: sibling.attention_context(attn_weights, v))
-        self.combine = port.jit(self._combine)
-        self.append = port.jit(lambda cache, k, v, n: sibling.append_to_cache(cache, k, v, new_lengths=n))
-
-    def _project(self, query: Any, key: Any, positions: Any) -> tuple[Any, Any, Any]:
-        key = query if key is None else key  # the same array, of which one product gives all three
-        project = self.sibling.project_with(self.filled.weights)
-        return self.sibling.project_qkv(project, query, key, key, self.spec, positions)
-
-    def _combine(self, context: Any) -> Any:
-        output = self.sibling.combine_heads(context)
-        if not self.spec.out_proj:
-            return output
-        return self.sibling.project_with(self.filled.weights)("out_proj", output)
+        self.sibling = port.SIBLING
 
     # ---- One stage each ----------------------------------------------------------------------------------------------
 
@@ -114,24 +127,29 @@ class _Layer:
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
         return self.heads(self.project(self.inputs["query"], self.inputs.get("key"), None))
 
+    def project(self, query: Any, key: Any, positions: Any) -> tuple[Any, Any, Any]:
+        return self.port.call(_project, self.spec, self.filled.weights, query, key, positions)
+
     def heads(self, qkv: tuple[Any, Any, Any]) -> dict[str, np.ndarray]:
         return {name: self.shapes.heads_to_numpy(x) for name, x in zip("qkv", qkv, strict=True)}
 
     def scores(self, values: Values) -> dict[str, np.ndarray]:
         q, k = (self.shapes.heads_from_numpy(values[name]) for name in "qk")
-        return {"scores": self.port.to_numpy(self.score(q, k, self.inputs.get("bias")))}
+        return {"scores": self.port.to_numpy(self.port.call(_score, self.spec, q, k, self.inputs.get("bias")))}
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
-        attn_weights = self.soften(self.port.from_numpy(values["scores"]), self.port.beside(values["mask"]))
+        scores, mask = self.port.from_numpy(values["scores"]), self.port.beside(values["mask"])
+        attn_weights = self.port.call(_soften, scores, mask)
         return {"attn_weights": self.port.to_numpy(attn_weights).astype(dtype_named(self.problem.dtype))}
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
         v = self.shapes.heads_from_numpy(values_to_weigh(self.problem, values))
-        context = self.weigh(self.port.from_numpy(values["attn_weights"]), v)
+        context = self.port.call(_weigh, self.port.from_numpy(values["attn_weights"]), v)
         return {"context": self.shapes.heads_to_numpy(context)}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
-        output = self.combine(self.shapes.heads_from_numpy(values["context"]))
+        context = self.shapes.heads_from_numpy(values["context"])
+        output = self.port.call(_combine, self.spec, self.filled.weights, context)
         return {"output": self.shapes.output_to_numpy(output)}
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
@@ -173,7 +191,7 @@ class _Call:
 
     def cache(self, values: Values) -> dict[str, np.ndarray]:
         k, v = (self.shapes.heads_from_numpy(values[name]) for name in "kv")
-        return self._stages("cache", self.layer.append(self._previous("cache", values), k, v, self.new_lengths))
+        return self._stages("cache", self.port.call(_append, self._previous("cache", values), k, v, self.new_lengths))
 
     def whole(self, values: Values) -> dict[str, np.ndarray]:
         cache = self._previous("module.cache", values)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache, partial
 from typing import Any
 
 import flax
@@ -106,7 +108,23 @@ SIBLING = mha_jax
 SHAPES = Shapes
 GRADIENT_PATHS = ("", "fused", "blocks")
 beside = from_numpy
-jit = jax.jit  # each stage on its own: a compilation costs more here than the computation
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function compiled, and called: a compilation costs more here than the computation."""
+    return _compiled(function, _replaceable())(*arguments)
+
+
+@lru_cache(maxsize=64)
+def _compiled(function: Callable[..., Any], _: tuple[Any, ...]) -> Callable[..., Any]:
+    """A function compiled for all layers, until something of the sibling is replaced, such as by a mistake."""
+    return jax.jit(partial(function, SIBLING))
+
+
+def _replaceable() -> tuple[Any, ...]:
+    """What compiled functions are made of: the functions and classes that the sibling's modules hold now."""
+    held = [module for name, module in sys.modules.items() if name.split(".")[0] == SIBLING.__name__]
+    return tuple(x for module in held for x in vars(module).values() if callable(x))
 
 
 class Filled:
@@ -114,44 +132,60 @@ class Filled:
 
     def __init__(self, problem: Problem) -> None:
         kind = mha_jax.MultiHeadAttentionWithCache if problem.case.is_cached else mha_jax.MultiHeadAttention
-        # The weights are loaded anyway: those of a new module need not be drawn.
-        module = nnx.eval_shape(lambda: kind(problem.spec, param_dtype=jnp.dtype(problem.dtype), rngs=nnx.Rngs(0)))
-        module.eval()
         self.weights = to_params(problem.weights, problem.spec)
-        self.module = load_into(module, problem.weights)
+        self.module = load_into(nnx.merge(*_unfilled(kind, problem.spec, problem.dtype)), problem.weights)
         self.in_blocks = nnx.clone(self.module)
         self.in_blocks.block_sizes = SMALL_BLOCKS
-        self.jit_paths = nnx.jit(_all_paths)
-        self.jit_step = nnx.jit(lambda module, x, cache, n: module(x, cache, new_lengths=n))
 
     def outputs(
         self, query: Array, key: Array | None, mask: Array | None, bias: Array | None
     ) -> tuple[Array, dict[str, Array]]:
-        return self.jit_paths(self.module, self.in_blocks, query, key, mask, bias)
+        return call(_all_paths, self.module, self.in_blocks, query, key, mask, bias)
 
     def step(
         self, x: Array, cache: mha_jax.KVCache, new_lengths: Array | None
     ) -> tuple[dict[str, Array], mha_jax.KVCache]:
-        output, grown = self.jit_step(self.module, x, cache, new_lengths)
-        in_blocks, _ = self.jit_step(self.in_blocks, x, cache, new_lengths)
+        output, grown = call(_step, self.module, x, cache, new_lengths)
+        in_blocks, _ = call(_step, self.in_blocks, x, cache, new_lengths)
         return {"module": output, "blocks": in_blocks}, grown
 
 
+@lru_cache(maxsize=64)
+def _unfilled(kind: Callable[..., Any], spec: AttentionSpec, dtype: str) -> tuple[Any, Any]:
+    """A module in evaluation, taken apart, whose weights are still to be loaded: they need not be drawn.
+
+    What is put together of the same parts is compiled once: the initializers that a module holds are its own.
+    """
+    module = nnx.eval_shape(lambda: kind(spec, param_dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+    module.eval()
+    return nnx.split(module)
+
+
 def _all_paths(
-    module: Any, in_blocks: Any, query: Array, key: Array | None, mask: Array | None, bias: Array | None
+    _: Any, module: Any, in_blocks: Any, query: Array, key: Array | None, mask: Array | None, bias: Array | None
 ) -> tuple[Array, dict[str, Array]]:
     output, attn_weights = module(query, key, mask=mask, bias=bias, need_weights=True)
     fused, blocks = (layer(query, key, mask=mask, bias=bias)[0] for layer in (module, in_blocks))
     return attn_weights, {"module": output, "fused": fused, "blocks": blocks}
 
 
+def _step(_: Any, module: Any, x: Array, cache: mha_jax.KVCache, new_lengths: Array | None) -> Any:
+    return module(x, cache, new_lengths=new_lengths)
+
+
 def pull_back(
     path: str, filled: Filled, spec: AttentionSpec, inputs: dict[str, Array], hidden: dict[str, Any]
 ) -> tuple[dict[str, np.ndarray], Weights]:
     """Gradients of the inputs and of the canonical weights on a path."""
+    of_inputs, of_weights = call(_GRADIENTS[path], spec, inputs, filled.weights, hidden)
+    return {name: to_numpy(grad) for name, grad in of_inputs.items()}, from_params(of_weights, spec)
 
+
+def _gradients(
+    path: str, sibling: Any, spec: AttentionSpec, inputs: dict[str, Array], weights: Params, hidden: dict[str, Any]
+) -> tuple[dict[str, Array], Params]:
     def output_of(inputs: dict[str, Array], weights: Params) -> Array:
-        return mha_jax.multi_head_attention(
+        return sibling.multi_head_attention(
             inputs["query"],
             weights,
             spec,
@@ -162,12 +196,10 @@ def pull_back(
             block_sizes=SMALL_BLOCKS if path == "blocks" else BLOCK_SIZES,
         )[0]
 
-    @jax.jit
-    def gradients(inputs: dict[str, Array], weights: Params, cotangent: Array) -> tuple[dict[str, Array], Params]:
-        return jax.vjp(output_of, inputs, weights)[1](cotangent)
+    return jax.vjp(output_of, inputs, weights)[1](hidden["cotangent"])
 
-    of_inputs, of_weights = gradients(inputs, filled.weights, hidden["cotangent"])
-    return {name: to_numpy(grad) for name, grad in of_inputs.items()}, from_params(of_weights, spec)
+
+_GRADIENTS = {path: partial(_gradients, path) for path in GRADIENT_PATHS}
 
 
 # ---- Surroundings ----------------------------------------------------------------------------------------------------

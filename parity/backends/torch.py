@@ -79,9 +79,9 @@ GRADIENT_PATHS = ("", "fused")
 beside = from_numpy
 
 
-def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as it is."""
-    return function
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function called as it is."""
+    return function(SIBLING, *arguments)
 
 
 class Filled:

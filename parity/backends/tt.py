@@ -144,9 +144,9 @@ class Padded(Shapes):
 SHAPES = Padded
 
 
-def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as it is."""
-    return function
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function called as it is."""
+    return function(SIBLING, *arguments)
 
 
 class Filled:
