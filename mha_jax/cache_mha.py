@@ -43,7 +43,7 @@ def multi_head_attention_with_cache(
     *,
     mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
-    positions: Int[Array, "#B T"] | None = None,
+    positions: Int[Array, "... #B T"] | None = None,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
     """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
 
@@ -100,7 +100,7 @@ def multi_head_attention_with_static_cache(
     new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
     mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
-    positions: Int[Array, "#B T"] | None = None,
+    positions: Int[Array, "... #B T"] | None = None,
 ) -> tuple[Float[Array, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
@@ -159,6 +159,9 @@ def _cached_layer(
     project = by_finite_tokens(project)
     x = x if new_lengths is None else _empty_padding(x, added)
     positions = token_positions(lengths, seq_len) if positions is None else positions
+    if new_lengths is not None:  # padding makes no sequence longer
+        is_real = jnp.arange(seq_len, dtype=jnp.int32)[None] < added[:, None]
+        positions = _at_first(positions, is_real)
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     check_cache(cache.keys, cache.values, k, ("cache.keys", "cache.values"))
     appended = append_checked(cache, k, v, added)
@@ -176,6 +179,13 @@ def _cached_layer(
     output = combine_heads(context)
     output = project("out_proj", output) if spec.out_proj else output
     return _tell_what_fits(output, cache, added), appended
+
+
+def _at_first(positions: Array, is_real: Array) -> Array:
+    """The positions, those of padding being that of the first token."""
+    shape = (*positions.shape[:-2], *is_real.shape)
+    positions, is_real = jnp.broadcast_to(positions, shape), jnp.broadcast_to(is_real, shape)
+    return jnp.where(is_real, positions, jnp.broadcast_to(positions[..., :1], shape))
 
 
 @compiled()
@@ -220,7 +230,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
         mask: Bool[Array, "..."] | None = None,
         bias: Float[Array, "..."] | None = None,
-        positions: Int[Array, "#B T"] | None = None,
+        positions: Int[Array, "... #B T"] | None = None,
     ) -> tuple[Float[Array, "B T E"], KVCache]:
         """Append the new tokens to the cache and attend from each to everything up to it.
 

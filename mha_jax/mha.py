@@ -75,7 +75,7 @@ def multi_head_attention(
     is_causal: bool = False,
     key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
-    positions: Int[Array, "#B T"] | None = None,
+    positions: Int[Array, "... #B T"] | None = None,
     training: bool = False,
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
@@ -234,7 +234,7 @@ class AttentionLayer(nnx.Module):
         masking: Masking,
         *,
         need_weights: bool = False,
-        positions: Int[Array, "#B T"] | None = None,
+        positions: Int[Array, "... #B T"] | None = None,
     ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
         """`multi_head_attention` with the weights and the specification of this module."""
         output, attn_weights = _attention_layer(
@@ -280,7 +280,7 @@ class MultiHeadAttention(AttentionLayer):
         is_causal: bool = False,
         key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
         need_weights: bool = False,
-        positions: Int[Array, "#B T"] | None = None,
+        positions: Int[Array, "... #B T"] | None = None,
     ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
@@ -319,7 +319,7 @@ class MultiHeadSelfAttention(AttentionLayer):
         bias: Float[Array, "..."] | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
-        positions: Int[Array, "#B T"] | None = None,
+        positions: Int[Array, "... #B T"] | None = None,
     ) -> Float[Array, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 

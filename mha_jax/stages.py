@@ -65,7 +65,7 @@ def project_qkv(
     key: Float[Array, "B S d_kv"],
     value: Float[Array, "B S d_kv"],
     spec: AttentionSpec,
-    positions: Int[Array, "#B T"] | None = None,
+    positions: Int[Array, "... #B T"] | None = None,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
     """Project the inputs, split the heads, and rotate queries and keys by their positions where there is RoPE.
 

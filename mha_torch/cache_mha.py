@@ -43,7 +43,7 @@ def multi_head_attention_with_cache(
     *,
     mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
-    positions: Int[Tensor, "#B T"] | None = None,
+    positions: Int[Tensor, "... #B T"] | None = None,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
     """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
 
@@ -100,7 +100,7 @@ def multi_head_attention_with_static_cache(
     new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
     mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
-    positions: Int[Tensor, "#B T"] | None = None,
+    positions: Int[Tensor, "... #B T"] | None = None,
 ) -> tuple[Float[Tensor, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
@@ -158,8 +158,11 @@ def _cached_layer(
     if new_lengths is not None:
         is_real = torch.arange(seq_len, device=x.device) < as_lengths(new_lengths, x.device)[:, None]
         x = emptied(x, ~is_real[:, :, None])  # not even a NaN of the padding may spread, to the gradients either
-    if spec.rope is not None and positions is None:
-        positions = cache.lengths[:, None] + torch.arange(seq_len, device=x.device)
+    if spec.rope is not None:
+        if positions is None:
+            positions = cache.lengths[:, None] + torch.arange(seq_len, device=x.device)
+        if is_real is not None:  # padding makes no sequence longer
+            positions = torch.where(is_real, positions, positions[..., :1])
     project = by_finite_tokens(project)
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     check_cache(cache.keys, cache.values, k, ("cache.keys", "cache.values"))
@@ -250,7 +253,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
         mask: Bool[Tensor, "..."] | None = None,
         bias: Float[Tensor, "..."] | None = None,
-        positions: Int[Tensor, "#B T"] | None = None,
+        positions: Int[Tensor, "... #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], KVCache]:
         """Append the new tokens to the cache and attend from each to everything up to it.
 

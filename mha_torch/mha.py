@@ -63,7 +63,7 @@ def multi_head_attention(
     is_causal: bool = False,
     key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
-    positions: Int[Tensor, "#B T"] | None = None,
+    positions: Int[Tensor, "... #B T"] | None = None,
     training: bool = False,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
@@ -198,7 +198,7 @@ class AttentionLayer(nn.Module):
         masking: Masking,
         *,
         need_weights: bool = False,
-        positions: Int[Tensor, "#B T"] | None = None,
+        positions: Int[Tensor, "... #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
         """`multi_head_attention` with the weights and the specification of this module."""
         output, attn_weights = _attention_layer(
@@ -237,7 +237,7 @@ class MultiHeadAttention(AttentionLayer):
         is_causal: bool = False,
         key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
         need_weights: bool = False,
-        positions: Int[Tensor, "#B T"] | None = None,
+        positions: Int[Tensor, "... #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
@@ -277,7 +277,7 @@ class MultiHeadSelfAttention(AttentionLayer):
         bias: Float[Tensor, "..."] | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
-        positions: Int[Tensor, "#B T"] | None = None,
+        positions: Int[Tensor, "... #B T"] | None = None,
     ) -> Float[Tensor, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 

@@ -72,7 +72,7 @@ def project_qkv(
     key: Float[Tensor, "B S d_kv"],
     value: Float[Tensor, "B S d_kv"],
     spec: AttentionSpec,
-    positions: Int[Tensor, "#B T"] | None = None,
+    positions: Int[Tensor, "... #B T"] | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
     """Project the inputs, split the heads, and rotate queries and keys by their positions where there is RoPE.
 

@@ -34,7 +34,7 @@ from mha_tt.cache import (
 from mha_tt.device import padded_head_dim, round_up, upload, zeros
 from mha_tt.masks import DeviceMask, Masking, create_causal_mask_with_cache, on_host
 from mha_tt.mha import AttentionLayer
-from mha_tt.rope import check_rope_positions
+from mha_tt.rope import Rotation, check_rope_positions
 from mha_tt.stages import Dropout, combine_heads, project_qkv
 from mha_tt.weights import Project, check_weights, project_with
 
@@ -48,7 +48,7 @@ def multi_head_attention_with_cache(
     *,
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
-    positions: Int[np.ndarray, "#B T"] | None = None,
+    positions: Int[np.ndarray, "... #B T"] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
     """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
@@ -107,7 +107,7 @@ def multi_head_attention_with_static_cache(
     new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
-    positions: Int[np.ndarray, "#B T"] | None = None,
+    positions: Int[np.ndarray, "... #B T"] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
@@ -168,15 +168,26 @@ def _cached_layer(
         check_cache_holds(cache, spec.num_kv_heads, padded_head_dim(spec.head_dim, rope=spec.rope is not None))
         output = zeros((batch_size, seq_len, spec.num_heads * cache.keys.shape[3]), x.dtype, x.device())
         return project("out_proj", output) if spec.out_proj else output, cache
+    positions = cache.lengths[:, None] + np.arange(seq_len) if positions is None else positions
     is_real = None
     if new_lengths is not None and (np.asarray(new_lengths) < seq_len).any():
         is_real = np.arange(seq_len) < np.asarray(new_lengths)[:, None]
+        positions = np.where(is_real, positions, positions[..., :1])  # padding makes no sequence longer
         is_real = upload(is_real[:, :, None], device=x.device(), dtype=x.dtype)
         x = ttnn.where(is_real, x, 0.0)  # a NaN in the padding would reach real tokens as 0 * NaN
     is_step = seq_len == 1
-    positions = cache.lengths[:, None] + np.arange(seq_len) if positions is None else positions
     if is_step:  # one token of each sequence: side by side they fill the tiles that they would each begin
-        x, positions = ttnn.reshape(x, (1, batch_size, x.shape[2])), np.broadcast_to(positions, (batch_size, 1)).T
+        x = ttnn.reshape(x, (1, batch_size, x.shape[2]))
+        positions = np.broadcast_to(positions, (*positions.shape[:-2], batch_size, 1)).swapaxes(-1, -2)
+    if spec.rope is not None:
+        positions = Rotation(
+            positions,
+            spec.rope,
+            head_dim=spec.head_dim,
+            padded=padded_head_dim(spec.head_dim, rope=True),
+            device=x.device(),
+            side_by_side=is_step,
+        )
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     check_cache_holds(cache, spec.num_kv_heads, k.shape[3])
     arithmetic = _Arithmetic(spec, compute_kernel_config)
@@ -310,7 +321,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
         mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
         bias: Float[np.ndarray, "..."] | Tensor | None = None,
-        positions: Int[np.ndarray, "#B T"] | None = None,
+        positions: Int[np.ndarray, "... #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], KVCache]:
         """Append the new tokens to the cache and attend from each to everything up to it.
 

@@ -68,7 +68,7 @@ def multi_head_attention(
     is_causal: bool = False,
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
-    positions: Int[np.ndarray, "#B T"] | None = None,
+    positions: Int[np.ndarray, "... #B T"] | None = None,
     training: bool = False,
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
     seed: int = 0,
@@ -257,7 +257,7 @@ class AttentionLayer:
         masking: Masking,
         *,
         need_weights: bool = False,
-        positions: Int[np.ndarray, "#B T"] | None = None,
+        positions: Int[np.ndarray, "... #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
         """`multi_head_attention` with the weights and the specification of this module."""
         check_floating("query", query, rank=3)
@@ -338,7 +338,7 @@ class MultiHeadAttention(AttentionLayer):
         is_causal: bool = False,
         key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
         need_weights: bool = False,
-        positions: Int[np.ndarray, "#B T"] | None = None,
+        positions: Int[np.ndarray, "... #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
@@ -380,7 +380,7 @@ class MultiHeadSelfAttention(AttentionLayer):
         bias: Float[np.ndarray, "..."] | Tensor | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
-        positions: Int[np.ndarray, "#B T"] | None = None,
+        positions: Int[np.ndarray, "... #B T"] | None = None,
     ) -> Float[Tensor, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 

@@ -122,26 +122,27 @@ class Filled:
         self.in_blocks = nnx.clone(self.module)
         self.in_blocks.block_sizes = SMALL_BLOCKS
         self.jit_paths = nnx.jit(_all_paths)
-        self.jit_step = nnx.jit(lambda module, x, cache, n: module(x, cache, new_lengths=n))
+        self.jit_step = nnx.jit(lambda module, x, cache, n, p: module(x, cache, new_lengths=n, positions=p))
 
     def outputs(
-        self, query: Array, key: Array | None, mask: Array | None, bias: Array | None
+        self, query: Array, key: Array | None, mask: Array | None, bias: Array | None, positions: Array | None
     ) -> tuple[Array, dict[str, Array]]:
-        return self.jit_paths(self.module, self.in_blocks, query, key, mask, bias)
+        inputs = {"key": key, "mask": mask, "bias": bias, "positions": positions}
+        return self.jit_paths(self.module, self.in_blocks, query, inputs)
 
     def step(
-        self, x: Array, cache: mha_jax.KVCache, new_lengths: Array | None
+        self, x: Array, cache: mha_jax.KVCache, new_lengths: Array | None, positions: Array | None
     ) -> tuple[dict[str, Array], mha_jax.KVCache]:
-        output, grown = self.jit_step(self.module, x, cache, new_lengths)
-        in_blocks, _ = self.jit_step(self.in_blocks, x, cache, new_lengths)
+        output, grown = self.jit_step(self.module, x, cache, new_lengths, positions)
+        in_blocks, _ = self.jit_step(self.in_blocks, x, cache, new_lengths, positions)
         return {"module": output, "blocks": in_blocks}, grown
 
 
 def _all_paths(
-    module: Any, in_blocks: Any, query: Array, key: Array | None, mask: Array | None, bias: Array | None
+    module: Any, in_blocks: Any, query: Array, inputs: dict[str, Array | None]
 ) -> tuple[Array, dict[str, Array]]:
-    output, attn_weights = module(query, key, mask=mask, bias=bias, need_weights=True)
-    fused, blocks = (layer(query, key, mask=mask, bias=bias)[0] for layer in (module, in_blocks))
+    output, attn_weights = module(query, **inputs, need_weights=True)
+    fused, blocks = (layer(query, **inputs)[0] for layer in (module, in_blocks))
     return attn_weights, {"module": output, "fused": fused, "blocks": blocks}
 
 
@@ -159,6 +160,7 @@ def pull_back(
             mask=hidden["mask"],
             bias=inputs.get("bias"),
             need_weights=not path,
+            positions=hidden["positions"],
             block_sizes=SMALL_BLOCKS if path == "blocks" else BLOCK_SIZES,
         )[0]
 

@@ -23,7 +23,7 @@ def rotated(device, x, positions, theta=10000.0, *, dtype=ttnn.float32, **option
 def padded_heads(x):
     """Heads as the device holds them, their halves beginning at a tile."""
     padded = np.zeros((*x.shape[:3], mha_tt.padded_head_dim(x.shape[3], rope=True)), x.dtype)
-    padded[..., mha_tt.head_slots(x.shape[3], rope=True)] = x
+    padded[..., mha_tt.head_slots(x.shape[3], rope=parity.Rope())] = x
     return padded
 
 
@@ -131,14 +131,14 @@ def test_padded_head_is_rotated_as_the_bare_one(device, rng, head_dim, dtype):
     x, positions = rounded(rng.standard_normal((2, 3, 5, head_dim)), dtype), np.arange(5)[None] + 7
     padded = rotated(device, padded_heads(x), positions, dtype=dtype, head_dim=head_dim)
     bare = rotated(device, x, positions, dtype=dtype)
-    assert np.array_equal(padded[..., mha_tt.head_slots(head_dim, rope=True)], bare)
+    assert np.array_equal(padded[..., mha_tt.head_slots(head_dim, rope=parity.Rope())], bare)
 
 
 @pytest.mark.parametrize("head_dim", [2, 12, 48, 80])
 def test_features_that_pad_a_head_stay_zero(device, rng, head_dim):
     x = rng.standard_normal((2, 3, 5, head_dim)).astype(np.float32)
     padded = rotated(device, padded_heads(x), np.arange(5)[None], head_dim=head_dim)
-    assert not np.delete(padded, mha_tt.head_slots(head_dim, rope=True), axis=-1).any()
+    assert not np.delete(padded, mha_tt.head_slots(head_dim, rope=parity.Rope()), axis=-1).any()
 
 
 # ---- In a layer ------------------------------------------------------------------------------------------------------
