@@ -94,7 +94,7 @@ SELFTEST_CASES = [
         "short factors, then long ones",
         seq_len=9,
         chunks=(4, 1, 3, 1),
-        capacity=10,
+        capacity=13,
     ),
     Case(
         "rope-sections",
