@@ -94,7 +94,7 @@ def multi_head_attention(
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         need_weights: also return the attention weights, which takes the plain path.
-        positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
+        positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
         training: drop attention weights and outputs, at the rates of the spec.
         dropout_keep: True where an attention weight is kept, in place of a random draw; takes the plain path.
         dropout_rng: random key to draw what is dropped from.
@@ -293,7 +293,8 @@ class MultiHeadAttention(AttentionLayer):
             is_causal: hide every key after the query's own position, as `create_causal_mask`.
             key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
             need_weights: also return the attention weights, which takes the plain path.
-            positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
+            positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when
+                absent.
 
         Returns:
             The output (B, T, E), and the attention weights before dropout (B, N, T, S) or None.
@@ -329,7 +330,8 @@ class MultiHeadSelfAttention(AttentionLayer):
             bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, T). -inf masks a key.
             is_causal: hide every token after the query's own position.
             key_padding_lengths: number of real tokens of each sequence, (B,); the padding is on the right.
-            positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
+            positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when
+                absent.
 
         Returns:
             The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.

@@ -32,7 +32,7 @@ class Rope:
             theta ** (-2 i / R).
         rotated: whether those are the `first` R features of a head or the `last`.
         pairs: which of the R features form pair i: `half`, (i, i + R/2), or `interleaved`, (2 i, 2 i + 1).
-        sections: with positions on several axes (M-RoPE: time, height, width), how many pairs each axis has; R/2 in all.
+        sections: with positions on several axes (M-RoPE: time, row, column), how many pairs each has; R/2 in all.
         section_order: whether the pairs of an axis are `contiguous` (Qwen2-VL), or `interleaved` (Qwen3-VL): pair i is
             of axis i % axes, and of axis 0 where that axis has its pairs already.
 

@@ -16,10 +16,11 @@ def unscaled_frequencies(theta: float, count: int, features: int) -> np.ndarray:
     return theta ** (-2.0 * np.arange(count, dtype=np.float64) / features)
 
 
+@dataclass(frozen=True)
 class Scaling:
     """A kind of scaling; what it holds are numbers, so that it is hashable and JSON can have it."""
 
-    kind: str
+    kind: str = field(default="", init=False, repr=False)
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
         """Of the pairs of `features` features in a call whose last position is length - 1: float64, (features/2,)."""
@@ -233,7 +234,7 @@ class YarnScaling(Scaling):
 
 @dataclass(frozen=True)
 class LongRopeScaling(Scaling):
-    """LongRoPE: each frequency is divided by a factor of its own, of one set in short calls and of another in long ones.
+    """LongRoPE: each frequency is divided by a factor of its own, of one set in short calls, of another in long ones.
 
     Attributes:
         factor: how many times longer the context is: the new length / original_length.

@@ -56,7 +56,8 @@ def multi_head_attention_with_cache(
         cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H); None at first.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, S). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T); P, P + 1, … when absent.
+        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
+            absent.
 
     Returns:
         The output (B, T, E), and the keys and values of all S = P + T tokens.
@@ -113,7 +114,8 @@ def multi_head_attention_with_static_cache(
             cached, output 0, and seen by nobody, so that it may hold anything. All of them when absent.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T); `cache.lengths` and those after it when absent.
+        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`
+            and those after it when absent.
 
     Returns:
         The output (B, T, E) and the cache with the new tokens.
@@ -265,7 +267,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key
                 gives 0.
             bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a key.
-            positions: place of each new token for RoPE, (B or 1, T); `cache.lengths` and those after it when absent.
+            positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T);
+                `cache.lengths` and those after it when absent.
 
         Returns:
             The output (B, T, E) and the cache with the new tokens.

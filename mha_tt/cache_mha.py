@@ -62,7 +62,8 @@ def multi_head_attention_with_cache(
         cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H); None at first.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, S). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T), on the host; P, P + 1, … when absent.
+        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host; P, P
+            + 1, … when absent.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
@@ -121,8 +122,8 @@ def multi_head_attention_with_static_cache(
             cached, output 0, and seen by nobody, so that it may hold anything. All of them when absent.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T), on the host; `cache.lengths` and those after it when
-            absent.
+        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host;
+            `cache.lengths` and those after it when absent.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
@@ -335,8 +336,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
                 gives 0. With a mask or a bias a step takes the kernel that reads all heads of the filled slots.
             bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key; on the device it is not
                 read.
-            positions: place of each new token for RoPE, (B or 1, T), on the host; `cache.lengths` and those after it
-                when absent.
+            positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host;
+                `cache.lengths` and those after it when absent.
 
         Returns:
             The output (B, T, E) and the cache with the new tokens.

@@ -216,5 +216,7 @@ def head_slots(head_dim: int, *, rope: Rope | None = None) -> np.ndarray:
     left, right = np.array_split(np.delete(np.arange(head_dim), features), 2)
     slots = np.empty(head_dim, np.int64)
     slots[np.concatenate([first, left])] = np.arange(len(first) + len(left))
-    slots[np.concatenate([second, right])] = padded_head_dim(head_dim, rope=True) // 2 + np.arange(len(second) + len(right))
+    slots[np.concatenate([second, right])] = padded_head_dim(head_dim, rope=True) // 2 + np.arange(
+        len(second) + len(right)
+    )
     return slots

@@ -90,8 +90,8 @@ def project_qkv(
         project: applies a projection by its name.
         query, key, value: inputs of the layer; the same array three times for self-attention.
         spec: the layer: its heads, its RoPE, and whether it holds one `qkv_proj` in place of three projections.
-        positions: place of each token, (B or 1, T); 0, 1, … when absent. Used with RoPE only. A `Rotation` made of them
-            is uploaded once for many calls.
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent. Used with
+            RoPE only. A `Rotation` made of them is uploaded once for many calls.
 
     Returns:
         q (B, N, T, H), k and v (B, K, S, H).

@@ -1,4 +1,4 @@
-"""Attention layers of transformers, as released: built from tiny configurations, with the weights of a specification."""
+"""Attention layers of transformers, as released, with the weights of a specification."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ def gradients_of(attention: torch.nn.Module, spec: AttentionSpec) -> dict[str, t
     """The gradients of its parameters by canonical names."""
     values = {name: parameter.grad for name, parameter in attention.named_parameters() if parameter.grad is not None}
     copy = torch.nn.Module()
-    for name, child in attention.named_children():
+    for name, _ in attention.named_children():
         grads = {leaf: values.get(f"{name}.{leaf}") for leaf in ("weight", "bias")}
         holder = torch.nn.Module()
         for leaf, grad in grads.items():

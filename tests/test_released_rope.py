@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from released import assert_near, causal, fill, gradients_of
 from transformers import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -22,8 +23,6 @@ from mha_spec import (
     YarnScaling,
 )
 from parity import load_into, random_weights
-
-from released import assert_near, causal, fill, gradients_of
 
 # Released layers take frequencies and angles in float32, also with float64 weights: at the positions below, at most 24,
 # a frequency that is a few roundings off (6e-8 each) moves an angle by less than this.
@@ -98,8 +97,8 @@ def test_frequencies_are_those_of_transformers(name, theta, length):
     rope = Rope(theta, scaling=scaling)
 
     assert rope.attention_factor == pytest.approx(factor, rel=1e-15)
-    # Ours are the formula in float64. Theirs are taken in float32: a power, whose exponent is at most ln(theta) < 14 and
-    # rounded, a reciprocal and a few products; where scaled and unscaled ones are added (1 - share) cancels, too.
+    # Ours are the formula in float64. Theirs are taken in float32: a power, whose exponent is rounded and at most
+    # ln(theta) < 14, a reciprocal and a few products; where scaled and unscaled ones are added 1 - share cancels, too.
     allowed = 14 * 2**-24 + (40 if kind in ("llama3", "yarn") else 3) * 2**-24
     assert rope.frequencies(128, length) == pytest.approx(expected.double().numpy(), rel=allowed)
 
@@ -120,7 +119,7 @@ def test_partial_frequencies_are_those_of_transformers():
 
 @dataclass(frozen=True)
 class Released:
-    """A released layer: its configuration's and its classes' names, what they are given, and the same as a specification."""
+    """A released layer: the names of its configuration and classes, what they are given, and its specification."""
 
     model: str
     config: str

@@ -6,7 +6,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mha_spec import AttentionSpec, DynamicScaling, Llama3Scaling, LongRopeScaling, ProportionalScaling, Rope, YarnScaling
+from mha_spec import (
+    AttentionSpec,
+    DynamicScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    Rope,
+    YarnScaling,
+)
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 EPSILON = float(np.finfo(np.float32).eps)
@@ -235,7 +243,10 @@ def test_a_pair_is_rotated_by_the_position_of_its_axis(sibling, rng, order):
 
 @pytest.mark.parametrize(
     ("shape", "message"),
-    [((2, 1, 3), r"\(axes, B or 1, T\) = \(3, 1 or 1, 3\), got positions\.shape=\(2, 1, 3\)"), ((3, 3), "got positions")],
+    [
+        ((2, 1, 3), r"\(axes, B or 1, T\) = \(3, 1 or 1, 3\), got positions\.shape=\(2, 1, 3\)"),
+        ((3, 3), "got positions"),
+    ],
 )
 def test_positions_of_other_axes_are_refused(sibling, shape, message):
     x = np.ones((1, 1, 3, 8), np.float32)

@@ -273,7 +273,9 @@ def test_cases_cover_what_attention_can_do():
                 **{kind: lambda rope, kind=kind: rope.scaling and rope.scaling.kind == kind for kind in SCALINGS},
             }.items()
         },
-        "scaled RoPE and a cache": {case.spec.rope.scaling.kind for case in cases if case.is_cached and has_scaling(case)}
+        "scaled RoPE and a cache": {
+            case.spec.rope.scaling.kind for case in cases if case.is_cached and has_scaling(case)
+        }
         >= {"dynamic", "longrope", "yarn"},
         "positions far out": any(case.first_position > 40000 for case in cases),
         "positions across the original length": any(case.first_position and case.is_cached for case in cases),

@@ -90,7 +90,9 @@ SELFTEST_CASES = [
     Case("rope-proportional", _rotating(Rope(scaling=ProportionalScaling(0.5))), "half of all pairs", seq_len=9),
     Case(
         "rope-longrope",
-        _rotating(Rope(scaling=LongRopeScaling(4.0, 6, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5), (1.0, 1.5, 2.0, 4.0, 6.0, 9.0)))),
+        _rotating(
+            Rope(scaling=LongRopeScaling(4.0, 6, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5), (1.0, 1.5, 2.0, 4.0, 6.0, 9.0)))
+        ),
         "short factors, then long ones",
         seq_len=9,
         chunks=(4, 1, 3, 1),

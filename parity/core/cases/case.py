@@ -93,8 +93,8 @@ class Case:
     def positions(self, step: int | None = None) -> np.ndarray:
         """The positions of all tokens, or of those of the call of that index, for RoPE: (B or 1, T).
 
-        With sections they are (3, B or 1, T): time, row and column of frames of 2 x 3 patches. Padding in a call has the
-        position of the first token, so that it makes no sequence longer.
+        With sections they are (3, B or 1, T): time, row and column of frames of 2 x 3 patches. Padding in a call has
+        the position of the first token, so that it makes no sequence longer.
         """
         tokens = np.arange(self.seq_len if step is None else self.chunks[step])[None]
         if step is not None:

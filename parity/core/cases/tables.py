@@ -229,9 +229,7 @@ CACHED = [
         capacity=8,
         first_position=4092,
     ),
-    Case(
-        "decode-sections", _rotating(_FRAMES), "decode on three axes", seq_len=7, chunks=(4, 1, 1, 1), capacity=8
-    ),
+    Case("decode-sections", _rotating(_FRAMES), "decode on three axes", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case(
         "nan-visible-decode",
         _GQA,

@@ -89,12 +89,10 @@ def frequencies(rope: Rope, head_dim: int, length: int, wide: type[np.floating] 
     return plain
 
 
-def _dynamic(
-    theta: float, scaling: DynamicScaling, count: int, length: int, wide: type[np.floating]
-) -> list[float]:
+def _dynamic(theta: float, scaling: DynamicScaling, count: int, length: int, wide: type[np.floating]) -> list[float]:
     growth = wide(scaling.factor) * wide(length) / wide(scaling.original_length) - wide(scaling.factor - 1)
     base = wide(theta) * growth ** wide(count / (count - 2))
-    return [base ** wide(-2 * pair / count) for pair in range(count // 2)]
+    return [float(base ** wide(-2 * pair / count)) for pair in range(count // 2)]
 
 
 def _llama3(frequency: float, scaling: Llama3Scaling) -> float:
@@ -110,7 +108,7 @@ def _llama3(frequency: float, scaling: Llama3Scaling) -> float:
 
 def _yarn(theta: float, scaling: YarnScaling, count: int) -> list[float]:
     def pair_with(turns: float) -> float:
-        """The pair that turns so often in the original context: theta ** (2 pair / count) * 2 pi * turns is its length."""
+        """The pair that turns so often in the original length, 2 pi turns theta ** (2 pair / count)."""
         return count * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     begin, end = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
