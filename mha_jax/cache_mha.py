@@ -43,7 +43,7 @@ def multi_head_attention_with_cache(
     *,
     mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
-    positions: Int[Array, "#B T"] | None = None,
+    positions: Int[Array, "... #B T"] | None = None,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
     """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
 
@@ -56,7 +56,8 @@ def multi_head_attention_with_cache(
         cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H); None at first.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, S), S = P + T.
         bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, S). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T); P, P + 1, … when absent.
+        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
+            absent.
 
     Returns:
         The output (B, T, E), and the keys and values of all S = P + T tokens.
@@ -99,7 +100,7 @@ def multi_head_attention_with_static_cache(
     new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
     mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
-    positions: Int[Array, "#B T"] | None = None,
+    positions: Int[Array, "... #B T"] | None = None,
 ) -> tuple[Float[Array, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
@@ -112,7 +113,8 @@ def multi_head_attention_with_static_cache(
             cached, output 0. All of them when absent.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
         bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
-        positions: place of each new token for RoPE, (B or 1, T); `cache.lengths`, and so on, when absent.
+        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`,
+            and so on, when absent.
 
     Returns:
         The output (B, T, E) and the cache with the new tokens.
@@ -158,6 +160,9 @@ def _cached_layer(
     project = by_finite_tokens(project)
     x = x if new_lengths is None else _empty_padding(x, added)
     positions = token_positions(lengths, seq_len) if positions is None else positions
+    if new_lengths is not None:  # padding makes no sequence longer
+        is_real = jnp.arange(seq_len, dtype=jnp.int32)[None] < added[:, None]
+        positions = _at_first(positions, is_real)
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     check_cache(cache.keys, cache.values, k, ("cache.keys", "cache.values"))
     appended = append_checked(cache, k, v, added)
@@ -173,6 +178,13 @@ def _cached_layer(
     output = combine_heads(context)
     output = project("out_proj", output) if spec.out_proj else output
     return _tell_what_fits(output, cache, added), appended
+
+
+def _at_first(positions: Array, is_real: Array) -> Array:
+    """The positions, those of padding being that of the first token."""
+    shape = (*positions.shape[:-2], *is_real.shape)
+    positions, is_real = jnp.broadcast_to(positions, shape), jnp.broadcast_to(is_real, shape)
+    return jnp.where(is_real, positions, jnp.broadcast_to(positions[..., :1], shape))
 
 
 @compiled()
@@ -217,7 +229,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
         mask: Bool[Array, "..."] | None = None,
         bias: Float[Array, "..."] | None = None,
-        positions: Int[Array, "#B T"] | None = None,
+        positions: Int[Array, "... #B T"] | None = None,
     ) -> tuple[Float[Array, "B T E"], KVCache]:
         """Append the new tokens to the cache and attend from each to everything up to it.
 
@@ -228,7 +240,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
                 not cached, output 0. All of them when absent.
             mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
             bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
-            positions: place of each new token for RoPE, (B or 1, T); `cache.lengths`, and so on, when absent.
+            positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T);
+                `cache.lengths`, and so on, when absent.
 
         Returns:
             The output (B, T, E) and the cache with the new tokens.

@@ -75,7 +75,7 @@ def multi_head_attention(
     is_causal: bool = False,
     key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
-    positions: Int[Array, "#B T"] | None = None,
+    positions: Int[Array, "... #B T"] | None = None,
     training: bool = False,
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
@@ -94,7 +94,7 @@ def multi_head_attention(
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         need_weights: also return the attention weights, which takes the plain path.
-        positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
+        positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
         training: drop attention weights and outputs, at the rates of the spec.
         dropout_keep: True where an attention weight is kept, in place of a random draw; takes the plain path.
         dropout_rng: random key to draw what is dropped from.
@@ -235,7 +235,7 @@ class AttentionLayer(nnx.Module):
         masking: Masking,
         *,
         need_weights: bool = False,
-        positions: Int[Array, "#B T"] | None = None,
+        positions: Int[Array, "... #B T"] | None = None,
     ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
         """`multi_head_attention` with the weights and the specification of this module."""
         output, attn_weights = _attention_layer(
@@ -281,7 +281,7 @@ class MultiHeadAttention(AttentionLayer):
         is_causal: bool = False,
         key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
         need_weights: bool = False,
-        positions: Int[Array, "#B T"] | None = None,
+        positions: Int[Array, "... #B T"] | None = None,
     ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
@@ -294,7 +294,8 @@ class MultiHeadAttention(AttentionLayer):
             is_causal: hide every key after the query's own position, as `create_causal_mask`.
             key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
             need_weights: also return the attention weights, which takes the plain path.
-            positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
+            positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when
+                absent.
 
         Returns:
             The output (B, T, E), and the attention weights before dropout (B, N, T, S) or None.
@@ -320,7 +321,7 @@ class MultiHeadSelfAttention(AttentionLayer):
         bias: Float[Array, "..."] | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
-        positions: Int[Array, "#B T"] | None = None,
+        positions: Int[Array, "... #B T"] | None = None,
     ) -> Float[Array, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
@@ -330,7 +331,8 @@ class MultiHeadSelfAttention(AttentionLayer):
             bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, T). -inf masks a key.
             is_causal: hide every token after the query's own position.
             key_padding_lengths: number of real tokens of each sequence, (B,); the padding is on the right.
-            positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
+            positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when
+                absent.
 
         Returns:
             The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.

@@ -1,47 +1,92 @@
-"""Rotary position embedding (RoPE), half-split pairs: feature i is rotated with feature i + H/2."""
+"""Rotary position embedding (RoPE): pairs of features, rotated by their positions."""
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mha_jax.arrays import check_array, check_floating
 from mha_jax.compiled import compiled
-from mha_spec import Rope
-from mha_spec.rope import check_rope
+from mha_spec import DynamicScaling, LongRopeScaling, Rope
+from mha_spec.rope import check_rope, position_shapes
 
 
 def apply_rope(
-    x: Float[Array, "B heads T H"], positions: Int[Array, "#B T"], rope: Rope
+    x: Float[Array, "B heads T H"], positions: Int[Array, "... #B T"], rope: Rope
 ) -> Float[Array, "B heads T H"]:
-    """Rotate each pair of features (i, i + H/2) by position * theta ** (-2 i / H).
+    """Rotate each pair of features of the `Rope` by position * frequency.
+
+    Frequencies that depend on the length are those of the largest position of each sequence in this call, for all its
+    positions; keys that were cached before keep those of their own call.
 
     Args:
         x: queries or keys, split into heads; rotated in at least float32, returned in their own dtype.
-        positions: place of each token in its sequence, from 0, (B or 1, T).
-        rope: the frequencies.
+        positions: place of each token in its sequence, from 0, (B or 1, T), or with sections also (axes, B or 1, T).
+        rope: the pairs and their frequencies.
 
     Returns:
         The rotated features, in the shape and dtype of x.
 
     Raises:
         TypeError: if x is not floating point, positions are not integers, or rope is not a `Rope`.
-        ValueError: if head_dim is odd or the positions do not fit.
+        ValueError: if head_dim or the positions do not fit.
 
-    Source: RoFormer, arXiv:2104.09864; half-split pairs as in GPT-NeoX.
+    Source: RoFormer, arXiv:2104.09864.
     """
     check_floating("x", x, rank=4)
-    check_positions(positions, x.shape[0], x.shape[2])
     check_rope(rope)
-    return _apply_rope(x, positions, rope.frequencies(x.shape[-1]))
+    check_positions(positions, x.shape[0], x.shape[2], rope)
+    rope.rotated_features(x.shape[3])  # which refuses what cannot be rotated
+    return _apply_rope(x, positions, rope)
 
 
-@compiled()
-def _apply_rope(x: Array, positions: Array, exact_frequencies: np.ndarray) -> Array:
-    first, second = jnp.split(at_least_float32(x), 2, axis=-1)
-    frequencies = jnp.asarray(exact_frequencies, dtype=first.dtype)
-    angles = positions[:, None, :, None].astype(first.dtype) * frequencies[None, None, None]  # (B or 1, 1, T, H/2)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+@compiled("rope")
+def _apply_rope(x: Array, positions: Array, rope: Rope) -> Array:
+    wide, rotated = at_least_float32(x), rope.rotated_features(x.shape[3])
+    angles = _angles(positions, rope, x.shape[3], wide.dtype)
+    cos, sin = jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+    first, second = _split_pairs(wide[..., rotated], rope)
+    pairs = _join_pairs(first * cos - second * sin, second * cos + first * sin, rope)
+    if rope.rotary_dim is not None:
+        pairs = jnp.concatenate([wide[..., : rotated.start], pairs, wide[..., rotated.stop :]], axis=-1)
+    return pairs.astype(x.dtype)
+
+
+def _angles(positions: Array, rope: Rope, head_dim: int, dtype: jnp.dtype) -> Array:
+    """Of each token and pair, (B or 1, 1, T, R/2)."""
+    frequencies = _frequencies(positions, rope, head_dim, dtype)[:, None, None]
+    if positions.ndim == 2:
+        return positions[:, None, :, None].astype(dtype) * frequencies
+    of_pairs = jnp.moveaxis(positions[rope.axes(head_dim)], 0, -1)  # (B or 1, T, R/2)
+    return of_pairs[:, None].astype(dtype) * frequencies
+
+
+def _frequencies(positions: Array, rope: Rope, head_dim: int, dtype: jnp.dtype) -> Array:
+    """Of each sequence and pair, (B or 1, R/2), by the largest position of the sequence where that matters."""
+    scaling, frequencies = rope.scaling, jnp.asarray(rope.frequencies(head_dim), dtype)[None]
+    if not isinstance(scaling, (DynamicScaling, LongRopeScaling)):
+        return frequencies
+    last = positions.max(axis=-1, initial=0)  # of no token: 0
+    length = (last if last.ndim == 1 else last.max(axis=0))[:, None] + 1
+    if isinstance(scaling, LongRopeScaling):
+        longer = jnp.asarray(rope.frequencies(head_dim, scaling.original_length + 1), dtype)[None]
+    else:
+        exponents = jnp.asarray(scaling.exponents(2 * frequencies.shape[1]), dtype)[None]
+        longer = frequencies * scaling.growth(length.astype(dtype)) ** exponents
+    return jnp.where(length > scaling.original_length, longer, frequencies)
+
+
+def _split_pairs(x: Array, rope: Rope) -> tuple[Array, Array]:
+    """The first and the second feature of each pair, (…, R/2) each."""
+    if rope.pairs == "interleaved":
+        return x[..., 0::2], x[..., 1::2]
+    first, second = jnp.split(x, 2, axis=-1)
+    return first, second
+
+
+def _join_pairs(first: Array, second: Array, rope: Rope) -> Array:
+    """The features (…, R) of these pairs."""
+    if rope.pairs == "interleaved":
+        return jnp.stack([first, second], axis=-1).reshape(*first.shape[:-1], -1)
+    return jnp.concatenate([first, second], axis=-1)
 
 
 def at_least_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -52,14 +97,15 @@ def at_least_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_positions(positions: Array, batch_size: int, seq_len: int) -> None:
-    """Refuse positions that are not integers of shape (B, T) or (1, T)."""
+def check_positions(positions: Array, batch_size: int, seq_len: int, rope: Rope) -> None:
+    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
     check_array("positions", positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"positions must be integers, got positions.dtype={positions.dtype}")
-    if positions.shape not in ((batch_size, seq_len), (1, seq_len)):
+    axes = () if rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
+    if positions.shape not in ((*axes, batch_size, seq_len), (*axes, 1, seq_len)):
         raise ValueError(
-            f"positions must have shape (B or 1, T) = ({batch_size} or 1, {seq_len}), "
+            f"positions must have shape {position_shapes(batch_size, seq_len, rope)}, "
             f"got positions.shape={positions.shape}"
         )
 
@@ -70,4 +116,4 @@ def check_rope_positions(positions: Array | None, batch_size: int, seq_len: int,
         return
     if rope is None:
         raise ValueError("positions must come with RoPE, got positions and rope=None")
-    check_positions(positions, batch_size, seq_len)
+    check_positions(positions, batch_size, seq_len, rope)

@@ -2,5 +2,23 @@
 
 from mha_spec.attention import AttentionSpec, Projection
 from mha_spec.rope import Rope
+from mha_spec.scaling import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    YarnScaling,
+)
 
-__all__ = ["AttentionSpec", "Projection", "Rope"]
+__all__ = [
+    "AttentionSpec",
+    "DynamicScaling",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
+    "Projection",
+    "ProportionalScaling",
+    "Rope",
+    "YarnScaling",
+]

@@ -11,13 +11,14 @@ import numpy as np
 from mha_spec.reach import Reach, reach_of
 from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups
+from mha_spec.scaling import SCALINGS, Scaling
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv")
 FLAGS = ("qkv_bias", "out_bias", "out_proj", "fused_qkv")
 RATES = ("dropout", "output_dropout")
 FACTORS = ("scale", "soft_cap")
 
-Record = TypeVar("Record", "AttentionSpec", Rope)
+Record = TypeVar("Record", "AttentionSpec", Rope, Scaling)
 
 
 class Projection(NamedTuple):
@@ -116,7 +117,7 @@ class AttentionSpec:
             if is_asked_for and self.d_kv != self.d_in:
                 raise ValueError(f"d_kv must equal d_in with {what}, got d_kv={self.d_kv} and d_in={self.d_in}")
         if self.rope is not None:
-            check_rotated(self.head_dim)
+            check_rotated(self.head_dim, self.rope)
 
     def _fill_in(self, name: str, value: int) -> None:
         if getattr(self, name) is None:
@@ -199,7 +200,7 @@ class AttentionSpec:
             theta = values.pop("rope_theta")
             values["rope"] = None if theta is None else {"theta": theta}
         if values.get("rope") is not None:
-            values["rope"] = _from_fields("rope", Rope, values["rope"])
+            values["rope"] = _rope_from(values["rope"])
         return _from_fields("a specification", cls, values)
 
 
@@ -225,11 +226,22 @@ def _shapes_of(projections: dict[str, Projection]) -> dict[str, tuple[int, ...]]
     return shapes
 
 
+def _rope_from(values: object) -> Rope:
+    scaling = values.get("scaling") if isinstance(values, dict) else None
+    if isinstance(values, dict) and scaling is not None:
+        kind = scaling.get("kind") if isinstance(scaling, dict) else None
+        if kind not in SCALINGS:
+            raise ValueError(f"scaling must be a JSON object whose kind is one of {list(SCALINGS)}, got {scaling!r}")
+        own = {name: value for name, value in scaling.items() if name != "kind"}
+        values = {**values, "scaling": _from_fields("scaling", SCALINGS[kind], own)}
+    return _from_fields("rope", Rope, values)
+
+
 def _from_fields(what: str, kind: type[Record], values: object) -> Record:
     """A dataclass of fields that JSON has; what is not an object of just these is refused."""
     if not isinstance(values, dict):
         raise ValueError(f"{what} must be a JSON object, got {values!r}")
-    known = {field.name for field in fields(kind)}
+    known = {field.name for field in fields(kind) if field.init}
     required = {field.name for field in fields(kind) if field.default is MISSING}
     if unexpected := sorted(values.keys() - known):
         raise ValueError(f"{what} must have the fields of {kind.__name__}, unexpected {unexpected}")

@@ -3,54 +3,165 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
 
 import numpy as np
 
 from mha_spec.rules import as_count, as_number
+from mha_spec.scaling import DynamicScaling, LongRopeScaling, ProportionalScaling, Scaling, unscaled_frequencies
+
+CHOICES = {
+    "rotated": ("first", "last"),
+    "pairs": ("half", "interleaved"),
+    "section_order": ("contiguous", "interleaved"),
+}
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding of queries and keys: pairs (i, i + H/2), rotated by position * theta ** (-2 i / H).
+    """Rotary position embedding of queries and keys: pairs of features, rotated by position * frequency.
 
-    Checkpoints whose pairs are interleaved (2 i, 2 i + 1) are reordered when their weights are loaded.
+    Where nothing else is said pair i is (i, i + H/2), and its frequency theta ** (-2 i / H). R being the number of
+    rotated features, `rotary_dim` or H:
 
     Attributes:
         theta: base of the frequencies, 10000 in the paper.
+        scaling: how frequencies are scaled for long contexts, or None.
+        rotary_dim: R, where only some features of a head are rotated; the others pass through. The frequencies are
+            theta ** (-2 i / R).
+        rotated: whether those are the `first` R features of a head or the `last`.
+        pairs: which of the R features form pair i: `half`, (i, i + R/2), or `interleaved`, (2 i, 2 i + 1).
+        sections: with positions on several axes (M-RoPE: time, row, column), how many pairs each has; R/2 in all.
+        section_order: whether the pairs of an axis are `contiguous` (Qwen2-VL), or `interleaved` (Qwen3-VL): pair i is
+            of axis i % axes, and of axis 0 where that axis has its pairs already.
 
     Raises:
-        TypeError: if theta is not a number.
-        ValueError: if theta is not positive and finite.
+        TypeError: if theta is not a number, scaling not a scaling, rotary_dim or a section not an integer.
+        ValueError: if theta is not positive and finite, rotary_dim odd, a word none of those above, or the fields do
+            not fit each other.
 
-    Source: RoFormer, arXiv:2104.09864, section 3.2.2; half-split pairs as in GPT-NeoX.
+    Source: RoFormer, arXiv:2104.09864, section 3.2.2; half-split pairs and rotary_dim as in GPT-NeoX; sections as in
+    Qwen2-VL, arXiv:2409.12191, section 2.1.
     """
 
     theta: float = 10000.0
+    _: KW_ONLY
+    scaling: Scaling | None = None
+    rotary_dim: int | None = None
+    rotated: Literal["first", "last"] = "first"
+    pairs: Literal["half", "interleaved"] = "half"
+    sections: tuple[int, ...] | None = None
+    section_order: Literal["contiguous", "interleaved"] = "contiguous"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "theta", as_number("theta", self.theta))
         if not 0 < self.theta < math.inf:  # JSON has neither infinity nor NaN
             raise ValueError(f"theta must be positive and finite, got theta={self.theta}")
+        if self.scaling is not None and not isinstance(self.scaling, Scaling):
+            raise TypeError(f"scaling must be a scaling of mha_spec or None, got scaling={self.scaling!r}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {list(choices)}, got {name}={getattr(self, name)!r}")
+        if self.rotary_dim is not None:
+            object.__setattr__(self, "rotary_dim", as_count("rotary_dim", self.rotary_dim))
+            if self.rotary_dim % 2:
+                raise ValueError(f"rotary_dim must be even, got rotary_dim={self.rotary_dim}")
+            if isinstance(self.scaling, ProportionalScaling):
+                raise ValueError(
+                    f"rotary_dim must be left out with ProportionalScaling, whose frequencies are those of the whole "
+                    f"head, got rotary_dim={self.rotary_dim}"
+                )
+        if self.sections is not None:
+            self._check_sections()
 
-    def frequencies(self, head_dim: int) -> np.ndarray:
-        """Angle, in radians per token, by which each pair of features is rotated: float64, (H/2,).
+    def _check_sections(self) -> None:
+        if isinstance(self.sections, (str, bytes)) or not np.iterable(self.sections):
+            raise TypeError(f"sections must be integers, one for each axis, got sections={self.sections!r}")
+        sections = tuple(as_count("sections", section) for section in self.sections or ())
+        object.__setattr__(self, "sections", sections)
+        if len(sections) < 2:
+            raise ValueError(f"sections must be two or more, got sections={sections}")
 
-        Args:
-            head_dim: features of a head, H, even.
+    @property
+    def attention_factor(self) -> float:
+        """What cosines and sines are multiplied by: 1 but for some kinds of scaling."""
+        return 1.0 if self.scaling is None else self.scaling.amplitude()
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies of a call depend on its last position."""
+        return isinstance(self.scaling, (DynamicScaling, LongRopeScaling))
+
+    def rotated_features(self, head_dim: int) -> slice:
+        """Which features of a head are rotated, as a slice of the H.
 
         Raises:
             TypeError: if head_dim is not an integer.
-            ValueError: if head_dim is odd or below 1.
+            ValueError: if heads of so many features cannot be rotated in this way.
         """
-        check_rotated(head_dim)
-        return self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        check_rotated(head_dim, self)
+        count = head_dim if self.rotary_dim is None else self.rotary_dim
+        return slice(0, count) if self.rotated == "first" else slice(head_dim - count, head_dim)
+
+    def frequencies(self, head_dim: int, length: int = 0) -> np.ndarray:
+        """Angle, in radians per token, by which each pair of features is rotated: float64, (R/2,).
+
+        Args:
+            head_dim: features of a head, H.
+            length: the last position of a call + 1. Only `DynamicScaling` and `LongRopeScaling` ask for it; 0 is a call
+                within the original length.
+
+        Raises:
+            TypeError: if head_dim is not an integer.
+            ValueError: if heads of so many features cannot be rotated in this way.
+        """
+        rotated = self.rotated_features(head_dim)
+        count = rotated.stop - rotated.start
+        if self.scaling is None:
+            return unscaled_frequencies(self.theta, count // 2, count)
+        return self.scaling.frequencies(self.theta, count, length)
+
+    def axes(self, head_dim: int) -> np.ndarray:
+        """Which axis of the positions each pair of features is rotated by: integers, (R/2,).
+
+        Raises:
+            TypeError: if head_dim is not an integer.
+            ValueError: if heads of so many features cannot be rotated in this way.
+        """
+        rotated = self.rotated_features(head_dim)
+        return _axes((rotated.stop - rotated.start) // 2, self.sections or (), self.section_order)
 
 
-def check_rotated(head_dim: int) -> None:
-    """Refuse heads that cannot be rotated in pairs."""
-    if as_count("head_dim", head_dim) % 2:
+def _axes(pairs: int, sections: tuple[int, ...], order: str) -> np.ndarray:
+    if not sections:
+        return np.zeros(pairs, np.int64)
+    if order == "contiguous":
+        return np.repeat(np.arange(len(sections)), sections)
+    turn, axis = np.divmod(np.arange(pairs), len(sections))
+    return np.where(turn < np.array(sections)[axis], axis, 0)
+
+
+def check_rotated(head_dim: int, rope: Rope) -> None:
+    """Refuse heads that cannot be rotated in this way."""
+    as_count("head_dim", head_dim)
+    if rope.rotary_dim is None and head_dim % 2:
         raise ValueError(f"head_dim must be even for RoPE, got head_dim={head_dim}")
+    if rope.rotary_dim is not None and rope.rotary_dim > head_dim:
+        raise ValueError(f"rotary_dim must be at most head_dim, got rotary_dim={rope.rotary_dim}, head_dim={head_dim}")
+    count = head_dim if rope.rotary_dim is None else rope.rotary_dim
+    if rope.scaling is not None:
+        rope.scaling.check(rope.theta, count)
+    if rope.sections is None:
+        return
+    if sum(rope.sections) != count // 2:
+        raise ValueError(f"sections must be {count // 2} rotated pairs in all, got sections={rope.sections}")
+    held = np.bincount(_axes(count // 2, rope.sections, rope.section_order), minlength=len(rope.sections))
+    if tuple(held) != rope.sections:
+        raise ValueError(
+            f"interleaved sections must find their pairs among {count // 2}, got sections={rope.sections}, "
+            f"which would have {tuple(map(int, held))}"
+        )
 
 
 def check_rope(rope: object) -> None:
@@ -61,3 +172,11 @@ def check_rope(rope: object) -> None:
     """
     if not isinstance(rope, Rope):
         raise TypeError(f"rope must be a Rope, got rope={rope!r}")
+
+
+def position_shapes(batch_size: int, seq_len: int, rope: Rope) -> str:
+    """The shapes that positions may have, in words."""
+    plain = f"(B or 1, T) = ({batch_size} or 1, {seq_len})"
+    if rope.sections is None:
+        return plain
+    return f"{plain} or (axes, B or 1, T) = ({len(rope.sections)}, {batch_size} or 1, {seq_len})"

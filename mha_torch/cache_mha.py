@@ -43,7 +43,7 @@ def multi_head_attention_with_cache(
     *,
     mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
-    positions: Int[Tensor, "#B T"] | None = None,
+    positions: Int[Tensor, "... #B T"] | None = None,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
     """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
 
@@ -56,7 +56,8 @@ def multi_head_attention_with_cache(
         cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H); None at first.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, S). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T); P, P + 1, … when absent.
+        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
+            absent.
 
     Returns:
         The output (B, T, E), and the keys and values of all S = P + T tokens.
@@ -102,7 +103,7 @@ def multi_head_attention_with_static_cache(
     new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
     mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
-    positions: Int[Tensor, "#B T"] | None = None,
+    positions: Int[Tensor, "... #B T"] | None = None,
 ) -> tuple[Float[Tensor, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
@@ -115,7 +116,8 @@ def multi_head_attention_with_static_cache(
             cached, output 0, and seen by nobody, so that it may hold anything. All of them when absent.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T); `cache.lengths` and those after it when absent.
+        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`
+            and those after it when absent.
 
     Returns:
         The output (B, T, E) and the cache with the new tokens.
@@ -160,8 +162,11 @@ def _cached_layer(
     if new_lengths is not None:
         is_real = torch.arange(seq_len, device=x.device) < as_lengths(new_lengths, x.device)[:, None]
         x = emptied(x, ~is_real[:, :, None])  # not even a NaN of the padding may spread, to the gradients either
-    if spec.rope is not None and positions is None:
-        positions = cache.lengths[:, None] + torch.arange(seq_len, device=x.device)
+    if spec.rope is not None:
+        if positions is None:
+            positions = cache.lengths[:, None] + torch.arange(seq_len, device=x.device)
+        if is_real is not None:  # padding makes no sequence longer
+            positions = torch.where(is_real, positions, positions[..., :1])
     project = by_finite_tokens(project)
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     check_cache(cache.keys, cache.values, k, ("cache.keys", "cache.values"))
@@ -248,7 +253,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
         mask: Bool[Tensor, "..."] | None = None,
         bias: Float[Tensor, "..."] | None = None,
-        positions: Int[Tensor, "#B T"] | None = None,
+        positions: Int[Tensor, "... #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], KVCache]:
         """Append the new tokens to the cache and attend from each to everything up to it.
 
@@ -260,7 +265,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key
                 gives 0.
             bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a key.
-            positions: place of each new token for RoPE, (B or 1, T); `cache.lengths` and those after it when absent.
+            positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T);
+                `cache.lengths` and those after it when absent.
 
         Returns:
             The output (B, T, E) and the cache with the new tokens.

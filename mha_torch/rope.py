@@ -1,41 +1,89 @@
-"""Rotary position embedding (RoPE), half-split pairs: feature i is rotated with feature i + H/2."""
+"""Rotary position embedding (RoPE): pairs of features, rotated by their positions."""
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mha_spec import Rope
-from mha_spec.rope import check_rope
+from mha_spec import DynamicScaling, LongRopeScaling, Rope
+from mha_spec.rope import check_rope, position_shapes
 from mha_torch.arrays import check_array, check_floating
 
 
 def apply_rope(
-    x: Float[Tensor, "B heads T H"], positions: Int[Tensor, "#B T"], rope: Rope
+    x: Float[Tensor, "B heads T H"], positions: Int[Tensor, "... #B T"], rope: Rope
 ) -> Float[Tensor, "B heads T H"]:
-    """Rotate each pair of features (i, i + H/2) by position * theta ** (-2 i / H).
+    """Rotate each pair of features of the `Rope` by position * frequency.
+
+    Frequencies that depend on the length are those of the largest position of each sequence in this call, for all its
+    positions; keys that were cached before keep those of their own call.
 
     Args:
         x: queries or keys, split into heads; rotated in at least float32, returned in their own dtype.
-        positions: place of each token in its sequence, from 0, (B or 1, T).
-        rope: the frequencies.
+        positions: place of each token in its sequence, from 0, (B or 1, T), or with sections also (axes, B or 1, T).
+        rope: the pairs and their frequencies.
 
     Returns:
         The rotated features, in the shape and dtype of x.
 
     Raises:
         TypeError: if x is not floating point, positions are not integers, or rope is not a `Rope`.
-        ValueError: if head_dim is odd or the positions do not fit.
+        ValueError: if head_dim or the positions do not fit.
 
-    Source: RoFormer, arXiv:2104.09864; half-split pairs as in GPT-NeoX.
+    Source: RoFormer, arXiv:2104.09864.
     """
     check_floating("x", x, rank=4)
-    check_positions(positions, x.shape[0], x.shape[2])
     check_rope(rope)
-    first, second = at_least_float32(x).chunk(2, dim=-1)
-    frequencies = torch.as_tensor(rope.frequencies(int(x.shape[-1])), dtype=first.dtype, device=x.device)
-    angles = positions[:, None, :, None].to(first.dtype) * frequencies  # (B or 1, 1, T, H/2)
-    cos, sin = torch.cos(angles), torch.sin(angles)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    check_positions(positions, x.shape[0], x.shape[2], rope)
+    head_dim = int(x.shape[3])
+    wide, rotated = at_least_float32(x), rope.rotated_features(head_dim)
+    angles = _angles(positions, rope, head_dim, wide.dtype)
+    cos, sin = torch.cos(angles) * rope.attention_factor, torch.sin(angles) * rope.attention_factor
+    first, second = _split_pairs(wide[..., rotated], rope)
+    pairs = _join_pairs(first * cos - second * sin, second * cos + first * sin, rope)
+    if rope.rotary_dim is not None:
+        pairs = torch.cat([wide[..., : rotated.start], pairs, wide[..., rotated.stop :]], dim=-1)
+    return pairs.to(x.dtype)
+
+
+def _angles(positions: Tensor, rope: Rope, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Of each token and pair, (B or 1, 1, T, R/2)."""
+    frequencies = _frequencies(positions, rope, head_dim, dtype)[:, None, None]
+    if positions.ndim == 2:
+        return positions[:, None, :, None].to(dtype) * frequencies
+    axes = torch.as_tensor(rope.axes(head_dim), device=positions.device)
+    of_pairs = torch.movedim(positions[axes], 0, -1)  # (B or 1, T, R/2)
+    return of_pairs[:, None].to(dtype) * frequencies
+
+
+def _frequencies(positions: Tensor, rope: Rope, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Of each sequence and pair, (B or 1, R/2), by the largest position of the sequence where that matters."""
+    scaling, device = rope.scaling, positions.device
+    frequencies = torch.as_tensor(rope.frequencies(head_dim), dtype=dtype, device=device)[None]
+    if not isinstance(scaling, (DynamicScaling, LongRopeScaling)) or not positions.shape[-1]:
+        return frequencies
+    last = positions.amax(dim=-1)
+    length = (last if last.ndim == 1 else last.amax(dim=0))[:, None] + 1
+    if isinstance(scaling, LongRopeScaling):
+        longer = torch.as_tensor(rope.frequencies(head_dim, scaling.original_length + 1), dtype=dtype, device=device)
+    else:
+        exponents = torch.as_tensor(scaling.exponents(2 * frequencies.shape[1]), dtype=dtype, device=device)
+        longer = frequencies * scaling.growth(length.to(dtype)) ** exponents
+    return torch.where(length > scaling.original_length, longer, frequencies)
+
+
+def _split_pairs(x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    """The first and the second feature of each pair, (…, R/2) each."""
+    if rope.pairs == "interleaved":
+        return x[..., 0::2], x[..., 1::2]
+    first, second = x.chunk(2, dim=-1)
+    return first, second
+
+
+def _join_pairs(first: Tensor, second: Tensor, rope: Rope) -> Tensor:
+    """The features (…, R) of these pairs."""
+    if rope.pairs == "interleaved":
+        return torch.stack([first, second], dim=-1).flatten(-2)
+    return torch.cat([first, second], dim=-1)
 
 
 def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -46,14 +94,15 @@ def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_positions(positions: Tensor, batch_size: int, seq_len: int) -> None:
-    """Refuse positions that are not integers of shape (B, T) or (1, T)."""
+def check_positions(positions: Tensor, batch_size: int, seq_len: int, rope: Rope) -> None:
+    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
     check_array("positions", positions)
     if positions.is_floating_point() or positions.dtype == torch.bool:
         raise TypeError(f"positions must be integers, got positions.dtype={positions.dtype}")
-    if tuple(positions.shape) not in ((batch_size, seq_len), (1, seq_len)):
+    axes = () if rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
+    if tuple(positions.shape) not in ((*axes, batch_size, seq_len), (*axes, 1, seq_len)):
         raise ValueError(
-            f"positions must have shape (B or 1, T) = ({batch_size} or 1, {seq_len}), "
+            f"positions must have shape {position_shapes(batch_size, seq_len, rope)}, "
             f"got positions.shape={tuple(positions.shape)}"
         )
 
@@ -64,4 +113,4 @@ def check_rope_positions(positions: Tensor | None, batch_size: int, seq_len: int
         return
     if rope is None:
         raise ValueError("positions must come with RoPE, got positions and rope=None")
-    check_positions(positions, batch_size, seq_len)
+    check_positions(positions, batch_size, seq_len, rope)

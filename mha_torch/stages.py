@@ -72,7 +72,7 @@ def project_qkv(
     key: Float[Tensor, "B S d_kv"],
     value: Float[Tensor, "B S d_kv"],
     spec: AttentionSpec,
-    positions: Int[Tensor, "#B T"] | None = None,
+    positions: Int[Tensor, "... #B T"] | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
     """Project the inputs, split the heads, and rotate queries and keys by their positions where there is RoPE.
 
@@ -80,7 +80,8 @@ def project_qkv(
         project: applies a projection by its name.
         query, key, value: inputs of the layer; the same array three times for self-attention.
         spec: the layer: its heads, its RoPE, and whether it holds one `qkv_proj` in place of three projections.
-        positions: place of each token, (B or 1, T); 0, 1, … when absent. Used with RoPE only.
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent. Used with
+            RoPE only.
 
     Returns:
         q (B, N, T, H), k and v (B, K, S, H).

@@ -33,7 +33,7 @@ from mha_tt.cache import (
 from mha_tt.device import padded_head_dim, round_up, upload, zeros
 from mha_tt.masks import DeviceMask, Masking, on_host
 from mha_tt.mha import AttentionLayer
-from mha_tt.rope import check_rope_positions
+from mha_tt.rope import Rotation, check_rope_positions
 from mha_tt.stages import Dropout, combine_heads, project_qkv
 from mha_tt.weights import Project, check_weights, project_with
 
@@ -47,7 +47,7 @@ def multi_head_attention_with_cache(
     *,
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
-    positions: Int[np.ndarray, "#B T"] | None = None,
+    positions: Int[np.ndarray, "... #B T"] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
     """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
@@ -61,7 +61,8 @@ def multi_head_attention_with_cache(
         cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H); None at first.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, S). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T), on the host; P, P + 1, … when absent.
+        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host; P, P
+            + 1, … when absent.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
@@ -105,7 +106,7 @@ def multi_head_attention_with_static_cache(
     new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
-    positions: Int[np.ndarray, "#B T"] | None = None,
+    positions: Int[np.ndarray, "... #B T"] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
@@ -119,8 +120,8 @@ def multi_head_attention_with_static_cache(
             cached, output 0, and seen by nobody, so that it may hold anything. All of them when absent.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T), on the host; `cache.lengths` and those after it when
-            absent.
+        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host;
+            `cache.lengths` and those after it when absent.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
@@ -166,16 +167,28 @@ def _cached_layer(
         check_cache_holds(cache, spec.num_kv_heads, padded_head_dim(spec.head_dim, rope=spec.rope is not None))
         output = zeros((batch_size, seq_len, spec.num_heads * cache.keys.shape[3]), x.dtype, x.device())
         return project("out_proj", output) if spec.out_proj else output, cache
+    positions = cache.lengths[:, None] + np.arange(seq_len) if positions is None else positions
     is_real = None
     if new_lengths is not None and (np.asarray(new_lengths) < seq_len).any():
         is_real = np.arange(seq_len) < np.asarray(new_lengths)[:, None]
+        positions = np.where(is_real, positions, positions[..., :1])  # padding makes no sequence longer
         is_real = upload(is_real[:, :, None], device=x.device(), dtype=x.dtype)
         x = ttnn.where(is_real, x, 0.0)  # a NaN in the padding would reach real tokens as 0 * NaN
     is_step = seq_len == 1
-    positions = cache.lengths[:, None] + np.arange(seq_len) if positions is None else positions
     if is_step:  # one token of each sequence: side by side they fill the tiles that they would each begin
-        x, positions = ttnn.reshape(x, (1, batch_size, x.shape[2])), np.broadcast_to(positions, (batch_size, 1)).T
-    q, k, v = project_qkv(project, x, x, x, spec, positions)
+        x = ttnn.reshape(x, (1, batch_size, x.shape[2]))
+        positions = np.broadcast_to(positions, (*positions.shape[:-2], batch_size, 1)).swapaxes(-1, -2)
+    rotation = positions
+    if spec.rope is not None:
+        rotation = Rotation(
+            positions,
+            spec.rope,
+            head_dim=spec.head_dim,
+            padded=padded_head_dim(spec.head_dim, rope=True),
+            device=x.device(),
+            side_by_side=is_step,
+        )
+    q, k, v = project_qkv(project, x, x, x, spec, rotation)
     check_cache_holds(cache, spec.num_kv_heads, k.shape[3])
     arithmetic = _Arithmetic(spec, compute_kernel_config)
     attend = _attend_in_step if is_step else _attend_in_prefill
@@ -308,7 +321,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
         mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
         bias: Float[np.ndarray, "..."] | Tensor | None = None,
-        positions: Int[np.ndarray, "#B T"] | None = None,
+        positions: Int[np.ndarray, "... #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], KVCache]:
         """Append the new tokens to the cache and attend from each to everything up to it.
 
@@ -322,8 +335,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
                 gives 0. With a mask or a bias a step takes the kernel that reads all heads of the filled slots.
             bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key; on the device it is not
                 read.
-            positions: place of each new token for RoPE, (B or 1, T), on the host; `cache.lengths` and those after it
-                when absent.
+            positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host;
+                `cache.lengths` and those after it when absent.
 
         Returns:
             The output (B, T, E) and the cache with the new tokens.

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import ttnn
 
+from mha_spec import Rope
 from mha_tt.arrays import check_dtype, check_on_device
 
 TILE = 32
@@ -194,18 +195,28 @@ def padded_head_dim(head_dim: int, *, rope: bool = False) -> int:
     return 2 * round_up(-(-head_dim // 2)) if rope else round_up(head_dim)
 
 
-def head_slots(head_dim: int, *, rope: bool = False) -> np.ndarray:
+def head_slots(head_dim: int, *, rope: Rope | None = None) -> np.ndarray:
     """Where the features of a head lie among those that it has on the device, (H,); zeros lie between and after them.
 
-    With RoPE each half begins at a tile, so that the pairs (i, i + H/2) are found by cutting between tiles.
+    With RoPE the first features of all pairs begin at a tile, and the second ones, in the same order, at another, so
+    that pairs are found by cutting between tiles, whichever features form them. Those that are not rotated follow. As
+    queries and keys are ordered alike, no score changes.
 
     Raises:
-        ValueError: if head_dim is odd with RoPE.
+        ValueError: if heads of so many features cannot be rotated in this way.
     """
-    if not rope:
+    if rope is None:
         return np.arange(head_dim)
-    if head_dim % 2:
-        raise ValueError(f"head_dim must be even for RoPE, got head_dim={head_dim}")
-    half = head_dim // 2
-    second = padded_head_dim(head_dim, rope=True) // 2
-    return np.concatenate([np.arange(half), second + np.arange(half)])
+    rotated = rope.rotated_features(head_dim)
+    features = np.arange(rotated.start, rotated.stop)
+    if rope.pairs == "interleaved":
+        first, second = features[0::2], features[1::2]
+    else:
+        first, second = np.split(features, 2)
+    left, right = np.array_split(np.delete(np.arange(head_dim), features), 2)
+    slots = np.empty(head_dim, np.int64)
+    slots[np.concatenate([first, left])] = np.arange(len(first) + len(left))
+    slots[np.concatenate([second, right])] = padded_head_dim(head_dim, rope=True) // 2 + np.arange(
+        len(second) + len(right)
+    )
+    return slots

@@ -68,7 +68,7 @@ def multi_head_attention(
     is_causal: bool = False,
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
-    positions: Int[np.ndarray, "#B T"] | None = None,
+    positions: Int[np.ndarray, "... #B T"] | None = None,
     training: bool = False,
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
     seed: int = 0,
@@ -88,7 +88,7 @@ def multi_head_attention(
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
         need_weights: also return the attention weights, which takes the plain path.
-        positions: place of each token for RoPE, (B or 1, T); 0, 1, … when absent.
+        positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
         training: drop attention weights, which takes the plain path, and outputs, at the rates of the spec.
         dropout_keep: True where an attention weight is kept, in place of a random draw; takes the plain path.
         seed: of what is drawn.
@@ -258,7 +258,7 @@ class AttentionLayer:
         masking: Masking,
         *,
         need_weights: bool = False,
-        positions: Int[np.ndarray, "#B T"] | None = None,
+        positions: Int[np.ndarray, "... #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
         """`multi_head_attention` with the weights and the specification of this module."""
         check_floating("query", query, rank=3)
@@ -296,7 +296,7 @@ class AttentionLayer:
             )
         return self._rotation
 
-    def _causal(self, seq_len: int) -> DeviceMask:
+    def _causal(self, seq_len: int) -> DeviceMask | None:
         """The causal mask, within the reach of the layer, kept for the next call of as many tokens."""
         if self._causal_mask is None or self._causal_mask.shape[2] != seq_len:
             hidden = Masking(is_causal=True, reach=self.spec.reach)
@@ -341,7 +341,7 @@ class MultiHeadAttention(AttentionLayer):
         is_causal: bool = False,
         key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
         need_weights: bool = False,
-        positions: Int[np.ndarray, "#B T"] | None = None,
+        positions: Int[np.ndarray, "... #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
@@ -356,7 +356,8 @@ class MultiHeadAttention(AttentionLayer):
             is_causal: hide every key after the query's own position, as `create_causal_mask`.
             key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
             need_weights: also return the attention weights, which takes the plain path.
-            positions: place of each token for RoPE, (B or 1, T), on the host; 0, 1, … when absent.
+            positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host; 0, 1,
+                … when absent.
 
         Returns:
             The output (B, T, E), and the attention weights before dropout (B, N, T, S) or None.
@@ -383,7 +384,7 @@ class MultiHeadSelfAttention(AttentionLayer):
         bias: Float[np.ndarray, "..."] | Tensor | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
-        positions: Int[np.ndarray, "#B T"] | None = None,
+        positions: Int[np.ndarray, "... #B T"] | None = None,
     ) -> Float[Tensor, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
@@ -395,7 +396,8 @@ class MultiHeadSelfAttention(AttentionLayer):
                 a row of nothing but -inf gives the mean of the values.
             is_causal: hide every token after the query's own position.
             key_padding_lengths: number of real tokens of each sequence, (B,); the padding is on the right.
-            positions: place of each token for RoPE, (B or 1, T), on the host; 0, 1, … when absent.
+            positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host; 0, 1,
+                … when absent.
 
         Returns:
             The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE), half-split pairs: feature i is rotated with feature i + H/2."""
+"""Rotary position embedding (RoPE): pairs of features, rotated by their positions."""
 
 from __future__ import annotations
 
@@ -10,40 +10,45 @@ from jaxtyping import Float, Int
 from ttnn import Tensor
 
 from mha_spec import Rope
-from mha_spec.rope import check_rope
+from mha_spec.rope import check_rope, position_shapes
 from mha_tt.arrays import check_floating, check_head_dim
-from mha_tt.device import as_dtype, head_slots, padded_head_dim, upload
+from mha_tt.device import as_dtype, padded_head_dim, upload
 
 
 def apply_rope(
     x: Float[Tensor, "B heads T H"],
-    positions: Int[np.ndarray, "#B T"],
+    positions: Int[np.ndarray, "... #B T"],
     rope: Rope,
     *,
     head_dim: int | None = None,
 ) -> Float[Tensor, "B heads T H"]:
-    """Rotate each pair of features (i, i + H/2) by position * theta ** (-2 i / H).
+    """Rotate each pair of features of the `Rope` by position * frequency.
+
+    Frequencies that depend on the length are those of the largest position of each sequence in this call, for all its
+    positions; keys that were cached before keep those of their own call.
 
     Args:
         x: queries or keys, split into heads; rotated in at least float32, returned in their own dtype.
-        positions: place of each token in its sequence, from 0, (B or 1, T), on the host.
-        rope: the frequencies.
-        head_dim: features of a head where x has more, its halves padded as `head_slots(head_dim, rope=True)` says.
+        positions: place of each token in its sequence, from 0, (B or 1, T), or with sections also (axes, B or 1, T), on
+            the host.
+        rope: the pairs and their frequencies.
+        head_dim: features of a head where x has more, ordered and padded as `head_slots(head_dim, rope=rope)` says. A
+            bare head has only the pairs (i, i + H/2).
 
     Returns:
         The rotated features, in the shape and dtype of x.
 
     Raises:
         TypeError: if x is not floating point, positions are not integers, or rope is not a `Rope`.
-        ValueError: if head_dim is odd or the positions do not fit.
+        ValueError: if head_dim or the positions do not fit, or a bare head has other pairs.
 
-    Source: RoFormer, arXiv:2104.09864; half-split pairs as in GPT-NeoX.
+    Source: RoFormer, arXiv:2104.09864.
     """
     check_floating("x", x, rank=4)
-    check_positions(positions, x.shape[0], x.shape[2])
     check_rope(rope)
+    check_positions(positions, x.shape[0], x.shape[2], rope)
+    rope.rotated_features(head_dim or x.shape[3])  # which refuses what cannot be rotated
     if 0 in (x.shape[0], x.shape[2]):
-        rope.frequencies(head_dim or x.shape[3])  # which refuses what cannot be rotated
         return x
     return Rotation(positions, rope, head_dim=head_dim, padded=x.shape[3], device=x.device()).rotate(x)
 
@@ -64,22 +69,30 @@ class Rotation:
     sin: Float[Tensor, "B 1 T H"]
 
     def __init__(
-        self, positions: np.ndarray, rope: Rope, *, head_dim: int | None, padded: int, device: ttnn.MeshDevice
+        self,
+        positions: np.ndarray,
+        rope: Rope,
+        *,
+        head_dim: int | None,
+        padded: int,
+        device: ttnn.MeshDevice,
+        side_by_side: bool = False,
     ) -> None:
-        """Upload the rotations of positions (B or 1, T) for heads of `padded` features, `head_dim` of them real."""
+        """Upload the rotations of positions (B or 1, T) for heads of `padded` features, `head_dim` of them real.
+
+        Each row is a sequence; `side_by_side` each token is one by itself, as in a step of many sequences.
+        """
         check_head_dim(head_dim, padded)
-        if head_dim is not None and padded != padded_head_dim(head_dim, rope=True):
-            raise ValueError(
-                f"heads of head_dim={head_dim} must be padded to {padded_head_dim(head_dim, rope=True)} features for "
-                f"RoPE (upload_weights with a spec that has rope), got {padded}"
-            )
-        slots = np.arange(padded) if head_dim is None else head_slots(head_dim, rope=True)
-        angles = positions[:, None, :, None] * rope.frequencies(len(slots))
-        cos, sin = np.ones((*angles.shape[:3], padded)), np.zeros((*angles.shape[:3], padded))
-        cos[..., slots] = np.concatenate([np.cos(angles)] * 2, axis=-1)
-        sin[..., slots] = np.concatenate([-np.sin(angles), np.sin(angles)], axis=-1)
+        _check_order(rope, head_dim, padded)
+        angles = _angles(positions, rope, padded if head_dim is None else head_dim, side_by_side)
+        first = np.arange(angles.shape[-1])  # as `head_slots` has them
+        second = padded // 2 + first
+        cos, sin = np.ones((*angles.shape[:2], padded)), np.zeros((*angles.shape[:2], padded))
+        cos[..., first] = cos[..., second] = rope.attention_factor * np.cos(angles)
+        sin[..., second] = rope.attention_factor * np.sin(angles)
+        sin[..., first] = -sin[..., second]
         for name, table in (("cos", cos), ("sin", sin)):
-            object.__setattr__(self, name, upload(table, device=device, dtype=ttnn.float32))
+            object.__setattr__(self, name, upload(table[:, None], device=device, dtype=ttnn.float32))
 
     def rotate(self, x: Float[Tensor, "B heads T H"]) -> Float[Tensor, "B heads T H"]:
         """x with each of its pairs rotated; computed in float32, in the dtype of x."""
@@ -90,11 +103,37 @@ class Rotation:
         return as_dtype(rotated, x.dtype)
 
 
+def _check_order(rope: Rope, head_dim: int | None, padded: int) -> None:
+    """Refuse heads whose pairs do not lie half a head apart."""
+    if head_dim is None and (rope.pairs != "half" or rope.rotary_dim not in (None, padded)):
+        raise ValueError(
+            f"head_dim must be given for pairs other than (i, i + H/2), with heads as `head_slots` orders them, "
+            f"got head_dim=None and rope={rope}"
+        )
+    if head_dim is not None and padded != padded_head_dim(head_dim, rope=True):
+        raise ValueError(
+            f"heads of head_dim={head_dim} must be padded to {padded_head_dim(head_dim, rope=True)} features for "
+            f"RoPE (upload_weights with a spec that has rope), got {padded}"
+        )
+
+
+def _angles(positions: np.ndarray, rope: Rope, head_dim: int, side_by_side: bool) -> np.ndarray:
+    """Of each token and pair, (B or 1, T, R/2)."""
+    of_axes = positions if positions.ndim == 3 else positions[None]
+    frequencies = rope.frequencies(head_dim)
+    axes = rope.axes(head_dim) if positions.ndim == 3 else np.zeros(len(frequencies), np.int64)
+    if rope.depends_on_length:
+        lengths = of_axes.max(axis=0) + 1
+        lengths = lengths if side_by_side else lengths.max(axis=-1, keepdims=True)
+        frequencies = np.array([[rope.frequencies(head_dim, int(length)) for length in row] for row in lengths])
+    return np.moveaxis(of_axes[axes], 0, -1) * frequencies
+
+
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_positions(positions: object, batch_size: int, seq_len: int) -> None:
-    """Refuse positions that are not integers of shape (B, T) or (1, T)."""
+def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope) -> None:
+    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
     if isinstance(positions, Rotation):
         found = (positions.cos.shape[0], positions.cos.shape[2])
         if found not in ((batch_size, seq_len), (1, seq_len)):
@@ -104,9 +143,10 @@ def check_positions(positions: object, batch_size: int, seq_len: int) -> None:
         raise TypeError(f"positions must be a NumPy array, got {type(positions).__name__}")
     if positions.dtype.kind not in "iu":
         raise TypeError(f"positions must be integers, got positions.dtype={positions.dtype}")
-    if positions.shape not in ((batch_size, seq_len), (1, seq_len)):
+    axes = () if rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
+    if positions.shape not in ((*axes, batch_size, seq_len), (*axes, 1, seq_len)):
         raise ValueError(
-            f"positions must have shape (B or 1, T) = ({batch_size} or 1, {seq_len}), "
+            f"positions must have shape {position_shapes(batch_size, seq_len, rope)}, "
             f"got positions.shape={positions.shape}"
         )
 
@@ -119,4 +159,4 @@ def check_rope_positions(
         return
     if rope is None:
         raise ValueError("positions must come with RoPE, got positions and rope=None")
-    check_positions(positions, batch_size, seq_len)
+    check_positions(positions, batch_size, seq_len, rope)

@@ -82,7 +82,7 @@ def project_qkv(
     key: Float[Tensor, "B S d_kv"],
     value: Float[Tensor, "B S d_kv"],
     spec: AttentionSpec,
-    positions: Int[np.ndarray, "#B T"] | Rotation | None = None,
+    positions: Int[np.ndarray, "... #B T"] | Rotation | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
     """Project the inputs, split the heads, and rotate queries and keys by their positions where there is RoPE.
 
@@ -90,15 +90,15 @@ def project_qkv(
         project: applies a projection by its name.
         query, key, value: inputs of the layer; the same array three times for self-attention.
         spec: the layer: its heads, its RoPE, and whether it holds one `qkv_proj` in place of three projections.
-        positions: place of each token, (B or 1, T); 0, 1, … when absent. Used with RoPE only. A `Rotation` made of them
-            is uploaded once for many calls.
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent. Used with
+            RoPE only. A `Rotation` made of them is uploaded once for many calls.
 
     Returns:
         q (B, N, T, H), k and v (B, K, S, H).
     """
     check_spec(spec)
     if spec.rope is not None and positions is not None:
-        check_positions(positions, query.shape[0], query.shape[1])
+        check_positions(positions, query.shape[0], query.shape[1], spec.rope)
     if not spec.fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
         q, k, v = split_heads(q, spec.num_heads), split_heads(k, spec.num_kv_heads), split_heads(v, spec.num_kv_heads)

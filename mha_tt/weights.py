@@ -78,7 +78,7 @@ def download_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> dict
         ValueError: if names or shapes are not those of the layer.
     """
     check_weights(weights, spec)
-    slots = head_slots(spec.head_dim, rope=spec.rope is not None)
+    slots = head_slots(spec.head_dim, rope=spec.rope)
     padded = _padded(spec)
     canonical = {}
     for name, tensor in weights.items():
@@ -108,7 +108,7 @@ def _pad_heads(rows: np.ndarray, spec: AttentionSpec) -> np.ndarray:
     """(heads * H, …) -> (heads * P, …), zeros where a head has no feature."""
     heads = rows.reshape(-1, spec.head_dim, *rows.shape[1:])
     padded = np.zeros((len(heads), _padded(spec), *rows.shape[1:]), rows.dtype)
-    padded[:, head_slots(spec.head_dim, rope=spec.rope is not None)] = heads
+    padded[:, head_slots(spec.head_dim, rope=spec.rope)] = heads
     return padded.reshape(-1, *rows.shape[1:])
 
 

@@ -70,12 +70,13 @@ def test_no_mistake_is_named_in_other_dtypes(case, dtype):
 # ---- One mistake -----------------------------------------------------------------------------------------------------
 
 UNTRAINED = [case for case in SELFTEST_CASES if case.trained is None]
-IN_UNTRAINED = {h.name for case in UNTRAINED for h in mistakes_for(case)}
+PLAIN = [case for case in UNTRAINED if not case.name.startswith("rope-")]  # the others have them as these do
+IN_PLAIN = {h.name for case in PLAIN for h in mistakes_for(case)}
 ALL = [
     (case.name, name)
     for case in SELFTEST_CASES
     for name in dict.fromkeys(h.name for h in mistakes_for(case))
-    if case in UNTRAINED or name not in IN_UNTRAINED  # test_selftest plants all of them in trained layers of torch
+    if case in PLAIN or name not in IN_PLAIN  # test_selftest plants all of them in trained layers of torch
 ]
 
 

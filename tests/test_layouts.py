@@ -315,6 +315,8 @@ GROUPS, OUT, NO_OUT = "num_kv_heads must equal num_heads", "there must be an out
 WIDTHS, BIASES = "d_kv must equal d_in", "all projections must have a bias, or none"
 ALL_BIASES, OUT_BIAS = "all projections must have a bias, got", "out_proj must have a bias"
 SQUARE = "d_in, d_model and num_heads \\* head_dim must be equal"
+HALVES = r"RoPE must rotate the pairs \(i, i \+ H/2\) of whole heads, got rope=.*interleaved"
+HALVES_OF_WHOLE = r"RoPE must rotate the pairs \(i, i \+ H/2\) of whole heads, got rope=.*rotary_dim=2"
 NOT_HELD = {
     "torch.nn.MultiheadAttention": [GROUPS, OUT, SQUARE, BIASES],
     "qkv_proj": [WIDTHS],
@@ -331,10 +333,10 @@ NOT_HELD = {
     "transformers.GPT-NeoX": [GROUPS, OUT, WIDTHS, SQUARE, BIASES],
     "transformers.Falcon": [OUT, WIDTHS, SQUARE, BIASES],
     "transformers.LLaMA": [OUT],
-    "meta.LLaMA": [OUT, "head_dim must be even"],
-    "gguf.LLaMA": [OUT, "head_dim must be even"],
+    "meta.LLaMA": [OUT, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
+    "gguf.LLaMA": [OUT, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
     "gguf.Qwen2": [OUT],
-    "ttnn": [WIDTHS],
+    "ttnn": [WIDTHS, HALVES, HALVES_OF_WHOLE],
 }
 CHANGES = {
     GROUPS: {"num_kv_heads": 2},
@@ -346,6 +348,8 @@ CHANGES = {
     OUT_BIAS: {"out_bias": False},
     WIDTHS: {"d_kv": 9},
     "head_dim must be even": {"head_dim": 3},
+    HALVES: {"rope": Rope(pairs="interleaved"), "head_dim": 4},
+    HALVES_OF_WHOLE: {"rope": Rope(rotary_dim=2), "head_dim": 4},
 }
 
 

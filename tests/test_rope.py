@@ -6,7 +6,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mha_spec import AttentionSpec, Rope
+from mha_spec import (
+    AttentionSpec,
+    DynamicScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    Rope,
+    YarnScaling,
+)
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 EPSILON = float(np.finfo(np.float32).eps)
@@ -129,6 +137,149 @@ def test_each_sequence_has_its_own_positions(sibling, rng):
     turned = rotated(sibling, x, [[4, 5, 6], [9, 0, 2]])
 
     assert np.array_equal(turned[1], rotated(sibling, x, [[9, 0, 2]])[1])
+
+
+# ---- Kinds -----------------------------------------------------------------------------------------------------------
+
+
+def rotated_by(sibling, x, positions, rope):
+    return sibling.numpy(sibling.package.apply_rope(sibling.array(x), sibling.array(positions), rope))
+
+
+@pytest.mark.parametrize(
+    ("rope", "partner"),
+    [
+        (Rope(1.0), [(0, 3), (1, 4), (2, 5)]),
+        (Rope(1.0, pairs="interleaved"), [(0, 1), (2, 3), (4, 5)]),
+        (Rope(1.0, rotary_dim=4), [(0, 2), (1, 3)]),
+        (Rope(1.0, rotary_dim=4, rotated="last"), [(2, 4), (3, 5)]),
+        (Rope(1.0, rotary_dim=4, rotated="last", pairs="interleaved"), [(2, 3), (4, 5)]),
+        (Rope(1.0, scaling=ProportionalScaling(0.7)), [(0, 3), (1, 4)]),
+    ],
+)
+def test_each_feature_is_rotated_with_its_partner_or_passes(sibling, rope, partner):
+    # With theta 1 all pairs are rotated by the position, in radians.
+    expected = np.eye(6)
+    for first, second in partner:
+        expected[first, first] = expected[second, second] = math.cos(2)
+        expected[first, second], expected[second, first] = math.sin(2), -math.sin(2)
+    x = np.eye(6, dtype=np.float32)[None, None]
+    found = rotated_by(sibling, x, [[2] * 6], rope)[0, 0]
+    assert found == pytest.approx(expected, abs=3 * EPSILON)
+
+
+def test_partial_frequencies_are_those_of_a_smaller_head():
+    assert np.array_equal(Rope(rotary_dim=8).frequencies(32), Rope().frequencies(8))
+
+
+def test_llama3_divides_slow_pairs_and_keeps_fast_ones():
+    plain, rope = Rope(5e5).frequencies(128), Rope(5e5, scaling=Llama3Scaling(8.0, 8192))
+    turns = 8192 * plain / (2 * math.pi)
+    ratio = rope.frequencies(128) / plain
+    assert np.array_equal(ratio[turns > 4], np.ones(np.count_nonzero(turns > 4)))
+    assert ratio[turns < 1] == pytest.approx(1 / 8, rel=1e-15)
+    between = (turns > 1) & (turns < 4)
+    assert between.any()
+    assert ((ratio[between] > 1 / 8) & (ratio[between] < 1)).all()
+
+
+def test_yarn_turns_as_on_paper():
+    # 4096 / (2 pi theta ** (2 i / 128)) is 32 at i = 20.9, and 1 at i = 45.03: the ramp goes from 20 to 46.
+    plain, rope = Rope().frequencies(128), Rope(scaling=YarnScaling(4.0, 4096))
+    ratio = rope.frequencies(128) / plain
+    assert np.array_equal(ratio[:21], np.ones(21))
+    assert ratio[33] == pytest.approx(0.25 * 0.5 + 0.5, rel=1e-14)
+    assert ratio[46:] == pytest.approx(0.25, rel=1e-14)
+    assert rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1, rel=1e-15)
+
+
+def test_longrope_has_the_factor_of_its_paper():
+    rope = Rope(scaling=LongRopeScaling(32.0, 4096, (1.0,), (2.0,)))
+    assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)), rel=1e-15)
+    assert [rope.frequencies(2, length)[0] for length in (0, 4096, 4097)] == [1.0, 1.0, 0.5]
+
+
+def test_the_attention_factor_lengthens_what_is_rotated_and_nothing_else(sibling, rng):
+    x = rng.standard_normal((1, 1, 3, 8)).astype(np.float32)
+    rope = Rope(scaling=YarnScaling(4.0, 64, attention_factor=1.5), rotary_dim=4)
+    turned = rotated_by(sibling, x, [[0, 1, 50]], rope)
+    assert np.linalg.norm(turned[..., :4], axis=-1) == pytest.approx(
+        1.5 * np.linalg.norm(x[..., :4], axis=-1), rel=4 * EPSILON
+    )
+    assert np.array_equal(turned[..., 4:], x[..., 4:])
+
+
+LENGTHS = {
+    "dynamic": Rope(scaling=DynamicScaling(4.0, 6)),
+    "longrope": Rope(scaling=LongRopeScaling(4.0, 6, (1.0, 1.1, 1.3, 1.6), (1.0, 2.0, 8.0, 30.0))),
+}
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_the_last_position_of_each_sequence_counts(sibling, rng, kind):
+    x, rope = rng.standard_normal((2, 1, 3, 8)).astype(np.float32), LENGTHS[kind]
+    near, far = [0, 4, 5], [0, 4, 6]
+    both = rotated_by(sibling, x, [near, far], rope)
+    assert np.array_equal(both[:1], rotated_by(sibling, x[:1], [near], rope))
+    assert np.array_equal(both[1:], rotated_by(sibling, x[1:], [far], rope))
+    assert np.abs(both[1:, :, 1] - rotated_by(sibling, x[1:], [near], rope)[:, :, 1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_no_tokens_have_no_length(sibling, kind):
+    assert rotated_by(sibling, np.ones((2, 1, 0, 8), np.float32), np.ones((1, 0), np.int32), LENGTHS[kind]).size == 0
+
+
+@pytest.mark.parametrize("order", ["contiguous", "interleaved"])
+def test_a_pair_is_rotated_by_the_position_of_its_axis(sibling, rng, order):
+    rope = Rope(100.0, sections=(2, 1, 1), section_order=order)
+    axes = {"contiguous": [0, 0, 1, 2], "interleaved": [0, 1, 2, 0]}[order]
+    x, positions = rng.standard_normal((2, 1, 3, 8)).astype(np.float32), rng.integers(0, 9, (3, 2, 3))
+    found = rotated_by(sibling, x, positions.astype(np.int32), rope)
+    for pair, axis in enumerate(axes):
+        alone = rotated_by(sibling, x, positions[axis].astype(np.int32), Rope(100.0))
+        assert np.array_equal(found[..., [pair, pair + 4]], alone[..., [pair, pair + 4]])
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 1, 3), r"\(axes, B or 1, T\) = \(3, 1 or 1, 3\), got positions\.shape=\(2, 1, 3\)"),
+        ((3, 3), "got positions"),
+    ],
+)
+def test_positions_of_other_axes_are_refused(sibling, shape, message):
+    x = np.ones((1, 1, 3, 8), np.float32)
+    with pytest.raises(ValueError, match=message):
+        rotated_by(sibling, x, np.zeros(shape, np.int32), Rope(sections=(2, 1, 1)))
+
+
+def test_positions_on_axes_want_sections(sibling):
+    with pytest.raises(ValueError, match="positions must have shape"):
+        rotated_by(sibling, np.ones((1, 1, 3, 8), np.float32), np.zeros((3, 1, 3), np.int32), Rope())
+
+
+@pytest.mark.parametrize("kind", [*LENGTHS, "llama3"])
+def test_ragged_steps_are_those_of_each_sequence_alone(sibling, rng, kind):
+    """Padding in a call makes no sequence longer, nor do the other sequences."""
+    rope = LENGTHS.get(kind, Rope(scaling=Llama3Scaling(4.0, 8)))
+    layer = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 2, rope=rope))
+    x = rng.standard_normal((2, 9, 16)).astype(np.float32)
+
+    def run(rows, steps):
+        cache, found, at = layer.init_cache(len(rows), 9), [], 0
+        for chunk, lengths in steps:
+            tokens = sibling.array(x[rows, at : at + chunk])
+            output, cache = layer(tokens, cache, new_lengths=sibling.array([lengths[row] for row in rows]))
+            found.append(sibling.numpy(output))
+            at += chunk
+        return found
+
+    steps = [(4, [4, 2]), (1, [1, 1]), (3, [3, 2]), (1, [1, 1])]
+    together = run([0, 1], steps)
+    for row in (0, 1):
+        for both, alone in zip(together, run([row], steps), strict=True):
+            assert both[row] == pytest.approx(alone[0], abs=8 * EPSILON)  # products of other sizes are summed otherwise
 
 
 def test_layer_counts_positions_from_zero(sibling, rng):

@@ -6,7 +6,16 @@ import math
 import numpy as np
 import pytest
 
-from mha_spec import Rope
+from mha_spec import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    Rope,
+    YarnScaling,
+)
+from mha_spec.scaling import SCALINGS
 from parity import CASES, AttentionSpec, pretrained, random_case
 from parity.core.cases import case_named
 from parity.core.stages import STAGES, Stage, stage_named
@@ -95,6 +104,102 @@ def test_spec_refuses_json_that_is_no_spec(text):
         AttentionSpec.from_json(text)
 
 
+LONGROPE = LongRopeScaling(4.0, 8, (1.0, 2.0), (3, 4), attention_factor=1.5)
+ROPES = [
+    Rope(scaling=LinearScaling(4)),
+    Rope(scaling=DynamicScaling(4.0, 8), rotary_dim=4, rotated="last", pairs="interleaved"),
+    Rope(scaling=Llama3Scaling(8.0, 8192, 1.0, 4.0)),
+    Rope(scaling=YarnScaling(4.0, 32, 16.0, 2.0, truncate=False, mscale=1, mscale_all_dim=np.float32(0.5))),
+    Rope(scaling=LONGROPE, rotary_dim=np.int64(4)),
+    Rope(scaling=ProportionalScaling(0.25, 2.0)),
+    Rope(sections=[2, 1, 1], section_order="interleaved"),
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=str)
+def test_spec_with_a_kind_of_rope_survives_json_and_is_hashable(rope):
+    spec = AttentionSpec(16, 2, rope=rope)
+    again = AttentionSpec.from_json(spec.to_json())
+    assert (again, hash(again)) == (spec, hash(spec))
+    assert {type(each) for each in (again.rope.sections, spec.rope.sections)} <= {tuple, type(None)}
+
+
+def test_every_kind_of_scaling_survives_json():
+    assert {rope.scaling.kind for rope in ROPES if rope.scaling} == SCALINGS.keys()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ('{"kind": "ntk", "factor": 2}', "scaling must be a JSON object whose kind is one of"),
+        ('{"factor": 2}', "scaling must be a JSON object whose kind is one of"),
+        ("2", "scaling must be a JSON object whose kind is one of"),
+        ('{"kind": "linear"}', "scaling must have the fields of LinearScaling, missing"),
+        ('{"kind": "linear", "factor": 2, "beta": 1}', "scaling must have the fields of LinearScaling, unexpected"),
+    ],
+)
+def test_spec_refuses_json_of_no_scaling(scaling, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionSpec.from_json(f'{{"d_model": 8, "num_heads": 2, "rope": {{"theta": 1e4, "scaling": {scaling}}}}}')
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Rope(scaling=8.0), TypeError, r"scaling must be a scaling of mha_spec or None, got scaling=8\.0"),
+        (lambda: Rope(rotary_dim=3), ValueError, "rotary_dim must be even, got rotary_dim=3"),
+        (lambda: Rope(rotary_dim=4.0), TypeError, "rotary_dim must be an integer"),
+        (lambda: Rope(rotated="middle"), ValueError, "rotated must be one of .*, got rotated='middle'"),
+        (lambda: Rope(pairs="odd"), ValueError, "pairs must be one of .*, got pairs='odd'"),
+        (lambda: Rope(section_order="x"), ValueError, "section_order must be one of .*, got section_order='x'"),
+        (lambda: Rope(sections=3), TypeError, "sections must be integers, one for each axis, got sections=3"),
+        (lambda: Rope(sections=(4,)), ValueError, r"sections must be two or more, got sections=\(4,\)"),
+        (lambda: Rope(sections=(2, 0)), ValueError, "sections must be at least 1"),
+        (
+            lambda: Rope(rotary_dim=4, scaling=ProportionalScaling(0.5)),
+            ValueError,
+            "rotary_dim must be left out with ProportionalScaling",
+        ),
+        (lambda: LinearScaling(0.0), ValueError, r"factor must be positive and finite, got factor=0\.0"),
+        (lambda: LinearScaling("2"), TypeError, "factor must be a number"),
+        (lambda: DynamicScaling(2.0, 8.0), TypeError, "original_length must be an integer"),
+        (lambda: Llama3Scaling(8.0, 64, 4.0, 4.0), ValueError, "high_freq_factor must be above low_freq_factor"),
+        (lambda: YarnScaling(4.0, 64, 1.0, 1.0), ValueError, "beta_fast must be above beta_slow"),
+        (lambda: YarnScaling(4.0, 64, mscale=1.0), ValueError, "mscale and mscale_all_dim must be given together"),
+        (
+            lambda: YarnScaling(4.0, 64, attention_factor=1.0, mscale=1.0, mscale_all_dim=1.0),
+            ValueError,
+            "attention_factor must be left out with mscale",
+        ),
+        (lambda: YarnScaling(4.0, 64, truncate=1), TypeError, "truncate must be a boolean"),
+        (lambda: LongRopeScaling(4.0, 8, (1.0,), (1.0, 2.0)), ValueError, "short_factors must be as many as"),
+        (lambda: LongRopeScaling(4.0, 8, 1.0, (1.0,)), TypeError, "short_factors must be numbers"),
+        (lambda: LongRopeScaling(4.0, 8, (-1.0,), (1.0,)), ValueError, "short_factors must be positive"),
+        (lambda: LongRopeScaling(4.0, 1, (1.0,), (1.0,)), ValueError, "original_length must be at least 2"),
+        (lambda: ProportionalScaling(1.5), ValueError, r"fraction must be at most 1, got fraction=1\.5"),
+    ],
+)
+def test_a_kind_of_rope_refuses_what_does_not_fit(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        (Rope(rotary_dim=10), "rotary_dim must be at most head_dim, got rotary_dim=10, head_dim=8"),
+        (Rope(rotary_dim=2, scaling=DynamicScaling(2.0, 8)), "rotated features must be at least 4 with DynamicScaling"),
+        (Rope(0.5, scaling=YarnScaling(4.0, 64)), r"theta must be above 1 with YarnScaling, got theta=0\.5"),
+        (Rope(scaling=LONGROPE), "must be one for each of 4 rotated pairs, got 2"),
+        (Rope(sections=(2, 1)), r"sections must be 4 rotated pairs in all, got sections=\(2, 1\)"),
+        (Rope(sections=(1, 1, 2), section_order="interleaved"), "interleaved sections must find their pairs among 4"),
+    ],
+)
+def test_spec_refuses_a_rope_that_its_heads_do_not_fit(rope, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionSpec(16, 2, rope=rope)
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.trained])
 def test_trained_case_has_the_spec_of_its_file(name):
     case = CASES[name]
@@ -129,6 +234,10 @@ def test_an_unknown_case_is_refused_with_the_nearest_names():
         case_named("ropegqa")
 
 
+def has_scaling(case):
+    return case.spec.rope is not None and case.spec.rope.scaling is not None
+
+
 def test_cases_cover_what_attention_can_do():
     cases = CASES.values()
     covered = {
@@ -153,6 +262,23 @@ def test_cases_cover_what_attention_can_do():
             for cached in (False, True)
         },
         "gradients beside NaN": any(case.not_finite and case.has_gradients for case in cases),
+        **{
+            f"RoPE with {name}": any(holds(case.spec.rope) for case in cases if case.spec.rope)
+            for name, holds in {
+                "rotary_dim": lambda rope: rope.rotary_dim,
+                "the last features": lambda rope: rope.rotated == "last",
+                "neighbours": lambda rope: rope.pairs == "interleaved",
+                "sections": lambda rope: rope.sections and rope.section_order == "contiguous",
+                "interleaved sections": lambda rope: rope.sections and rope.section_order == "interleaved",
+                **{kind: lambda rope, kind=kind: rope.scaling and rope.scaling.kind == kind for kind in SCALINGS},
+            }.items()
+        },
+        "scaled RoPE and a cache": {
+            case.spec.rope.scaling.kind for case in cases if case.is_cached and has_scaling(case)
+        }
+        >= {"dynamic", "longrope", "yarn"},
+        "positions far out": any(case.first_position > 40000 for case in cases),
+        "positions across the original length": any(case.first_position and case.is_cached for case in cases),
         "trained": sum(case.trained is not None for case in cases) >= 5,
     }
     assert [name for name, is_covered in covered.items() if not is_covered] == []

@@ -26,7 +26,7 @@ def gradients(port: Port, problem: Problem) -> dict[str, np.ndarray]:
     """Gradients of sum(output * cotangent) on the plain path, `grad.…`, and on the others, `fused.grad.…`, …"""
     layer = _Layer(port, problem)
     inputs = {name: layer.inputs[name] for name in ("query", "key", "bias") if name in layer.inputs}
-    hidden = {"mask": layer.own_mask(), "cotangent": layer.inputs["cotangent"]}
+    hidden = {"mask": layer.own_mask(), "positions": layer.positions(), "cotangent": layer.inputs["cotangent"]}
     found = {}
     for path in port.GRADIENT_PATHS:
         of_inputs, of_weights = port.pull_back(path, layer.filled, problem.spec, inputs, hidden)
@@ -125,7 +125,15 @@ class _Layer:
         return self.port.beside(self.hidden()) if self.case.has_mask else None
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        return self.heads(self.project(self.inputs["query"], self.inputs.get("key"), None))
+        return self.heads(self.project(self.inputs["query"], self.inputs.get("key"), self.positions()))
+
+    def positions(self, step: int | None = None) -> Any:
+        """The positions as the module is given them, or None where it counts them by itself."""
+        return self.told_positions(step) if self.case.has_positions else None
+
+    def told_positions(self, step: int | None) -> Any:
+        """The positions, also where a module counts them by itself."""
+        return self.port.beside(self.case.positions(step).astype(np.int32))
 
     def project(self, query: Any, key: Any, positions: Any) -> tuple[Any, Any, Any]:
         return self.port.call(_project, self.spec, self.filled.weights, query, key, positions)
@@ -155,7 +163,7 @@ class _Layer:
     def whole(self, _: Values) -> dict[str, np.ndarray]:
         """The module as users call it, by each of its paths."""
         inputs = (self.inputs["query"], self.inputs.get("key"), self.own_mask(), self.inputs.get("bias"))
-        attn_weights, outputs = self.filled.outputs(*inputs)
+        attn_weights, outputs = self.filled.outputs(*inputs, self.positions())
         return {"module.attn_weights": self.port.to_numpy(attn_weights), **self.outputs(outputs)}
 
     def outputs(self, outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -185,8 +193,7 @@ class _Call:
         return {"mask": np.broadcast_to(np.asarray(mask), shape)}
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        positions = self.before[:, None] + np.arange(self.case.chunks[self.index], dtype=np.int32)
-        positions = self.port.beside(positions) if self.case.spec.rope is not None else None
+        positions = self.layer.told_positions(self.index) if self.case.spec.rope is not None else None
         return self.layer.heads(self.layer.project(self.x, None, positions))
 
     def cache(self, values: Values) -> dict[str, np.ndarray]:
@@ -195,7 +202,7 @@ class _Call:
 
     def whole(self, values: Values) -> dict[str, np.ndarray]:
         cache = self._previous("module.cache", values)
-        outputs, grown = self.layer.filled.step(self.x, cache, self.new_lengths)
+        outputs, grown = self.layer.filled.step(self.x, cache, self.new_lengths, self.layer.positions(self.index))
         return {**self.layer.outputs(outputs), **self._stages("module.cache", grown)}
 
     def _previous(self, name: str, values: Values) -> Any:

@@ -138,15 +138,16 @@ class Filled:
         self.in_blocks.block_sizes = SMALL_BLOCKS
 
     def outputs(
-        self, query: Array, key: Array | None, mask: Array | None, bias: Array | None
+        self, query: Array, key: Array | None, mask: Array | None, bias: Array | None, positions: Array | None
     ) -> tuple[Array, dict[str, Array]]:
-        return call(_all_paths, self.module, self.in_blocks, query, key, mask, bias)
+        inputs = {"key": key, "mask": mask, "bias": bias, "positions": positions}
+        return call(_all_paths, self.module, self.in_blocks, query, inputs)
 
     def step(
-        self, x: Array, cache: mha_jax.KVCache, new_lengths: Array | None
+        self, x: Array, cache: mha_jax.KVCache, new_lengths: Array | None, positions: Array | None
     ) -> tuple[dict[str, Array], mha_jax.KVCache]:
-        output, grown = call(_step, self.module, x, cache, new_lengths)
-        in_blocks, _ = call(_step, self.in_blocks, x, cache, new_lengths)
+        output, grown = call(_step, self.module, x, cache, new_lengths, positions)
+        in_blocks, _ = call(_step, self.in_blocks, x, cache, new_lengths, positions)
         return {"module": output, "blocks": in_blocks}, grown
 
 
@@ -162,15 +163,17 @@ def _unfilled(kind: Callable[..., Any], spec: AttentionSpec, dtype: str) -> tupl
 
 
 def _all_paths(
-    _: Any, module: Any, in_blocks: Any, query: Array, key: Array | None, mask: Array | None, bias: Array | None
+    _: Any, module: Any, in_blocks: Any, query: Array, inputs: dict[str, Array | None]
 ) -> tuple[Array, dict[str, Array]]:
-    output, attn_weights = module(query, key, mask=mask, bias=bias, need_weights=True)
-    fused, blocks = (layer(query, key, mask=mask, bias=bias)[0] for layer in (module, in_blocks))
+    output, attn_weights = module(query, **inputs, need_weights=True)
+    fused, blocks = (layer(query, **inputs)[0] for layer in (module, in_blocks))
     return attn_weights, {"module": output, "fused": fused, "blocks": blocks}
 
 
-def _step(_: Any, module: Any, x: Array, cache: mha_jax.KVCache, new_lengths: Array | None) -> Any:
-    return module(x, cache, new_lengths=new_lengths)
+def _step(
+    _: Any, module: Any, x: Array, cache: mha_jax.KVCache, new_lengths: Array | None, positions: Array | None
+) -> Any:
+    return module(x, cache, new_lengths=new_lengths, positions=positions)
 
 
 def pull_back(
@@ -193,6 +196,7 @@ def _gradients(
             mask=hidden["mask"],
             bias=inputs.get("bias"),
             need_weights=not path,
+            positions=hidden["positions"],
             block_sizes=SMALL_BLOCKS if path == "blocks" else BLOCK_SIZES,
         )[0]
 

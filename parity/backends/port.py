@@ -26,11 +26,11 @@ class FilledModule(Protocol):
     module: Any
     weights: Any
 
-    def outputs(self, query: Any, key: Any, mask: Any, bias: Any) -> tuple[Any, dict[str, Any]]:
+    def outputs(self, query: Any, key: Any, mask: Any, bias: Any, positions: Any) -> tuple[Any, dict[str, Any]]:
         """The attention weights, and the output by each path: with them as `module`, as users get it as `fused`, …"""
         ...
 
-    def step(self, x: Any, cache: Any, new_lengths: Any) -> tuple[dict[str, Any], Any]:
+    def step(self, x: Any, cache: Any, new_lengths: Any, positions: Any) -> tuple[dict[str, Any], Any]:
         """The output of new tokens by each path, and the cache that holds them."""
         ...
 

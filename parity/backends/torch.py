@@ -95,17 +95,22 @@ class Filled:
 
     @torch.no_grad()
     def outputs(
-        self, query: Tensor, key: Tensor | None, mask: Tensor | None, bias: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        positions: Tensor | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        output, attn_weights = self.module(query, key, mask=mask, bias=bias, need_weights=True)
-        fused, _ = self.module(query, key, mask=mask, bias=bias)
+        output, attn_weights = self.module(query, key, mask=mask, bias=bias, need_weights=True, positions=positions)
+        fused, _ = self.module(query, key, mask=mask, bias=bias, positions=positions)
         return attn_weights, {"module": output, "fused": fused}
 
     @torch.no_grad()
     def step(
-        self, x: Tensor, cache: mha_torch.KVCache, new_lengths: Tensor | None
+        self, x: Tensor, cache: mha_torch.KVCache, new_lengths: Tensor | None, positions: Tensor | None
     ) -> tuple[dict[str, Tensor], mha_torch.KVCache]:
-        output, grown = self.module(x, cache, new_lengths=new_lengths)
+        output, grown = self.module(x, cache, new_lengths=new_lengths, positions=positions)
         return {"module": output}, grown
 
 
@@ -123,6 +128,7 @@ def pull_back(
         mask=hidden["mask"],
         bias=leaves.get("bias"),
         need_weights=not path,
+        positions=hidden["positions"],
     )
     grads = torch.autograd.grad(output, [*leaves.values(), *weights.values()], hidden["cotangent"])
     of_inputs = {name: to_numpy(grad) for name, grad in zip(leaves, grads, strict=False)}

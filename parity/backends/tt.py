@@ -114,7 +114,7 @@ class Padded(Shapes):
         return heads
 
     def _slots(self) -> np.ndarray:
-        return mha_tt.head_slots(self.spec.head_dim, rope=self.spec.rope is not None)
+        return mha_tt.head_slots(self.spec.head_dim, rope=self.spec.rope)
 
     def output_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
         """The output of a layer; the features that pad its heads are still in it where no projection follows."""
@@ -159,16 +159,21 @@ class Filled:
         self.weights = self.module.weights
 
     def outputs(
-        self, query: ttnn.Tensor, key: ttnn.Tensor | None, mask: np.ndarray | None, bias: np.ndarray | None
+        self,
+        query: ttnn.Tensor,
+        key: ttnn.Tensor | None,
+        mask: np.ndarray | None,
+        bias: np.ndarray | None,
+        positions: np.ndarray | None,
     ) -> tuple[ttnn.Tensor, dict[str, ttnn.Tensor]]:
-        output, attn_weights = self.module(query, key, mask=mask, bias=bias, need_weights=True)
-        fused, _ = self.module(query, key, mask=mask, bias=bias)
+        output, attn_weights = self.module(query, key, mask=mask, bias=bias, need_weights=True, positions=positions)
+        fused, _ = self.module(query, key, mask=mask, bias=bias, positions=positions)
         return attn_weights, {"module": output, "fused": fused}
 
     def step(
-        self, x: ttnn.Tensor, cache: mha_tt.KVCache, new_lengths: np.ndarray | None
+        self, x: ttnn.Tensor, cache: mha_tt.KVCache, new_lengths: np.ndarray | None, positions: np.ndarray | None
     ) -> tuple[dict[str, ttnn.Tensor], mha_tt.KVCache]:
-        output, grown = self.module(x, cache, new_lengths=new_lengths)
+        output, grown = self.module(x, cache, new_lengths=new_lengths, positions=positions)
         return {"module": output}, grown
 
 

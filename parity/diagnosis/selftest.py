@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, LongRopeScaling, ProportionalScaling, Rope, YarnScaling
 from parity.backends import BACKENDS, load_backend, why_missing
 from parity.backends.record import record
 from parity.core.cases import CASES, Case
@@ -30,6 +30,12 @@ SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_mist
 
 HOLDERS = ("masks", "rope", "weights", "stages", "mha", "cache", "cache_mha")
 """The modules of a sibling that hold its functions, beside the package itself."""
+
+
+def _rotating(rope: Rope) -> AttentionSpec:
+    """A layer of little else than RoPE, in which little else can go wrong."""
+    return AttentionSpec(20, 2, head_dim=12, qkv_bias=False, out_bias=False, rope=rope)
+
 
 SELFTEST_CASES = [
     Case("mha", AttentionSpec(32, 4), "heads with biases, and a bias on the scores", seq_len=7, bias=True),
@@ -69,6 +75,43 @@ SELFTEST_CASES = [
     ),
     CASES["trained-anarcii-causal"],
     CASES["trained-smollm2-causal"],
+    Case(
+        "rope-yarn",
+        _rotating(
+            Rope(
+                scaling=YarnScaling(4.0, 64, mscale=1.0, mscale_all_dim=0.4),
+                rotary_dim=8,
+                rotated="last",
+                pairs="interleaved",
+            )
+        ),
+        "the last features of a head, neighbours, scaled",
+        seq_len=9,
+    ),
+    Case("rope-partial", _rotating(Rope(rotary_dim=8)), "the first features of a head", seq_len=9),
+    Case("rope-proportional", _rotating(Rope(scaling=ProportionalScaling(0.5))), "half of all pairs", seq_len=9),
+    Case(
+        "rope-longrope",
+        _rotating(
+            Rope(scaling=LongRopeScaling(4.0, 6, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5), (1.0, 1.5, 2.0, 4.0, 6.0, 9.0)))
+        ),
+        "short factors, then long ones",
+        seq_len=9,
+        chunks=(4, 1, 3, 1),
+        capacity=13,
+    ),
+    Case(
+        "rope-sections",
+        _rotating(Rope(100.0, scaling=YarnScaling(4.0, 64, truncate=False), sections=(3, 2, 1))),
+        "positions on three axes, a ramp that is not truncated",
+        seq_len=9,
+    ),
+    Case(
+        "rope-sections-interleaved",
+        _rotating(Rope(100.0, sections=(3, 2, 1), section_order="interleaved")),
+        "positions on three axes, their pairs in turn",
+        seq_len=9,
+    ),
     Case(
         "soft-cap",
         AttentionSpec(32, 4, num_kv_heads=2, soft_cap=1.5),

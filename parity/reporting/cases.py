@@ -9,6 +9,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mha_spec import Rope
     from parity.core.cases import Case
 
 
@@ -34,6 +35,8 @@ def covers(case: Case) -> str:
         "random mask": case.random_mask,
         "bias": case.bias,
         "RoPE": spec.rope is not None,
+        **_kind_of_rope(spec.rope),
+        f"positions from {case.first_position}": bool(case.first_position),
         f"scale {spec.scale}": spec.scale is not None,
         f"soft cap {spec.soft_cap}": spec.soft_cap is not None,
         f"window {spec.window_size} of the layer": spec.window_size is not None,
@@ -51,3 +54,14 @@ def covers(case: Case) -> str:
     }
     sizes = f"heads {heads} x {spec.head_dim}, tokens {case.batch} x {tokens}{across}"
     return ", ".join([sizes, *(words for words, holds in said.items() if holds)])
+
+
+def _kind_of_rope(rope: Rope | None) -> dict[str, bool]:
+    if rope is None:
+        return {}
+    return {
+        f"{rope.scaling.kind} scaling" if rope.scaling else "": rope.scaling is not None,
+        f"{rope.rotated} {rope.rotary_dim} features": rope.rotary_dim is not None,
+        "neighbours": rope.pairs == "interleaved",
+        f"{rope.section_order} sections": rope.sections is not None,
+    }

@@ -130,7 +130,7 @@ def without_padding(output: np.ndarray, spec: parity.AttentionSpec) -> np.ndarra
     """The output of a layer, without the features that pad its heads where no projection follows."""
     if spec.out_proj:
         return output
-    slots = mha_tt.head_slots(spec.head_dim, rope=spec.rope is not None)
+    slots = mha_tt.head_slots(spec.head_dim, rope=spec.rope)
     return output.reshape(*output.shape[:2], spec.num_heads, -1)[..., slots].reshape(*output.shape[:2], -1)
 
 

@@ -77,7 +77,7 @@ def contents(cache):
 
 def real_slots(slots, spec, lengths):
     """The slots that hold something, without the features that pad a head: (tokens of all sequences, K, H)."""
-    features = mha_tt.head_slots(spec.head_dim, rope=spec.rope is not None)
+    features = mha_tt.head_slots(spec.head_dim, rope=spec.rope)
     is_filled = np.arange(slots.shape[2]) < np.asarray(lengths)[:, None]
     return slots.swapaxes(1, 2)[is_filled][..., features]
 

@@ -346,7 +346,16 @@ def test_padded_head_dim_is_whole_tiles_and_with_rope_two_halves_of_them(head_di
 
 @pytest.mark.parametrize(
     ("head_dim", "rope", "expected"),
-    [(3, False, [0, 1, 2]), (2, True, [0, 32]), (4, True, [0, 1, 32, 33]), (64, True, list(range(64)))],
+    [
+        (3, None, [0, 1, 2]),
+        (2, parity.Rope(), [0, 32]),
+        (4, parity.Rope(), [0, 1, 32, 33]),
+        (64, parity.Rope(), list(range(64))),
+        (4, parity.Rope(pairs="interleaved"), [0, 32, 1, 33]),
+        (6, parity.Rope(rotary_dim=4), [0, 1, 32, 33, 2, 34]),
+        (6, parity.Rope(rotary_dim=4, rotated="last"), [2, 34, 0, 1, 32, 33]),
+        (5, parity.Rope(rotary_dim=2, pairs="interleaved"), [0, 32, 1, 2, 33]),
+    ],
 )
 def test_head_slots_are_where_the_features_lie(head_dim, rope, expected):
     assert mha_tt.head_slots(head_dim, rope=rope).tolist() == expected
@@ -354,7 +363,7 @@ def test_head_slots_are_where_the_features_lie(head_dim, rope, expected):
 
 def test_head_slots_of_an_odd_head_have_no_halves():
     with pytest.raises(ValueError, match="head_dim must be even for RoPE, got head_dim=3"):
-        mha_tt.head_slots(3, rope=True)
+        mha_tt.head_slots(3, rope=parity.Rope())
 
 
 SPECS = {
@@ -398,7 +407,7 @@ def test_heads_are_padded_with_zeros(device, spec, rope):
     heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
     layout = (
         spec.head_dim,
-        mha_tt.head_slots(spec.head_dim, rope=rope is not None),
+        mha_tt.head_slots(spec.head_dim, rope=rope),
         mha_tt.padded_head_dim(spec.head_dim, rope=rope is not None),
     )
     expected = {"out_proj.bias": weights["out_proj.bias"][None]}

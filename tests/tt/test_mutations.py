@@ -119,7 +119,7 @@ def tiled(repeat_kv_heads, x, num_heads):
 def of_interleaved_pairs(rotate, rotation, x):
     """The features in an order in which half-split pairs are interleaved ones, and back."""
     size, padded = CASES["rope"].spec.head_dim, x.shape[3]
-    slots, order = head_slots(size, rope=True), np.zeros((1, 1, padded, padded))
+    slots, order = head_slots(size, rope=Rope()), np.zeros((1, 1, padded, padded))
     order[..., slots[[*range(0, size, 2), *range(1, size, 2)]], slots] = 1
     order = upload(order, device=x.device(), dtype=x.dtype)
     return ttnn.matmul(rotate(rotation, ttnn.matmul(x, order)), order, transpose_b=True)

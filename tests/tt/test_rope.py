@@ -8,6 +8,8 @@ import ttnn
 
 import mha_tt
 import parity
+from mha_spec import DynamicScaling, ProportionalScaling, YarnScaling
+from parity.core.reference.rope import amplitude, axes, frequencies, pairs
 
 from .formulas import TOLERANCES, assert_close, both_dtypes, rotate, rounded
 
@@ -23,7 +25,7 @@ def rotated(device, x, positions, theta=10000.0, *, dtype=ttnn.float32, **option
 def padded_heads(x):
     """Heads as the device holds them, their halves beginning at a tile."""
     padded = np.zeros((*x.shape[:3], mha_tt.padded_head_dim(x.shape[3], rope=True)), x.dtype)
-    padded[..., mha_tt.head_slots(x.shape[3], rope=True)] = x
+    padded[..., mha_tt.head_slots(x.shape[3], rope=parity.Rope())] = x
     return padded
 
 
@@ -131,14 +133,75 @@ def test_padded_head_is_rotated_as_the_bare_one(device, rng, head_dim, dtype):
     x, positions = rounded(rng.standard_normal((2, 3, 5, head_dim)), dtype), np.arange(5)[None] + 7
     padded = rotated(device, padded_heads(x), positions, dtype=dtype, head_dim=head_dim)
     bare = rotated(device, x, positions, dtype=dtype)
-    assert np.array_equal(padded[..., mha_tt.head_slots(head_dim, rope=True)], bare)
+    assert np.array_equal(padded[..., mha_tt.head_slots(head_dim, rope=parity.Rope())], bare)
 
 
 @pytest.mark.parametrize("head_dim", [2, 12, 48, 80])
 def test_features_that_pad_a_head_stay_zero(device, rng, head_dim):
     x = rng.standard_normal((2, 3, 5, head_dim)).astype(np.float32)
     padded = rotated(device, padded_heads(x), np.arange(5)[None], head_dim=head_dim)
-    assert not np.delete(padded, mha_tt.head_slots(head_dim, rope=True), axis=-1).any()
+    assert not np.delete(padded, mha_tt.head_slots(head_dim, rope=parity.Rope()), axis=-1).any()
+
+
+# ---- Kinds -----------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "neighbours": parity.Rope(pairs="interleaved"),
+    "the last features": parity.Rope(rotary_dim=8, rotated="last"),
+    "neighbours among the first": parity.Rope(rotary_dim=4, pairs="interleaved"),
+    "scaled": parity.Rope(scaling=YarnScaling(4.0, 64), rotary_dim=8),
+    "proportional": parity.Rope(scaling=ProportionalScaling(0.5)),
+    "by length": parity.Rope(scaling=DynamicScaling(4.0, 6)),
+    "sections": parity.Rope(100.0, sections=(3, 2, 1), section_order="interleaved"),
+}
+
+
+def rotated_on_paper(x, positions, rope):
+    """Feature by feature; positions are (axes or 1, B or 1, T)."""
+    lengths = positions.max(axis=(0, 2)) + 1
+    found = x.astype(np.float64)
+    firsts, seconds = pairs(rope, x.shape[3])
+    for b in range(x.shape[0]):
+        row = b % positions.shape[1]
+        angular = frequencies(rope, x.shape[3], int(lengths[row]))
+        for pair, (i, j, axis) in enumerate(zip(firsts, seconds, axes(rope, x.shape[3]), strict=True)):
+            angles = positions[axis % len(positions), row] * angular[pair]
+            cos, sin = amplitude(rope) * np.cos(angles), amplitude(rope) * np.sin(angles)
+            found[b, :, :, i] = x[b, :, :, i] * cos - x[b, :, :, j] * sin
+            found[b, :, :, j] = x[b, :, :, j] * cos + x[b, :, :, i] * sin
+    return found
+
+
+@both_dtypes
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_of_rope_rotates_the_heads_that_it_orders(device, rng, kind, dtype):
+    rope, x = KINDS[kind], rounded(rng.standard_normal((2, 3, 5, 12)), dtype)
+    positions = rng.integers(0, 12, (3 if rope.sections else 1, 2, 5))
+    padded = np.zeros((2, 3, 5, mha_tt.padded_head_dim(12, rope=True)), x.dtype)
+    slots = mha_tt.head_slots(12, rope=rope)
+    padded[..., slots] = x
+    heads = mha_tt.upload(padded, device=device, dtype=dtype)
+    given = positions if rope.sections else positions[0]
+    found = mha_tt.download(mha_tt.apply_rope(heads, given, rope, head_dim=12))
+    assert_close(found[..., slots], rotated_on_paper(x, positions, rope), dtype)
+    assert not np.delete(found, slots, axis=-1).any()
+
+
+@pytest.mark.parametrize("kind", ["neighbours", "the last features"])
+def test_bare_heads_with_other_pairs_are_refused(device, kind):
+    x = mha_tt.upload(np.ones((1, 1, 1, 12)), device=device)
+    with pytest.raises(ValueError, match="head_dim must be given for pairs other than"):
+        mha_tt.apply_rope(x, np.array([[0]]), KINDS[kind])
+
+
+def test_positions_on_axes_want_sections(device):
+    x = mha_tt.upload(np.ones((1, 1, 3, 12)), device=device)
+    with pytest.raises(ValueError, match=r"positions must have shape \(B or 1, T\) = \(1 or 1, 3\)"):
+        mha_tt.apply_rope(x, np.zeros((3, 1, 3), np.int32), parity.Rope())
+    with pytest.raises(
+        ValueError, match=r"or \(axes, B or 1, T\) = \(3, 1 or 1, 3\), got positions\.shape=\(2, 1, 3\)"
+    ):
+        mha_tt.apply_rope(x, np.zeros((2, 1, 3), np.int32), KINDS["sections"])
 
 
 # ---- In a layer ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Rope
 
 TILE = 32  # rows and columns in which TTNN keeps tensors
 
@@ -150,8 +150,17 @@ RULES: dict[str, Rule] = {
     ),
     "out bias": Rule("out_proj must have a bias", ("out_bias",), lambda spec: spec.out_bias),
     "even": Rule("head_dim must be even", ("head_dim",), lambda spec: spec.head_dim % 2 == 0),
+    "whole halves": Rule(
+        "RoPE must rotate the pairs (i, i + H/2) of whole heads",
+        ("rope",),
+        lambda spec: spec.rope is None or _rotates_whole_halves(spec.rope, spec.head_dim),
+    ),
 }
 """What layouts may ask of a layer."""
+
+
+def _rotates_whole_halves(rope: Rope, head_dim: int) -> bool:
+    return rope.pairs == "half" and rope.rotary_dim in (None, head_dim)
 
 
 def broken_rules(spec: AttentionSpec, layout: Layout) -> str:

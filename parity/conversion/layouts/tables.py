@@ -254,7 +254,7 @@ _TABLE = [
         "meta-llama/llama, llama/model.py",
         (separate("wq", "wk", "wv", "wo"),),
         rope="interleaved",
-        rules=("out_proj", "even"),
+        rules=("out_proj", "even", "whole halves"),
         ignored=("inner_attention.rope.freqs",),
         prefixes=("layers.{i}.attention",),
     ),
@@ -270,7 +270,7 @@ _TABLE = [
             prefixes=("blk.{i}",),
         )
         for name, words, rope, rules in (
-            ("gguf.LLaMA", "interleaved RoPE pairs; also Mistral", "interleaved", ("even",)),
+            ("gguf.LLaMA", "interleaved RoPE pairs; also Mistral", "interleaved", ("even", "whole halves")),
             ("gguf.Qwen2", "RoPE pairs (i, i + H/2), which llama.cpp leaves as they are; also Gemma", "half", ()),
         )
     ),
@@ -287,7 +287,7 @@ _TABLE = [
             )
         ),
         padded=True,
-        rules=("one width",),
+        rules=("one width", "whole halves"),
     ),
 ]
 

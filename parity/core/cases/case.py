@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from mha_spec import AttentionSpec
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -36,6 +38,7 @@ class Case:
         chunks: with a cache: how many tokens each call appends.
         new_lengths: with a cache: how many of them are real, for each call and sequence.
         capacity: with a cache: its number of slots.
+        first_position: the position of the first token, for RoPE.
         trained: name of the trained layer that gives weights and inputs.
         dtype: the only dtype that the case runs in, where it is about one.
     """
@@ -57,6 +60,7 @@ class Case:
     chunks: tuple[int, ...] = ()
     new_lengths: tuple[tuple[int, ...], ...] = ()
     capacity: int = 0
+    first_position: int = 0
     trained: str | None = None
     dtype: str | None = None
 
@@ -79,6 +83,27 @@ class Case:
     def key_len(self) -> int:
         """Number of keys, S."""
         return self.seq_len if self.seq_len_k is None else self.seq_len_k
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether layers are told positions: where they are not 0, 1, … or the number of cached tokens and so on."""
+        rope = self.spec.rope
+        return rope is not None and bool(self.first_position or rope.sections)
+
+    def positions(self, step: int | None = None) -> np.ndarray:
+        """The positions of all tokens, or of those of the call of that index, for RoPE: (B or 1, T).
+
+        With sections they are (3, B or 1, T): time, row and column of frames of 2 x 3 patches. Padding in a call has
+        the position of the first token, so that it makes no sequence longer.
+        """
+        tokens = np.arange(self.seq_len if step is None else self.chunks[step])[None]
+        if step is not None:
+            is_real = tokens < np.array(self.added(step))[:, None]
+            tokens = np.array(self.lengths_before(step))[:, None] + np.where(is_real, tokens, 0)
+        if self.spec.rope is None or self.spec.rope.sections is None:
+            return self.first_position + tokens
+        frame, row, column = tokens // 6, tokens % 6 // 3, tokens % 3
+        return self.first_position + np.stack([frame, frame + row, frame + column])
 
     def lengths_before(self, step: int) -> tuple[int, ...]:
         """Number of tokens each sequence has cached before the call of that index."""

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from mha_spec import AttentionSpec, Rope
+from mha_spec import (
+    AttentionSpec,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    Rope,
+    YarnScaling,
+)
 from parity.core.cases.case import Case
 
 _MHA = AttentionSpec(32, 4)
@@ -18,7 +27,15 @@ _TEXTBOOK = AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False)
 _CROSS = AttentionSpec(32, 4, d_in=24, d_kv=40)
 _ANARCII = AttentionSpec(128, 4)
 _SMOLLM2 = AttentionSpec(576, 9, num_kv_heads=3, qkv_bias=False, out_bias=False, rope=Rope(100000.0))
+_LONGROPE = LongRopeScaling(4.0, 4096, (1.0, 1.1, 1.3, 1.6), (1.0, 2.0, 8.0, 30.0))
+_DYNAMIC = DynamicScaling(4.0, 6)
+_FRAMES = Rope(100.0, sections=(2, 1, 1))  # of time, rows and columns
 _RAGGED = ((4, 2, 0), (1, 1, 1), (0, 3, 2), (1, 1, 1))
+
+
+def _rotating(rope: Rope, head_dim: int = 8) -> AttentionSpec:
+    return AttentionSpec(32, 4, num_kv_heads=2, head_dim=head_dim, rope=rope)
+
 
 MASKS = [
     Case("textbook", _TEXTBOOK, "a published example with known numbers", seq_len=6, is_causal=True),
@@ -72,6 +89,67 @@ LAYERS = [
     Case("rope-far", _ROPE, "positions that bfloat16 cannot tell apart", batch=1, seq_len=300, is_causal=True),
 ]
 """Other widths, heads, projections; another scale; rotary positions."""
+
+ROPES = [
+    Case("rope-linear", _rotating(Rope(scaling=LinearScaling(8.0))), "positions divided by a factor", seq_len=9),
+    Case(
+        "rope-llama3",
+        _rotating(Rope(500000.0, scaling=Llama3Scaling(8.0, 8192)), head_dim=16),
+        "low frequencies scaled, beyond the original length",
+        seq_len=9,
+        first_position=8190,
+    ),
+    Case(
+        "rope-yarn",
+        _rotating(Rope(scaling=YarnScaling(4.0, 4096, mscale=1.0, mscale_all_dim=0.4)), head_dim=16),
+        "a ramp of frequencies, mscale, ten times the original length",
+        seq_len=9,
+        first_position=40960,
+    ),
+    Case(
+        "rope-yarn-last",
+        _rotating(
+            Rope(150000.0, scaling=YarnScaling(32.0, 4096, truncate=False), rotary_dim=8, rotated="last"), head_dim=12
+        ),
+        "a ramp that is not truncated, the last features of a head",
+        seq_len=9,
+        first_position=4095,
+    ),
+    Case("rope-dynamic", _rotating(Rope(scaling=_DYNAMIC)), "a base that grows with the call", seq_len=9),
+    Case(
+        "rope-longrope",
+        _rotating(Rope(scaling=_LONGROPE)),
+        "a factor for each frequency, beyond the original length",
+        seq_len=9,
+        first_position=4092,
+    ),
+    Case(
+        "rope-proportional",
+        _rotating(Rope(1e6, scaling=ProportionalScaling(0.25)), head_dim=16),
+        "two pairs of a whole head",
+        seq_len=9,
+    ),
+    Case(
+        "rope-partial",
+        _rotating(Rope(rotary_dim=4), head_dim=12),
+        "the first third of a head",
+        seq_len=9,
+    ),
+    Case(
+        "rope-partial-interleaved",
+        _rotating(Rope(rotary_dim=8, pairs="interleaved"), head_dim=16),
+        "pairs of neighbours in the first half of a head",
+        seq_len=9,
+    ),
+    Case("rope-sections", _rotating(_FRAMES), "positions on three axes", seq_len=9),
+    Case(
+        "rope-sections-interleaved",
+        _rotating(Rope(100.0, sections=(3, 3, 2), section_order="interleaved"), head_dim=16),
+        "positions on three axes, their pairs in turn",
+        seq_len=9,
+    ),
+]
+"""RoPE as today's models have it: scaled, of a part of a head, of neighbours, on several axes."""
 
 SIZES = [
     Case("one-query", _CROSS, "a single query", seq_len=1, seq_len_k=6),
@@ -153,6 +231,33 @@ CACHED = [
         new_lengths=_RAGGED,
         capacity=9,
     ),
+    Case(
+        "decode-yarn",
+        _rotating(Rope(scaling=YarnScaling(4.0, 32), rotary_dim=4, pairs="interleaved")),
+        "decode, a part of each head, scaled",
+        seq_len=7,
+        chunks=(4, 1, 1, 1),
+        capacity=8,
+    ),
+    Case(
+        "decode-dynamic",
+        _rotating(Rope(scaling=_DYNAMIC)),
+        "ragged, a base that grows with the length of each sequence",
+        seq_len=9,
+        chunks=(4, 1, 3, 1),
+        new_lengths=((4, 2), (1, 1), (2, 3), (1, 1)),
+        capacity=9,
+    ),
+    Case(
+        "decode-longrope",
+        _rotating(Rope(scaling=_LONGROPE)),
+        "decode past the original length: short factors, then long ones",
+        seq_len=6,
+        chunks=(3, 1, 1, 1),
+        capacity=8,
+        first_position=4092,
+    ),
+    Case("decode-sections", _rotating(_FRAMES), "decode on three axes", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case(
         "nan-visible-decode",
         _GQA,

@@ -46,7 +46,7 @@ class Backward:
         d_q, d_k, d_v = self.of_heads(values, d_context, slope, grads)
 
         d_inputs = {"query": np.zeros(query.shape, a.wide), "key": np.zeros(key.shape, a.wide)}
-        positions = np.arange(query.shape[1])[None]
+        positions = problem.case.positions()
         for name, x, side, d_heads in (("q", query, "query", d_q), ("k", key, "key", d_k), ("v", key, "key", d_v)):
             d_heads = a.keep(d_heads)
             if spec.rope is not None and name != "v" and not self.magnitude:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
+from mha_spec import Rope
 from parity.core.problem import Problem
 from parity.core.reference.arithmetic import Arithmetic
+from parity.core.reference.rope import amplitude, axes, frequencies, pairs
 from parity.core.stages import PATHS, Step, Values, steps_of
 
 
@@ -42,7 +45,7 @@ class Layer:
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
         query = self.problem.inputs["query"]
         key = self.problem.inputs.get("key", query)
-        return self.project(query, key, np.arange(query.shape[1])[None])
+        return self.project(query, key, self.problem.case.positions())
 
     def scores(self, values: Values) -> dict[str, np.ndarray]:
         scores, bias = self.capped(self.products(values)), self.score_bias()
@@ -104,7 +107,7 @@ class Layer:
         """One call: new tokens in, cache grown."""
         case = self.problem.case
         before, added = np.array(case.lengths_before(index)), np.array(case.added(index))
-        return Call(self, self.problem.step_input(index), before, added)
+        return Call(self, index, self.problem.step_input(index), before, added)
 
     def appended(
         self, cache: str, values: Values, k: np.ndarray, v: np.ndarray, before: np.ndarray, added: np.ndarray
@@ -201,18 +204,38 @@ class Layer:
         return x if self.problem.spec.rope is None or name == "v" else self.rotate(x, positions)
 
     def rotate(self, x: np.ndarray, positions: np.ndarray, direction: int = 1) -> np.ndarray:
-        """Turn the pairs (i, i + H/2) of x by their positions; direction -1 turns them back."""
-        half = self.problem.spec.head_dim // 2
-        frequencies = np.float64(self.theta()) ** (-np.arange(half) / half)
-        angles = positions[:, None, :, None].astype(self.arithmetic.wide) * frequencies.astype(self.arithmetic.wide)
-        cos, sin = np.cos(angles), direction * np.sin(angles)
-        first, second = self.arithmetic.widen(x[..., :half]), self.arithmetic.widen(x[..., half:])
-        return self.arithmetic.keep(np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1))
+        """Turn the pairs of x by their positions; direction -1 is the transpose, which turns them back."""
+        first, second = pairs(self.rope(), self.problem.spec.head_dim)
+        angles, factor = self.angles(positions), self.arithmetic.wide.type(self.attention_factor())
+        cos, sin = factor * np.cos(angles), direction * factor * np.sin(angles)
+        x = self.arithmetic.widen(x)
+        rotated = x.copy()  # what is in no pair passes through
+        rotated[..., first] = x[..., first] * cos - x[..., second] * sin
+        rotated[..., second] = x[..., second] * cos + x[..., first] * sin
+        return self.arithmetic.keep(rotated)
 
-    def theta(self) -> float:
-        """The base of the RoPE frequencies."""
-        rope = self.problem.spec.rope
-        return 1.0 if rope is None else rope.theta
+    def rope(self) -> Rope:
+        """How queries and keys are rotated."""
+        return cast(Rope, self.problem.spec.rope)  # asked for where there is one
+
+    def attention_factor(self) -> float:
+        """What cosines and sines are multiplied by."""
+        return amplitude(self.rope())
+
+    def angles(self, positions: np.ndarray) -> np.ndarray:
+        """By which each pair of each token is rotated, (B or 1, 1, T, pairs)."""
+        wide = self.arithmetic.wide
+        of_axes = positions if positions.ndim == 3 else positions[None]
+        lengths, head_dim = self.lengths(of_axes.max(axis=0)), self.problem.spec.head_dim
+        tables = {n: frequencies(self.rope(), head_dim, n, wide.type) for n in map(int, np.unique(lengths))}
+        of_tokens = np.array([[tables[int(n)] for n in row] for row in lengths], np.float64)  # (B or 1, T, pairs)
+        which = axes(self.rope(), head_dim) if positions.ndim == 3 else [0] * of_tokens.shape[-1]
+        angles = np.moveaxis(of_axes[which], 0, -1).astype(wide) * of_tokens.astype(wide)
+        return angles[:, None]
+
+    def lengths(self, positions: np.ndarray) -> np.ndarray:
+        """The length that frequencies may depend on, for each position (B or 1, T): the last of its sequence + 1."""
+        return np.broadcast_to(positions.max(axis=-1, keepdims=True, initial=0) + 1, positions.shape)
 
     def per_query_head(self, x: np.ndarray) -> np.ndarray:
         """Key/value heads (B, K, S, H), each repeated for its query heads: head n // (N // K) for head n."""
@@ -225,24 +248,25 @@ class Call:
     """One call with a cache: of new tokens `x`, of which `added` are real, after the `before` ones of each sequence."""
 
     layer: Layer
+    index: int
     x: np.ndarray
     before: np.ndarray
     added: np.ndarray
 
     @property
-    def positions(self) -> np.ndarray:
+    def slots(self) -> np.ndarray:
         """Of the new tokens, (B, T)."""
         return self.before[:, None] + np.arange(self.x.shape[1])
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         case = self.layer.problem.case
-        t, s = self.positions[:, None, :, None], np.arange(case.capacity)
+        t, s = self.slots[:, None, :, None], np.arange(case.capacity)
         masked = self.layer.is_later(t, s) | self.layer.is_out_of_reach(t, s)
         shape = (case.batch, case.spec.num_heads, self.x.shape[1], case.capacity)
         return {"mask": self.layer.hidden(np.broadcast_to(masked, shape))}
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        return self.layer.project(self.x, self.x, self.positions)
+        return self.layer.project(self.x, self.x, self.layer.problem.case.positions(self.index))
 
     def cache(self, values: Values) -> dict[str, np.ndarray]:
         return self.layer.appended("cache.", values, values["k"], values["v"], self.before, self.added)

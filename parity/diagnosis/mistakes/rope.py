@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import cycle
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from mha_spec import Rope
 from parity.core.cases import Case
 from parity.core.reference import Layer
-from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking, instead
+from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking
 
 THETAS = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6, 1e7)  # bases that are in use
 STAGES = ("q", "k")
@@ -25,13 +25,15 @@ def turned_otherwise(case: Case) -> Iterator[Mistake]:
     for of in ("qk", "q", "k"):
         whose = {"qk": "the", "q": "q's", "k": "k's"}[of]
         suffix = "" if of == "qk" else f"-{of}"
-        yield _interleaved(case, of, whose, suffix)
-        yield from _weights_reordered(case, of, whose, suffix)
+        if case.spec.rope.pairs == "half":
+            yield _interleaved(case, of, whose, suffix)
+            yield from _weights_reordered(case, of, whose, suffix)
         yield _missing(of, suffix)
-        yield _reversed(of, whose, suffix)
+        if not case.spec.rope.depends_on_length:  # of negative positions there is no length
+            yield _reversed(of, whose, suffix)
         yield _shifted(of, whose, f"one{suffix}", 1)
         yield _shifted(of, whose, f"minus-one{suffix}", -1)
-        if case.is_cached:
+        if case.is_cached and not case.has_positions:
             yield from _cached_positions(of, whose, suffix)
 
 
@@ -61,10 +63,23 @@ def _turning_in_sibling(of: str, turned: Override) -> Callable[[Plan], None]:
 # ---- Pairs -----------------------------------------------------------------------------------------------------------
 
 
+def _rotated(case: Case) -> list[int]:
+    """The features of a head that are rotated."""
+    rope, size = cast(Rope, case.spec.rope), case.spec.head_dim
+    count = rope.rotary_dim or size
+    return list(range(count)) if rope.rotated == "first" else list(range(size - count, size))
+
+
+def _pairs_side_by_side(case: Case) -> np.ndarray:
+    """The features of a head, those of each pair one after the other: 0, R/2, 1, R/2 + 1, …"""
+    order, rotated = np.arange(case.spec.head_dim), _rotated(case)
+    order[rotated] = np.array(rotated).reshape(2, -1).T.reshape(-1)
+    return order
+
+
 def _interleaved(case: Case, of: str, whose: str, suffix: str) -> Mistake:
-    size = case.spec.head_dim
-    order = np.arange(size).reshape(2, -1).T.reshape(-1)  # 0, H/2, 1, H/2 + 1, …
-    evens_first = np.array([*range(0, size, 2), *range(1, size, 2)])
+    order, rotated = _pairs_side_by_side(case), _rotated(case)
+    evens_first = np.array([*range(rotated[0]), *rotated[0::2], *rotated[1::2], *range(rotated[-1] + 1, len(order))])
 
     def planted(_: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
         return rotate(x[..., evens_first], positions, rope)[..., np.argsort(evens_first)]
@@ -81,9 +96,8 @@ def _interleaved(case: Case, of: str, whose: str, suffix: str) -> Mistake:
 
 
 def _weights_reordered(case: Case, of: str, whose: str, suffix: str) -> Iterator[Mistake]:
-    size = case.spec.head_dim
-    order = np.arange(size).reshape(2, -1).T.reshape(-1)
-    half = size // 2
+    size, order, rotated = case.spec.head_dim, _pairs_side_by_side(case), _rotated(case)
+    half, features = len(rotated) // 2, slice(rotated[0], rotated[-1] + 1)
 
     def with_rows(rows: np.ndarray) -> dict[str, Override]:
         def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
@@ -100,9 +114,10 @@ def _weights_reordered(case: Case, of: str, whose: str, suffix: str) -> Iterator
         def plant(plan: Plan) -> None:
             for name in (f"{each}_proj.{leaf}" for each in of for leaf in ("weight", "bias")):
                 if name in plan.weights:
-                    x = plan.weights[name]
-                    exchanged = x.reshape(-1, *axes, *x.shape[1:]).swapaxes(1, 2)
-                    plan.weights[name] = np.ascontiguousarray(exchanged).reshape(x.shape)
+                    heads = plan.weights[name].reshape(-1, size, *plan.weights[name].shape[1:]).copy()
+                    pairs = heads[:, features].reshape(len(heads), *axes, *heads.shape[2:])
+                    heads[:, features] = pairs.swapaxes(1, 2).reshape(heads[:, features].shape)
+                    plan.weights[name] = heads.reshape(plan.weights[name].shape)
 
         return plant
 
@@ -204,6 +219,6 @@ def _other_theta(theta: float, right: float) -> Mistake:
         f"set the theta of its Rope to {right:g}",
         "rope-theta",
         STAGES,
-        {"theta": instead(lambda: theta)},
+        {"rope": lambda layer, original: replace(original(), theta=theta)},
         breaking(apply_rope=lambda plan, rotate, x, positions, rope: rotate(x, positions, replace(rope, theta=theta))),
     )

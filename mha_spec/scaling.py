@@ -1,0 +1,340 @@
+"""How RoPE's frequencies are scaled for longer contexts than those of the first training: a record for each kind."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mha_spec.rules import as_boolean, as_count, as_number
+
+
+def unscaled_frequencies(theta: float, count: int, features: int) -> np.ndarray:
+    """The first `count` of the frequencies theta ** (-2 i / features): float64, (count,)."""
+    return theta ** (-2.0 * np.arange(count, dtype=np.float64) / features)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A kind of scaling; what it holds are numbers, so that it is hashable and JSON can have it."""
+
+    kind: str = field(default="", init=False, repr=False)
+
+    def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
+        """Of the pairs of `features` features in a call whose last position is length - 1: float64, (features/2,)."""
+        raise NotImplementedError
+
+    def amplitude(self) -> float:
+        """What cosines and sines are multiplied by."""
+        return 1.0
+
+    def check(self, theta: float, features: int) -> None:
+        """Refuse a base or a number of rotated features that it is not defined for.
+
+        Raises:
+            ValueError: if it is not defined.
+        """
+
+    def _set(self, **values: object) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True)
+class LinearScaling(Scaling):
+    """Position interpolation: every frequency is divided by the factor.
+
+    Attributes:
+        factor: how many times longer the context is.
+
+    Raises:
+        TypeError: if the factor is not a number.
+        ValueError: if it is not positive and finite.
+
+    Source: arXiv:2306.15595; Gemma 3's global layers.
+    """
+
+    factor: float
+    kind: str = field(default="linear", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._set(factor=_positive("factor", self.factor))
+
+    def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
+        return unscaled_frequencies(theta, features // 2, features) / self.factor
+
+
+@dataclass(frozen=True)
+class DynamicScaling(Scaling):
+    """Dynamic NTK: a base that grows with the length of the call, once that is above the original length.
+
+    The base is theta * growth ** (d / (d - 2)), d being the number of rotated features.
+
+    Attributes:
+        factor: how many times longer the context is.
+        original_length: the length up to which nothing is scaled.
+
+    Raises:
+        TypeError: if factor is not a number, or original_length not an integer.
+        ValueError: if one is not positive and finite.
+
+    Source: the dynamic form of NTK-aware scaling, arXiv:2309.00071, appendix B.
+    """
+
+    factor: float
+    original_length: int
+    kind: str = field(default="dynamic", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._set(
+            factor=_positive("factor", self.factor), original_length=as_count("original_length", self.original_length)
+        )
+
+    def growth(self, length: Any) -> Any:
+        """factor * length / original_length - (factor - 1), of a number or of an array of any framework."""
+        return self.factor * (length - self.original_length) / self.original_length + 1.0
+
+    def exponents(self, features: int) -> np.ndarray:
+        """The power of the growth by which each frequency is multiplied: float64, (features/2,)."""
+        return -2.0 * np.arange(features // 2) / (features - 2)
+
+    def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
+        growth = self.growth(max(length, self.original_length))
+        return unscaled_frequencies(theta, features // 2, features) * growth ** self.exponents(features)
+
+    def check(self, theta: float, features: int) -> None:
+        if features < 4:
+            raise ValueError(f"rotated features must be at least 4 with DynamicScaling, got {features}")
+
+
+@dataclass(frozen=True)
+class Llama3Scaling(Scaling):
+    """Low frequencies are divided by the factor, high ones kept, those between interpolated by their wavelength.
+
+    Attributes:
+        factor: how many times longer the context is: 8 in Llama 3.1, 32 in Llama 3.2.
+        original_length: of the contexts of the first training, 8192 in Llama 3.
+        low_freq_factor: wavelengths above original_length / low_freq_factor are scaled in full.
+        high_freq_factor: those below original_length / high_freq_factor are not scaled.
+
+    Raises:
+        TypeError: if a factor is not a number, or original_length not an integer.
+        ValueError: if one is not positive and finite, or high_freq_factor not above low_freq_factor.
+
+    Source: arXiv:2407.21783 and the code of Llama 3.1.
+    """
+
+    factor: float
+    original_length: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    kind: str = field(default="llama3", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            self._set(**{name: _positive(name, getattr(self, name))})
+        self._set(original_length=as_count("original_length", self.original_length))
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor must be above low_freq_factor, "
+                f"got high_freq_factor={self.high_freq_factor} and low_freq_factor={self.low_freq_factor}"
+            )
+
+    def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
+        kept = unscaled_frequencies(theta, features // 2, features)
+        turns = self.original_length * kept / (2 * math.pi)  # in the original context
+        share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        share = np.clip(share, 0.0, 1.0)
+        return (1.0 - share) * kept / self.factor + share * kept
+
+
+@dataclass(frozen=True)
+class YarnScaling(Scaling):
+    """YaRN: frequencies that turn seldom in the original context are divided by the factor, a ramp between.
+
+    Attributes:
+        factor: how many times longer the context is.
+        original_length: of the contexts of the first training.
+        beta_fast: pairs that turn more often than that in the original context are not scaled.
+        beta_slow: those that turn less often are scaled in full.
+        truncate: the ends of the ramp are rounded outwards to whole pairs; gpt-oss does not.
+        attention_factor: what cosines and sines are multiplied by; from the factor when left out.
+        mscale, mscale_all_dim: together, in place of 0.1 * ln(factor) + 1, the ratio of that number with the logarithm
+            times mscale to the same with mscale_all_dim (DeepSeek).
+
+    Raises:
+        TypeError: if a number is none, original_length not an integer, or truncate not a boolean.
+        ValueError: if a number is not positive and finite, beta_fast not above beta_slow, only one of mscale and
+            mscale_all_dim is given, or they and attention_factor.
+
+    Source: arXiv:2309.00071.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    kind: str = field(default="yarn", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"):
+            if getattr(self, name) is not None or name in ("factor", "beta_fast", "beta_slow"):
+                self._set(**{name: _positive(name, getattr(self, name))})
+        self._set(original_length=as_count("original_length", self.original_length))
+        self._set(truncate=as_boolean("truncate", self.truncate))
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(
+                f"beta_fast must be above beta_slow, got beta_fast={self.beta_fast} and beta_slow={self.beta_slow}"
+            )
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise ValueError(
+                f"mscale and mscale_all_dim must be given together, "
+                f"got mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim}"
+            )
+        if self.mscale is not None and self.attention_factor is not None:
+            raise ValueError(
+                f"attention_factor must be left out with mscale, "
+                f"got attention_factor={self.attention_factor} and mscale={self.mscale}"
+            )
+
+    def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
+        kept = unscaled_frequencies(theta, features // 2, features)
+        low, high = self._pair_of(self.beta_fast, theta, features), self._pair_of(self.beta_slow, theta, features)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, features - 1)
+        high = high + 0.001 if low == high else high
+        scaled = np.clip((np.arange(features // 2) - low) / (high - low), 0.0, 1.0)
+        return kept / self.factor * scaled + kept * (1.0 - scaled)
+
+    def _pair_of(self, turns: float, theta: float, features: int) -> float:
+        """The pair, as a real number, that turns so often in the original context."""
+        return features * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    def amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is None or self.mscale_all_dim is None:
+            return self._amplitude_by(1.0)
+        return self._amplitude_by(self.mscale) / self._amplitude_by(self.mscale_all_dim)
+
+    def _amplitude_by(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1.0 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+    def check(self, theta: float, features: int) -> None:
+        if theta <= 1.0:
+            raise ValueError(f"theta must be above 1 with YarnScaling, got theta={theta}")
+
+
+@dataclass(frozen=True)
+class LongRopeScaling(Scaling):
+    """LongRoPE: each frequency is divided by a factor of its own, of one set in short calls, of another in long ones.
+
+    Attributes:
+        factor: how many times longer the context is: the new length / original_length.
+        original_length: the length of a call from which on, that length left out, the long set is taken.
+        short_factors, long_factors: one number for each pair.
+        attention_factor: what cosines and sines are multiplied by; sqrt(1 + ln(factor) / ln(original_length)), or 1
+            where the factor is at most 1, when left out.
+
+    Raises:
+        TypeError: if a factor is not a number, or original_length not an integer.
+        ValueError: if one is not positive and finite, the two sets differ in length, or original_length is 1.
+
+    Source: arXiv:2402.13753; Phi-3 and Phi-4.
+    """
+
+    factor: float
+    original_length: int
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    attention_factor: float | None = None
+    kind: str = field(default="longrope", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._set(factor=_positive("factor", self.factor))
+        self._set(original_length=as_count("original_length", self.original_length, 2))
+        for name in ("short_factors", "long_factors"):
+            if isinstance(getattr(self, name), (str, bytes)) or not np.iterable(getattr(self, name)):
+                raise TypeError(f"{name} must be numbers, one for each pair, got {name}={getattr(self, name)!r}")
+            self._set(**{name: tuple(_positive(name, factor) for factor in getattr(self, name))})
+        if len(self.short_factors) != len(self.long_factors):
+            raise ValueError(
+                f"short_factors must be as many as long_factors, "
+                f"got {len(self.short_factors)} and {len(self.long_factors)}"
+            )
+        if self.attention_factor is not None:
+            self._set(attention_factor=_positive("attention_factor", self.attention_factor))
+
+    def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
+        factors = self.long_factors if length > self.original_length else self.short_factors
+        return unscaled_frequencies(theta, features // 2, features) / np.array(factors)
+
+    def amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 1.0 if self.factor <= 1.0 else math.sqrt(1.0 + math.log(self.factor) / math.log(self.original_length))
+
+    def check(self, theta: float, features: int) -> None:
+        if len(self.short_factors) != features // 2:
+            raise ValueError(
+                f"short_factors and long_factors must be one for each of {features // 2} rotated pairs, "
+                f"got {len(self.short_factors)}"
+            )
+
+
+@dataclass(frozen=True)
+class ProportionalScaling(Scaling):
+    """Only the first of all pairs of a head are rotated, by the frequencies that they have in the whole head.
+
+    Partial RoPE (`Rope.rotary_dim`) is another thing: its pairs and its exponents are those of a smaller head.
+
+    Attributes:
+        fraction: int(fraction * H / 2) pairs are rotated; the frequencies of the others are 0.
+        factor: what the frequencies are divided by.
+
+    Raises:
+        TypeError: if one is not a number.
+        ValueError: if the fraction lies outside (0, 1], or the factor is not positive and finite.
+
+    Source: Gemma 4's global layers.
+    """
+
+    fraction: float
+    factor: float = 1.0
+    kind: str = field(default="proportional", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._set(fraction=_positive("fraction", self.fraction), factor=_positive("factor", self.factor))
+        if self.fraction > 1.0:
+            raise ValueError(f"fraction must be at most 1, got fraction={self.fraction}")
+
+    def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
+        rotated = int(self.fraction * features // 2)
+        frequencies = np.zeros(features // 2)
+        frequencies[:rotated] = unscaled_frequencies(theta, rotated, features) / self.factor
+        return frequencies
+
+
+SCALINGS: dict[str, type[Scaling]] = {
+    "linear": LinearScaling,
+    "dynamic": DynamicScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+    "longrope": LongRopeScaling,
+    "proportional": ProportionalScaling,
+}
+"""The kinds by the names that JSON has for them, which are those of Hugging Face's configurations."""
+
+
+def _positive(name: str, value: object) -> float:
+    number = as_number(name, value)
+    if not 0.0 < number < math.inf:  # JSON has neither infinity nor NaN
+        raise ValueError(f"{name} must be positive and finite, got {name}={value}")
+    return number

@@ -1,0 +1,266 @@
+"""Mistakes in the kinds of RoPE: scaled frequencies, parts of a head, positions on several axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mha_spec import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    Rope,
+    YarnScaling,
+)
+from parity.core.cases import Case
+from parity.core.reference import Layer
+from parity.diagnosis.mistakes.record import Mistake, Plan, breaking, instead
+
+STAGES = ("q", "k")
+
+
+def _of_another(name: str, about: str, fix: str, page: str, wrong: Rope) -> Mistake:
+    """Queries and keys are rotated as another `Rope` says."""
+    return Mistake(
+        name,
+        about,
+        fix,
+        page,
+        STAGES,
+        {"rope": instead(lambda: wrong)},
+        breaking(apply_rope=lambda _, rotate, x, positions, rope: rotate(x, positions, wrong)),
+    )
+
+
+# ---- Scaling ---------------------------------------------------------------------------------------------------------
+
+
+def scaled(case: Case) -> Iterator[Mistake]:
+    """Frequencies that are scaled in another way, or not at all."""
+    rope = case.spec.rope
+    if rope is None or rope.scaling is None or isinstance(rope.scaling, ProportionalScaling):
+        return
+    is_beyond, is_within, is_divided = _lengths(case, rope)
+    if is_beyond or not isinstance(rope.scaling, DynamicScaling):
+        yield _of_another(
+            "rope-scaling-missing",
+            f"RoPE's frequencies are not scaled ({rope.scaling.kind})",
+            "read the scaling from the model's configuration, and give it to the Rope",
+            "rope-scaling",
+            replace(rope, scaling=None),
+        )
+    if isinstance(rope.scaling, (DynamicScaling, Llama3Scaling, YarnScaling)):
+        yield _of_another(
+            "rope-scaling-linear",
+            f"all RoPE frequencies are divided by the factor ({rope.scaling.kind} divides some)",
+            f"scale the frequencies as {type(rope.scaling).__name__} says, not all by the factor",
+            "rope-scaling",
+            replace(rope, scaling=LinearScaling(rope.scaling.factor)),
+        )
+    if isinstance(rope.scaling, YarnScaling):
+        yield _truncated(rope, rope.scaling)
+    if isinstance(rope.scaling, LongRopeScaling):
+        yield from _of_one_set(rope, rope.scaling, is_beyond, is_within)
+    if is_divided:
+        yield _length_by_token()
+    if isinstance(rope.scaling, (YarnScaling, LongRopeScaling)) and rope.attention_factor != 1.0:
+        yield from _attention_factor(rope, rope.scaling)
+
+
+def _lengths(case: Case, rope: Rope) -> tuple[bool, bool, bool]:
+    """Whether calls of a sequence end beyond the original length, within it, and beyond with tokens within it."""
+    if not isinstance(rope.scaling, (DynamicScaling, LongRopeScaling)):
+        return False, False, False
+    calls = range(len(case.chunks)) if case.is_cached else [None]
+    rows = [row for call in calls for row in case.positions(call).reshape(-1, case.positions(call).shape[-1])]
+    original = rope.scaling.original_length
+    beyond = [row for row in rows if row.max() + 1 > original]
+    return bool(beyond), len(beyond) < len(rows), any(row.min() + 1 <= original for row in beyond)
+
+
+def _truncated(rope: Rope, scaling: YarnScaling) -> Mistake:
+    name, about = ("not-truncated", "are not rounded") if scaling.truncate else ("truncated", "are rounded")
+    return _of_another(
+        f"rope-yarn-{name}",
+        f"the ends of YaRN's ramp {about} to whole pairs",
+        f"set truncate to {scaling.truncate}",
+        "rope-scaling",
+        replace(rope, scaling=replace(scaling, truncate=not scaling.truncate)),
+    )
+
+
+def _of_one_set(rope: Rope, scaling: LongRopeScaling, is_beyond: bool, is_within: bool) -> Iterator[Mistake]:
+    sets = {"short": (scaling.short_factors, is_beyond), "long": (scaling.long_factors, is_within)}
+    for name, (factors, is_seen) in sets.items():
+        if is_seen:
+            yield _of_another(
+                f"rope-longrope-{name}-only",
+                f"LongRoPE takes the {name} factors whatever the length of the call",
+                "take the long factors where the last position + 1 is above the original length, else the short ones",
+                "rope-scaling",
+                replace(rope, scaling=replace(scaling, short_factors=factors, long_factors=factors)),
+            )
+
+
+def _length_by_token() -> Mistake:
+    def planted(plan: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
+        tokens = range(x.shape[2])
+        return plan.xp.concatenate([rotate(x[:, :, t : t + 1], positions[:, t : t + 1], rope) for t in tokens], 2)
+
+    return Mistake(
+        "rope-length-by-token",
+        "RoPE's frequencies depend on each token's own position, and not on the last one of the call",
+        "choose the frequencies once for a call, by its last position",
+        "rope-scaling",
+        STAGES,
+        {"lengths": instead(lambda positions: positions + 1)},
+        breaking(apply_rope=planted),
+    )
+
+
+def _attention_factor(rope: Rope, scaling: YarnScaling | LongRopeScaling) -> Iterator[Mistake]:
+    def with_factor(factor: float) -> Rope:
+        if isinstance(scaling, YarnScaling):
+            return replace(rope, scaling=replace(scaling, attention_factor=factor, mscale=None, mscale_all_dim=None))
+        return replace(rope, scaling=replace(scaling, attention_factor=factor))
+
+    right = rope.attention_factor
+    fix = f"multiply cosines and sines by {right:.6g}, once, and let the scores' scale be"
+    for name, about, wrong in (
+        ("missing", "cosines and sines are not multiplied by the attention factor", 1.0),
+        ("squared", "cosines and sines are multiplied by the attention factor twice", right**2),
+    ):
+        yield _of_another(f"rope-attention-factor-{name}", about, fix, "rope-attention-factor", with_factor(wrong))
+    if isinstance(scaling, YarnScaling) and scaling.mscale is not None:
+        ignored = replace(scaling, mscale=None, mscale_all_dim=None)
+        if ignored.amplitude() != right:
+            yield _of_another(
+                "rope-yarn-mscale-ignored",
+                "YaRN's attention factor is 0.1 ln(factor) + 1, and not the ratio that mscale and mscale_all_dim make",
+                "divide 0.1 mscale ln(factor) + 1 by the same of mscale_all_dim",
+                "rope-attention-factor",
+                replace(rope, scaling=ignored),
+            )
+
+
+# ---- Parts of a head -------------------------------------------------------------------------------------------------
+
+
+def partial(case: Case) -> Iterator[Mistake]:
+    """Other features of a head are rotated, or by other frequencies."""
+    rope, size = case.spec.rope, case.spec.head_dim
+    if rope is None or rope.sections is not None:
+        return
+    if isinstance(rope.scaling, ProportionalScaling):
+        yield from _proportional(rope, rope.scaling, size)
+    count = size if rope.rotary_dim is None else rope.rotary_dim
+    if count == size:
+        return
+    if size % 2 == 0 and not isinstance(rope.scaling, LongRopeScaling):
+        yield _whole_head(replace(rope, rotary_dim=None), count, size)
+    other = "first" if rope.rotated == "last" else "last"
+    yield _of_another(
+        f"rope-rotates-{other}",
+        f"the {other} {count} features of a head are rotated, and not the {rope.rotated} ones",
+        f"rotate the {rope.rotated} {count} features",
+        "rope-partial",
+        replace(rope, rotated=other),
+    )
+    if rope.scaling is None:
+        yield _of_another(
+            "rope-frequencies-over-head-dim",
+            f"the exponents of RoPE's frequencies are divided by head_dim, {size}, and not by rotary_dim, {count}",
+            "let the frequencies be theta ** (-2 i / rotary_dim)",
+            "rope-partial",
+            replace(rope, theta=rope.theta ** (count / size)),
+        )
+    if rope.scaling is None and int(count / size * size // 2) == count // 2 and size % 2 == 0:
+        yield _of_another(
+            "rope-partial-as-proportional",
+            "partial RoPE is read as proportional: pairs and exponents are those of the whole head",
+            "pair features within the rotary_dim, and divide the exponents by it",
+            "rope-partial",
+            replace(rope, rotary_dim=None, rotated="first", scaling=ProportionalScaling(count / size)),
+        )
+
+
+def _whole_head(wrong: Rope, count: int, size: int) -> Mistake:
+    return _of_another(
+        "rope-whole-head",
+        f"all {size} features of a head are rotated, and not {count} of them",
+        f"rotate {count} features, and let the others pass",
+        "rope-partial",
+        wrong,
+    )
+
+
+def _proportional(rope: Rope, scaling: ProportionalScaling, size: int) -> Iterator[Mistake]:
+    count = 2 * int(scaling.fraction * size // 2)
+    if count == size or not count:
+        return
+    plain = None if scaling.factor == 1.0 else LinearScaling(scaling.factor)
+    yield _whole_head(replace(rope, scaling=plain), count, size)
+    yield _of_another(
+        "rope-proportional-as-partial",
+        "proportional RoPE is read as partial: pairs and exponents are those of a smaller head",
+        "pair features across the whole head, divide the exponents by head_dim, and let the other frequencies be 0",
+        "rope-partial",
+        replace(rope, scaling=plain, rotary_dim=count),
+    )
+
+
+# ---- Several axes, neighbours ----------------------------------------------------------------------------------------
+
+
+def on_several_axes(case: Case) -> Iterator[Mistake]:
+    """Positions of another axis rotate a pair."""
+    rope = case.spec.rope
+    if rope is None or rope.sections is None:
+        return
+    other = "contiguous" if rope.section_order == "interleaved" else "interleaved"
+    yield _of_another(
+        f"rope-sections-{other}",
+        f"the sections of M-RoPE are {other}, and not {rope.section_order}",
+        f"set section_order to {rope.section_order!r}",
+        "rope-sections",
+        replace(rope, section_order=other),
+    )
+    for name, about, order in (
+        ("time-only", "all pairs are rotated by the position in time", [0, 0, 0]),
+        ("axes-swapped", "rows and columns are exchanged", [0, 2, 1]),
+    ):
+        yield _by_axes(name, about, np.array(order))
+
+
+def _by_axes(name: str, about: str, order: np.ndarray) -> Mistake:
+    def turned(_: Layer, original: Any, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return original(name, x, positions[order])
+
+    return Mistake(
+        f"rope-sections-{name}",
+        f"{about} (M-RoPE)",
+        "give positions as (time, row, column), and each section those of its own axis",
+        "rope-sections",
+        STAGES,
+        {"turned": turned},
+        breaking(apply_rope=lambda _, rotate, x, positions, rope: rotate(x, positions[order], rope)),
+    )
+
+
+def neighbours(case: Case) -> Iterator[Mistake]:
+    """Pairs of neighbours that are taken for halves; the other way round is `rope-interleaved`."""
+    rope = case.spec.rope
+    if rope is None or rope.pairs == "half":
+        return
+    yield _of_another(
+        "rope-half-split",
+        "the RoPE pairs are (i, i + R/2), and not interleaved, (2 i, 2 i + 1)",
+        "rotate the pairs (2 i, 2 i + 1), or un-interleave the rows of the weights when they are loaded",
+        "rope-pairs",
+        replace(rope, pairs="half"),
+    )
