@@ -180,8 +180,9 @@ def _cached_layer(
     if is_step:  # one token of each sequence: side by side they fill the tiles that they would each begin
         x = ttnn.reshape(x, (1, batch_size, x.shape[2]))
         positions = np.broadcast_to(positions, (*positions.shape[:-2], batch_size, 1)).swapaxes(-1, -2)
+    rotation = None
     if spec.rope is not None:
-        positions = Rotation(
+        rotation = Rotation(
             positions,
             spec.rope,
             head_dim=spec.head_dim,
@@ -189,7 +190,7 @@ def _cached_layer(
             device=x.device(),
             side_by_side=is_step,
         )
-    q, k, v = project_qkv(project, x, x, x, spec, positions)
+    q, k, v = project_qkv(project, x, x, x, spec, rotation)
     check_cache_holds(cache, spec.num_kv_heads, k.shape[3])
     arithmetic = _Arithmetic(spec, compute_kernel_config)
     attend = _attend_in_step if is_step else _attend_in_prefill
