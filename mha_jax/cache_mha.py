@@ -161,8 +161,7 @@ def _cached_layer(
     x = x if new_lengths is None else _empty_padding(x, added)
     positions = token_positions(lengths, seq_len) if positions is None else positions
     if new_lengths is not None:  # padding makes no sequence longer
-        is_real = jnp.arange(seq_len, dtype=jnp.int32)[None] < added[:, None]
-        positions = _at_first(positions, is_real)
+        positions = _of_real_tokens(positions, added)
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     check_cache(cache.keys, cache.values, k, ("cache.keys", "cache.values"))
     appended = append_checked(cache, k, v, added)
@@ -180,11 +179,13 @@ def _cached_layer(
     return _tell_what_fits(output, cache, added), appended
 
 
-def _at_first(positions: Array, is_real: Array) -> Array:
-    """The positions, those of padding being that of the first token."""
+@compiled()
+def _of_real_tokens(positions: Array, added: Array) -> Array:
+    """The positions, (B, T) or (axes, B, T); that of the first token for padding."""
+    is_real = jnp.arange(positions.shape[-1], dtype=jnp.int32)[None] < added[:, None]
     shape = (*positions.shape[:-2], *is_real.shape)
-    positions, is_real = jnp.broadcast_to(positions, shape), jnp.broadcast_to(is_real, shape)
-    return jnp.where(is_real, positions, jnp.broadcast_to(positions[..., :1], shape))
+    is_real, positions, first = (jnp.broadcast_to(x, shape) for x in (is_real, positions, positions[..., :1]))
+    return jnp.where(is_real, positions, first)
 
 
 @compiled()

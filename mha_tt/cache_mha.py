@@ -178,7 +178,7 @@ def _cached_layer(
     if is_step:  # one token of each sequence: side by side they fill the tiles that they would each begin
         x = ttnn.reshape(x, (1, batch_size, x.shape[2]))
         positions = np.broadcast_to(positions, (*positions.shape[:-2], batch_size, 1)).swapaxes(-1, -2)
-    rotation = positions
+    rotation = None
     if spec.rope is not None:
         rotation = Rotation(
             positions,
