@@ -20,6 +20,7 @@ from mha_jax.mha import (
     multi_head_attention,
     multi_head_attention_core,
 )
+from mha_jax.norms import apply_norm
 from mha_jax.rope import apply_rope
 from mha_jax.stages import (
     apply_dropout,
@@ -41,6 +42,7 @@ __all__ = [
     "MultiHeadSelfAttention",
     "append_to_cache",
     "apply_dropout",
+    "apply_norm",
     "apply_rope",
     "attention_context",
     "attention_scores",

@@ -78,7 +78,7 @@ def multi_head_attention_with_cache(
     Masking(mask, bias).check((x.shape[0], spec.num_heads, seq_len, cache_len + seq_len), x)
     if positions is None:
         positions = cache_len + jnp.arange(seq_len, dtype=jnp.int32)[None]
-    project = by_finite_tokens(project_with(weights))
+    project = by_finite_tokens(project_with(weights, spec))
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     if cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k)
@@ -126,7 +126,7 @@ def multi_head_attention_with_static_cache(
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
     return _cached_layer(
-        project_with(weights),
+        project_with(weights, spec),
         x,
         cache,
         spec,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from mha_spec.norm import Norm
 from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_number, as_rate, check_head_groups
 
@@ -16,7 +17,10 @@ SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv")
 FLAGS = ("qkv_bias", "out_bias", "out_proj", "fused_qkv")
 RATES = ("dropout", "output_dropout")
 
-Record = TypeVar("Record", "AttentionSpec", Rope)
+NORMS = ("qk_norm", "v_norm")
+RECORDS = {"rope": Rope, "qk_norm": Norm, "v_norm": Norm}
+
+Record = TypeVar("Record", "AttentionSpec", Norm, Rope)
 
 
 class Projection(NamedTuple):
@@ -56,14 +60,17 @@ class AttentionSpec:
         out_proj: the combined heads, N * H wide, are projected to d_model; without it they are the output.
         fused_qkv: the layer holds one qkv_proj, its rows q, then k, then v, in place of three projections; the results
             are equal.
+        qk_norm: how queries and keys are normalised, or None for no such norm. `q_norm` and `k_norm` have weights of
+            their own.
+        v_norm: how values are normalised, or None.
         rope: how queries and keys are rotated by their positions, or None for no RoPE.
         scale: what dot products of queries and keys are multiplied by, where it is not 1 / sqrt(H).
         dropout: rate at which attention weights are dropped in training.
         output_dropout: rate at which outputs are dropped in training.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, scale or a rate not a number,
-            or what a layer has or has not not a boolean.
+        TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, scale or a
+            rate not a number, or what a layer has or has not not a boolean.
         ValueError: if the widths, heads or rates do not fit, or scale is not positive and finite.
     """
 
@@ -78,6 +85,8 @@ class AttentionSpec:
     out_bias: bool = True
     out_proj: bool = True
     fused_qkv: bool = False
+    qk_norm: Norm | None = None
+    v_norm: Norm | None = None
     rope: Rope | None = None
     scale: float | None = None
     dropout: float = 0.0
@@ -91,6 +100,7 @@ class AttentionSpec:
                     object.__setattr__(self, name, rule(name, value))
         if self.rope is not None and not isinstance(self.rope, Rope):
             raise TypeError(f"rope must be a Rope or None, got rope={self.rope!r}")
+        self._check_norms()
         if self.scale is not None:
             object.__setattr__(self, "scale", as_number("scale", self.scale))
             if not 0.0 < self.scale < math.inf:
@@ -110,6 +120,16 @@ class AttentionSpec:
                 raise ValueError(f"d_kv must equal d_in with {what}, got d_kv={self.d_kv} and d_in={self.d_in}")
         if self.rope is not None:
             check_rotated(self.head_dim)
+
+    def _check_norms(self) -> None:
+        for name in NORMS:
+            norm = getattr(self, name)
+            if norm is not None and not isinstance(norm, Norm):
+                raise TypeError(f"{name} must be a Norm or None, got {name}={norm!r}")
+        if self.qk_norm is not None and self.qk_norm.after_rope and self.rope is None:
+            raise ValueError("qk_norm must come with RoPE to come after it, got after_rope=True and rope=None")
+        if self.v_norm is not None and self.v_norm.after_rope:
+            raise ValueError("v_norm must not come after RoPE, which rotates no values, got after_rope=True")
 
     def _fill_in(self, name: str, value: int) -> None:
         if getattr(self, name) is None:
@@ -156,14 +176,33 @@ class AttentionSpec:
         return {"out_proj": Projection((self.d_model,), self.q_width, self.out_bias)} if self.out_proj else {}
 
     @property
+    def norms(self) -> dict[str, Norm]:
+        """The norms of queries, keys and values that the layer has, by name: q_norm, k_norm, v_norm."""
+        norms = {"q_norm": self.qk_norm, "k_norm": self.qk_norm, "v_norm": self.v_norm}
+        return {name: norm for name, norm in norms.items() if norm is not None}
+
+    def norm_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """The parameters of one of the norms, `weight` and `bias`, and their shapes."""
+        num_heads = self.num_heads if name == "q_norm" else self.num_kv_heads
+        return self.norms[name].shapes(num_heads, self.head_dim)
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """What the layer learns beside its projections, by name and shape, in the order of the data flow."""
+        return {f"{name}.{leaf}": shape for name in self.norms for leaf, shape in self.norm_shapes(name).items()}
+
+    @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The canonical weights by name and shape, (out, in) and (out,), whether q, k and v are held as one or not."""
-        return _shapes_of({**self.qkv_projections, **self._out_projection})
+        """The canonical weights by name and shape, (out, in) and (out,), whether q, k and v are held as one or not.
+
+        The other parameters come after those of the projections.
+        """
+        return _shapes_of({**self.qkv_projections, **self._out_projection}) | self.parameters
 
     @property
     def held_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The weights of the projections that the layer holds by name and shape, (out, in) and (out,)."""
-        return _shapes_of(self.projections)
+        """The weights that the layer holds by name and shape, those of projections (out, in) and (out,)."""
+        return _shapes_of(self.projections) | self.parameters
 
     def cache_nbytes(self, batch_size: int, capacity: int, dtype: np.dtype, *, num_layers: int = 1) -> int:
         """Bytes of the keys and values in all slots of all layers; the siblings' `kv_cache_nbytes`."""
@@ -186,8 +225,9 @@ class AttentionSpec:
         if "rope_theta" in values and "rope" not in values:  # as files had it before `Rope`
             theta = values.pop("rope_theta")
             values["rope"] = None if theta is None else {"theta": theta}
-        if values.get("rope") is not None:
-            values["rope"] = _from_fields("rope", Rope, values["rope"])
+        for name, kind in RECORDS.items():
+            if values.get(name) is not None:
+                values[name] = _from_fields(name, kind, values[name])
         return _from_fields("a specification", cls, values)
 
 

@@ -76,7 +76,7 @@ def multi_head_attention_with_cache(
         check_floating("cache_k", cache_k, rank=4)
     cache_len = 0 if cache_k is None else cache_k.shape[2]
     seq_len = x.shape[1]
-    project = by_finite_tokens(project_with(weights))
+    project = by_finite_tokens(project_with(weights, spec))
     positions = cache_len + torch.arange(seq_len, device=x.device)[None] if positions is None else positions
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     if cache_k is not None and cache_v is not None:
@@ -127,7 +127,7 @@ def multi_head_attention_with_static_cache(
     check_weights(weights, spec)
     masking = Masking(mask, bias, is_causal=True)
     return _cached_layer(
-        project_with(weights),
+        project_with(weights, spec),
         x,
         cache,
         spec,

@@ -42,6 +42,7 @@ from mha_tt.mha import (
     multi_head_attention,
     multi_head_attention_core,
 )
+from mha_tt.norms import apply_norm
 from mha_tt.rope import Rotation, apply_rope
 from mha_tt.stages import (
     apply_dropout,
@@ -66,6 +67,7 @@ __all__ = [
     "accurate_config",
     "append_to_cache",
     "apply_dropout",
+    "apply_norm",
     "apply_rope",
     "attention_context",
     "attention_scores",

@@ -83,7 +83,7 @@ def multi_head_attention_with_cache(
     cache_len = 0 if cache_k is None else cache_k.shape[2]
     seq_len = x.shape[1]
     Masking(mask, bias).check((x.shape[0], spec.num_heads, seq_len, cache_len + seq_len))
-    project = project_with(weights, compute_kernel_config=compute_kernel_config)
+    project = project_with(weights, spec, compute_kernel_config=compute_kernel_config)
     positions = cache_len + np.arange(seq_len)[None] if positions is None else positions
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     if cache_k is not None and cache_v is not None:
@@ -135,7 +135,7 @@ def multi_head_attention_with_static_cache(
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
     return _cached_layer(
-        project_with(weights, compute_kernel_config=compute_kernel_config),
+        project_with(weights, spec, compute_kernel_config=compute_kernel_config),
         x,
         cache,
         spec,

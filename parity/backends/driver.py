@@ -68,14 +68,14 @@ class _Layer:
 
     def _project(self, query: Any, key: Any, positions: Any) -> tuple[Any, Any, Any]:
         key = query if key is None else key  # the same array, of which one product gives all three
-        project = self.sibling.project_with(self.filled.weights)
+        project = self.sibling.project_with(self.filled.weights, self.spec)
         return self.sibling.project_qkv(project, query, key, key, self.spec, positions)
 
     def _combine(self, context: Any) -> Any:
         output = self.sibling.combine_heads(context)
         if not self.spec.out_proj:
             return output
-        return self.sibling.project_with(self.filled.weights)("out_proj", output)
+        return self.sibling.project_with(self.filled.weights, self.spec)("out_proj", output)
 
     # ---- One stage each ----------------------------------------------------------------------------------------------
 

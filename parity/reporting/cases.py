@@ -33,6 +33,8 @@ def covers(case: Case) -> str:
         f"window {case.window_size}": case.window_size is not None,
         "random mask": case.random_mask,
         "bias": case.bias,
+        "norm of q and k": spec.qk_norm is not None,
+        "norm of v": spec.v_norm is not None,
         "RoPE": spec.rope is not None,
         f"scale {spec.scale}": spec.scale is not None,
         f"cache of {case.capacity} slots": case.is_cached,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Norm, Rope
 from parity.core.cases.case import Case
 
 _MHA = AttentionSpec(32, 4)
@@ -10,6 +10,18 @@ _GQA = AttentionSpec(32, 8, num_kv_heads=2)
 _ROPE = AttentionSpec(32, 4, rope=Rope(10000.0))
 _GQA_ROPE = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), qkv_bias=False, out_bias=False)
 _SCALE = AttentionSpec(32, 4, num_kv_heads=2, scale=0.0625)
+_QK_NORM = AttentionSpec(
+    48, 6, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), qkv_bias=False, out_bias=False, qk_norm=Norm()
+)
+_ONE_PLUS = AttentionSpec(
+    32, 4, num_kv_heads=2, rope=Rope(10000.0), qk_norm=Norm(weight="1+w"), v_norm=Norm(weight=None)
+)
+_WIDTH = AttentionSpec(32, 4, num_kv_heads=2, fused_qkv=True, rope=Rope(10000.0), qk_norm=Norm(over="width"))
+_PER_HEAD = AttentionSpec(
+    48, 6, num_kv_heads=2, head_dim=12, qk_norm=Norm("layer", per_head=True, bias=True, eps=0.01), v_norm=Norm("layer")
+)
+_AFTER_ROPE = AttentionSpec(32, 4, rope=Rope(10000.0), qk_norm=Norm(after_rope=True))
+_L2 = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0), qk_norm=Norm(weight=None, after_rope=True, eps=0.01))
 _TINY = AttentionSpec(4, 2, d_in=3)
 _TEXTBOOK = AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False)
 _CROSS = AttentionSpec(32, 4, d_in=24, d_kv=40)
@@ -52,6 +64,11 @@ LAYERS = [
     Case("scale", _SCALE, "scores of another scale", seq_len=9, is_causal=True, gain=3.0),
     Case("rope", _ROPE, "rotary positions", seq_len=11, is_causal=True),
     Case("rope-gqa", _GQA_ROPE, "rotary positions, shared heads, a free head_dim", seq_len=9, is_causal=True),
+    Case("qk-norm", _QK_NORM, "queries and keys normalised, head by head", seq_len=9, is_causal=True),
+    Case("norm-one-plus", _ONE_PLUS, "norms of weight 1 + w, and of values without one", seq_len=9, is_causal=True),
+    Case("norm-width", _WIDTH, "norms over the width of all heads", seq_len=9, is_causal=True),
+    Case("norm-per-head", _PER_HEAD, "layer norms with weights for each head", seq_len_k=7),
+    Case("norm-after-rope", _AFTER_ROPE, "norms of what was rotated", seq_len=9, key_padding_lengths=(3, 9)),
     Case("rope-far", _ROPE, "positions that bfloat16 cannot tell apart", batch=1, seq_len=300, is_causal=True),
 ]
 """Other widths, heads, projections; another scale; rotary positions."""
@@ -98,6 +115,14 @@ VALUES = [
         key_padding_lengths=(2, 6),
         not_finite="hidden",
     ),
+    Case(
+        "nan-hidden-norm",
+        _PER_HEAD,
+        "hidden keys that are NaN, and normalised",
+        seq_len_k=7,
+        key_padding_lengths=(2, 6),
+        not_finite="hidden",
+    ),
     Case("wide", AttentionSpec(256, 4), "64 features a head, 48 tokens", seq_len=48, is_causal=True),
 ]
 """Large logits, NaN, many features."""
@@ -115,6 +140,8 @@ CACHED = [
     ),
     Case("decode-scale", _SCALE, "decode, another scale", seq_len=7, chunks=(4, 1, 1, 1), capacity=8, gain=3.0),
     Case("decode-gqa-rope", _GQA_ROPE, "decode, rotary, shared", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
+    Case("decode-norm-width", _WIDTH, "decode, norms over all heads", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
+    Case("decode-l2-norm", _L2, "decode, norms without weights", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case(
         "ragged",
         AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0)),

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mha_spec import Norm
 from parity.core.problem import Problem
+from parity.core.reference import norms
 from parity.core.reference.arithmetic import Arithmetic
 from parity.core.stages import PATHS, Step, Values, steps_of
 
@@ -157,7 +159,37 @@ class Layer:
 
     def project(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> dict[str, np.ndarray]:
         projected = {name: self.linear(f"{name}_proj", query if name == "q" else key) for name in "qkv"}
-        return {name: self.turned(name, self.split_heads(x), positions) for name, x in projected.items()}
+        return {name: self.entering(name, x, positions) for name, x in projected.items()}
+
+    def entering(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """What was projected as the heads that enter attention: split, normalised and turned."""
+        norm = self.norm(name)
+        if norm is not None and norm.over == "width":
+            x = self.normed(name, x, norm)
+        x = self.split_heads(x)
+        if norm is not None and norm.over == "head" and not norm.after_rope:
+            x = self.normed(name, x, norm)
+        x = self.turned(name, x, positions)
+        return self.normed(name, x, norm) if norm is not None and norm.after_rope else x
+
+    def norm(self, name: str) -> Norm | None:
+        """How q, k or v is normalised."""
+        return self.problem.spec.norms.get(f"{name}_norm")
+
+    def normed(self, name: str, x: np.ndarray, norm: Norm) -> np.ndarray:
+        """q, k or v, normalised over its last axis."""
+        widen = self.arithmetic.widen
+        y = self.standardised(name, widen(x), norm)
+        if norm.weight is not None:
+            weight = widen(self.parameter(f"{name}_norm.weight"))
+            y = y * norms.broadcast(norms.factor(weight, norm), norm)
+        if norm.bias:
+            y = y + norms.broadcast(widen(self.parameter(f"{name}_norm.bias")), norm)
+        return self.arithmetic.keep(y)
+
+    def standardised(self, name: str, x: np.ndarray, norm: Norm) -> np.ndarray:
+        """q, k or v over the root of its mean square."""
+        return norms.standardised(x, norm)[0]
 
     def split_heads(self, x: np.ndarray) -> np.ndarray:
         """(B, T, N * H) as (B, N, T, H)."""

@@ -15,7 +15,7 @@ from parity.core.cases import CASES, Case
 from parity.core.problem import Problem
 from parity.core.reference import Arithmetic, Layer
 from parity.core.weights import dtype_named
-from parity.diagnosis.mistakes import caches, heads, masks, rope, scores, weights
+from parity.diagnosis.mistakes import caches, heads, masks, norms, rope, scores, weights
 from parity.diagnosis.mistakes.heads import permuted_heads
 from parity.diagnosis.mistakes.record import Mistake, Override, Plan
 from parity.diagnosis.mistakes.scores import PRECISIONS
@@ -38,6 +38,7 @@ GROUPS = (
     rope.turned_otherwise,
     rope.other_theta,
     weights.fused_qkv,
+    norms.norms,
     heads.shared,
     heads.split_or_combined,
     heads.reordered,

@@ -11,6 +11,7 @@ from mha_spec import AttentionSpec
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
+from parity.core.weights import QKV
 from parity.diagnosis.mistakes.record import Mistake, Plan, breaking
 
 STAGES = {"q_proj": ("q", "k"), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("output",)}
@@ -127,7 +128,7 @@ def fused_qkv(case: Case) -> Iterator[Mistake]:
     def parameter_in(order: np.ndarray) -> Any:
         def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
             projection, leaf = name.split(".")
-            if projection == "out_proj":
+            if projection not in QKV:
                 return original(name)
             parts = [original(f"{each}_proj.{leaf}") for each in "qkv"]
             heads = np.concatenate([part.reshape(-1, spec.head_dim, *part.shape[1:]) for part in parts])
@@ -219,8 +220,8 @@ def no_out_proj(case: Case) -> Iterator[Mistake]:
     def output(layer: Layer, _: Any, values: Values) -> dict[str, np.ndarray]:
         return {"output": layer.combine_heads(values["context"])}
 
-    def project_with(_: Plan, original: Any, weights: Any) -> Any:
-        return lambda which, x: x if which == "out_proj" else original(weights)(which, x)
+    def project_with(_: Plan, original: Any, *held: Any) -> Any:
+        return lambda which, x: x if which == "out_proj" else original(*held)(which, x)
 
     if case.spec.out_proj and case.spec.q_width == case.spec.d_model:
         yield Mistake(
