@@ -67,7 +67,7 @@ def project_qkv(
     spec: AttentionSpec,
     positions: Int[Array, "#B T"] | None = None,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """Project the inputs, split the heads, normalise them, and rotate queries and keys by their positions.
+    """Project the inputs, clip, split the heads, normalise, and rotate queries and keys by their positions.
 
     Args:
         project: applies a projection or a norm by its name.
@@ -90,6 +90,7 @@ def project_qkv(
 
     def enter(name: str, x: Array, num_heads: int, rope: Rope | None) -> Array:
         norm = spec.norms.get(name)
+        x = x if spec.clip_qkv is None else _clip(x, spec.clip_qkv)
         if norm is not None and norm.over == "width":
             x = project(name, x)
         x = split_heads(x, num_heads)
@@ -180,6 +181,11 @@ def score_scale(query: Array, spec: AttentionSpec | None) -> float:
         return query.shape[-1] ** -0.5
     check_spec(spec)
     return spec.score_scale
+
+
+def _clip(x: Array, limit: float) -> Array:
+    """x within [-limit, limit]; what lies on an end passes its gradient on."""
+    return jnp.where(x > limit, limit, jnp.where(x < -limit, -limit, x))
 
 
 def _unpack_qkv(packed: Array, spec: AttentionSpec) -> list[Array]:

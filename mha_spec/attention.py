@@ -17,6 +17,7 @@ SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv")
 FLAGS = ("qkv_bias", "out_bias", "out_proj", "fused_qkv")
 RATES = ("dropout", "output_dropout")
 
+POSITIVE = ("clip_qkv", "scale")
 NORMS = ("qk_norm", "v_norm")
 RECORDS = {"rope": Rope, "qk_norm": Norm, "v_norm": Norm}
 
@@ -63,15 +64,17 @@ class AttentionSpec:
         qk_norm: how queries and keys are normalised, or None for no such norm. `q_norm` and `k_norm` have weights of
             their own.
         v_norm: how values are normalised, or None.
+        clip_qkv: what q_proj, k_proj and v_proj give is clipped to [-clip_qkv, clip_qkv], before all else, or None for no
+            limit.
         rope: how queries and keys are rotated by their positions, or None for no RoPE.
         scale: what dot products of queries and keys are multiplied by, where it is not 1 / sqrt(H).
         dropout: rate at which attention weights are dropped in training.
         output_dropout: rate at which outputs are dropped in training.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, scale or a
-            rate not a number, or what a layer has or has not not a boolean.
-        ValueError: if the widths, heads or rates do not fit, or scale is not positive and finite.
+        TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, clip_qkv,
+            scale or a rate not a number, or what a layer has or has not not a boolean.
+        ValueError: if the widths, heads or rates do not fit, or clip_qkv or scale is not positive and finite.
     """
 
     d_model: int
@@ -87,6 +90,7 @@ class AttentionSpec:
     fused_qkv: bool = False
     qk_norm: Norm | None = None
     v_norm: Norm | None = None
+    clip_qkv: float | None = None
     rope: Rope | None = None
     scale: float | None = None
     dropout: float = 0.0
@@ -101,10 +105,11 @@ class AttentionSpec:
         if self.rope is not None and not isinstance(self.rope, Rope):
             raise TypeError(f"rope must be a Rope or None, got rope={self.rope!r}")
         self._check_norms()
-        if self.scale is not None:
-            object.__setattr__(self, "scale", as_number("scale", self.scale))
-            if not 0.0 < self.scale < math.inf:
-                raise ValueError(f"scale must be positive and finite, got scale={self.scale}")
+        for name in POSITIVE:
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, as_number(name, value))
+                if not 0.0 < getattr(self, name) < math.inf:
+                    raise ValueError(f"{name} must be positive and finite, got {name}={value}")
         self._fill_in("num_kv_heads", self.num_heads)
         check_head_groups(self.num_heads, self.num_kv_heads)
         if self.head_dim is None and self.d_model % self.num_heads:

@@ -74,7 +74,7 @@ def project_qkv(
     spec: AttentionSpec,
     positions: Int[Tensor, "#B T"] | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
-    """Project the inputs, split the heads, normalise them, and rotate queries and keys by their positions.
+    """Project the inputs, clip, split the heads, normalise, and rotate queries and keys by their positions.
 
     Args:
         project: applies a projection or a norm by its name.
@@ -97,6 +97,7 @@ def project_qkv(
 
     def enter(name: str, x: Tensor, num_heads: int, rope: Rope | None) -> Tensor:
         norm = spec.norms.get(name)
+        x = x if spec.clip_qkv is None else x.clamp(-spec.clip_qkv, spec.clip_qkv)
         if norm is not None and norm.over == "width":
             x = project(name, x)
         x = split_heads(x, num_heads)

@@ -84,7 +84,7 @@ def project_qkv(
     spec: AttentionSpec,
     positions: Int[np.ndarray, "#B T"] | Rotation | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
-    """Project the inputs, split the heads, normalise them, and rotate queries and keys by their positions.
+    """Project the inputs, clip, split the heads, normalise, and rotate queries and keys by their positions.
 
     Args:
         project: applies a projection or a norm by its name.
@@ -115,6 +115,7 @@ def project_qkv(
 
     def enter(name: str, x: Tensor, num_heads: int, rotation: Rotation | None) -> Tensor:
         norm = spec.norms.get(name)
+        x = x if spec.clip_qkv is None else ttnn.clamp(x, -spec.clip_qkv, spec.clip_qkv)
         if norm is not None and norm.over == "width":
             x = project(name, x)
         x = x if len(x.shape) == 4 else split_heads(x, num_heads)

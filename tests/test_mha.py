@@ -819,6 +819,23 @@ def test_a_scale_is_in_place_of_the_usual_one(sibling, need_weights):
     assert not np.array_equal(sibling.numpy(found), sibling.numpy(plain(query, key)[0]))
 
 
+@pytest.mark.parametrize("fused_qkv", [False, True], ids=["three", "fused-qkv"])
+def test_projections_are_clipped_before_anything_else(sibling, fused_qkv):
+    spec = replace(SPEC, clip_qkv=0.25, fused_qkv=fused_qkv)
+    x = sibling.array(problem(SPEC)["query"])
+    held = parity.random_weights(spec)
+    weights = (
+        sibling.backend.to_params(held, spec) if sibling.name == "jax" else sibling.backend.to_state_dict(held, spec)
+    )
+    project = sibling.package.project_with(weights, spec)
+    clipped = [sibling.numpy(heads) for heads in sibling.package.project_qkv(project, x, x, x, spec)]
+    plain = sibling.package.project_qkv(project, x, x, x, replace(spec, clip_qkv=None))
+    for found, heads in zip(clipped, plain, strict=True):
+        assert np.array_equal(found, np.clip(sibling.numpy(heads), -0.25, 0.25))
+        assert (np.abs(found) == 0.25).any()
+        assert (np.abs(found) < 0.25).any()
+
+
 def test_fused_qkv_takes_a_value_beside_the_key(sibling, rng):
     arrays = problem(SPEC)
     inputs = [sibling.array(x) for x in (arrays["query"], arrays["key"], arrays["key"] + np.float32(0.5))]

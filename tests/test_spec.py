@@ -48,6 +48,9 @@ def test_spec_never_derives_a_head_dim_that_is_given():
         ({"d_model": 8, "num_heads": 2, "dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1"),
         ({"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True}, ValueError, "d_kv must equal d_in"),
         ({"d_model": 8, "num_heads": 2, "qk_norm": "rms"}, TypeError, "qk_norm must be a Norm or None"),
+        ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, ValueError, "clip_qkv must be positive and finite"),
+        ({"d_model": 8, "num_heads": 2, "clip_qkv": math.nan}, ValueError, "clip_qkv must be positive and finite"),
+        ({"d_model": 8, "num_heads": 2, "clip_qkv": True}, TypeError, "clip_qkv must be a number"),
         ({"d_model": 8, "num_heads": 2, "v_norm": True}, TypeError, "v_norm must be a Norm or None"),
         ({"d_model": 8, "num_heads": 2, "qk_norm": Norm(after_rope=True)}, ValueError, "qk_norm must come with RoPE"),
         (
@@ -206,6 +209,8 @@ def test_cases_cover_what_attention_can_do():
             norm.kind == "layer" and norm.per_head for case in cases for norm in case.spec.norms.values()
         ),
         "norm after RoPE": any(norm.after_rope for case in cases for norm in case.spec.norms.values()),
+        "clipped": any(case.spec.clip_qkv for case in cases if not case.is_cached),
+        "clipped with a cache": any(case.spec.clip_qkv for case in cases if case.is_cached),
         "norm of values": any(case.spec.v_norm for case in cases),
         "norm with a cache": any(case.spec.norms for case in cases if case.is_cached),
         **{

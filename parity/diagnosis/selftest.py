@@ -90,8 +90,8 @@ SELFTEST_CASES = [
     ),
     Case(
         "norms-of-width",
-        AttentionSpec(32, 4, qk_norm=Norm(over="width", eps=0.01)),
-        "norms over the width of all heads",
+        AttentionSpec(32, 4, qk_norm=Norm(over="width", eps=0.01), clip_qkv=0.5),
+        "norms over the width of all heads, of projections that are clipped",
         seq_len=7,
         is_causal=True,
     ),

@@ -33,6 +33,7 @@ def covers(case: Case) -> str:
         f"window {case.window_size}": case.window_size is not None,
         "random mask": case.random_mask,
         "bias": case.bias,
+        f"clip {spec.clip_qkv}": spec.clip_qkv is not None,
         "norm of q and k": spec.qk_norm is not None,
         "norm of v": spec.v_norm is not None,
         "RoPE": spec.rope is not None,

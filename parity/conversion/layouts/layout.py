@@ -154,12 +154,13 @@ RULES: dict[str, Rule] = {
         ("qk_norm", "v_norm"),
         lambda spec: not spec.norms,
     ),
+    "no clipping": Rule("projections must not be clipped", ("clip_qkv",), lambda spec: spec.clip_qkv is None),
     "even": Rule("head_dim must be even", ("head_dim",), lambda spec: spec.head_dim % 2 == 0),
 }
 """What layouts may ask of a layer."""
 
 
-OF_ALL = ("no norms",)
+OF_ALL = ("no norms", "no clipping")
 """The rules of every layout: what none of them has names for yet."""
 
 

@@ -22,6 +22,7 @@ _PER_HEAD = AttentionSpec(
 )
 _AFTER_ROPE = AttentionSpec(32, 4, rope=Rope(10000.0), qk_norm=Norm(after_rope=True))
 _L2 = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0), qk_norm=Norm(weight=None, after_rope=True, eps=0.01))
+_CLIP = AttentionSpec(32, 4, num_kv_heads=2, clip_qkv=0.75, rope=Rope(10000.0))
 _TINY = AttentionSpec(4, 2, d_in=3)
 _TEXTBOOK = AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False)
 _CROSS = AttentionSpec(32, 4, d_in=24, d_kv=40)
@@ -64,6 +65,7 @@ LAYERS = [
     Case("scale", _SCALE, "scores of another scale", seq_len=9, is_causal=True, gain=3.0),
     Case("rope", _ROPE, "rotary positions", seq_len=11, is_causal=True),
     Case("rope-gqa", _GQA_ROPE, "rotary positions, shared heads, a free head_dim", seq_len=9, is_causal=True),
+    Case("clip-qkv", _CLIP, "projections that are clipped", seq_len=9, is_causal=True),
     Case("qk-norm", _QK_NORM, "queries and keys normalised, head by head", seq_len=9, is_causal=True),
     Case("norm-one-plus", _ONE_PLUS, "norms of weight 1 + w, and of values without one", seq_len=9, is_causal=True),
     Case("norm-width", _WIDTH, "norms over the width of all heads", seq_len=9, is_causal=True),
@@ -140,6 +142,7 @@ CACHED = [
     ),
     Case("decode-scale", _SCALE, "decode, another scale", seq_len=7, chunks=(4, 1, 1, 1), capacity=8, gain=3.0),
     Case("decode-gqa-rope", _GQA_ROPE, "decode, rotary, shared", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
+    Case("decode-clip-qkv", _CLIP, "decode, projections clipped", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case("decode-norm-width", _WIDTH, "decode, norms over all heads", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case("decode-l2-norm", _L2, "decode, norms without weights", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case(

@@ -72,7 +72,9 @@ class Backward:
         layer, norm, a = self.layer, self.layer.norm(name), self.arithmetic
         inputs = layer.problem.inputs
         x = _without_bad_tokens(inputs["query"] if name == "q" else inputs.get("key", inputs["query"]))
-        projected = x if norm is None else layer.linear(f"{name}_proj", x)
+        limit = layer.problem.spec.clip_qkv
+        found = x if norm is None and limit is None else layer.linear(f"{name}_proj", x)
+        projected = layer.clipped(name, found)
         if norm is not None and norm.after_rope:
             entered = layer.turned(name, layer.split_heads(projected), positions)
             d_heads = self.of_norm(name, entered, d_heads, grads)
@@ -83,6 +85,8 @@ class Backward:
         d_projected = layer.combine_heads(d_heads)
         if norm is not None and norm.over == "width":
             d_projected = self.of_norm(name, projected, d_projected, grads)
+        if limit is not None:
+            d_projected = np.where(np.abs(a.widen(found)) <= limit, a.widen(d_projected), a.wide.type(0.0))
         return a.keep(d_projected)
 
     def of_norm(self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray]) -> np.ndarray:

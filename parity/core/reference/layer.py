@@ -162,8 +162,8 @@ class Layer:
         return {name: self.entering(name, x, positions) for name, x in projected.items()}
 
     def entering(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """What was projected as the heads that enter attention: split, normalised and turned."""
-        norm = self.norm(name)
+        """What was projected as the heads that enter attention: clipped, split, normalised and turned."""
+        norm, x = self.norm(name), self.clipped(name, x)
         if norm is not None and norm.over == "width":
             x = self.normed(name, x, norm)
         x = self.split_heads(x)
@@ -171,6 +171,11 @@ class Layer:
             x = self.normed(name, x, norm)
         x = self.turned(name, x, positions)
         return self.normed(name, x, norm) if norm is not None and norm.after_rope else x
+
+    def clipped(self, name: str, x: np.ndarray) -> np.ndarray:
+        """q, k or v within its limits."""
+        limit = self.problem.spec.clip_qkv
+        return x if limit is None else self.arithmetic.keep(np.clip(self.arithmetic.widen(x), -limit, limit))
 
     def norm(self, name: str) -> Norm | None:
         """How q, k or v is normalised."""

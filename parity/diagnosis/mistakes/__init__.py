@@ -39,6 +39,7 @@ GROUPS = (
     rope.other_theta,
     weights.fused_qkv,
     norms.norms,
+    weights.not_clipped,
     heads.shared,
     heads.split_or_combined,
     heads.reordered,

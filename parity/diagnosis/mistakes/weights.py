@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -213,6 +214,36 @@ def _missing_bias(name: str, whose: str, projections: Sequence[str], stages: tup
         stages,
         {"has_bias": has_bias},
         plant,
+    )
+
+
+# ---- Limits ----------------------------------------------------------------------------------------------------------
+
+
+def not_clipped(case: Case) -> Iterator[Mistake]:
+    if case.spec.clip_qkv is None:
+        return
+    for of in ("qkv", "v"):
+        yield _not_clipped(of)
+
+
+def _not_clipped(of: str) -> Mistake:
+    def clipped(_: Layer, original: Any, name: str, x: np.ndarray) -> np.ndarray:
+        return x if name in of else original(name, x)
+
+    def project_qkv(_: Plan, original: Any, project: Any, q: Any, k: Any, v: Any, spec: Any, *rest: Any) -> Any:
+        right = original(project, q, k, v, spec, *rest)
+        wrong = original(project, q, k, v, replace(spec, clip_qkv=None), *rest)
+        return tuple(b if name in of else a for name, a, b in zip("qkv", right, wrong, strict=True))
+
+    return Mistake(
+        "clip-qkv-missing" if of == "qkv" else f"clip-qkv-missing-{of}",
+        "what the projections give is not clipped" if of == "qkv" else f"what {of}_proj gives is not clipped",
+        "clip what q_proj, k_proj and v_proj give to [-clip_qkv, clip_qkv]",
+        "clip-qkv",
+        STAGES["v_proj"] if of == "v" else STAGES["q_proj"],
+        {"clipped": clipped},
+        breaking(project_qkv=project_qkv),
     )
 
 
