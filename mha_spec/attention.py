@@ -14,7 +14,7 @@ from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_number, as_rate, check_head_groups
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv")
-FLAGS = ("qkv_bias", "out_bias", "out_proj", "fused_qkv")
+FLAGS = ("out_bias", "out_proj", "fused_qkv")
 RATES = ("dropout", "output_dropout")
 
 POSITIVE = ("clip_qkv", "scale")
@@ -56,7 +56,8 @@ class AttentionSpec:
         head_dim: features of a head, H; d_model // num_heads when left out.
         d_in: width of the query input; d_model when left out.
         d_kv: width of the key and value input; d_in when left out.
-        qkv_bias: q_proj, k_proj and v_proj have a bias.
+        qkv_bias: q_proj, k_proj and v_proj have a bias; or three booleans, whether each has one. Three that are equal
+            are kept as one.
         out_bias: out_proj, where there is one, has a bias.
         out_proj: the combined heads, N * H wide, are projected to d_model; without it they are the output.
         fused_qkv: the layer holds one qkv_proj, its rows q, then k, then v, in place of three projections; the results
@@ -64,8 +65,8 @@ class AttentionSpec:
         qk_norm: how queries and keys are normalised, or None for no such norm. `q_norm` and `k_norm` have weights of
             their own.
         v_norm: how values are normalised, or None.
-        clip_qkv: what q_proj, k_proj and v_proj give is clipped to [-clip_qkv, clip_qkv], before all else, or None for no
-            limit.
+        clip_qkv: what q_proj, k_proj and v_proj give is clipped to [-clip_qkv, clip_qkv], before all else, or None for
+            no limit.
         rope: how queries and keys are rotated by their positions, or None for no RoPE.
         scale: what dot products of queries and keys are multiplied by, where it is not 1 / sqrt(H).
         dropout: rate at which attention weights are dropped in training.
@@ -84,7 +85,7 @@ class AttentionSpec:
     head_dim: int = None  # pyright: ignore[reportAssignmentType]
     d_in: int = None  # pyright: ignore[reportAssignmentType]
     d_kv: int = None  # pyright: ignore[reportAssignmentType]
-    qkv_bias: bool = True
+    qkv_bias: bool | tuple[bool, bool, bool] = True
     out_bias: bool = True
     out_proj: bool = True
     fused_qkv: bool = False
@@ -104,6 +105,7 @@ class AttentionSpec:
                     object.__setattr__(self, name, rule(name, value))
         if self.rope is not None and not isinstance(self.rope, Rope):
             raise TypeError(f"rope must be a Rope or None, got rope={self.rope!r}")
+        self._check_qkv_bias()
         self._check_norms()
         for name in POSITIVE:
             if (value := getattr(self, name)) is not None:
@@ -125,6 +127,15 @@ class AttentionSpec:
                 raise ValueError(f"d_kv must equal d_in with {what}, got d_kv={self.d_kv} and d_in={self.d_in}")
         if self.rope is not None:
             check_rotated(self.head_dim)
+
+    def _check_qkv_bias(self) -> None:
+        biases = self.qkv_bias if isinstance(self.qkv_bias, (tuple, list)) else (self.qkv_bias,) * 3
+        if len(biases) != 3:
+            raise ValueError(f"qkv_bias must be one boolean, or three for q, k and v, got qkv_bias={self.qkv_bias!r}")
+        q, k, v = (as_boolean("qkv_bias", bias) for bias in biases)
+        object.__setattr__(self, "qkv_bias", q if q == k == v else (q, k, v))
+        if self.fused_qkv and isinstance(self.qkv_bias, tuple):
+            raise ValueError(f"qkv_bias must be one boolean with fused_qkv, got qkv_bias={self.qkv_bias}")
 
     def _check_norms(self) -> None:
         for name in NORMS:
@@ -161,11 +172,19 @@ class AttentionSpec:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
+    def qkv_biases(self) -> tuple[bool, bool, bool]:
+        """Whether q_proj, k_proj and v_proj have a bias, each by itself."""
+        if isinstance(self.qkv_bias, tuple):
+            return self.qkv_bias
+        return self.qkv_bias, self.qkv_bias, self.qkv_bias
+
+    @property
     def qkv_projections(self) -> dict[str, Projection]:
         """q_proj, k_proj and v_proj, whether the layer holds three projections or one."""
         widths = {"q_proj": (self.q_width, self.d_in), "k_proj": (self.kv_width, self.d_kv)}
         widths["v_proj"] = widths["k_proj"]
-        return {name: Projection((d_out,), d_in, self.qkv_bias) for name, (d_out, d_in) in widths.items()}
+        biases = dict(zip(widths, self.qkv_biases, strict=True))
+        return {name: Projection((d_out,), d_in, biases[name]) for name, (d_out, d_in) in widths.items()}
 
     @property
     def projections(self) -> dict[str, Projection]:
@@ -173,7 +192,7 @@ class AttentionSpec:
         held = self.qkv_projections
         if self.fused_qkv:
             widths = tuple(projection.d_out for projection in held.values())
-            held = {"qkv_proj": Projection(widths, self.d_in, self.qkv_bias)}
+            held = {"qkv_proj": Projection(widths, self.d_in, any(self.qkv_biases))}
         return {**held, **self._out_projection}
 
     @property

@@ -25,14 +25,18 @@ def made(family: str, name: str, config: str, seed: int = 0, **options: object) 
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     settings = getattr(importlib.import_module(f"transformers.models.{family}"), config)(**options)
     settings._attn_implementation = "eager"
-    module = getattr(modeling, name)(settings, layer_idx=0).eval()
+    return drawn(getattr(modeling, name)(settings, layer_idx=0), seed), settings
+
+
+def drawn(module: nn.Module, seed: int = 0) -> nn.Module:
+    """A module with random parameters, none of them near 0 or 1 in a norm, in evaluation."""
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
             is_matrix = parameter.ndim == 2 and min(parameter.shape) > 8
-            drawn = torch.randn(parameter.shape, generator=rng) * (0.2 if is_matrix else 1.0)
-            parameter.copy_(drawn if is_matrix else drawn.sign() * (0.4 + 0.4 * drawn.abs()))
-    return module, settings
+            values = torch.randn(parameter.shape, generator=rng) * (0.2 if is_matrix else 1.0)
+            parameter.copy_(values if is_matrix else values.sign() * (0.4 + 0.4 * values.abs()))
+    return module.eval()
 
 
 def rotary(family: str, name: str, settings: object, x: Tensor, *layer_type: str) -> object:

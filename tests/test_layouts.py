@@ -363,6 +363,9 @@ def test_a_layer_that_a_layout_cannot_hold_is_refused_with_the_rule(name, rule):
 
 
 UNHELD = {
+    r"q_proj, k_proj and v_proj must all have a bias, or none, got .*qkv_bias=\(True, False, True\)": {
+        "qkv_bias": (True, False, True)
+    },
     "projections must not be clipped, got clip_qkv=8.0": {"clip_qkv": 8.0},
     "queries, keys and values must not be normalised, got qk_norm=Norm": {"qk_norm": Norm()},
     "queries, keys and values must not be normalised, got qk_norm=None, v_norm=Norm": {"v_norm": Norm(weight=None)},

@@ -1,8 +1,10 @@
-"""Projections that are clipped, as in the released modules of transformers."""
+"""Projections that are clipped, or of which some have a bias, as in the released modules of transformers."""
+
+import importlib
 
 import pytest
 import torch
-from released import causal, check_equal, made, renamed, rotary
+from released import causal, check_equal, drawn, made, renamed, rotary
 
 from mha_spec import AttentionSpec, Rope
 
@@ -26,4 +28,21 @@ def test_olmo_clips_what_the_projections_give(x):
         spec,
         lambda parameters: renamed(parameters, O_PROJ),
         x,
+    )
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["encoder", "decoder"])
+def test_whisper_has_a_bias_of_q_and_v_and_none_of_k(x, is_causal):
+    attention = importlib.import_module("transformers.models.whisper.modeling_whisper").WhisperAttention
+    config = importlib.import_module("transformers.models.whisper").WhisperConfig(d_model=48)
+    config._attn_implementation = "eager"
+    module = drawn(attention(48, 4, is_decoder=is_causal, layer_idx=0, config=config))
+    mask = causal(x.shape[1]) if is_causal else None
+    check_equal(
+        lambda x: module(x, attention_mask=mask)[0],
+        module,
+        AttentionSpec(48, 4, qkv_bias=(True, False, True)),
+        dict,
+        x,
+        is_causal=is_causal,
     )

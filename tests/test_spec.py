@@ -40,6 +40,21 @@ def test_spec_never_derives_a_head_dim_that_is_given():
         ({"d_model": 8, "num_heads": 2, "dropout": math.nan}, ValueError, "dropout must be at least 0 and below 1"),
         ({"d_model": 8, "num_heads": 2, "dropout": "0.5"}, TypeError, "dropout must be a number, got dropout='0.5'"),
         ({"d_model": 8, "num_heads": 2, "output_dropout": False}, TypeError, "output_dropout must be a number"),
+        (
+            {"d_model": 8, "num_heads": 2, "qkv_bias": (True, False)},
+            ValueError,
+            "qkv_bias must be one boolean, or three",
+        ),
+        (
+            {"d_model": 8, "num_heads": 2, "qkv_bias": (1, 0, 1)},
+            TypeError,
+            "qkv_bias must be a boolean, got qkv_bias=1",
+        ),
+        (
+            {"d_model": 8, "num_heads": 2, "qkv_bias": (True, False, True), "fused_qkv": True},
+            ValueError,
+            "qkv_bias must be one boolean with fused_qkv",
+        ),
         ({"d_model": 8, "num_heads": 2, "qkv_bias": "no"}, TypeError, "qkv_bias must be a boolean, got qkv_bias='no'"),
         ({"d_model": 8, "num_heads": 2, "out_bias": 1}, TypeError, "out_bias must be a boolean, got out_bias=1"),
         ({"d_model": 8, "num_heads": 2, "out_proj": None}, TypeError, "out_proj must be a boolean"),
@@ -97,6 +112,19 @@ def test_norms_have_the_parameters_that_they_ask_for():
     }
     assert list(weight_shapes(spec))[-5:] == list(spec.parameters)
     assert AttentionSpec(8, 2, qk_norm=Norm(weight=None), v_norm=Norm(weight=None)).parameters == {}
+
+
+def test_three_biases_are_kept_as_one_where_they_are_equal():
+    assert AttentionSpec(8, 2, qkv_bias=(True, True, True)) == AttentionSpec(8, 2)
+    assert AttentionSpec(8, 2, qkv_bias=(False, False, False)).qkv_bias is False
+    spec = AttentionSpec(8, 2, qkv_bias=(True, False, True))
+    assert [name for name in weight_shapes(spec) if name.endswith("bias")] == [
+        "q_proj.bias",
+        "v_proj.bias",
+        "out_proj.bias",
+    ]
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert hash(AttentionSpec.from_json(spec.to_json())) == hash(spec)
 
 
 def test_spec_with_norms_survives_json():
@@ -209,6 +237,7 @@ def test_cases_cover_what_attention_can_do():
             norm.kind == "layer" and norm.per_head for case in cases for norm in case.spec.norms.values()
         ),
         "norm after RoPE": any(norm.after_rope for case in cases for norm in case.spec.norms.values()),
+        "biases of some": any(isinstance(case.spec.qkv_bias, tuple) for case in cases),
         "clipped": any(case.spec.clip_qkv for case in cases if not case.is_cached),
         "clipped with a cache": any(case.spec.clip_qkv for case in cases if case.is_cached),
         "norm of values": any(case.spec.v_norm for case in cases),

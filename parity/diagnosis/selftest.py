@@ -90,8 +90,8 @@ SELFTEST_CASES = [
     ),
     Case(
         "norms-of-width",
-        AttentionSpec(32, 4, qk_norm=Norm(over="width", eps=0.01), clip_qkv=0.5),
-        "norms over the width of all heads, of projections that are clipped",
+        AttentionSpec(32, 4, qkv_bias=(True, False, True), qk_norm=Norm(over="width", eps=0.01), clip_qkv=0.5),
+        "norms over the width of all heads, of projections that are clipped, those of keys without a bias",
         seq_len=7,
         is_causal=True,
     ),

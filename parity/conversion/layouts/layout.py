@@ -155,12 +155,17 @@ RULES: dict[str, Rule] = {
         lambda spec: not spec.norms,
     ),
     "no clipping": Rule("projections must not be clipped", ("clip_qkv",), lambda spec: spec.clip_qkv is None),
+    "equal biases": Rule(
+        "q_proj, k_proj and v_proj must all have a bias, or none",
+        ("qkv_bias",),
+        lambda spec: not isinstance(spec.qkv_bias, tuple),
+    ),
     "even": Rule("head_dim must be even", ("head_dim",), lambda spec: spec.head_dim % 2 == 0),
 }
 """What layouts may ask of a layer."""
 
 
-OF_ALL = ("no norms", "no clipping")
+OF_ALL = ("no norms", "no clipping", "equal biases")
 """The rules of every layout: what none of them has names for yet."""
 
 

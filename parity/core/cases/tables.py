@@ -23,6 +23,7 @@ _PER_HEAD = AttentionSpec(
 _AFTER_ROPE = AttentionSpec(32, 4, rope=Rope(10000.0), qk_norm=Norm(after_rope=True))
 _L2 = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0), qk_norm=Norm(weight=None, after_rope=True, eps=0.01))
 _CLIP = AttentionSpec(32, 4, num_kv_heads=2, clip_qkv=0.75, rope=Rope(10000.0))
+_WHISPER = AttentionSpec(32, 4, qkv_bias=(True, False, True))
 _TINY = AttentionSpec(4, 2, d_in=3)
 _TEXTBOOK = AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False)
 _CROSS = AttentionSpec(32, 4, d_in=24, d_kv=40)
@@ -54,6 +55,7 @@ LAYERS = [
     Case("mqa", AttentionSpec(32, 4, num_kv_heads=1), "all query heads share one", is_causal=True),
     Case("head-dim", AttentionSpec(32, 4, head_dim=12), "heads wider than d_model / num_heads"),
     Case("no-bias", AttentionSpec(32, 4, qkv_bias=False, out_bias=False), "projections without biases"),
+    Case("biases-of-some", _WHISPER, "biases of q and v, none of k", seq_len_k=7),
     Case("no-out-proj", AttentionSpec(32, 4, out_proj=False), "the heads side by side are the output"),
     Case("fused-qkv", AttentionSpec(32, 4, fused_qkv=True), "one projection for q, k and v", is_causal=True),
     Case(
@@ -142,6 +144,7 @@ CACHED = [
     ),
     Case("decode-scale", _SCALE, "decode, another scale", seq_len=7, chunks=(4, 1, 1, 1), capacity=8, gain=3.0),
     Case("decode-gqa-rope", _GQA_ROPE, "decode, rotary, shared", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
+    Case("decode-biases-of-some", _WHISPER, "decode, keys without a bias", seq_len=6, chunks=(4, 1, 1), capacity=6),
     Case("decode-clip-qkv", _CLIP, "decode, projections clipped", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case("decode-norm-width", _WIDTH, "decode, norms over all heads", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case("decode-l2-norm", _L2, "decode, norms without weights", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),

@@ -120,7 +120,7 @@ def _swapped_after_rope() -> Mistake:
 def fused_qkv(case: Case) -> Iterator[Mistake]:
     """One packed weight, its heads in the order q … k … v, or for each key/value head q … k v."""
     spec = case.spec
-    if spec.d_in != spec.d_kv or spec.num_kv_heads == 1:
+    if spec.d_in != spec.d_kv or spec.num_kv_heads == 1 or isinstance(spec.qkv_bias, tuple):
         return
     sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
     groups = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])  # the heads of q, of k, of v
@@ -188,14 +188,17 @@ def _read_as_thirds(parts: Sequence[np.ndarray], spec: AttentionSpec) -> list[np
 def missing_biases(case: Case) -> Iterator[Mistake]:
     spec, qkv, out = case.spec, ("q_proj", "k_proj", "v_proj"), ("out_proj",)
     has_out_bias = spec.out_proj and spec.out_bias
-    if spec.qkv_bias:
-        for name in qkv:
-            yield _missing_bias(name, name, (name,), STAGES[name])
-        yield _missing_bias("qkv", ", ".join(qkv), qkv, ("q",))
+    held = tuple(name for name, has_bias in zip(qkv, spec.qkv_biases, strict=True) if has_bias)
+    for name in held:
+        yield _missing_bias(name, name, (name,), STAGES[name])
+    if len(held) > 1:
+        yield _missing_bias("qkv", ", ".join(held), held, STAGES[held[0]])
+    if spec.qkv_biases[1:] == (False, True):
+        yield _bias_on_k()
     if has_out_bias:
         yield _missing_bias("out_proj", "out_proj", out, STAGES["out_proj"])
-    if spec.qkv_bias and has_out_bias:
-        yield _missing_bias("all", "every projection", qkv + out, ("q",))
+    if held and has_out_bias:
+        yield _missing_bias("all", "every projection", held + out, STAGES[held[0]])
 
 
 def _missing_bias(name: str, whose: str, projections: Sequence[str], stages: tuple[str, ...]) -> Mistake:
@@ -214,6 +217,33 @@ def _missing_bias(name: str, whose: str, projections: Sequence[str], stages: tup
         stages,
         {"has_bias": has_bias},
         plant,
+    )
+
+
+def _bias_on_k() -> Mistake:
+    def has_bias(_: Layer, original: Any, projection: str) -> bool:
+        return original({"k_proj": "v_proj", "v_proj": "k_proj"}.get(projection, projection))
+
+    def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
+        return original("v_proj.bias" if name == "k_proj.bias" else name)
+
+    def project_qkv(plan: Plan, original: Any, project: Any, *inputs: Any) -> Any:
+        bias = plan.backend.from_numpy(plan.weights["v_proj.bias"])
+        sign = {"k_proj": 1.0, "v_proj": -1.0}
+
+        def moved(name: str, x: Any) -> Any:
+            return project(name, x) + sign[name] * bias[None, None] if name in sign else project(name, x)
+
+        return original(moved, *inputs)
+
+    return Mistake(
+        "v-bias-on-k",
+        "the bias of v_proj is added to the keys, and not to the values",
+        "give v_proj its bias and k_proj none: where biases are packed, with zeros in the place of k's",
+        "missing-bias",
+        ("k",),
+        {"has_bias": has_bias, "parameter": parameter},
+        breaking(project_qkv=project_qkv),
     )
 
 
