@@ -28,7 +28,7 @@ from mha_jax.masks import Masking, create_causal_mask_with_cache, to_scores_rank
 from mha_jax.mha import AttentionLayer, Projection
 from mha_jax.not_finite import by_finite_tokens, emptied
 from mha_jax.rope import check_rope_positions
-from mha_jax.stages import Dropout, combine_heads, project_qkv
+from mha_jax.stages import Dropout, apply_gate, combine_heads, project_qkv
 from mha_jax.weights import Project, check_weights, project_with
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
@@ -87,6 +87,8 @@ def multi_head_attention_with_cache(
         causal = create_causal_mask_with_cache(seq_len, cache_len + seq_len, cache_len)
         mask = causal if mask is None else to_scores_rank(causal) | to_scores_rank(mask)
     context = fused.attend(q, k, v, Masking(mask, bias), Dropout(), spec=spec)
+    if spec.gate is not None:
+        context = apply_gate(context, project("gate_proj", x))
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output, k, v
 
@@ -173,6 +175,8 @@ def _cached_layer(
         mask = causal if masking.mask is None else causal | to_scores_rank(masking.mask)
         hidden = Masking(mask, masking.bias)
         context = fused.attend(q, appended.keys, appended.values, hidden, dropout, spec=spec, block_sizes=block_sizes)
+    if spec.gate is not None:
+        context = apply_gate(context, project("gate_proj", x))
     output = combine_heads(context)
     output = project("out_proj", output) if spec.out_proj else output
     return _tell_what_fits(output, cache, added), appended

@@ -22,16 +22,18 @@ from mha_jax.rope import check_rope_positions
 from mha_jax.stages import (
     Dropout,
     apply_dropout,
+    apply_gate,
     combine_heads,
     project_qkv,
     scaled_dot_product_attention,
     split_heads,
 )
 from mha_jax.weights import Project, check_projected, check_weights, linear, project_with
-from mha_spec import AttentionSpec, Norm, Rope
+from mha_spec import AttentionSpec, Gate, Norm, Rope
 from mha_spec.attention import check_spec
 
 jax.tree_util.register_static(AttentionSpec)  # jitted functions take it as they take arrays
+jax.tree_util.register_static(Gate)
 jax.tree_util.register_static(Norm)
 jax.tree_util.register_static(Rope)
 
@@ -160,6 +162,8 @@ def _attention_layer(
         context, attn_weights = stages.attend(q, k, v, masking, dropout, spec=spec, need_weights=need_weights)
     else:
         context, attn_weights = fused.attend(q, k, v, masking, dropout, spec=spec, block_sizes=block_sizes), None
+    if spec.gate is not None:
+        context = apply_gate(context, project("gate_proj", query))
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output, attn_weights
 

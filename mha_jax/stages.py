@@ -145,6 +145,16 @@ def attention_context(attn_weights: Float[Array, "B N T S"], value: Float[Array,
     return context.astype(value.dtype)
 
 
+def apply_gate(context: Float[Array, "B N T H"], gate: Float[Array, "B T G"]) -> Float[Array, "B N T H"]:
+    """The context times the sigmoid of what gate_proj gives, (B, T, N * H), or (B, T, N) for one number a head.
+
+    Source: Gated Attention for Large Language Models, arXiv:2505.06708.
+    """
+    check_gated(context, gate)
+    gate = jax.nn.sigmoid(at_least_float32(split_heads(gate, context.shape[1])))
+    return (at_least_float32(context) * gate).astype(context.dtype)
+
+
 def apply_dropout(
     attn_weights: Float[Array, "B N T S"],
     rate: float,
@@ -337,6 +347,19 @@ def check_weighed(attn_weights: Array, value: Array) -> None:
             f"and attn_weights.shape={attn_weights.shape}"
         )
     check_head_groups(attn_weights.shape[1], value.shape[1])
+
+
+def check_gated(context: Array, gate: Array) -> None:
+    """Refuse a context (B, N, T, H) and a gate that is not (B, T, N * H) or (B, T, N)."""
+    check_floating("context", context, rank=4)
+    check_floating("gate", gate, rank=3)
+    batch_size, num_heads, seq_len, head_dim = context.shape
+    widths = (num_heads * head_dim, num_heads)
+    if gate.shape not in [(batch_size, seq_len, width) for width in widths]:
+        raise ValueError(
+            f"gate must have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]}), "
+            f"got gate.shape={gate.shape}"
+        )
 
 
 def check_keep(keep: Array | None, scores_shape: tuple[int, ...]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from mha_spec.gate import Gate
 from mha_spec.norm import Norm
 from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_number, as_rate, check_head_groups
@@ -19,9 +20,9 @@ RATES = ("dropout", "output_dropout")
 
 POSITIVE = ("clip_qkv", "scale")
 NORMS = ("qk_norm", "v_norm")
-RECORDS = {"rope": Rope, "qk_norm": Norm, "v_norm": Norm}
+RECORDS = {"gate": Gate, "rope": Rope, "qk_norm": Norm, "v_norm": Norm}
 
-Record = TypeVar("Record", "AttentionSpec", Norm, Rope)
+Record = TypeVar("Record", "AttentionSpec", Gate, Norm, Rope)
 
 
 class Projection(NamedTuple):
@@ -67,14 +68,15 @@ class AttentionSpec:
         v_norm: how values are normalised, or None.
         clip_qkv: what q_proj, k_proj and v_proj give is clipped to [-clip_qkv, clip_qkv], before all else, or None for
             no limit.
+        gate: what the context is multiplied by before out_proj, or None for no gate.
         rope: how queries and keys are rotated by their positions, or None for no RoPE.
         scale: what dot products of queries and keys are multiplied by, where it is not 1 / sqrt(H).
         dropout: rate at which attention weights are dropped in training.
         output_dropout: rate at which outputs are dropped in training.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, clip_qkv,
-            scale or a rate not a number, or what a layer has or has not not a boolean.
+        TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, gate not a
+            `Gate`, clip_qkv, scale or a rate not a number, or what a layer has or has not not a boolean.
         ValueError: if the widths, heads or rates do not fit, or clip_qkv or scale is not positive and finite.
     """
 
@@ -92,6 +94,7 @@ class AttentionSpec:
     qk_norm: Norm | None = None
     v_norm: Norm | None = None
     clip_qkv: float | None = None
+    gate: Gate | None = None
     rope: Rope | None = None
     scale: float | None = None
     dropout: float = 0.0
@@ -105,6 +108,8 @@ class AttentionSpec:
                     object.__setattr__(self, name, rule(name, value))
         if self.rope is not None and not isinstance(self.rope, Rope):
             raise TypeError(f"rope must be a Rope or None, got rope={self.rope!r}")
+        if self.gate is not None and not isinstance(self.gate, Gate):
+            raise TypeError(f"gate must be a Gate or None, got gate={self.gate!r}")
         self._check_qkv_bias()
         self._check_norms()
         for name in POSITIVE:
@@ -193,11 +198,16 @@ class AttentionSpec:
         if self.fused_qkv:
             widths = tuple(projection.d_out for projection in held.values())
             held = {"qkv_proj": Projection(widths, self.d_in, any(self.qkv_biases))}
-        return {**held, **self._out_projection}
+        return {**held, **self._output_projections}
 
     @property
-    def _out_projection(self) -> dict[str, Projection]:
-        return {"out_proj": Projection((self.d_model,), self.q_width, self.out_bias)} if self.out_proj else {}
+    def _output_projections(self) -> dict[str, Projection]:
+        """What is done with the context: out_proj and, which new weights are drawn last, gate_proj."""
+        found = {"out_proj": Projection((self.d_model,), self.q_width, self.out_bias)} if self.out_proj else {}
+        if self.gate is not None:
+            width = self.num_heads if self.gate.per_head else self.q_width
+            found["gate_proj"] = Projection((width,), self.d_in, self.gate.bias)
+        return found
 
     @property
     def norms(self) -> dict[str, Norm]:
@@ -221,7 +231,7 @@ class AttentionSpec:
 
         The other parameters come after those of the projections.
         """
-        return _shapes_of({**self.qkv_projections, **self._out_projection}) | self.parameters
+        return _shapes_of({**self.qkv_projections, **self._output_projections}) | self.parameters
 
     @property
     def held_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -24,6 +24,7 @@ from mha_torch.norms import apply_norm
 from mha_torch.rope import apply_rope
 from mha_torch.stages import (
     apply_dropout,
+    apply_gate,
     attention_context,
     attention_scores,
     combine_heads,
@@ -42,6 +43,7 @@ __all__ = [
     "MultiHeadSelfAttention",
     "append_to_cache",
     "apply_dropout",
+    "apply_gate",
     "apply_norm",
     "apply_rope",
     "attention_context",

@@ -27,7 +27,7 @@ from mha_torch.masks import Masking, as_lengths, check_bias, check_mask
 from mha_torch.mha import AttentionLayer
 from mha_torch.not_finite import by_finite_tokens, emptied, spoilt
 from mha_torch.rope import check_rope_positions
-from mha_torch.stages import Dropout, combine_heads, project_qkv
+from mha_torch.stages import Dropout, apply_gate, combine_heads, project_qkv
 from mha_torch.weights import Project, check_weights, project_with
 
 torch.export.register_dataclass(KVCache)  # a pytree,
@@ -87,6 +87,8 @@ def multi_head_attention_with_cache(
         causal = mask_slots(torch.full((1,), cache_len, device=x.device), seq_len, cache_len + seq_len)
         mask = causal if mask is None else causal | mask
     context = fused.attend(q, k, v, Masking(mask, bias, is_causal=cache_len == 0), Dropout(), spec=spec)
+    if spec.gate is not None:
+        context = apply_gate(context, project("gate_proj", x))
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output, k, v
 
@@ -169,6 +171,8 @@ def _cached_layer(
         context = _attend_to_every_slot(q, before, cache, spec, masking, dropout, new_lengths)
     else:
         context = _attend_to_filled_slots(q, before, cache, spec, masking, dropout, lengths)
+    if spec.gate is not None:
+        context = apply_gate(context, project("gate_proj", x))
     output = combine_heads(context)
     output = project("out_proj", output) if spec.out_proj else output
     if is_real is not None:

@@ -46,6 +46,7 @@ from mha_tt.norms import apply_norm
 from mha_tt.rope import Rotation, apply_rope
 from mha_tt.stages import (
     apply_dropout,
+    apply_gate,
     attention_context,
     attention_scores,
     combine_heads,
@@ -67,6 +68,7 @@ __all__ = [
     "accurate_config",
     "append_to_cache",
     "apply_dropout",
+    "apply_gate",
     "apply_norm",
     "apply_rope",
     "attention_context",

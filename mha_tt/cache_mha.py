@@ -35,7 +35,7 @@ from mha_tt.device import padded_head_dim, round_up, upload, zeros
 from mha_tt.masks import DeviceMask, Masking, create_causal_mask_with_cache, on_host
 from mha_tt.mha import AttentionLayer
 from mha_tt.rope import check_rope_positions
-from mha_tt.stages import Dropout, combine_heads, project_qkv
+from mha_tt.stages import Dropout, apply_gate, combine_heads, project_qkv
 from mha_tt.weights import Project, check_weights, project_with
 
 
@@ -94,6 +94,8 @@ def multi_head_attention_with_cache(
         mask = causal if mask is None else causal | on_host(mask)
     arithmetic = _Arithmetic(spec, compute_kernel_config)
     context = _attend(q, k, v, Masking(mask, bias, is_causal=cache_len == 0), Dropout(), arithmetic)
+    if spec.gate is not None:
+        context = apply_gate(context, project("gate_proj", x))
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output, k, v
 
@@ -182,6 +184,8 @@ def _cached_layer(
     arithmetic = _Arithmetic(spec, compute_kernel_config)
     attend = _attend_in_step if is_step else _attend_in_prefill
     context, cache = attend(q, k, v, cache, new_lengths, masking, dropout, arithmetic)
+    if spec.gate is not None:
+        context = apply_gate(context, project("gate_proj", x))
     output = combine_heads(context)
     output = project("out_proj", output) if spec.out_proj else output
     if is_step:

@@ -23,7 +23,15 @@ from mha_tt.arrays import check_dtype, check_floating, check_input_dtype
 from mha_tt.device import accurate_config, describe_config, padded_head_dim
 from mha_tt.masks import CausalMask, DeviceMask, Masking
 from mha_tt.rope import Rotation, check_rope_positions
-from mha_tt.stages import Dropout, combine_heads, drop, project_qkv, scaled_dot_product_attention, split_heads
+from mha_tt.stages import (
+    Dropout,
+    apply_gate,
+    combine_heads,
+    drop,
+    project_qkv,
+    scaled_dot_product_attention,
+    split_heads,
+)
 from mha_tt.weights import Project, check_weights, project_with, upload_weights
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
@@ -160,6 +168,8 @@ def _attention_layer(
             fused.attend(q, k, v, masking, dropout, spec=spec, compute_kernel_config=compute_kernel_config),
             None,
         )
+    if spec.gate is not None:
+        context = apply_gate(context, project("gate_proj", query))
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output, attn_weights
 

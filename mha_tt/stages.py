@@ -190,6 +190,18 @@ def attention_context(
     )
 
 
+def apply_gate(context: Float[Tensor, "B N T H"], gate: Float[Tensor, "B T G"]) -> Float[Tensor, "B N T H"]:
+    """The context times the sigmoid of what gate_proj gives, (B, T, N * H), or (B, T, N) for one number a head.
+
+    Source: Gated Attention for Large Language Models, arXiv:2505.06708.
+    """
+    check_gated(context, gate)
+    if 0 in tuple(context.shape):
+        return context
+    gate = ttnn.sigmoid_accurate(at_least_float32(split_heads(gate, context.shape[1])))
+    return as_dtype(ttnn.multiply(at_least_float32(context), gate), context.dtype)
+
+
 def apply_dropout(
     attn_weights: Float[Tensor, "B N T S"],
     rate: float,
@@ -406,6 +418,19 @@ def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
             f"and attn_weights.shape={tuple(attn_weights.shape)}"
         )
     check_head_groups(attn_weights.shape[1], value.shape[1])
+
+
+def check_gated(context: Tensor, gate: Tensor) -> None:
+    """Refuse a context (B, N, T, H) and a gate that is not (B, T, N * H) or (B, T, N)."""
+    check_floating("context", context, rank=4)
+    check_floating("gate", gate, rank=3)
+    batch_size, num_heads, seq_len, head_dim = context.shape
+    widths = (num_heads * head_dim, num_heads)
+    if tuple(gate.shape) not in [(batch_size, seq_len, width) for width in widths]:
+        raise ValueError(
+            f"gate must have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]}), "
+            f"got gate.shape={tuple(gate.shape)}"
+        )
 
 
 def check_keep(keep: np.ndarray | None, scores_shape: tuple[int, ...]) -> None:

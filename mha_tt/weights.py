@@ -15,8 +15,8 @@ from mha_tt.device import accurate_config, download, head_slots, padded_head_dim
 from mha_tt.norms import apply_norm, parameter_shape
 
 Project = Callable[[str, Tensor], Tensor]
-"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input, or the norm
-(`q_norm`, `k_norm`, `v_norm`) to what was projected."""
+"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an input,
+or the norm (`q_norm`, `k_norm`, `v_norm`) to what was projected."""
 
 
 def upload_weights(
@@ -62,9 +62,9 @@ def upload_weights(
         projection, _, kind = name.partition(".")
         if name in spec.parameters:
             array = _pad_heads(array.reshape(-1), spec).reshape(_parameter_shape(array.shape, spec))
-        elif projection != "out_proj":
+        elif _has_heads(projection, spec):
             array = _pad_heads(array, spec)
-        elif kind == "weight":
+        elif projection == "out_proj" and kind == "weight":
             array = _pad_heads(array.T, spec).T
         is_matrix = kind == "weight" and name not in spec.parameters
         if name not in spec.parameters:
@@ -95,10 +95,10 @@ def download_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> dict
             canonical[name] = array.reshape(-1, padded)[:, slots].reshape(spec.parameters[name])
             continue
         array = array.T if kind == "weight" else array[0]
-        if projection != "out_proj":
+        if _has_heads(projection, spec):
             array = array.reshape(-1, padded, *array.shape[1:])[:, slots]
             array = array.reshape(-1, *array.shape[2:])
-        elif kind == "weight":
+        elif projection == "out_proj" and kind == "weight":
             array = array.reshape(len(array), -1, padded)[:, :, slots].reshape(len(array), -1)
         if projection == "qkv_proj":
             parts = np.split(array, [spec.q_width, spec.q_width + spec.kv_width])
@@ -114,6 +114,12 @@ def _slots(width: int, spec: AttentionSpec) -> np.ndarray:
     """Where the features lie in one padded head, or in several side by side."""
     first = _padded(spec) * np.arange(width // _padded(spec))[:, None]
     return (first + head_slots(spec.head_dim, rope=spec.rope is not None)).reshape(-1)
+
+
+def _has_heads(projection: str, spec: AttentionSpec) -> bool:
+    """Whether what a projection gives are the features of heads."""
+    is_one_a_head = projection == "gate_proj" and spec.gate is not None and spec.gate.per_head
+    return projection != "out_proj" and not is_one_a_head
 
 
 def _padded(spec: AttentionSpec) -> int:
@@ -175,9 +181,11 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     padded = _padded(spec)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, projection in spec.projections.items():
-        d_in, d_out = projection.d_in, projection.d_out // spec.head_dim * padded
-        if name == "out_proj":
-            d_in, d_out = spec.num_heads * padded, projection.d_out
+        d_in, d_out = projection.d_in, projection.d_out
+        if _has_heads(name, spec):
+            d_out = d_out // spec.head_dim * padded
+        elif name == "out_proj":
+            d_in = spec.num_heads * padded
         shapes[f"{name}.weight"] = (d_in, d_out)
         if projection.has_bias:
             shapes[f"{name}.bias"] = (1, d_out)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mha_spec import Norm, Rope
+from mha_spec import Gate, Norm, Rope
 from parity import AttentionSpec, random_weights
 from parity.conversion.layouts.layout import RULES, Layout, Tensor
 from parity.conversion.layouts.tables import LAYOUTS
@@ -366,6 +366,7 @@ UNHELD = {
     r"q_proj, k_proj and v_proj must all have a bias, or none, got .*qkv_bias=\(True, False, True\)": {
         "qkv_bias": (True, False, True)
     },
+    "there must be no gate, got gate=Gate": {"gate": Gate()},
     "projections must not be clipped, got clip_qkv=8.0": {"clip_qkv": 8.0},
     "queries, keys and values must not be normalised, got qk_norm=Norm": {"qk_norm": Norm()},
     "queries, keys and values must not be normalised, got qk_norm=None, v_norm=Norm": {"v_norm": Norm(weight=None)},

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from mha_spec import Norm, Rope
+from mha_spec import Gate, Norm, Rope
 from parity import CASES, AttentionSpec, pretrained, random_case
 from parity.core.cases import case_named
 from parity.core.stages import STAGES, Stage, stage_named
@@ -63,6 +63,7 @@ def test_spec_never_derives_a_head_dim_that_is_given():
         ({"d_model": 8, "num_heads": 2, "dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1"),
         ({"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True}, ValueError, "d_kv must equal d_in"),
         ({"d_model": 8, "num_heads": 2, "qk_norm": "rms"}, TypeError, "qk_norm must be a Norm or None"),
+        ({"d_model": 8, "num_heads": 2, "gate": True}, TypeError, "gate must be a Gate or None, got gate=True"),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, ValueError, "clip_qkv must be positive and finite"),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": math.nan}, ValueError, "clip_qkv must be positive and finite"),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": True}, TypeError, "clip_qkv must be a number"),
@@ -112,6 +113,16 @@ def test_norms_have_the_parameters_that_they_ask_for():
     }
     assert list(weight_shapes(spec))[-5:] == list(spec.parameters)
     assert AttentionSpec(8, 2, qk_norm=Norm(weight=None), v_norm=Norm(weight=None)).parameters == {}
+
+
+def test_a_gate_adds_a_projection():
+    spec = AttentionSpec(8, 2, num_kv_heads=1, d_in=6, gate=Gate(bias=True))
+    assert weight_shapes(spec)["gate_proj.weight"] == (8, 6)
+    assert weight_shapes(spec)["gate_proj.bias"] == (8,)
+    assert weight_shapes(AttentionSpec(8, 2, gate=Gate(per_head=True)))["gate_proj.weight"] == (2, 8)
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    with pytest.raises(TypeError, match="per_head must be a boolean, got per_head=1"):
+        Gate(per_head=1)
 
 
 def test_three_biases_are_kept_as_one_where_they_are_equal():
@@ -238,6 +249,9 @@ def test_cases_cover_what_attention_can_do():
         ),
         "norm after RoPE": any(norm.after_rope for case in cases for norm in case.spec.norms.values()),
         "biases of some": any(isinstance(case.spec.qkv_bias, tuple) for case in cases),
+        "gate": any(case.spec.gate and not case.spec.gate.per_head for case in cases),
+        "gate of each head": any(case.spec.gate and case.spec.gate.per_head for case in cases),
+        "gate with a cache": any(case.spec.gate for case in cases if case.is_cached),
         "clipped": any(case.spec.clip_qkv for case in cases if not case.is_cached),
         "clipped with a cache": any(case.spec.clip_qkv for case in cases if case.is_cached),
         "norm of values": any(case.spec.v_norm for case in cases),

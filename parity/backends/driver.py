@@ -64,6 +64,7 @@ class _Layer:
         self.soften = port.jit(lambda scores, mask: sibling.masked_softmax(scores, mask))
         self.weigh = port.jit(lambda attn_weights, v: sibling.attention_context(attn_weights, v))
         self.combine = port.jit(self._combine)
+        self.open = port.jit(lambda query: sibling.project_with(self.filled.weights, spec)("gate_proj", query))
         self.append = port.jit(lambda cache, k, v, n: sibling.append_to_cache(cache, k, v, new_lengths=n))
 
     def _project(self, query: Any, key: Any, positions: Any) -> tuple[Any, Any, Any]:
@@ -71,7 +72,8 @@ class _Layer:
         project = self.sibling.project_with(self.filled.weights, self.spec)
         return self.sibling.project_qkv(project, query, key, key, self.spec, positions)
 
-    def _combine(self, context: Any) -> Any:
+    def _combine(self, context: Any, gate: Any) -> Any:
+        context = context if gate is None else self.sibling.apply_gate(context, gate)
         output = self.sibling.combine_heads(context)
         if not self.spec.out_proj:
             return output
@@ -101,10 +103,15 @@ class _Layer:
         return self.port.beside(self.hidden()) if self.case.has_mask else None
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        return self.heads(self.project(self.inputs["query"], self.inputs.get("key"), None))
+        return self.entering(self.inputs["query"], self.inputs.get("key"), None)
 
-    def heads(self, qkv: tuple[Any, Any, Any]) -> dict[str, np.ndarray]:
-        return {name: self.shapes.heads_to_numpy(x) for name, x in zip("qkv", qkv, strict=True)}
+    def entering(self, query: Any, key: Any, positions: Any) -> dict[str, np.ndarray]:
+        """The heads that enter attention, and the gate of what comes out."""
+        qkv = self.project(query, key, positions)
+        found = {name: self.shapes.heads_to_numpy(x) for name, x in zip("qkv", qkv, strict=True)}
+        if self.spec.gate is None:
+            return found
+        return {**found, "gate": self.shapes.gate_to_numpy(self.open(query))}
 
     def scores(self, values: Values) -> dict[str, np.ndarray]:
         q, k = (self.shapes.heads_from_numpy(values[name]) for name in "qk")
@@ -120,7 +127,8 @@ class _Layer:
         return {"context": self.shapes.heads_to_numpy(context)}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
-        output = self.combine(self.shapes.heads_from_numpy(values["context"]))
+        gate = None if self.spec.gate is None else self.shapes.gate_from_numpy(values["gate"])
+        output = self.combine(self.shapes.heads_from_numpy(values["context"]), gate)
         return {"output": self.shapes.output_to_numpy(output)}
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
@@ -157,7 +165,7 @@ class _Call:
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
         positions = self.before[:, None] + np.arange(self.case.chunks[self.index], dtype=np.int32)
         positions = self.port.beside(positions) if self.case.spec.rope is not None else None
-        return self.layer.heads(self.layer.project(self.x, None, positions))
+        return self.layer.entering(self.x, None, positions)
 
     def cache(self, values: Values) -> dict[str, np.ndarray]:
         k, v = (self.shapes.heads_from_numpy(values[name]) for name in "kv")

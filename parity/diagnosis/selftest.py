@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from mha_spec import AttentionSpec, Norm, Rope
+from mha_spec import AttentionSpec, Gate, Norm, Rope
 from parity.backends import BACKENDS, load_backend, why_missing
 from parity.backends.record import record
 from parity.core.cases import CASES, Case
@@ -76,8 +76,9 @@ SELFTEST_CASES = [
             rope=Rope(10000.0),
             qk_norm=Norm(per_head=True, eps=0.01),
             v_norm=Norm(weight=None),
+            gate=Gate(bias=True),
         ),
-        "norms of heads, each with a weight of its own, and of values",
+        "norms of heads, each with a weight of its own, and of values; a gate",
         seq_len=7,
         is_causal=True,
     ),

@@ -36,6 +36,7 @@ def covers(case: Case) -> str:
         f"clip {spec.clip_qkv}": spec.clip_qkv is not None,
         "norm of q and k": spec.qk_norm is not None,
         "norm of v": spec.v_norm is not None,
+        "gate": spec.gate is not None,
         "RoPE": spec.rope is not None,
         f"scale {spec.scale}": spec.scale is not None,
         f"cache of {case.capacity} slots": case.is_cached,

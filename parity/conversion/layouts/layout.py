@@ -160,12 +160,13 @@ RULES: dict[str, Rule] = {
         ("qkv_bias",),
         lambda spec: not isinstance(spec.qkv_bias, tuple),
     ),
+    "no gate": Rule("there must be no gate", ("gate",), lambda spec: spec.gate is None),
     "even": Rule("head_dim must be even", ("head_dim",), lambda spec: spec.head_dim % 2 == 0),
 }
 """What layouts may ask of a layer."""
 
 
-OF_ALL = ("no norms", "no clipping", "equal biases")
+OF_ALL = ("no norms", "no clipping", "equal biases", "no gate")
 """The rules of every layout: what none of them has names for yet."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mha_spec import AttentionSpec, Norm, Rope
+from mha_spec import AttentionSpec, Gate, Norm, Rope
 from parity.core.cases.case import Case
 
 _MHA = AttentionSpec(32, 4)
@@ -24,6 +24,8 @@ _AFTER_ROPE = AttentionSpec(32, 4, rope=Rope(10000.0), qk_norm=Norm(after_rope=T
 _L2 = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0), qk_norm=Norm(weight=None, after_rope=True, eps=0.01))
 _CLIP = AttentionSpec(32, 4, num_kv_heads=2, clip_qkv=0.75, rope=Rope(10000.0))
 _WHISPER = AttentionSpec(32, 4, qkv_bias=(True, False, True))
+_GATE = AttentionSpec(48, 4, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), qk_norm=Norm(weight="1+w"), gate=Gate())
+_HEAD_GATE = AttentionSpec(32, 4, gate=Gate(per_head=True, bias=True))
 _TINY = AttentionSpec(4, 2, d_in=3)
 _TEXTBOOK = AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False)
 _CROSS = AttentionSpec(32, 4, d_in=24, d_kv=40)
@@ -73,6 +75,8 @@ LAYERS = [
     Case("norm-width", _WIDTH, "norms over the width of all heads", seq_len=9, is_causal=True),
     Case("norm-per-head", _PER_HEAD, "layer norms with weights for each head", seq_len_k=7),
     Case("norm-after-rope", _AFTER_ROPE, "norms of what was rotated", seq_len=9, key_padding_lengths=(3, 9)),
+    Case("gate", _GATE, "a gate of each feature of the context", seq_len=9, is_causal=True),
+    Case("gate-per-head", _HEAD_GATE, "a gate of each head", seq_len_k=7),
     Case("rope-far", _ROPE, "positions that bfloat16 cannot tell apart", batch=1, seq_len=300, is_causal=True),
 ]
 """Other widths, heads, projections; another scale; rotary positions."""
@@ -146,6 +150,7 @@ CACHED = [
     Case("decode-gqa-rope", _GQA_ROPE, "decode, rotary, shared", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case("decode-biases-of-some", _WHISPER, "decode, keys without a bias", seq_len=6, chunks=(4, 1, 1), capacity=6),
     Case("decode-clip-qkv", _CLIP, "decode, projections clipped", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
+    Case("decode-gate", _GATE, "decode, gated", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case("decode-norm-width", _WIDTH, "decode, norms over all heads", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case("decode-l2-norm", _L2, "decode, norms without weights", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case(

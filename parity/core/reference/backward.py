@@ -36,16 +36,16 @@ class Backward:
         problem, a = self.layer.problem, self.arithmetic
         inputs, values = problem.inputs, self.layer.forward()
         if self.magnitude:
-            values = {name: np.abs(value) for name, value in values.items()}
+            values = {name: value if name == "gate" else np.abs(value) for name, value in values.items()}
             inputs = {name: np.abs(value) for name, value in inputs.items()}
         query = _without_bad_tokens(inputs["query"])
         key = _without_bad_tokens(inputs["key"]) if "key" in inputs else query
         grads: dict[str, np.ndarray] = {}
 
-        d_context = self.of_context(values, inputs["cotangent"], grads)
+        d_context, d_query = self.of_context(values, query, inputs["cotangent"], grads)
         d_q, d_k, d_v = self.of_heads(values, d_context, grads)
 
-        d_inputs = {"query": np.zeros(query.shape, a.wide), "key": np.zeros(key.shape, a.wide)}
+        d_inputs = {"query": d_query, "key": np.zeros(key.shape, a.wide)}
         positions = np.arange(query.shape[1])[None]
         for name, x, side, d_heads in (("q", query, "query", d_q), ("k", key, "key", d_k), ("v", key, "key", d_v)):
             d_projected = self.of_entering(name, a.keep(d_heads), positions, grads)
@@ -59,11 +59,22 @@ class Backward:
 
     # ---- One part each: what comes from behind in, what goes on to the front out -------------------------------------
 
-    def of_context(self, values: Values, d_output: np.ndarray, grads: dict[str, np.ndarray]) -> np.ndarray:
-        """The gradient of the context (B, N, T, H)."""
-        if self.layer.problem.spec.out_proj:
-            d_output = self.of_linear("out_proj", self.layer.combine_heads(values["context"]), d_output, grads)
-        return self.layer.split_heads(self.arithmetic.widen(d_output))
+    def of_context(
+        self, values: Values, query: np.ndarray, d_output: np.ndarray, grads: dict[str, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The gradient of the context (B, N, T, H), and what the gate adds to that of the query."""
+        layer, a = self.layer, self.arithmetic
+        if layer.problem.spec.out_proj:
+            d_output = self.of_linear("out_proj", layer.combine_heads(layer.gated(values)), d_output, grads)
+        d_context, nothing = layer.split_heads(a.widen(d_output)), np.zeros(query.shape, a.wide)
+        gate = layer.problem.spec.gate
+        if gate is None:
+            return d_context, nothing
+        openness = layer.openness(values)
+        d_gate = d_context * a.widen(values["context"]) * openness * (1.0 - openness)
+        d_gate = layer.combine_heads(d_gate.sum(axis=-1, keepdims=True) if gate.per_head else d_gate)
+        d_query = self.of_linear("gate_proj", query, a.keep(d_gate), grads)
+        return d_context * openness, a.widen(d_query)
 
     def of_entering(
         self, name: str, d_heads: np.ndarray, positions: np.ndarray, grads: dict[str, np.ndarray]

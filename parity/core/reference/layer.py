@@ -81,7 +81,7 @@ class Layer:
         return {"context": self.arithmetic.keep(self.arithmetic.matmul(attn_weights, self.per_query_head(v)))}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
-        combined = self.combine_heads(values["context"])
+        combined = self.combine_heads(self.gated(values))
         return {"output": self.linear("out_proj", combined) if self.problem.spec.out_proj else combined}
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
@@ -159,7 +159,22 @@ class Layer:
 
     def project(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> dict[str, np.ndarray]:
         projected = {name: self.linear(f"{name}_proj", query if name == "q" else key) for name in "qkv"}
-        return {name: self.entering(name, x, positions) for name, x in projected.items()}
+        heads = {name: self.entering(name, x, positions) for name, x in projected.items()}
+        return heads if self.problem.spec.gate is None else {**heads, "gate": self.linear("gate_proj", query)}
+
+    def gated(self, values: Values) -> np.ndarray:
+        """The context, each feature times the sigmoid of its gate."""
+        context = values["context"]
+        if self.problem.spec.gate is None:
+            return context
+        return self.arithmetic.keep(self.arithmetic.widen(context) * self.openness(values))
+
+    def openness(self, values: Values) -> np.ndarray:
+        """What the context is multiplied by, (B, N, T, H or 1): between 0 and 1."""
+        gate = self.arithmetic.widen(values["gate"])
+        gate = gate.reshape(*gate.shape[:2], self.problem.spec.num_heads, -1).swapaxes(1, 2)
+        with np.errstate(over="ignore"):
+            return 1.0 / (1.0 + np.exp(-gate))
 
     def entering(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """What was projected as the heads that enter attention: clipped, split, normalised and turned."""

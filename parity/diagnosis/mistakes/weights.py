@@ -97,7 +97,7 @@ def _swapped(one: str, other: str, *, is_planted: bool = True) -> Mistake:
 def _swapped_after_rope() -> Mistake:
     def project(_: Layer, original: Any, *inputs: np.ndarray) -> dict[str, np.ndarray]:
         projected = original(*inputs)
-        return {"q": projected["q"], "k": projected["v"], "v": projected["k"]}
+        return {**projected, "k": projected["v"], "v": projected["k"]}
 
     def project_qkv(_: Plan, original: Any, *inputs: Any, **options: Any) -> tuple[Any, Any, Any]:
         q, k, v = original(*inputs, **options)
@@ -279,7 +279,7 @@ def _not_clipped(of: str) -> Mistake:
 
 def no_out_proj(case: Case) -> Iterator[Mistake]:
     def output(layer: Layer, _: Any, values: Values) -> dict[str, np.ndarray]:
-        return {"output": layer.combine_heads(values["context"])}
+        return {"output": layer.combine_heads(layer.gated(values))}
 
     def project_with(_: Plan, original: Any, *held: Any) -> Any:
         return lambda which, x: x if which == "out_proj" else original(*held)(which, x)
