@@ -15,8 +15,8 @@ from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
 
 Project = Callable[[str, Array], Array]
-"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an input,
-or the norm (`q_norm`, `k_norm`, `v_norm`) to what was projected."""
+"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an
+input, or the norm (`q_norm`, `k_norm`, `v_norm`) to what was projected."""
 
 
 def project_with(weights: Mapping[str, Mapping[str, Array]], spec: AttentionSpec | None = None) -> Project:

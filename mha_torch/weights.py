@@ -14,8 +14,8 @@ from mha_torch.arrays import check_array, check_device, is_autocast_on, values_o
 from mha_torch.norms import apply_norm
 
 Project = Callable[[str, Tensor], Tensor]
-"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an input,
-or the norm (`q_norm`, `k_norm`, `v_norm`) to what was projected."""
+"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an
+input, or the norm (`q_norm`, `k_norm`, `v_norm`) to what was projected."""
 
 
 def project_with(weights: Mapping[str, Tensor], spec: AttentionSpec | None = None) -> Project:

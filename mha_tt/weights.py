@@ -15,8 +15,8 @@ from mha_tt.device import accurate_config, download, head_slots, padded_head_dim
 from mha_tt.norms import apply_norm, parameter_shape
 
 Project = Callable[[str, Tensor], Tensor]
-"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an input,
-or the norm (`q_norm`, `k_norm`, `v_norm`) to what was projected."""
+"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an
+input, or the norm (`q_norm`, `k_norm`, `v_norm`) to what was projected."""
 
 
 def upload_weights(

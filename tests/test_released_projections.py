@@ -1,4 +1,4 @@
-"""Projections that are clipped, of which some have a bias, or which gate the context, as in the released modules of transformers."""
+"""Clipped projections, biases of some, gates of the context: as in the released modules of transformers."""
 
 import importlib
 
@@ -17,8 +17,8 @@ def x():
 
 
 def test_olmo_clips_what_the_projections_give(x):
-    sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    theta = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    sizes: dict = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    theta: dict = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     module, settings = made("olmo", "OlmoAttention", "OlmoConfig", clip_qkv=0.75, **sizes, **theta)
     tables = rotary("olmo", "OlmoRotaryEmbedding", settings, x)
     spec = AttentionSpec(48, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, clip_qkv=0.75, rope=Rope(10000.0))

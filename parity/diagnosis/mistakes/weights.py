@@ -59,10 +59,11 @@ def _transposed(projection: str) -> Mistake:
 def swapped(case: Case) -> Iterator[Mistake]:
     spec = case.spec
     has_rope = spec.rope is not None
-    yield _swapped("k", "v", is_planted=not has_rope)  # with RoPE the one of the same name is planted, below
+    q, k, v = spec.qkv_biases  # one that only one of two has would not be loaded into the other
+    if k == v:
+        yield _swapped("k", "v", is_planted=not has_rope)  # with RoPE the one of the same name is planted, below
     if spec.num_heads == spec.num_kv_heads and spec.d_in == spec.d_kv:
-        yield _swapped("q", "k")
-        yield _swapped("q", "v")
+        yield from (_swapped("q", other) for other, has_bias in (("k", k), ("v", v)) if has_bias == q)
     if has_rope:  # without it the same as the first
         yield _swapped_after_rope()
 
