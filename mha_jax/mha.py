@@ -16,21 +16,25 @@ from mha_jax import fused, stages
 from mha_jax.arrays import check_floating, check_lengths
 from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
 from mha_jax.masks import Masking
+from mha_jax.norms import NormLayer
 from mha_jax.not_finite import by_finite_tokens
 from mha_jax.rope import check_rope_positions
 from mha_jax.stages import (
     Dropout,
     apply_dropout,
+    apply_gate,
     combine_heads,
     project_qkv,
     scaled_dot_product_attention,
     split_heads,
 )
 from mha_jax.weights import Project, check_projected, check_weights, linear, project_with
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Gate, Norm, Rope
 from mha_spec.attention import check_spec
 
 jax.tree_util.register_static(AttentionSpec)  # jitted functions take it as they take arrays
+jax.tree_util.register_static(Gate)
+jax.tree_util.register_static(Norm)
 jax.tree_util.register_static(Rope)
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
@@ -85,7 +89,8 @@ def multi_head_attention(
 
     Args:
         query: (B, T, d_in).
-        weights: of the projections of the spec: Flax params, {`<name>`: {`kernel` (in, out), `bias` (out,)}}.
+        weights: of the projections of the spec: Flax params, {`<name>`: {`kernel` (in, out), `bias` (out,)}}; and of
+            its norms, {`<name>`: {`weight`, `bias`}}.
         spec: what the layer computes.
         key: (B, S, d_kv); absent for self-attention.
         value: (B, S, d_kv); the key when absent.
@@ -117,7 +122,7 @@ def multi_head_attention(
         raise ValueError("dropout_keep must come with training=True, got dropout_keep and training=False")
     context_rng, output_rng = (None, None) if dropout_rng is None else jax.random.split(dropout_rng)
     output, attn_weights = _attention_layer(
-        project_with(weights),
+        project_with(weights, spec),
         query,
         key,
         value,
@@ -158,6 +163,8 @@ def _attention_layer(
         context, attn_weights = stages.attend(q, k, v, masking, dropout, spec=spec, need_weights=need_weights)
     else:
         context, attn_weights = fused.attend(q, k, v, masking, dropout, spec=spec, block_sizes=block_sizes), None
+    if spec.gate is not None:
+        context = apply_gate(context, project("gate_proj", query))
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output, attn_weights
 
@@ -189,7 +196,7 @@ class Projection(nnx.Linear):
 
 
 class AttentionLayer(nnx.Module):
-    """The specification and the projections that every attention module of this package holds.
+    """The specification, the projections and the norms that every attention module of this package holds.
 
     Args:
         spec: what the layer computes.
@@ -214,6 +221,8 @@ class AttentionLayer(nnx.Module):
                 projection.d_in, projection.widths, use_bias=projection.has_bias, param_dtype=param_dtype, rngs=rngs
             )
             setattr(self, name, kernel)
+        for name, norm in spec.norms.items():
+            setattr(self, name, NormLayer(norm, spec.norm_shapes(name), param_dtype=param_dtype))
         self.deterministic = False  # as `train()` and `eval()` of nnx set it
         self.dropout_rngs = rngs["dropout"].fork() if spec.dropout or spec.output_dropout else None
 
@@ -221,7 +230,10 @@ class AttentionLayer(nnx.Module):
         return f"{type(self).__name__}({self.spec!r})"
 
     def project(self, name: str, x: Float[Array, "B T d_in"]) -> Float[Array, "B T d_out"]:
-        """Apply the projection of that name, as a module, so that replaced layers take part."""
+        """Apply the projection or the norm of that name, as a module, so that replaced layers take part."""
+        if name in self.spec.norms:
+            norm: NormLayer = getattr(self, name)
+            return norm(x)
         linear: Projection = getattr(self, name)
         if isinstance(getattr(linear, "kernel", None), nnx.Param):  # a replaced layer may keep its weights elsewhere
             check_projected(name, x, linear.kernel[...])

@@ -17,7 +17,7 @@ from mha_jax.masks import Masking, check_bias, check_mask, to_scores_rank
 from mha_jax.not_finite import emptied, not_finite, sees_any, spoilt
 from mha_jax.rope import apply_rope, at_least_float32
 from mha_jax.weights import Project
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Rope
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups
 
@@ -67,12 +67,12 @@ def project_qkv(
     spec: AttentionSpec,
     positions: Int[Array, "... #B T"] | None = None,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """Project the inputs, split the heads, and rotate queries and keys by their positions where there is RoPE.
+    """Project the inputs, clip, split the heads, normalise, and rotate queries and keys by their positions.
 
     Args:
-        project: applies a projection by its name.
+        project: applies a projection or a norm by its name.
         query, key, value: inputs of the layer; the same array three times for self-attention.
-        spec: the layer: its heads, its RoPE, and whether it holds one `qkv_proj` in place of three projections.
+        spec: the layer: heads, norms, RoPE, and whether it holds one `qkv_proj` in place of three projections.
         positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent. Used with
             RoPE only.
 
@@ -86,11 +86,22 @@ def project_qkv(
         q, k, v = _unpack_qkv(project("qkv_proj", query), spec)
     else:
         q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
-    q, k, v = split_heads(q, spec.num_heads), split_heads(k, spec.num_kv_heads), split_heads(v, spec.num_kv_heads)
-    if spec.rope is not None:
-        positions = jnp.arange(q.shape[2], dtype=jnp.int32)[None] if positions is None else positions
-        q, k = apply_rope(q, positions, spec.rope), apply_rope(k, positions, spec.rope)
-    return q, k, v
+    if spec.rope is not None and positions is None:
+        positions = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+
+    def enter(name: str, x: Array, num_heads: int, rope: Rope | None) -> Array:
+        norm = spec.norms.get(name)
+        x = x if spec.clip_qkv is None else _clip(x, spec.clip_qkv)
+        if norm is not None and norm.over == "width":
+            x = project(name, x)
+        x = split_heads(x, num_heads)
+        if norm is not None and norm.over == "head" and not norm.after_rope:
+            x = project(name, x)
+        x = x if rope is None or positions is None else apply_rope(x, positions, rope)
+        return project(name, x) if norm is not None and norm.after_rope else x
+
+    q, k = enter("q_norm", q, spec.num_heads, spec.rope), enter("k_norm", k, spec.num_kv_heads, spec.rope)
+    return q, k, enter("v_norm", v, spec.num_kv_heads, None)
 
 
 def attention_scores(
@@ -138,6 +149,16 @@ def attention_context(attn_weights: Float[Array, "B N T S"], value: Float[Array,
     return context.astype(value.dtype)
 
 
+def apply_gate(context: Float[Array, "B N T H"], gate: Float[Array, "B T G"]) -> Float[Array, "B N T H"]:
+    """The context times the sigmoid of what gate_proj gives, (B, T, N * H), or (B, T, N) for one number a head.
+
+    Source: Gated Attention for Large Language Models, arXiv:2505.06708.
+    """
+    check_gated(context, gate)
+    gate = jax.nn.sigmoid(at_least_float32(split_heads(gate, context.shape[1])))
+    return (at_least_float32(context) * gate).astype(context.dtype)
+
+
 def apply_dropout(
     attn_weights: Float[Array, "B N T S"],
     rate: float,
@@ -181,6 +202,11 @@ def soft_capped(scores: Array, spec: AttentionSpec | None) -> Array:
     if spec is None or spec.soft_cap is None:
         return scores
     return spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
+
+
+def _clip(x: Array, limit: float) -> Array:
+    """x within [-limit, limit]; what lies on an end passes its gradient on."""
+    return jnp.where(x > limit, limit, jnp.where(x < -limit, -limit, x))
 
 
 def _unpack_qkv(packed: Array, spec: AttentionSpec) -> list[Array]:
@@ -332,6 +358,19 @@ def check_weighed(attn_weights: Array, value: Array) -> None:
             f"and attn_weights.shape={attn_weights.shape}"
         )
     check_head_groups(attn_weights.shape[1], value.shape[1])
+
+
+def check_gated(context: Array, gate: Array) -> None:
+    """Refuse a context (B, N, T, H) and a gate that is not (B, T, N * H) or (B, T, N)."""
+    check_floating("context", context, rank=4)
+    check_floating("gate", gate, rank=3)
+    batch_size, num_heads, seq_len, head_dim = context.shape
+    widths = (num_heads * head_dim, num_heads)
+    if gate.shape not in [(batch_size, seq_len, width) for width in widths]:
+        raise ValueError(
+            f"gate must have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]}), "
+            f"got gate.shape={gate.shape}"
+        )
 
 
 def check_keep(keep: Array | None, scores_shape: tuple[int, ...]) -> None:

@@ -9,18 +9,24 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array
 
+from mha_jax.norms import apply_norm
 from mha_jax.rope import at_least_float32
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
 
 Project = Callable[[str, Array], Array]
-"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input."""
+"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an
+input, or the norm (`q_norm`, `k_norm`, `v_norm`) to what was projected."""
 
 
-def project_with(weights: Mapping[str, Mapping[str, Array]]) -> Project:
-    """Projections whose weights lie in the container that `multi_head_attention` takes."""
+def project_with(weights: Mapping[str, Mapping[str, Array]], spec: AttentionSpec | None = None) -> Project:
+    """Projections whose weights lie in the container that `multi_head_attention` takes, and the norms of a spec."""
+    norms = {} if spec is None else spec.norms
 
     def project(name: str, x: Array) -> Array:
+        if name in norms:
+            leaves = weights.get(name, {})  # a norm may have no parameters
+            return apply_norm(x, norms[name], leaves.get("weight"), leaves.get("bias"))
         leaves = weights[name]
         check_projected(name, x, leaves["kernel"])
         return linear(x, leaves["kernel"], leaves.get("bias"))
@@ -48,7 +54,10 @@ def check_weights(weights: Mapping[str, Mapping[str, Array]], spec: AttentionSpe
     if flat:
         raise TypeError(f"weights must map each projection to its kernel and bias, got arrays for {flat}")
     held = {f"{name}.{leaf}": array for name, leaves in weights.items() for leaf, array in leaves.items()}
-    shapes = {name.replace("weight", "kernel"): shape[::-1] for name, shape in spec.held_shapes.items()}
+    shapes = {
+        name.replace("proj.weight", "proj.kernel"): shape if name in spec.parameters else shape[::-1]
+        for name, shape in spec.held_shapes.items()
+    }
     missing, unexpected = sorted(shapes.keys() - held.keys()), sorted(held.keys() - shapes.keys())
     if missing or unexpected:
         raise ValueError(f"weights must have exactly the names of the spec, missing {missing}, unexpected {unexpected}")

@@ -1,6 +1,8 @@
 """What an attention layer computes, written once: pure Python and NumPy, for every sibling and for `parity`."""
 
 from mha_spec.attention import AttentionSpec, Projection
+from mha_spec.gate import Gate
+from mha_spec.norm import Norm
 from mha_spec.rope import Rope
 from mha_spec.scaling import (
     DynamicScaling,
@@ -14,9 +16,11 @@ from mha_spec.scaling import (
 __all__ = [
     "AttentionSpec",
     "DynamicScaling",
+    "Gate",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "Norm",
     "Projection",
     "ProportionalScaling",
     "Rope",

@@ -8,17 +8,21 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from mha_spec.gate import Gate
+from mha_spec.norm import Norm
 from mha_spec.reach import Reach, reach_of
 from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups
 from mha_spec.scaling import SCALINGS, Scaling
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv")
-FLAGS = ("qkv_bias", "out_bias", "out_proj", "fused_qkv")
+FLAGS = ("out_bias", "out_proj", "fused_qkv")
 RATES = ("dropout", "output_dropout")
-FACTORS = ("scale", "soft_cap")
+FACTORS = ("clip_qkv", "scale", "soft_cap")
+NORMS = ("qk_norm", "v_norm")
+RECORDS = {"gate": Gate, "qk_norm": Norm, "v_norm": Norm}
 
-Record = TypeVar("Record", "AttentionSpec", Rope, Scaling)
+Record = TypeVar("Record", "AttentionSpec", Gate, Norm, Rope, Scaling)
 
 
 class Projection(NamedTuple):
@@ -53,11 +57,18 @@ class AttentionSpec:
         head_dim: features of a head, H; d_model // num_heads when left out.
         d_in: width of the query input; d_model when left out.
         d_kv: width of the key and value input; d_in when left out.
-        qkv_bias: q_proj, k_proj and v_proj have a bias.
+        qkv_bias: q_proj, k_proj and v_proj have a bias; or three booleans, whether each has one. Three that are equal
+            are kept as one.
         out_bias: out_proj, where there is one, has a bias.
         out_proj: the combined heads, N * H wide, are projected to d_model; without it they are the output.
         fused_qkv: the layer holds one qkv_proj, its rows q, then k, then v, in place of three projections; the results
             are equal.
+        qk_norm: how queries and keys are normalised, or None for no such norm. `q_norm` and `k_norm` have weights of
+            their own.
+        v_norm: how values are normalised, or None.
+        clip_qkv: what q_proj, k_proj and v_proj give is clipped to [-clip_qkv, clip_qkv], before all else, or None for
+            no limit.
+        gate: what the context is multiplied by before out_proj, or None for no gate.
         rope: how queries and keys are rotated by their positions, or None for no RoPE.
         scale: what dot products of queries and keys are multiplied by, where it is not 1 / sqrt(H).
         soft_cap: scores s are capped softly, soft_cap * tanh(s / soft_cap), before anything is added or hidden.
@@ -67,9 +78,10 @@ class AttentionSpec:
         output_dropout: rate at which outputs are dropped in training.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, scale, soft_cap or a rate not a
-            number, or what a layer has or has not not a boolean.
-        ValueError: if the widths, heads or rates do not fit, or scale or soft_cap is not positive and finite.
+        TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, gate not a
+            `Gate`, clip_qkv, scale, soft_cap or a rate not a number, or what a layer has or has not not a boolean.
+        ValueError: if the widths, heads or rates do not fit, clip_qkv, scale or soft_cap is not positive and finite, or
+            there are both a window and chunks.
     """
 
     d_model: int
@@ -79,10 +91,14 @@ class AttentionSpec:
     head_dim: int = None  # pyright: ignore[reportAssignmentType]
     d_in: int = None  # pyright: ignore[reportAssignmentType]
     d_kv: int = None  # pyright: ignore[reportAssignmentType]
-    qkv_bias: bool = True
+    qkv_bias: bool | tuple[bool, bool, bool] = True
     out_bias: bool = True
     out_proj: bool = True
     fused_qkv: bool = False
+    qk_norm: Norm | None = None
+    v_norm: Norm | None = None
+    clip_qkv: float | None = None
+    gate: Gate | None = None
     rope: Rope | None = None
     scale: float | None = None
     soft_cap: float | None = None
@@ -99,6 +115,10 @@ class AttentionSpec:
                     object.__setattr__(self, name, rule(name, value))
         if self.rope is not None and not isinstance(self.rope, Rope):
             raise TypeError(f"rope must be a Rope or None, got rope={self.rope!r}")
+        if self.gate is not None and not isinstance(self.gate, Gate):
+            raise TypeError(f"gate must be a Gate or None, got gate={self.gate!r}")
+        self._check_qkv_bias()
+        self._check_norms()
         for name in FACTORS:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, as_factor(name, getattr(self, name)))
@@ -118,6 +138,25 @@ class AttentionSpec:
                 raise ValueError(f"d_kv must equal d_in with {what}, got d_kv={self.d_kv} and d_in={self.d_in}")
         if self.rope is not None:
             check_rotated(self.head_dim, self.rope)
+
+    def _check_qkv_bias(self) -> None:
+        biases = self.qkv_bias if isinstance(self.qkv_bias, (tuple, list)) else (self.qkv_bias,) * 3
+        if len(biases) != 3:
+            raise ValueError(f"qkv_bias must be one boolean, or three for q, k and v, got qkv_bias={self.qkv_bias!r}")
+        q, k, v = (as_boolean("qkv_bias", bias) for bias in biases)
+        object.__setattr__(self, "qkv_bias", q if q == k == v else (q, k, v))
+        if self.fused_qkv and isinstance(self.qkv_bias, tuple):
+            raise ValueError(f"qkv_bias must be one boolean with fused_qkv, got qkv_bias={self.qkv_bias}")
+
+    def _check_norms(self) -> None:
+        for name in NORMS:
+            norm = getattr(self, name)
+            if norm is not None and not isinstance(norm, Norm):
+                raise TypeError(f"{name} must be a Norm or None, got {name}={norm!r}")
+        if self.qk_norm is not None and self.qk_norm.after_rope and self.rope is None:
+            raise ValueError("qk_norm must come with RoPE to come after it, got after_rope=True and rope=None")
+        if self.v_norm is not None and self.v_norm.after_rope:
+            raise ValueError("v_norm must not come after RoPE, which rotates no values, got after_rope=True")
 
     def _fill_in(self, name: str, value: int) -> None:
         if getattr(self, name) is None:
@@ -149,11 +188,19 @@ class AttentionSpec:
         return reach_of(self.window_size, self.chunk_size)
 
     @property
+    def qkv_biases(self) -> tuple[bool, bool, bool]:
+        """Whether q_proj, k_proj and v_proj have a bias, each by itself."""
+        if isinstance(self.qkv_bias, tuple):
+            return self.qkv_bias
+        return self.qkv_bias, self.qkv_bias, self.qkv_bias
+
+    @property
     def qkv_projections(self) -> dict[str, Projection]:
         """q_proj, k_proj and v_proj, whether the layer holds three projections or one."""
         widths = {"q_proj": (self.q_width, self.d_in), "k_proj": (self.kv_width, self.d_kv)}
         widths["v_proj"] = widths["k_proj"]
-        return {name: Projection((d_out,), d_in, self.qkv_bias) for name, (d_out, d_in) in widths.items()}
+        biases = dict(zip(widths, self.qkv_biases, strict=True))
+        return {name: Projection((d_out,), d_in, biases[name]) for name, (d_out, d_in) in widths.items()}
 
     @property
     def projections(self) -> dict[str, Projection]:
@@ -161,22 +208,46 @@ class AttentionSpec:
         held = self.qkv_projections
         if self.fused_qkv:
             widths = tuple(projection.d_out for projection in held.values())
-            held = {"qkv_proj": Projection(widths, self.d_in, self.qkv_bias)}
-        return {**held, **self._out_projection}
+            held = {"qkv_proj": Projection(widths, self.d_in, any(self.qkv_biases))}
+        return {**held, **self._output_projections}
 
     @property
-    def _out_projection(self) -> dict[str, Projection]:
-        return {"out_proj": Projection((self.d_model,), self.q_width, self.out_bias)} if self.out_proj else {}
+    def _output_projections(self) -> dict[str, Projection]:
+        """What is done with the context: out_proj and, which new weights are drawn last, gate_proj."""
+        found = {"out_proj": Projection((self.d_model,), self.q_width, self.out_bias)} if self.out_proj else {}
+        if self.gate is not None:
+            width = self.num_heads if self.gate.per_head else self.q_width
+            found["gate_proj"] = Projection((width,), self.d_in, self.gate.bias)
+        return found
+
+    @property
+    def norms(self) -> dict[str, Norm]:
+        """The norms of queries, keys and values that the layer has, by name: q_norm, k_norm, v_norm."""
+        norms = {"q_norm": self.qk_norm, "k_norm": self.qk_norm, "v_norm": self.v_norm}
+        return {name: norm for name, norm in norms.items() if norm is not None}
+
+    def norm_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """The parameters of one of the norms, `weight` and `bias`, and their shapes."""
+        num_heads = self.num_heads if name == "q_norm" else self.num_kv_heads
+        return self.norms[name].shapes(num_heads, self.head_dim)
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """What the layer learns beside its projections, by name and shape, in the order of the data flow."""
+        return {f"{name}.{leaf}": shape for name in self.norms for leaf, shape in self.norm_shapes(name).items()}
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The canonical weights by name and shape, (out, in) and (out,), whether q, k and v are held as one or not."""
-        return _shapes_of({**self.qkv_projections, **self._out_projection})
+        """The canonical weights by name and shape, (out, in) and (out,), whether q, k and v are held as one or not.
+
+        The other parameters come after those of the projections.
+        """
+        return _shapes_of({**self.qkv_projections, **self._output_projections}) | self.parameters
 
     @property
     def held_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The weights of the projections that the layer holds by name and shape, (out, in) and (out,)."""
-        return _shapes_of(self.projections)
+        """The weights that the layer holds by name and shape, those of projections (out, in) and (out,)."""
+        return _shapes_of(self.projections) | self.parameters
 
     def cache_nbytes(self, batch_size: int, capacity: int, dtype: np.dtype, *, num_layers: int = 1) -> int:
         """Bytes of the keys and values in all slots of all layers; the siblings' `kv_cache_nbytes`."""
@@ -201,6 +272,9 @@ class AttentionSpec:
             values["rope"] = None if theta is None else {"theta": theta}
         if values.get("rope") is not None:
             values["rope"] = _rope_from(values["rope"])
+        for name, kind in RECORDS.items():
+            if values.get(name) is not None:
+                values[name] = _from_fields(name, kind, values[name])
         return _from_fields("a specification", cls, values)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +69,17 @@ def as_rate(name: str, value: object) -> float:
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"{name} must be at least 0 and below 1, got {name}={value}")
     return rate
+
+
+def as_one_of(name: str, value: Any, options: Sequence[object]) -> Any:
+    """One of some words.
+
+    Raises:
+        ValueError: if it is none of them.
+    """
+    if value not in options:
+        raise ValueError(f"{name} must be one of {list(options)}, got {name}={value!r}")
+    return value
 
 
 def check_head_groups(num_heads: int, num_kv_heads: int) -> None:

@@ -27,7 +27,7 @@ from mha_torch.masks import Masking, as_lengths, check_bias, check_mask
 from mha_torch.mha import AttentionLayer
 from mha_torch.not_finite import by_finite_tokens, emptied, spoilt
 from mha_torch.rope import check_rope_positions
-from mha_torch.stages import Dropout, combine_heads, project_qkv
+from mha_torch.stages import Dropout, apply_gate, combine_heads, project_qkv
 from mha_torch.weights import Project, check_weights, project_with
 
 torch.export.register_dataclass(KVCache)  # a pytree,
@@ -77,7 +77,7 @@ def multi_head_attention_with_cache(
         check_floating("cache_k", cache_k, rank=4)
     cache_len = 0 if cache_k is None else cache_k.shape[2]
     seq_len = x.shape[1]
-    project = by_finite_tokens(project_with(weights))
+    project = by_finite_tokens(project_with(weights, spec))
     positions = cache_len + torch.arange(seq_len, device=x.device)[None] if positions is None else positions
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     if cache_k is not None and cache_v is not None:
@@ -90,6 +90,8 @@ def multi_head_attention_with_cache(
     elif not cache_len:
         masking = replace(masking, offsets=None)
     context = fused.attend(q, k, v, masking, Dropout(), spec=spec)
+    if spec.gate is not None:
+        context = apply_gate(context, project("gate_proj", x))
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output, k, v
 
@@ -131,7 +133,7 @@ def multi_head_attention_with_static_cache(
     check_weights(weights, spec)
     masking = Masking(mask, bias, is_causal=True)
     return _cached_layer(
-        project_with(weights),
+        project_with(weights, spec),
         x,
         cache,
         spec,
@@ -176,6 +178,8 @@ def _cached_layer(
         context = _attend_to_every_slot(q, before, cache, spec, masking, dropout, new_lengths)
     else:
         context = _attend_to_filled_slots(q, before, cache, spec, masking, dropout, lengths)
+    if spec.gate is not None:
+        context = apply_gate(context, project("gate_proj", x))
     output = combine_heads(context)
     output = project("out_proj", output) if spec.out_proj else output
     if is_real is not None:

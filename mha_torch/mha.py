@@ -16,9 +16,10 @@ from mha_spec.attention import check_spec
 from mha_torch import fused, stages
 from mha_torch.arrays import check_device, check_floating, check_lengths
 from mha_torch.masks import Masking
+from mha_torch.norms import NormLayer
 from mha_torch.not_finite import by_finite_tokens
 from mha_torch.rope import check_rope_positions
-from mha_torch.stages import Dropout, combine_heads, project_qkv, scaled_dot_product_attention, split_heads
+from mha_torch.stages import Dropout, apply_gate, combine_heads, project_qkv, scaled_dot_product_attention, split_heads
 from mha_torch.weights import Project, check_projected, check_weights, project_with
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ def multi_head_attention(
     Args:
         query: (B, T, d_in).
         weights: of the projections of the spec: the state dict of `MultiHeadAttention`, `<name>.weight` (out, in) and
-            `<name>.bias` (out,).
+            `<name>.bias` (out,); and of its norms.
         spec: what the layer computes.
         key: (B, S, d_kv); absent for self-attention.
         value: (B, S, d_kv); the key when absent.
@@ -102,7 +103,7 @@ def multi_head_attention(
     if dropout_keep is not None and not training:
         raise ValueError("dropout_keep must come with training=True, got dropout_keep and training=False")
     output, attn_weights = _attention_layer(
-        project_with(weights),
+        project_with(weights, spec),
         query,
         key,
         value,
@@ -138,6 +139,8 @@ def _attention_layer(
         context, attn_weights = stages.attend(q, k, v, masking, dropout, spec=spec, need_weights=need_weights)
     else:
         context, attn_weights = fused.attend(q, k, v, masking, dropout, spec=spec), None
+    if spec.gate is not None:
+        context = apply_gate(context, project("gate_proj", query))
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output, attn_weights
 
@@ -146,7 +149,7 @@ def _attention_layer(
 
 
 class AttentionLayer(nn.Module):
-    """The specification and the projections that every attention module of this package holds.
+    """The specification, the projections and the norms that every attention module of this package holds.
 
     Args:
         spec: what the layer computes.
@@ -170,22 +173,30 @@ class AttentionLayer(nn.Module):
         for name, projection in spec.projections.items():
             linear = nn.Linear(projection.d_in, projection.d_out, bias=projection.has_bias, device=device, dtype=dtype)
             self.add_module(name, linear)
+        for name, norm in spec.norms.items():
+            self.add_module(name, NormLayer(norm, spec.norm_shapes(name), device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw Xavier-uniform weights, those of q, k and v each on their own, and set the biases to 0."""
+        """Draw Xavier-uniform weights, those of q, k and v each on their own; biases become 0, norms multiply by 1."""
         for name, projection in self.spec.projections.items():
             linear: nn.Linear = getattr(self, name)
             for part in linear.weight.detach().split(projection.widths):
                 nn.init.xavier_uniform_(part)
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
+        for name in self.spec.norms:
+            norm: NormLayer = getattr(self, name)
+            norm.reset_parameters()
 
     def extra_repr(self) -> str:
         return repr(self.spec)
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
-        """Apply the projection of that name, as a module, so that replaced layers take part."""
+        """Apply the projection or the norm of that name, as a module, so that replaced layers take part."""
+        if name in self.spec.norms:
+            norm: NormLayer = getattr(self, name)
+            return norm(x)
         linear: nn.Linear = getattr(self, name)
         if isinstance(getattr(linear, "weight", None), Tensor):  # a replaced layer may keep its weights elsewhere
             check_projected(name, x, linear.weight)

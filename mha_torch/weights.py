@@ -11,15 +11,20 @@ from torch import Tensor
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
 from mha_torch.arrays import check_array, check_device, is_autocast_on, values_of
+from mha_torch.norms import apply_norm
 
 Project = Callable[[str, Tensor], Tensor]
-"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input."""
+"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an
+input, or the norm (`q_norm`, `k_norm`, `v_norm`) to what was projected."""
 
 
-def project_with(weights: Mapping[str, Tensor]) -> Project:
-    """Projections whose weights lie in the container that `multi_head_attention` takes."""
+def project_with(weights: Mapping[str, Tensor], spec: AttentionSpec | None = None) -> Project:
+    """Projections whose weights lie in the container that `multi_head_attention` takes, and the norms of a spec."""
+    norms = {} if spec is None else spec.norms
 
     def project(name: str, x: Tensor) -> Tensor:
+        if name in norms:
+            return apply_norm(x, norms[name], weights.get(f"{name}.weight"), weights.get(f"{name}.bias"))
         weight = weights[f"{name}.weight"]
         check_projected(name, x, weight)
         return F.linear(x, weight, weights.get(f"{name}.bias"))

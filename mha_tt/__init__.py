@@ -42,9 +42,11 @@ from mha_tt.mha import (
     multi_head_attention,
     multi_head_attention_core,
 )
+from mha_tt.norms import apply_norm
 from mha_tt.rope import Rotation, apply_rope
 from mha_tt.stages import (
     apply_dropout,
+    apply_gate,
     attention_context,
     attention_scores,
     combine_heads,
@@ -66,6 +68,8 @@ __all__ = [
     "accurate_config",
     "append_to_cache",
     "apply_dropout",
+    "apply_gate",
+    "apply_norm",
     "apply_rope",
     "attention_context",
     "attention_scores",

@@ -34,7 +34,7 @@ from mha_tt.device import padded_head_dim, round_up, upload, zeros
 from mha_tt.masks import DeviceMask, Masking, on_host
 from mha_tt.mha import AttentionLayer
 from mha_tt.rope import Rotation, check_rope_positions
-from mha_tt.stages import Dropout, combine_heads, project_qkv
+from mha_tt.stages import Dropout, apply_gate, combine_heads, project_qkv
 from mha_tt.weights import Project, check_weights, project_with
 
 
@@ -83,7 +83,7 @@ def multi_head_attention_with_cache(
     cache_len = 0 if cache_k is None else cache_k.shape[2]
     seq_len = x.shape[1]
     Masking(mask, bias).check((x.shape[0], spec.num_heads, seq_len, cache_len + seq_len))
-    project = project_with(weights, compute_kernel_config=compute_kernel_config)
+    project = project_with(weights, spec, compute_kernel_config=compute_kernel_config)
     positions = cache_len + np.arange(seq_len)[None] if positions is None else positions
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     if cache_k is not None and cache_v is not None:
@@ -93,6 +93,8 @@ def multi_head_attention_with_cache(
         mask, bias, is_causal=True, reach=spec.reach, offsets=np.array([cache_len]) if cache_len else None
     )
     context = _attend(q, k, v, masking, Dropout(), _Arithmetic(spec, compute_kernel_config))
+    if spec.gate is not None:
+        context = apply_gate(context, project("gate_proj", x))
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output, k, v
 
@@ -134,7 +136,7 @@ def multi_head_attention_with_static_cache(
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
     return _cached_layer(
-        project_with(weights, compute_kernel_config=compute_kernel_config),
+        project_with(weights, spec, compute_kernel_config=compute_kernel_config),
         x,
         cache,
         spec,
@@ -193,6 +195,8 @@ def _cached_layer(
     arithmetic = _Arithmetic(spec, compute_kernel_config)
     attend = _attend_in_step if is_step else _attend_in_prefill
     context, cache = attend(q, k, v, cache, new_lengths, masking, dropout, arithmetic)
+    if spec.gate is not None:
+        context = apply_gate(context, project("gate_proj", x))
     output = combine_heads(context)
     output = project("out_proj", output) if spec.out_proj else output
     if is_step:

@@ -23,7 +23,15 @@ from mha_tt.arrays import check_dtype, check_floating, check_input_dtype
 from mha_tt.device import accurate_config, describe_config, padded_head_dim
 from mha_tt.masks import DeviceMask, Masking
 from mha_tt.rope import Rotation, check_rope_positions
-from mha_tt.stages import Dropout, combine_heads, drop, project_qkv, scaled_dot_product_attention, split_heads
+from mha_tt.stages import (
+    Dropout,
+    apply_gate,
+    combine_heads,
+    drop,
+    project_qkv,
+    scaled_dot_product_attention,
+    split_heads,
+)
 from mha_tt.weights import Project, check_weights, project_with, upload_weights
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
@@ -110,7 +118,7 @@ def multi_head_attention(
     if dropout_keep is not None and not training:
         raise ValueError("dropout_keep must come with training=True, got dropout_keep and training=False")
     output, attn_weights = _attention_layer(
-        project_with(weights, compute_kernel_config=compute_kernel_config),
+        project_with(weights, spec, compute_kernel_config=compute_kernel_config),
         query,
         key,
         value,
@@ -161,6 +169,8 @@ def _attention_layer(
             fused.attend(q, k, v, masking, dropout, spec=spec, compute_kernel_config=compute_kernel_config),
             None,
         )
+    if spec.gate is not None:
+        context = apply_gate(context, project("gate_proj", query))
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output, attn_weights
 
@@ -169,7 +179,7 @@ def _attention_layer(
 
 
 class AttentionLayer:
-    """The specification and the projections that every attention module of this package holds.
+    """The specification, the projections and the norms that every attention module of this package holds.
 
     Args:
         spec: what the layer computes.
@@ -213,10 +223,17 @@ class AttentionLayer:
         self.load_weights(self._draw_weights())
 
     def _draw_weights(self) -> dict[str, np.ndarray]:
-        """Xavier-uniform weights, those of q, k and v each on their own, and biases of 0."""
-        shapes = self.spec.weight_shapes
-        limits = {name: (6.0 / sum(shape)) ** 0.5 * (len(shape) == 2) for name, shape in shapes.items()}
-        return {name: self.rng.uniform(-limits[name], limits[name], shape) for name, shape in shapes.items()}
+        """Xavier-uniform weights, those of q, k and v each on their own; biases are 0, and norms multiply by 1."""
+        shapes, norms = self.spec.weight_shapes, self.spec.norms
+        weights = {name: np.zeros(shape) for name, shape in shapes.items()}
+        for name, shape in shapes.items():
+            part, _, kind = name.partition(".")
+            if part in norms and kind == "weight":
+                weights[name] += norms[part].initial_weight
+            elif kind == "weight":
+                limit = (6.0 / sum(shape)) ** 0.5
+                weights[name] = self.rng.uniform(-limit, limit, shape)
+        return weights
 
     def load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """Upload canonical weights in the place of those held now.
@@ -247,8 +264,8 @@ class AttentionLayer:
         return f"{type(self).__name__}({', '.join(words)})"
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
-        """Apply the projection of that name, as a module, so that replaced layers take part."""
-        return project_with(self.weights, compute_kernel_config=self.compute_kernel_config)(name, x)
+        """Apply the projection or the norm of that name, as a module, so that replaced layers take part."""
+        return project_with(self.weights, self.spec, compute_kernel_config=self.compute_kernel_config)(name, x)
 
     def attend(
         self,

@@ -20,7 +20,7 @@ from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups
 from mha_tt.arrays import check_broadcasts, check_count, check_floating, check_head_dim
-from mha_tt.device import TILE, TILE_NBYTES, accurate_config, as_dtype, round_up, upload, zeros
+from mha_tt.device import TILE, TILE_NBYTES, accurate_config, as_dtype, padded_head_dim, round_up, upload, zeros
 from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device, check_bias, check_mask, on_device
 from mha_tt.not_finite import emptied, hide_not_finite, spoilt
 from mha_tt.rope import Rotation, at_least_float32, check_positions
@@ -84,12 +84,12 @@ def project_qkv(
     spec: AttentionSpec,
     positions: Int[np.ndarray, "... #B T"] | Rotation | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
-    """Project the inputs, split the heads, and rotate queries and keys by their positions where there is RoPE.
+    """Project the inputs, clip, split the heads, normalise, and rotate queries and keys by their positions.
 
     Args:
-        project: applies a projection by its name.
+        project: applies a projection or a norm by its name.
         query, key, value: inputs of the layer; the same array three times for self-attention.
-        spec: the layer: its heads, its RoPE, and whether it holds one `qkv_proj` in place of three projections.
+        spec: the layer: heads, norms, RoPE, and whether it holds one `qkv_proj` in place of three projections.
         positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent. Used with
             RoPE only. A `Rotation` made of them is uploaded once for many calls.
 
@@ -101,17 +101,31 @@ def project_qkv(
         check_positions(positions, query.shape[0], query.shape[1], spec.rope)
     if not spec.fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
-        q, k, v = split_heads(q, spec.num_heads), split_heads(k, spec.num_kv_heads), split_heads(v, spec.num_kv_heads)
     elif key is query and value is query:
         q, k, v = _unpack_qkv(project("qkv_proj", query), spec)
     else:
         q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
-    if spec.rope is not None and 0 not in (q.shape[0], q.shape[2]):
+    rotation = None
+    if spec.rope is not None and 0 not in (query.shape[0], query.shape[1]):
         if not isinstance(positions, Rotation):
-            positions = np.arange(q.shape[2])[None] if positions is None else positions
-            positions = Rotation(positions, spec.rope, head_dim=spec.head_dim, padded=q.shape[3], device=q.device())
-        q, k = positions.rotate(q), positions.rotate(k)
-    return q, k, v
+            positions = np.arange(query.shape[1])[None] if positions is None else positions
+            padded = padded_head_dim(spec.head_dim, rope=True)
+            positions = Rotation(positions, spec.rope, head_dim=spec.head_dim, padded=padded, device=query.device())
+        rotation = positions
+
+    def enter(name: str, x: Tensor, num_heads: int, rotation: Rotation | None) -> Tensor:
+        norm = spec.norms.get(name)
+        x = x if spec.clip_qkv is None else ttnn.clamp(x, -spec.clip_qkv, spec.clip_qkv)
+        if norm is not None and norm.over == "width":
+            x = project(name, x)
+        x = x if len(x.shape) == 4 else split_heads(x, num_heads)
+        if norm is not None and norm.over == "head" and not norm.after_rope:
+            x = project(name, x)
+        x = x if rotation is None else rotation.rotate(x)
+        return project(name, x) if norm is not None and norm.after_rope else x
+
+    q, k = enter("q_norm", q, spec.num_heads, rotation), enter("k_norm", k, spec.num_kv_heads, rotation)
+    return q, k, enter("v_norm", v, spec.num_kv_heads, None)
 
 
 def attention_scores(
@@ -178,6 +192,18 @@ def attention_context(
     )
 
 
+def apply_gate(context: Float[Tensor, "B N T H"], gate: Float[Tensor, "B T G"]) -> Float[Tensor, "B N T H"]:
+    """The context times the sigmoid of what gate_proj gives, (B, T, N * H), or (B, T, N) for one number a head.
+
+    Source: Gated Attention for Large Language Models, arXiv:2505.06708.
+    """
+    check_gated(context, gate)
+    if 0 in tuple(context.shape):
+        return context
+    gate = ttnn.sigmoid_accurate(at_least_float32(split_heads(gate, context.shape[1])))
+    return as_dtype(ttnn.multiply(at_least_float32(context), gate), context.dtype)
+
+
 def apply_dropout(
     attn_weights: Float[Tensor, "B N T S"],
     rate: float,
@@ -234,8 +260,12 @@ def soft_capped(scores: Tensor, spec: AttentionSpec | None) -> Tensor:
 
 
 def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a packed projection: split into heads at once, but where a norm is over their width."""
     num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
     head_dim = packed.shape[2] // (num_heads + 2 * num_kv_heads)
+    if any(norm.over == "width" for norm in spec.norms.values()):
+        keys_begin, values_begin = num_heads * head_dim, (num_heads + num_kv_heads) * head_dim
+        return packed[:, :, :keys_begin], packed[:, :, keys_begin:values_begin], packed[:, :, values_begin:]
     if 0 in (packed.shape[0], packed.shape[1]):
         shapes = [(packed.shape[0], heads, packed.shape[1], head_dim) for heads in (num_heads, num_kv_heads)]
         q, kv = (zeros(shape, packed.dtype, packed.device()) for shape in shapes)
@@ -397,6 +427,19 @@ def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
             f"and attn_weights.shape={tuple(attn_weights.shape)}"
         )
     check_head_groups(attn_weights.shape[1], value.shape[1])
+
+
+def check_gated(context: Tensor, gate: Tensor) -> None:
+    """Refuse a context (B, N, T, H) and a gate that is not (B, T, N * H) or (B, T, N)."""
+    check_floating("context", context, rank=4)
+    check_floating("gate", gate, rank=3)
+    batch_size, num_heads, seq_len, head_dim = context.shape
+    widths = (num_heads * head_dim, num_heads)
+    if tuple(gate.shape) not in [(batch_size, seq_len, width) for width in widths]:
+        raise ValueError(
+            f"gate must have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]}), "
+            f"got gate.shape={tuple(gate.shape)}"
+        )
 
 
 def check_keep(keep: np.ndarray | None, scores_shape: tuple[int, ...]) -> None:

@@ -12,9 +12,11 @@ from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
 from mha_tt.arrays import check_dtype, check_floating
 from mha_tt.device import accurate_config, download, head_slots, padded_head_dim, upload
+from mha_tt.norms import apply_norm, parameter_shape
 
 Project = Callable[[str, Tensor], Tensor]
-"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`) to an input."""
+"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an
+input, or the norm (`q_norm`, `k_norm`, `v_norm`) to what was projected."""
 
 
 def upload_weights(
@@ -31,14 +33,16 @@ def upload_weights(
 
     Args:
         weights: canonical arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,), `k_proj.weight`
-            (K * H, d_kv), …, `out_proj.weight` (E, N * H) where there is one.
+            (K * H, d_kv), …, `out_proj.weight` (E, N * H) where there is one; `q_norm.weight` (H,), (N, H) or (N * H,)
+            and the other parameters of norms.
         spec: the layer.
         device: where to.
-        dtype: of the weights; biases are kept in bfloat16 where that is `ttnn.bfloat8_b`.
+        dtype: of the weights; biases and the parameters of norms are kept in bfloat16 where that is `ttnn.bfloat8_b`.
 
     Returns:
         Tensors by the names of the projections that the layer holds. P being the padded head_dim: `q_proj.weight`
-        (d_in, N * P), `q_proj.bias` (1, N * P), …, `out_proj.weight` (N * P, E), `out_proj.bias` (1, E).
+        (d_in, N * P), `q_proj.bias` (1, N * P), …, `out_proj.weight` (N * P, E), `out_proj.bias` (1, E); of norms
+        (1, P), (1, N, 1, P) or (1, N * P).
 
     Raises:
         ValueError: if names or shapes are not those of the layer, or a value is not finite.
@@ -56,14 +60,17 @@ def upload_weights(
     held = {}
     for name, array in arrays.items():
         projection, _, kind = name.partition(".")
-        if projection != "out_proj":
+        if name in spec.parameters:
+            array = _pad_heads(array.reshape(-1), spec).reshape(_parameter_shape(array.shape, spec))
+        elif _has_heads(projection, spec):
             array = _pad_heads(array, spec)
-        elif kind == "weight":
+        elif projection == "out_proj" and kind == "weight":
             array = _pad_heads(array.T, spec).T
-        narrow = dtype == ttnn.bfloat8_b and kind == "bias"  # one row of a block format is as coarse as its largest
-        held[name] = upload(
-            array.T if kind == "weight" else array[None], device=device, dtype=ttnn.bfloat16 if narrow else dtype
-        )
+        is_matrix = kind == "weight" and name not in spec.parameters
+        if name not in spec.parameters:
+            array = array.T if is_matrix else array[None]
+        narrow = dtype == ttnn.bfloat8_b and not is_matrix  # one row of a block format is as coarse as its largest
+        held[name] = upload(array, device=device, dtype=ttnn.bfloat16 if narrow else dtype)
     return held
 
 
@@ -84,11 +91,14 @@ def download_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> dict
     for name, tensor in weights.items():
         projection, _, kind = name.partition(".")
         array = download(tensor)
+        if name in spec.parameters:
+            canonical[name] = array.reshape(-1, padded)[:, slots].reshape(spec.parameters[name])
+            continue
         array = array.T if kind == "weight" else array[0]
-        if projection != "out_proj":
+        if _has_heads(projection, spec):
             array = array.reshape(-1, padded, *array.shape[1:])[:, slots]
             array = array.reshape(-1, *array.shape[2:])
-        elif kind == "weight":
+        elif projection == "out_proj" and kind == "weight":
             array = array.reshape(len(array), -1, padded)[:, :, slots].reshape(len(array), -1)
         if projection == "qkv_proj":
             parts = np.split(array, [spec.q_width, spec.q_width + spec.kv_width])
@@ -100,8 +110,25 @@ def download_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> dict
     return {name: canonical[name] for name in spec.weight_shapes}
 
 
+def _slots(width: int, spec: AttentionSpec) -> np.ndarray:
+    """Where the features lie in one padded head, or in several side by side."""
+    first = _padded(spec) * np.arange(width // _padded(spec))[:, None]
+    return (first + head_slots(spec.head_dim, rope=spec.rope)).reshape(-1)
+
+
+def _has_heads(projection: str, spec: AttentionSpec) -> bool:
+    """Whether what a projection gives are the features of heads."""
+    is_one_a_head = projection == "gate_proj" and spec.gate is not None and spec.gate.per_head
+    return projection != "out_proj" and not is_one_a_head
+
+
 def _padded(spec: AttentionSpec) -> int:
     return padded_head_dim(spec.head_dim, rope=spec.rope is not None)
+
+
+def _parameter_shape(shape: tuple[int, ...], spec: AttentionSpec) -> tuple[int, ...]:
+    """The shape on the device of a parameter of a norm."""
+    return parameter_shape((*shape[:-1], shape[-1] // spec.head_dim * _padded(spec)))
 
 
 def _pad_heads(rows: np.ndarray, spec: AttentionSpec) -> np.ndarray:
@@ -113,11 +140,23 @@ def _pad_heads(rows: np.ndarray, spec: AttentionSpec) -> np.ndarray:
 
 
 def project_with(
-    weights: Mapping[str, Tensor], *, compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None
+    weights: Mapping[str, Tensor],
+    spec: AttentionSpec | None = None,
+    *,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Project:
-    """Projections whose weights lie in the container that `multi_head_attention` takes."""
+    """Projections whose weights lie in the container that `multi_head_attention` takes, and the norms of a spec."""
 
     def project(name: str, x: Tensor) -> Tensor:
+        if spec is not None and name in spec.norms:
+            return apply_norm(
+                x,
+                spec.norms[name],
+                weights.get(f"{name}.weight"),
+                weights.get(f"{name}.bias"),
+                slots=_slots(x.shape[-1], spec),
+                compute_kernel_config=compute_kernel_config,
+            )
         weight = weights[f"{name}.weight"]
         check_projected(name, x, weight)
         return ttnn.linear(
@@ -142,17 +181,20 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     padded = _padded(spec)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, projection in spec.projections.items():
-        d_in, d_out = projection.d_in, projection.d_out // spec.head_dim * padded
-        if name == "out_proj":
-            d_in, d_out = spec.num_heads * padded, projection.d_out
+        d_in, d_out = projection.d_in, projection.d_out
+        if _has_heads(name, spec):
+            d_out = d_out // spec.head_dim * padded
+        elif name == "out_proj":
+            d_in = spec.num_heads * padded
         shapes[f"{name}.weight"] = (d_in, d_out)
         if projection.has_bias:
             shapes[f"{name}.bias"] = (1, d_out)
+    shapes |= {name: _parameter_shape(shape, spec) for name, shape in spec.parameters.items()}
     missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
     if missing or unexpected:
         raise ValueError(f"weights must have exactly the names of the spec, missing {missing}, unexpected {unexpected}")
     for name, shape in shapes.items():
-        check_floating(name, weights[name], rank=2)
+        check_floating(name, weights[name], rank=len(shape))
         if tuple(weights[name].shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {name}.shape={tuple(weights[name].shape)}")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mha_spec import Rope
+from mha_spec import Gate, Norm, Rope
 from parity import AttentionSpec, random_weights
 from parity.conversion.layouts.layout import RULES, Layout, Tensor
 from parity.conversion.layouts.tables import LAYOUTS
@@ -364,6 +364,27 @@ def test_a_layer_that_a_layout_cannot_hold_is_refused_with_the_rule(name, rule):
         from_canonical(random_weights(spec), spec, LAYOUTS[name])
     assert name in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+UNHELD = {
+    r"q_proj, k_proj and v_proj must all have a bias, or none, got .*qkv_bias=\(True, False, True\)": {
+        "qkv_bias": (True, False, True)
+    },
+    "there must be no gate, got gate=Gate": {"gate": Gate()},
+    "projections must not be clipped, got clip_qkv=8.0": {"clip_qkv": 8.0},
+    "queries, keys and values must not be normalised, got qk_norm=Norm": {"qk_norm": Norm()},
+    "queries, keys and values must not be normalised, got qk_norm=None, v_norm=Norm": {"v_norm": Norm(weight=None)},
+}
+"""What no layout holds: the refusal, and the fields."""
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("message", UNHELD)
+def test_what_no_layout_holds_is_refused_by_each(name, message):
+    spec = replace(example(LAYOUTS[name]), **UNHELD[message])
+    with pytest.raises(ValueError, match=message) as refusal:
+        from_canonical(random_weights(spec), spec, LAYOUTS[name])
+    assert f"{name} cannot hold this layer: " in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", ["canonical", "W_q", "W_Q", "w_q", "W_query"])

@@ -826,6 +826,47 @@ def test_a_scale_is_in_place_of_the_usual_one(sibling, need_weights):
     assert not np.array_equal(sibling.numpy(found), sibling.numpy(plain(query, key)[0]))
 
 
+@pytest.mark.parametrize("fused_qkv", [False, True], ids=["three", "fused-qkv"])
+def test_projections_are_clipped_before_anything_else(sibling, fused_qkv):
+    spec = replace(SPEC, clip_qkv=0.25, fused_qkv=fused_qkv)
+    x = sibling.array(problem(SPEC)["query"])
+    held = parity.random_weights(spec)
+    weights = (
+        sibling.backend.to_params(held, spec) if sibling.name == "jax" else sibling.backend.to_state_dict(held, spec)
+    )
+    project = sibling.package.project_with(weights, spec)
+    clipped = [sibling.numpy(heads) for heads in sibling.package.project_qkv(project, x, x, x, spec)]
+    plain = sibling.package.project_qkv(project, x, x, x, replace(spec, clip_qkv=None))
+    for found, heads in zip(clipped, plain, strict=True):
+        assert np.array_equal(found, np.clip(sibling.numpy(heads), -0.25, 0.25))
+        assert (np.abs(found) == 0.25).any()
+        assert (np.abs(found) < 0.25).any()
+
+
+def test_a_gate_multiplies_by_its_sigmoid(sibling):
+    """sigmoid(0) is 1/2, sigmoid(log 3) is 3/4: of each feature of two heads, or of each head."""
+    context = sibling.array(np.arange(8, dtype=np.float32).reshape(1, 2, 2, 2) + 1)
+    logits = np.log(np.array([1.0, 3.0], np.float32))
+    of_features = np.tile(logits, (1, 2, 2))  # (B, T, N * H)
+    of_heads = np.tile(logits, (1, 2, 1))  # (B, T, N)
+
+    features, heads = (
+        sibling.numpy(sibling.package.apply_gate(context, sibling.array(gate))) for gate in (of_features, of_heads)
+    )
+
+    expected = np.arange(8).reshape(1, 2, 2, 2) + 1
+    assert np.abs(features - expected * np.array([0.5, 0.75])).max() <= 8 * EPSILON
+    assert np.abs(heads - expected * np.array([0.5, 0.75])[:, None, None]).max() <= 8 * EPSILON
+
+
+def test_a_gate_of_another_shape_is_refused(sibling):
+    context, gate = (sibling.array(np.ones(shape, np.float32)) for shape in ((1, 2, 3, 4), (1, 3, 4)))
+    with pytest.raises(
+        ValueError, match=r"gate must have shape \(B, T, N \* H or N\) = \(1, 3, 8 or 2\), got gate.shape"
+    ):
+        sibling.package.apply_gate(context, gate)
+
+
 def test_fused_qkv_takes_a_value_beside_the_key(sibling, rng):
     arrays = problem(SPEC)
     inputs = [sibling.array(x) for x in (arrays["query"], arrays["key"], arrays["key"] + np.float32(0.5))]

@@ -61,6 +61,7 @@ EXTRA_PARAMETERS = {
         "compute_kernel_config",  # the arithmetic of the device is chosen for each operation
         "rng",  # of NumPy: draws weights and seeds,
         "seed",  # for the device draws from a seed
+        "slots",  # of `apply_norm`, and
         "head_dim",  # of `apply_rope`: heads are padded to whole tiles, so that their shape does not tell it
     },
 }
@@ -89,11 +90,13 @@ EXTRA_NAMES = {
         "Masking.as_arrays",  # which compiled functions take
         "Masking.may_hide",  # a gradient is kept from what is hidden
         "linear",  # sums in float32, also where a bias is added
+        "NormLayer",  # a module that holds the parameters of a norm
         *CACHE_PARTS["jax"],
     },
     "torch": {
         "AttentionLayer.reset_parameters",  # torch's hook to draw the weights again; nnx makes a new module
         "AttentionLayer.extra_repr",  # torch's hook into its own `__repr__`, which documents it
+        "NormLayer",  # a module that holds the parameters of a norm
         "values_of",  # are known or not by more than a type
         "is_autocast_on",  # and narrowed or not by more than their own dtype
         "check_device",  # tensors lie on several,
@@ -126,6 +129,7 @@ EXTRA_NAMES = {
         "AttentionLayer.check_dropout",  # is drawn in bfloat16 only,
         "drop",  # for attention weights and outputs alike,
         "Dropout.seed",  # from a seed
+        "parameter_shape",  # of a norm, which broadcasts on the device by itself
         "upload_weights",  # weights are padded on their way to the device
         "download_weights",
         *CACHE_PARTS["tt"],

@@ -8,9 +8,11 @@ import pytest
 
 from mha_spec import (
     DynamicScaling,
+    Gate,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    Norm,
     ProportionalScaling,
     Rope,
     YarnScaling,
@@ -49,6 +51,21 @@ def test_spec_never_derives_a_head_dim_that_is_given():
         ({"d_model": 8, "num_heads": 2, "dropout": math.nan}, ValueError, "dropout must be at least 0 and below 1"),
         ({"d_model": 8, "num_heads": 2, "dropout": "0.5"}, TypeError, "dropout must be a number, got dropout='0.5'"),
         ({"d_model": 8, "num_heads": 2, "output_dropout": False}, TypeError, "output_dropout must be a number"),
+        (
+            {"d_model": 8, "num_heads": 2, "qkv_bias": (True, False)},
+            ValueError,
+            "qkv_bias must be one boolean, or three",
+        ),
+        (
+            {"d_model": 8, "num_heads": 2, "qkv_bias": (1, 0, 1)},
+            TypeError,
+            "qkv_bias must be a boolean, got qkv_bias=1",
+        ),
+        (
+            {"d_model": 8, "num_heads": 2, "qkv_bias": (True, False, True), "fused_qkv": True},
+            ValueError,
+            "qkv_bias must be one boolean with fused_qkv",
+        ),
         ({"d_model": 8, "num_heads": 2, "qkv_bias": "no"}, TypeError, "qkv_bias must be a boolean, got qkv_bias='no'"),
         ({"d_model": 8, "num_heads": 2, "out_bias": 1}, TypeError, "out_bias must be a boolean, got out_bias=1"),
         ({"d_model": 8, "num_heads": 2, "out_proj": None}, TypeError, "out_proj must be a boolean"),
@@ -56,11 +73,86 @@ def test_spec_never_derives_a_head_dim_that_is_given():
         ({"d_model": 8, "num_heads": 2, "d_kv": 4, "rope": Rope()}, ValueError, "d_kv must equal d_in with RoPE"),
         ({"d_model": 8, "num_heads": 2, "dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1"),
         ({"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True}, ValueError, "d_kv must equal d_in"),
+        ({"d_model": 8, "num_heads": 2, "qk_norm": "rms"}, TypeError, "qk_norm must be a Norm or None"),
+        ({"d_model": 8, "num_heads": 2, "gate": True}, TypeError, "gate must be a Gate or None, got gate=True"),
+        ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, ValueError, "clip_qkv must be positive and finite"),
+        ({"d_model": 8, "num_heads": 2, "clip_qkv": math.nan}, ValueError, "clip_qkv must be positive and finite"),
+        ({"d_model": 8, "num_heads": 2, "clip_qkv": True}, TypeError, "clip_qkv must be a number"),
+        ({"d_model": 8, "num_heads": 2, "v_norm": True}, TypeError, "v_norm must be a Norm or None"),
+        ({"d_model": 8, "num_heads": 2, "qk_norm": Norm(after_rope=True)}, ValueError, "qk_norm must come with RoPE"),
+        (
+            {"d_model": 8, "num_heads": 2, "v_norm": Norm(after_rope=True)},
+            ValueError,
+            "v_norm must not come after RoPE",
+        ),
     ],
 )
 def test_spec_refuses_what_does_not_fit(keywords, error, message):
     with pytest.raises(error, match=message):
         AttentionSpec(**keywords)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"kind": "batch"}, ValueError, "kind must be one of"),
+        ({"over": "tokens"}, ValueError, "over must be one of"),
+        ({"weight": True}, ValueError, "weight must be one of"),
+        ({"eps": 0}, ValueError, "eps must be positive and finite, got eps=0.0"),
+        ({"eps": "small"}, TypeError, "eps must be a number"),
+        ({"bias": 1}, TypeError, "bias must be a boolean"),
+        ({"bias": True, "weight": None}, ValueError, "bias must come with a weight, got bias=True and weight=None"),
+        ({"per_head": True, "weight": None}, ValueError, "per_head must come with a weight"),
+        ({"per_head": True, "over": "width"}, ValueError, "per_head must come with over='head'"),
+        ({"after_rope": True, "over": "width"}, ValueError, "after_rope must come with over='head'"),
+    ],
+)
+def test_a_norm_refuses_what_contradicts_itself(keywords, error, message):
+    with pytest.raises(error, match=message):
+        Norm(**keywords)
+
+
+def test_norms_have_the_parameters_that_they_ask_for():
+    norm = Norm("layer", per_head=True, bias=True)
+    spec = AttentionSpec(48, 6, num_kv_heads=2, qk_norm=norm, v_norm=Norm(over="width"))
+    assert spec.parameters == {
+        "q_norm.weight": (6, 8),
+        "q_norm.bias": (6, 8),
+        "k_norm.weight": (2, 8),
+        "k_norm.bias": (2, 8),
+        "v_norm.weight": (16,),
+    }
+    assert list(weight_shapes(spec))[-5:] == list(spec.parameters)
+    assert AttentionSpec(8, 2, qk_norm=Norm(weight=None), v_norm=Norm(weight=None)).parameters == {}
+
+
+def test_a_gate_adds_a_projection():
+    spec = AttentionSpec(8, 2, num_kv_heads=1, d_in=6, gate=Gate(bias=True))
+    assert weight_shapes(spec)["gate_proj.weight"] == (8, 6)
+    assert weight_shapes(spec)["gate_proj.bias"] == (8,)
+    assert weight_shapes(AttentionSpec(8, 2, gate=Gate(per_head=True)))["gate_proj.weight"] == (2, 8)
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    with pytest.raises(TypeError, match="per_head must be a boolean, got per_head=1"):
+        Gate(per_head=1)
+
+
+def test_three_biases_are_kept_as_one_where_they_are_equal():
+    assert AttentionSpec(8, 2, qkv_bias=(True, True, True)) == AttentionSpec(8, 2)
+    assert AttentionSpec(8, 2, qkv_bias=(False, False, False)).qkv_bias is False
+    spec = AttentionSpec(8, 2, qkv_bias=(True, False, True))
+    assert [name for name in weight_shapes(spec) if name.endswith("bias")] == [
+        "q_proj.bias",
+        "v_proj.bias",
+        "out_proj.bias",
+    ]
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert hash(AttentionSpec.from_json(spec.to_json())) == hash(spec)
+
+
+def test_spec_with_norms_survives_json():
+    spec = AttentionSpec(48, 6, rope=Rope(), qk_norm=Norm(weight="1+w", after_rope=True), v_norm=Norm(weight=None))
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert hash(AttentionSpec.from_json(spec.to_json())) == hash(spec)
 
 
 def test_spec_survives_json():
@@ -254,6 +346,27 @@ def test_cases_cover_what_attention_can_do():
         "one query": any(case.seq_len == 1 for case in cases),
         "one key": any(case.seq_len_k == 1 for case in cases),
         "ragged": any(case.new_lengths for case in cases),
+        **{
+            f"norm {kind}, {over}, weight {weight}": any(
+                (norm.kind, norm.over, norm.weight) == (kind, over, weight)
+                for case in cases
+                for norm in case.spec.norms.values()
+            )
+            for kind, over, weight in (("rms", "head", "w"), ("rms", "head", "1+w"), ("rms", "width", "w"))
+        },
+        "norm without a weight": any(norm.weight is None for case in cases for norm in case.spec.norms.values()),
+        "layer norm for each head": any(
+            norm.kind == "layer" and norm.per_head for case in cases for norm in case.spec.norms.values()
+        ),
+        "norm after RoPE": any(norm.after_rope for case in cases for norm in case.spec.norms.values()),
+        "biases of some": any(isinstance(case.spec.qkv_bias, tuple) for case in cases),
+        "gate": any(case.spec.gate and not case.spec.gate.per_head for case in cases),
+        "gate of each head": any(case.spec.gate and case.spec.gate.per_head for case in cases),
+        "gate with a cache": any(case.spec.gate for case in cases if case.is_cached),
+        "clipped": any(case.spec.clip_qkv for case in cases if not case.is_cached),
+        "clipped with a cache": any(case.spec.clip_qkv for case in cases if case.is_cached),
+        "norm of values": any(case.spec.v_norm for case in cases),
+        "norm with a cache": any(case.spec.norms for case in cases if case.is_cached),
         **{
             f"{kind} NaN, {'with' if cached else 'without'} a cache": any(
                 (case.not_finite, case.is_cached) == (kind, cached) for case in cases

@@ -57,7 +57,11 @@ def reach_of(spec: AttentionSpec) -> dict[str, int]:
 
 def _project(sibling: Any, spec: AttentionSpec, weights: Any, query: Any, key: Any, positions: Any) -> Any:
     key = query if key is None else key  # the same array, of which one product gives all three
-    return sibling.project_qkv(sibling.project_with(weights), query, key, key, spec, positions)
+    return sibling.project_qkv(sibling.project_with(weights, spec), query, key, key, spec, positions)
+
+
+def _open(sibling: Any, spec: AttentionSpec, weights: Any, query: Any) -> Any:
+    return sibling.project_with(weights, spec)("gate_proj", query)
 
 
 def _score(sibling: Any, spec: AttentionSpec, q: Any, k: Any, bias: Any) -> Any:
@@ -72,9 +76,10 @@ def _weigh(sibling: Any, attn_weights: Any, v: Any) -> Any:
     return sibling.attention_context(attn_weights, v)
 
 
-def _combine(sibling: Any, spec: AttentionSpec, weights: Any, context: Any) -> Any:
+def _combine(sibling: Any, spec: AttentionSpec, weights: Any, context: Any, gate: Any) -> Any:
+    context = context if gate is None else sibling.apply_gate(context, gate)
     output = sibling.combine_heads(context)
-    return sibling.project_with(weights)("out_proj", output) if spec.out_proj else output
+    return sibling.project_with(weights, spec)("out_proj", output) if spec.out_proj else output
 
 
 def _append(sibling: Any, cache: Any, k: Any, v: Any, new_lengths: Any) -> Any:
@@ -125,7 +130,7 @@ class _Layer:
         return self.port.beside(self.hidden()) if self.case.has_mask else None
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        return self.heads(self.project(self.inputs["query"], self.inputs.get("key"), self.positions()))
+        return self.entering(self.inputs["query"], self.inputs.get("key"), self.positions())
 
     def positions(self, step: int | None = None) -> Any:
         """The positions as the module is given them, or None where it counts them by itself."""
@@ -135,11 +140,14 @@ class _Layer:
         """The positions, also where a module counts them by itself."""
         return self.port.beside(self.case.positions(step).astype(np.int32))
 
-    def project(self, query: Any, key: Any, positions: Any) -> tuple[Any, Any, Any]:
-        return self.port.call(_project, self.spec, self.filled.weights, query, key, positions)
-
-    def heads(self, qkv: tuple[Any, Any, Any]) -> dict[str, np.ndarray]:
-        return {name: self.shapes.heads_to_numpy(x) for name, x in zip("qkv", qkv, strict=True)}
+    def entering(self, query: Any, key: Any, positions: Any) -> dict[str, np.ndarray]:
+        """The heads that enter attention, and the gate of what comes out."""
+        of_layer = (self.spec, self.filled.weights)
+        qkv = self.port.call(_project, *of_layer, query, key, positions)
+        found = {name: self.shapes.heads_to_numpy(x) for name, x in zip("qkv", qkv, strict=True)}
+        if self.spec.gate is None:
+            return found
+        return {**found, "gate": self.shapes.gate_to_numpy(self.port.call(_open, *of_layer, query))}
 
     def scores(self, values: Values) -> dict[str, np.ndarray]:
         q, k = (self.shapes.heads_from_numpy(values[name]) for name in "qk")
@@ -156,8 +164,9 @@ class _Layer:
         return {"context": self.shapes.heads_to_numpy(context)}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
+        gate = None if self.spec.gate is None else self.shapes.gate_from_numpy(values["gate"])
         context = self.shapes.heads_from_numpy(values["context"])
-        output = self.port.call(_combine, self.spec, self.filled.weights, context)
+        output = self.port.call(_combine, self.spec, self.filled.weights, context, gate)
         return {"output": self.shapes.output_to_numpy(output)}
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
@@ -194,7 +203,7 @@ class _Call:
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
         positions = self.layer.told_positions(self.index) if self.case.spec.rope is not None else None
-        return self.layer.heads(self.layer.project(self.x, None, positions))
+        return self.layer.entering(self.x, None, positions)
 
     def cache(self, values: Values) -> dict[str, np.ndarray]:
         k, v = (self.shapes.heads_from_numpy(values[name]) for name in "kv")

@@ -79,7 +79,7 @@ def to_params(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> Params:
     params: Params = {}
     for name, weight in (pack_qkv(weights) if spec.fused_qkv else weights).items():
         projection, leaf = name.split(".")
-        if leaf == "weight":
+        if leaf == "weight" and projection.endswith("_proj"):
             leaf, weight = "kernel", weight.T  # (out, in) to (in, out)
         params.setdefault(projection, {})[leaf] = from_numpy(weight)
     return params

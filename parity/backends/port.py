@@ -96,6 +96,14 @@ class Shapes:
         """The same back."""
         return self.port.to_numpy(x)
 
+    def gate_from_numpy(self, x: np.ndarray) -> Any:
+        """What gate_proj gives, (B, T, N * H), or (B, T, N) for one number a head."""
+        return self.port.from_numpy(x)
+
+    def gate_to_numpy(self, x: Any) -> np.ndarray:
+        """The same back."""
+        return self.port.to_numpy(x)
+
     def output_to_numpy(self, x: Any) -> np.ndarray:
         """The output of the layer."""
         return self.port.to_numpy(x)

@@ -116,6 +116,18 @@ class Padded(Shapes):
     def _slots(self) -> np.ndarray:
         return mha_tt.head_slots(self.spec.head_dim, rope=self.spec.rope)
 
+    def gate_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
+        if x.shape[2] == self.spec.num_heads:
+            return from_numpy(x)
+        heads = x.reshape(*x.shape[:2], self.spec.num_heads, -1).swapaxes(1, 2)
+        return mha_tt.combine_heads(self.heads_from_numpy(heads))
+
+    def gate_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
+        if x.shape[2] == self.spec.num_heads:
+            return to_numpy(x)
+        heads = self.heads_to_numpy(mha_tt.split_heads(x, self.spec.num_heads))
+        return heads.swapaxes(1, 2).reshape(x.shape[0], x.shape[1], -1)
+
     def output_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
         """The output of a layer; the features that pad its heads are still in it where no projection follows."""
         if self.spec.out_proj:

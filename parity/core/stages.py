@@ -16,6 +16,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     "q": ("B", "N", "T", "H"),
     "k": ("B", "K", "S", "H"),
     "v": ("B", "K", "S", "H"),
+    "gate": ("B", "T", "G"),
     "cache.keys": ("B", "K", "S", "H"),
     "cache.values": ("B", "K", "S", "H"),
     "cache.lengths": ("B",),
@@ -36,7 +37,8 @@ STAGES: dict[str, tuple[str, ...]] = {
 }
 """The stages in the order of the data flow, with the axes of each.
 
-`mask` … `output` are computed by the stage functions, one from the other; `module.*` by the module as users call it,
+`mask` … `output` are computed by the stage functions, one from the other (`gate`, where there is one, is what gate_proj
+gives); `module.*` by the module as users call it,
 with its attention weights; `fused.output` by the module without them, as users get it; `blocks.output` by the same
 where even small cases go block by block. `grad.*` are gradients for a fixed cotangent of the output: of the inputs, and
 of each weight by its name; `fused.grad.*` and `blocks.grad.*` the same on those paths. With a cache a stage's name

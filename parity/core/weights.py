@@ -25,6 +25,8 @@ Weights = dict[str, np.ndarray]
 
 FORMAT = "1"  # of the files; raised when a reader of the old one could misread the new one
 
+QKV = ("q_proj", "k_proj", "v_proj")  # which a fused module holds as one
+
 CHUNK = 1 << 16  # numbers that are looked at at once, which a cache holds
 
 
@@ -61,6 +63,8 @@ def unheld(spec: AttentionSpec) -> AttentionSpec:
 def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
     """Xavier-uniform weights and, so that a lost bias shows, biases between -1/2 and 1/2; float32.
 
+    What is normalised is multiplied by 0.5 to 0.8 or by 1.2 to 1.5, so that a lost weight of a norm shows, too.
+
     Args:
         spec: the layer.
         seed: the same seed gives the same weights on every machine.
@@ -68,6 +72,11 @@ def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
     rng = np.random.default_rng(seed)
     weights = {}
     for name, shape in weight_shapes(spec).items():
+        part, _, leaf = name.partition(".")
+        if part in spec.norms and leaf == "weight":
+            factors = 1.0 + rng.choice([-1.0, 1.0], shape) * (0.2 + 0.3 * rng.random(shape))
+            weights[name] = (factors - (spec.norms[part].weight == "1+w")).astype(np.float32)
+            continue
         limit = 0.5 if len(shape) == 1 else np.sqrt(6.0 / sum(shape))
         weights[name] = (limit * (2.0 * rng.random(shape) - 1.0)).astype(np.float32)
     return weights
@@ -214,7 +223,7 @@ def pack_qkv(weights: Mapping[str, np.ndarray]) -> Weights:
     for leaf in ("weight", "bias"):
         if f"q_proj.{leaf}" in weights:
             packed[f"qkv_proj.{leaf}"] = np.concatenate([weights[f"{name}_proj.{leaf}"] for name in "qkv"])
-    return packed | {name: weight for name, weight in weights.items() if name.startswith("out_proj")}
+    return packed | {name: weight for name, weight in weights.items() if name.partition(".")[0] not in QKV}
 
 
 def unpack_qkv(packed: Mapping[str, np.ndarray], spec: AttentionSpec) -> Weights:
@@ -222,7 +231,7 @@ def unpack_qkv(packed: Mapping[str, np.ndarray], spec: AttentionSpec) -> Weights
     weights = {}
     for name in weight_shapes(spec):
         projection, leaf = name.split(".")
-        if projection == "out_proj":
+        if projection not in QKV:
             weights[name] = packed[name]
         else:
             ends = np.cumsum([spec.q_width, spec.kv_width])

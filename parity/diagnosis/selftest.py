@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from mha_spec import AttentionSpec, LongRopeScaling, ProportionalScaling, Rope, YarnScaling
+from mha_spec import AttentionSpec, Gate, LongRopeScaling, Norm, ProportionalScaling, Rope, YarnScaling
 from parity.backends import BACKENDS, load_backend, why_missing
 from parity.backends.record import record
 from parity.core.cases import CASES, Case
@@ -28,7 +28,7 @@ from parity.diagnosis.mistakes import PRECISIONS, Mistake, Plan, mistakes_for
 SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_mistakes]
 """The backends that every mistake can be planted in. Of mha_tt only masks are arrays: tests/tt plants a few there."""
 
-HOLDERS = ("masks", "rope", "weights", "stages", "mha", "cache", "cache_mha")
+HOLDERS = ("masks", "rope", "norms", "weights", "stages", "mha", "cache", "cache_mha")
 """The modules of a sibling that hold its functions, beside the package itself."""
 
 
@@ -72,6 +72,35 @@ SELFTEST_CASES = [
         chunks=(4, 1, 3),
         new_lengths=((4, 2), (1, 1), (2, 3)),
         capacity=10,
+    ),
+    Case(
+        "norms",
+        AttentionSpec(
+            *(48, 6),
+            num_kv_heads=2,
+            head_dim=8,
+            rope=Rope(10000.0),
+            qk_norm=Norm(per_head=True, eps=0.01),
+            v_norm=Norm(weight=None),
+            gate=Gate(bias=True),
+        ),
+        "norms of heads, each with a weight of its own, and of values; a gate",
+        seq_len=7,
+        is_causal=True,
+    ),
+    Case(
+        "norms-after-rope",
+        AttentionSpec(32, 4, rope=Rope(10000.0), qk_norm=Norm("layer", weight="1+w", bias=True, after_rope=True)),
+        "layer norms of what was rotated, their weight 1 + w",
+        seq_len=7,
+        is_causal=True,
+    ),
+    Case(
+        "norms-of-width",
+        AttentionSpec(32, 4, qkv_bias=(True, False, True), qk_norm=Norm(over="width", eps=0.01), clip_qkv=0.5),
+        "norms over the width of all heads, of projections that are clipped, those of keys without a bias",
+        seq_len=7,
+        is_causal=True,
     ),
     CASES["trained-anarcii-causal"],
     CASES["trained-smollm2-causal"],

@@ -7,6 +7,7 @@ one of the traps of `mha_tt.mock` is sprung, the case fails as a whole.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import ttnn
 
 import mha_tt
 from mha_tt import cache as caches
-from mha_tt import cache_mha, device, fused, masks, mha, rope, stages, weights
+from mha_tt import cache_mha, device, fused, masks, mha, norms, rope, stages, weights
 from mha_tt.device import TILE, head_slots, padded_head_dim, round_up, upload
 from mha_tt.masks import MASKED, on_host
 from parity import CASES, AttentionSpec, Case, Rope, make_problem, run_cases
@@ -70,7 +71,7 @@ def one(
 ) -> Mutation:
     """A function that is broken for everyone who holds it."""
     name = function.__name__
-    modules = (mha_tt, caches, cache_mha, device, fused, masks, mha, stages, weights)
+    modules = (mha_tt, caches, cache_mha, device, fused, masks, mha, norms, stages, weights)
     holders = tuple((module, name) for module in modules if vars(module).get(name) is function)
     return Mutation(case, stage, broken, holders, dtypes)
 
@@ -89,8 +90,8 @@ def without_spec(original, *inputs, spec, **options):
 
 
 def without_bias(name: str, stage: str) -> Mutation:
-    def project_with(original, held, **options):
-        return original({key: x for key, x in held.items() if key != f"{name}.bias"}, **options)
+    def project_with(original, held, spec, **options):
+        return original({key: x for key, x in held.items() if key != f"{name}.bias"}, spec, **options)
 
     return one("causal", stage, weights.project_with, project_with)
 
@@ -114,6 +115,16 @@ def out_proj_rolled(upload_weights, canonical, spec, **options):
 def tiled(repeat_kv_heads, x, num_heads):
     repeats = num_heads // x.shape[1]
     return x if repeats == 1 else ttnn.concat([x] * repeats, dim=1)
+
+
+def of_first_only(function):
+    """Called for the first of two, queries and keys, and then the second stays as it is."""
+    turns = cycle([True, False])
+
+    def override(original, x, *inputs, **options):
+        return function(original, x, *inputs, **options) if next(turns) else x
+
+    return override
 
 
 def of_interleaved_pairs(rotate, rotation, x):
@@ -249,6 +260,18 @@ MUTATIONS = {
     ),
     "RoPE one position late": at(
         "rope", "q", rope.Rotation, "__init__", lambda f, self, positions, *x, **o: f(self, positions + 1, *x, **o)
+    ),
+    "norm of keys missing": one(
+        "norm-after-rope", "k", norms.apply_norm, of_first_only(lambda f, x, *inputs, **o: f(x, *inputs, **o))
+    ),
+    "features that pad a head are counted": one(
+        "qk-norm", "q", norms.apply_norm, lambda f, *inputs, slots, **o: f(*inputs, slots=None, **o)
+    ),
+    "norm over the width ignores its weight": one(
+        "norm-width",
+        "q",
+        norms.apply_norm,
+        lambda f, x, norm, *_, **o: f(x, replace(norm, weight=None), **o),
     ),
     "RoPE of interleaved pairs": at("rope", "q", rope.Rotation, "rotate", of_interleaved_pairs),
     "RoPE rotates the first half only": at("rope", "q", rope.Rotation, "__init__", first_half_only),

@@ -149,6 +149,18 @@ RULES: dict[str, Rule] = {
         "all projections must have a bias", ("qkv_bias", "out_bias"), lambda spec: spec.qkv_bias and spec.out_bias
     ),
     "out bias": Rule("out_proj must have a bias", ("out_bias",), lambda spec: spec.out_bias),
+    "no norms": Rule(
+        "queries, keys and values must not be normalised",
+        ("qk_norm", "v_norm"),
+        lambda spec: not spec.norms,
+    ),
+    "no clipping": Rule("projections must not be clipped", ("clip_qkv",), lambda spec: spec.clip_qkv is None),
+    "equal biases": Rule(
+        "q_proj, k_proj and v_proj must all have a bias, or none",
+        ("qkv_bias",),
+        lambda spec: not isinstance(spec.qkv_bias, tuple),
+    ),
+    "no gate": Rule("there must be no gate", ("gate",), lambda spec: spec.gate is None),
     "even": Rule("head_dim must be even", ("head_dim",), lambda spec: spec.head_dim % 2 == 0),
     "whole halves": Rule(
         "RoPE must rotate the pairs (i, i + H/2) of whole heads",
@@ -163,9 +175,13 @@ def _rotates_whole_halves(rope: Rope, head_dim: int) -> bool:
     return rope.pairs == "half" and rope.rotary_dim in (None, head_dim)
 
 
+OF_ALL = ("no norms", "no clipping", "equal biases", "no gate")
+"""The rules of every layout: what none of them has names for yet."""
+
+
 def broken_rules(spec: AttentionSpec, layout: Layout) -> str:
     """Which rules of a layout a layer breaks, or nothing."""
-    broken = [rule for rule in map(RULES.__getitem__, layout.rules) if not rule.holds(spec)]
+    broken = [rule for rule in map(RULES.__getitem__, (*layout.rules, *OF_ALL)) if not rule.holds(spec)]
     fields = dict.fromkeys(field for rule in broken for field in rule.fields)
     got = ", ".join(f"{field}={getattr(spec, field)}" for field in fields)
     return f"{'; '.join(rule.words for rule in broken)}, got {got}" if broken else ""

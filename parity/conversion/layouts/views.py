@@ -64,7 +64,7 @@ def lay_out(name: str, read: Callable[[str], np.ndarray], spec: AttentionSpec, l
 
 def _is_in(tensor: Tensor, spec: AttentionSpec) -> bool:
     """Whether a layer has what the tensor holds."""
-    return tensor.kind == "weight" or (spec.out_bias if tensor.holds == "out" else spec.qkv_bias)
+    return tensor.kind == "weight" or (spec.out_bias if tensor.holds == "out" else any(spec.qkv_biases))
 
 
 def _form_for(spec: AttentionSpec, layout: Layout) -> tuple[Tensor, ...]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from mha_spec import (
     AttentionSpec,
     DynamicScaling,
+    Gate,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    Norm,
     ProportionalScaling,
     Rope,
     YarnScaling,
@@ -22,6 +24,22 @@ _SOFT_CAP = AttentionSpec(32, 4, num_kv_heads=2, soft_cap=1.5)
 _WINDOW = AttentionSpec(32, 4, num_kv_heads=2, window_size=4)
 _CHUNK = AttentionSpec(32, 4, num_kv_heads=2, chunk_size=4)
 _SCALE = AttentionSpec(32, 4, num_kv_heads=2, scale=0.0625)
+_QK_NORM = AttentionSpec(
+    48, 6, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), qkv_bias=False, out_bias=False, qk_norm=Norm()
+)
+_ONE_PLUS = AttentionSpec(
+    32, 4, num_kv_heads=2, rope=Rope(10000.0), qk_norm=Norm(weight="1+w"), v_norm=Norm(weight=None)
+)
+_WIDTH = AttentionSpec(32, 4, num_kv_heads=2, fused_qkv=True, rope=Rope(10000.0), qk_norm=Norm(over="width"))
+_PER_HEAD = AttentionSpec(
+    48, 6, num_kv_heads=2, head_dim=12, qk_norm=Norm("layer", per_head=True, bias=True, eps=0.01), v_norm=Norm("layer")
+)
+_AFTER_ROPE = AttentionSpec(32, 4, rope=Rope(10000.0), qk_norm=Norm(after_rope=True))
+_L2 = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0), qk_norm=Norm(weight=None, after_rope=True, eps=0.01))
+_CLIP = AttentionSpec(32, 4, num_kv_heads=2, clip_qkv=0.75, rope=Rope(10000.0))
+_WHISPER = AttentionSpec(32, 4, qkv_bias=(True, False, True))
+_GATE = AttentionSpec(48, 4, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), qk_norm=Norm(weight="1+w"), gate=Gate())
+_HEAD_GATE = AttentionSpec(32, 4, gate=Gate(per_head=True, bias=True))
 _TINY = AttentionSpec(4, 2, d_in=3)
 _TEXTBOOK = AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False)
 _CROSS = AttentionSpec(32, 4, d_in=24, d_kv=40)
@@ -61,6 +79,7 @@ LAYERS = [
     Case("mqa", AttentionSpec(32, 4, num_kv_heads=1), "all query heads share one", is_causal=True),
     Case("head-dim", AttentionSpec(32, 4, head_dim=12), "heads wider than d_model / num_heads"),
     Case("no-bias", AttentionSpec(32, 4, qkv_bias=False, out_bias=False), "projections without biases"),
+    Case("biases-of-some", _WHISPER, "biases of q and v, none of k", seq_len_k=7),
     Case("no-out-proj", AttentionSpec(32, 4, out_proj=False), "the heads side by side are the output"),
     Case("fused-qkv", AttentionSpec(32, 4, fused_qkv=True), "one projection for q, k and v", is_causal=True),
     Case(
@@ -86,6 +105,14 @@ LAYERS = [
     Case("chunk-both-ways", _CHUNK, "all of a chunk", seq_len=10, random_mask=True),
     Case("rope", _ROPE, "rotary positions", seq_len=11, is_causal=True),
     Case("rope-gqa", _GQA_ROPE, "rotary positions, shared heads, a free head_dim", seq_len=9, is_causal=True),
+    Case("clip-qkv", _CLIP, "projections that are clipped", seq_len=9, is_causal=True),
+    Case("qk-norm", _QK_NORM, "queries and keys normalised, head by head", seq_len=9, is_causal=True),
+    Case("norm-one-plus", _ONE_PLUS, "norms of weight 1 + w, and of values without one", seq_len=9, is_causal=True),
+    Case("norm-width", _WIDTH, "norms over the width of all heads", seq_len=9, is_causal=True),
+    Case("norm-per-head", _PER_HEAD, "layer norms with weights for each head", seq_len_k=7),
+    Case("norm-after-rope", _AFTER_ROPE, "norms of what was rotated", seq_len=9, key_padding_lengths=(3, 9)),
+    Case("gate", _GATE, "a gate of each feature of the context", seq_len=9, is_causal=True),
+    Case("gate-per-head", _HEAD_GATE, "a gate of each head", seq_len_k=7),
     Case("rope-far", _ROPE, "positions that bfloat16 cannot tell apart", batch=1, seq_len=300, is_causal=True),
 ]
 """Other widths, heads, projections; another scale; rotary positions."""
@@ -193,6 +220,14 @@ VALUES = [
         key_padding_lengths=(2, 6),
         not_finite="hidden",
     ),
+    Case(
+        "nan-hidden-norm",
+        _PER_HEAD,
+        "hidden keys that are NaN, and normalised",
+        seq_len_k=7,
+        key_padding_lengths=(2, 6),
+        not_finite="hidden",
+    ),
     Case("wide", AttentionSpec(256, 4), "64 features a head, 48 tokens", seq_len=48, is_causal=True),
 ]
 """Large logits, NaN, many features."""
@@ -221,6 +256,11 @@ CACHED = [
     ),
     Case("decode-chunk", _CHUNK, "decode, within a chunk", seq_len=10, chunks=(3, 1, 1, 4, 1), capacity=10),
     Case("decode-gqa-rope", _GQA_ROPE, "decode, rotary, shared", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
+    Case("decode-biases-of-some", _WHISPER, "decode, keys without a bias", seq_len=6, chunks=(4, 1, 1), capacity=6),
+    Case("decode-clip-qkv", _CLIP, "decode, projections clipped", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
+    Case("decode-gate", _GATE, "decode, gated", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
+    Case("decode-norm-width", _WIDTH, "decode, norms over all heads", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
+    Case("decode-l2-norm", _L2, "decode, norms without weights", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case(
         "ragged",
         AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0)),

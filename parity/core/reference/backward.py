@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from parity.core.reference import norms
 from parity.core.reference.arithmetic import Arithmetic
 from parity.core.reference.layer import Layer
 from parity.core.stages import Values
@@ -33,25 +34,22 @@ class Backward:
     def gradients(self) -> dict[str, np.ndarray]:
         """Those of the inputs and of the weights: `grad.query`, `grad.q_proj.weight`, …"""
         problem, a = self.layer.problem, self.arithmetic
-        spec, inputs, values = problem.spec, problem.inputs, self.layer.forward()
+        inputs, values = problem.inputs, self.layer.forward()
         slope = self.slope_of_cap(values)
         if self.magnitude:
-            values = {name: np.abs(value) for name, value in values.items()}
+            values = {name: value if name == "gate" else np.abs(value) for name, value in values.items()}
             inputs = {name: np.abs(value) for name, value in inputs.items()}
         query = _without_bad_tokens(inputs["query"])
         key = _without_bad_tokens(inputs["key"]) if "key" in inputs else query
         grads: dict[str, np.ndarray] = {}
 
-        d_context = self.of_context(values, inputs["cotangent"], grads)
+        d_context, d_query = self.of_context(values, query, inputs["cotangent"], grads)
         d_q, d_k, d_v = self.of_heads(values, d_context, slope, grads)
 
-        d_inputs = {"query": np.zeros(query.shape, a.wide), "key": np.zeros(key.shape, a.wide)}
+        d_inputs = {"query": d_query, "key": np.zeros(key.shape, a.wide)}
         positions = problem.case.positions()
         for name, x, side, d_heads in (("q", query, "query", d_q), ("k", key, "key", d_k), ("v", key, "key", d_v)):
-            d_heads = a.keep(d_heads)
-            if spec.rope is not None and name != "v" and not self.magnitude:
-                d_heads = self.layer.rotate(d_heads, positions, direction=-1)
-            d_projected = self.layer.combine_heads(d_heads)
+            d_projected = self.of_entering(name, a.keep(d_heads), positions, grads)
             d_inputs[side] += a.widen(self.of_linear(f"{name}_proj", x, d_projected, grads))
         if "key" in inputs:
             grads["grad.key"] = a.keep(d_inputs["key"])
@@ -62,11 +60,62 @@ class Backward:
 
     # ---- One part each: what comes from behind in, what goes on to the front out -------------------------------------
 
-    def of_context(self, values: Values, d_output: np.ndarray, grads: dict[str, np.ndarray]) -> np.ndarray:
-        """The gradient of the context (B, N, T, H)."""
-        if self.layer.problem.spec.out_proj:
-            d_output = self.of_linear("out_proj", self.layer.combine_heads(values["context"]), d_output, grads)
-        return self.layer.split_heads(self.arithmetic.widen(d_output))
+    def of_context(
+        self, values: Values, query: np.ndarray, d_output: np.ndarray, grads: dict[str, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The gradient of the context (B, N, T, H), and what the gate adds to that of the query."""
+        layer, a = self.layer, self.arithmetic
+        if layer.problem.spec.out_proj:
+            d_output = self.of_linear("out_proj", layer.combine_heads(layer.gated(values)), d_output, grads)
+        d_context, nothing = layer.split_heads(a.widen(d_output)), np.zeros(query.shape, a.wide)
+        gate = layer.problem.spec.gate
+        if gate is None:
+            return d_context, nothing
+        openness = layer.openness(values)
+        d_gate = d_context * a.widen(values["context"]) * openness * (1.0 - openness)
+        d_gate = layer.combine_heads(d_gate.sum(axis=-1, keepdims=True) if gate.per_head else d_gate)
+        d_query = self.of_linear("gate_proj", query, a.keep(d_gate), grads)
+        return d_context * openness, a.widen(d_query)
+
+    def of_entering(
+        self, name: str, d_heads: np.ndarray, positions: np.ndarray, grads: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        """The gradient of what was projected, (B, T, width), from that of the heads that enter attention."""
+        layer, norm, a = self.layer, self.layer.norm(name), self.arithmetic
+        inputs = layer.problem.inputs
+        x = _without_bad_tokens(inputs["query"] if name == "q" else inputs.get("key", inputs["query"]))
+        limit = layer.problem.spec.clip_qkv
+        found = x if norm is None and limit is None else layer.linear(f"{name}_proj", x)
+        projected = layer.clipped(name, found)
+        if norm is not None and norm.after_rope:
+            entered = layer.turned(name, layer.split_heads(projected), positions)
+            d_heads = self.of_norm(name, entered, d_heads, grads)
+        if layer.problem.spec.rope is not None and name != "v" and not self.magnitude:
+            d_heads = layer.rotate(d_heads, positions, direction=-1)
+        if norm is not None and norm.over == "head" and not norm.after_rope:
+            d_heads = self.of_norm(name, layer.split_heads(projected), d_heads, grads)
+        d_projected = layer.combine_heads(d_heads)
+        if norm is not None and norm.over == "width":
+            d_projected = self.of_norm(name, projected, d_projected, grads)
+        if limit is not None:
+            d_projected = np.where(np.abs(a.widen(found)) <= limit, a.widen(d_projected), a.wide.type(0.0))
+        return a.keep(d_projected)
+
+    def of_norm(self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray]) -> np.ndarray:
+        """The gradient of what enters a norm; those of its weight and bias are put with the others."""
+        layer, norm, a = self.layer, self.layer.norm(name), self.arithmetic
+        if norm is None:
+            return d_y
+        x_hat, s = norms.standardised(a.widen(x), norm)
+        d_hat = a.widen(d_y)
+        if norm.bias:
+            grads[f"grad.{name}_norm.bias"] = a.keep(norms.summed(d_hat, norm))
+        if norm.weight is not None:
+            terms = d_hat * (np.abs(x_hat) if self.magnitude else x_hat)
+            grads[f"grad.{name}_norm.weight"] = a.keep(norms.summed(terms, norm))
+            factor = norms.broadcast(norms.factor(a.widen(layer.parameter(f"{name}_norm.weight")), norm), norm)
+            d_hat = d_hat * (np.abs(factor) if self.magnitude else factor)
+        return a.keep(norms.back_through(d_hat, x_hat, s, norm, magnitude=self.magnitude))
 
     def of_heads(
         self, values: Values, d_context: np.ndarray, slope: np.ndarray | float, grads: dict[str, np.ndarray]

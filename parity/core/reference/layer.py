@@ -7,8 +7,9 @@ from typing import cast
 
 import numpy as np
 
-from mha_spec import Rope
+from mha_spec import Norm, Rope
 from parity.core.problem import Problem
+from parity.core.reference import norms
 from parity.core.reference.arithmetic import Arithmetic
 from parity.core.reference.rope import amplitude, axes, frequencies, pairs
 from parity.core.stages import PATHS, Step, Values, steps_of
@@ -86,7 +87,7 @@ class Layer:
         return {"context": self.arithmetic.keep(self.arithmetic.matmul(attn_weights, self.per_query_head(v)))}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
-        combined = self.combine_heads(values["context"])
+        combined = self.combine_heads(self.gated(values))
         return {"output": self.linear("out_proj", combined) if self.problem.spec.out_proj else combined}
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
@@ -187,7 +188,57 @@ class Layer:
 
     def project(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> dict[str, np.ndarray]:
         projected = {name: self.linear(f"{name}_proj", query if name == "q" else key) for name in "qkv"}
-        return {name: self.turned(name, self.split_heads(x), positions) for name, x in projected.items()}
+        heads = {name: self.entering(name, x, positions) for name, x in projected.items()}
+        return heads if self.problem.spec.gate is None else {**heads, "gate": self.linear("gate_proj", query)}
+
+    def gated(self, values: Values) -> np.ndarray:
+        """The context, each feature times the sigmoid of its gate."""
+        context = values["context"]
+        if self.problem.spec.gate is None:
+            return context
+        return self.arithmetic.keep(self.arithmetic.widen(context) * self.openness(values))
+
+    def openness(self, values: Values) -> np.ndarray:
+        """What the context is multiplied by, (B, N, T, H or 1): between 0 and 1."""
+        gate = self.arithmetic.widen(values["gate"])
+        gate = gate.reshape(*gate.shape[:2], self.problem.spec.num_heads, -1).swapaxes(1, 2)
+        with np.errstate(over="ignore"):
+            return 1.0 / (1.0 + np.exp(-gate))
+
+    def entering(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """What was projected as the heads that enter attention: clipped, split, normalised and turned."""
+        norm, x = self.norm(name), self.clipped(name, x)
+        if norm is not None and norm.over == "width":
+            x = self.normed(name, x, norm)
+        x = self.split_heads(x)
+        if norm is not None and norm.over == "head" and not norm.after_rope:
+            x = self.normed(name, x, norm)
+        x = self.turned(name, x, positions)
+        return self.normed(name, x, norm) if norm is not None and norm.after_rope else x
+
+    def clipped(self, name: str, x: np.ndarray) -> np.ndarray:
+        """q, k or v within its limits."""
+        limit = self.problem.spec.clip_qkv
+        return x if limit is None else self.arithmetic.keep(np.clip(self.arithmetic.widen(x), -limit, limit))
+
+    def norm(self, name: str) -> Norm | None:
+        """How q, k or v is normalised."""
+        return self.problem.spec.norms.get(f"{name}_norm")
+
+    def normed(self, name: str, x: np.ndarray, norm: Norm) -> np.ndarray:
+        """q, k or v, normalised over its last axis."""
+        widen = self.arithmetic.widen
+        y = self.standardised(name, widen(x), norm)
+        if norm.weight is not None:
+            weight = widen(self.parameter(f"{name}_norm.weight"))
+            y = y * norms.broadcast(norms.factor(weight, norm), norm)
+        if norm.bias:
+            y = y + norms.broadcast(widen(self.parameter(f"{name}_norm.bias")), norm)
+        return self.arithmetic.keep(y)
+
+    def standardised(self, name: str, x: np.ndarray, norm: Norm) -> np.ndarray:
+        """q, k or v over the root of its mean square."""
+        return norms.standardised(x, norm)[0]
 
     def split_heads(self, x: np.ndarray) -> np.ndarray:
         """(B, T, N * H) as (B, N, T, H)."""

@@ -314,10 +314,14 @@ def _products_of(kind: str, bits: int, about: str, fix: str) -> Mistake:
         def cut(x: Any) -> Any:
             return _fewer_bits(plan.xp, x, bits)
 
-        for name in (name for name in plan.weights if not name.endswith("bias")):
+        for name in (name for name in plan.weights if name.endswith("proj.weight")):
             plan.weights[name] = _fewer_bits(np, plan.weights[name], bits)
+
+        def project_with(_: Plan, original: Any, *held: Any) -> Any:
+            return lambda which, x: original(*held)(which, cut(x) if which.endswith("proj") else x)
+
         plan.functions |= {
-            "project_with": lambda _, f, weights: lambda which, x: f(weights)(which, cut(x)),
+            "project_with": project_with,
             "attention_scores": lambda _, f, q, k, *rest: f(cut(q), cut(k), *rest),
             "attention_context": lambda _, f, attn_weights, v: f(cut(attn_weights), cut(v)),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from mha_spec import AttentionSpec
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
+from parity.core.weights import QKV
 from parity.diagnosis.mistakes.record import Mistake, Plan, breaking
 
 STAGES = {"q_proj": ("q", "k"), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("output",)}
@@ -57,10 +59,11 @@ def _transposed(projection: str) -> Mistake:
 def swapped(case: Case) -> Iterator[Mistake]:
     spec = case.spec
     has_rope = spec.rope is not None
-    yield _swapped("k", "v", is_planted=not has_rope)  # with RoPE the one of the same name is planted, below
+    q, k, v = spec.qkv_biases  # one that only one of two has would not be loaded into the other
+    if k == v:
+        yield _swapped("k", "v", is_planted=not has_rope)  # with RoPE the one of the same name is planted, below
     if spec.num_heads == spec.num_kv_heads and spec.d_in == spec.d_kv:
-        yield _swapped("q", "k")
-        yield _swapped("q", "v")
+        yield from (_swapped("q", other) for other, has_bias in (("k", k), ("v", v)) if has_bias == q)
     if has_rope:  # without it the same as the first
         yield _swapped_after_rope()
 
@@ -95,7 +98,7 @@ def _swapped(one: str, other: str, *, is_planted: bool = True) -> Mistake:
 def _swapped_after_rope() -> Mistake:
     def project(_: Layer, original: Any, *inputs: np.ndarray) -> dict[str, np.ndarray]:
         projected = original(*inputs)
-        return {"q": projected["q"], "k": projected["v"], "v": projected["k"]}
+        return {**projected, "k": projected["v"], "v": projected["k"]}
 
     def project_qkv(_: Plan, original: Any, *inputs: Any, **options: Any) -> tuple[Any, Any, Any]:
         q, k, v = original(*inputs, **options)
@@ -118,7 +121,7 @@ def _swapped_after_rope() -> Mistake:
 def fused_qkv(case: Case) -> Iterator[Mistake]:
     """One packed weight, its heads in the order q … k … v, or for each key/value head q … k v."""
     spec = case.spec
-    if spec.d_in != spec.d_kv or spec.num_kv_heads == 1:
+    if spec.d_in != spec.d_kv or spec.num_kv_heads == 1 or isinstance(spec.qkv_bias, tuple):
         return
     sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
     groups = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])  # the heads of q, of k, of v
@@ -127,7 +130,7 @@ def fused_qkv(case: Case) -> Iterator[Mistake]:
     def parameter_in(order: np.ndarray) -> Any:
         def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
             projection, leaf = name.split(".")
-            if projection == "out_proj":
+            if projection not in QKV:
                 return original(name)
             parts = [original(f"{each}_proj.{leaf}") for each in "qkv"]
             heads = np.concatenate([part.reshape(-1, spec.head_dim, *part.shape[1:]) for part in parts])
@@ -186,14 +189,17 @@ def _read_as_thirds(parts: Sequence[np.ndarray], spec: AttentionSpec) -> list[np
 def missing_biases(case: Case) -> Iterator[Mistake]:
     spec, qkv, out = case.spec, ("q_proj", "k_proj", "v_proj"), ("out_proj",)
     has_out_bias = spec.out_proj and spec.out_bias
-    if spec.qkv_bias:
-        for name in qkv:
-            yield _missing_bias(name, name, (name,), STAGES[name])
-        yield _missing_bias("qkv", ", ".join(qkv), qkv, ("q",))
+    held = tuple(name for name, has_bias in zip(qkv, spec.qkv_biases, strict=True) if has_bias)
+    for name in held:
+        yield _missing_bias(name, name, (name,), STAGES[name])
+    if len(held) > 1:
+        yield _missing_bias("qkv", ", ".join(held), held, STAGES[held[0]])
+    if spec.qkv_biases[1:] == (False, True):
+        yield _bias_on_k()
     if has_out_bias:
         yield _missing_bias("out_proj", "out_proj", out, STAGES["out_proj"])
-    if spec.qkv_bias and has_out_bias:
-        yield _missing_bias("all", "every projection", qkv + out, ("q",))
+    if held and has_out_bias:
+        yield _missing_bias("all", "every projection", held + out, STAGES[held[0]])
 
 
 def _missing_bias(name: str, whose: str, projections: Sequence[str], stages: tuple[str, ...]) -> Mistake:
@@ -215,12 +221,69 @@ def _missing_bias(name: str, whose: str, projections: Sequence[str], stages: tup
     )
 
 
+def _bias_on_k() -> Mistake:
+    def has_bias(_: Layer, original: Any, projection: str) -> bool:
+        return original({"k_proj": "v_proj", "v_proj": "k_proj"}.get(projection, projection))
+
+    def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
+        return original("v_proj.bias" if name == "k_proj.bias" else name)
+
+    def project_qkv(plan: Plan, original: Any, project: Any, *inputs: Any) -> Any:
+        bias = plan.backend.from_numpy(plan.weights["v_proj.bias"])
+        sign = {"k_proj": 1.0, "v_proj": -1.0}
+
+        def moved(name: str, x: Any) -> Any:
+            return project(name, x) + sign[name] * bias[None, None] if name in sign else project(name, x)
+
+        return original(moved, *inputs)
+
+    return Mistake(
+        "v-bias-on-k",
+        "the bias of v_proj is added to the keys, and not to the values",
+        "give v_proj its bias and k_proj none: where biases are packed, with zeros in the place of k's",
+        "missing-bias",
+        ("k",),
+        {"has_bias": has_bias, "parameter": parameter},
+        breaking(project_qkv=project_qkv),
+    )
+
+
+# ---- Limits ----------------------------------------------------------------------------------------------------------
+
+
+def not_clipped(case: Case) -> Iterator[Mistake]:
+    if case.spec.clip_qkv is None:
+        return
+    for of in ("qkv", "v"):
+        yield _not_clipped(of)
+
+
+def _not_clipped(of: str) -> Mistake:
+    def clipped(_: Layer, original: Any, name: str, x: np.ndarray) -> np.ndarray:
+        return x if name in of else original(name, x)
+
+    def project_qkv(_: Plan, original: Any, project: Any, q: Any, k: Any, v: Any, spec: Any, *rest: Any) -> Any:
+        right = original(project, q, k, v, spec, *rest)
+        wrong = original(project, q, k, v, replace(spec, clip_qkv=None), *rest)
+        return tuple(b if name in of else a for name, a, b in zip("qkv", right, wrong, strict=True))
+
+    return Mistake(
+        "clip-qkv-missing" if of == "qkv" else f"clip-qkv-missing-{of}",
+        "what the projections give is not clipped" if of == "qkv" else f"what {of}_proj gives is not clipped",
+        "clip what q_proj, k_proj and v_proj give to [-clip_qkv, clip_qkv]",
+        "clip-qkv",
+        STAGES["v_proj"] if of == "v" else STAGES["q_proj"],
+        {"clipped": clipped},
+        breaking(project_qkv=project_qkv),
+    )
+
+
 def no_out_proj(case: Case) -> Iterator[Mistake]:
     def output(layer: Layer, _: Any, values: Values) -> dict[str, np.ndarray]:
-        return {"output": layer.combine_heads(values["context"])}
+        return {"output": layer.combine_heads(layer.gated(values))}
 
-    def project_with(_: Plan, original: Any, weights: Any) -> Any:
-        return lambda which, x: x if which == "out_proj" else original(weights)(which, x)
+    def project_with(_: Plan, original: Any, *held: Any) -> Any:
+        return lambda which, x: x if which == "out_proj" else original(*held)(which, x)
 
     if case.spec.out_proj and case.spec.q_width == case.spec.d_model:
         yield Mistake(

@@ -1,0 +1,91 @@
+"""Normalisation of queries, keys and values, over the features of a head or over the whole width."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from mha_jax.arrays import check_array
+from mha_jax.compiled import compiled
+from mha_jax.rope import at_least_float32
+from mha_spec import Norm
+from mha_spec.norm import check_norm
+
+
+def apply_norm(
+    x: Float[Array, "*tokens H"],
+    norm: Norm,
+    weight: Float[Array, "..."] | None = None,
+    bias: Float[Array, "..."] | None = None,
+) -> Float[Array, "*tokens H"]:
+    """x / sqrt(mean(x²) + eps), times the weight or 1 + weight, plus the bias; a layer norm first subtracts the mean.
+
+    Args:
+        x: heads (B, heads, T, H), or projected tokens (B, T, width); normalised over its last axis in at least float32,
+            returned in its own dtype.
+        norm: which norm.
+        weight, bias: where the norm has them: (H,), (heads, H) where each head has its own, or (width,).
+
+    Returns:
+        The normalised features, in the shape and dtype of x.
+
+    Raises:
+        TypeError: if x is not floating point, or norm is not a `Norm`.
+        ValueError: if the norm has a weight or a bias and none is given, or the other way round, or its shape does not
+            fit.
+
+    Source: RMSNorm, arXiv:1910.07467, equation 4; LayerNorm, arXiv:1607.06450, equation 4.
+    """
+    check_normed(x, norm, weight, bias)
+    return _apply_norm(x, weight, bias, norm)
+
+
+@compiled("norm")
+def _apply_norm(x: Array, weight: Array | None, bias: Array | None, norm: Norm) -> Array:
+    wide = at_least_float32(x)
+    if norm.kind == "layer":
+        wide = wide - wide.mean(axis=-1, keepdims=True)
+    normed = wide * lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + norm.eps)
+    if weight is not None:
+        weight = _along(weight, norm, x.ndim)
+        normed = normed * (1.0 + weight if norm.weight == "1+w" else weight)
+    if bias is not None:
+        normed = normed + _along(bias, norm, x.ndim)
+    return normed.astype(x.dtype)
+
+
+def _along(parameter: Array, norm: Norm, rank: int) -> Array:
+    """A parameter in at least float32, as it broadcasts to what it is for."""
+    parameter = at_least_float32(parameter[:, None] if norm.per_head else parameter)
+    return jnp.expand_dims(parameter, tuple(range(rank - parameter.ndim)))
+
+
+class NormLayer(nnx.Module):
+    """The parameters of a norm: a weight that multiplies by 1, and a bias of 0, where it has them."""
+
+    def __init__(self, norm: Norm, shapes: dict[str, tuple[int, ...]], *, param_dtype: jnp.dtype) -> None:
+        self.norm = norm
+        initial = {"weight": norm.initial_weight, "bias": 0.0}
+        for name, shape in shapes.items():
+            setattr(self, name, nnx.Param(jnp.full(shape, initial[name], param_dtype)))
+
+    def __call__(self, x: Float[Array, "*tokens H"]) -> Float[Array, "*tokens H"]:
+        """x, normalised."""
+        weight, bias = (getattr(self, name, None) for name in ("weight", "bias"))
+        return apply_norm(x, self.norm, *(None if held is None else held[...] for held in (weight, bias)))
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_normed(x: Array, norm: Norm, weight: Array | None, bias: Array | None) -> None:
+    """Refuse what cannot be normalised, or parameters that are not those of the norm."""
+    check_array("x", x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x must be floating point, got x.dtype={x.dtype}")
+    check_norm(norm)
+    shapes = norm.shapes(x.shape[1] if norm.per_head else 1, x.shape[-1])
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        found = None if parameter is None else tuple(parameter.shape)
+        if found != shapes.get(name):
+            raise ValueError(f"{name} must have shape {shapes.get(name)} for {norm}, got {name}.shape={found}")

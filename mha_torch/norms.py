@@ -1,0 +1,101 @@
+"""Normalisation of queries, keys and values, over the features of a head or over the whole width."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mha_spec import Norm
+from mha_spec.norm import check_norm
+from mha_torch.arrays import check_array
+from mha_torch.rope import at_least_float32
+
+
+def apply_norm(
+    x: Float[Tensor, "*tokens H"],
+    norm: Norm,
+    weight: Float[Tensor, "..."] | None = None,
+    bias: Float[Tensor, "..."] | None = None,
+) -> Float[Tensor, "*tokens H"]:
+    """x / sqrt(mean(x²) + eps), times the weight or 1 + weight, plus the bias; a layer norm first subtracts the mean.
+
+    Args:
+        x: heads (B, heads, T, H), or projected tokens (B, T, width); normalised over its last axis in at least float32,
+            returned in its own dtype.
+        norm: which norm.
+        weight, bias: where the norm has them: (H,), (heads, H) where each head has its own, or (width,).
+
+    Returns:
+        The normalised features, in the shape and dtype of x.
+
+    Raises:
+        TypeError: if x is not floating point, or norm is not a `Norm`.
+        ValueError: if the norm has a weight or a bias and none is given, or the other way round, or its shape does not
+            fit.
+
+    Source: RMSNorm, arXiv:1910.07467, equation 4; LayerNorm, arXiv:1607.06450, equation 4.
+    """
+    check_normed(x, norm, weight, bias)
+    wide = at_least_float32(x)
+    if norm.kind == "layer":
+        wide = wide - wide.mean(dim=-1, keepdim=True)
+    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + norm.eps)
+    if weight is not None:
+        weight = _along(weight, norm)
+        normed = normed * (1.0 + weight if norm.weight == "1+w" else weight)
+    if bias is not None:
+        normed = normed + _along(bias, norm)
+    return normed.to(x.dtype)
+
+
+def _along(parameter: Tensor, norm: Norm) -> Tensor:
+    """A parameter in at least float32, as it broadcasts to what it is for."""
+    return at_least_float32(parameter).unsqueeze(-2) if norm.per_head else at_least_float32(parameter)
+
+
+class NormLayer(nn.Module):
+    """The parameters of a norm: a weight that multiplies by 1, and a bias of 0, where it has them."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        norm: Norm,
+        shapes: dict[str, tuple[int, ...]],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm = norm
+        for name in ("weight", "bias"):
+            held = torch.empty(shapes[name], device=device, dtype=dtype) if name in shapes else None
+            self.register_parameter(name, None if held is None else nn.Parameter(held))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to what multiplies by 1, and the bias to 0."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, self.norm.initial_weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Float[Tensor, "*tokens H"]) -> Float[Tensor, "*tokens H"]:
+        """x, normalised."""
+        return apply_norm(x, self.norm, self.weight, self.bias)
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Refuse what cannot be normalised, or parameters that are not those of the norm."""
+    check_array("x", x)
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, got x.dtype={x.dtype}")
+    check_norm(norm)
+    shapes = norm.shapes(x.shape[1] if norm.per_head else 1, x.shape[-1])
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        found = None if parameter is None else tuple(parameter.shape)
+        if found != shapes.get(name):
+            raise ValueError(f"{name} must have shape {shapes.get(name)} for {norm}, got {name}.shape={found}")

@@ -1,0 +1,92 @@
+"""Normalisation of queries, keys and values, over the features of a head or over the whole width."""
+
+from __future__ import annotations
+
+import numpy as np
+import ttnn
+from jaxtyping import Float
+from ttnn import Tensor
+
+from mha_spec import Norm
+from mha_spec.norm import check_norm
+from mha_tt.arrays import check_on_device
+from mha_tt.device import accurate_config, as_dtype, upload, zeros
+from mha_tt.rope import at_least_float32
+
+
+def apply_norm(
+    x: Float[Tensor, "*tokens H"],
+    norm: Norm,
+    weight: Float[Tensor, "..."] | None = None,
+    bias: Float[Tensor, "..."] | None = None,
+    *,
+    slots: np.ndarray | None = None,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> Float[Tensor, "*tokens H"]:
+    """x / sqrt(mean(x²) + eps), times the weight or 1 + weight, plus the bias; a layer norm first subtracts the mean.
+
+    Args:
+        x: heads (B, heads, T, H), or projected tokens (B, T, width); normalised over its last axis in at least float32,
+            returned in its own dtype.
+        norm: which norm.
+        weight, bias: where the norm has them: (1, H), (1, heads, 1, H) where each head has its own, or (1, width).
+        slots: where the features lie on the last axis, if there are zeros between or after them: see `head_slots`.
+        compute_kernel_config: arithmetic of the sums; `accurate_config` when absent.
+
+    Returns:
+        The normalised features, in the shape and dtype of x.
+
+    Raises:
+        TypeError: if x is not floating point, or norm is not a `Norm`.
+        ValueError: if the norm has a weight or a bias and none is given, or the other way round, or its shape does not
+            fit.
+
+    Source: RMSNorm, arXiv:1910.07467, equation 4; LayerNorm, arXiv:1607.06450, equation 4.
+    """
+    check_normed(x, norm, weight, bias)
+    if 0 in tuple(x.shape):
+        return zeros(tuple(x.shape), x.dtype, x.device())
+    config = compute_kernel_config or accurate_config(x.device())
+    width = x.shape[-1]
+    count = width if slots is None else len(slots)
+
+    def mean(wide: Tensor) -> Tensor:
+        total = ttnn.sum(wide, dim=-1, keepdim=True, compute_kernel_config=config)
+        return ttnn.multiply(total, 1.0 / count)
+
+    wide = at_least_float32(x)
+    if norm.kind == "layer":
+        wide = ttnn.subtract(wide, mean(wide))
+        if slots is not None and count < width:  # the mean was taken from the zeros, too
+            is_feature = np.isin(np.arange(width), slots)[(None,) * (len(x.shape) - 1)]
+            wide = ttnn.multiply(wide, upload(is_feature, device=x.device(), dtype=ttnn.float32))
+    normed = ttnn.multiply(wide, ttnn.rsqrt(ttnn.add(mean(ttnn.square(wide)), norm.eps)))
+    if weight is not None:
+        weight = at_least_float32(weight)
+        normed = ttnn.multiply(normed, ttnn.add(weight, 1.0) if norm.weight == "1+w" else weight)
+    if bias is not None:
+        normed = ttnn.add(normed, at_least_float32(bias))
+    return as_dtype(normed, x.dtype)
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Refuse what cannot be normalised, or parameters that are not those of the norm."""
+    check_on_device("x", x)
+    if x.dtype not in (ttnn.float32, ttnn.bfloat16, ttnn.bfloat8_b):
+        raise TypeError(f"x must be floating point, got x.dtype={x.dtype}")
+    check_norm(norm)
+    width = x.shape[-1]
+    shapes = norm.shapes(x.shape[1] if norm.per_head else 1, width)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        expected = parameter_shape(shapes[name]) if name in shapes else None
+        found = None if parameter is None else tuple(parameter.shape)
+        if found != expected:
+            raise ValueError(f"{name} must have shape {expected} for {norm}, got {name}.shape={found}")
+
+
+def parameter_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape on the device of a parameter (H,), (heads, H) or (width,): it broadcasts to what it is for."""
+    return (1, shape[0], 1, shape[1]) if len(shape) == 2 else (1, *shape)
