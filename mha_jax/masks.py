@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mha_jax.arrays import check_array, check_broadcasts, check_count, check_lengths
 from mha_jax.compiled import compiled
 from mha_spec import AttentionSpec
+from mha_spec.attention import check_spec
 from mha_spec.reach import Reach, reach_of
 
 
@@ -200,6 +201,8 @@ class Masking:
 
     def of_layer(self, spec: AttentionSpec | None) -> "Masking":
         """The same with what a layer hides by itself."""
+        if spec is not None:
+            check_spec(spec)
         return self if spec is None or spec.reach is None else replace(self, reach=spec.reach)
 
     def as_arrays(self) -> "Masking":

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec
+from mha_spec.attention import check_spec
 from mha_spec.reach import Reach, reach_of
 from mha_tt.arrays import check_broadcasts, check_count, check_floating, check_lengths
 from mha_tt.device import as_dtype, upload
@@ -315,6 +316,8 @@ class Masking:
 
     def of_layer(self, spec: AttentionSpec | None) -> Masking:
         """The same with what a layer hides by itself."""
+        if spec is not None:
+            check_spec(spec)
         return self if spec is None or spec.reach is None else replace(self, reach=spec.reach)
 
     def with_infinite_bias(self) -> Masking:
