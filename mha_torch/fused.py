@@ -221,17 +221,28 @@ def _attend_in_reach(
     query: Tensor, key: Tensor, value: Tensor, masking: Masking, reach: Reach, dropout: float, scale: float | None
 ) -> Tensor:
     """A few queries at a time over the keys that they reach: the work grows with the length, not with its square."""
-    seq_len_q, seq_len_k = query.shape[2], key.shape[2]
+    seq_len_q, seq_len_k, is_causal = query.shape[2], key.shape[2], masking.is_causal
+    # Where only the window hides, every query sees itself, and most parts have the same mask: added, the fastest form.
+    is_alone = masking.mask is None and masking.bias is None and masking.key_padding_lengths is None
+    is_alone = is_alone and reach.chunk_size is None and seq_len_q <= seq_len_k
+    added: dict[tuple[int, int, int], Tensor] = {}
     contexts = []
     for begin in range(0, seq_len_q, _num_together(reach)):
         end = min(begin + _num_together(reach), seq_len_q)
         first = min(max(reach.first(begin), 0), seq_len_k)
-        stop = max(first, min(end if masking.is_causal else reach.stop(end - 1), seq_len_k))
+        stop = max(first, min(end if is_causal else reach.stop(end - 1), seq_len_k))
         rows, keys = slice(begin, end), slice(first, stop)
+        parts = (query[:, :, rows], key[:, :, keys], value[:, :, keys])
+        if is_alone:
+            place = (begin - first, end - begin, stop - first)
+            if place not in added:
+                hidden = masking.part(rows, keys).hidden(*place[1:], query.device)[0, 0]
+                added[place] = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+            contexts.append(_attend(*parts, attn_mask=added[place], dropout=dropout, scale=scale))
+            continue
         inside = masking.part(rows, keys)
         if reach.chunk_size is not None:  # of its own chunk a query sees all, or all up to itself
             inside = replace(inside, reach=None, offsets=None)
-        parts = (query[:, :, rows], key[:, :, keys], value[:, :, keys])
         contexts.append(_attend_hidden(*parts, inside, dropout, scale) if stop > first else parts[0] * 0.0)
     return torch.cat(contexts, dim=2)
 

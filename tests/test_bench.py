@@ -398,7 +398,7 @@ def test_one_framework_may_be_measured_alone(tiny_plan, as_users_have_it):
     [
         (
             ["--what", "cores,speed"],
-            "--what must be of cores, layers, decode, memory, import, convert, growth, got speed",
+            "--what must be of cores, scores, layers, decode, memory, import, convert, growth, got speed",
         ),
         (["--frameworks", "tt"], "--frameworks must be of jax, torch, got tt"),
         (["--dtypes", "float64"], "--dtypes must be of float32, bfloat16, float16, got float64"),

@@ -27,6 +27,7 @@ NAMES = {
     "jax.nn by hand": "matrix products around jax.nn.dot_product_attention",
     "softmax by hand": "matrix products around einsum and softmax",
     "flax.nnx": "flax.nnx.MultiHeadAttention",
+    "scores by hand": "two matrix products, and what comes between them, a mask made beforehand",
     "flax.linen": "flax.linen.MultiHeadDotProductAttention",
     "keras": "keras.layers.MultiHeadAttention on JAX",
     "equinox": "equinox.nn.MultiheadAttention under vmap",
@@ -137,11 +138,16 @@ class _Core:
         self.arrays = inputs.arrays
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
+        spec = self.work.spec
+        fused, plain = mha_jax.fused.scaled_dot_product_attention, mha_jax.scaled_dot_product_attention
         found = {
-            OURS: lambda: self.contender(_first(mha_jax.fused.scaled_dot_product_attention)),
+            OURS: lambda: self.contender(_first(partial(fused, spec=spec))),
             "jax.nn": lambda: self.of_jax_nn(),
-            "plain path": lambda: self.contender(_first(mha_jax.scaled_dot_product_attention), counts=False),
+            "plain path": lambda: self.contender(_first(partial(plain, spec=spec)), counts=False),
         }
+        if self.work.soft_cap is not None:  # which jax.nn has not
+            del found["jax.nn"]
+            return {**found, "scores by hand": lambda: self.contender(self.scores_by_hand())}
         if jax.default_backend() == "gpu" and self.work.dtype != "float32":
             found["jax.nn (cuDNN)"] = lambda: self.of_jax_nn("cudnn")
         return found
@@ -161,8 +167,22 @@ class _Core:
 
     def of_jax_nn(self, implementation: str | None = None) -> Contender:
         attend: Any = jax.nn.dot_product_attention
+        if self.work.window_size is not None:
+            attend = partial(attend, local_window_size=(self.work.window_size - 1, 0))
         # It takes (B, S, N, H).
         return self.contender(partial(attend, implementation=implementation), lambda x: x.swapaxes(1, 2))
+
+    def scores_by_hand(self) -> Callable[..., Array]:
+        hidden = mha_jax.create_attention_mask(self.work.seq_len, is_causal=True, window_size=self.work.window_size)
+        cap, scale = self.work.spec.soft_cap, self.work.spec.score_scale
+
+        def attend(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
+            scores = jnp.einsum("bnth,bnsh->bnts", query * scale, key)
+            scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+            attn_weights = jax.nn.softmax(jnp.where(hidden, -jnp.inf, scores), axis=-1)
+            return jnp.einsum("bnts,bnsh->bnth", attn_weights, value)
+
+        return attend
 
 
 class _Layer:

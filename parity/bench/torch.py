@@ -27,6 +27,8 @@ from parity.foreign import load_adapter, load_into
 NAMES = {
     "plain path": "mha_torch.scaled_dot_product_attention, ours, with every stage",
     "SDPA": "torch.nn.functional.scaled_dot_product_attention",
+    "masked SDPA": "torch.nn.functional.scaled_dot_product_attention with a mask, made beforehand",
+    "scores by hand": "two matrix products, and what comes between them, a mask made beforehand",
     "SDPA by hand": "linear layers around torch.nn.functional.scaled_dot_product_attention",
     "softmax by hand": "linear layers around two matrix products and a softmax",
     "torch.nn": "torch.nn.MultiheadAttention",
@@ -149,11 +151,38 @@ class _Core:
         self.inputs = {name: side.put(x, work.backward and name != "cotangent") for name, x in inputs.arrays.items()}
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
+        spec, others = self.work.spec, {"SDPA": lambda: self.contender(F.scaled_dot_product_attention)}
+        if self.work.soft_cap is not None:
+            others = {"scores by hand": lambda: self.contender(self.scores_by_hand())}
+        elif self.work.window_size is not None:
+            others = {"masked SDPA": lambda: self.contender(self.masked_sdpa())}
+        fused, plain = mha_torch.fused.scaled_dot_product_attention, mha_torch.scaled_dot_product_attention
         return {
-            OURS: lambda: self.contender(_first(mha_torch.fused.scaled_dot_product_attention)),
-            "SDPA": lambda: self.contender(F.scaled_dot_product_attention),
-            "plain path": lambda: self.contender(_first(mha_torch.scaled_dot_product_attention), counts=False),
+            OURS: lambda: self.contender(_first(partial(fused, spec=spec))),
+            **others,
+            "plain path": lambda: self.contender(_first(partial(plain, spec=spec)), counts=False),
         }
+
+    def shown(self) -> Tensor:
+        """Where a query sees a key, (T, S)."""
+        hidden = mha_torch.create_attention_mask(
+            self.work.seq_len, is_causal=True, window_size=self.work.window_size, device=self.side.device
+        )
+        return ~hidden[0, 0]
+
+    def masked_sdpa(self) -> Callable[..., Tensor]:
+        shown = self.shown()
+        return lambda *inputs, is_causal: F.scaled_dot_product_attention(*inputs, attn_mask=shown)
+
+    def scores_by_hand(self) -> Callable[..., Tensor]:
+        hidden, cap, scale = ~self.shown(), self.work.spec.soft_cap, self.work.spec.score_scale
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+            scores = query @ key.mT * scale
+            scores = scores if cap is None else cap * torch.tanh(scores / cap)
+            return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
+
+        return attend
 
     def contender(self, function: Callable[..., Tensor], *, counts: bool = True) -> Contender:
         query, key, value = (self.inputs[name] for name in ("query", "key", "value"))

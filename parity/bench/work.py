@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from mha_spec import AttentionSpec
 from parity.core.weights import Weights, dtype_named, random_weights
 
-GROUPS = ("cores", "layers", "decode", "memory", "import", "convert", "growth")
+GROUPS = ("cores", "scores", "layers", "decode", "memory", "import", "convert", "growth")
 DTYPES = ("float32", "bfloat16", "float16")
 
 CORES = ((2, 8, 256), (2, 12, 512), (1, 12, 1024), (1, 16, 2048), (1, 8, 4096))  # batch, heads, tokens
@@ -29,6 +29,8 @@ class Work:
         seq_len: tokens of each, S; in `decode`, tokens cached before the new one.
         num_heads, head_dim: of the attention; a layer is as wide as all heads together.
         is_causal: no token sees a later one.
+        window_size: no token sees one that many places away, or more.
+        soft_cap: scores are capped softly.
         is_padded: the sequences have different lengths, see `lengths`.
         need_weights: the attention weights are a result, too.
         backward: the gradients of all inputs and weights are results, too.
@@ -43,6 +45,8 @@ class Work:
     head_dim: int = 64
     dtype: str = "float32"
     is_causal: bool = False
+    window_size: int | None = None
+    soft_cap: float | None = None
     is_padded: bool = False
     need_weights: bool = False
     backward: bool = False
@@ -53,8 +57,10 @@ class Work:
         """The work in words; with shape, dtype and framework they identify a row."""
         if self.kind in ("prefill", "decode"):
             return self.kind
-        hidden = "+".join(filter(None, ("causal" * self.is_causal, "padded" * self.is_padded))) or "full"
-        words = [self.group if self.group in ("memory", "growth") else "", self.kind, hidden]
+        told = ("causal" * self.is_causal, "padded" * self.is_padded, "capped" * (self.soft_cap is not None))
+        window = "" if self.window_size is None else f"window {self.window_size}"
+        hidden = "+".join(filter(None, (*told, window))) or "full"
+        words = [self.group if self.group in ("memory", "growth", "scores") else "", self.kind, hidden]
         words += ["with weights" * self.need_weights, "forward+backward" if self.backward else "forward"]
         return " ".join(filter(None, words))
 
@@ -78,7 +84,7 @@ class Work:
     @property
     def spec(self) -> AttentionSpec:
         """The layer."""
-        return AttentionSpec(self.d_model, self.num_heads)
+        return AttentionSpec(self.d_model, self.num_heads, window_size=self.window_size, soft_cap=self.soft_cap)
 
     @property
     def capacity(self) -> int:
@@ -96,11 +102,16 @@ class Work:
         if self.kind == "decode":
             return None
         tokens = self.seq_len
-        seen = (n * (n + 1) / 2 + (tokens - n) * n if self.is_causal else tokens * n for n in self.lengths)
-        core = 2 * 2 * sum(seen) * self.d_model  # queries with keys, weights with values
+        core = 2 * 2 * sum(map(self._num_seen, self.lengths)) * self.d_model  # queries with keys, weights with values
         layer = 0 if self.kind == "core" else 4 * 2 * self.batch * tokens * self.d_model**2
         # Backward: the scores once more, and four products for the gradients; of a projection, two.
         return 3.5 * core + 3 * layer if self.backward else core + layer
+
+    def _num_seen(self, length: int) -> float:
+        """How many keys all queries of a sequence of so many real tokens see together."""
+        seen = length * (length + 1) / 2 + (self.seq_len - length) * length if self.is_causal else self.seq_len * length
+        width = length if self.window_size is None else min(self.window_size, length)
+        return seen - (length - width) * (length - width + 1) / 2  # what lies before the windows
 
     @property
     def nbytes(self) -> int | None:
@@ -152,7 +163,14 @@ def plan(groups: Sequence[str], dtypes: Sequence[str], *, quick: bool = False, l
         quick: fewer and smaller ones.
         long: cores of up to 16384 tokens, too.
     """
-    makers = {"cores": _cores, "layers": _layers, "decode": _decode, "memory": _memory, "growth": _growth}
+    makers = {
+        "cores": _cores,
+        "scores": _scores,
+        "layers": _layers,
+        "decode": _decode,
+        "memory": _memory,
+        "growth": _growth,
+    }
     return [
         work
         for group in groups
@@ -175,6 +193,14 @@ def _cores(dtype: str, quick: bool, long: bool) -> list[Work]:
     return forward + [
         _core("cores", shape, dtype, is_causal=is_causal, backward=True) for shape in backward for is_causal in both
     ]
+
+
+def _scores(dtype: str, quick: bool, long: bool) -> list[Work]:
+    shape, window_size = ((1, 8, 1024), 128) if quick else ((1, 8, 4096), 512)
+    batch, num_heads, seq_len = shape
+    core = Work("scores", "core", batch, seq_len, num_heads, dtype=dtype, is_causal=True)
+    forward = [core, replace(core, window_size=window_size), replace(core, soft_cap=50.0)]
+    return forward + [replace(work, backward=True) for work in forward]
 
 
 def _layers(dtype: str, quick: bool, long: bool) -> list[Work]:

@@ -19,7 +19,7 @@ PAGE = Page(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     parser.add_argument(
-        "--what", type=name_list, metavar="A,B", help="cores,layers,decode,memory,import,convert,growth"
+        "--what", type=name_list, metavar="A,B", help="cores,scores,layers,decode,memory,import,convert,growth"
     )
     parser.add_argument("--frameworks", type=name_list, metavar="A,B", help="jax, torch; those installed by default")
     parser.add_argument("--dtypes", type=name_list, metavar="A,B", help="float32 by default, on a GPU bfloat16")
