@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Literal
 
 import numpy as np
@@ -74,6 +74,11 @@ class Rope:
                 )
         if self.sections is not None:
             self._check_sections()
+
+    def __repr__(self) -> str:
+        """theta, and what else is not the default: messages name the RoPE of two layers that differ."""
+        said = [each.name for each in fields(self) if each.name == "theta" or getattr(self, each.name) != each.default]
+        return f"Rope({', '.join(f'{name}={getattr(self, name)!r}' for name in said)})"
 
     def _check_sections(self) -> None:
         if isinstance(self.sections, (str, bytes)) or not np.iterable(self.sections):

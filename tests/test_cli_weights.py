@@ -5,13 +5,14 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
 import torch
 
 import parity
-from mha_spec import Rope
+from mha_spec import Llama3Scaling, Rope
 from parity import AttentionSpec, random_weights
 from parity.cli.main import main
 from parity.conversion.convert import save
@@ -554,7 +555,7 @@ ROPE_NOT_CARRIED = {
 
 
 @pytest.mark.parametrize("words", ROPE_NOT_CARRIED)
-def test_rope_that_a_specification_cannot_say_is_named_once_by_every_command(source, tmp_path, capsys, words):
+def test_rope_that_is_not_read_is_named_once_by_every_command(source, tmp_path, capsys, words):
     config_beside(tmp_path / "source.safetensors", **ROPE_NOT_CARRIED[words])
     layer = [source, "--from", "transformers.LLaMA", "--prefix", PREFIX]
     convert = ["convert", source, str(tmp_path / "b.npz"), *layer[1:], "--to", "meta.LLaMA"]
@@ -566,7 +567,7 @@ def test_rope_that_a_specification_cannot_say_is_named_once_by_every_command(sou
     for command in commands:
         assert main(command) == 0
         error = capsys.readouterr().err
-        assert error.count(f"warning: config.json says {words}, which a specification cannot hold") == 1
+        assert error.count(f"warning: config.json says {words}, which is not read into a specification") == 1
         assert error.count("\n") == 1
         assert main([*command, *(["--force"] if command[0] == "convert" else []), "--rope-theta", "500"]) == 0
         assert capsys.readouterr().err == ""
@@ -574,11 +575,15 @@ def test_rope_that_a_specification_cannot_say_is_named_once_by_every_command(sou
     assert json.loads((tmp_path / "c.json").read_text())["not_carried"] == [words]
 
 
-def test_rope_that_a_specification_cannot_say_is_warned_of_in_python(source, tmp_path):
+def test_rope_that_is_not_read_is_warned_of_in_python_and_can_be_given(source, tmp_path):
     config_beside(tmp_path / "source.safetensors", rope_scaling={"rope_type": "llama3"})
     with pytest.warns(parity.NotCarriedWarning, match="config.json says rope_scaling="):
         _, spec = parity.load(source, "transformers.LLaMA", prefix=PREFIX.replace("{i}", "0"))
     assert spec.rope is None
+    rope = Rope(500.0, scaling=Llama3Scaling(8.0, 64))
+    with warnings.catch_warnings(action="error"):
+        _, spec = parity.load(source, "transformers.LLaMA", prefix=PREFIX.replace("{i}", "0"), rope=rope)
+    assert spec.rope == rope
 
 
 def test_flags_win_over_a_config(source, tmp_path, capsys):

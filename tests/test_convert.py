@@ -770,7 +770,7 @@ def test_a_trained_layer_of_gguf_equals_the_half_split_one_bit_for_bit(smollm2):
         (lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32)), "rope_freqs.weight"),
     ],
 )
-def test_rope_of_a_gguf_file_that_a_specification_cannot_say_is_named(tmp_path, change, words):
+def test_rope_of_a_gguf_file_that_is_not_read_is_named(tmp_path, change, words):
     import gguf
 
     spec = AttentionSpec(32, 4, num_kv_heads=2, qkv_bias=False, out_bias=False)

@@ -216,6 +216,12 @@ def test_spec_with_a_kind_of_rope_survives_json_and_is_hashable(rope):
     assert {type(each) for each in (again.rope.sections, spec.rope.sections)} <= {tuple, type(None)}
 
 
+def test_a_rope_shows_its_base_and_what_is_not_the_default():
+    assert repr(Rope(500)) == "Rope(theta=500.0)"
+    rope = Rope(scaling=LinearScaling(8.0), rotary_dim=4, pairs="interleaved")
+    assert repr(rope) == "Rope(theta=10000.0, scaling=LinearScaling(factor=8.0), rotary_dim=4, pairs='interleaved')"
+
+
 def test_every_kind_of_scaling_survives_json():
     assert {rope.scaling.kind for rope in ROPES if rope.scaling} == SCALINGS.keys()
 

@@ -83,7 +83,7 @@ def load(
         ValueError: as `convert`, or if the file holds no such layer.
 
     Warns:
-        NotCarriedWarning: if what lies beside the tensors says of RoPE what a specification cannot hold.
+        NotCarriedWarning: if what lies beside the tensors says of RoPE what is not read from there: scaled or partial.
     """
     heads: Heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     with open_layers(path, layout, prefix=prefix, **heads, rope=rope) as layers:
@@ -130,7 +130,7 @@ class Converted:
         left_out: names of what is not a tensor, such as numbers and text, and is not in the target.
         unconverted: prefixes of other layers in the source's layout, which are in the target as they were.
         optimizer_state: names of an optimizer's tensors for the layers, which are in the target in the old layout.
-        not_carried: what the source says of RoPE that its specification cannot hold, so that it is said to have none.
+        not_carried: what the source says of RoPE that is not read from it: the specification then has none.
     """
 
     source: str

@@ -190,8 +190,8 @@ def layers_under(
         layers += [Layer(file, concrete, numbers, i, layout, spec, heads_from, sources) for i in indices]
     if heads.not_carried:
         warnings.warn(
-            f"{heads.told_by} says {', '.join(heads.not_carried)}, which a specification cannot hold: "
-            "RoPE is left out of it; rope (--rope-theta) takes it for plain RoPE",
+            f"{heads.told_by} says {', '.join(heads.not_carried)}, which is not read into a specification: "
+            "RoPE is left out; pass rope=Rope(…) to parity.load, or --rope-theta for plain RoPE",
             NotCarriedWarning,
             stacklevel=3,
         )

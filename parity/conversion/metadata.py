@@ -53,7 +53,7 @@ class KnownHeads:
         saved: the specification in the file's own metadata.
         told: what others tell of the model.
         told_by: who.
-        not_carried: what they say of RoPE, which the caller says nothing of, and no specification can hold.
+        not_carried: what they say of RoPE that is not read from them, where the caller says nothing of it.
     """
 
     said: Heads

@@ -24,7 +24,7 @@ class Beside:
     Attributes:
         heads: those of `HEADS` that it has.
         origin: where they were read.
-        not_carried: what it says of RoPE that a specification cannot: `rope` is then left out of the heads.
+        not_carried: what it says of RoPE that is not read from it: `rope` is then left out of the heads.
     """
 
     heads: dict[str, Any] = field(default_factory=dict)
@@ -78,7 +78,7 @@ def _in_gguf(file: TensorFile) -> tuple[dict[str, Any], list[str]]:
 def _in_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     rope = config.get("rope_parameters")
     rope = {**config, **rope} if isinstance(rope, dict) else config
-    # A specification can say neither of frequencies that are scaled, nor of features that are not rotated.
+    # Only plain RoPE is read: neither frequencies that are scaled, nor features that are not rotated.
     usual = {"rope_scaling": None, "rope_type": "default", "partial_rotary_factor": 1.0, "rotary_pct": 1.0}
     not_carried = [f"{name}={rope[name]}" for name in usual if rope.get(name) not in (None, usual[name])]
     found = {

@@ -1,5 +1,5 @@
-"""The warning for what a model says of its attention and a specification cannot hold."""
+"""The warning for what a model says of its attention and its specification does not."""
 
 
 class NotCarriedWarning(UserWarning):
-    """What a model's configuration says of its attention is left out, for a specification cannot hold it."""
+    """What a model's configuration says of its attention is left out of its specification, for it is not read."""

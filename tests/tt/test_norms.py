@@ -22,7 +22,7 @@ def exact(x, norm, weight=None, bias=None):
     return y if bias is None else y + bias
 
 
-@pytest.mark.parametrize("rope", [False, True], ids=["padded after", "padded between"])
+@pytest.mark.parametrize("rope", [None, parity.Rope()], ids=["padded after", "padded between"])
 @pytest.mark.parametrize(
     "norm",
     [
@@ -35,7 +35,7 @@ def exact(x, norm, weight=None, bias=None):
 )
 def test_features_that_pad_a_head_count_for_nothing(device, rng, norm, rope):
     heads, size = 3, 12
-    slots, padded = mha_tt.head_slots(size, rope=rope), mha_tt.padded_head_dim(size, rope=rope)
+    slots, padded = mha_tt.head_slots(size, rope=rope), mha_tt.padded_head_dim(size, rope=rope is not None)
     x = rng.standard_normal((2, heads, 5, size)).astype(np.float32) + 1
     held = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in norm.shapes(heads, size).items()}
 

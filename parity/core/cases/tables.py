@@ -38,7 +38,17 @@ _AFTER_ROPE = AttentionSpec(32, 4, rope=Rope(10000.0), qk_norm=Norm(after_rope=T
 _L2 = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0), qk_norm=Norm(weight=None, after_rope=True, eps=0.01))
 _CLIP = AttentionSpec(32, 4, num_kv_heads=2, clip_qkv=0.75, rope=Rope(10000.0))
 _WHISPER = AttentionSpec(32, 4, qkv_bias=(True, False, True))
-_GATE = AttentionSpec(48, 4, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), qk_norm=Norm(weight="1+w"), gate=Gate())
+_GATE = AttentionSpec(
+    48,
+    4,
+    num_kv_heads=2,
+    head_dim=16,
+    qkv_bias=False,
+    out_bias=False,
+    rope=Rope(10000.0),
+    qk_norm=Norm(weight="1+w"),
+    gate=Gate(),
+)
 _HEAD_GATE = AttentionSpec(32, 4, gate=Gate(per_head=True, bias=True))
 _TINY = AttentionSpec(4, 2, d_in=3)
 _TEXTBOOK = AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False)
