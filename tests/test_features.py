@@ -1,0 +1,76 @@
+"""No feature is in a case for show: without it the case would fail.
+
+So the learned parameters of cases are drawn away from 0 and 1, and there are tokens enough for a window to hide some.
+"""
+
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mha_spec import AttentionSpec
+from parity import CASES
+from parity.core import reference
+from parity.core.problem import make_problem
+from parity.core.stages import run_steps
+
+SIZES = ("num_kv_heads", "head_dim", "d_in", "d_kv")  # which are filled in where they are left out
+
+
+def switched_off(record: Any) -> Iterator[tuple[str, Any]]:
+    """A specification, or a part of it, with each field by itself as it is where nothing is said of it."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.default is MISSING or field.name in SIZES or value == field.default:
+            continue
+        yield field.name, replace_or_none(record, field.name, field.default)
+        if is_dataclass(value):
+            yield from (
+                (f"{field.name}.{name}", without and replace_or_none(record, field.name, without))
+                for name, without in switched_off(value)
+            )
+
+
+def replace_or_none(record: Any, name: str, value: Any) -> Any:
+    """The record with another value, or None if that cannot be."""
+    try:
+        return replace(record, **{name: value})
+    except ValueError:
+        return None
+
+
+def outputs(case: Any, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    values = run_steps(reference.steps(make_problem(case, "float64", weights), "float64"))
+    return {name: value for name, value in values.items() if name.endswith("module.output")}
+
+
+KEPT = ("fused_qkv", "out_proj")  # the same layer, held otherwise; another width of the output
+COMMUTE = ("decode-l2-norm", "qk_norm.after_rope")  # a rotation leaves a norm without a weight as it is
+WITHOUT = [
+    pytest.param(case, spec, id=f"{case.name}-{name}")
+    for case in CASES.values()
+    if case.trained is None and not case.name.startswith("random-")
+    for name, spec in switched_off(case.spec)
+    if spec is not None and name not in KEPT and not name.endswith("bias") and (case.name, name) != COMMUTE
+]
+
+
+def test_there_is_a_case_for_every_feature():
+    features = {field.name for field in fields(AttentionSpec) if field.default is None} - set(SIZES)
+    assert features <= {name for case in CASES.values() for name, _ in switched_off(case.spec)}
+
+
+@pytest.mark.parametrize(("case", "spec"), WITHOUT)
+def test_a_case_fails_without_its_feature(case, spec):
+    problem = make_problem(case, "float64")
+    shapes = spec.weight_shapes
+    weights = {name: weight for name, weight in problem.weights.items() if name in shapes}
+    if {name: weight.shape for name, weight in weights.items()} != shapes:
+        weights = {**weights, **{name: np.full(shape, 1.3) for name, shape in shapes.items() if name not in weights}}
+        weights = {name: np.resize(weights[name], shape) for name, shape in shapes.items()}
+    expected, found = outputs(case, problem.weights), outputs(replace(case, spec=spec), weights)
+    largest = max(np.nanmax(np.abs(value), initial=0.0) for value in expected.values())
+    apart = max(np.nanmax(np.abs(found[name] - value), initial=0.0) for name, value in expected.items())
+    assert apart > 1e-4 * largest, f"{apart:.1e} of {largest:.1e}"
