@@ -1,130 +1,215 @@
-"""Attention layers of released models, tiny and with random weights: what a specification must be able to say.
+"""Attention layers of transformers, as released, tiny and with random weights, and ours beside them.
 
-They are transformers' own modules, made from configurations; nothing is downloaded.
+Nothing is downloaded.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from conftest import Sibling
+from conftest import SIBLINGS, Sibling
 from torch import Tensor, nn
 
-import parity
-from mha_spec import AttentionSpec
+import mha_torch
+from mha_spec import AttentionSpec, Rope
+from parity import load_into
 
-NAMES = {"o_proj": "out_proj"}
-TOLERANCE = 3e-6  # of the largest value: both sides compute in float32
+NEAR = 3e-6  # of the largest number: norms, softmax and RoPE of released layers are float32's, also in a float64 layer
 
-Sees = Callable[[Any, Any, Tensor, Tensor], Tensor]
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+plain_spec = partial(AttentionSpec, 32, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope())
+"""What most layers of these sizes are, to which a test adds what it is about."""
+
+NAMES = {"o_proj": "out_proj", "dense": "out_proj", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
+NAMES |= {"query_layernorm": "q_norm", "key_layernorm": "k_norm"}
+
+Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Released:
-    """A released module, and the specification of what it computes.
+    """A released layer, and the specification of what it computes.
 
     Attributes:
-        module: the attention layer.
+        module: the layer.
         spec: what it is to us.
-        rotary: gives the module its cosines and sines, from an array and positions.
+        rotary: gives the module its cosines and sines, from its input and the positions of the tokens.
         sees: whether a query sees a key, in transformers' form: of a batch, a head, and the places of both.
-        names: our names for its parts, where they differ.
-        keywords: what else it is called with, by the positions of its tokens.
+        repacked: our weights as a function of its parameters, whose names are ours already.
+        keywords: what else it is called with.
     """
 
     module: nn.Module
     spec: AttentionSpec
     rotary: Callable[[Tensor, Tensor], Any] | None = None
-    sees: Sees = lambda batch, head, query, key: key <= query
-    names: Mapping[str, str] = field(default_factory=lambda: NAMES)
-    keywords: Callable[[Tensor], dict[str, Any]] = lambda positions: {}
+    sees: Callable[..., Tensor] = lambda batch, head, query, key: key <= query
+    repacked: Callable[[dict[str, Tensor]], Weights] = dict
+    keywords: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        torch.manual_seed(0)
+        """Its parameters are drawn, none of them near 0 or 1 in a norm."""
+        generator = torch.Generator().manual_seed(0)
+        self.module.double().eval()
         with torch.no_grad():
             for parameter in self.module.parameters():
-                parameter.copy_(torch.randn_like(parameter) * (0.4 if parameter.ndim > 1 else 0.7))
-        self.module.eval()
+                values = torch.randn(parameter.shape, generator=generator)
+                is_matrix = parameter.ndim == 2 and min(parameter.shape) > 8
+                parameter.copy_(values * 0.3 if is_matrix else values.sign() * (0.4 + 0.4 * values.abs()))
 
-    def __call__(self, x: Tensor, **keywords: Any) -> Tensor:
-        """The output for a whole sequence."""
-        positions = torch.arange(x.shape[1])[None]
-        visible = self.sees(0, 0, positions[0][:, None], positions[0][None])
-        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(x.dtype).min)[None, None]
+    def __call__(self, x: Tensor, past: int = 0, **keywords: Any) -> Tensor:
+        """The output, of tokens that follow `past` others in a cache, which the keywords name."""
+        places = torch.arange(past + x.shape[1])
+        visible = self.sees(0, 0, places[past:, None], places)
+        mask = torch.zeros(visible.shape, dtype=x.dtype).masked_fill(~visible, torch.finfo(x.dtype).min)[None, None]
         if self.rotary is not None:
-            keywords["position_embeddings"] = self.rotary(x, positions)
-        found = self.module(x, attention_mask=mask, **keywords, **self.keywords(positions))
-        return found[0] if isinstance(found, tuple) else found
+            keywords["position_embeddings"] = self.rotary(x, positions_of(self.spec, x.shape[1], past))
+        return self.module(hidden_states=x, attention_mask=mask, **keywords, **self.keywords or {})[0]
 
-    def canonical(self, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-        """Its tensors by our names."""
-        found = {}
-        for name, tensor in tensors.items():
-            part, dot, leaf = name.rpartition(".")
-            found[self.names.get(name, self.names.get(part, part) + dot + leaf)] = tensor.detach().numpy()
-        return found
+    def weights(self) -> Weights:
+        """Ours, as a function of its parameters."""
+        found: dict[str, Tensor] = {}
+        widths = (self.spec.q_width, self.spec.kv_width, self.spec.kv_width)
+        for name, parameter in self.module.named_parameters():
+            for theirs, ours in NAMES.items():
+                name = name.replace(theirs, ours)
+            kind, _, leaf = name.rpartition(".")
+            if kind == "query_key_value":  # q, k and v of each head in turn
+                parts = [part.flatten(0, 1) for part in parameter.unflatten(0, (-1, 3, self.spec.head_dim)).unbind(1)]
+            elif kind == "qkv_proj":
+                parts = parameter.split(widths)
+            else:
+                found[name] = parameter
+                continue
+            found |= {f"{each}_proj.{leaf}": part for each, part in zip("qkv", parts, strict=True)}
+        return self.repacked(found)
 
 
-def inputs(d_model: int, seq_len: int = 11, batch: int = 2) -> np.ndarray:
-    """Tokens, (B, T, E)."""
-    return np.random.default_rng(1).standard_normal((batch, seq_len, d_model)).astype(np.float32)
+def made(
+    family: str,
+    prefix: str,
+    spec: AttentionSpec,
+    rope: Mapping[str, Any] | None = None,
+    *,
+    layer_type: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **others: Any,
+) -> Released:
+    """A released layer.
+
+    Args:
+        family: that of transformers, in whose module the layer is.
+        prefix: what the names of its classes begin with.
+        spec: what it is to us.
+        rope: the parameters of its RoPE, where they are not the usual ones.
+        layer_type: the name that these have, in models with several.
+        options: of its configuration.
+        others: attributes of `Released`.
+    """
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    attention, configuration, rotary = (
+        getattr(modeling, f"{prefix}Text{kind}", None) or getattr(modeling, f"{prefix}{kind}")
+        for kind in ("Attention", "Config", "RotaryEmbedding")
+    )
+    parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, **(rope or {})}
+    of_rope = {"rope_parameters": {layer_type: parameters} if layer_type else parameters}
+    of_layer = {"layer_types": [layer_type]} if layer_type else {}
+    config = configuration(**SIZES | of_rope | of_layer | dict(options or {}), attn_implementation="eager")
+    embedding, of_type = rotary(config), {"layer_type": layer_type} if layer_type else {}
+    module = attention(config, layer_idx=0)
+    given: dict[str, Any] = {"rotary": lambda x, positions: embedding(x, positions, **of_type)}
+    return Released(module, spec, **given | others)
 
 
-def close(found: np.ndarray, expected: np.ndarray, what: str) -> None:
+def positions_of(spec: AttentionSpec, length: int, past: int = 0) -> Tensor:
+    """Of a text, (1, T), or of frames of 2 x 3 patches, (3, 1, T)."""
+    tokens = torch.arange(past, past + length)[None]
+    if spec.rope is None or spec.rope.sections is None:
+        return tokens
+    return torch.stack([tokens // 6, tokens // 6 + tokens % 6 // 3, tokens // 6 + tokens % 3])
+
+
+def check_equal(released: Released, *, length: int = 11, is_causal: bool = True, in_steps: bool = True) -> None:
+    """Ours gives what the released layer gives, on both paths and in steps with a cache, and has its gradients.
+
+    Args:
+        released: the layer.
+        length: of the sequence.
+        is_causal: whether no token sees a later one.
+        in_steps: whether tokens in steps are what they are at once: not where frequencies depend on the length.
+    """
+    x = torch.randn(2, length, released.spec.d_in, generator=torch.Generator().manual_seed(1)).double()
+    with torch.no_grad():
+        expected = released(x).numpy()
+    for sibling in SIBLINGS.values():
+        _check_output(sibling, released, x.float().numpy(), expected, is_causal)
+        if is_causal and in_steps:
+            _check_steps(sibling, released, x.float().numpy(), expected)
+    _check_gradients(released, x, is_causal)  # the siblings' own agree, as every case shows
+
+
+def check_near(found: np.ndarray, expected: np.ndarray, what: str, allowed: float = NEAR) -> None:
     """Equal but for rounding."""
     assert found.shape == expected.shape, what
     error, largest = np.abs(found - expected).max(), np.abs(expected).max()
-    assert error <= TOLERANCE * largest, f"{what} is {error / largest:.1e} of its largest value off"
+    assert error <= allowed * largest, f"{what} is {error / largest:.1e} of its largest number off"
 
 
-def filled(sibling: Sibling, kind: str, released: Released) -> Any:
-    """A module of ours with its weights."""
-    module = parity.load_into(sibling.module(kind, released.spec), released.canonical(released.module.state_dict()))
-    return module.eval() or module
+def _filled(sibling: Sibling, kind: str, released: Released) -> Any:
+    weights = {name: weight.detach().float().numpy() for name, weight in released.weights().items()}
+    return load_into(sibling.module(kind, released.spec), weights)
 
 
-def check_forward(sibling: Sibling, released: Released, *, is_causal: bool = True, seq_len: int = 11) -> None:
-    """Both paths of our module give what it gives."""
-    x = inputs(released.spec.d_in, seq_len)
-    with torch.no_grad():
-        expected = released(torch.from_numpy(x)).numpy()
-    module = filled(sibling, "MultiHeadAttention", released)
+def _axes(released: Released, length: int) -> np.ndarray | None:
+    """Positions where they are not 0, 1, …"""
+    positions = positions_of(released.spec, length)
+    return positions.int().numpy() if positions.ndim == 3 else None
+
+
+def _check_output(sibling: Sibling, released: Released, x: np.ndarray, expected: np.ndarray, is_causal: bool) -> None:
+    module, axes = _filled(sibling, "MultiHeadAttention", released), _axes(released, x.shape[1])
+    given = {} if axes is None else {"positions": sibling.array(axes)}
     for need_weights in (False, True):
-        output, _ = module(sibling.array(x), is_causal=is_causal, need_weights=need_weights)
-        close(sibling.numpy(output), expected, f"the output with need_weights={need_weights}")
+        output, _ = module(sibling.array(x), is_causal=is_causal, need_weights=need_weights, **given)
+        what = f"the output of {sibling.name} with need_weights={need_weights}"
+        check_near(sibling.numpy(output), expected, what, 2 * NEAR)
 
 
-def check_gradients(released: Released, *, is_causal: bool = True) -> None:
-    """Our gradients of inputs and weights are its gradients; the siblings' own agree, as every case shows."""
-    import mha_torch
-
-    x = torch.from_numpy(inputs(released.spec.d_in)).requires_grad_()
-    expected = released(x)
-    cotangent = torch.from_numpy(inputs(expected.shape[-1]))
-    parameters = dict(released.module.named_parameters())
-    grads = torch.autograd.grad(expected, [x, *parameters.values()], cotangent)
-    expected_grads = {"x": grads[0].numpy(), **released.canonical(dict(zip(parameters, grads[1:], strict=True)))}
-
-    module = parity.load_into(mha_torch.MultiHeadAttention(released.spec), released.canonical(parameters)).eval()
-    output, _ = module(x, is_causal=is_causal, need_weights=True)
-    own = dict(module.named_parameters())
-    found = dict(zip(["x", *own], torch.autograd.grad(output, [x, *own.values()], cotangent), strict=True))
-    assert found.keys() == expected_grads.keys()
-    scale = max(np.abs(grad).max() for grad in expected_grads.values())
-    for name, grad in found.items():
-        assert np.abs(grad.numpy() - expected_grads[name]).max() <= 2 * TOLERANCE * scale, f"the gradient of {name}"
-
-
-def check_decode(sibling: Sibling, released: Released, *, seq_len: int = 11, prompt: int = 4) -> None:
-    """A prompt and then token by token through our cache: at each position what it gives for the whole."""
-    x = inputs(released.spec.d_in, seq_len)
-    with torch.no_grad():
-        expected = released(torch.from_numpy(x)).numpy()
-    module = filled(sibling, "MultiHeadAttentionWithCache", released)
-    cache, outputs = module.init_cache(x.shape[0], seq_len), []
-    for part in np.split(x, range(prompt, seq_len), axis=1):
-        output, cache = module(sibling.array(part), cache)
+def _check_steps(sibling: Sibling, released: Released, x: np.ndarray, expected: np.ndarray) -> None:
+    """A prompt, and then token by token."""
+    batch_size, length, _ = x.shape
+    module, axes = _filled(sibling, "MultiHeadAttentionWithCache", released), _axes(released, length)
+    cache, outputs = module.init_cache(batch_size, length), []
+    for begin, end in [(0, 4), *((t, t + 1) for t in range(4, length))]:
+        given = {} if axes is None else {"positions": sibling.array(axes[..., begin:end])}
+        output, cache = module(sibling.array(x[:, begin:end]), cache, **given)
         outputs.append(sibling.numpy(output))
-    close(np.concatenate(outputs, axis=1), expected, "the output through the cache")
+    check_near(np.concatenate(outputs, axis=1), expected, f"the output of {sibling.name} in steps", 2 * NEAR)
+
+
+def _check_gradients(released: Released, x: Tensor, is_causal: bool) -> None:
+    """In float64, of the input and of each parameter of the released layer, on both paths."""
+    leaves = {"x": x.clone().requires_grad_(), **dict(released.module.named_parameters())}
+    expected = released(leaves["x"])
+    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=x.dtype)
+    wanted = torch.autograd.grad(expected, [*leaves.values()], cotangent)
+    largest = max(grad.abs().max().item() for grad in wanted)
+    axes = _axes(released, x.shape[1])
+    given: dict[str, Any] = {} if axes is None else {"positions": torch.from_numpy(axes)}
+    for need_weights in (False, True):
+        output, _ = mha_torch.multi_head_attention(
+            leaves["x"],
+            dict(released.weights()),
+            released.spec,
+            is_causal=is_causal,
+            need_weights=need_weights,
+            **given,
+        )
+        found = torch.autograd.grad(output, [*leaves.values()], cotangent)
+        for name, ours, theirs in zip(leaves, found, wanted, strict=True):
+            # The terms of some biases cancel: of k, where little is rotated.
+            scale = largest if name.endswith("bias") else theirs.abs().max().item()
+            assert (ours - theirs).abs().max().item() <= NEAR * scale, f"the gradient of {name}"

@@ -1,191 +1,78 @@
 """Norms of queries, keys and values, as in the released modules of transformers."""
 
-from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
-from released_norms import causal, check_equal, half_split, made, renamed, rotary
+from released import check_equal, made, plain_spec
 
 from mha_spec import AttentionSpec, Norm, Rope
 
-SIZES = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-WHOLE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}
-LAYERNORMS = {"q_layernorm": "q_norm", "k_layernorm": "k_norm", "dense": "out_proj"}
-O_PROJ = {"o_proj": "out_proj"}
+RMS = {"rms_norm_eps": 0.01}
+WIDE = {"head_dim": 16, **RMS}
+LAYER = {"qk_layernorm": True, "layer_norm_eps": 0.01}
+SHARED = {**WIDE, "num_kv_shared_layers": 0}
+GLOBAL = {**SHARED, "global_head_dim": 16, "num_global_key_value_heads": 2}
 
 
-@dataclass(frozen=True)
-class Model:
-    """A released module, and what it is in our words."""
-
-    family: str
-    name: str
-    spec: dict
-    config: str = ""
-    options: dict = field(default_factory=dict)
-    names: dict = field(default_factory=lambda: O_PROJ)
+def normed(**norm):
+    return plain_spec(head_dim=16, qk_norm=Norm(eps=0.01, **norm))
 
 
-def plain(**others):
-    return {"qkv_bias": False, "out_bias": False, "num_kv_heads": 2, "rope": Rope(10000.0), **others}
+def stacked(weights):
+    """One norm for all heads in place of one each."""
+    found = {name: weight for name, weight in weights.items() if ".norms." not in name}
+    for each in "qk":
+        own = [weight for name, weight in weights.items() if name.startswith(f"{each}_norm.norms.")]
+        found[f"{each}_norm.weight"] = torch.stack(own)
+    return found
 
 
-MODELS = {
-    "qwen3": Model(
-        "qwen3", "Qwen3", plain(head_dim=16, qk_norm=Norm(eps=0.01)), options={"head_dim": 16, "rms_norm_eps": 0.01}
+V_NORMED = plain_spec(head_dim=16, scale=1.0, qk_norm=Norm(eps=0.01), v_norm=Norm(weight=None, eps=0.01))
+PER_HEAD = Norm("layer", per_head=True, eps=0.01)
+WITH_BIAS = partial(AttentionSpec, 32, 4, rope=Rope(), qk_norm=Norm("layer", bias=True, eps=0.01))
+LAYERS = {
+    "Qwen3": partial(made, "qwen3", "Qwen3", normed(), options=WIDE),
+    "OLMo 2": partial(made, "olmo2", "Olmo2", plain_spec(qk_norm=Norm(over="width", eps=0.01)), options=RMS),
+    "HunYuan": partial(made, "hunyuan_v1_dense", "HunYuanDenseV1", normed(after_rope=True), options=WIDE),
+    "Phi": partial(made, "phi", "Phi", WITH_BIAS(num_kv_heads=2), options=LAYER),
+    "Gemma 3": partial(
+        made,
+        "gemma3",
+        "Gemma3",
+        plain_spec(head_dim=16, scale=0.5, qk_norm=Norm(weight="1+w", eps=0.01)),
+        layer_type="sliding_attention",
+        options={**WIDE, "query_pre_attn_scalar": 4},
     ),
-    "olmo2": Model("olmo2", "Olmo2", plain(qk_norm=Norm(over="width", eps=0.01)), options={"rms_norm_eps": 0.01}),
-    "hunyuan": Model(
-        "hunyuan_v1_dense",
-        "HunYuanDenseV1",
-        plain(head_dim=16, qk_norm=Norm(after_rope=True, eps=0.01)),
-        options={"head_dim": 16, "rms_norm_eps": 0.01},
-        names={**O_PROJ, "query_layernorm": "q_norm", "key_layernorm": "k_norm"},
+    "Gemma 3n": partial(made, "gemma3n", "Gemma3n", V_NORMED, layer_type="sliding_attention", options=SHARED),
+    "Gemma 4": partial(
+        made,
+        "gemma4",
+        "Gemma4",
+        V_NORMED,
+        layer_type="full_attention",
+        options=GLOBAL,
+        keywords={"shared_kv_states": {}},
     ),
-    "phi": Model(
-        "phi",
-        "Phi",
-        {"num_kv_heads": 2, "rope": Rope(10000.0), "qk_norm": Norm("layer", bias=True, eps=0.01)},
-        options={"qk_layernorm": True, "layer_norm_eps": 0.01, **WHOLE},
-        names=LAYERNORMS,
+    "Llama 4": partial(
+        made,
+        "llama4",
+        "Llama4",
+        plain_spec(head_dim=16, rope=Rope(pairs="interleaved"), qk_norm=Norm(weight=None, after_rope=True, eps=0.01)),
+        options=WIDE,
     ),
+    "Command R+": partial(
+        made,
+        "cohere",
+        "Cohere",
+        plain_spec(rope=Rope(pairs="interleaved"), qk_norm=PER_HEAD),
+        options={"use_qk_norm": True, "layer_norm_eps": 0.01},
+    ),
+    "StableLM": partial(made, "stablelm", "StableLm", plain_spec(qk_norm=PER_HEAD), options=LAYER, repacked=stacked),
+    "Persimmon": partial(made, "persimmon", "Persimmon", WITH_BIAS(), options=LAYER),
 }
 
 
-@pytest.fixture
-def x():
-    return torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(3))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_layer_equals_the_released_one(name, x):
-    model = MODELS[name]
-    options = {**SIZES, **THETA, **model.options}
-    module, settings = made(model.family, f"{model.name}Attention", f"{model.name}Config", **options)
-    tables = rotary(model.family, f"{model.name}RotaryEmbedding", settings, x)
-    check_equal(
-        lambda x: module(x, position_embeddings=tables, attention_mask=causal(x.shape[1]))[0],
-        module,
-        AttentionSpec(48, 4, **model.spec),
-        lambda parameters: renamed(parameters, model.names),
-        x,
-    )
-
-
-def test_gemma_3_multiplies_by_one_plus_w(x):
-    options = {"head_dim": 16, "query_pre_attn_scalar": 4, "rms_norm_eps": 0.01, "num_hidden_layers": 6, **SIZES}
-    module, settings = made("gemma3", "Gemma3Attention", "Gemma3TextConfig", **options)
-    tables = rotary("gemma3", "Gemma3RotaryEmbedding", settings, x, "sliding_attention")
-    spec = AttentionSpec(48, 4, **plain(head_dim=16, scale=0.5, qk_norm=Norm(weight="1+w", eps=0.01)))
-    check_equal(
-        lambda x: module(x, position_embeddings=tables, attention_mask=causal(x.shape[1]))[0],
-        module,
-        spec,
-        lambda parameters: renamed(parameters, O_PROJ),
-        x,
-    )
-
-
-@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
-def test_gemma_3n_and_4_normalise_values(family, x):
-    kind = {"gemma3n": "Gemma3n", "gemma4": "Gemma4"}[family]
-    options = {"head_dim": 16, "rms_norm_eps": 0.01, "num_hidden_layers": 2, "num_kv_shared_layers": 0, **SIZES}
-    options["layer_types"] = ["sliding_attention", "full_attention"]
-    module, settings = made(family, f"{kind}TextAttention", f"{kind}TextConfig", **options)
-    rotary_name = {"gemma3n": "Gemma3nRotaryEmbedding", "gemma4": "Gemma4TextRotaryEmbedding"}[family]
-    tables = rotary(family, rotary_name, settings, x, "sliding_attention")
-    norm = Norm(eps=0.01)
-    spec = AttentionSpec(48, 4, **plain(head_dim=16, scale=1.0, qk_norm=norm, v_norm=Norm(weight=None, eps=0.01)))
-    check_equal(
-        lambda x: module(x, position_embeddings=tables, attention_mask=causal(x.shape[1]), shared_kv_states={})[0],
-        module,
-        spec,
-        lambda parameters: renamed(parameters, O_PROJ),
-        x,
-    )
-
-
-def test_llama_4_normalises_without_weights_after_rope(x):
-    options = {"head_dim": 16, "rms_norm_eps": 0.01, "num_hidden_layers": 4, **SIZES, **THETA}
-    module, settings = made("llama4", "Llama4TextAttention", "Llama4TextConfig", **options)
-    turns = rotary("llama4", "Llama4TextRotaryEmbedding", settings, x)
-
-    def weights_of(parameters):
-        held = renamed(parameters, O_PROJ)
-        return {name: half_split(w, 16) if name[0] in "qk" else w for name, w in held.items()}
-
-    check_equal(
-        lambda x: module(x, position_embeddings=turns, attention_mask=causal(x.shape[1]))[0],
-        module,
-        AttentionSpec(48, 4, **plain(head_dim=16, qk_norm=Norm(weight=None, after_rope=True, eps=0.01))),
-        weights_of,
-        x,
-    )
-
-
-def test_command_r_plus_has_weights_for_each_head(x):
-    options = {"use_qk_norm": True, "layer_norm_eps": 0.01, **SIZES, **THETA}
-    module, settings = made("cohere", "CohereAttention", "CohereConfig", **options)
-    tables = rotary("cohere", "CohereRotaryEmbedding", settings, x)
-
-    def weights_of(parameters):
-        held = renamed(parameters, O_PROJ)
-        for name, w in held.items():
-            if "norm" in name:
-                held[name] = half_split(w.flatten(), 12).reshape(w.shape)
-            elif name[0] in "qk":
-                held[name] = half_split(w, 12)
-        return held
-
-    check_equal(
-        lambda x: module(x, position_embeddings=tables, attention_mask=causal(x.shape[1]))[0],
-        module,
-        AttentionSpec(48, 4, **plain(qk_norm=Norm("layer", per_head=True, eps=0.01))),
-        weights_of,
-        x,
-    )
-
-
-def test_stablelm_has_a_norm_for_each_head(x):
-    options = {"qk_layernorm": True, "layer_norm_eps": 0.01, **SIZES, **WHOLE}
-    module, settings = made("stablelm", "StableLmAttention", "StableLmConfig", **options)
-    tables = rotary("stablelm", "StableLmRotaryEmbedding", settings, x)
-
-    def weights_of(parameters):
-        held = {name: w for name, w in renamed(parameters, O_PROJ).items() if "layernorm" not in name}
-        for each in "qk":
-            own = [w for name, w in parameters.items() if name.startswith(f"{each}_layernorm.norms.")]
-            held[f"{each}_norm.weight"] = torch.stack(own)
-        return held
-
-    check_equal(
-        lambda x: module(x, position_embeddings=tables, attention_mask=causal(x.shape[1]))[0],
-        module,
-        AttentionSpec(48, 4, **plain(qk_norm=Norm("layer", per_head=True, eps=0.01))),
-        weights_of,
-        x,
-    )
-
-
-def test_persimmon_normalises_what_it_took_from_one_projection(x):
-    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
-    options = {"qk_layernorm": True, "layer_norm_eps": 0.01, **sizes, **WHOLE}
-    module, settings = made("persimmon", "PersimmonAttention", "PersimmonConfig", **options)
-    tables = rotary("persimmon", "PersimmonRotaryEmbedding", settings, x)
-
-    def weights_of(parameters):
-        held = renamed(parameters, LAYERNORMS)
-        for leaf in ("weight", "bias"):
-            packed = held.pop(f"query_key_value.{leaf}")
-            parts = packed.reshape(4, 3, 12, *packed.shape[1:]).unbind(1)
-            held |= {f"{each}_proj.{leaf}": part.flatten(0, 1) for each, part in zip("qkv", parts, strict=True)}
-        return held
-
-    check_equal(
-        lambda x: module(x, position_embeddings=tables, attention_mask=causal(x.shape[1]))[0],
-        module,
-        AttentionSpec(48, 4, rope=Rope(10000.0), qk_norm=Norm("layer", bias=True, eps=0.01)),
-        weights_of,
-        x,
-    )
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_equals_the_released_one(name):
+    check_equal(LAYERS[name]())
