@@ -874,7 +874,8 @@ def no_masks(monkeypatch):
     def fail(*args, **keywords):
         raise AssertionError("a mask is built")
 
-    for name in ("_attention_mask", "create_attention_mask", "create_causal_mask", "create_padding_mask"):
+    monkeypatch.setattr(mha_torch.masks.Masking, "hidden", fail)
+    for name in ("create_causal_mask", "create_padding_mask"):
         monkeypatch.setattr(mha_torch.masks, name, fail)
 
 
