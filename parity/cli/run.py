@@ -37,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help=f"{', '.join(BACKENDS)}; all that are installed by default",
     )
-    parser.add_argument("--cases", default="*", metavar="GLOB", help="names such as 'rope*'; see `mha-parity cases`")
+    parser.add_argument(
+        "--cases",
+        metavar="GLOB",
+        help="names such as 'rope*', see `mha-parity cases`; all; every feature once by default",
+    )
     parser.add_argument("--random", type=int, default=0, metavar="N", help="also run N cases drawn at random")
     parser.add_argument(
         "--dtypes",
@@ -76,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     if options.weights is None and (needless := [flag for flag, value in of_weights.items() if value is not None]):
         raise ValueError(f"{', '.join(needless)} must come with --weights")
     if options.weights is not None:
-        if options.cases != "*" or options.random or options.save_traces or options.join:
+        if options.cases is not None or options.random or options.save_traces or options.join:
             raise ValueError("--weights must not be combined with --cases, --random, --save-traces or --join")
         with in_flags(options):
             weights, spec = load(options.weights, options.layout, prefix=options.prefix, **layer_options(options))
@@ -101,14 +105,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _chosen_cases(options: argparse.Namespace) -> list[Case]:
-    from parity.core.cases import random_case
+    from parity.core.cases import QUICK, random_case
 
     if options.random < 0:
         raise ValueError(f"--random must be at least 0, got {options.random}")
     if options.random > MOST_RANDOM:
         raise ValueError(f"--random must be at most {MOST_RANDOM}, got {options.random}")
     drawn = {case.name: case for case in map(random_case, range(options.random))}
-    return list(({case.name: case for case in cases_named("--cases", options.cases, bool(drawn))} | drawn).values())
+    named = QUICK
+    if options.cases is not None:
+        pattern = "*" if options.cases == "all" else options.cases
+        named = {case.name: case for case in cases_named("--cases", pattern, bool(drawn))}
+    return list((named | drawn).values())
 
 
 def _weight_cases(name: str, spec: Any) -> list[Case]:

@@ -7,14 +7,17 @@ import re
 
 from parity.core.cases.case import DTYPES, Case
 from parity.core.cases.drawn import random_case
-from parity.core.cases.tables import CACHED, LAYERS, MASKS, ROPES, SIZES, TRAINED, VALUES
+from parity.core.cases.tables import CACHED, LAYERS, MASKS, MORE, ROPES, SIZES, TRAINED, VALUES
 
-__all__ = ["CASES", "DTYPES", "Case", "case_named", "find_case", "random_case"]
+__all__ = ["CASES", "DTYPES", "QUICK", "Case", "case_named", "find_case", "random_case"]
 
 _TABLES = (MASKS, LAYERS, ROPES, SIZES, VALUES, CACHED, [random_case(seed) for seed in range(6)], TRAINED)
 
 CASES: dict[str, Case] = {case.name: case for table in _TABLES for case in table}
 """The cases by name, simple ones first, trained layers last."""
+
+QUICK = {name: case for name, case in CASES.items() if name not in MORE}
+"""Those that `mha-parity run` takes where none are named: every feature, though not in every form."""
 
 
 def find_case(name: str) -> Case | None:

@@ -385,3 +385,14 @@ TRAINED = [
     ),
 ]
 """Layers that were trained, with inputs that they met."""
+
+MORE = frozenset(
+    {
+        *("biases-of-some", "soft-cap-bias", "window-both-ways", "window-far", "chunk-both-ways", "norm-per-head"),
+        *("norm-after-rope", "gate-per-head", "rope-linear", "rope-yarn-last", "rope-dynamic", "rope-proportional"),
+        *("rope-partial", "rope-sections", "nan-hidden-norm", "decode-soft-cap", "decode-chunk"),
+        *("decode-biases-of-some", "decode-clip-qkv", "decode-norm-width", "decode-l2-norm", "decode-dynamic"),
+        *("decode-sections", "random-3", "random-4", "random-5"),
+    }
+)
+"""More of what other cases show: a run takes these where all cases are asked for, or they by name."""
