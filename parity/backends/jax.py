@@ -122,9 +122,11 @@ def _compiled(function: Callable[..., Any], _: tuple[Any, ...]) -> Callable[...,
 
 
 def _replaceable() -> tuple[Any, ...]:
-    """What compiled functions are made of: the functions and classes that the sibling's modules hold now."""
-    held = [module for name, module in sys.modules.items() if name.split(".")[0] == SIBLING.__name__]
-    return tuple(x for module in held for x in vars(module).values() if callable(x))
+    """What compiled functions are made of: the functions, classes and methods that the sibling's modules hold now."""
+    modules = [module for name, module in sys.modules.items() if name.split(".")[0] == SIBLING.__name__]
+    held = [x for module in modules for x in vars(module).values() if callable(x)]
+    own = [x for x in held if isinstance(x, type) and x.__module__.split(".")[0] == SIBLING.__name__]
+    return (*held, *(x for kind in own for x in vars(kind).values() if callable(x)))
 
 
 class Filled:
