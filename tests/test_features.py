@@ -13,9 +13,11 @@ import pytest
 from mha_spec import AttentionSpec
 from parity import CASES
 from parity.core import reference
+from parity.core.cases import QUICK
 from parity.core.problem import make_problem
 from parity.core.stages import run_steps
 
+CASES_AND_QUICK = (CASES.values(), QUICK.values())
 SIZES = ("num_kv_heads", "head_dim", "d_in", "d_kv")  # which are filled in where they are left out
 
 
@@ -60,6 +62,11 @@ WITHOUT = [
 def test_there_is_a_case_for_every_feature():
     features = {field.name for field in fields(AttentionSpec) if field.default is None} - set(SIZES)
     assert features <= {name for case in CASES.values() for name, _ in switched_off(case.spec)}
+
+
+def test_a_run_that_names_no_cases_has_every_feature():
+    of_all, of_quick = ({name for case in of for name, _ in switched_off(case.spec)} for of in CASES_AND_QUICK)
+    assert {name for name in of_all if "." not in name} <= of_quick
 
 
 @pytest.mark.parametrize(("case", "spec"), WITHOUT)

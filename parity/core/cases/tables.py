@@ -392,7 +392,9 @@ MORE = frozenset(
         *("norm-after-rope", "gate-per-head", "rope-linear", "rope-yarn-last", "rope-dynamic", "rope-proportional"),
         *("rope-partial", "rope-sections", "nan-hidden-norm", "decode-soft-cap", "decode-chunk"),
         *("decode-biases-of-some", "decode-clip-qkv", "decode-norm-width", "decode-l2-norm", "decode-dynamic"),
-        *("decode-sections", "random-3", "random-4", "random-5"),
+        *("decode-sections", "random-3", "random-4", "random-5", "decode-scale", "decode-gate", "decode-fused-qkv"),
+        *("rope-longrope", "rope-partial-interleaved", "fused-qkv-gqa", "bias", "causal-tall", "no-bias", "one-key"),
+        *("nan-hidden-cross", "random-1", "random-2"),
     }
 )
 """More of what other cases show: a run takes these where all cases are asked for, or they by name."""
