@@ -20,7 +20,7 @@ from parity import CASES, AttentionSpec, make_problem, random_case, run_cases
 from parity.backends import BACKENDS, backend_of, driver, load_backend
 from parity.backends import jax as jax_backend
 from parity.backends.record import record
-from parity.core.cases import DTYPES
+from parity.core.cases import DTYPES, QUICK
 from parity.core.stages import run_steps, stage_named
 from parity.core.trace import Reference, judge
 from parity.reporting.html import html_page
@@ -35,7 +35,9 @@ def failures(case, backend, dtype, with_gradients):
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.trained is None])
 def test_jax_agrees_with_the_reference(name):
-    assert failures(CASES[name], "jax", "float32", with_gradients=True) == []
+    # A form of what a quick case has is differentiated as that is; windows and chunks have loops of their own.
+    with_gradients = name in QUICK or name.startswith(("window", "chunk", "soft-cap", "norm", "gate"))
+    assert failures(CASES[name], "jax", "float32", with_gradients=with_gradients) == []
 
 
 def test_jax_agrees_on_trained_layers_compiled_as_users_have_it(tmp_path):

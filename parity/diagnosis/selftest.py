@@ -73,6 +73,8 @@ SELFTEST_CASES = [
         new_lengths=((4, 2), (1, 1), (2, 3)),
         capacity=10,
     ),
+    CASES["trained-anarcii-causal"],
+    CASES["trained-smollm2-causal"],
     Case(
         "norms",
         AttentionSpec(
@@ -102,8 +104,6 @@ SELFTEST_CASES = [
         seq_len=7,
         is_causal=True,
     ),
-    CASES["trained-anarcii-causal"],
-    CASES["trained-smollm2-causal"],
     Case(
         "rope-yarn",
         _rotating(
