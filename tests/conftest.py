@@ -77,6 +77,26 @@ def sibling(request: pytest.FixtureRequest) -> Sibling:
     return SIBLINGS[request.param]
 
 
+MOST_MAPS = 20_000  # parts of memory; a third of what Linux lets a process have
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Let go of what JAX has compiled before it takes more maps of memory than a process may have, which kills it."""
+    _NUM_RUN[0] += 1
+    if _NUM_RUN[0] % 20 == 0:
+        _forget_compiled()
+
+
+_NUM_RUN = [0]
+
+
+def _forget_compiled() -> None:
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax_backend._compiled.cache_clear()
+        jax.clear_caches()
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     """Random numbers, the same in every run."""

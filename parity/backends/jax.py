@@ -115,7 +115,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     return _compiled(function, _replaceable())(*arguments)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _compiled(function: Callable[..., Any], _: tuple[Any, ...]) -> Callable[..., Any]:
     """A function compiled for all layers, until something of the sibling is replaced, such as by a mistake."""
     return jax.jit(partial(function, SIBLING))
