@@ -11,6 +11,10 @@ from typing import Any
 # starts, and processes that tests start inherit it. test_run judges trained layers, and `make parity` every case,
 # compiled as users have it; `XLA_FLAGS= pytest` compiles so for all tests.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+# Two workers share two cores: threads of one that wait for those of the other take three times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("NPROC", "1")  # that of XLA
 
 import jax
 import numpy as np
@@ -27,7 +31,7 @@ from parity.backends import torch as torch_backend
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-torch.set_num_threads(1)  # two workers share two cores
+torch.set_num_threads(1)
 # Most of the time goes into compiling, and most of what one test compiles another has compiled before: often a mistake
 # is planted in one stage of a case, and the others are as they were. (For subprocesses the Makefile says the same.)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / "build" / "jax-cache"))

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Two workers share two cores: threads of one that wait for those of the other take three times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +25,7 @@ from parity.backends import tt as backend
 
 from .formulas import IS_MOCK
 
-torch.set_num_threads(1)  # two workers share two cores
+torch.set_num_threads(1)
 
 
 def pytest_report_header() -> str:
