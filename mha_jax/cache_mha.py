@@ -28,7 +28,7 @@ from mha_jax.masks import Masking
 from mha_jax.mha import AttentionLayer, Projection
 from mha_jax.not_finite import by_finite_tokens, emptied
 from mha_jax.rope import check_rope_positions
-from mha_jax.stages import Dropout, apply_gate, combine_heads, project_qkv
+from mha_jax.stages import Dropout, project_output, project_qkv
 from mha_jax.weights import Project, check_weights, project_with
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
@@ -87,10 +87,7 @@ def multi_head_attention_with_cache(
     offsets = jnp.full((1,), cache_len, jnp.int32) if cache_len else None
     masking = Masking(mask, bias, is_causal=True, reach=spec.reach, offsets=offsets)
     context = fused.attend(q, k, v, masking, Dropout(), spec=spec)
-    if spec.gate is not None:
-        context = apply_gate(context, project("gate_proj", x))
-    output = combine_heads(context)
-    return project("out_proj", output) if spec.out_proj else output, k, v
+    return project_output(project, context, x, spec), k, v
 
 
 def multi_head_attention_with_static_cache(
@@ -176,10 +173,7 @@ def _cached_layer(
     else:
         masking = replace(masking, reach=spec.reach, offsets=lengths)
         context = fused.attend(q, appended.keys, appended.values, masking, dropout, spec=spec, block_sizes=block_sizes)
-    if spec.gate is not None:
-        context = apply_gate(context, project("gate_proj", x))
-    output = combine_heads(context)
-    output = project("out_proj", output) if spec.out_proj else output
+    output = project_output(project, context, x, spec)
     return _tell_what_fits(output, cache, added), appended
 
 

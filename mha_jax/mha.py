@@ -22,8 +22,8 @@ from mha_jax.rope import check_rope_positions
 from mha_jax.stages import (
     Dropout,
     apply_dropout,
-    apply_gate,
     combine_heads,
+    project_output,
     project_qkv,
     scaled_dot_product_attention,
     split_heads,
@@ -163,10 +163,7 @@ def _attention_layer(
         context, attn_weights = stages.attend(q, k, v, masking, dropout, spec=spec, need_weights=need_weights)
     else:
         context, attn_weights = fused.attend(q, k, v, masking, dropout, spec=spec, block_sizes=block_sizes), None
-    if spec.gate is not None:
-        context = apply_gate(context, project("gate_proj", query))
-    output = combine_heads(context)
-    return project("out_proj", output) if spec.out_proj else output, attn_weights
+    return project_output(project, context, query, spec), attn_weights
 
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from mha_torch.masks import Masking, as_lengths, check_bias, check_mask
 from mha_torch.mha import AttentionLayer
 from mha_torch.not_finite import by_finite_tokens, emptied, spoilt
 from mha_torch.rope import check_rope_positions
-from mha_torch.stages import Dropout, apply_gate, combine_heads, project_qkv
+from mha_torch.stages import Dropout, project_output, project_qkv
 from mha_torch.weights import Project, check_weights, project_with
 
 torch.export.register_dataclass(KVCache)  # a pytree,
@@ -90,10 +90,7 @@ def multi_head_attention_with_cache(
     elif not cache_len:
         masking = replace(masking, offsets=None)
     context = fused.attend(q, k, v, masking, Dropout(), spec=spec)
-    if spec.gate is not None:
-        context = apply_gate(context, project("gate_proj", x))
-    output = combine_heads(context)
-    return project("out_proj", output) if spec.out_proj else output, k, v
+    return project_output(project, context, x, spec), k, v
 
 
 def multi_head_attention_with_static_cache(
@@ -178,10 +175,7 @@ def _cached_layer(
         context = _attend_to_every_slot(q, before, cache, spec, masking, dropout, new_lengths)
     else:
         context = _attend_to_filled_slots(q, before, cache, spec, masking, dropout, lengths)
-    if spec.gate is not None:
-        context = apply_gate(context, project("gate_proj", x))
-    output = combine_heads(context)
-    output = project("out_proj", output) if spec.out_proj else output
+    output = project_output(project, context, x, spec)
     if is_real is not None:
         output = emptied(output, ~is_real[:, :, None])
     return output, cache

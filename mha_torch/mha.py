@@ -19,7 +19,14 @@ from mha_torch.masks import Masking
 from mha_torch.norms import NormLayer
 from mha_torch.not_finite import by_finite_tokens
 from mha_torch.rope import check_rope_positions
-from mha_torch.stages import Dropout, apply_gate, combine_heads, project_qkv, scaled_dot_product_attention, split_heads
+from mha_torch.stages import (
+    Dropout,
+    combine_heads,
+    project_output,
+    project_qkv,
+    scaled_dot_product_attention,
+    split_heads,
+)
 from mha_torch.weights import Project, check_projected, check_weights, project_with
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
@@ -139,10 +146,7 @@ def _attention_layer(
         context, attn_weights = stages.attend(q, k, v, masking, dropout, spec=spec, need_weights=need_weights)
     else:
         context, attn_weights = fused.attend(q, k, v, masking, dropout, spec=spec), None
-    if spec.gate is not None:
-        context = apply_gate(context, project("gate_proj", query))
-    output = combine_heads(context)
-    return project("out_proj", output) if spec.out_proj else output, attn_weights
+    return project_output(project, context, query, spec), attn_weights
 
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from mha_tt.device import padded_head_dim, round_up, upload, zeros
 from mha_tt.masks import DeviceMask, Masking, on_host
 from mha_tt.mha import AttentionLayer
 from mha_tt.rope import Rotation, check_rope_positions
-from mha_tt.stages import Dropout, apply_gate, combine_heads, project_qkv
+from mha_tt.stages import Dropout, project_output, project_qkv
 from mha_tt.weights import Project, check_weights, project_with
 
 
@@ -93,10 +93,7 @@ def multi_head_attention_with_cache(
         mask, bias, is_causal=True, reach=spec.reach, offsets=np.array([cache_len]) if cache_len else None
     )
     context = _attend(q, k, v, masking, Dropout(), _Arithmetic(spec, compute_kernel_config))
-    if spec.gate is not None:
-        context = apply_gate(context, project("gate_proj", x))
-    output = combine_heads(context)
-    return project("out_proj", output) if spec.out_proj else output, k, v
+    return project_output(project, context, x, spec), k, v
 
 
 def multi_head_attention_with_static_cache(
@@ -195,10 +192,7 @@ def _cached_layer(
     arithmetic = _Arithmetic(spec, compute_kernel_config)
     attend = _attend_in_step if is_step else _attend_in_prefill
     context, cache = attend(q, k, v, cache, new_lengths, masking, dropout, arithmetic)
-    if spec.gate is not None:
-        context = apply_gate(context, project("gate_proj", x))
-    output = combine_heads(context)
-    output = project("out_proj", output) if spec.out_proj else output
+    output = project_output(project, context, x, spec)
     if is_step:
         output = ttnn.reshape(output, (batch_size, 1, output.shape[2]))
     return output if is_real is None else ttnn.where(is_real, output, 0.0), cache

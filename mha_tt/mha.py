@@ -25,9 +25,9 @@ from mha_tt.masks import DeviceMask, Masking
 from mha_tt.rope import Rotation, check_rope_positions
 from mha_tt.stages import (
     Dropout,
-    apply_gate,
     combine_heads,
     drop,
+    project_output,
     project_qkv,
     scaled_dot_product_attention,
     split_heads,
@@ -169,10 +169,7 @@ def _attention_layer(
             fused.attend(q, k, v, masking, dropout, spec=spec, compute_kernel_config=compute_kernel_config),
             None,
         )
-    if spec.gate is not None:
-        context = apply_gate(context, project("gate_proj", query))
-    output = combine_heads(context)
-    return project("out_proj", output) if spec.out_proj else output, attn_weights
+    return project_output(project, context, query, spec), attn_weights
 
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------

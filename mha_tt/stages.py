@@ -204,6 +204,26 @@ def apply_gate(context: Float[Tensor, "B N T H"], gate: Float[Tensor, "B T G"]) 
     return as_dtype(ttnn.multiply(at_least_float32(context), gate), context.dtype)
 
 
+def project_output(
+    project: Project, context: Float[Tensor, "B N T H"], query: Float[Tensor, "B T d_in"], spec: AttentionSpec
+) -> Float[Tensor, "B T E"]:
+    """Gate the context if the layer has a gate, put its heads side by side, and project them where it has `out_proj`.
+
+    Args:
+        project: applies a projection by its name.
+        context: sums of values, (B, N, T, H).
+        query: input of the layer, of which the gate is made.
+        spec: the layer.
+
+    Returns:
+        The output (B, T, E), or (B, T, N * H) without `out_proj`.
+    """
+    if spec.gate is not None:
+        context = apply_gate(context, project("gate_proj", query))
+    output = combine_heads(context)
+    return project("out_proj", output) if spec.out_proj else output
+
+
 def apply_dropout(
     attn_weights: Float[Tensor, "B N T S"],
     rate: float,

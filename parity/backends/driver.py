@@ -46,12 +46,6 @@ def values_to_weigh(problem: Problem, values: Values) -> np.ndarray:
     return v if problem.case.not_finite is None else np.where(np.isfinite(v), v, np.zeros_like(v))
 
 
-def reach_of(spec: AttentionSpec) -> dict[str, int]:
-    """How far queries see in a layer, as the siblings' masks take it."""
-    reach = {"window_size": spec.window_size, "chunk_size": spec.chunk_size}
-    return {name: size for name, size in reach.items() if size is not None}
-
-
 # ---- A sibling's functions: what differs from layer to layer is an argument, so that all share what is compiled ------
 
 
@@ -106,10 +100,10 @@ class _Layer:
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         shape = (self.case.batch, self.spec.num_heads, self.case.seq_len, self.case.key_len)
-        return {"mask": np.broadcast_to(self.hidden(**reach_of(self.spec)), shape)}
+        return {"mask": np.broadcast_to(self.hidden(self.spec), shape)}
 
-    def hidden(self, **reach: int) -> np.ndarray:
-        """What the sibling's functions hide, joined; what the layer hides by itself if its reach is passed."""
+    def hidden(self, spec: AttentionSpec | None = None) -> np.ndarray:
+        """What the sibling's functions hide, joined; with a spec also what a layer of it hides by itself."""
         case = self.case
         mask = np.asarray(
             self.sibling.create_attention_mask(
@@ -117,7 +111,8 @@ class _Layer:
                 case.key_len,
                 is_causal=case.is_causal,
                 key_padding_lengths=case.key_padding_lengths,
-                **reach,
+                window_size=None if spec is None else spec.window_size,
+                chunk_size=None if spec is None else spec.chunk_size,
             )
         )
         if case.window_size is not None:
@@ -195,9 +190,14 @@ class _Call:
         self.new_lengths = self.port.beside(np.array(self.case.added(index), np.int32)) if is_ragged else None
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
-        seq_len, capacity = self.case.chunks[self.index], self.case.capacity
-        reach = reach_of(self.case.spec)
-        mask = self.layer.sibling.create_cache_mask(self.port.beside(self.before), seq_len, capacity, **reach)
+        seq_len, capacity, spec = self.case.chunks[self.index], self.case.capacity, self.case.spec
+        mask = self.layer.sibling.create_cache_mask(
+            self.port.beside(self.before),
+            seq_len,
+            capacity,
+            window_size=spec.window_size,
+            chunk_size=spec.chunk_size,
+        )
         shape = (self.case.batch, self.case.spec.num_heads, seq_len, capacity)
         return {"mask": np.broadcast_to(np.asarray(mask), shape)}
 
