@@ -1,6 +1,6 @@
 """Attention stage by stage, and as one function: the definition that all else is tested against.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, E d_model.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
 A mask is boolean and True where a query may not see a key; an additive term is a bias.
 """
 
@@ -66,7 +66,7 @@ def project_qkv(
     value: Float[Array, "B S d_kv"],
     spec: AttentionSpec,
     positions: Int[Array, "... #B T"] | None = None,
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B K S H"], Float[Array, "B K S Hv"]]:
     """Project the inputs, clip, split the heads, normalise, and rotate queries and keys by their positions.
 
     Args:
@@ -77,7 +77,7 @@ def project_qkv(
             RoPE only.
 
     Returns:
-        q (B, N, T, H), k and v (B, K, S, H).
+        q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
     """
     check_spec(spec)
     if not spec.fused_qkv:
@@ -141,7 +141,9 @@ def masked_softmax(scores: Float[Array, "B N T S"], mask: Bool[Array, "..."] | N
     return jnp.where(mask, 0.0, attn_weights)
 
 
-def attention_context(attn_weights: Float[Array, "B N T S"], value: Float[Array, "B K S H"]) -> Float[Array, "B N T H"]:
+def attention_context(
+    attn_weights: Float[Array, "B N T S"], value: Float[Array, "B K S Hv"]
+) -> Float[Array, "B N T Hv"]:
     """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
     check_weighed(attn_weights, value)
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
@@ -149,8 +151,8 @@ def attention_context(attn_weights: Float[Array, "B N T S"], value: Float[Array,
     return context.astype(value.dtype)
 
 
-def apply_gate(context: Float[Array, "B N T H"], gate: Float[Array, "B T G"]) -> Float[Array, "B N T H"]:
-    """The context times the sigmoid of what gate_proj gives, (B, T, N * H), or (B, T, N) for one number a head.
+def apply_gate(context: Float[Array, "B N T Hv"], gate: Float[Array, "B T G"]) -> Float[Array, "B N T Hv"]:
+    """The context times the sigmoid of what gate_proj gives, (B, T, N * Hv), or (B, T, N) for one number a head.
 
     Source: Gated Attention for Large Language Models, arXiv:2505.06708.
     """
@@ -210,7 +212,7 @@ def _clip(x: Array, limit: float) -> Array:
 
 
 def _unpack_qkv(packed: Array, spec: AttentionSpec) -> list[Array]:
-    return jnp.split(packed, [spec.q_width, spec.q_width + spec.kv_width], axis=-1)
+    return jnp.split(packed, [spec.q_width, spec.q_width + spec.k_width], axis=-1)
 
 
 # ---- Together --------------------------------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ def _unpack_qkv(packed: Array, spec: AttentionSpec) -> list[Array]:
 def scaled_dot_product_attention(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S H"],
+    value: Float[Array, "B K S Hv"],
     spec: AttentionSpec | None = None,
     *,
     mask: Bool[Array, "..."] | None = None,
@@ -230,12 +232,12 @@ def scaled_dot_product_attention(
     dropout: float = 0.0,
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T S"] | None]:
+) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T S"] | None]:
     """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
 
     Args:
         query: (B, N, T, H).
-        key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
@@ -247,7 +249,7 @@ def scaled_dot_product_attention(
         dropout_rng: random key to draw what is dropped from.
 
     Returns:
-        The context (B, N, T, H), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
+        The context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
@@ -279,13 +281,13 @@ class Dropout:
 def attend(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S H"],
+    value: Float[Array, "B K S Hv"],
     masking: Masking,
     dropout: Dropout,
     *,
     spec: AttentionSpec | None,
     need_weights: bool,
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T S"] | None]:
+) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T S"] | None]:
     """`scaled_dot_product_attention` as the layers call it."""
     check_attention(query, key, value, masking)
     as_rate("dropout", dropout.rate)
@@ -329,8 +331,8 @@ def check_attention(query: Array, key: Array, value: Array, masking: Masking) ->
         check_floating(name, x, rank=4)
         if x.dtype != query.dtype:
             raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
-    if key.shape != value.shape:
-        raise ValueError(f"value must have the shape of key, got {value.shape} and {key.shape}")
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"value must have the shape of key but for its features, got {value.shape} and {key.shape}")
     check_scored(query, key, None)  # the masking checks its bias
     masking.check((*query.shape[:3], key.shape[2]), query)
 
@@ -349,7 +351,7 @@ def check_scored(query: Array, key: Array, bias: Array | None) -> None:
 
 
 def check_weighed(attn_weights: Array, value: Array) -> None:
-    """Refuse attention weights (B, N, T, S) and values (B, K, S, H) that do not fit each other."""
+    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
     check_floating("attn_weights", attn_weights, rank=4)
     check_floating("value", value, rank=4)
     if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
@@ -361,7 +363,7 @@ def check_weighed(attn_weights: Array, value: Array) -> None:
 
 
 def check_gated(context: Array, gate: Array) -> None:
-    """Refuse a context (B, N, T, H) and a gate that is not (B, T, N * H) or (B, T, N)."""
+    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
     check_floating("context", context, rank=4)
     check_floating("gate", gate, rank=3)
     batch_size, num_heads, seq_len, head_dim = context.shape

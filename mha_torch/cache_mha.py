@@ -1,6 +1,7 @@
 """Multi-head attention with a key/value cache: an argument and a result, growing or of fixed capacity.
 
-Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim, E d_model.
+Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
+Hv value_head_dim, E d_model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,12 +40,12 @@ def multi_head_attention_with_cache(
     weights: Mapping[str, Tensor],
     spec: AttentionSpec,
     cache_k: Float[Tensor, "B K P H"] | None = None,
-    cache_v: Float[Tensor, "B K P H"] | None = None,
+    cache_v: Float[Tensor, "B K P Hv"] | None = None,
     *,
     mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
     positions: Int[Tensor, "... #B T"] | None = None,
-) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
+) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S Hv"]]:
     """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
 
     The plain definition of a cache; `multi_head_attention_with_static_cache` is the one of fixed capacity.
@@ -53,7 +54,8 @@ def multi_head_attention_with_cache(
         x: the new tokens, (B, T, d_in).
         weights: as `multi_head_attention` takes them.
         spec: what the layer computes; nothing is dropped.
-        cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H); None at first.
+        cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None at
+            first.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, S). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
         positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
@@ -81,7 +83,7 @@ def multi_head_attention_with_cache(
     positions = cache_len + torch.arange(seq_len, device=x.device)[None] if positions is None else positions
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     if cache_k is not None and cache_v is not None:
-        check_cache(cache_k, cache_v, k)
+        check_cache(cache_k, cache_v, k, v)
         k, v = torch.cat([cache_k, k], dim=2), torch.cat([cache_v, v], dim=2)
     check_mask(mask, (*q.shape[:3], cache_len + seq_len))
     masking = Masking(mask, bias, is_causal=True, reach=spec.reach, offsets=torch.full((1,), cache_len))
@@ -171,7 +173,7 @@ def _cached_layer(
             positions = torch.where(is_real, positions, positions[..., :1])
     project = by_finite_tokens(project)
     q, k, v = project_qkv(project, x, x, x, spec, positions)
-    check_cache(cache.keys, cache.values, k, ("cache.keys", "cache.values"))
+    check_cache(cache.keys, cache.values, k, v, ("cache.keys", "cache.values"))
     check_bias(masking.bias, (*q.shape[:3], cache.capacity), q)
     before, cache = cache, append_checked(cache, k, v, new_lengths, lengths)
     if lengths is None:
@@ -247,7 +249,9 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         if dtype is None:
             is_cast = is_autocast_on(weight.device) and weight.dtype != torch.float64
             dtype = torch.get_autocast_dtype(weight.device.type) if is_cast else weight.dtype
-        return init_cache(batch_size, self.spec.num_kv_heads, capacity, self.spec.head_dim, dtype, device=weight.device)
+        spec, device = self.spec, weight.device
+        widths = {"head_dim": spec.head_dim, "value_head_dim": spec.value_head_dim}
+        return init_cache(batch_size, spec.num_kv_heads, capacity, dtype=dtype, device=device, **widths)
 
     def forward(
         self,

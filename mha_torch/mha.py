@@ -1,6 +1,6 @@
 """Multi-head attention: the functions made of the stages, and the modules that hold weights.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, E d_model.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
 A mask is boolean and True where a query may not see a key; an additive term is a bias.
 """
 
@@ -87,7 +87,7 @@ def multi_head_attention(
         dropout_keep: True where an attention weight is kept, in place of a random draw; takes the plain path.
 
     Returns:
-        The output (B, T, E), or (B, T, N * H) without `out_proj`, and the attention weights before dropout
+        The output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout
         (B, N, T, S) or None.
 
     Raises:

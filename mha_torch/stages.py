@@ -1,6 +1,6 @@
 """Attention stage by stage, and as one function: the definition that all else is tested against.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, E d_model.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
 A mask is boolean and True where a query may not see a key; an additive term is a bias.
 """
 
@@ -73,7 +73,7 @@ def project_qkv(
     value: Float[Tensor, "B S d_kv"],
     spec: AttentionSpec,
     positions: Int[Tensor, "... #B T"] | None = None,
-) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
+) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S Hv"]]:
     """Project the inputs, clip, split the heads, normalise, and rotate queries and keys by their positions.
 
     Args:
@@ -84,7 +84,7 @@ def project_qkv(
             RoPE only.
 
     Returns:
-        q (B, N, T, H), k and v (B, K, S, H).
+        q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
     """
     check_spec(spec)
     if not spec.fused_qkv:
@@ -151,8 +151,8 @@ def masked_softmax(
 
 
 def attention_context(
-    attn_weights: Float[Tensor, "B N T S"], value: Float[Tensor, "B K S H"]
-) -> Float[Tensor, "B N T H"]:
+    attn_weights: Float[Tensor, "B N T S"], value: Float[Tensor, "B K S Hv"]
+) -> Float[Tensor, "B N T Hv"]:
     """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
     check_weighed(attn_weights, value)
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
@@ -161,8 +161,8 @@ def attention_context(
     return context.to(value.dtype)
 
 
-def apply_gate(context: Float[Tensor, "B N T H"], gate: Float[Tensor, "B T G"]) -> Float[Tensor, "B N T H"]:
-    """The context times the sigmoid of what gate_proj gives, (B, T, N * H), or (B, T, N) for one number a head.
+def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"]) -> Float[Tensor, "B N T Hv"]:
+    """The context times the sigmoid of what gate_proj gives, (B, T, N * Hv), or (B, T, N) for one number a head.
 
     Source: Gated Attention for Large Language Models, arXiv:2505.06708.
     """
@@ -209,7 +209,7 @@ def soft_capped(scores: Tensor, spec: AttentionSpec | None) -> Tensor:
 
 
 def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> list[Tensor]:
-    return list(packed.split([spec.q_width, spec.kv_width, spec.kv_width], dim=-1))
+    return list(packed.split([spec.q_width, spec.k_width, spec.v_width], dim=-1))
 
 
 # ---- Together --------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> list[Tensor]:
 def scaled_dot_product_attention(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
-    value: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S Hv"],
     spec: AttentionSpec | None = None,
     *,
     mask: Bool[Tensor, "..."] | None = None,
@@ -228,12 +228,12 @@ def scaled_dot_product_attention(
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
-) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B N T S"] | None]:
+) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
     """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
 
     Args:
         query: (B, N, T, H).
-        key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
@@ -244,7 +244,7 @@ def scaled_dot_product_attention(
         dropout_keep: True where a weight is kept, in place of a random draw.
 
     Returns:
-        The context (B, N, T, H), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
+        The context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
@@ -271,13 +271,13 @@ class Dropout(NamedTuple):
 def attend(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
-    value: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S Hv"],
     masking: Masking,
     dropout: Dropout,
     *,
     spec: AttentionSpec | None,
     need_weights: bool,
-) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B N T S"] | None]:
+) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
     """`scaled_dot_product_attention` as the layers call it."""
     check_attention(query, key, value, masking)
     mask = masking.with_infinite_bias().joined(query.shape[2], key.shape[2], query.device)
@@ -313,8 +313,10 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, masking: Masking)
         if x.dtype != query.dtype:
             raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
         check_device(name, x, query.device, "query")
-    if key.shape != value.shape:
-        raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"value must have the shape of key but for its features, got {tuple(value.shape)} and {tuple(key.shape)}"
+        )
     check_scored(query, key, None)  # the masking checks its bias
     masking.check((*query.shape[:3], key.shape[2]), query)
 
@@ -333,7 +335,7 @@ def check_scored(query: Tensor, key: Tensor, bias: Tensor | None) -> None:
 
 
 def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
-    """Refuse attention weights (B, N, T, S) and values (B, K, S, H) that do not fit each other."""
+    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
     check_floating("attn_weights", attn_weights, rank=4)
     check_floating("value", value, rank=4)
     if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
@@ -345,7 +347,7 @@ def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
 
 
 def check_gated(context: Tensor, gate: Tensor) -> None:
-    """Refuse a context (B, N, T, H) and a gate that is not (B, T, N * H) or (B, T, N)."""
+    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
     check_floating("context", context, rank=4)
     check_floating("gate", gate, rank=3)
     batch_size, num_heads, seq_len, head_dim = context.shape

@@ -1,6 +1,6 @@
 """Multi-head attention: the functions made of the stages, and the modules that hold weights.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, E d_model.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
 A mask is boolean and True where a query may not see a key; an additive term is a bias.
 
 On the device H is the padded head_dim: see `mha_tt.upload_weights`. Wherever the true one matters, the spec has it.
@@ -103,7 +103,7 @@ def multi_head_attention(
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
-        The output (B, T, E), or (B, T, N * H) without `out_proj`, and the attention weights before dropout
+        The output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout
         (B, N, T, S) or None.
 
     Raises:

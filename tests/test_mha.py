@@ -843,6 +843,23 @@ def test_projections_are_clipped_before_anything_else(sibling, fused_qkv):
         assert (np.abs(found) < 0.25).any()
 
 
+@pytest.mark.parametrize("hidden", [{}, {"is_causal": True}, {"key_padding_lengths": [2, 5]}], ids=str)
+@pytest.mark.parametrize("path", ["", "fused"])
+def test_values_of_any_width_are_weighed_feature_by_feature(sibling, path, hidden, rng):
+    """So values that are wider than keys give side by side what their parts give, as narrow ones do."""
+    package = getattr(sibling.package, path) if path else sibling.package
+    q, k, v = (sibling.array(rng.standard_normal((2, n, 5, 4)).astype(np.float32)) for n in (4, 2, 2))
+    wide = sibling.array(rng.standard_normal((2, 2, 5, 3)).astype(np.float32))
+    both = sibling.array(np.concatenate([sibling.numpy(v), sibling.numpy(wide)], axis=3))
+
+    def context(values):
+        return sibling.numpy(package.scaled_dot_product_attention(q, k, values, **hidden)[0])
+
+    parts = [context(v), context(wide)]
+    assert [part.shape for part in parts] == [(2, 4, 5, 4), (2, 4, 5, 3)]
+    assert np.abs(context(both) - np.concatenate(parts, axis=3)).max() <= 8 * EPSILON
+
+
 def test_a_gate_multiplies_by_its_sigmoid(sibling):
     """sigmoid(0) is 1/2, sigmoid(log 3) is 3/4: of each feature of two heads, or of each head."""
     context = sibling.array(np.arange(8, dtype=np.float32).reshape(1, 2, 2, 2) + 1)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ from parity.core.weights import load_tensors, weight_shapes
 
 def test_spec_fills_in_the_sizes_left_out():
     spec = AttentionSpec(32, 4)
-    assert (spec.num_kv_heads, spec.head_dim, spec.d_in, spec.d_kv) == (4, 8, 32, 32)
+    assert (spec.num_kv_heads, spec.head_dim, spec.d_in, spec.d_kv, spec.value_head_dim) == (4, 8, 32, 32, 8)
+    assert AttentionSpec(32, 4, head_dim=12).value_head_dim == 12
 
 
 def test_spec_takes_the_key_width_from_the_query_width():
@@ -35,6 +37,18 @@ def test_spec_takes_the_key_width_from_the_query_width():
 
 def test_spec_never_derives_a_head_dim_that_is_given():
     assert AttentionSpec(30, 4, head_dim=12).q_width == 48
+
+
+def test_values_of_another_width_have_projections_of_their_own_width():
+    spec = AttentionSpec(32, 4, num_kv_heads=2, value_head_dim=12, v_norm=Norm(), gate=Gate())
+    assert (spec.q_width, spec.k_width, spec.v_width, spec.context_width, spec.output_width) == (32, 16, 24, 48, 32)
+    assert weight_shapes(spec) | {"v_norm.weight": (12,)} == weight_shapes(spec)
+    shapes = {name: weight_shapes(spec)[f"{name}_proj.weight"] for name in ("q", "k", "v", "out", "gate")}
+    assert shapes == {"q": (32, 32), "k": (16, 32), "v": (24, 32), "out": (32, 48), "gate": (48, 32)}
+    assert replace(spec, fused_qkv=True).held_shapes["qkv_proj.weight"] == (72, 32)
+    assert replace(spec, out_proj=False).output_width == 48
+    assert spec.cache_nbytes(2, 5, np.dtype(np.float32)) == 2 * 5 * (16 + 24) * 4
+    assert AttentionSpec.from_json(spec.to_json()) == spec
 
 
 @pytest.mark.parametrize(
@@ -46,6 +60,8 @@ def test_spec_never_derives_a_head_dim_that_is_given():
         ({"d_model": 8, "num_heads": True}, TypeError, "num_heads must be an integer"),
         ({"d_model": 8, "num_heads": 4, "num_kv_heads": 3}, ValueError, "num_heads must be a multiple"),
         ({"d_model": 8, "num_heads": 4, "head_dim": -1}, ValueError, "head_dim must be at least 1"),
+        ({"d_model": 8, "num_heads": 4, "value_head_dim": 0}, ValueError, "value_head_dim must be at least 1"),
+        ({"d_model": 8, "num_heads": 4, "value_head_dim": 2.0}, TypeError, "value_head_dim must be an integer"),
         ({"d_model": 6, "num_heads": 2, "rope": Rope()}, ValueError, "head_dim must be even for RoPE"),
         ({"d_model": 8, "num_heads": 2, "rope": 1e4}, TypeError, "rope must be a Rope or None"),
         ({"d_model": 8, "num_heads": 2, "dropout": math.nan}, ValueError, "dropout must be at least 0 and below 1"),
@@ -349,6 +365,11 @@ def test_cases_cover_what_attention_can_do():
             for case in cases
         ),
         "free head_dim": any(case.spec.q_width != case.spec.d_model for case in cases),
+        "narrow values": any(case.spec.value_head_dim < case.spec.head_dim for case in cases),
+        "wide values": any(case.spec.value_head_dim > case.spec.head_dim for case in cases),
+        "narrow values with a cache": any(
+            case.spec.value_head_dim < case.spec.head_dim for case in cases if case.is_cached
+        ),
         "one query": any(case.seq_len == 1 for case in cases),
         "one key": any(case.seq_len_k == 1 for case in cases),
         "ragged": any(case.new_lengths for case in cases),

@@ -37,6 +37,7 @@ def covers(case: Case) -> str:
         f"clip {spec.clip_qkv}": spec.clip_qkv is not None,
         "norm of q and k": spec.qk_norm is not None,
         "norm of v": spec.v_norm is not None,
+        f"values of {spec.value_head_dim}": spec.value_head_dim != spec.head_dim,
         "gate": spec.gate is not None,
         "RoPE": spec.rope is not None,
         **_kind_of_rope(spec.rope),

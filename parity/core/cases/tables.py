@@ -37,6 +37,15 @@ _PER_HEAD = AttentionSpec(
 _AFTER_ROPE = AttentionSpec(32, 4, rope=Rope(10000.0), qk_norm=Norm(after_rope=True))
 _L2 = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0), qk_norm=Norm(weight=None, after_rope=True, eps=0.01))
 _CLIP = AttentionSpec(32, 4, num_kv_heads=2, clip_qkv=0.75, rope=Rope(10000.0))
+_VALUES = AttentionSpec(
+    *(32, 4),
+    num_kv_heads=2,
+    head_dim=12,
+    value_head_dim=8,
+    rope=Rope(10000.0),
+    v_norm=Norm(),
+    gate=Gate(),
+)
 _WHISPER = AttentionSpec(32, 4, qkv_bias=(True, False, True))
 _GATE = AttentionSpec(
     48,
@@ -88,6 +97,14 @@ LAYERS = [
     Case("gqa-causal", _GQA, "shared key/value heads under a mask", is_causal=True),
     Case("mqa", AttentionSpec(32, 4, num_kv_heads=1), "all query heads share one", is_causal=True),
     Case("head-dim", AttentionSpec(32, 4, head_dim=12), "heads wider than d_model / num_heads"),
+    Case("value-head-dim", _VALUES, "values narrower than keys", seq_len=9, is_causal=True),
+    Case(
+        "value-head-dim-fused-qkv",
+        AttentionSpec(32, 4, num_kv_heads=2, value_head_dim=20, fused_qkv=True, out_proj=False),
+        "values wider than keys, one projection in and none out",
+        seq_len=9,
+        key_padding_lengths=(3, 9),
+    ),
     Case("no-bias", AttentionSpec(32, 4, qkv_bias=False, out_bias=False), "projections without biases"),
     Case("biases-of-some", _WHISPER, "biases of q and v, none of k", seq_len_k=7),
     Case("no-out-proj", AttentionSpec(32, 4, out_proj=False), "the heads side by side are the output"),
@@ -266,6 +283,7 @@ CACHED = [
     ),
     Case("decode-chunk", _CHUNK, "decode, within a chunk", seq_len=10, chunks=(3, 1, 1, 4, 1), capacity=10),
     Case("decode-gqa-rope", _GQA_ROPE, "decode, rotary, shared", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
+    Case("decode-value-head-dim", _VALUES, "decode, narrow values", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case("decode-biases-of-some", _WHISPER, "decode, keys without a bias", seq_len=6, chunks=(4, 1, 1), capacity=6),
     Case("decode-clip-qkv", _CLIP, "decode, projections clipped", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case("decode-gate", _GATE, "decode, gated", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
@@ -388,7 +406,16 @@ TRAINED = [
 
 MORE = frozenset(
     {
-        *("biases-of-some", "soft-cap-bias", "window-both-ways", "window-far", "chunk-both-ways", "norm-per-head"),
+        *(
+            "value-head-dim-fused-qkv",
+            "decode-value-head-dim",
+            "biases-of-some",
+            "soft-cap-bias",
+            "window-both-ways",
+            "window-far",
+            "chunk-both-ways",
+            "norm-per-head",
+        ),
         *("norm-after-rope", "gate-per-head", "rope-linear", "rope-yarn-last", "rope-dynamic", "rope-proportional"),
         *("rope-partial", "rope-sections", "nan-hidden-norm", "decode-soft-cap", "decode-chunk"),
         *("decode-biases-of-some", "decode-clip-qkv", "decode-norm-width", "decode-l2-norm", "decode-dynamic"),

@@ -47,6 +47,7 @@ GROUPS = (
     gates.gates,
     heads.shared,
     heads.split_or_combined,
+    heads.padded,
     heads.reordered,
     masks.used_or_made,
     masks.causal,
