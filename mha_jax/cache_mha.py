@@ -28,7 +28,7 @@ from mha_jax.compiled import compiled
 from mha_jax.masks import Masking
 from mha_jax.mha import AttentionLayer, Projection
 from mha_jax.not_finite import by_finite_tokens, emptied
-from mha_jax.rope import check_rope_positions
+from mha_jax.rope import check_layer_positions
 from mha_jax.stages import Dropout, apply_gate, combine_heads, project_qkv
 from mha_jax.weights import Project, check_weights, project_with
 from mha_spec import AttentionSpec
@@ -58,7 +58,7 @@ def multi_head_attention_with_cache(
             first.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, S), S = P + T.
         bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, S). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
+        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
             absent.
 
     Returns:
@@ -71,7 +71,7 @@ def multi_head_attention_with_cache(
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
     check_floating("x", x, rank=3)
-    check_rope_positions(positions, x.shape[0], x.shape[1], spec.rope)
+    check_layer_positions(positions, x.shape[0], x.shape[1], spec)
     if (cache_k is None) != (cache_v is None):
         raise ValueError("cache_k and cache_v must be given together, got only one of them")
     if cache_k is not None:
@@ -117,7 +117,7 @@ def multi_head_attention_with_static_cache(
             cached, output 0. All of them when absent.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
         bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
-        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`,
+        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`,
             and so on, when absent.
 
     Returns:
@@ -157,7 +157,7 @@ def _cached_layer(
 ) -> tuple[Array, KVCache]:
     check_cached_input(x, cache)
     seq_len = x.shape[1]
-    check_rope_positions(positions, x.shape[0], seq_len, spec.rope)
+    check_layer_positions(positions, x.shape[0], seq_len, spec)
     check_room(cache, seq_len, new_lengths)
     masking.check((x.shape[0], spec.num_heads, seq_len, cache.capacity), x)
     lengths, added = jnp.asarray(cache.lengths), num_added(cache, seq_len, new_lengths)
@@ -249,7 +249,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
                 not cached, output 0. All of them when absent.
             mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
             bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
-            positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T);
+            positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T);
                 `cache.lengths`, and so on, when absent.
 
         Returns:

@@ -14,15 +14,16 @@ from mha_spec.reach import Reach, reach_of
 from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups
 from mha_spec.scaling import SCALINGS, Scaling
+from mha_spec.temperature import Temperature, check_temperature
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv", "value_head_dim")
 FLAGS = ("out_bias", "out_proj", "fused_qkv")
 RATES = ("dropout", "output_dropout")
 FACTORS = ("clip_qkv", "scale", "soft_cap")
 NORMS = ("qk_norm", "v_norm")
-RECORDS = {"gate": Gate, "qk_norm": Norm, "v_norm": Norm}
+RECORDS = {"gate": Gate, "qk_norm": Norm, "temperature": Temperature, "v_norm": Norm}
 
-Record = TypeVar("Record", "AttentionSpec", Gate, Norm, Rope, Scaling)
+Record = TypeVar("Record", "AttentionSpec", Gate, Norm, Rope, Scaling, Temperature)
 
 
 class Projection(NamedTuple):
@@ -72,6 +73,7 @@ class AttentionSpec:
         gate: what the context is multiplied by before out_proj, or None for no gate.
         rope: how queries and keys are rotated by their positions, or None for no RoPE.
         scale: what dot products of queries and keys are multiplied by, where it is not 1 / sqrt(H).
+        temperature: what queries are multiplied by, by their positions, or None.
         soft_cap: scores s are capped softly, soft_cap * tanh(s / soft_cap), before anything is added or hidden.
         window_size: a query sees keys less than this many tokens away only: with causality so many, its own the last.
         chunk_size: a query sees the keys of its own chunk only, the chunks being so many tokens long.
@@ -80,9 +82,10 @@ class AttentionSpec:
 
     Raises:
         TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, gate not a
-            `Gate`, clip_qkv, scale, soft_cap or a rate not a number, or what a layer has or has not not a boolean.
+            `Gate`, temperature not a `Temperature`, clip_qkv, scale, soft_cap or a rate not a number, or what a layer
+            has or has not not a boolean.
         ValueError: if the widths, heads or rates do not fit, clip_qkv, scale or soft_cap is not positive and finite, or
-            there are both a window and chunks.
+            there are both a window and chunks, or a temperature and positions on several axes.
     """
 
     d_model: int
@@ -103,6 +106,7 @@ class AttentionSpec:
     gate: Gate | None = None
     rope: Rope | None = None
     scale: float | None = None
+    temperature: Temperature | None = None
     soft_cap: float | None = None
     window_size: int | None = None
     chunk_size: int | None = None
@@ -119,6 +123,7 @@ class AttentionSpec:
             raise TypeError(f"rope must be a Rope or None, got rope={self.rope!r}")
         if self.gate is not None and not isinstance(self.gate, Gate):
             raise TypeError(f"gate must be a Gate or None, got gate={self.gate!r}")
+        self._check_temperature()
         self._check_qkv_bias()
         self._check_norms()
         for name in FACTORS:
@@ -141,6 +146,16 @@ class AttentionSpec:
                 raise ValueError(f"d_kv must equal d_in with {what}, got d_kv={self.d_kv} and d_in={self.d_in}")
         if self.rope is not None:
             check_rotated(self.head_dim, self.rope)
+
+    def _check_temperature(self) -> None:
+        if self.temperature is None:
+            return
+        check_temperature(self.temperature)
+        if self.rope is not None and self.rope.sections is not None:
+            raise ValueError(
+                f"temperature must be None with positions on several axes, "
+                f"got temperature={self.temperature} and sections={self.rope.sections}"
+            )
 
     def _check_qkv_bias(self) -> None:
         biases = self.qkv_bias if isinstance(self.qkv_bias, (tuple, list)) else (self.qkv_bias,) * 3
@@ -194,6 +209,11 @@ class AttentionSpec:
     def score_scale(self) -> float:
         """What dot products of queries and keys are multiplied by: 1 / sqrt(H) where nothing else is said."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether anything depends on the positions of tokens beside what masks hide: RoPE, or a temperature."""
+        return self.rope is not None or self.temperature is not None
 
     @property
     def reach(self) -> Reach | None:

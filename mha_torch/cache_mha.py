@@ -27,7 +27,7 @@ from mha_torch.cache import (
 from mha_torch.masks import Masking, as_lengths, check_bias, check_mask
 from mha_torch.mha import AttentionLayer
 from mha_torch.not_finite import by_finite_tokens, emptied, spoilt
-from mha_torch.rope import check_rope_positions
+from mha_torch.rope import check_layer_positions
 from mha_torch.stages import Dropout, apply_gate, combine_heads, project_qkv
 from mha_torch.weights import Project, check_weights, project_with
 
@@ -58,7 +58,7 @@ def multi_head_attention_with_cache(
             first.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, S). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
+        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
             absent.
 
     Returns:
@@ -72,7 +72,7 @@ def multi_head_attention_with_cache(
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
     check_floating("x", x, rank=3)
-    check_rope_positions(positions, x.shape[0], x.shape[1], spec.rope)
+    check_layer_positions(positions, x.shape[0], x.shape[1], spec)
     if (cache_k is None) != (cache_v is None):
         raise ValueError("cache_k and cache_v must be given together, got only one of them")
     if cache_k is not None:
@@ -120,7 +120,7 @@ def multi_head_attention_with_static_cache(
             cached, output 0, and seen by nobody, so that it may hold anything. All of them when absent.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`
+        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`
             and those after it when absent.
 
     Returns:
@@ -159,14 +159,14 @@ def _cached_layer(
 ) -> tuple[Tensor, KVCache]:
     check_cached_input(x, cache)
     seq_len = x.shape[1]
-    check_rope_positions(positions, x.shape[0], seq_len, spec.rope)
+    check_layer_positions(positions, x.shape[0], seq_len, spec)
     check_mask(masking.mask, (x.shape[0], spec.num_heads, seq_len, cache.capacity))
     lengths = check_room(cache, seq_len, new_lengths)
     is_real = None
     if new_lengths is not None:
         is_real = torch.arange(seq_len, device=x.device) < as_lengths(new_lengths, x.device)[:, None]
         x = emptied(x, ~is_real[:, :, None])  # not even a NaN of the padding may spread, to the gradients either
-    if spec.rope is not None:
+    if spec.has_positions:
         if positions is None:
             positions = cache.lengths[:, None] + torch.arange(seq_len, device=x.device)
         if is_real is not None:  # padding makes no sequence longer
@@ -273,7 +273,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key
                 gives 0.
             bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a key.
-            positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T);
+            positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T);
                 `cache.lengths` and those after it when absent.
 
         Returns:

@@ -18,7 +18,7 @@ from mha_torch.arrays import check_device, check_floating, check_lengths
 from mha_torch.masks import Masking
 from mha_torch.norms import NormLayer
 from mha_torch.not_finite import by_finite_tokens
-from mha_torch.rope import check_rope_positions
+from mha_torch.rope import check_layer_positions
 from mha_torch.stages import Dropout, apply_gate, combine_heads, project_qkv, scaled_dot_product_attention, split_heads
 from mha_torch.weights import Project, check_projected, check_weights, project_with
 
@@ -82,7 +82,7 @@ def multi_head_attention(
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         need_weights: also return the attention weights, which takes the plain path.
-        positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
         training: drop attention weights and outputs, at the rates of the spec.
         dropout_keep: True where an attention weight is kept, in place of a random draw; takes the plain path.
 
@@ -262,7 +262,7 @@ class MultiHeadAttention(AttentionLayer):
             is_causal: hide every key after the query's own position, as `create_causal_mask`.
             key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
             need_weights: also return the attention weights, which takes the plain path.
-            positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when
+            positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when
                 absent.
 
         Returns:
@@ -300,7 +300,7 @@ class MultiHeadSelfAttention(AttentionLayer):
             bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, T). -inf masks a key.
             is_causal: hide every token after the query's own position.
             key_padding_lengths: number of real tokens of each sequence, (B,); the padding is on the right.
-            positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when
+            positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when
                 absent.
 
         Returns:
@@ -330,7 +330,7 @@ def check_layer_inputs(
         raise ValueError("value must come with a key, got key=None and a value")
     if key is not None and spec.rope is not None:
         raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope={spec.rope}")
-    check_rope_positions(positions, query.shape[0], query.shape[1], spec.rope)
+    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
     for name, x in (("key", key), ("value", value)):
         if x is None:
             continue

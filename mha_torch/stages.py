@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Rope, Temperature
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate
+from mha_spec.temperature import check_temperature
 from mha_torch.arrays import (
     check_array,
     check_broadcasts,
@@ -26,7 +27,7 @@ from mha_torch.arrays import (
 )
 from mha_torch.masks import Masking, check_bias, check_mask
 from mha_torch.not_finite import emptied, may_hold, not_finite, sees_any, spoilt
-from mha_torch.rope import apply_rope, at_least_float32
+from mha_torch.rope import apply_rope, at_least_float32, check_positions
 from mha_torch.weights import Project
 
 
@@ -74,14 +75,15 @@ def project_qkv(
     spec: AttentionSpec,
     positions: Int[Tensor, "... #B T"] | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S Hv"]]:
-    """Project the inputs, clip, split the heads, normalise, and rotate queries and keys by their positions.
+    """Project the inputs, clip, split the heads, normalise, rotate queries and keys, and temper queries.
 
     Args:
         project: applies a projection or a norm by its name.
         query, key, value: inputs of the layer; the same array three times for self-attention.
-        spec: the layer: heads, norms, RoPE, and whether it holds one `qkv_proj` in place of three projections.
+        spec: the layer: heads, norms, RoPE, temperature, and whether it holds one `qkv_proj` in place of three
+            projections.
         positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent. Used with
-            RoPE only.
+            RoPE and a temperature only.
 
     Returns:
         q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
@@ -93,7 +95,7 @@ def project_qkv(
         q, k, v = _unpack_qkv(project("qkv_proj", query), spec)
     else:
         q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
-    if spec.rope is not None and positions is None:
+    if spec.has_positions and positions is None:
         positions = torch.arange(q.shape[1], device=q.device)[None]
 
     def enter(name: str, x: Tensor, num_heads: int, rope: Rope | None) -> Tensor:
@@ -108,7 +110,34 @@ def project_qkv(
         return project(name, x) if norm is not None and norm.after_rope else x
 
     q, k = enter("q_norm", q, spec.num_heads, spec.rope), enter("k_norm", k, spec.num_kv_heads, spec.rope)
+    if spec.temperature is not None and positions is not None:
+        q = apply_temperature(q, positions, spec.temperature)
     return q, k, enter("v_norm", v, spec.num_kv_heads, None)
+
+
+def apply_temperature(
+    x: Float[Tensor, "B N T H"], positions: Int[Tensor, "#B T"], temperature: Temperature
+) -> Float[Tensor, "B N T H"]:
+    """Queries times 1 + scale * ln(1 + floor((position + first_position) / length)); in the dtype of x.
+
+    Args:
+        x: queries, split into heads, and rotated where there is RoPE; multiplied in at least float32.
+        positions: place of each token in its sequence, from 0, (B or 1, T).
+        temperature: length, scale and first position.
+
+    Raises:
+        TypeError: if x is not floating point, positions are not integers, or temperature is not a `Temperature`.
+        ValueError: if the positions do not fit.
+
+    Source: Scalable-Softmax, arXiv:2501.19399, as Llama 4 has it.
+    """
+    check_floating("x", x, rank=4)
+    check_temperature(temperature)
+    check_positions(positions, x.shape[0], x.shape[2], None)
+    wide = at_least_float32(x)
+    lengths = (positions + temperature.first_position) // temperature.length
+    factors = 1.0 + temperature.scale * torch.log1p(lengths.to(wide.dtype))
+    return (wide * factors[:, None, :, None]).to(x.dtype)
 
 
 def attention_scores(

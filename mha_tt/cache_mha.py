@@ -34,7 +34,7 @@ from mha_tt.cache import (
 from mha_tt.device import padded_head_dim, round_up, upload, zeros
 from mha_tt.masks import DeviceMask, Masking, on_host
 from mha_tt.mha import AttentionLayer
-from mha_tt.rope import Rotation, check_rope_positions
+from mha_tt.rope import Rotation, check_layer_positions
 from mha_tt.stages import Dropout, apply_gate, combine_heads, project_qkv
 from mha_tt.weights import Project, check_weights, padded_features, project_with
 
@@ -63,7 +63,7 @@ def multi_head_attention_with_cache(
             first.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, S). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host; P, P
+        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host; P, P
             + 1, … when absent.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
@@ -77,7 +77,7 @@ def multi_head_attention_with_cache(
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
     check_floating("x", x, rank=3)
-    check_rope_positions(positions, x.shape[0], x.shape[1], spec.rope)
+    check_layer_positions(positions, x.shape[0], x.shape[1], spec)
     if (cache_k is None) != (cache_v is None):
         raise ValueError("cache_k and cache_v must be given together, got only one of them")
     if cache_k is not None:
@@ -124,7 +124,7 @@ def multi_head_attention_with_static_cache(
             cached, output 0, and seen by nobody, so that it may hold anything. All of them when absent.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host;
+        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host;
             `cache.lengths` and those after it when absent.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
@@ -164,7 +164,7 @@ def _cached_layer(
 ) -> tuple[Tensor, KVCache]:
     check_cached_input(x, cache)
     batch_size, seq_len, _ = x.shape
-    check_rope_positions(positions, batch_size, seq_len, spec.rope)
+    check_layer_positions(positions, batch_size, seq_len, spec)
     masking.check((batch_size, spec.num_heads, seq_len, cache.capacity))
     check_room(cache, seq_len, new_lengths)
     if 0 in (batch_size, seq_len):
@@ -192,7 +192,7 @@ def _cached_layer(
             device=x.device(),
             side_by_side=is_step,
         )
-    q, k, v = project_qkv(project, x, x, x, spec, rotation)
+    q, k, v = project_qkv(project, x, x, x, spec, positions if rotation is None else rotation)
     check_cache_holds(cache, spec.num_kv_heads, k.shape[3], v.shape[3])
     arithmetic = _Arithmetic(spec, compute_kernel_config)
     attend = _attend_in_step if is_step else _attend_in_prefill
@@ -342,7 +342,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
                 gives 0. With a mask or a bias a step takes the kernel that reads all heads of the filled slots.
             bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key; on the device it is not
                 read.
-            positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host;
+            positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host;
                 `cache.lengths` and those after it when absent.
 
         Returns:

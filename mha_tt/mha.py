@@ -22,7 +22,7 @@ from mha_tt import fused, stages
 from mha_tt.arrays import check_dtype, check_floating, check_input_dtype
 from mha_tt.device import accurate_config, describe_config, padded_head_dim
 from mha_tt.masks import DeviceMask, Masking
-from mha_tt.rope import Rotation, check_rope_positions
+from mha_tt.rope import Rotation, check_layer_positions
 from mha_tt.stages import (
     Dropout,
     apply_gate,
@@ -96,7 +96,7 @@ def multi_head_attention(
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
         need_weights: also return the attention weights, which takes the plain path.
-        positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
         training: drop attention weights, which takes the plain path, and outputs, at the rates of the spec.
         dropout_keep: True where an attention weight is kept, in place of a random draw; takes the plain path.
         seed: of what is drawn.
@@ -373,7 +373,7 @@ class MultiHeadAttention(AttentionLayer):
             is_causal: hide every key after the query's own position, as `create_causal_mask`.
             key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
             need_weights: also return the attention weights, which takes the plain path.
-            positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host; 0, 1,
+            positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T), on the host; 0, 1,
                 … when absent.
 
         Returns:
@@ -413,7 +413,7 @@ class MultiHeadSelfAttention(AttentionLayer):
                 a row of nothing but -inf gives the mean of the values.
             is_causal: hide every token after the query's own position.
             key_padding_lengths: number of real tokens of each sequence, (B,); the padding is on the right.
-            positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host; 0, 1,
+            positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T), on the host; 0, 1,
                 … when absent.
 
         Returns:
@@ -446,7 +446,7 @@ def check_layer_inputs(
         raise ValueError("value must come with a key, got key=None and a value")
     if key is not None and spec.rope is not None:
         raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope={spec.rope}")
-    check_rope_positions(positions, query.shape[0], query.shape[1], spec.rope)
+    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
     for name, x in (("key", key), ("value", value)):
         if x is None:
             continue

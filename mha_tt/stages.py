@@ -16,9 +16,10 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Temperature
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups
+from mha_spec.temperature import check_temperature
 from mha_tt.arrays import check_broadcasts, check_count, check_floating, check_head_dim
 from mha_tt.device import TILE, TILE_NBYTES, accurate_config, as_dtype, padded_head_dim, round_up, upload, zeros
 from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device, check_bias, check_mask, on_device
@@ -84,20 +85,22 @@ def project_qkv(
     spec: AttentionSpec,
     positions: Int[np.ndarray, "... #B T"] | Rotation | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S Hv"]]:
-    """Project the inputs, clip, split the heads, normalise, and rotate queries and keys by their positions.
+    """Project the inputs, clip, split the heads, normalise, rotate queries and keys, and temper queries.
 
     Args:
         project: applies a projection or a norm by its name.
         query, key, value: inputs of the layer; the same array three times for self-attention.
-        spec: the layer: heads, norms, RoPE, and whether it holds one `qkv_proj` in place of three projections.
+        spec: the layer: heads, norms, RoPE, temperature, and whether it holds one `qkv_proj` in place of three
+            projections.
         positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent. Used with
-            RoPE only. A `Rotation` made of them is uploaded once for many calls.
+            RoPE and a temperature only. A `Rotation` made of them is uploaded once for many calls.
 
     Returns:
         q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
     """
     check_spec(spec)
-    if spec.rope is not None and positions is not None:
+    if spec.has_positions:
+        positions = np.arange(query.shape[1])[None] if positions is None else positions
         check_positions(positions, query.shape[0], query.shape[1], spec.rope)
     if not spec.fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
@@ -106,12 +109,11 @@ def project_qkv(
     else:
         q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
     rotation = None
-    if spec.rope is not None and 0 not in (query.shape[0], query.shape[1]):
-        if not isinstance(positions, Rotation):
-            positions = np.arange(query.shape[1])[None] if positions is None else positions
-            padded = padded_head_dim(spec.head_dim, rope=True)
-            positions = Rotation(positions, spec.rope, head_dim=spec.head_dim, padded=padded, device=query.device())
-        rotation = positions
+    if isinstance(positions, Rotation):
+        rotation, positions = positions, positions.positions
+    elif spec.rope is not None and positions is not None and 0 not in (query.shape[0], query.shape[1]):
+        padded = padded_head_dim(spec.head_dim, rope=True)
+        rotation = Rotation(positions, spec.rope, head_dim=spec.head_dim, padded=padded, device=query.device())
 
     def enter(name: str, x: Tensor, num_heads: int, rotation: Rotation | None) -> Tensor:
         norm = spec.norms.get(name)
@@ -125,7 +127,36 @@ def project_qkv(
         return project(name, x) if norm is not None and norm.after_rope else x
 
     q, k = enter("q_norm", q, spec.num_heads, rotation), enter("k_norm", k, spec.num_kv_heads, rotation)
+    if spec.temperature is not None and positions is not None:
+        q = apply_temperature(q, positions, spec.temperature)
     return q, k, enter("v_norm", v, spec.num_kv_heads, None)
+
+
+def apply_temperature(
+    x: Float[Tensor, "B N T H"], positions: Int[np.ndarray, "#B T"], temperature: Temperature
+) -> Float[Tensor, "B N T H"]:
+    """Queries times 1 + scale * ln(1 + floor((position + first_position) / length)); in the dtype of x.
+
+    Args:
+        x: queries, split into heads, and rotated where there is RoPE; multiplied in at least float32.
+        positions: place of each token in its sequence, from 0, (B or 1, T), on the host.
+        temperature: length, scale and first position.
+
+    Raises:
+        TypeError: if x is not floating point, positions are not integers, or temperature is not a `Temperature`.
+        ValueError: if the positions do not fit.
+
+    Source: Scalable-Softmax, arXiv:2501.19399, as Llama 4 has it.
+    """
+    check_floating("x", x, rank=4)
+    check_temperature(temperature)
+    check_positions(positions, x.shape[0], x.shape[2], None)
+    lengths = (positions + temperature.first_position) // temperature.length
+    if 0 in (x.shape[0], x.shape[2]) or not lengths.any():  # every factor is 1
+        return x
+    factors = 1.0 + temperature.scale * np.log1p(lengths)
+    factors = upload(factors[:, None, :, None], device=x.device(), dtype=ttnn.float32)
+    return as_dtype(ttnn.multiply(at_least_float32(x), factors), x.dtype)
 
 
 def attention_scores(

@@ -860,6 +860,33 @@ def test_values_of_any_width_are_weighed_feature_by_feature(sibling, path, hidde
     assert np.abs(context(both) - np.concatenate(parts, axis=3)).max() <= 8 * EPSILON
 
 
+def test_a_temperature_grows_by_the_logarithm_of_the_lengths_passed(sibling):
+    """With scale 1 / ln 2 and first position 1: 1 at positions 0 to 2, 2 at 3 to 6, 1 + log2(3) at 7, 3 at 11."""
+    x = sibling.array(np.ones((2, 1, 4, 3), np.float32))
+    positions = sibling.array([[0, 2, 3, 6], [7, 10, 11, 14]])
+    temperature = parity.Temperature(4, 1.0 / math.log(2.0), first_position=1)
+    found = sibling.numpy(sibling.package.apply_temperature(x, positions, temperature))
+    expected = np.array([[1.0, 1.0, 2.0, 2.0], [1.0 + math.log2(3.0)] * 2 + [3.0] * 2])
+    assert np.abs(found - expected[:, None, :, None]).max() <= 8 * EPSILON
+
+
+def test_a_temperature_takes_positions_without_rope(sibling, rng):
+    spec = parity.AttentionSpec(8, 2, temperature=parity.Temperature(4))
+    module = sibling.module("MultiHeadAttention", spec)
+    x = sibling.array(rng.standard_normal((2, 5, 8)).astype(np.float32))
+
+    def output(*positions):
+        given = {"positions": sibling.array(np.array(positions, np.int32))} if positions else {}
+        return sibling.numpy(module(x, **given)[0])
+
+    assert np.array_equal(output(), output(range(5)))
+    assert np.abs(output() - output(range(3, 8))).max() > 1e-3
+    with pytest.raises(ValueError, match=r"positions must have shape \(B or 1, T\) = \(2 or 1, 5\)"):
+        output(range(4))
+    with pytest.raises(TypeError, match="temperature must be a Temperature, got temperature=4"):
+        sibling.package.apply_temperature(x[:, None], sibling.array([[0] * 5]), 4)
+
+
 def test_a_gate_multiplies_by_its_sigmoid(sibling):
     """sigmoid(0) is 1/2, sigmoid(log 3) is 3/4: of each feature of two heads, or of each head."""
     context = sibling.array(np.arange(8, dtype=np.float32).reshape(1, 2, 2, 2) + 1)

@@ -16,6 +16,7 @@ from mha_spec import (
     Norm,
     ProportionalScaling,
     Rope,
+    Temperature,
     YarnScaling,
 )
 from mha_spec.scaling import SCALINGS
@@ -91,6 +92,12 @@ def test_values_of_another_width_have_projections_of_their_own_width():
         ({"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True}, ValueError, "d_kv must equal d_in"),
         ({"d_model": 8, "num_heads": 2, "qk_norm": "rms"}, TypeError, "qk_norm must be a Norm or None"),
         ({"d_model": 8, "num_heads": 2, "gate": True}, TypeError, "gate must be a Gate or None, got gate=True"),
+        ({"d_model": 8, "num_heads": 2, "temperature": 8192}, TypeError, "temperature must be a Temperature"),
+        (
+            {"d_model": 8, "num_heads": 1, "temperature": Temperature(4), "rope": Rope(sections=(2, 1, 1))},
+            ValueError,
+            "temperature must be None with positions on several axes",
+        ),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, ValueError, "clip_qkv must be positive and finite"),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": math.nan}, ValueError, "clip_qkv must be positive and finite"),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": True}, TypeError, "clip_qkv must be a number"),
@@ -140,6 +147,27 @@ def test_norms_have_the_parameters_that_they_ask_for():
     }
     assert list(weight_shapes(spec))[-5:] == list(spec.parameters)
     assert AttentionSpec(8, 2, qk_norm=Norm(weight=None), v_norm=Norm(weight=None)).parameters == {}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"length": 0}, ValueError, "length must be at least 1"),
+        ({"length": 8192.0}, TypeError, "length must be an integer"),
+        ({"length": 4, "scale": 0.0}, ValueError, "scale must be positive and finite"),
+        ({"length": 4, "first_position": -1}, ValueError, "first_position must be at least 0"),
+    ],
+)
+def test_a_temperature_refuses_what_is_none(keywords, error, message):
+    with pytest.raises(error, match=message):
+        Temperature(**keywords)
+
+
+def test_a_temperature_is_kept_in_json():
+    spec = AttentionSpec(8, 2, temperature=Temperature(4, 0.5, first_position=1))
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert spec.has_positions
+    assert not AttentionSpec(8, 2).has_positions
 
 
 def test_a_gate_adds_a_projection():
@@ -390,6 +418,9 @@ def test_cases_cover_what_attention_can_do():
         "gate": any(case.spec.gate and not case.spec.gate.per_head for case in cases),
         "gate of each head": any(case.spec.gate and case.spec.gate.per_head for case in cases),
         "gate with a cache": any(case.spec.gate for case in cases if case.is_cached),
+        "temperature without RoPE": any(case.spec.temperature and not case.spec.rope for case in cases),
+        "temperature after RoPE": any(case.spec.temperature and case.spec.rope for case in cases),
+        "temperature with a cache": any(case.spec.temperature for case in cases if case.is_cached),
         "clipped": any(case.spec.clip_qkv for case in cases if not case.is_cached),
         "clipped with a cache": any(case.spec.clip_qkv for case in cases if case.is_cached),
         "norm of values": any(case.spec.v_norm for case in cases),

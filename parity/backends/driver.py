@@ -203,7 +203,7 @@ class _Call:
         return {"mask": np.broadcast_to(np.asarray(mask), shape)}
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        positions = self.layer.told_positions(self.index) if self.case.spec.rope is not None else None
+        positions = self.layer.told_positions(self.index) if self.case.spec.has_positions else None
         return self.layer.entering(self.x, None, positions)
 
     def cache(self, values: Values) -> dict[str, np.ndarray]:

@@ -12,6 +12,7 @@ from mha_spec import (
     Norm,
     ProportionalScaling,
     Rope,
+    Temperature,
     YarnScaling,
 )
 from parity.core.cases.case import Case
@@ -21,6 +22,8 @@ _GQA = AttentionSpec(32, 8, num_kv_heads=2)
 _ROPE = AttentionSpec(32, 4, rope=Rope(10000.0))
 _GQA_ROPE = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), qkv_bias=False, out_bias=False)
 _SOFT_CAP = AttentionSpec(32, 4, num_kv_heads=2, soft_cap=1.5)
+_TEMPERATURE = AttentionSpec(32, 4, num_kv_heads=2, temperature=Temperature(3, scale=0.5, first_position=1))
+_ROPE_TEMPERATURE = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0), temperature=Temperature(4, scale=0.5))
 _WINDOW = AttentionSpec(32, 4, num_kv_heads=2, window_size=4)
 _CHUNK = AttentionSpec(32, 4, num_kv_heads=2, chunk_size=4)
 _SCALE = AttentionSpec(32, 4, num_kv_heads=2, scale=0.0625)
@@ -100,8 +103,8 @@ LAYERS = [
     Case("value-head-dim", _VALUES, "values narrower than keys", seq_len=9, is_causal=True),
     Case(
         "value-head-dim-fused-qkv",
-        AttentionSpec(32, 4, num_kv_heads=2, value_head_dim=20, fused_qkv=True, out_proj=False),
-        "values wider than keys, one projection in and none out",
+        AttentionSpec(32, 4, num_kv_heads=2, value_head_dim=20, fused_qkv=True),
+        "values wider than keys, one projection of three widths",
         seq_len=9,
         key_padding_lengths=(3, 9),
     ),
@@ -116,6 +119,15 @@ LAYERS = [
     ),
     Case("fused-qkv-cross", AttentionSpec(32, 4, fused_qkv=True), "its parts from different inputs", seq_len_k=7),
     Case("scale", _SCALE, "scores of another scale", seq_len=9, is_causal=True, gain=3.0),
+    Case("temperature", _TEMPERATURE, "queries tempered, without RoPE", seq_len=9, is_causal=True),
+    Case(
+        "temperature-rope",
+        _ROPE_TEMPERATURE,
+        "queries rotated, then tempered",
+        seq_len=9,
+        is_causal=True,
+        first_position=2,
+    ),
     Case("soft-cap", _SOFT_CAP, "scores that are capped softly", seq_len=9, is_causal=True, gain=3.0),
     Case("soft-cap-bias", _SOFT_CAP, "capped before the bias is added", seq_len=9, bias=True, is_causal=True, gain=3.0),
     Case("window", _WINDOW, "a layer that sees the last four tokens", seq_len=11, is_causal=True),
@@ -271,6 +283,15 @@ CACHED = [
         capacity=6,
     ),
     Case("decode-scale", _SCALE, "decode, another scale", seq_len=7, chunks=(4, 1, 1, 1), capacity=8, gain=3.0),
+    Case(
+        "decode-temperature",
+        _TEMPERATURE,
+        "decode past one length and another, ragged",
+        seq_len=9,
+        chunks=(5, 1, 2, 1),
+        new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)),
+        capacity=10,
+    ),
     Case("decode-soft-cap", _SOFT_CAP, "decode, capped scores", seq_len=7, chunks=(4, 1, 1, 1), capacity=8, gain=3.0),
     Case(
         "decode-window",
@@ -406,16 +427,8 @@ TRAINED = [
 
 MORE = frozenset(
     {
-        *(
-            "value-head-dim-fused-qkv",
-            "decode-value-head-dim",
-            "biases-of-some",
-            "soft-cap-bias",
-            "window-both-ways",
-            "window-far",
-            "chunk-both-ways",
-            "norm-per-head",
-        ),
+        *("biases-of-some", "soft-cap-bias", "window-both-ways", "window-far", "chunk-both-ways", "norm-per-head"),
+        *("value-head-dim-fused-qkv", "decode-value-head-dim", "temperature-rope", "decode-temperature"),
         *("norm-after-rope", "gate-per-head", "rope-linear", "rope-yarn-last", "rope-dynamic", "rope-proportional"),
         *("rope-partial", "rope-sections", "nan-hidden-norm", "decode-soft-cap", "decode-chunk"),
         *("decode-biases-of-some", "decode-clip-qkv", "decode-norm-width", "decode-l2-norm", "decode-dynamic"),

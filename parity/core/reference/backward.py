@@ -87,6 +87,8 @@ class Backward:
         limit = layer.problem.spec.clip_qkv
         found = x if norm is None and limit is None else layer.linear(f"{name}_proj", x)
         projected, num_heads = layer.clipped(name, found), layer.num_heads(name)
+        if name == "q" and layer.problem.spec.temperature is not None:
+            d_heads = a.keep(a.widen(d_heads) * layer.factors(positions))
         if norm is not None and norm.after_rope:
             entered = layer.turned(name, layer.split_heads(projected, num_heads), positions)
             d_heads = self.of_norm(name, entered, d_heads, grads)

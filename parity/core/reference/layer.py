@@ -7,7 +7,7 @@ from typing import cast
 
 import numpy as np
 
-from mha_spec import Norm, Rope
+from mha_spec import Norm, Rope, Temperature
 from parity.core.problem import Problem
 from parity.core.reference import norms
 from parity.core.reference.arithmetic import Arithmetic
@@ -214,7 +214,24 @@ class Layer:
         if norm is not None and norm.over == "head" and not norm.after_rope:
             x = self.normed(name, x, norm)
         x = self.turned(name, x, positions)
-        return self.normed(name, x, norm) if norm is not None and norm.after_rope else x
+        x = self.normed(name, x, norm) if norm is not None and norm.after_rope else x
+        return self.tempered(name, x, positions)
+
+    def tempered(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """q, times what its positions say if there is a temperature; k and v as they are."""
+        if self.problem.spec.temperature is None or name != "q":
+            return x
+        return self.arithmetic.keep(self.arithmetic.widen(x) * self.factors(positions))
+
+    def factors(self, positions: np.ndarray) -> np.ndarray:
+        """What queries are multiplied by for their positions, (B or 1, 1, T, 1)."""
+        temperature, wide = cast(Temperature, self.problem.spec.temperature), self.arithmetic.wide
+        lengths = self.lengths_passed(positions + temperature.first_position, temperature.length).astype(wide)
+        return (wide.type(1.0) + wide.type(temperature.scale) * np.log(wide.type(1.0) + lengths))[:, None, :, None]
+
+    def lengths_passed(self, positions: np.ndarray, length: int) -> np.ndarray:
+        """How many whole lengths lie before a position."""
+        return np.floor(positions / length)
 
     def clipped(self, name: str, x: np.ndarray) -> np.ndarray:
         """q, k or v within its limits."""
