@@ -4,8 +4,9 @@ For each block of queries it adds up softmax(scores) · value over blocks of key
 exponentials; the gradient makes the scores again from it. So no N x T x S array is stored. Blocks in which every key is
 masked are skipped, wherever the mask came from.
 
-Axes: B batch, T query tokens, S key tokens, K key/value heads, G query heads of each, H head_dim. Heads that are worked
-on at a time lie on one axis, P, and the queries of their groups on the next, so that every product is one of matrices.
+Axes: B batch, T query tokens, S key tokens, K key/value heads, G query heads of each, H head_dim, Hv
+value_head_dim. Heads that are worked on at a time lie on one axis, P, and the queries of their groups on the next, so
+that every product is one of matrices.
 
 Source: FlashAttention, arXiv:2205.14135 and arXiv:2307.08691.
 """
@@ -91,12 +92,12 @@ class Hidden(NamedTuple):
 def attend_by_block(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S H"],
+    value: Float[Array, "B K S Hv"],
     masking: Masking,
     *,
     scoring: Scoring,
     block_sizes: BlockSizes,
-) -> Float[Array, "B N T H"]:
+) -> Float[Array, "B N T Hv"]:
     """Attention of split heads, in the dtype of query; arguments as those of `fused.attend`, and checked there.
 
     It has a derivative in reverse mode only; the plain path has one in forward mode too.
@@ -113,7 +114,7 @@ def attend_by_block(
     lengths: Any = masking.key_padding_lengths  # an array: see `Masking.as_arrays`
     hidden = Hidden(mask, bias, lengths)
     context: Any = _attend((masking.is_causal, scoring, block_sizes), group(query), key, value, hidden)
-    return context.reshape(query.shape)
+    return context.reshape(*query.shape[:3], value.shape[3])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -137,12 +138,12 @@ def _forward(
                 found = _Sums.of(scores, keys.of(v), may_be_empty=blocks.may_hide_all(keys))
                 return found if sums is None else sums.join(found)
 
-            sums = blocks.over_keys(add, None, _Sums.empty(rows.of(q)), tile, rows)
+            sums = blocks.over_keys(add, None, _Sums.empty(rows.of(q), v.shape[-1]), tile, rows)
             results.append([rows.split(x, blocks.group_size) for x in sums.result()])
         return tuple(jnp.concatenate(parts, axis=-2) for parts in zip(*results, strict=True)), carry
 
     (context, log_sums), _ = blocks.over_tiles(attend_in_tile, None)
-    context, log_sums = context.reshape(query.shape), log_sums.reshape(*query.shape[:-1], 1)
+    context, log_sums = (x.reshape(*query.shape[:-1], x.shape[-1]) for x in (context, log_sums))
     # A row to which no key gave anything may see some: if all of its scores are -inf.
     gave_nothing = jnp.isposinf(log_sums)
     is_empty = blocks.empty_rows(gave_nothing)
@@ -216,13 +217,13 @@ _attend.defvjp(_forward, _backward)
 def attend_to_cache(
     query: Float[Array, "B N 1 H"],
     keys: Float[Array, "B K S H"],
-    values: Float[Array, "B K S H"],
+    values: Float[Array, "B K S Hv"],
     last_positions: Int[Array, " B"],
     *,
     scoring: Scoring,
     reach: Reach | None = None,
     block_sizes: BlockSizes,
-) -> Float[Array, "B N 1 H"]:
+) -> Float[Array, "B N 1 Hv"]:
     """Attention of one token of each sequence up to a position of its own; arguments as those of `fused`.
 
     Keys and values are read where they are filled only; of scores, a row of the whole capacity is held for each query.
@@ -238,15 +239,15 @@ _OfCache = tuple[Scoring, Reach | None, BlockSizes]
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_to_cache(options: _OfCache, query: Array, keys: Array, values: Array, last_positions: Array) -> Array:
     scoring, reach, block_sizes = options
-    batch_size, num_kv_heads, capacity, head_dim = keys.shape
+    batch_size, num_kv_heads, capacity, _ = keys.shape
     num_heads = batch_size * num_kv_heads
     group_size = query.shape[1] // num_kv_heads
-    queries = at_least_float32(query.reshape(num_heads, group_size, head_dim)) * scoring.scale  # (B K, G, H)
+    queries = at_least_float32(query.reshape(num_heads, group_size, -1)) * scoring.scale  # (B K, G, H)
 
     def block(x: Array, head: Array, begin: Array, size: int) -> Array:
         # Of the cache as it is: XLA would copy all of a reshaped one.
         place = (head // num_kv_heads, head % num_kv_heads, begin, 0)
-        x = lax.dynamic_slice(x, [jnp.asarray(i, jnp.int32) for i in place], (1, 1, size, head_dim))
+        x = lax.dynamic_slice(x, [jnp.asarray(i, jnp.int32) for i in place], (1, 1, size, x.shape[3]))
         return at_least_float32(x[0, 0])
 
     def attend_side_by_side(heads: Array) -> Array:
@@ -290,11 +291,11 @@ def _attend_to_cache(options: _OfCache, query: Array, keys: Array, values: Array
         slots = jnp.arange(capacity, dtype=jnp.int32)[None]
         is_seen = (slots >= first_seen) & (slots <= last_seen)
         attn_weights = jax.nn.softmax(scores, axis=-1, where=is_seen[:, None])  # 0 for a sequence without a key
-        return over_blocks(add_values, jnp.zeros_like(queries, shape=(len(heads), *queries.shape[1:])))
+        return over_blocks(add_values, jnp.zeros_like(queries, shape=(len(heads), group_size, values.shape[3])))
 
     together = math.gcd(num_kv_heads if num_kv_heads > 1 else batch_size, block_sizes.heads_side_by_side)
     contexts = lax.map(attend_side_by_side, jnp.arange(num_heads, dtype=jnp.int32).reshape(-1, together))
-    return contexts.reshape(query.shape).astype(query.dtype)
+    return contexts.reshape(*query.shape[:3], values.shape[3]).astype(query.dtype)
 
 
 def _attend_to_cache_forward(options: _OfCache, *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
@@ -322,12 +323,12 @@ class _Sums(NamedTuple):
 
     largest: Array  # score, (P, G T, 1)
     exponentials: Array  # sum of exp(score - largest), (P, G T, 1)
-    values: Array  # each times its exponential, (P, G T, H)
+    values: Array  # each times its exponential, (P, G T, Hv)
 
     @classmethod
-    def empty(cls, q_rows: Array) -> "_Sums":
-        """Those of no keys."""
-        zeros = jnp.zeros_like(q_rows)
+    def empty(cls, q_rows: Array, width: int) -> "_Sums":
+        """Those of no keys, whose values are so wide."""
+        zeros = jnp.zeros_like(q_rows, shape=(*q_rows.shape[:2], width))
         return cls(zeros[..., :1] - jnp.inf, zeros[..., :1], zeros)
 
     @classmethod

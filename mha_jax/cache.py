@@ -1,6 +1,7 @@
 """The key/value cache: a value of fixed capacity, how it is filled, and what is refused of it.
 
-Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim, E d_model.
+Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
+Hv value_head_dim, E d_model.
 """
 
 from collections.abc import Sequence
@@ -25,12 +26,13 @@ class KVCache:
     """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
 
     Attributes:
-        keys, values: (B, K, capacity, H); keys after RoPE. A slot at or beyond its sequence's length holds nothing.
+        keys, values: (B, K, capacity, H) and (B, K, capacity, Hv); keys after RoPE. A slot at or beyond its sequence's
+            length holds nothing.
         lengths: number of tokens each sequence has cached, (B,), int32.
     """
 
     keys: Float[Array, "B K S H"]
-    values: Float[Array, "B K S H"]
+    values: Float[Array, "B K S Hv"]
     lengths: Int[Array, " B"]
 
     @property
@@ -123,6 +125,8 @@ def init_cache(
     capacity: int,
     head_dim: int,
     dtype: jnp.dtype = jnp.float32,
+    *,
+    value_head_dim: int | None = None,
 ) -> KVCache:
     """An empty cache: zeros in every slot, every length 0.
 
@@ -132,20 +136,23 @@ def init_cache(
         capacity: number of slots of each sequence.
         head_dim: features of a head, H.
         dtype: floating-point dtype of keys and values.
+        value_head_dim: features of a head's values, Hv; head_dim when absent.
 
     Raises:
         TypeError: if a size is not an integer or the dtype not floating point.
         ValueError: if a size is below 1, or the batch size below 0.
     """
     check_count("batch_size", batch_size, minimum=0)
-    for name, size in {"num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}.items():
+    value_head_dim = head_dim if value_head_dim is None else value_head_dim
+    sizes = {"num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
+    for name, size in {**sizes, "value_head_dim": value_head_dim}.items():
         check_count(name, size)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype must be floating point, got dtype={dtype}")
-    shape = (batch_size, num_kv_heads, capacity, head_dim)
+    shape = (batch_size, num_kv_heads, capacity)
     return KVCache(
-        keys=jnp.zeros(shape, dtype),
-        values=jnp.zeros(shape, dtype),
+        keys=jnp.zeros((*shape, head_dim), dtype),
+        values=jnp.zeros((*shape, value_head_dim), dtype),
         lengths=jnp.zeros(batch_size, jnp.int32),
     )
 
@@ -153,7 +160,7 @@ def init_cache(
 def append_to_cache(
     cache: KVCache,
     key: Float[Array, "B K T H"],
-    value: Float[Array, "B K T H"],
+    value: Float[Array, "B K T Hv"],
     *,
     new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
 ) -> KVCache:
@@ -161,7 +168,7 @@ def append_to_cache(
 
     Args:
         cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage may be reused.
-        key, value: (B, K, T, H), in the cache's dtype.
+        key, value: (B, K, T, H) and (B, K, T, Hv), in the cache's dtype.
         new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding and is
             not cached. All of them when absent.
 
@@ -240,15 +247,23 @@ def has_room(cache: KVCache, added: Array, seq_len: int) -> Array:
 
 
 def kv_cache_nbytes(
-    batch_size: int, num_kv_heads: int, capacity: int, head_dim: int, *, num_layers: int = 1, dtype: jnp.dtype
+    batch_size: int,
+    num_kv_heads: int,
+    capacity: int,
+    head_dim: int,
+    *,
+    value_head_dim: int | None = None,
+    num_layers: int = 1,
+    dtype: jnp.dtype,
 ) -> int:
-    """Bytes that the keys and values of all layers take: 2 * batch * heads * slots * head_dim * bytes per layer.
+    """Bytes that the keys and values of all layers take: batch * heads * slots * (H + Hv) * bytes per layer.
 
     Args:
         batch_size: number of sequences, B.
         num_kv_heads: number of key/value heads, K.
         capacity: number of slots, or tokens, of each sequence.
         head_dim: features of a head, H.
+        value_head_dim: features of a head's values, Hv; head_dim when absent.
         num_layers: number of layers.
         dtype: dtype of the cache.
 
@@ -258,20 +273,24 @@ def kv_cache_nbytes(
 
     Example: kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=jnp.float16) == 2684354560 (2.5 GiB)
     """
+    value_head_dim = head_dim if value_head_dim is None else value_head_dim
     sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
-    for name, size in {**sizes, "num_layers": num_layers}.items():
+    for name, size in {**sizes, "value_head_dim": value_head_dim, "num_layers": num_layers}.items():
         check_count(name, size)
-    return 2 * batch_size * num_kv_heads * capacity * head_dim * num_layers * jnp.dtype(dtype).itemsize
+    features = head_dim + value_head_dim
+    return batch_size * num_kv_heads * capacity * features * num_layers * jnp.dtype(dtype).itemsize
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_cache(cache_k: Array, cache_v: Array, key: Array, names: tuple[str, str] = ("cache_k", "cache_v")) -> None:
-    """Refuse cached keys and values (B, K, S, H) that new keys (B, K, T, H) cannot join."""
-    for name, x in zip(names, (cache_k, cache_v), strict=True):
+def check_cache(
+    cache_k: Array, cache_v: Array, key: Array, value: Array, names: tuple[str, str] = ("cache_k", "cache_v")
+) -> None:
+    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
+    for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
         check_floating(name, x, rank=4)
-        expected = (*key.shape[:2], cache_k.shape[2], key.shape[3])
+        expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
         if x.shape != expected:
             raise ValueError(f"{name} must have shape (B, K, S, H) = {expected}, got {name}.shape={x.shape}")
         if x.dtype != key.dtype:
@@ -297,9 +316,9 @@ def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array 
     check_is_cache(cache)
     check_floating("key", key, rank=4)
     check_floating("value", value, rank=4)
-    check_cache(cache.keys, cache.values, key, ("cache.keys", "cache.values"))
-    if key.shape != value.shape:
-        raise ValueError(f"value must have the shape of key, got {value.shape} and {key.shape}")
+    check_cache(cache.keys, cache.values, key, value, ("cache.keys", "cache.values"))
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"value must have the shape of key but for its features, got {value.shape} and {key.shape}")
     if value.dtype != key.dtype:
         raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
     check_room(cache, key.shape[2], new_lengths)

@@ -1,6 +1,7 @@
 """Multi-head attention with a key/value cache: an argument and a result, growing or of fixed capacity.
 
-Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim, E d_model.
+Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
+Hv value_head_dim, E d_model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from mha_jax.compiled import compiled
 from mha_jax.masks import Masking
 from mha_jax.mha import AttentionLayer, Projection
 from mha_jax.not_finite import by_finite_tokens, emptied
-from mha_jax.rope import check_rope_positions
+from mha_jax.rope import check_layer_positions
 from mha_jax.stages import Dropout, project_output, project_qkv
 from mha_jax.weights import Project, check_weights, project_with
 from mha_spec import AttentionSpec
@@ -39,12 +40,12 @@ def multi_head_attention_with_cache(
     weights: Mapping[str, Mapping[str, Array]],
     spec: AttentionSpec,
     cache_k: Float[Array, "B K P H"] | None = None,
-    cache_v: Float[Array, "B K P H"] | None = None,
+    cache_v: Float[Array, "B K P Hv"] | None = None,
     *,
     mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
     positions: Int[Array, "... #B T"] | None = None,
-) -> tuple[Float[Array, "B T E"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+) -> tuple[Float[Array, "B T E"], Float[Array, "B K S H"], Float[Array, "B K S Hv"]]:
     """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
 
     The plain definition of a cache; `multi_head_attention_with_static_cache` is the one of fixed capacity.
@@ -53,10 +54,11 @@ def multi_head_attention_with_cache(
         x: the new tokens, (B, T, d_in).
         weights: as `multi_head_attention` takes them.
         spec: what the layer computes; nothing is dropped.
-        cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H); None at first.
+        cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None at
+            first.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, S), S = P + T.
         bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, S). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
+        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
             absent.
 
     Returns:
@@ -69,7 +71,7 @@ def multi_head_attention_with_cache(
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
     check_floating("x", x, rank=3)
-    check_rope_positions(positions, x.shape[0], x.shape[1], spec.rope)
+    check_layer_positions(positions, x.shape[0], x.shape[1], spec)
     if (cache_k is None) != (cache_v is None):
         raise ValueError("cache_k and cache_v must be given together, got only one of them")
     if cache_k is not None:
@@ -82,7 +84,7 @@ def multi_head_attention_with_cache(
     project = by_finite_tokens(project_with(weights, spec))
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     if cache_k is not None and cache_v is not None:
-        check_cache(cache_k, cache_v, k)
+        check_cache(cache_k, cache_v, k, v)
         k, v = jnp.concatenate([cache_k, k], axis=2), jnp.concatenate([cache_v, v], axis=2)
     offsets = jnp.full((1,), cache_len, jnp.int32) if cache_len else None
     masking = Masking(mask, bias, is_causal=True, reach=spec.reach, offsets=offsets)
@@ -112,7 +114,7 @@ def multi_head_attention_with_static_cache(
             cached, output 0. All of them when absent.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
         bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
-        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`,
+        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`,
             and so on, when absent.
 
     Returns:
@@ -152,7 +154,7 @@ def _cached_layer(
 ) -> tuple[Array, KVCache]:
     check_cached_input(x, cache)
     seq_len = x.shape[1]
-    check_rope_positions(positions, x.shape[0], seq_len, spec.rope)
+    check_layer_positions(positions, x.shape[0], seq_len, spec)
     check_room(cache, seq_len, new_lengths)
     masking.check((x.shape[0], spec.num_heads, seq_len, cache.capacity), x)
     lengths, added = jnp.asarray(cache.lengths), num_added(cache, seq_len, new_lengths)
@@ -162,7 +164,7 @@ def _cached_layer(
     if new_lengths is not None:  # padding makes no sequence longer
         positions = _of_real_tokens(positions, added)
     q, k, v = project_qkv(project, x, x, x, spec, positions)
-    check_cache(cache.keys, cache.values, k, ("cache.keys", "cache.values"))
+    check_cache(cache.keys, cache.values, k, v, ("cache.keys", "cache.values"))
     appended = append_checked(cache, k, v, added)
     if seq_len == 1 and masking.mask is None and masking.bias is None and not dropout.rate:
         # A sequence that has no room sees a slot that is there, so that its output is finite before it is made NaN.
@@ -218,7 +220,9 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         if dtype is None:
             held: Projection = getattr(self, next(iter(self.spec.projections)))
             dtype = held.kernel[...].dtype
-        return init_cache(batch_size, self.spec.num_kv_heads, capacity, self.spec.head_dim, dtype)
+        spec = self.spec
+        widths = {"head_dim": spec.head_dim, "value_head_dim": spec.value_head_dim}
+        return init_cache(batch_size, spec.num_kv_heads, capacity, dtype=dtype, **widths)
 
     def __call__(
         self,
@@ -239,7 +243,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
                 not cached, output 0. All of them when absent.
             mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
             bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
-            positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T);
+            positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T);
                 `cache.lengths`, and so on, when absent.
 
         Returns:

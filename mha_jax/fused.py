@@ -29,7 +29,7 @@ from mha_spec.rules import as_rate
 def scaled_dot_product_attention(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S H"],
+    value: Float[Array, "B K S Hv"],
     spec: AttentionSpec | None = None,
     *,
     mask: Bool[Array, "..."] | None = None,
@@ -41,12 +41,12 @@ def scaled_dot_product_attention(
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
     block_sizes: BlockSizes = BLOCK_SIZES,
-) -> tuple[Float[Array, "B N T H"], None]:
+) -> tuple[Float[Array, "B N T Hv"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
     Args:
         query: (B, N, T, H).
-        key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
@@ -59,7 +59,7 @@ def scaled_dot_product_attention(
         block_sizes: how the work is divided on a CPU.
 
     Returns:
-        The context (B, N, T, H), in the dtype of query, and None.
+        The context (B, N, T, Hv), in the dtype of query, and None.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
@@ -76,13 +76,13 @@ def scaled_dot_product_attention(
 def attend(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S H"],
+    value: Float[Array, "B K S Hv"],
     masking: Masking,
     dropout: Dropout,
     *,
     spec: AttentionSpec | None,
     block_sizes: BlockSizes = BLOCK_SIZES,
-) -> Float[Array, "B N T H"]:
+) -> Float[Array, "B N T Hv"]:
     """`scaled_dot_product_attention` as the layers call it: the context."""
     check_attention(query, key, value, masking)
     as_rate("dropout", dropout.rate)
@@ -207,7 +207,9 @@ def _attend_by_library(
         mask = mask & ~empty_rows
     if bias is not None:
         bias = jnp.where(jnp.isneginf(bias), 0.0, bias)  # the mask hides these
-    is_half, head_dim = query.dtype in (jnp.float16, jnp.bfloat16), query.shape[-1]
+    width, head_dim = value.shape[3], max(query.shape[3], value.shape[3])  # it takes heads of one width
+    query, key, value = (jnp.pad(x, [(0, 0)] * 3 + [(0, head_dim - x.shape[3])]) for x in (query, key, value))
+    is_half = query.dtype in (jnp.float16, jnp.bfloat16)
     takes_cudnn = platform == "gpu" and is_half and head_dim % 8 == 0 and head_dim <= 128
     with jax.numpy_dtype_promotion("standard"):  # which it needs, where the caller may be strict
         context = jax.nn.dot_product_attention(
@@ -220,7 +222,7 @@ def _attend_by_library(
             is_causal=masking.is_causal,
             implementation="cudnn" if takes_cudnn else "xla",
         ).swapaxes(1, 2)
-    context = spoilt(context, wrong_rows)
+    context = spoilt(context[..., :width], wrong_rows)
     return context if empty_rows is None else emptied(context, empty_rows)
 
 
@@ -231,17 +233,17 @@ def _is_on_cpu() -> bool:
 def attend_to_cache(
     query: Float[Array, "B N 1 H"],
     keys: Float[Array, "B K S H"],
-    values: Float[Array, "B K S H"],
+    values: Float[Array, "B K S Hv"],
     last_positions: Int[Array, " B"],
     spec: AttentionSpec | None = None,
     *,
     block_sizes: BlockSizes = BLOCK_SIZES,
-) -> Float[Array, "B N 1 H"]:
+) -> Float[Array, "B N 1 Hv"]:
     """Attention of one new token of each sequence over its cached tokens; reads the filled part of the cache only.
 
     Args:
         query: (B, N, 1, H).
-        keys, values: the cache, (B, K, S, H), in the dtype of query.
+        keys, values: the cache, (B, K, S, H) and (B, K, S, Hv), in the dtype of query.
         last_positions: the last slot that each sequence sees, (B,).
         spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         block_sizes: how the work is divided on a CPU.

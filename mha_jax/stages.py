@@ -1,6 +1,6 @@
 """Attention stage by stage, and as one function: the definition that all else is tested against.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, E d_model.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
 A mask is boolean and True where a query may not see a key; an additive term is a bias.
 """
 
@@ -15,11 +15,12 @@ from mha_jax.arrays import check_array, check_broadcasts, check_count, check_flo
 from mha_jax.compiled import compiled
 from mha_jax.masks import Masking, check_bias, check_mask, to_scores_rank
 from mha_jax.not_finite import emptied, not_finite, sees_any, spoilt
-from mha_jax.rope import apply_rope, at_least_float32
+from mha_jax.rope import apply_rope, at_least_float32, check_positions
 from mha_jax.weights import Project
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Rope, Temperature
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups
+from mha_spec.temperature import check_temperature
 
 
 def split_heads(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B N T H"]:
@@ -66,18 +67,19 @@ def project_qkv(
     value: Float[Array, "B S d_kv"],
     spec: AttentionSpec,
     positions: Int[Array, "... #B T"] | None = None,
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """Project the inputs, clip, split the heads, normalise, and rotate queries and keys by their positions.
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B K S H"], Float[Array, "B K S Hv"]]:
+    """Project the inputs, clip, split the heads, normalise, rotate queries and keys, and temper queries.
 
     Args:
         project: applies a projection or a norm by its name.
         query, key, value: inputs of the layer; the same array three times for self-attention.
-        spec: the layer: heads, norms, RoPE, and whether it holds one `qkv_proj` in place of three projections.
+        spec: the layer: heads, norms, RoPE, temperature, and whether it holds one `qkv_proj` in place of three
+            projections.
         positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent. Used with
-            RoPE only.
+            RoPE and a temperature only.
 
     Returns:
-        q (B, N, T, H), k and v (B, K, S, H).
+        q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
     """
     check_spec(spec)
     if not spec.fused_qkv:
@@ -86,7 +88,7 @@ def project_qkv(
         q, k, v = _unpack_qkv(project("qkv_proj", query), spec)
     else:
         q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
-    if spec.rope is not None and positions is None:
+    if spec.has_positions and positions is None:
         positions = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
 
     def enter(name: str, x: Array, num_heads: int, rope: Rope | None) -> Array:
@@ -101,7 +103,34 @@ def project_qkv(
         return project(name, x) if norm is not None and norm.after_rope else x
 
     q, k = enter("q_norm", q, spec.num_heads, spec.rope), enter("k_norm", k, spec.num_kv_heads, spec.rope)
+    if spec.temperature is not None and positions is not None:
+        q = apply_temperature(q, positions, spec.temperature)
     return q, k, enter("v_norm", v, spec.num_kv_heads, None)
+
+
+def apply_temperature(
+    x: Float[Array, "B N T H"], positions: Int[Array, "#B T"], temperature: Temperature
+) -> Float[Array, "B N T H"]:
+    """Queries times 1 + scale * ln(1 + floor((position + first_position) / length)); in the dtype of x.
+
+    Args:
+        x: queries, split into heads, and rotated where there is RoPE; multiplied in at least float32.
+        positions: place of each token in its sequence, from 0, (B or 1, T).
+        temperature: length, scale and first position.
+
+    Raises:
+        TypeError: if x is not floating point, positions are not integers, or temperature is not a `Temperature`.
+        ValueError: if the positions do not fit.
+
+    Source: Scalable-Softmax, arXiv:2501.19399, as Llama 4 has it.
+    """
+    check_floating("x", x, rank=4)
+    check_temperature(temperature)
+    check_positions(positions, x.shape[0], x.shape[2], None)
+    wide = at_least_float32(x)
+    lengths = (positions + temperature.first_position) // temperature.length
+    factors = 1.0 + temperature.scale * jnp.log1p(lengths.astype(wide.dtype))
+    return (wide * factors[:, None, :, None]).astype(x.dtype)
 
 
 def attention_scores(
@@ -141,7 +170,9 @@ def masked_softmax(scores: Float[Array, "B N T S"], mask: Bool[Array, "..."] | N
     return jnp.where(mask, 0.0, attn_weights)
 
 
-def attention_context(attn_weights: Float[Array, "B N T S"], value: Float[Array, "B K S H"]) -> Float[Array, "B N T H"]:
+def attention_context(
+    attn_weights: Float[Array, "B N T S"], value: Float[Array, "B K S Hv"]
+) -> Float[Array, "B N T Hv"]:
     """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
     check_weighed(attn_weights, value)
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
@@ -149,8 +180,8 @@ def attention_context(attn_weights: Float[Array, "B N T S"], value: Float[Array,
     return context.astype(value.dtype)
 
 
-def apply_gate(context: Float[Array, "B N T H"], gate: Float[Array, "B T G"]) -> Float[Array, "B N T H"]:
-    """The context times the sigmoid of what gate_proj gives, (B, T, N * H), or (B, T, N) for one number a head.
+def apply_gate(context: Float[Array, "B N T Hv"], gate: Float[Array, "B T G"]) -> Float[Array, "B N T Hv"]:
+    """The context times the sigmoid of what gate_proj gives, (B, T, N * Hv), or (B, T, N) for one number a head.
 
     Source: Gated Attention for Large Language Models, arXiv:2505.06708.
     """
@@ -230,7 +261,7 @@ def _clip(x: Array, limit: float) -> Array:
 
 
 def _unpack_qkv(packed: Array, spec: AttentionSpec) -> list[Array]:
-    return jnp.split(packed, [spec.q_width, spec.q_width + spec.kv_width], axis=-1)
+    return jnp.split(packed, [spec.q_width, spec.q_width + spec.k_width], axis=-1)
 
 
 # ---- Together --------------------------------------------------------------------------------------------------------
@@ -239,7 +270,7 @@ def _unpack_qkv(packed: Array, spec: AttentionSpec) -> list[Array]:
 def scaled_dot_product_attention(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S H"],
+    value: Float[Array, "B K S Hv"],
     spec: AttentionSpec | None = None,
     *,
     mask: Bool[Array, "..."] | None = None,
@@ -250,12 +281,12 @@ def scaled_dot_product_attention(
     dropout: float = 0.0,
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T S"] | None]:
+) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T S"] | None]:
     """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
 
     Args:
         query: (B, N, T, H).
-        key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
@@ -267,7 +298,7 @@ def scaled_dot_product_attention(
         dropout_rng: random key to draw what is dropped from.
 
     Returns:
-        The context (B, N, T, H), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
+        The context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
@@ -299,13 +330,13 @@ class Dropout:
 def attend(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S H"],
+    value: Float[Array, "B K S Hv"],
     masking: Masking,
     dropout: Dropout,
     *,
     spec: AttentionSpec | None,
     need_weights: bool,
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T S"] | None]:
+) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T S"] | None]:
     """`scaled_dot_product_attention` as the layers call it."""
     check_attention(query, key, value, masking)
     as_rate("dropout", dropout.rate)
@@ -349,8 +380,8 @@ def check_attention(query: Array, key: Array, value: Array, masking: Masking) ->
         check_floating(name, x, rank=4)
         if x.dtype != query.dtype:
             raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
-    if key.shape != value.shape:
-        raise ValueError(f"value must have the shape of key, got {value.shape} and {key.shape}")
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"value must have the shape of key but for its features, got {value.shape} and {key.shape}")
     check_scored(query, key, None)  # the masking checks its bias
     masking.check((*query.shape[:3], key.shape[2]), query)
 
@@ -369,7 +400,7 @@ def check_scored(query: Array, key: Array, bias: Array | None) -> None:
 
 
 def check_weighed(attn_weights: Array, value: Array) -> None:
-    """Refuse attention weights (B, N, T, S) and values (B, K, S, H) that do not fit each other."""
+    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
     check_floating("attn_weights", attn_weights, rank=4)
     check_floating("value", value, rank=4)
     if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
@@ -381,7 +412,7 @@ def check_weighed(attn_weights: Array, value: Array) -> None:
 
 
 def check_gated(context: Array, gate: Array) -> None:
-    """Refuse a context (B, N, T, H) and a gate that is not (B, T, N * H) or (B, T, N)."""
+    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
     check_floating("context", context, rank=4)
     check_floating("gate", gate, rank=3)
     batch_size, num_heads, seq_len, head_dim = context.shape

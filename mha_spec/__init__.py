@@ -12,6 +12,7 @@ from mha_spec.scaling import (
     ProportionalScaling,
     YarnScaling,
 )
+from mha_spec.temperature import Temperature
 
 __all__ = [
     "AttentionSpec",
@@ -24,5 +25,6 @@ __all__ = [
     "Projection",
     "ProportionalScaling",
     "Rope",
+    "Temperature",
     "YarnScaling",
 ]

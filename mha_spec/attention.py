@@ -14,15 +14,16 @@ from mha_spec.reach import Reach, reach_of
 from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups
 from mha_spec.scaling import SCALINGS, Scaling
+from mha_spec.temperature import Temperature, check_temperature
 
-SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv")
+SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv", "value_head_dim")
 FLAGS = ("out_bias", "out_proj", "fused_qkv")
 RATES = ("dropout", "output_dropout")
 FACTORS = ("clip_qkv", "scale", "soft_cap")
 NORMS = ("qk_norm", "v_norm")
-RECORDS = {"gate": Gate, "qk_norm": Norm, "v_norm": Norm}
+RECORDS = {"gate": Gate, "qk_norm": Norm, "temperature": Temperature, "v_norm": Norm}
 
-Record = TypeVar("Record", "AttentionSpec", Gate, Norm, Rope, Scaling)
+Record = TypeVar("Record", "AttentionSpec", Gate, Norm, Rope, Scaling, Temperature)
 
 
 class Projection(NamedTuple):
@@ -57,10 +58,11 @@ class AttentionSpec:
         head_dim: features of a head, H; d_model // num_heads when left out.
         d_in: width of the query input; d_model when left out.
         d_kv: width of the key and value input; d_in when left out.
+        value_head_dim: features of a head's values, Hv; head_dim when left out.
         qkv_bias: q_proj, k_proj and v_proj have a bias; or three booleans, whether each has one. Three that are equal
             are kept as one.
         out_bias: out_proj, where there is one, has a bias.
-        out_proj: the combined heads, N * H wide, are projected to d_model; without it they are the output.
+        out_proj: the combined heads, N * Hv wide, are projected to d_model; without it they are the output.
         fused_qkv: the layer holds one qkv_proj, its rows q, then k, then v, in place of three projections; the results
             are equal.
         qk_norm: how queries and keys are normalised, or None for no such norm. `q_norm` and `k_norm` have weights of
@@ -71,6 +73,7 @@ class AttentionSpec:
         gate: what the context is multiplied by before out_proj, or None for no gate.
         rope: how queries and keys are rotated by their positions, or None for no RoPE.
         scale: what dot products of queries and keys are multiplied by, where it is not 1 / sqrt(H).
+        temperature: what queries are multiplied by, by their positions, or None.
         soft_cap: scores s are capped softly, soft_cap * tanh(s / soft_cap), before anything is added or hidden.
         window_size: a query sees keys less than this many tokens away only: with causality so many, its own the last.
         chunk_size: a query sees the keys of its own chunk only, the chunks being so many tokens long.
@@ -79,9 +82,10 @@ class AttentionSpec:
 
     Raises:
         TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, gate not a
-            `Gate`, clip_qkv, scale, soft_cap or a rate not a number, or what a layer has or has not not a boolean.
+            `Gate`, temperature not a `Temperature`, clip_qkv, scale, soft_cap or a rate not a number, or what a layer
+            has or has not not a boolean.
         ValueError: if the widths, heads or rates do not fit, clip_qkv, scale or soft_cap is not positive and finite, or
-            there are both a window and chunks.
+            there are both a window and chunks, or a temperature and positions on several axes.
     """
 
     d_model: int
@@ -91,6 +95,7 @@ class AttentionSpec:
     head_dim: int = None  # pyright: ignore[reportAssignmentType]
     d_in: int = None  # pyright: ignore[reportAssignmentType]
     d_kv: int = None  # pyright: ignore[reportAssignmentType]
+    value_head_dim: int = None  # pyright: ignore[reportAssignmentType]
     qkv_bias: bool | tuple[bool, bool, bool] = True
     out_bias: bool = True
     out_proj: bool = True
@@ -101,6 +106,7 @@ class AttentionSpec:
     gate: Gate | None = None
     rope: Rope | None = None
     scale: float | None = None
+    temperature: Temperature | None = None
     soft_cap: float | None = None
     window_size: int | None = None
     chunk_size: int | None = None
@@ -117,6 +123,7 @@ class AttentionSpec:
             raise TypeError(f"rope must be a Rope or None, got rope={self.rope!r}")
         if self.gate is not None and not isinstance(self.gate, Gate):
             raise TypeError(f"gate must be a Gate or None, got gate={self.gate!r}")
+        self._check_temperature()
         self._check_qkv_bias()
         self._check_norms()
         for name in FACTORS:
@@ -133,11 +140,22 @@ class AttentionSpec:
         self._fill_in("head_dim", self.d_model // self.num_heads)
         self._fill_in("d_in", self.d_model)
         self._fill_in("d_kv", self.d_in)
+        self._fill_in("value_head_dim", self.head_dim)
         for what, is_asked_for in (("fused_qkv", self.fused_qkv), ("RoPE", self.rope is not None)):
             if is_asked_for and self.d_kv != self.d_in:
                 raise ValueError(f"d_kv must equal d_in with {what}, got d_kv={self.d_kv} and d_in={self.d_in}")
         if self.rope is not None:
             check_rotated(self.head_dim, self.rope)
+
+    def _check_temperature(self) -> None:
+        if self.temperature is None:
+            return
+        check_temperature(self.temperature)
+        if self.rope is not None and self.rope.sections is not None:
+            raise ValueError(
+                f"temperature must be None with positions on several axes, "
+                f"got temperature={self.temperature} and sections={self.rope.sections}"
+            )
 
     def _check_qkv_bias(self) -> None:
         biases = self.qkv_bias if isinstance(self.qkv_bias, (tuple, list)) else (self.qkv_bias,) * 3
@@ -168,19 +186,34 @@ class AttentionSpec:
         return self.num_heads * self.head_dim
 
     @property
-    def kv_width(self) -> int:
-        """Width of the keys, or the values, of all heads side by side, K * H."""
+    def k_width(self) -> int:
+        """Width of the keys of all heads side by side, K * H."""
         return self.num_kv_heads * self.head_dim
 
     @property
+    def v_width(self) -> int:
+        """Width of the values of all heads side by side, K * Hv."""
+        return self.num_kv_heads * self.value_head_dim
+
+    @property
+    def context_width(self) -> int:
+        """Width of the context of all heads side by side, N * Hv: what out_proj takes."""
+        return self.num_heads * self.value_head_dim
+
+    @property
     def output_width(self) -> int:
-        """Width of the output: d_model, or N * H without out_proj."""
-        return self.d_model if self.out_proj else self.q_width
+        """Width of the output: d_model, or N * Hv without out_proj."""
+        return self.d_model if self.out_proj else self.context_width
 
     @property
     def score_scale(self) -> float:
         """What dot products of queries and keys are multiplied by: 1 / sqrt(H) where nothing else is said."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether anything depends on the positions of tokens beside what masks hide: RoPE, or a temperature."""
+        return self.rope is not None or self.temperature is not None
 
     @property
     def reach(self) -> Reach | None:
@@ -197,8 +230,8 @@ class AttentionSpec:
     @property
     def qkv_projections(self) -> dict[str, Projection]:
         """q_proj, k_proj and v_proj, whether the layer holds three projections or one."""
-        widths = {"q_proj": (self.q_width, self.d_in), "k_proj": (self.kv_width, self.d_kv)}
-        widths["v_proj"] = widths["k_proj"]
+        widths = {"q_proj": (self.q_width, self.d_in), "k_proj": (self.k_width, self.d_kv)}
+        widths["v_proj"] = (self.v_width, self.d_kv)
         biases = dict(zip(widths, self.qkv_biases, strict=True))
         return {name: Projection((d_out,), d_in, biases[name]) for name, (d_out, d_in) in widths.items()}
 
@@ -214,9 +247,9 @@ class AttentionSpec:
     @property
     def _output_projections(self) -> dict[str, Projection]:
         """What is done with the context: out_proj and, which new weights are drawn last, gate_proj."""
-        found = {"out_proj": Projection((self.d_model,), self.q_width, self.out_bias)} if self.out_proj else {}
+        found = {"out_proj": Projection((self.d_model,), self.context_width, self.out_bias)} if self.out_proj else {}
         if self.gate is not None:
-            width = self.num_heads if self.gate.per_head else self.q_width
+            width = self.num_heads if self.gate.per_head else self.context_width
             found["gate_proj"] = Projection((width,), self.d_in, self.gate.bias)
         return found
 
@@ -229,7 +262,7 @@ class AttentionSpec:
     def norm_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """The parameters of one of the norms, `weight` and `bias`, and their shapes."""
         num_heads = self.num_heads if name == "q_norm" else self.num_kv_heads
-        return self.norms[name].shapes(num_heads, self.head_dim)
+        return self.norms[name].shapes(num_heads, self.value_head_dim if name == "v_norm" else self.head_dim)
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
@@ -251,7 +284,7 @@ class AttentionSpec:
 
     def cache_nbytes(self, batch_size: int, capacity: int, dtype: np.dtype, *, num_layers: int = 1) -> int:
         """Bytes of the keys and values in all slots of all layers; the siblings' `kv_cache_nbytes`."""
-        return 2 * batch_size * self.kv_width * capacity * num_layers * dtype.itemsize
+        return batch_size * (self.k_width + self.v_width) * capacity * num_layers * dtype.itemsize
 
     def to_json(self) -> str:
         """The fields as a JSON object."""

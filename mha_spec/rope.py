@@ -179,9 +179,9 @@ def check_rope(rope: object) -> None:
         raise TypeError(f"rope must be a Rope, got rope={rope!r}")
 
 
-def position_shapes(batch_size: int, seq_len: int, rope: Rope) -> str:
+def position_shapes(batch_size: int, seq_len: int, rope: Rope | None) -> str:
     """The shapes that positions may have, in words."""
     plain = f"(B or 1, T) = ({batch_size} or 1, {seq_len})"
-    if rope.sections is None:
+    if rope is None or rope.sections is None:
         return plain
     return f"{plain} or (axes, B or 1, T) = ({len(rope.sections)}, {batch_size} or 1, {seq_len})"

@@ -25,6 +25,7 @@ from mha_torch.rope import apply_rope
 from mha_torch.stages import (
     apply_dropout,
     apply_gate,
+    apply_temperature,
     attention_context,
     attention_scores,
     combine_heads,
@@ -47,6 +48,7 @@ __all__ = [
     "apply_gate",
     "apply_norm",
     "apply_rope",
+    "apply_temperature",
     "attention_context",
     "attention_scores",
     "combine_heads",

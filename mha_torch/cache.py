@@ -1,12 +1,14 @@
 """The key/value cache: a value of fixed capacity, how it is filled, and what is refused of it.
 
-Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim, E d_model.
+Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
+Hv value_head_dim, E d_model.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -20,12 +22,13 @@ class KVCache:
     """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
 
     Attributes:
-        keys, values: (B, K, capacity, H); keys after RoPE. A slot at or beyond its sequence's length holds nothing.
+        keys, values: (B, K, capacity, H) and (B, K, capacity, Hv); keys after RoPE. A slot at or beyond its sequence's
+            length holds nothing.
         lengths: number of tokens each sequence has cached, (B,), int32.
     """
 
     keys: Float[Tensor, "B K S H"]
-    values: Float[Tensor, "B K S H"]
+    values: Float[Tensor, "B K S Hv"]
     lengths: Int[Tensor, " B"]
 
     @property
@@ -80,8 +83,8 @@ class KVCache:
             ValueError: if the capacity is below that of this cache.
         """
         check_count("capacity", capacity, minimum=self.capacity)
-        num_slots = (*self.keys.shape[:2], capacity - self.capacity, self.keys.shape[3])
-        keys, values = (torch.cat([x, x.new_zeros(num_slots)], dim=2) for x in (self.keys, self.values))
+        added = (0, 0, 0, capacity - self.capacity)
+        keys, values = (F.pad(x, added) for x in (self.keys, self.values))
         return KVCache(keys, values, self.lengths.clone())
 
     def crop(self, lengths: Int[Tensor, " B"] | Sequence[int] | int) -> "KVCache":
@@ -117,6 +120,7 @@ def init_cache(
     head_dim: int,
     dtype: torch.dtype = torch.float32,
     *,
+    value_head_dim: int | None = None,
     device: torch.device | str | None = None,
 ) -> KVCache:
     """An empty cache: zeros in every slot, every length 0.
@@ -127,6 +131,7 @@ def init_cache(
         capacity: number of slots of each sequence.
         head_dim: features of a head, H.
         dtype: floating-point dtype of keys and values.
+        value_head_dim: features of a head's values, Hv; head_dim when absent.
         device: where the cache lies.
 
     Raises:
@@ -134,14 +139,16 @@ def init_cache(
         ValueError: if a size is below 1, or the batch size below 0.
     """
     check_count("batch_size", batch_size, minimum=0)
-    for name, size in {"num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}.items():
+    value_head_dim = head_dim if value_head_dim is None else value_head_dim
+    sizes = {"num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
+    for name, size in {**sizes, "value_head_dim": value_head_dim}.items():
         check_count(name, size)
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be floating point, got dtype={dtype}")
-    shape = (batch_size, num_kv_heads, capacity, head_dim)
+    shape = (batch_size, num_kv_heads, capacity)
     return KVCache(
-        keys=torch.zeros(shape, dtype=dtype, device=device),
-        values=torch.zeros(shape, dtype=dtype, device=device),
+        keys=torch.zeros((*shape, head_dim), dtype=dtype, device=device),
+        values=torch.zeros((*shape, value_head_dim), dtype=dtype, device=device),
         lengths=torch.zeros(batch_size, dtype=torch.int32, device=device),
     )
 
@@ -149,7 +156,7 @@ def init_cache(
 def append_to_cache(
     cache: KVCache,
     key: Float[Tensor, "B K T H"],
-    value: Float[Tensor, "B K T H"],
+    value: Float[Tensor, "B K T Hv"],
     *,
     new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
 ) -> KVCache:
@@ -158,7 +165,7 @@ def append_to_cache(
     Args:
         cache: holds `cache.lengths` tokens. Do not use it afterwards; under `torch.no_grad()` its storage is reused,
             unless sequences share it (`expand`), or it was made in inference mode and this is not: then it is copied.
-        key, value: (B, K, T, H), in the cache's dtype.
+        key, value: (B, K, T, H) and (B, K, T, Hv), in the cache's dtype.
         new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding and is
             not cached. All of them when absent.
 
@@ -212,9 +219,10 @@ def _append_unknown(cache: KVCache, key: Tensor, value: Tensor, added: Tensor | 
     added = torch.where(has_room(cache, key.shape[2], added), added, 0).to(cache.lengths.dtype)
     token = torch.arange(cache.capacity, device=key.device) - cache.lengths[:, None]  # that a slot is given, (B, S)
     is_new = ((token >= 0) & (token < added[:, None]))[:, None, :, None]
-    index = token.clamp(0, key.shape[2] - 1)[:, None, :, None].expand(*token.shape[:1], key.shape[1], -1, key.shape[3])
+    index = token.clamp(0, key.shape[2] - 1)[:, None, :, None]
     keys, values = (
-        torch.where(is_new, new.gather(2, index), old) for new, old in ((key, cache.keys), (value, cache.values))
+        torch.where(is_new, new.gather(2, index.expand(-1, new.shape[1], -1, new.shape[3])), old)
+        for new, old in ((key, cache.keys), (value, cache.values))
     )
     return KVCache(keys, values, cache.lengths + added)
 
@@ -266,15 +274,23 @@ def create_cache_mask(
 
 
 def kv_cache_nbytes(
-    batch_size: int, num_kv_heads: int, capacity: int, head_dim: int, *, num_layers: int = 1, dtype: torch.dtype
+    batch_size: int,
+    num_kv_heads: int,
+    capacity: int,
+    head_dim: int,
+    *,
+    value_head_dim: int | None = None,
+    num_layers: int = 1,
+    dtype: torch.dtype,
 ) -> int:
-    """Bytes that the keys and values of all layers take: 2 * batch * heads * slots * head_dim * bytes per layer.
+    """Bytes that the keys and values of all layers take: batch * heads * slots * (H + Hv) * bytes per layer.
 
     Args:
         batch_size: number of sequences, B.
         num_kv_heads: number of key/value heads, K.
         capacity: number of slots, or tokens, of each sequence.
         head_dim: features of a head, H.
+        value_head_dim: features of a head's values, Hv; head_dim when absent.
         num_layers: number of layers.
         dtype: dtype of the cache.
 
@@ -284,20 +300,23 @@ def kv_cache_nbytes(
 
     Example: kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=torch.float16) == 2684354560 (2.5 GiB)
     """
+    value_head_dim = head_dim if value_head_dim is None else value_head_dim
     sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
-    for name, size in {**sizes, "num_layers": num_layers}.items():
+    for name, size in {**sizes, "value_head_dim": value_head_dim, "num_layers": num_layers}.items():
         check_count(name, size)
-    return 2 * batch_size * num_kv_heads * capacity * head_dim * num_layers * dtype.itemsize
+    return batch_size * num_kv_heads * capacity * (head_dim + value_head_dim) * num_layers * dtype.itemsize
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_cache(cache_k: Tensor, cache_v: Tensor, key: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")) -> None:
-    """Refuse cached keys and values (B, K, S, H) that new keys (B, K, T, H) cannot join."""
-    for name, x in zip(names, (cache_k, cache_v), strict=True):
+def check_cache(
+    cache_k: Tensor, cache_v: Tensor, key: Tensor, value: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")
+) -> None:
+    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
+    for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
         check_floating(name, x, rank=4)
-        expected = (*key.shape[:2], cache_k.shape[2], key.shape[3])
+        expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
         if tuple(x.shape) != expected:
             raise ValueError(f"{name} must have shape (B, K, S, H) = {expected}, got {name}.shape={tuple(x.shape)}")
         if x.dtype != key.dtype:
@@ -330,9 +349,11 @@ def check_appended(
     check_is_cache(cache)
     check_floating("key", key, rank=4)
     check_floating("value", value, rank=4)
-    check_cache(cache.keys, cache.values, key, ("cache.keys", "cache.values"))
-    if key.shape != value.shape:
-        raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
+    check_cache(cache.keys, cache.values, key, value, ("cache.keys", "cache.values"))
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"value must have the shape of key but for its features, got {tuple(value.shape)} and {tuple(key.shape)}"
+        )
     if value.dtype != key.dtype:
         raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
     return check_room(cache, key.shape[2], new_lengths)

@@ -1,6 +1,7 @@
 """Multi-head attention with a key/value cache: an argument and a result, growing or of fixed capacity.
 
-Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim, E d_model.
+Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
+Hv value_head_dim, E d_model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from mha_torch.cache import (
 from mha_torch.masks import Masking, as_lengths, check_bias, check_mask
 from mha_torch.mha import AttentionLayer
 from mha_torch.not_finite import by_finite_tokens, emptied, spoilt
-from mha_torch.rope import check_rope_positions
+from mha_torch.rope import check_layer_positions
 from mha_torch.stages import Dropout, project_output, project_qkv
 from mha_torch.weights import Project, check_weights, project_with
 
@@ -39,12 +40,12 @@ def multi_head_attention_with_cache(
     weights: Mapping[str, Tensor],
     spec: AttentionSpec,
     cache_k: Float[Tensor, "B K P H"] | None = None,
-    cache_v: Float[Tensor, "B K P H"] | None = None,
+    cache_v: Float[Tensor, "B K P Hv"] | None = None,
     *,
     mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
     positions: Int[Tensor, "... #B T"] | None = None,
-) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
+) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S Hv"]]:
     """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
 
     The plain definition of a cache; `multi_head_attention_with_static_cache` is the one of fixed capacity.
@@ -53,10 +54,11 @@ def multi_head_attention_with_cache(
         x: the new tokens, (B, T, d_in).
         weights: as `multi_head_attention` takes them.
         spec: what the layer computes; nothing is dropped.
-        cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H); None at first.
+        cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None at
+            first.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, S). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
+        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
             absent.
 
     Returns:
@@ -70,7 +72,7 @@ def multi_head_attention_with_cache(
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
     check_floating("x", x, rank=3)
-    check_rope_positions(positions, x.shape[0], x.shape[1], spec.rope)
+    check_layer_positions(positions, x.shape[0], x.shape[1], spec)
     if (cache_k is None) != (cache_v is None):
         raise ValueError("cache_k and cache_v must be given together, got only one of them")
     if cache_k is not None:
@@ -81,7 +83,7 @@ def multi_head_attention_with_cache(
     positions = cache_len + torch.arange(seq_len, device=x.device)[None] if positions is None else positions
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     if cache_k is not None and cache_v is not None:
-        check_cache(cache_k, cache_v, k)
+        check_cache(cache_k, cache_v, k, v)
         k, v = torch.cat([cache_k, k], dim=2), torch.cat([cache_v, v], dim=2)
     check_mask(mask, (*q.shape[:3], cache_len + seq_len))
     masking = Masking(mask, bias, is_causal=True, reach=spec.reach, offsets=torch.full((1,), cache_len))
@@ -115,7 +117,7 @@ def multi_head_attention_with_static_cache(
             cached, output 0, and seen by nobody, so that it may hold anything. All of them when absent.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`
+        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`
             and those after it when absent.
 
     Returns:
@@ -154,21 +156,21 @@ def _cached_layer(
 ) -> tuple[Tensor, KVCache]:
     check_cached_input(x, cache)
     seq_len = x.shape[1]
-    check_rope_positions(positions, x.shape[0], seq_len, spec.rope)
+    check_layer_positions(positions, x.shape[0], seq_len, spec)
     check_mask(masking.mask, (x.shape[0], spec.num_heads, seq_len, cache.capacity))
     lengths = check_room(cache, seq_len, new_lengths)
     is_real = None
     if new_lengths is not None:
         is_real = torch.arange(seq_len, device=x.device) < as_lengths(new_lengths, x.device)[:, None]
         x = emptied(x, ~is_real[:, :, None])  # not even a NaN of the padding may spread, to the gradients either
-    if spec.rope is not None:
+    if spec.has_positions:
         if positions is None:
             positions = cache.lengths[:, None] + torch.arange(seq_len, device=x.device)
         if is_real is not None:  # padding makes no sequence longer
             positions = torch.where(is_real, positions, positions[..., :1])
     project = by_finite_tokens(project)
     q, k, v = project_qkv(project, x, x, x, spec, positions)
-    check_cache(cache.keys, cache.values, k, ("cache.keys", "cache.values"))
+    check_cache(cache.keys, cache.values, k, v, ("cache.keys", "cache.values"))
     check_bias(masking.bias, (*q.shape[:3], cache.capacity), q)
     before, cache = cache, append_checked(cache, k, v, new_lengths, lengths)
     if lengths is None:
@@ -241,7 +243,9 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         if dtype is None:
             is_cast = is_autocast_on(weight.device) and weight.dtype != torch.float64
             dtype = torch.get_autocast_dtype(weight.device.type) if is_cast else weight.dtype
-        return init_cache(batch_size, self.spec.num_kv_heads, capacity, self.spec.head_dim, dtype, device=weight.device)
+        spec, device = self.spec, weight.device
+        widths = {"head_dim": spec.head_dim, "value_head_dim": spec.value_head_dim}
+        return init_cache(batch_size, spec.num_kv_heads, capacity, dtype=dtype, device=device, **widths)
 
     def forward(
         self,
@@ -263,7 +267,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key
                 gives 0.
             bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a key.
-            positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T);
+            positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T);
                 `cache.lengths` and those after it when absent.
 
         Returns:

@@ -27,7 +27,7 @@ from mha_torch.stages import Dropout, check_attention
 def scaled_dot_product_attention(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
-    value: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S Hv"],
     spec: AttentionSpec | None = None,
     *,
     mask: Bool[Tensor, "..."] | None = None,
@@ -37,7 +37,7 @@ def scaled_dot_product_attention(
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
-) -> tuple[Float[Tensor, "B N T H"], None]:
+) -> tuple[Float[Tensor, "B N T Hv"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
     With a soft cap it is the plain path, for the kernel has none. So it is in forward mode (`jvp`, `jacfwd`,
@@ -46,7 +46,7 @@ def scaled_dot_product_attention(
 
     Args:
         query: (B, N, T, H).
-        key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
@@ -57,7 +57,7 @@ def scaled_dot_product_attention(
         dropout_keep: must be absent, a fused kernel draws its own.
 
     Returns:
-        The context (B, N, T, H), in the dtype of query, and None.
+        The context (B, N, T, Hv), in the dtype of query, and None.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
@@ -74,12 +74,12 @@ def scaled_dot_product_attention(
 def attend(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
-    value: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S Hv"],
     masking: Masking,
     dropout: Dropout,
     *,
     spec: AttentionSpec | None,
-) -> Float[Tensor, "B N T H"]:
+) -> Float[Tensor, "B N T Hv"]:
     """`scaled_dot_product_attention` as the layers call it: the context."""
     check_attention(query, key, value, masking)
     rate = as_rate("dropout", dropout.rate)
@@ -200,7 +200,11 @@ def _attend(
     dropout: float,
     scale: float | None,
 ) -> Tensor:
-    return F.scaled_dot_product_attention(
+    width = value.shape[3]
+    if query.shape[3] != width:  # most kernels take heads of one width, on a CPU the only fast one
+        scale, most = query.shape[3] ** -0.5 if scale is None else scale, max(query.shape[3], width)
+        query, key, value = (F.pad(x, (0, most - x.shape[3])) for x in (query, key, value))
+    context = F.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -210,6 +214,7 @@ def _attend(
         scale=scale,
         enable_gqa=bool(query.shape[1] != key.shape[1]),
     )
+    return context[..., :width]
 
 
 def _num_together(reach: Reach) -> int:
@@ -226,7 +231,7 @@ def _attend_in_reach(
     is_alone = masking.mask is None and masking.bias is None and masking.key_padding_lengths is None
     is_alone = is_alone and reach.chunk_size is None and seq_len_q <= seq_len_k
     added: dict[tuple[int, int, int], Tensor] = {}
-    contexts = []
+    contexts, nothing = [], value.new_zeros(value.shape[3])
     for begin in range(0, seq_len_q, _num_together(reach)):
         end = min(begin + _num_together(reach), seq_len_q)
         first = min(max(reach.first(begin), 0), seq_len_k)
@@ -243,7 +248,7 @@ def _attend_in_reach(
         inside = masking.part(rows, keys)
         if reach.chunk_size is not None:  # of its own chunk a query sees all, or all up to itself
             inside = replace(inside, reach=None, offsets=None)
-        contexts.append(_attend_hidden(*parts, inside, dropout, scale) if stop > first else parts[0] * 0.0)
+        contexts.append(_attend_hidden(*parts, inside, dropout, scale) if stop > first else parts[0][..., :1] * nothing)
     return torch.cat(contexts, dim=2)
 
 

@@ -1,6 +1,6 @@
 """Multi-head attention: the functions made of the stages, and the modules that hold weights.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, E d_model.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
 A mask is boolean and True where a query may not see a key; an additive term is a bias.
 """
 
@@ -18,7 +18,7 @@ from mha_torch.arrays import check_device, check_floating, check_lengths
 from mha_torch.masks import Masking
 from mha_torch.norms import NormLayer
 from mha_torch.not_finite import by_finite_tokens
-from mha_torch.rope import check_rope_positions
+from mha_torch.rope import check_layer_positions
 from mha_torch.stages import (
     Dropout,
     combine_heads,
@@ -89,12 +89,12 @@ def multi_head_attention(
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         need_weights: also return the attention weights, which takes the plain path.
-        positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
         training: drop attention weights and outputs, at the rates of the spec.
         dropout_keep: True where an attention weight is kept, in place of a random draw; takes the plain path.
 
     Returns:
-        The output (B, T, E), or (B, T, N * H) without `out_proj`, and the attention weights before dropout
+        The output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout
         (B, N, T, S) or None.
 
     Raises:
@@ -266,7 +266,7 @@ class MultiHeadAttention(AttentionLayer):
             is_causal: hide every key after the query's own position, as `create_causal_mask`.
             key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
             need_weights: also return the attention weights, which takes the plain path.
-            positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when
+            positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when
                 absent.
 
         Returns:
@@ -304,7 +304,7 @@ class MultiHeadSelfAttention(AttentionLayer):
             bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, T). -inf masks a key.
             is_causal: hide every token after the query's own position.
             key_padding_lengths: number of real tokens of each sequence, (B,); the padding is on the right.
-            positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when
+            positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when
                 absent.
 
         Returns:
@@ -334,7 +334,7 @@ def check_layer_inputs(
         raise ValueError("value must come with a key, got key=None and a value")
     if key is not None and spec.rope is not None:
         raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope={spec.rope}")
-    check_rope_positions(positions, query.shape[0], query.shape[1], spec.rope)
+    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
     for name, x in (("key", key), ("value", value)):
         if x is None:
             continue

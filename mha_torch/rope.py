@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mha_spec import DynamicScaling, LongRopeScaling, Rope
+from mha_spec import AttentionSpec, DynamicScaling, LongRopeScaling, Rope
 from mha_spec.rope import check_rope, position_shapes
 from mha_torch.arrays import check_array, check_floating
 
@@ -94,12 +94,12 @@ def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_positions(positions: Tensor, batch_size: int, seq_len: int, rope: Rope) -> None:
+def check_positions(positions: Tensor, batch_size: int, seq_len: int, rope: Rope | None) -> None:
     """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
     check_array("positions", positions)
     if positions.is_floating_point() or positions.dtype == torch.bool:
         raise TypeError(f"positions must be integers, got positions.dtype={positions.dtype}")
-    axes = () if rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
+    axes = () if rope is None or rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
     if tuple(positions.shape) not in ((*axes, batch_size, seq_len), (*axes, 1, seq_len)):
         raise ValueError(
             f"positions must have shape {position_shapes(batch_size, seq_len, rope)}, "
@@ -107,10 +107,12 @@ def check_positions(positions: Tensor, batch_size: int, seq_len: int, rope: Rope
         )
 
 
-def check_rope_positions(positions: Tensor | None, batch_size: int, seq_len: int, rope: Rope | None) -> None:
-    """Refuse positions without RoPE, or that do not fit."""
+def check_layer_positions(positions: Tensor | None, batch_size: int, seq_len: int, spec: AttentionSpec) -> None:
+    """Refuse positions where nothing depends on them, or that do not fit."""
     if positions is None:
         return
-    if rope is None:
-        raise ValueError("positions must come with RoPE, got positions and rope=None")
-    check_positions(positions, batch_size, seq_len, rope)
+    if not spec.has_positions:
+        raise ValueError(
+            "positions must come with RoPE or a temperature, got positions, rope=None and temperature=None"
+        )
+    check_positions(positions, batch_size, seq_len, spec.rope)

@@ -47,6 +47,7 @@ from mha_tt.rope import Rotation, apply_rope
 from mha_tt.stages import (
     apply_dropout,
     apply_gate,
+    apply_temperature,
     attention_context,
     attention_scores,
     combine_heads,
@@ -72,6 +73,7 @@ __all__ = [
     "apply_gate",
     "apply_norm",
     "apply_rope",
+    "apply_temperature",
     "attention_context",
     "attention_scores",
     "combine_heads",

@@ -1,6 +1,7 @@
 """The key/value cache: a value of fixed capacity, how it is filled, and what is refused of it.
 
-Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim, E d_model.
+Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
+Hv value_head_dim, E d_model.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ class KVCache:
     """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
 
     Attributes:
-        keys, values: (B, K, S, H), S being the capacity and H the head_dim, both in whole tiles; keys after RoPE. A
-            slot at or beyond its sequence's length holds nothing.
+        keys, values: (B, K, S, H) and (B, K, S, Hv), S being the capacity, all in whole tiles; keys after RoPE. A slot
+            at or beyond its sequence's length holds nothing.
         lengths: number of tokens each sequence has cached, (B,), int32, on the host.
         capacity: number of slots of each sequence.
     """
 
     keys: Float[Tensor, "B K S H"]
-    values: Float[Tensor, "B K S H"]
+    values: Float[Tensor, "B K S Hv"]
     lengths: Int[np.ndarray, " B"]
     capacity: int
 
@@ -124,6 +125,7 @@ def init_cache(
     head_dim: int,
     dtype: ttnn.DataType = ttnn.bfloat16,
     *,
+    value_head_dim: int | None = None,
     device: ttnn.MeshDevice,
 ) -> KVCache:
     """An empty cache: zeros in every slot, every length 0.
@@ -134,6 +136,7 @@ def init_cache(
         capacity: number of slots of each sequence.
         head_dim: features of a head, H, as many as keys and values will have.
         dtype: of keys and values: `ttnn.bfloat16`, `ttnn.bfloat8_b` or `ttnn.float32`.
+        value_head_dim: features of a head's values, Hv; head_dim when absent.
         device: where the cache lies.
 
     Raises:
@@ -141,15 +144,17 @@ def init_cache(
         ValueError: if a size is below 1, or the batch size below 0, or there are more than 32 heads.
     """
     check_count("batch_size", batch_size, minimum=0)
-    for name, size in {"num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}.items():
+    value_head_dim = head_dim if value_head_dim is None else value_head_dim
+    sizes = {"num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
+    for name, size in {**sizes, "value_head_dim": value_head_dim}.items():
         check_count(name, size)
     if num_kv_heads > MOST_KV_HEADS:
         raise ValueError(f"num_kv_heads must be at most {MOST_KV_HEADS} for a cache, got num_kv_heads={num_kv_heads}")
     check_dtype("dtype", dtype)
-    shape = (batch_size, num_kv_heads, round_up(capacity), round_up(head_dim))
+    shape = (batch_size, num_kv_heads, round_up(capacity))
     return KVCache(
-        keys=zeros(shape, dtype, device),
-        values=zeros(shape, dtype, device),
+        keys=zeros((*shape, round_up(head_dim)), dtype, device),
+        values=zeros((*shape, round_up(value_head_dim)), dtype, device),
         lengths=np.zeros(batch_size, np.int32),
         capacity=capacity,
     )
@@ -158,7 +163,7 @@ def init_cache(
 def append_to_cache(
     cache: KVCache,
     key: Float[Tensor, "B K T H"],
-    value: Float[Tensor, "B K T H"],
+    value: Float[Tensor, "B K T Hv"],
     *,
     new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
 ) -> KVCache:
@@ -166,7 +171,7 @@ def append_to_cache(
 
     Args:
         cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage is reused.
-        key, value: (B, K, T, H), in the cache's dtype or, for a bfloat8_b cache, bfloat16.
+        key, value: (B, K, T, H) and (B, K, T, Hv), in the cache's dtype or, for a bfloat8_b cache, bfloat16.
         new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding and is
             not cached. All of them when absent.
 
@@ -272,23 +277,30 @@ def write_rows(cache: KVCache, keys: Tensor, values: Tensor, slots: np.ndarray) 
         raise ValueError(
             f"the batch must not exceed the {grid.x * grid.y} cores of the device, got {batch_size} sequences"
         )
-    one_core_each = ttnn.create_sharded_memory_config(
-        (round_up(keys.shape[2]), keys.shape[3]),
-        core_grid=ttnn.num_cores_to_corerangeset(batch_size, grid, row_wise=True),
-        strategy=ttnn.ShardStrategy.HEIGHT,
-        use_height_and_width_as_shard_shape=True,
-    )
     where = upload_integers(slots, device=device)
     for held, rows in ((cache.keys, keys), (cache.values, values)):
+        one_core_each = ttnn.create_sharded_memory_config(
+            (round_up(rows.shape[2]), rows.shape[3]),
+            core_grid=ttnn.num_cores_to_corerangeset(batch_size, grid, row_wise=True),
+            strategy=ttnn.ShardStrategy.HEIGHT,
+            use_height_and_width_as_shard_shape=True,
+        )
         rows = as_dtype(rows, ttnn.bfloat16) if rows.dtype == ttnn.bfloat8_b else rows
         rows = ttnn.to_memory_config(rows, one_core_each)
         ttnn.experimental.paged_update_cache(held, rows, update_idxs_tensor=where)
 
 
 def kv_cache_nbytes(
-    batch_size: int, num_kv_heads: int, capacity: int, head_dim: int, *, num_layers: int = 1, dtype: ttnn.DataType
+    batch_size: int,
+    num_kv_heads: int,
+    capacity: int,
+    head_dim: int,
+    *,
+    value_head_dim: int | None = None,
+    num_layers: int = 1,
+    dtype: ttnn.DataType,
 ) -> int:
-    """Bytes that the keys and values of all layers take: 2 * batch * heads * slots * head_dim * bytes per layer.
+    """Bytes that the keys and values of all layers take: batch * heads * slots * (H + Hv) * bytes per layer.
 
     On the device slots and features take whole tiles of 32; with RoPE count the features of a head as
     `padded_head_dim(head_dim, rope=True)`.
@@ -298,6 +310,7 @@ def kv_cache_nbytes(
         num_kv_heads: number of key/value heads, K.
         capacity: number of slots, or tokens, of each sequence.
         head_dim: features of a head, H.
+        value_head_dim: features of a head's values, Hv; head_dim when absent.
         num_layers: number of layers.
         dtype: dtype of the cache.
 
@@ -307,22 +320,23 @@ def kv_cache_nbytes(
 
     Example: kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=ttnn.bfloat16) == 2684354560 (2.5 GiB)
     """
+    value_head_dim = head_dim if value_head_dim is None else value_head_dim
     sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
-    for name, size in {**sizes, "num_layers": num_layers}.items():
+    for name, size in {**sizes, "value_head_dim": value_head_dim, "num_layers": num_layers}.items():
         check_count(name, size)
     check_dtype("dtype", dtype)
-    tiles = round_up(capacity) // TILE * round_up(head_dim) // TILE
-    return 2 * batch_size * num_kv_heads * tiles * num_layers * TILE_NBYTES[dtype]
+    tiles = round_up(capacity) // TILE * (round_up(head_dim) + round_up(value_head_dim)) // TILE
+    return batch_size * num_kv_heads * tiles * num_layers * TILE_NBYTES[dtype]
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_cache(cache_k: Tensor, cache_v: Tensor, key: Tensor) -> None:
-    """Refuse cached keys and values (B, K, S, H) that new keys (B, K, T, H) cannot join."""
-    for name, x in (("cache_k", cache_k), ("cache_v", cache_v)):
+def check_cache(cache_k: Tensor, cache_v: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
+    for name, x, new in (("cache_k", cache_k, key), ("cache_v", cache_v, value)):
         check_floating(name, x, rank=4)
-        expected = (key.shape[0], key.shape[1], cache_k.shape[2], key.shape[3])
+        expected = (key.shape[0], key.shape[1], cache_k.shape[2], new.shape[3])
         if tuple(x.shape) != expected:
             raise ValueError(f"{name} must have shape (B, K, S, H) = {expected}, got {name}.shape={tuple(x.shape)}")
         if (x.dtype == ttnn.float32) != (key.dtype == ttnn.float32):
@@ -335,11 +349,12 @@ def check_is_cache(cache: object) -> None:
         raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
 
 
-def check_cache_holds(cache: KVCache, num_kv_heads: int, head_dim: int) -> None:
+def check_cache_holds(cache: KVCache, num_kv_heads: int, head_dim: int, value_head_dim: int) -> None:
     """Refuse a cache that was made for other heads."""
-    expected = (cache.keys.shape[0], num_kv_heads, cache.keys.shape[2], head_dim)
-    if tuple(cache.keys.shape) != expected:
-        raise ValueError(f"cache.keys must have shape {expected}, got cache.keys.shape={tuple(cache.keys.shape)}")
+    for name, x, features in (("cache.keys", cache.keys, head_dim), ("cache.values", cache.values, value_head_dim)):
+        expected = (cache.keys.shape[0], num_kv_heads, cache.keys.shape[2], features)
+        if tuple(x.shape) != expected:
+            raise ValueError(f"{name} must have shape {expected}, got {name}.shape={tuple(x.shape)}")
 
 
 def check_cached_input(x: Tensor, cache: KVCache) -> None:
@@ -357,9 +372,11 @@ def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.n
     check_is_cache(cache)
     check_floating("key", key, rank=4)
     check_floating("value", value, rank=4)
-    check_cache(cache.keys, cache.values, key)
-    if tuple(key.shape) != tuple(value.shape):
-        raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
+    check_cache(cache.keys, cache.values, key, value)
+    if tuple(key.shape)[:3] != tuple(value.shape)[:3]:
+        raise ValueError(
+            f"value must have the shape of key but for its features, got {tuple(value.shape)} and {tuple(key.shape)}"
+        )
     if value.dtype != key.dtype:
         raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
     check_room(cache, key.shape[2], new_lengths)

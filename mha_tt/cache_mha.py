@@ -1,6 +1,7 @@
 """Multi-head attention with a key/value cache: an argument and a result, growing or of fixed capacity.
 
-Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim, E d_model.
+Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
+Hv value_head_dim, E d_model.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from mha_tt.cache import (
 from mha_tt.device import padded_head_dim, round_up, upload, zeros
 from mha_tt.masks import DeviceMask, Masking, on_host
 from mha_tt.mha import AttentionLayer
-from mha_tt.rope import Rotation, check_rope_positions
+from mha_tt.rope import Rotation, check_layer_positions
 from mha_tt.stages import Dropout, project_output, project_qkv
-from mha_tt.weights import Project, check_weights, project_with
+from mha_tt.weights import Project, check_weights, padded_features, project_with
 
 
 def multi_head_attention_with_cache(
@@ -43,13 +44,13 @@ def multi_head_attention_with_cache(
     weights: Mapping[str, Tensor],
     spec: AttentionSpec,
     cache_k: Float[Tensor, "B K P H"] | None = None,
-    cache_v: Float[Tensor, "B K P H"] | None = None,
+    cache_v: Float[Tensor, "B K P Hv"] | None = None,
     *,
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
     positions: Int[np.ndarray, "... #B T"] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
-) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
+) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S Hv"]]:
     """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
 
     The plain definition of a cache; `multi_head_attention_with_static_cache` is the one of fixed capacity.
@@ -58,10 +59,11 @@ def multi_head_attention_with_cache(
         x: the new tokens, (B, T, d_in).
         weights: as `multi_head_attention` takes them.
         spec: what the layer computes; nothing is dropped.
-        cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H); None at first.
+        cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None at
+            first.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, S). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host; P, P
+        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host; P, P
             + 1, … when absent.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
@@ -75,7 +77,7 @@ def multi_head_attention_with_cache(
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
     check_floating("x", x, rank=3)
-    check_rope_positions(positions, x.shape[0], x.shape[1], spec.rope)
+    check_layer_positions(positions, x.shape[0], x.shape[1], spec)
     if (cache_k is None) != (cache_v is None):
         raise ValueError("cache_k and cache_v must be given together, got only one of them")
     if cache_k is not None:
@@ -87,7 +89,7 @@ def multi_head_attention_with_cache(
     positions = cache_len + np.arange(seq_len)[None] if positions is None else positions
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     if cache_k is not None and cache_v is not None:
-        check_cache(cache_k, cache_v, k)
+        check_cache(cache_k, cache_v, k, v)
         k, v = joined(cache_k, k), joined(cache_v, v)
     masking = Masking(
         mask, bias, is_causal=True, reach=spec.reach, offsets=np.array([cache_len]) if cache_len else None
@@ -119,7 +121,7 @@ def multi_head_attention_with_static_cache(
             cached, output 0, and seen by nobody, so that it may hold anything. All of them when absent.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key gives 0.
         bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key.
-        positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host;
+        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host;
             `cache.lengths` and those after it when absent.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
@@ -159,12 +161,12 @@ def _cached_layer(
 ) -> tuple[Tensor, KVCache]:
     check_cached_input(x, cache)
     batch_size, seq_len, _ = x.shape
-    check_rope_positions(positions, batch_size, seq_len, spec.rope)
+    check_layer_positions(positions, batch_size, seq_len, spec)
     masking.check((batch_size, spec.num_heads, seq_len, cache.capacity))
     check_room(cache, seq_len, new_lengths)
     if 0 in (batch_size, seq_len):
-        check_cache_holds(cache, spec.num_kv_heads, padded_head_dim(spec.head_dim, rope=spec.rope is not None))
-        output = zeros((batch_size, seq_len, spec.num_heads * cache.keys.shape[3]), x.dtype, x.device())
+        check_cache_holds(cache, spec.num_kv_heads, *(padded_features(f"{part}_proj", spec) for part in "kv"))
+        output = zeros((batch_size, seq_len, spec.num_heads * cache.values.shape[3]), x.dtype, x.device())
         return project("out_proj", output) if spec.out_proj else output, cache
     positions = cache.lengths[:, None] + np.arange(seq_len) if positions is None else positions
     is_real = None
@@ -187,8 +189,8 @@ def _cached_layer(
             device=x.device(),
             side_by_side=is_step,
         )
-    q, k, v = project_qkv(project, x, x, x, spec, rotation)
-    check_cache_holds(cache, spec.num_kv_heads, k.shape[3])
+    q, k, v = project_qkv(project, x, x, x, spec, positions if rotation is None else rotation)
+    check_cache_holds(cache, spec.num_kv_heads, k.shape[3], v.shape[3])
     arithmetic = _Arithmetic(spec, compute_kernel_config)
     attend = _attend_in_step if is_step else _attend_in_prefill
     context, cache = attend(q, k, v, cache, new_lengths, masking, dropout, arithmetic)
@@ -219,7 +221,7 @@ def _attend_in_step(
     added = num_added(cache, 1, new_lengths)
     write_rows(cache, ttnn.transpose(k, 1, 2), ttnn.transpose(v, 1, 2), np.where(added > 0, cache.lengths, -1))
     before, cache = cache.lengths, KVCache(cache.keys, cache.values, cache.lengths + added, cache.capacity)
-    takes_kernel = q.dtype != ttnn.float32 and fused.kernel_takes(arithmetic.spec)
+    takes_kernel = q.dtype != ttnn.float32 and k.shape[3] == v.shape[3] and fused.kernel_takes(arithmetic.spec)
     is_plain = not takes_kernel or dropout.rate or not len(before)
     # The kernel multiplies a mask by the scale (tt-metal#55337), and may see a key less than a window (tt-metal#32145).
     has_mask = masking.mask is not None or masking.bias is not None or arithmetic.spec.reach is not None
@@ -308,8 +310,9 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             ValueError: if the capacity is below 1 or the batch size below 0.
         """
         dtype = self.dtype if dtype is None else dtype
-        padded = padded_head_dim(self.spec.head_dim, rope=self.spec.rope is not None)
-        return init_cache(batch_size, self.spec.num_kv_heads, capacity, padded, dtype, device=self.device)
+        spec, device = self.spec, self.device
+        widths = {"head_dim": padded_features("k_proj", spec), "value_head_dim": padded_features("v_proj", spec)}
+        return init_cache(batch_size, spec.num_kv_heads, capacity, dtype=dtype, device=device, **widths)
 
     def __call__(
         self,
@@ -333,7 +336,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
                 gives 0. With a mask or a bias a step takes the kernel that reads all heads of the filled slots.
             bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key; on the device it is not
                 read.
-            positions: place of each new token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host;
+            positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host;
                 `cache.lengths` and those after it when absent.
 
         Returns:

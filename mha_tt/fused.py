@@ -28,7 +28,7 @@ LARGEST_CHUNK = 128
 def scaled_dot_product_attention(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
-    value: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S Hv"],
     spec: AttentionSpec | None = None,
     *,
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
@@ -39,17 +39,17 @@ def scaled_dot_product_attention(
     dropout: float = 0.0,
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
-) -> tuple[Float[Tensor, "B N T H"], None]:
+) -> tuple[Float[Tensor, "B N T Hv"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
-    With a soft cap it is the plain path, for the kernel has none. The scores of masked keys must be far below 1e9 in
-    size: to the kernel a mask is -1e9 added to a score. A masked key or value may hold NaN or infinity, a bias at a
-    masked key may not. What is seen is never swallowed in IEEE arithmetic; a card's matrix unit has another, in which
-    NaN is a number (docs/ttnn.md).
+    With a soft cap, or values that have more tiles than keys, or fewer, it is the plain path, for the kernel has
+    neither. The scores of masked keys must be far below 1e9 in size: to the kernel a mask is -1e9 added to a score. A
+    masked key or value may hold NaN or infinity, a bias at a masked key may not. What is seen is never swallowed in
+    IEEE arithmetic; a card's matrix unit has another, in which NaN is a number (docs/ttnn.md).
 
     Args:
         query: (B, N, T, H), bfloat16 or bfloat8_b, H whole tiles.
-        key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0. The causal
             mask of as many queries as keys costs nothing: it is never uploaded.
@@ -63,7 +63,7 @@ def scaled_dot_product_attention(
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
-        The context (B, N, T, H), in the dtype of query, and None.
+        The context (B, N, T, Hv), in the dtype of query, and None.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ or are float32, or the mask is not boolean.
@@ -81,20 +81,20 @@ def scaled_dot_product_attention(
 def attend(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
-    value: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S Hv"],
     masking: Masking,
     dropout: Dropout,
     *,
     spec: AttentionSpec | None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
-) -> Float[Tensor, "B N T H"]:
+) -> Float[Tensor, "B N T Hv"]:
     """`scaled_dot_product_attention` as the layers call it: the context."""
     check_attention(query, key, value, masking)
     _check_kernel_takes(query)
     if as_rate("dropout", dropout.rate) or dropout.keep is not None:
         raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
     scale = score_scale(query, spec)
-    if not kernel_takes(spec):
+    if not kernel_takes(spec) or value.shape[3] != key.shape[3]:
         return stages.attend(
             query,
             key,
@@ -131,7 +131,7 @@ def attend(
 def attend_to_cache(
     query: Float[Tensor, "1 B N H"],
     keys: Float[Tensor, "B K S H"],
-    values: Float[Tensor, "B K S H"],
+    values: Float[Tensor, "B K S Hv"],
     last_positions: Int[np.ndarray, " B"],
     spec: AttentionSpec | None = None,
     *,

@@ -1,6 +1,6 @@
 """Multi-head attention: the functions made of the stages, and the modules that hold weights.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, E d_model.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
 A mask is boolean and True where a query may not see a key; an additive term is a bias.
 
 On the device H is the padded head_dim: see `mha_tt.upload_weights`. Wherever the true one matters, the spec has it.
@@ -22,7 +22,7 @@ from mha_tt import fused, stages
 from mha_tt.arrays import check_dtype, check_floating, check_input_dtype
 from mha_tt.device import accurate_config, describe_config, padded_head_dim
 from mha_tt.masks import DeviceMask, Masking
-from mha_tt.rope import Rotation, check_rope_positions
+from mha_tt.rope import Rotation, check_layer_positions
 from mha_tt.stages import (
     Dropout,
     combine_heads,
@@ -96,14 +96,14 @@ def multi_head_attention(
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
         need_weights: also return the attention weights, which takes the plain path.
-        positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
         training: drop attention weights, which takes the plain path, and outputs, at the rates of the spec.
         dropout_keep: True where an attention weight is kept, in place of a random draw; takes the plain path.
         seed: of what is drawn.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
-        The output (B, T, E), or (B, T, N * H) without `out_proj`, and the attention weights before dropout
+        The output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout
         (B, N, T, S) or None.
 
     Raises:
@@ -370,7 +370,7 @@ class MultiHeadAttention(AttentionLayer):
             is_causal: hide every key after the query's own position, as `create_causal_mask`.
             key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
             need_weights: also return the attention weights, which takes the plain path.
-            positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host; 0, 1,
+            positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T), on the host; 0, 1,
                 … when absent.
 
         Returns:
@@ -410,7 +410,7 @@ class MultiHeadSelfAttention(AttentionLayer):
                 a row of nothing but -inf gives the mean of the values.
             is_causal: hide every token after the query's own position.
             key_padding_lengths: number of real tokens of each sequence, (B,); the padding is on the right.
-            positions: place of each token for RoPE, (B or 1, T), or with sections (axes, B or 1, T), on the host; 0, 1,
+            positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T), on the host; 0, 1,
                 … when absent.
 
         Returns:
@@ -443,7 +443,7 @@ def check_layer_inputs(
         raise ValueError("value must come with a key, got key=None and a value")
     if key is not None and spec.rope is not None:
         raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope={spec.rope}")
-    check_rope_positions(positions, query.shape[0], query.shape[1], spec.rope)
+    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
     for name, x in (("key", key), ("value", value)):
         if x is None:
             continue

@@ -9,7 +9,7 @@ import ttnn
 from jaxtyping import Float, Int
 from ttnn import Tensor
 
-from mha_spec import Rope
+from mha_spec import AttentionSpec, Rope
 from mha_spec.rope import check_rope, position_shapes
 from mha_tt.arrays import check_floating, check_head_dim
 from mha_tt.device import as_dtype, padded_head_dim, upload
@@ -65,6 +65,7 @@ class Rotation:
     The angles are taken in float64 on the host: the device's sine is not made for angles of thousands.
     """
 
+    positions: Int[np.ndarray, "... #B T"]
     cos: Float[Tensor, "B 1 T H"]
     sin: Float[Tensor, "B 1 T H"]
 
@@ -91,6 +92,7 @@ class Rotation:
         cos[..., first] = cos[..., second] = rope.attention_factor * np.cos(angles)
         sin[..., second] = rope.attention_factor * np.sin(angles)
         sin[..., first] = -sin[..., second]
+        object.__setattr__(self, "positions", positions)
         for name, table in (("cos", cos), ("sin", sin)):
             object.__setattr__(self, name, upload(table[:, None], device=device, dtype=ttnn.float32))
 
@@ -132,7 +134,7 @@ def _angles(positions: np.ndarray, rope: Rope, head_dim: int, side_by_side: bool
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope) -> None:
+def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope | None) -> None:
     """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
     if isinstance(positions, Rotation):
         found = (positions.cos.shape[0], positions.cos.shape[2])
@@ -143,7 +145,7 @@ def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope
         raise TypeError(f"positions must be a NumPy array, got {type(positions).__name__}")
     if positions.dtype.kind not in "iu":
         raise TypeError(f"positions must be integers, got positions.dtype={positions.dtype}")
-    axes = () if rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
+    axes = () if rope is None or rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
     if positions.shape not in ((*axes, batch_size, seq_len), (*axes, 1, seq_len)):
         raise ValueError(
             f"positions must have shape {position_shapes(batch_size, seq_len, rope)}, "
@@ -151,12 +153,14 @@ def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope
         )
 
 
-def check_rope_positions(
-    positions: np.ndarray | Rotation | None, batch_size: int, seq_len: int, rope: Rope | None
+def check_layer_positions(
+    positions: np.ndarray | Rotation | None, batch_size: int, seq_len: int, spec: AttentionSpec
 ) -> None:
-    """Refuse positions without RoPE, or that do not fit."""
+    """Refuse positions where nothing depends on them, or that do not fit."""
     if positions is None:
         return
-    if rope is None:
-        raise ValueError("positions must come with RoPE, got positions and rope=None")
-    check_positions(positions, batch_size, seq_len, rope)
+    if not spec.has_positions:
+        raise ValueError(
+            "positions must come with RoPE or a temperature, got positions, rope=None and temperature=None"
+        )
+    check_positions(positions, batch_size, seq_len, spec.rope)

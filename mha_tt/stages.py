@@ -1,6 +1,6 @@
 """Attention stage by stage, and as one function: the definition that all else is tested against.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, E d_model.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
 A mask is boolean and True where a query may not see a key; an additive term is a bias.
 
 On the device H is the padded head_dim: see `mha_tt.upload_weights`. Wherever the true one matters, the spec has it.
@@ -16,15 +16,16 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Temperature
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups
+from mha_spec.temperature import check_temperature
 from mha_tt.arrays import check_broadcasts, check_count, check_floating, check_head_dim
 from mha_tt.device import TILE, TILE_NBYTES, accurate_config, as_dtype, padded_head_dim, round_up, upload, zeros
 from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device, check_bias, check_mask, on_device
 from mha_tt.not_finite import emptied, hide_not_finite, spoilt
 from mha_tt.rope import Rotation, at_least_float32, check_positions
-from mha_tt.weights import Project
+from mha_tt.weights import Project, padded_features
 
 
 def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
@@ -83,21 +84,23 @@ def project_qkv(
     value: Float[Tensor, "B S d_kv"],
     spec: AttentionSpec,
     positions: Int[np.ndarray, "... #B T"] | Rotation | None = None,
-) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]:
-    """Project the inputs, clip, split the heads, normalise, and rotate queries and keys by their positions.
+) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S Hv"]]:
+    """Project the inputs, clip, split the heads, normalise, rotate queries and keys, and temper queries.
 
     Args:
         project: applies a projection or a norm by its name.
         query, key, value: inputs of the layer; the same array three times for self-attention.
-        spec: the layer: heads, norms, RoPE, and whether it holds one `qkv_proj` in place of three projections.
+        spec: the layer: heads, norms, RoPE, temperature, and whether it holds one `qkv_proj` in place of three
+            projections.
         positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent. Used with
-            RoPE only. A `Rotation` made of them is uploaded once for many calls.
+            RoPE and a temperature only. A `Rotation` made of them is uploaded once for many calls.
 
     Returns:
-        q (B, N, T, H), k and v (B, K, S, H).
+        q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
     """
     check_spec(spec)
-    if spec.rope is not None and positions is not None:
+    if spec.has_positions:
+        positions = np.arange(query.shape[1])[None] if positions is None else positions
         check_positions(positions, query.shape[0], query.shape[1], spec.rope)
     if not spec.fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
@@ -106,12 +109,11 @@ def project_qkv(
     else:
         q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
     rotation = None
-    if spec.rope is not None and 0 not in (query.shape[0], query.shape[1]):
-        if not isinstance(positions, Rotation):
-            positions = np.arange(query.shape[1])[None] if positions is None else positions
-            padded = padded_head_dim(spec.head_dim, rope=True)
-            positions = Rotation(positions, spec.rope, head_dim=spec.head_dim, padded=padded, device=query.device())
-        rotation = positions
+    if isinstance(positions, Rotation):
+        rotation, positions = positions, positions.positions
+    elif spec.rope is not None and positions is not None and 0 not in (query.shape[0], query.shape[1]):
+        padded = padded_head_dim(spec.head_dim, rope=True)
+        rotation = Rotation(positions, spec.rope, head_dim=spec.head_dim, padded=padded, device=query.device())
 
     def enter(name: str, x: Tensor, num_heads: int, rotation: Rotation | None) -> Tensor:
         norm = spec.norms.get(name)
@@ -125,7 +127,36 @@ def project_qkv(
         return project(name, x) if norm is not None and norm.after_rope else x
 
     q, k = enter("q_norm", q, spec.num_heads, rotation), enter("k_norm", k, spec.num_kv_heads, rotation)
+    if spec.temperature is not None and positions is not None:
+        q = apply_temperature(q, positions, spec.temperature)
     return q, k, enter("v_norm", v, spec.num_kv_heads, None)
+
+
+def apply_temperature(
+    x: Float[Tensor, "B N T H"], positions: Int[np.ndarray, "#B T"], temperature: Temperature
+) -> Float[Tensor, "B N T H"]:
+    """Queries times 1 + scale * ln(1 + floor((position + first_position) / length)); in the dtype of x.
+
+    Args:
+        x: queries, split into heads, and rotated where there is RoPE; multiplied in at least float32.
+        positions: place of each token in its sequence, from 0, (B or 1, T), on the host.
+        temperature: length, scale and first position.
+
+    Raises:
+        TypeError: if x is not floating point, positions are not integers, or temperature is not a `Temperature`.
+        ValueError: if the positions do not fit.
+
+    Source: Scalable-Softmax, arXiv:2501.19399, as Llama 4 has it.
+    """
+    check_floating("x", x, rank=4)
+    check_temperature(temperature)
+    check_positions(positions, x.shape[0], x.shape[2], None)
+    lengths = (positions + temperature.first_position) // temperature.length
+    if 0 in (x.shape[0], x.shape[2]) or not lengths.any():  # every factor is 1
+        return x
+    factors = 1.0 + temperature.scale * np.log1p(lengths)
+    factors = upload(factors[:, None, :, None], device=x.device(), dtype=ttnn.float32)
+    return as_dtype(ttnn.multiply(at_least_float32(x), factors), x.dtype)
 
 
 def attention_scores(
@@ -178,10 +209,10 @@ def masked_softmax(
 
 def attention_context(
     attn_weights: Float[Tensor, "B N T S"],
-    value: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S Hv"],
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
-) -> Float[Tensor, "B N T H"]:
+) -> Float[Tensor, "B N T Hv"]:
     """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
     check_weighed(attn_weights, value)
     return ttnn.matmul(
@@ -192,8 +223,8 @@ def attention_context(
     )
 
 
-def apply_gate(context: Float[Tensor, "B N T H"], gate: Float[Tensor, "B T G"]) -> Float[Tensor, "B N T H"]:
-    """The context times the sigmoid of what gate_proj gives, (B, T, N * H), or (B, T, N) for one number a head.
+def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"]) -> Float[Tensor, "B N T Hv"]:
+    """The context times the sigmoid of what gate_proj gives, (B, T, N * Hv), or (B, T, N) for one number a head.
 
     Source: Gated Attention for Large Language Models, arXiv:2505.06708.
     """
@@ -280,10 +311,11 @@ def soft_capped(scores: Tensor, spec: AttentionSpec | None) -> Tensor:
 
 
 def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of a packed projection: split into heads at once, but where a norm is over their width."""
+    """q, k and v of a packed projection: split into heads at once, where they are alike and no norm is over a width."""
     num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
-    head_dim = packed.shape[2] // (num_heads + 2 * num_kv_heads)
-    if any(norm.over == "width" for norm in spec.norms.values()):
+    head_dim = padded_features("q_proj", spec)
+    is_even = padded_features("v_proj", spec) == head_dim
+    if not is_even or any(norm.over == "width" for norm in spec.norms.values()):
         keys_begin, values_begin = num_heads * head_dim, (num_heads + num_kv_heads) * head_dim
         return packed[:, :, :keys_begin], packed[:, :, keys_begin:values_begin], packed[:, :, values_begin:]
     if 0 in (packed.shape[0], packed.shape[1]):
@@ -305,7 +337,7 @@ def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Te
 def scaled_dot_product_attention(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
-    value: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S Hv"],
     spec: AttentionSpec | None = None,
     *,
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
@@ -317,7 +349,7 @@ def scaled_dot_product_attention(
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
     seed: int = 0,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
-) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B N T S"] | None]:
+) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
     """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
 
     A masked key or value may hold anything, NaN too. What is seen is never swallowed in IEEE arithmetic; a card's
@@ -325,7 +357,7 @@ def scaled_dot_product_attention(
 
     Args:
         query: (B, N, T, H).
-        key, value: (B, K, S, H); query head n uses key/value head n // (N // K).
+        key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device it is not read: there a
@@ -339,7 +371,7 @@ def scaled_dot_product_attention(
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
-        The context (B, N, T, H), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
+        The context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
@@ -376,21 +408,22 @@ class Dropout(NamedTuple):
 def attend(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
-    value: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S Hv"],
     masking: Masking,
     dropout: Dropout,
     *,
     spec: AttentionSpec | None,
     need_weights: bool,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
-) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B N T S"] | None]:
+) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
     """`scaled_dot_product_attention` as the layers call it."""
     check_attention(query, key, value, masking)
     as_rate("dropout", dropout.rate)
     device, seq_len_q, seq_len_k = query.device(), query.shape[2], key.shape[2]
     if 0 in (query.shape[0], seq_len_q, seq_len_k):
         attn_weights = zeros((*tuple(query.shape)[:3], seq_len_k), query.dtype, device)
-        return zeros(tuple(query.shape), query.dtype, device), attn_weights if need_weights else None
+        context = zeros((*tuple(query.shape)[:3], value.shape[3]), query.dtype, device)
+        return context, attn_weights if need_weights else None
     mask = masking.with_infinite_bias().joined(seq_len_q, seq_len_k, device)
     spoilt_rows = None
     if mask is not None:  # a masked key reaches no weight
@@ -418,8 +451,10 @@ def check_attention(
         check_floating(name, x, rank=4)
         if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower than its queries
             raise TypeError(f"{name} must be float32 if query is, got {name}.dtype={x.dtype} and {query.dtype}")
-    if tuple(key.shape) != tuple(value.shape):
-        raise ValueError(f"value must have the shape of key, got {tuple(value.shape)} and {tuple(key.shape)}")
+    if tuple(key.shape)[:3] != tuple(value.shape)[:3]:
+        raise ValueError(
+            f"value must have the shape of key but for its features, got {tuple(value.shape)} and {tuple(key.shape)}"
+        )
     check_scored(query, key, None)  # the masking checks its bias
     masking.check((*tuple(query.shape)[:3], key.shape[2]))
 
@@ -438,7 +473,7 @@ def check_scored(query: Tensor, key: Tensor, bias: np.ndarray | Tensor | None) -
 
 
 def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
-    """Refuse attention weights (B, N, T, S) and values (B, K, S, H) that do not fit each other."""
+    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
     check_floating("attn_weights", attn_weights, rank=4)
     check_floating("value", value, rank=4)
     if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
@@ -450,7 +485,7 @@ def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
 
 
 def check_gated(context: Tensor, gate: Tensor) -> None:
-    """Refuse a context (B, N, T, H) and a gate that is not (B, T, N * H) or (B, T, N)."""
+    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
     check_floating("context", context, rank=4)
     check_floating("gate", gate, rank=3)
     batch_size, num_heads, seq_len, head_dim = context.shape

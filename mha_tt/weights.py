@@ -33,7 +33,7 @@ def upload_weights(
 
     Args:
         weights: canonical arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,), `k_proj.weight`
-            (K * H, d_kv), …, `out_proj.weight` (E, N * H) where there is one; `q_norm.weight` (H,), (N, H) or (N * H,)
+            (K * H, d_kv), …, `out_proj.weight` (E, N * Hv) where there is one; `q_norm.weight` (H,), (N, H) or (N * H,)
             and the other parameters of norms.
         spec: the layer.
         device: where to.
@@ -42,7 +42,8 @@ def upload_weights(
     Returns:
         Tensors by the names of the projections that the layer holds. P being the padded head_dim: `q_proj.weight`
         (d_in, N * P), `q_proj.bias` (1, N * P), …, `out_proj.weight` (N * P, E), `out_proj.bias` (1, E); of norms
-        (1, P), (1, N, 1, P) or (1, N * P).
+        (1, P), (1, N, 1, P) or (1, N * P). Where values have features of their own number, P is theirs for v_proj and
+        what comes after it.
 
     Raises:
         ValueError: if names or shapes are not those of the layer, or a value is not finite.
@@ -53,20 +54,23 @@ def upload_weights(
     if shapes != spec.weight_shapes:
         raise ValueError(f"weights must have the names and shapes {spec.weight_shapes}, got {shapes}")
     check_finite(weights)
-    arrays = {name: np.asarray(weight, dtype=np.float32) for name, weight in weights.items()}
+    arrays = {}
+    for name, weight in weights.items():
+        part, _, kind = name.partition(".")
+        array = np.asarray(weight, dtype=np.float32)
+        if name in spec.parameters:
+            array = _pad_heads(array.reshape(-1), part, spec).reshape(_parameter_shape(name, spec))
+        elif _has_heads(part, spec):
+            array = _pad_heads(array, part, spec)
+        elif part == "out_proj" and kind == "weight":
+            array = _pad_heads(array.T, part, spec).T
+        arrays[name] = array
     for kind in ("weight", "bias"):
         if spec.fused_qkv and f"q_proj.{kind}" in arrays:
             arrays[f"qkv_proj.{kind}"] = np.concatenate([arrays.pop(f"{part}_proj.{kind}") for part in "qkv"])
     held = {}
     for name, array in arrays.items():
-        projection, _, kind = name.partition(".")
-        if name in spec.parameters:
-            array = _pad_heads(array.reshape(-1), spec).reshape(_parameter_shape(array.shape, spec))
-        elif _has_heads(projection, spec):
-            array = _pad_heads(array, spec)
-        elif projection == "out_proj" and kind == "weight":
-            array = _pad_heads(array.T, spec).T
-        is_matrix = kind == "weight" and name not in spec.parameters
+        is_matrix = name.endswith(".weight") and name not in spec.parameters
         if name not in spec.parameters:
             array = array.T if is_matrix else array[None]
         narrow = dtype == ttnn.bfloat8_b and not is_matrix  # one row of a block format is as coarse as its largest
@@ -85,35 +89,57 @@ def download_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> dict
         ValueError: if names or shapes are not those of the layer.
     """
     check_weights(weights, spec)
-    slots = head_slots(spec.head_dim, rope=spec.rope)
-    padded = _padded(spec)
-    canonical = {}
+    arrays = {}
     for name, tensor in weights.items():
-        projection, _, kind = name.partition(".")
         array = download(tensor)
-        if name in spec.parameters:
-            canonical[name] = array.reshape(-1, padded)[:, slots].reshape(spec.parameters[name])
-            continue
-        array = array.T if kind == "weight" else array[0]
-        if _has_heads(projection, spec):
-            array = array.reshape(-1, padded, *array.shape[1:])[:, slots]
-            array = array.reshape(-1, *array.shape[2:])
-        elif projection == "out_proj" and kind == "weight":
-            array = array.reshape(len(array), -1, padded)[:, :, slots].reshape(len(array), -1)
-        if projection == "qkv_proj":
-            parts = np.split(array, [spec.q_width, spec.q_width + spec.kv_width])
-            canonical |= {
-                f"{part}_proj.{kind}": np.ascontiguousarray(each) for part, each in zip("qkv", parts, strict=True)
-            }
+        if name not in spec.parameters:
+            array = array.T if name.endswith(".weight") else array[0]
+        if name.startswith("qkv_proj."):
+            ends = np.cumsum([padded_width(f"{part}_proj", spec) for part in "qk"])
+            parts = zip("qkv", np.split(array, ends), strict=True)
+            arrays |= {name.replace("qkv", part): each for part, each in parts}
         else:
-            canonical[name] = np.ascontiguousarray(array)
-    return {name: canonical[name] for name in spec.weight_shapes}
+            arrays[name] = array
+    canonical = {}
+    for name, shape in spec.weight_shapes.items():
+        part, _, kind = name.partition(".")
+        array = arrays[name]
+        if name in spec.parameters:
+            array = _real_heads(array.reshape(-1), part, spec)
+        elif _has_heads(part, spec):
+            array = _real_heads(array, part, spec)
+        elif part == "out_proj" and kind == "weight":
+            array = _real_heads(array.T, part, spec).T
+        canonical[name] = np.ascontiguousarray(array.reshape(shape))
+    return canonical
 
 
-def _slots(width: int, spec: AttentionSpec) -> np.ndarray:
+def slots_of(part: str, spec: AttentionSpec) -> np.ndarray:
+    """Where the features of a head lie in a projection or norm of that name: see `head_slots`.
+
+    Values, and what is made of them, are as queries and keys where they have as many features, and by themselves else.
+    """
+    if part.startswith(("q_", "k_")) or spec.value_head_dim == spec.head_dim:
+        return head_slots(spec.head_dim, rope=spec.rope)
+    return head_slots(spec.value_head_dim)
+
+
+def padded_features(part: str, spec: AttentionSpec) -> int:
+    """Features that a head has on the device in a projection or norm of that name."""
+    if part.startswith(("q_", "k_")) or spec.value_head_dim == spec.head_dim:
+        return padded_head_dim(spec.head_dim, rope=spec.rope is not None)
+    return padded_head_dim(spec.value_head_dim)
+
+
+def padded_width(part: str, spec: AttentionSpec) -> int:
+    """Width of all heads side by side in what a projection of that name gives, or out_proj takes."""
+    return (spec.num_kv_heads if part.startswith(("k_", "v_")) else spec.num_heads) * padded_features(part, spec)
+
+
+def _slots(part: str, width: int, spec: AttentionSpec) -> np.ndarray:
     """Where the features lie in one padded head, or in several side by side."""
-    first = _padded(spec) * np.arange(width // _padded(spec))[:, None]
-    return (first + head_slots(spec.head_dim, rope=spec.rope)).reshape(-1)
+    padded = padded_features(part, spec)
+    return (padded * np.arange(width // padded)[:, None] + slots_of(part, spec)).reshape(-1)
 
 
 def _has_heads(projection: str, spec: AttentionSpec) -> bool:
@@ -122,21 +148,25 @@ def _has_heads(projection: str, spec: AttentionSpec) -> bool:
     return projection != "out_proj" and not is_one_a_head
 
 
-def _padded(spec: AttentionSpec) -> int:
-    return padded_head_dim(spec.head_dim, rope=spec.rope is not None)
-
-
-def _parameter_shape(shape: tuple[int, ...], spec: AttentionSpec) -> tuple[int, ...]:
+def _parameter_shape(name: str, spec: AttentionSpec) -> tuple[int, ...]:
     """The shape on the device of a parameter of a norm."""
-    return parameter_shape((*shape[:-1], shape[-1] // spec.head_dim * _padded(spec)))
+    part, shape = name.partition(".")[0], spec.parameters[name]
+    return parameter_shape((*shape[:-1], shape[-1] // len(slots_of(part, spec)) * padded_features(part, spec)))
 
 
-def _pad_heads(rows: np.ndarray, spec: AttentionSpec) -> np.ndarray:
+def _pad_heads(rows: np.ndarray, part: str, spec: AttentionSpec) -> np.ndarray:
     """(heads * H, …) -> (heads * P, …), zeros where a head has no feature."""
-    heads = rows.reshape(-1, spec.head_dim, *rows.shape[1:])
-    padded = np.zeros((len(heads), _padded(spec), *rows.shape[1:]), rows.dtype)
-    padded[:, head_slots(spec.head_dim, rope=spec.rope)] = heads
+    slots = slots_of(part, spec)
+    heads = rows.reshape(-1, len(slots), *rows.shape[1:])
+    padded = np.zeros((len(heads), padded_features(part, spec), *rows.shape[1:]), rows.dtype)
+    padded[:, slots] = heads
     return padded.reshape(-1, *rows.shape[1:])
+
+
+def _real_heads(rows: np.ndarray, part: str, spec: AttentionSpec) -> np.ndarray:
+    """(heads * P, …) -> (heads * H, …): the inverse of `_pad_heads`."""
+    heads = rows.reshape(-1, padded_features(part, spec), *rows.shape[1:])[:, slots_of(part, spec)]
+    return heads.reshape(-1, *rows.shape[1:])
 
 
 def project_with(
@@ -154,7 +184,7 @@ def project_with(
                 spec.norms[name],
                 weights.get(f"{name}.weight"),
                 weights.get(f"{name}.bias"),
-                slots=_slots(x.shape[-1], spec),
+                slots=_slots(name, x.shape[-1], spec),
                 compute_kernel_config=compute_kernel_config,
             )
         weight = weights[f"{name}.weight"]
@@ -178,18 +208,19 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     check_spec(spec)
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights must be a mapping of names to tensors, got {type(weights).__name__}")
-    padded = _padded(spec)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, projection in spec.projections.items():
         d_in, d_out = projection.d_in, projection.d_out
-        if _has_heads(name, spec):
-            d_out = d_out // spec.head_dim * padded
+        if name == "qkv_proj":
+            d_out = sum(padded_width(f"{part}_proj", spec) for part in "qkv")
         elif name == "out_proj":
-            d_in = spec.num_heads * padded
+            d_in = padded_width(name, spec)
+        elif _has_heads(name, spec):
+            d_out = padded_width(name, spec)
         shapes[f"{name}.weight"] = (d_in, d_out)
         if projection.has_bias:
             shapes[f"{name}.bias"] = (1, d_out)
-    shapes |= {name: _parameter_shape(shape, spec) for name, shape in spec.parameters.items()}
+    shapes |= {name: _parameter_shape(name, spec) for name in spec.parameters}
     missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
     if missing or unexpected:
         raise ValueError(f"weights must have exactly the names of the spec, missing {missing}, unexpected {unexpected}")

@@ -5,7 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mha_spec import AttentionSpec, Gate, Norm, Rope
+    from mha_spec import AttentionSpec, Gate, Norm, Rope, Temperature
     from parity.backends.caches import load_cache, save_cache
     from parity.backends.numerics import numerics_lock
     from parity.conformance.answers import Conformance
@@ -50,6 +50,7 @@ __all__ = [
     "Problem",
     "Report",
     "Rope",
+    "Temperature",
     "assert_parity",
     "check_weights",
     "convert",
@@ -83,7 +84,7 @@ __all__ = [
 # The names are imported when they are first asked for: `mha-parity --help`, and every pytest run where this package is
 # installed, import `parity` and need nothing of it.
 _MODULES = {
-    "mha_spec": ["AttentionSpec", "Gate", "Norm", "Rope"],
+    "mha_spec": ["AttentionSpec", "Gate", "Norm", "Rope", "Temperature"],
     "parity.core.arrays": ["to_jax", "to_numpy", "to_torch"],
     "parity.testing.assertion": ["assert_parity"],
     "parity.backends.caches": ["load_cache", "save_cache"],

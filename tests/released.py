@@ -72,7 +72,7 @@ class Released:
     def weights(self) -> Weights:
         """Ours, as a function of its parameters."""
         found: dict[str, Tensor] = {}
-        widths = (self.spec.q_width, self.spec.kv_width, self.spec.kv_width)
+        widths = (self.spec.q_width, self.spec.k_width, self.spec.v_width)
         for name, parameter in self.module.named_parameters():
             for theirs, ours in NAMES.items():
                 name = name.replace(theirs, ours)

@@ -1035,6 +1035,23 @@ def test_kv_cache_nbytes_of_a_large_model(sibling, num_kv_heads, gib):
     assert nbytes == gib * 2**30
 
 
+def test_a_cache_holds_values_of_another_width(sibling, rng):
+    cache = sibling.package.init_cache(2, 3, 5, 4, value_head_dim=6)
+    keys, values, _ = contents(sibling, cache)
+    assert (keys.shape, values.shape) == ((2, 3, 5, 4), (2, 3, 5, 6))
+    nbytes = sibling.package.kv_cache_nbytes(2, 3, 5, 4, value_head_dim=6, dtype=cache.keys.dtype)
+    assert nbytes == keys.nbytes + values.nbytes
+    k, v = (rng.standard_normal((2, 3, 2, n)).astype(np.float32) for n in (4, 6))
+    grown = sibling.package.append_to_cache(cache, sibling.array(k), sibling.array(v))
+    for changed in (grown, grown.grow(7), grown.reorder([0, 1]), grown.crop(2)):
+        keys, values, _ = contents(sibling, changed)
+        assert np.array_equal(keys[:, :, :2], k)
+        assert np.array_equal(values[:, :, :2], v)
+        assert not values[:, :, 2:].any()
+    with pytest.raises(ValueError, match=r"cache.values must have shape .* = \(2, 3, 5, 4\), got .*\(2, 3, 5, 6\)"):
+        sibling.package.append_to_cache(grown, sibling.array(k), sibling.array(k))
+
+
 @every_dtype
 def test_kv_cache_nbytes_are_those_of_a_cache(sibling, dtype):
     dtype = framework_dtype(sibling, dtype)

@@ -18,16 +18,18 @@ from parity.core.problem import make_problem
 from parity.core.stages import run_steps
 
 CASES_AND_QUICK = (CASES.values(), QUICK.values())
-SIZES = ("num_kv_heads", "head_dim", "d_in", "d_kv")  # which are filled in where they are left out
+SIZES = ("num_kv_heads", "head_dim", "d_in", "d_kv")  # which are filled in where they are left out,
+OF_OTHERS = {"value_head_dim": "head_dim"}  # and what is a feature where it is not that
 
 
 def switched_off(record: Any) -> Iterator[tuple[str, Any]]:
     """A specification, or a part of it, with each field by itself as it is where nothing is said of it."""
     for field in fields(record):
         value = getattr(record, field.name)
-        if field.default is MISSING or field.name in SIZES or value == field.default:
+        default = getattr(record, OF_OTHERS[field.name]) if field.name in OF_OTHERS else field.default
+        if field.default is MISSING or field.name in SIZES or value == default:
             continue
-        yield field.name, replace_or_none(record, field.name, field.default)
+        yield field.name, replace_or_none(record, field.name, default)
         if is_dataclass(value):
             yield from (
                 (f"{field.name}.{name}", without and replace_or_none(record, field.name, without))

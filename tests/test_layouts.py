@@ -370,6 +370,7 @@ UNHELD = {
     r"q_proj, k_proj and v_proj must all have a bias, or none, got .*qkv_bias=\(True, False, True\)": {
         "qkv_bias": (True, False, True)
     },
+    "value_head_dim must equal head_dim, got head_dim=.*, value_head_dim=3": {"value_head_dim": 3},
     "there must be no gate, got gate=Gate": {"gate": Gate()},
     "projections must not be clipped, got clip_qkv=8.0": {"clip_qkv": 8.0},
     "queries, keys and values must not be normalised, got qk_norm=Norm": {"qk_norm": Norm()},

@@ -843,6 +843,50 @@ def test_projections_are_clipped_before_anything_else(sibling, fused_qkv):
         assert (np.abs(found) < 0.25).any()
 
 
+@pytest.mark.parametrize("hidden", [{}, {"is_causal": True}, {"key_padding_lengths": [2, 5]}], ids=str)
+@pytest.mark.parametrize("path", ["", "fused"])
+def test_values_of_any_width_are_weighed_feature_by_feature(sibling, path, hidden, rng):
+    """So values that are wider than keys give side by side what their parts give, as narrow ones do."""
+    package = getattr(sibling.package, path) if path else sibling.package
+    q, k, v = (sibling.array(rng.standard_normal((2, n, 5, 4)).astype(np.float32)) for n in (4, 2, 2))
+    wide = sibling.array(rng.standard_normal((2, 2, 5, 3)).astype(np.float32))
+    both = sibling.array(np.concatenate([sibling.numpy(v), sibling.numpy(wide)], axis=3))
+
+    def context(values):
+        return sibling.numpy(package.scaled_dot_product_attention(q, k, values, **hidden)[0])
+
+    parts = [context(v), context(wide)]
+    assert [part.shape for part in parts] == [(2, 4, 5, 4), (2, 4, 5, 3)]
+    assert np.abs(context(both) - np.concatenate(parts, axis=3)).max() <= 8 * EPSILON
+
+
+def test_a_temperature_grows_by_the_logarithm_of_the_lengths_passed(sibling):
+    """With scale 1 / ln 2 and first position 1: 1 at positions 0 to 2, 2 at 3 to 6, 1 + log2(3) at 7, 3 at 11."""
+    x = sibling.array(np.ones((2, 1, 4, 3), np.float32))
+    positions = sibling.array([[0, 2, 3, 6], [7, 10, 11, 14]])
+    temperature = parity.Temperature(4, 1.0 / math.log(2.0), first_position=1)
+    found = sibling.numpy(sibling.package.apply_temperature(x, positions, temperature))
+    expected = np.array([[1.0, 1.0, 2.0, 2.0], [1.0 + math.log2(3.0)] * 2 + [3.0] * 2])
+    assert np.abs(found - expected[:, None, :, None]).max() <= 8 * EPSILON
+
+
+def test_a_temperature_takes_positions_without_rope(sibling, rng):
+    spec = parity.AttentionSpec(8, 2, temperature=parity.Temperature(4))
+    module = sibling.module("MultiHeadAttention", spec)
+    x = sibling.array(rng.standard_normal((2, 5, 8)).astype(np.float32))
+
+    def output(*positions):
+        given = {"positions": sibling.array(np.array(positions, np.int32))} if positions else {}
+        return sibling.numpy(module(x, **given)[0])
+
+    assert np.array_equal(output(), output(range(5)))
+    assert np.abs(output() - output(range(3, 8))).max() > 1e-3
+    with pytest.raises(ValueError, match=r"positions must have shape \(B or 1, T\) = \(2 or 1, 5\)"):
+        output(range(4))
+    with pytest.raises(TypeError, match="temperature must be a Temperature, got temperature=4"):
+        sibling.package.apply_temperature(x[:, None], sibling.array([[0] * 5]), 4)
+
+
 def test_a_gate_multiplies_by_its_sigmoid(sibling):
     """sigmoid(0) is 1/2, sigmoid(log 3) is 3/4: of each feature of two heads, or of each head."""
     context = sibling.array(np.arange(8, dtype=np.float32).reshape(1, 2, 2, 2) + 1)

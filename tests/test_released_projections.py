@@ -1,4 +1,4 @@
-"""Clipped projections, biases of some, gates of the context: as in the released modules of transformers."""
+"""Clipped projections, biases of some, gates, values of another width: as in the released modules of transformers."""
 
 import pytest
 import torch
@@ -47,3 +47,21 @@ def test_afmoe_has_a_gate_of_its_own(layer_type):
     spec = plain_spec(head_dim=16, gate=Gate(), qk_norm=Norm(eps=0.01), rope=rope)
     options = {**GATED, "layer_types": [layer_type], "sliding_window": 64}
     check_equal(made("afmoe", "Afmoe", spec, options=options))
+
+
+@pytest.mark.parametrize("features", [12, 20])
+def test_mimo_v2_has_values_of_another_width_than_keys(features):
+    """It multiplies them by a number, too: a factor of v_proj to us."""
+    spec = plain_spec(head_dim=16, value_head_dim=features, rope=Rope(rotary_dim=8))
+    options = {"head_dim": 16, "v_head_dim": features, "attention_value_scale": 0.707}
+    check_equal(
+        made(
+            "mimo_v2_flash",
+            "MiMoV2Flash",
+            spec,
+            {"partial_rotary_factor": 0.5},
+            layer_type="full_attention",
+            options=options,
+            repacked=lambda weights: weights | {"v_proj.weight": weights["v_proj.weight"] * 0.707},
+        )
+    )

@@ -106,6 +106,7 @@ EXTRA_NAMES = {
         *CACHE_PARTS["torch"],
     },
     "tt": {
+        *("slots_of", "padded_features", "padded_width"),  # where the features of padded heads lie
         "MASKED",  # stands for -inf, of which the kernel makes NaN,
         "LOWEST_BIAS",  # and what a bias of the user's is raised to, so as to stay above it
         "DeviceMask",  # masks are made on the host, and uploaded once for many calls,

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from mha_spec import (
     Norm,
     ProportionalScaling,
     Rope,
+    Temperature,
     YarnScaling,
 )
 from mha_spec.scaling import SCALINGS
@@ -26,7 +28,8 @@ from parity.core.weights import load_tensors, weight_shapes
 
 def test_spec_fills_in_the_sizes_left_out():
     spec = AttentionSpec(32, 4)
-    assert (spec.num_kv_heads, spec.head_dim, spec.d_in, spec.d_kv) == (4, 8, 32, 32)
+    assert (spec.num_kv_heads, spec.head_dim, spec.d_in, spec.d_kv, spec.value_head_dim) == (4, 8, 32, 32, 8)
+    assert AttentionSpec(32, 4, head_dim=12).value_head_dim == 12
 
 
 def test_spec_takes_the_key_width_from_the_query_width():
@@ -35,6 +38,18 @@ def test_spec_takes_the_key_width_from_the_query_width():
 
 def test_spec_never_derives_a_head_dim_that_is_given():
     assert AttentionSpec(30, 4, head_dim=12).q_width == 48
+
+
+def test_values_of_another_width_have_projections_of_their_own_width():
+    spec = AttentionSpec(32, 4, num_kv_heads=2, value_head_dim=12, v_norm=Norm(), gate=Gate())
+    assert (spec.q_width, spec.k_width, spec.v_width, spec.context_width, spec.output_width) == (32, 16, 24, 48, 32)
+    assert weight_shapes(spec) | {"v_norm.weight": (12,)} == weight_shapes(spec)
+    shapes = {name: weight_shapes(spec)[f"{name}_proj.weight"] for name in ("q", "k", "v", "out", "gate")}
+    assert shapes == {"q": (32, 32), "k": (16, 32), "v": (24, 32), "out": (32, 48), "gate": (48, 32)}
+    assert replace(spec, fused_qkv=True).held_shapes["qkv_proj.weight"] == (72, 32)
+    assert replace(spec, out_proj=False).output_width == 48
+    assert spec.cache_nbytes(2, 5, np.dtype(np.float32)) == 2 * 5 * (16 + 24) * 4
+    assert AttentionSpec.from_json(spec.to_json()) == spec
 
 
 @pytest.mark.parametrize(
@@ -46,6 +61,8 @@ def test_spec_never_derives_a_head_dim_that_is_given():
         ({"d_model": 8, "num_heads": True}, TypeError, "num_heads must be an integer"),
         ({"d_model": 8, "num_heads": 4, "num_kv_heads": 3}, ValueError, "num_heads must be a multiple"),
         ({"d_model": 8, "num_heads": 4, "head_dim": -1}, ValueError, "head_dim must be at least 1"),
+        ({"d_model": 8, "num_heads": 4, "value_head_dim": 0}, ValueError, "value_head_dim must be at least 1"),
+        ({"d_model": 8, "num_heads": 4, "value_head_dim": 2.0}, TypeError, "value_head_dim must be an integer"),
         ({"d_model": 6, "num_heads": 2, "rope": Rope()}, ValueError, "head_dim must be even for RoPE"),
         ({"d_model": 8, "num_heads": 2, "rope": 1e4}, TypeError, "rope must be a Rope or None"),
         ({"d_model": 8, "num_heads": 2, "dropout": math.nan}, ValueError, "dropout must be at least 0 and below 1"),
@@ -75,6 +92,12 @@ def test_spec_never_derives_a_head_dim_that_is_given():
         ({"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True}, ValueError, "d_kv must equal d_in"),
         ({"d_model": 8, "num_heads": 2, "qk_norm": "rms"}, TypeError, "qk_norm must be a Norm or None"),
         ({"d_model": 8, "num_heads": 2, "gate": True}, TypeError, "gate must be a Gate or None, got gate=True"),
+        ({"d_model": 8, "num_heads": 2, "temperature": 8192}, TypeError, "temperature must be a Temperature"),
+        (
+            {"d_model": 8, "num_heads": 1, "temperature": Temperature(4), "rope": Rope(sections=(2, 1, 1))},
+            ValueError,
+            "temperature must be None with positions on several axes",
+        ),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, ValueError, "clip_qkv must be positive and finite"),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": math.nan}, ValueError, "clip_qkv must be positive and finite"),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": True}, TypeError, "clip_qkv must be a number"),
@@ -124,6 +147,27 @@ def test_norms_have_the_parameters_that_they_ask_for():
     }
     assert list(weight_shapes(spec))[-5:] == list(spec.parameters)
     assert AttentionSpec(8, 2, qk_norm=Norm(weight=None), v_norm=Norm(weight=None)).parameters == {}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"length": 0}, ValueError, "length must be at least 1"),
+        ({"length": 8192.0}, TypeError, "length must be an integer"),
+        ({"length": 4, "scale": 0.0}, ValueError, "scale must be positive and finite"),
+        ({"length": 4, "first_position": -1}, ValueError, "first_position must be at least 0"),
+    ],
+)
+def test_a_temperature_refuses_what_is_none(keywords, error, message):
+    with pytest.raises(error, match=message):
+        Temperature(**keywords)
+
+
+def test_a_temperature_is_kept_in_json():
+    spec = AttentionSpec(8, 2, temperature=Temperature(4, 0.5, first_position=1))
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert spec.has_positions
+    assert not AttentionSpec(8, 2).has_positions
 
 
 def test_a_gate_adds_a_projection():
@@ -349,6 +393,11 @@ def test_cases_cover_what_attention_can_do():
             for case in cases
         ),
         "free head_dim": any(case.spec.q_width != case.spec.d_model for case in cases),
+        "narrow values": any(case.spec.value_head_dim < case.spec.head_dim for case in cases),
+        "wide values": any(case.spec.value_head_dim > case.spec.head_dim for case in cases),
+        "narrow values with a cache": any(
+            case.spec.value_head_dim < case.spec.head_dim for case in cases if case.is_cached
+        ),
         "one query": any(case.seq_len == 1 for case in cases),
         "one key": any(case.seq_len_k == 1 for case in cases),
         "ragged": any(case.new_lengths for case in cases),
@@ -369,6 +418,9 @@ def test_cases_cover_what_attention_can_do():
         "gate": any(case.spec.gate and not case.spec.gate.per_head for case in cases),
         "gate of each head": any(case.spec.gate and case.spec.gate.per_head for case in cases),
         "gate with a cache": any(case.spec.gate for case in cases if case.is_cached),
+        "temperature without RoPE": any(case.spec.temperature and not case.spec.rope for case in cases),
+        "temperature after RoPE": any(case.spec.temperature and case.spec.rope for case in cases),
+        "temperature with a cache": any(case.spec.temperature for case in cases if case.is_cached),
         "clipped": any(case.spec.clip_qkv for case in cases if not case.is_cached),
         "clipped with a cache": any(case.spec.clip_qkv for case in cases if case.is_cached),
         "norm of values": any(case.spec.v_norm for case in cases),

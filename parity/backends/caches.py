@@ -79,9 +79,11 @@ def _check_framework(framework: str) -> None:
 def _check(name: str, tensors: dict[str, np.ndarray]) -> None:
     """Refuse keys, values and lengths that make no cache."""
     keys, values, lengths = (tensors[part] for part in PARTS)
-    if keys.ndim != 4 or values.shape != keys.shape or lengths.shape != keys.shape[:1]:
+    if keys.ndim != 4 or values.ndim != 4 or values.shape[:3] != keys.shape[:3] or lengths.shape != keys.shape[:1]:
         shapes = {part: tensor.shape for part, tensor in tensors.items()}
-        raise ValueError(f"{name} must have keys and values (B, K, capacity, H) and lengths (B,), got {shapes}")
+        raise ValueError(
+            f"{name} must have keys (B, K, capacity, H), values (B, K, capacity, Hv) and lengths (B,), got {shapes}"
+        )
     if not is_floating(keys.dtype) or values.dtype != keys.dtype or lengths.dtype != np.int32:
         dtypes = {part: tensor.dtype.name for part, tensor in tensors.items()}
         raise ValueError(

@@ -36,7 +36,7 @@ def gradients(port: Port, problem: Problem) -> dict[str, np.ndarray]:
 
 
 def values_to_weigh(problem: Problem, values: Values) -> np.ndarray:
-    """The values of a problem for its stage `context`, (B, K, S, H), without NaN.
+    """The values of a problem for its stage `context`, (B, K, S, Hv), without NaN.
 
     A sibling's `attention_context` knows no mask: it is the formula, for which 0 * NaN is NaN. What hides such values
     are the functions made of the stages, and `module.output` and `fused.output` ask it of them. A row that sees a NaN
@@ -138,8 +138,9 @@ class _Layer:
     def entering(self, query: Any, key: Any, positions: Any) -> dict[str, np.ndarray]:
         """The heads that enter attention, and the gate of what comes out."""
         of_layer = (self.spec, self.filled.weights)
-        qkv = self.port.call(_project, *of_layer, query, key, positions)
-        found = {name: self.shapes.heads_to_numpy(x) for name, x in zip("qkv", qkv, strict=True)}
+        q, k, v = self.port.call(_project, *of_layer, query, key, positions)
+        found = {name: self.shapes.heads_to_numpy(x) for name, x in (("q", q), ("k", k))}
+        found["v"] = self.shapes.values_to_numpy(v)
         if self.spec.gate is None:
             return found
         return {**found, "gate": self.shapes.gate_to_numpy(self.port.call(_open, *of_layer, query))}
@@ -154,13 +155,13 @@ class _Layer:
         return {"attn_weights": self.port.to_numpy(attn_weights).astype(dtype_named(self.problem.dtype))}
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
-        v = self.shapes.heads_from_numpy(values_to_weigh(self.problem, values))
+        v = self.shapes.values_from_numpy(values_to_weigh(self.problem, values))
         context = self.port.call(_weigh, self.port.from_numpy(values["attn_weights"]), v)
-        return {"context": self.shapes.heads_to_numpy(context)}
+        return {"context": self.shapes.values_to_numpy(context)}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
         gate = None if self.spec.gate is None else self.shapes.gate_from_numpy(values["gate"])
-        context = self.shapes.heads_from_numpy(values["context"])
+        context = self.shapes.values_from_numpy(values["context"])
         output = self.port.call(_combine, self.spec, self.filled.weights, context, gate)
         return {"output": self.shapes.output_to_numpy(output)}
 
@@ -202,11 +203,11 @@ class _Call:
         return {"mask": np.broadcast_to(np.asarray(mask), shape)}
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        positions = self.layer.told_positions(self.index) if self.case.spec.rope is not None else None
+        positions = self.layer.told_positions(self.index) if self.case.spec.has_positions else None
         return self.layer.entering(self.x, None, positions)
 
     def cache(self, values: Values) -> dict[str, np.ndarray]:
-        k, v = (self.shapes.heads_from_numpy(values[name]) for name in "kv")
+        k, v = self.shapes.heads_from_numpy(values["k"]), self.shapes.values_from_numpy(values["v"])
         return self._stages("cache", self.port.call(_append, self._previous("cache", values), k, v, self.new_lengths))
 
     def whole(self, values: Values) -> dict[str, np.ndarray]:

@@ -89,15 +89,23 @@ class Shapes:
         self.port, self.spec = port, spec
 
     def heads_from_numpy(self, x: np.ndarray) -> Any:
-        """Heads (B, heads, T, H)."""
+        """Heads of queries or keys, (B, heads, T, H)."""
         return self.port.from_numpy(x)
 
     def heads_to_numpy(self, x: Any) -> np.ndarray:
         """The same back."""
         return self.port.to_numpy(x)
 
+    def values_from_numpy(self, x: np.ndarray) -> Any:
+        """Heads of values, or the context, (B, heads, T, Hv)."""
+        return self.port.from_numpy(x)
+
+    def values_to_numpy(self, x: Any) -> np.ndarray:
+        """The same back."""
+        return self.port.to_numpy(x)
+
     def gate_from_numpy(self, x: np.ndarray) -> Any:
-        """What gate_proj gives, (B, T, N * H), or (B, T, N) for one number a head."""
+        """What gate_proj gives, (B, T, N * Hv), or (B, T, N) for one number a head."""
         return self.port.from_numpy(x)
 
     def gate_to_numpy(self, x: Any) -> np.ndarray:

@@ -23,6 +23,7 @@ import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other envi
 import mha_tt
 from mha_spec import AttentionSpec
 from mha_tt.device import TILE
+from mha_tt.weights import padded_features, slots_of
 from parity.backends.port import Shapes
 from parity.core.arrays import to_numpy
 from parity.core.cases import Case
@@ -99,33 +100,41 @@ class Padded(Shapes):
     """The features of a head and the slots of a cache are padded to whole tiles on the device."""
 
     def heads_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        has_rope = self.spec.rope is not None
-        padded = np.zeros((*x.shape[:-1], mha_tt.padded_head_dim(self.spec.head_dim, rope=has_rope)), x.dtype)
-        padded[..., self._slots()] = x
-        return from_numpy(padded)
+        return self._padded(x, "k_proj")
 
     def heads_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
+        return self._real(x, "k_proj")
+
+    def values_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
+        return self._padded(x, "v_proj")
+
+    def values_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
+        return self._real(x, "v_proj")
+
+    def _padded(self, x: np.ndarray, part: str) -> ttnn.Tensor:
+        padded = np.zeros((*x.shape[:-1], padded_features(part, self.spec)), x.dtype)
+        padded[..., slots_of(part, self.spec)] = x
+        return from_numpy(padded)
+
+    def _real(self, x: ttnn.Tensor, part: str) -> np.ndarray:
         """Heads without the features that pad them, which must be 0."""
-        padded = to_numpy(x)
-        heads = padded[..., self._slots()]
+        padded, slots = to_numpy(x), slots_of(part, self.spec)
+        heads = padded[..., slots]
         is_nan = np.isnan(heads).all(axis=-1)  # a token that is NaN is so in all features
-        if np.delete(padded, self._slots(), axis=-1)[~is_nan].any():
+        if np.delete(padded, slots, axis=-1)[~is_nan].any():
             raise ValueError(f"features that pad a head must be 0, got others in {padded.shape}")
         return heads
-
-    def _slots(self) -> np.ndarray:
-        return mha_tt.head_slots(self.spec.head_dim, rope=self.spec.rope)
 
     def gate_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
         if x.shape[2] == self.spec.num_heads:
             return from_numpy(x)
         heads = x.reshape(*x.shape[:2], self.spec.num_heads, -1).swapaxes(1, 2)
-        return mha_tt.combine_heads(self.heads_from_numpy(heads))
+        return mha_tt.combine_heads(self.values_from_numpy(heads))
 
     def gate_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
         if x.shape[2] == self.spec.num_heads:
             return to_numpy(x)
-        heads = self.heads_to_numpy(mha_tt.split_heads(x, self.spec.num_heads))
+        heads = self.values_to_numpy(mha_tt.split_heads(x, self.spec.num_heads))
         return heads.swapaxes(1, 2).reshape(x.shape[0], x.shape[1], -1)
 
     def output_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
@@ -134,19 +143,19 @@ class Padded(Shapes):
             return to_numpy(x)
         batch, seq_len, _ = x.shape
         heads = mha_tt.split_heads(x, self.spec.num_heads)
-        return self.heads_to_numpy(heads).swapaxes(1, 2).reshape(batch, seq_len, -1)
+        return self.values_to_numpy(heads).swapaxes(1, 2).reshape(batch, seq_len, -1)
 
     def cache_from_numpy(self, keys: np.ndarray, values: np.ndarray, lengths: np.ndarray) -> mha_tt.KVCache:
         capacity = keys.shape[2]
-        filler = np.zeros((*keys.shape[:2], -capacity % TILE, keys.shape[3]), keys.dtype)
-        keys, values = (self.heads_from_numpy(np.concatenate([x, filler], axis=2)) for x in (keys, values))
-        return mha_tt.KVCache(keys, values, lengths, capacity)
+        added = ((0, 0), (0, 0), (0, -capacity % TILE), (0, 0))
+        keys, values = (np.pad(x, added) for x in (keys, values))
+        return mha_tt.KVCache(self.heads_from_numpy(keys), self.values_from_numpy(values), lengths, capacity)
 
     def cache_to_numpy(self, cache: mha_tt.KVCache) -> dict[str, np.ndarray]:
         """What a cache holds; slots beyond its capacity must be 0."""
         held: dict[str, np.ndarray] = {}
-        for name, slots in (("keys", cache.keys), ("values", cache.values)):
-            array = self.heads_to_numpy(slots)
+        slots = {"keys": self.heads_to_numpy(cache.keys), "values": self.values_to_numpy(cache.values)}
+        for name, array in slots.items():
             if array[:, :, cache.capacity :].any():
                 raise ValueError(f"slots beyond the capacity must be 0, got others in the {name}")
             held[name] = array[:, :, : cache.capacity]

@@ -261,8 +261,8 @@ def plain_weights(spec: AttentionSpec) -> Weights:
     weights: Weights = {}
     for name, rows in (
         ("q_proj", spec.q_width),
-        ("k_proj", spec.kv_width),
-        ("v_proj", spec.kv_width),
+        ("k_proj", spec.k_width),
+        ("v_proj", spec.v_width),
         ("out_proj", None),
     ):
         weights[f"{name}.weight"] = identity[:rows].copy()

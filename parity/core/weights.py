@@ -234,7 +234,7 @@ def unpack_qkv(packed: Mapping[str, np.ndarray], spec: AttentionSpec) -> Weights
         if projection not in QKV:
             weights[name] = packed[name]
         else:
-            ends = np.cumsum([spec.q_width, spec.kv_width])
+            ends = np.cumsum([spec.q_width, spec.k_width])
             parts = np.split(packed[f"qkv_proj.{leaf}"], ends)
             weights[name] = np.ascontiguousarray(parts["qkv".index(projection[0])])
     return weights

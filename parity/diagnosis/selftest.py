@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from mha_spec import AttentionSpec, Gate, LongRopeScaling, Norm, ProportionalScaling, Rope, YarnScaling
+from mha_spec import AttentionSpec, Gate, LongRopeScaling, Norm, ProportionalScaling, Rope, Temperature, YarnScaling
 from parity.backends import BACKENDS, load_backend, why_missing
 from parity.backends.record import record
 from parity.core.cases import CASES, Case
@@ -149,6 +149,22 @@ SELFTEST_CASES = [
         is_causal=True,
         bias=True,
         gain=3.0,
+    ),
+    Case(
+        "value-head-dim",
+        AttentionSpec(32, 4, num_kv_heads=2, head_dim=12, value_head_dim=8),
+        "values narrower than keys",
+        seq_len=7,
+        is_causal=True,
+    ),
+    Case(
+        "temperature",
+        AttentionSpec(32, 4, temperature=Temperature(3, scale=0.5, first_position=1)),
+        "queries tempered past one length and another",
+        seq_len=8,
+        chunks=(4, 1, 3),
+        new_lengths=((4, 2), (1, 1), (2, 3)),
+        capacity=10,
     ),
     Case("chunk", AttentionSpec(32, 4, chunk_size=3), "a layer of chunks", seq_len=8, is_causal=True),
 ]

@@ -17,7 +17,7 @@ from parity.core.weights import Weights
 HELD = frozenset(
     {
         *("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv", "qkv_bias", "out_bias", "out_proj"),
-        *("fused_qkv", "dropout"),
+        *("value_head_dim", "fused_qkv", "dropout"),
     }
 )
 """The fields of a specification that other libraries' layers have, as far as their layouts take them. (`fused_qkv` says

@@ -763,6 +763,25 @@ def test_kv_cache_nbytes_are_those_of_a_cache(device, sizes, dtype):
     assert mha_tt.kv_cache_nbytes(*sizes, dtype=dtype) == held
 
 
+@both_dtypes
+def test_a_cache_holds_values_of_another_width(device, dtype):
+    """Those of one tile beside keys of two, as they came, token by token and of nothing."""
+    spec = parity.AttentionSpec(24, 2, head_dim=12, value_head_dim=20, rope=parity.Rope(), fused_qkv=True)
+    module = mha_tt.MultiHeadAttentionWithCache(spec, device=device, dtype=dtype)
+    cache = module.init_cache(2, 40)
+    assert (tuple(cache.keys.shape), tuple(cache.values.shape)) == ((2, 2, 64, 64), (2, 2, 64, 32))
+    sizes = {"head_dim": 64, "value_head_dim": 32, "dtype": dtype}
+    held = sum(slots.buffer_num_pages() * slots.buffer_page_size() for slots in (cache.keys, cache.values))
+    assert mha_tt.kv_cache_nbytes(2, 2, 40, **sizes) == held
+    x = np.random.default_rng(0).standard_normal((2, 5, 24))
+    whole, _ = module(mha_tt.upload(x, device=device, dtype=dtype), cache)
+    cache, steps = module.init_cache(2, 40), []
+    for begin, end in ((0, 3), (3, 3), (3, 4), (4, 5)):
+        output, cache = module(mha_tt.upload(x[:, begin:end], device=device, dtype=dtype), cache)
+        steps.append(mha_tt.download(output))
+    assert_close(np.concatenate(steps, axis=1), mha_tt.download(whole), dtype)
+
+
 # ---- What the device does not refuse ---------------------------------------------------------------------------------
 
 

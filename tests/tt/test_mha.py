@@ -158,6 +158,24 @@ def test_scores_are_capped_softly_before_the_bias(device):
 
 
 @both_dtypes
+def test_a_temperature_grows_by_the_logarithm_of_the_lengths_passed(device, dtype):
+    """1 up to the length, and then 1 + log2(1 + lengths) with a scale of 1 / ln 2; with RoPE and without it."""
+    x = mha_tt.upload(np.ones((2, 1, 4, 32)), device=device, dtype=dtype)
+    positions = np.array([[0, 2, 3, 6], [7, 10, 27, 30]])
+    temperature = parity.Temperature(4, 1.0 / math.log(2.0), first_position=1)
+    found = mha_tt.download(mha_tt.apply_temperature(x, positions, temperature))
+    expected = np.array([[1.0, 1.0, 2.0, 2.0], [1.0 + math.log2(3.0)] * 2 + [4.0] * 2])
+    assert_close(found, np.broadcast_to(expected[:, None, :, None], found.shape), dtype)
+    assert mha_tt.apply_temperature(x, positions[:1] * 0, temperature) is x
+    for rope in (None, parity.Rope()):
+        spec = parity.AttentionSpec(8, 2, rope=rope, temperature=temperature)
+        module = mha_tt.MultiHeadAttention(spec, device=device, dtype=dtype)
+        tokens = mha_tt.upload(np.random.default_rng(0).standard_normal((1, 5, 8)), device=device, dtype=dtype)
+        counted, told = module(tokens)[0], module(tokens, positions=np.arange(5)[None])[0]
+        assert np.array_equal(mha_tt.download(counted), mha_tt.download(told))
+
+
+@both_dtypes
 def test_scores_are_float32(device, dtype):
     ones = mha_tt.upload(np.ones((1, 1, 1, 4)), device=device, dtype=dtype)
     assert mha_tt.attention_scores(ones, ones).dtype == ttnn.float32

@@ -149,6 +149,11 @@ RULES: dict[str, Rule] = {
         "all projections must have a bias", ("qkv_bias", "out_bias"), lambda spec: spec.qkv_bias and spec.out_bias
     ),
     "out bias": Rule("out_proj must have a bias", ("out_bias",), lambda spec: spec.out_bias),
+    "one head_dim": Rule(
+        "value_head_dim must equal head_dim",
+        ("head_dim", "value_head_dim"),
+        lambda spec: spec.value_head_dim == spec.head_dim,
+    ),
     "no norms": Rule(
         "queries, keys and values must not be normalised",
         ("qk_norm", "v_norm"),
@@ -175,7 +180,7 @@ def _rotates_whole_halves(rope: Rope, head_dim: int) -> bool:
     return rope.pairs == "half" and rope.rotary_dim in (None, head_dim)
 
 
-OF_ALL = ("no norms", "no clipping", "equal biases", "no gate")
+OF_ALL = ("one head_dim", "no norms", "no clipping", "equal biases", "no gate")
 """The rules of every layout: what none of them has names for yet."""
 
 

@@ -38,7 +38,7 @@ class Case:
         chunks: with a cache: how many tokens each call appends.
         new_lengths: with a cache: how many of them are real, for each call and sequence.
         capacity: with a cache: its number of slots.
-        first_position: the position of the first token, for RoPE.
+        first_position: the position of the first token, for RoPE and a temperature.
         trained: name of the trained layer that gives weights and inputs.
         dtype: the only dtype that the case runs in, where it is about one.
     """
@@ -87,11 +87,12 @@ class Case:
     @property
     def has_positions(self) -> bool:
         """Whether layers are told positions: where they are not 0, 1, … or the number of cached tokens and so on."""
-        rope = self.spec.rope
-        return rope is not None and bool(self.first_position or rope.sections)
+        if self.spec.rope is not None and self.spec.rope.sections:
+            return True
+        return self.spec.has_positions and bool(self.first_position)
 
     def positions(self, step: int | None = None) -> np.ndarray:
-        """The positions of all tokens, or of those of the call of that index, for RoPE: (B or 1, T).
+        """The positions of all tokens, or of those of the call of that index: (B or 1, T).
 
         With sections they are (3, B or 1, T): time, row and column of frames of 2 x 3 patches. Padding in a call has
         the position of the first token, so that it makes no sequence longer.

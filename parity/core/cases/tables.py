@@ -12,6 +12,7 @@ from mha_spec import (
     Norm,
     ProportionalScaling,
     Rope,
+    Temperature,
     YarnScaling,
 )
 from parity.core.cases.case import Case
@@ -21,6 +22,8 @@ _GQA = AttentionSpec(32, 8, num_kv_heads=2)
 _ROPE = AttentionSpec(32, 4, rope=Rope(10000.0))
 _GQA_ROPE = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), qkv_bias=False, out_bias=False)
 _SOFT_CAP = AttentionSpec(32, 4, num_kv_heads=2, soft_cap=1.5)
+_TEMPERATURE = AttentionSpec(32, 4, num_kv_heads=2, temperature=Temperature(3, scale=0.5, first_position=1))
+_ROPE_TEMPERATURE = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0), temperature=Temperature(4, scale=0.5))
 _WINDOW = AttentionSpec(32, 4, num_kv_heads=2, window_size=4)
 _CHUNK = AttentionSpec(32, 4, num_kv_heads=2, chunk_size=4)
 _SCALE = AttentionSpec(32, 4, num_kv_heads=2, scale=0.0625)
@@ -37,6 +40,15 @@ _PER_HEAD = AttentionSpec(
 _AFTER_ROPE = AttentionSpec(32, 4, rope=Rope(10000.0), qk_norm=Norm(after_rope=True))
 _L2 = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0), qk_norm=Norm(weight=None, after_rope=True, eps=0.01))
 _CLIP = AttentionSpec(32, 4, num_kv_heads=2, clip_qkv=0.75, rope=Rope(10000.0))
+_VALUES = AttentionSpec(
+    *(32, 4),
+    num_kv_heads=2,
+    head_dim=12,
+    value_head_dim=8,
+    rope=Rope(10000.0),
+    v_norm=Norm(),
+    gate=Gate(),
+)
 _WHISPER = AttentionSpec(32, 4, qkv_bias=(True, False, True))
 _GATE = AttentionSpec(
     48,
@@ -88,6 +100,14 @@ LAYERS = [
     Case("gqa-causal", _GQA, "shared key/value heads under a mask", is_causal=True),
     Case("mqa", AttentionSpec(32, 4, num_kv_heads=1), "all query heads share one", is_causal=True),
     Case("head-dim", AttentionSpec(32, 4, head_dim=12), "heads wider than d_model / num_heads"),
+    Case("value-head-dim", _VALUES, "values narrower than keys", seq_len=9, is_causal=True),
+    Case(
+        "value-head-dim-fused-qkv",
+        AttentionSpec(32, 4, num_kv_heads=2, value_head_dim=20, fused_qkv=True),
+        "values wider than keys, one projection of three widths",
+        seq_len=9,
+        key_padding_lengths=(3, 9),
+    ),
     Case("no-bias", AttentionSpec(32, 4, qkv_bias=False, out_bias=False), "projections without biases"),
     Case("biases-of-some", _WHISPER, "biases of q and v, none of k", seq_len_k=7),
     Case("no-out-proj", AttentionSpec(32, 4, out_proj=False), "the heads side by side are the output"),
@@ -99,6 +119,15 @@ LAYERS = [
     ),
     Case("fused-qkv-cross", AttentionSpec(32, 4, fused_qkv=True), "its parts from different inputs", seq_len_k=7),
     Case("scale", _SCALE, "scores of another scale", seq_len=9, is_causal=True, gain=3.0),
+    Case("temperature", _TEMPERATURE, "queries tempered, without RoPE", seq_len=9, is_causal=True),
+    Case(
+        "temperature-rope",
+        _ROPE_TEMPERATURE,
+        "queries rotated, then tempered",
+        seq_len=9,
+        is_causal=True,
+        first_position=2,
+    ),
     Case("soft-cap", _SOFT_CAP, "scores that are capped softly", seq_len=9, is_causal=True, gain=3.0),
     Case("soft-cap-bias", _SOFT_CAP, "capped before the bias is added", seq_len=9, bias=True, is_causal=True, gain=3.0),
     Case("window", _WINDOW, "a layer that sees the last four tokens", seq_len=11, is_causal=True),
@@ -254,6 +283,15 @@ CACHED = [
         capacity=6,
     ),
     Case("decode-scale", _SCALE, "decode, another scale", seq_len=7, chunks=(4, 1, 1, 1), capacity=8, gain=3.0),
+    Case(
+        "decode-temperature",
+        _TEMPERATURE,
+        "decode past one length and another, ragged",
+        seq_len=9,
+        chunks=(5, 1, 2, 1),
+        new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)),
+        capacity=10,
+    ),
     Case("decode-soft-cap", _SOFT_CAP, "decode, capped scores", seq_len=7, chunks=(4, 1, 1, 1), capacity=8, gain=3.0),
     Case(
         "decode-window",
@@ -266,6 +304,7 @@ CACHED = [
     ),
     Case("decode-chunk", _CHUNK, "decode, within a chunk", seq_len=10, chunks=(3, 1, 1, 4, 1), capacity=10),
     Case("decode-gqa-rope", _GQA_ROPE, "decode, rotary, shared", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
+    Case("decode-value-head-dim", _VALUES, "decode, narrow values", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case("decode-biases-of-some", _WHISPER, "decode, keys without a bias", seq_len=6, chunks=(4, 1, 1), capacity=6),
     Case("decode-clip-qkv", _CLIP, "decode, projections clipped", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case("decode-gate", _GATE, "decode, gated", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
@@ -389,6 +428,7 @@ TRAINED = [
 MORE = frozenset(
     {
         *("biases-of-some", "soft-cap-bias", "window-both-ways", "window-far", "chunk-both-ways", "norm-per-head"),
+        *("value-head-dim-fused-qkv", "decode-value-head-dim", "temperature-rope", "decode-temperature"),
         *("norm-after-rope", "gate-per-head", "rope-linear", "rope-yarn-last", "rope-dynamic", "rope-proportional"),
         *("rope-partial", "rope-sections", "nan-hidden-norm", "decode-soft-cap", "decode-chunk"),
         *("decode-biases-of-some", "decode-clip-qkv", "decode-norm-width", "decode-l2-norm", "decode-dynamic"),

@@ -67,7 +67,7 @@ class Backward:
         layer, a = self.layer, self.arithmetic
         if layer.problem.spec.out_proj:
             d_output = self.of_linear("out_proj", layer.combine_heads(layer.gated(values)), d_output, grads)
-        d_context, nothing = layer.split_heads(a.widen(d_output)), np.zeros(query.shape, a.wide)
+        d_context, nothing = layer.split_heads(a.widen(d_output), layer.num_heads("q")), np.zeros(query.shape, a.wide)
         gate = layer.problem.spec.gate
         if gate is None:
             return d_context, nothing
@@ -86,14 +86,16 @@ class Backward:
         x = _without_bad_tokens(inputs["query"] if name == "q" else inputs.get("key", inputs["query"]))
         limit = layer.problem.spec.clip_qkv
         found = x if norm is None and limit is None else layer.linear(f"{name}_proj", x)
-        projected = layer.clipped(name, found)
+        projected, num_heads = layer.clipped(name, found), layer.num_heads(name)
+        if name == "q" and layer.problem.spec.temperature is not None:
+            d_heads = a.keep(a.widen(d_heads) * layer.factors(positions))
         if norm is not None and norm.after_rope:
-            entered = layer.turned(name, layer.split_heads(projected), positions)
+            entered = layer.turned(name, layer.split_heads(projected, num_heads), positions)
             d_heads = self.of_norm(name, entered, d_heads, grads)
         if layer.problem.spec.rope is not None and name != "v" and not self.magnitude:
             d_heads = layer.rotate(d_heads, positions, direction=-1)
         if norm is not None and norm.over == "head" and not norm.after_rope:
-            d_heads = self.of_norm(name, layer.split_heads(projected), d_heads, grads)
+            d_heads = self.of_norm(name, layer.split_heads(projected, num_heads), d_heads, grads)
         d_projected = layer.combine_heads(d_heads)
         if norm is not None and norm.over == "width":
             d_projected = self.of_norm(name, projected, d_projected, grads)

@@ -7,7 +7,7 @@ from typing import cast
 
 import numpy as np
 
-from mha_spec import Norm, Rope
+from mha_spec import Norm, Rope, Temperature
 from parity.core.problem import Problem
 from parity.core.reference import norms
 from parity.core.reference.arithmetic import Arithmetic
@@ -115,10 +115,10 @@ class Layer:
     ) -> dict[str, np.ndarray]:
         """The cache after the real tokens were put into the slots from `before` on."""
         case = self.problem.case
-        shape = (case.batch, case.spec.num_kv_heads, case.capacity, case.spec.head_dim)
+        shape = (case.batch, case.spec.num_kv_heads, case.capacity)
         grown = {}
         for name, new in (("keys", k), ("values", v)):
-            old = values.get(f"previous.{cache}{name}", np.zeros(shape, self.arithmetic.dtype))
+            old = values.get(f"previous.{cache}{name}", np.zeros((*shape, new.shape[3]), self.arithmetic.dtype))
             slots = self.arithmetic.keep(old).copy()
             for b in range(case.batch):
                 slots[b, :, before[b] : before[b] + added[b]] = new[b, :, : added[b]]
@@ -210,11 +210,28 @@ class Layer:
         norm, x = self.norm(name), self.clipped(name, x)
         if norm is not None and norm.over == "width":
             x = self.normed(name, x, norm)
-        x = self.split_heads(x)
+        x = self.split_heads(x, self.num_heads(name))
         if norm is not None and norm.over == "head" and not norm.after_rope:
             x = self.normed(name, x, norm)
         x = self.turned(name, x, positions)
-        return self.normed(name, x, norm) if norm is not None and norm.after_rope else x
+        x = self.normed(name, x, norm) if norm is not None and norm.after_rope else x
+        return self.tempered(name, x, positions)
+
+    def tempered(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """q, times what its positions say if there is a temperature; k and v as they are."""
+        if self.problem.spec.temperature is None or name != "q":
+            return x
+        return self.arithmetic.keep(self.arithmetic.widen(x) * self.factors(positions))
+
+    def factors(self, positions: np.ndarray) -> np.ndarray:
+        """What queries are multiplied by for their positions, (B or 1, 1, T, 1)."""
+        temperature, wide = cast(Temperature, self.problem.spec.temperature), self.arithmetic.wide
+        lengths = self.lengths_passed(positions + temperature.first_position, temperature.length).astype(wide)
+        return (wide.type(1.0) + wide.type(temperature.scale) * np.log(wide.type(1.0) + lengths))[:, None, :, None]
+
+    def lengths_passed(self, positions: np.ndarray, length: int) -> np.ndarray:
+        """How many whole lengths lie before a position."""
+        return np.floor(positions / length)
 
     def clipped(self, name: str, x: np.ndarray) -> np.ndarray:
         """q, k or v within its limits."""
@@ -240,11 +257,13 @@ class Layer:
         """q, k or v over the root of its mean square."""
         return norms.standardised(x, norm)[0]
 
-    def split_heads(self, x: np.ndarray) -> np.ndarray:
+    def num_heads(self, name: str) -> int:
+        """How many heads q, k or v has."""
+        return self.problem.spec.num_heads if name == "q" else self.problem.spec.num_kv_heads
+
+    def split_heads(self, x: np.ndarray, num_heads: int) -> np.ndarray:
         """(B, T, N * H) as (B, N, T, H)."""
-        batch, seq_len, width = x.shape
-        head_dim = self.problem.spec.head_dim
-        return x.reshape(batch, seq_len, width // head_dim, head_dim).swapaxes(1, 2)
+        return x.reshape(*x.shape[:2], num_heads, -1).swapaxes(1, 2)
 
     def combine_heads(self, x: np.ndarray) -> np.ndarray:
         """(B, N, T, H) as (B, T, N * H)."""

@@ -15,7 +15,7 @@ from parity.core.cases import CASES, Case
 from parity.core.problem import Problem
 from parity.core.reference import Arithmetic, Layer
 from parity.core.weights import dtype_named
-from parity.diagnosis.mistakes import caches, gates, heads, masks, norms, rope, rope_kinds, scores, weights
+from parity.diagnosis.mistakes import caches, gates, heads, masks, norms, rope, rope_kinds, scores, temperature, weights
 from parity.diagnosis.mistakes.heads import permuted_heads
 from parity.diagnosis.mistakes.record import Mistake, Override, Plan
 from parity.diagnosis.mistakes.scores import PRECISIONS
@@ -44,9 +44,11 @@ GROUPS = (
     weights.fused_qkv,
     norms.norms,
     weights.not_clipped,
+    temperature.temperature,
     gates.gates,
     heads.shared,
     heads.split_or_combined,
+    heads.padded,
     heads.reordered,
     masks.used_or_made,
     masks.causal,

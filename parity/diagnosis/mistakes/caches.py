@@ -15,7 +15,8 @@ from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking
 
 def caches(case: Case) -> Iterator[Mistake]:
     if case.is_cached:
-        yield _keys_as_values()
+        if case.spec.value_head_dim == case.spec.head_dim:
+            yield _keys_as_values()
         yield _keys_rolled()
         yield _slot_late(case)
         yield _slot_stale()

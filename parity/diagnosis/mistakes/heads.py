@@ -28,7 +28,6 @@ def shared(case: Case) -> Iterator[Mistake]:
 
 
 def split_or_combined(case: Case) -> Iterator[Mistake]:
-    size = case.spec.head_dim
     if case.spec.num_heads == 1:
         return
     yield Mistake(
@@ -37,7 +36,7 @@ def split_or_combined(case: Case) -> Iterator[Mistake]:
         "split heads outermost: reshape to (B, T, N, H), then move N before T",
         "head-order",
         ("q", "k"),
-        {"split_heads": instead(lambda x: x.reshape(*x.shape[:2], size, -1).transpose(0, 3, 1, 2))},
+        {"split_heads": instead(lambda x, n: x.reshape(*x.shape[:2], -1, n).transpose(0, 3, 1, 2))},
         breaking(split_heads=instead(lambda x, n: x.reshape(*x.shape[:2], -1, n).swapaxes(1, 3).swapaxes(2, 3))),
     )
     yield Mistake(
@@ -46,7 +45,7 @@ def split_or_combined(case: Case) -> Iterator[Mistake]:
         "reshape to (B, T, N, H), then swap the middle axes",
         "head-order",
         ("q", "k"),
-        {"split_heads": instead(lambda x: x.reshape(x.shape[0], -1, x.shape[1], size))},
+        {"split_heads": instead(lambda x, n: x.reshape(x.shape[0], n, x.shape[1], -1))},
         breaking(split_heads=instead(lambda x, n: x.reshape(x.shape[0], n, x.shape[1], -1))),
     )
     yield Mistake(
@@ -68,6 +67,32 @@ def split_or_combined(case: Case) -> Iterator[Mistake]:
         ("output",),
         {"combine_heads": instead(lambda x: x.reshape(x.shape[0], x.shape[2], -1))},
         breaking(combine_heads=instead(lambda x: x.reshape(x.shape[0], x.shape[2], -1))),
+    )
+
+
+def padded(case: Case) -> Iterator[Mistake]:
+    """Values that are narrower than keys, padded for a kernel that takes one width, and cut where it is too late."""
+    spec = case.spec
+    features, missing = spec.value_head_dim, spec.head_dim - spec.value_head_dim
+    if missing <= 0 or spec.num_heads == 1:
+        return
+
+    def combine_heads(_: Layer, original: Any, x: np.ndarray) -> np.ndarray:
+        wide = np.pad(x, [(0, 0)] * 3 + [(0, missing)])
+        return original(wide)[..., : x.shape[1] * features]
+
+    def plant(plan: Plan, original: Any, x: Any) -> Any:
+        wide = plan.xp.concatenate([x, *[x[..., :1] * 0.0] * missing], -1)
+        return original(wide)[..., : x.shape[1] * features]
+
+    yield Mistake(
+        "value-padding-combined",
+        "values are padded to head_dim, and the context is cut to value_head_dim after its heads are combined",
+        "cut each head of the context to value_head_dim, then combine the heads",
+        "value-head-dim",
+        ("output",),
+        {"combine_heads": combine_heads},
+        breaking(combine_heads=plant),
     )
 
 

@@ -31,6 +31,7 @@ def scale(case: Case) -> Iterator[Mistake]:
         ("ignored", "is 1 / sqrt(H)", root),
         ("squared", f"is {squared}", right**2 if spec.scale else float(spec.head_dim)),
         ("by-d-model", "is 1 / sqrt(d_model)", float(np.sqrt(spec.d_model))),
+        ("by-value-head-dim", "is 1 / sqrt(value_head_dim)", float(np.sqrt(spec.value_head_dim))),
     ):
         if divisor not in told:
             told.add(divisor)

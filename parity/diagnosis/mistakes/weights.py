@@ -26,9 +26,9 @@ def transposed(case: Case) -> Iterator[Mistake]:
     spec = case.spec
     square = {
         "q_proj": spec.q_width == spec.d_in,
-        "k_proj": spec.kv_width == spec.d_kv,
-        "v_proj": spec.kv_width == spec.d_kv,
-        "out_proj": spec.out_proj and spec.q_width == spec.d_model,
+        "k_proj": spec.k_width == spec.d_kv,
+        "v_proj": spec.v_width == spec.d_kv,
+        "out_proj": spec.out_proj and spec.context_width == spec.d_model,
     }
     return (_transposed(projection) for projection, holds in square.items() if holds)
 
@@ -60,11 +60,13 @@ def swapped(case: Case) -> Iterator[Mistake]:
     spec = case.spec
     has_rope = spec.rope is not None
     q, k, v = spec.qkv_biases  # one that only one of two has would not be loaded into the other
-    if k == v:
+    has_one_width = spec.value_head_dim == spec.head_dim
+    if k == v and has_one_width:
         yield _swapped("k", "v", is_planted=not has_rope)  # with RoPE the one of the same name is planted, below
     if spec.num_heads == spec.num_kv_heads and spec.d_in == spec.d_kv:
-        yield from (_swapped("q", other) for other, has_bias in (("k", k), ("v", v)) if has_bias == q)
-    if has_rope:  # without it the same as the first
+        others = (("k", k), ("v", v)) if has_one_width else (("k", k),)
+        yield from (_swapped("q", other) for other, has_bias in others if has_bias == q)
+    if has_rope and has_one_width:  # without it the same as the first
         yield _swapped_after_rope()
 
 
@@ -121,7 +123,12 @@ def _swapped_after_rope() -> Mistake:
 def fused_qkv(case: Case) -> Iterator[Mistake]:
     """One packed weight, its heads in the order q … k … v, or for each key/value head q … k v."""
     spec = case.spec
-    if spec.d_in != spec.d_kv or spec.num_kv_heads == 1 or isinstance(spec.qkv_bias, tuple):
+    if spec.num_kv_heads == 1 or isinstance(spec.qkv_bias, tuple):
+        return
+    if spec.value_head_dim != spec.head_dim:
+        yield _kv_read_as_halves(spec)
+        return
+    if spec.d_in != spec.d_kv:
         return
     sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
     groups = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])  # the heads of q, of k, of v
@@ -159,6 +166,36 @@ def fused_qkv(case: Case) -> Iterator[Mistake]:
     )
 
 
+def _kv_read_as_halves(spec: AttentionSpec) -> Mistake:
+    """Packed head by head, [k v] [k v], and read as all k, then all v."""
+
+    def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
+        if not name.startswith(("k_proj.", "v_proj.")):
+            return original(name)
+        parts = [original(f"{part}_proj.{name.partition('.')[2]}") for part in "kv"]
+        heads = [part.reshape(spec.num_kv_heads, -1, *part.shape[1:]) for part in parts]
+        packed = np.concatenate(heads, axis=1).reshape(-1, *parts[0].shape[1:])
+        return packed[: spec.k_width] if name.startswith("k") else packed[spec.k_width :]
+
+    def plant(plan: Plan) -> None:
+        right = dict(plan.weights)
+        for leaf in ("weight", "bias"):
+            if f"k_proj.{leaf}" in right:
+                halves = (np.split(right[f"{part}_proj.{leaf}"], spec.num_kv_heads) for part in "kv")
+                packed = np.concatenate([half for head in zip(*halves, strict=True) for half in head])
+                plan.weights[f"k_proj.{leaf}"], plan.weights[f"v_proj.{leaf}"] = np.split(packed, [spec.k_width])
+
+    return Mistake(
+        "kv-read-as-halves",
+        "a weight that holds keys and values head by head is read as all keys, then all values",
+        "split the packed weight into heads first, and each head into head_dim keys and value_head_dim values",
+        "value-head-dim",
+        ("k",),
+        {"parameter": parameter},
+        plant,
+    )
+
+
 def _repack(plan: Plan, read: Any) -> None:
     """Pack q, k and v in one order and unpack them in another."""
     for leaf in ("weight", "bias"):
@@ -180,7 +217,7 @@ def _read_as_thirds(parts: Sequence[np.ndarray], spec: AttentionSpec) -> list[np
     tail = parts[0].shape[1:]
     groups = [part.reshape(spec.num_kv_heads, -1, *tail) for part in parts]
     packed = np.concatenate(groups, axis=1).reshape(-1, *tail)
-    return np.split(packed, [spec.q_width, spec.q_width + spec.kv_width])
+    return np.split(packed, [spec.q_width, spec.q_width + spec.k_width])
 
 
 # ---- Missing ---------------------------------------------------------------------------------------------------------
@@ -285,7 +322,7 @@ def no_out_proj(case: Case) -> Iterator[Mistake]:
     def project_with(_: Plan, original: Any, *held: Any) -> Any:
         return lambda which, x: x if which == "out_proj" else original(*held)(which, x)
 
-    if case.spec.out_proj and case.spec.q_width == case.spec.d_model:
+    if case.spec.out_proj and case.spec.context_width == case.spec.d_model:
         yield Mistake(
             "out-proj-missing",
             "out_proj is missing",
