@@ -16,7 +16,7 @@ from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_
 from mha_spec.scaling import SCALINGS, Scaling
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv")
-FLAGS = ("out_bias", "out_proj", "fused_qkv")
+FLAGS = ("out_bias", "out_proj", "fused_qkv", "sinks")
 RATES = ("dropout", "output_dropout")
 FACTORS = ("clip_qkv", "scale", "soft_cap")
 NORMS = ("qk_norm", "v_norm")
@@ -72,6 +72,7 @@ class AttentionSpec:
         rope: how queries and keys are rotated by their positions, or None for no RoPE.
         scale: what dot products of queries and keys are multiplied by, where it is not 1 / sqrt(H).
         soft_cap: scores s are capped softly, soft_cap * tanh(s / soft_cap), before anything is added or hidden.
+        sinks: each query head has a learned logit that takes part in the softmax like a score, and has no value.
         window_size: a query sees keys less than this many tokens away only: with causality so many, its own the last.
         chunk_size: a query sees the keys of its own chunk only, the chunks being so many tokens long.
         dropout: rate at which attention weights are dropped in training.
@@ -102,6 +103,7 @@ class AttentionSpec:
     rope: Rope | None = None
     scale: float | None = None
     soft_cap: float | None = None
+    sinks: bool = False
     window_size: int | None = None
     chunk_size: int | None = None
     dropout: float = 0.0
@@ -234,7 +236,8 @@ class AttentionSpec:
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """What the layer learns beside its projections, by name and shape, in the order of the data flow."""
-        return {f"{name}.{leaf}": shape for name in self.norms for leaf, shape in self.norm_shapes(name).items()}
+        of_norms = {f"{name}.{leaf}": shape for name in self.norms for leaf, shape in self.norm_shapes(name).items()}
+        return of_norms | ({"sinks": (self.num_heads,)} if self.sinks else {})
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:

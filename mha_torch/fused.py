@@ -21,6 +21,7 @@ from mha_torch import stages
 from mha_torch.arrays import values_of
 from mha_torch.masks import Masking
 from mha_torch.not_finite import emptied, not_finite, sees_any, spoilt
+from mha_torch.rope import at_least_float32
 from mha_torch.stages import Dropout, check_attention
 
 
@@ -37,6 +38,7 @@ def scaled_dot_product_attention(
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
+    sinks: Float[Tensor, "..."] | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
@@ -55,6 +57,7 @@ def scaled_dot_product_attention(
         need_weights: must be False, the weights are never stored here.
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: must be absent, a fused kernel draws its own.
+        sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
 
     Returns:
         The context (B, N, T, H), in the dtype of query, and None.
@@ -67,7 +70,7 @@ def scaled_dot_product_attention(
     """
     if need_weights or dropout_keep is not None:
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
-    masking = Masking(mask, bias, is_causal, key_padding_lengths).of_layer(spec)
+    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks).of_layer(spec)
     return attend(query, key, value, masking, Dropout(dropout), spec=spec), None
 
 
@@ -153,6 +156,8 @@ def _attend_not_finite(
     # Where every score of a row overflows to -inf, the kernel gives 0.
     sizes = [torch.linalg.vector_norm(x.detach().double(), dim=-1, keepdim=True) for x in (query, key)]
     bound = sizes[0] * sizes[1].amax(dim=2, keepdim=True).repeat_interleave(num_groups, dim=1)
+    if masking.sinks is not None:  # they have the weight of a row whose scores are all -inf
+        return spoilt(context, wrong_rows & sees_any(torch.ones_like(wrong_keys), seq_len_q, hidden))
     may_overflow = bound * max(scale or 1.0, 1.0) > torch.finfo(torch.float32).max
     wrong_rows = wrong_rows | (may_overflow & (context == 0).all(dim=-1, keepdim=True))
     return spoilt(context, wrong_rows & sees_any(torch.ones_like(wrong_keys), seq_len_q, hidden))
@@ -168,10 +173,11 @@ def _attend_hidden(
         return _attend_in_reach(query, key, value, masking, reach, dropout, scale)
     if masking.mask is None and bias is None and reach is None and masking.offsets is None:
         if lengths is None:  # nothing is hidden, or what a kernel knows
-            return _attend(query, key, value, is_causal=is_causal, dropout=dropout, scale=scale)
+            return _attend(query, key, value, masking.sinks, is_causal=is_causal, dropout=dropout, scale=scale)
         known = values_of(torch.as_tensor(lengths)) if query.device.type == "cpu" else None
         if known and all(known):  # no row is empty
-            return _attend_by_sequence(query, key, value, known, is_causal=is_causal, dropout=dropout, scale=scale)
+            hidden = replace(masking, key_padding_lengths=known)
+            return _attend_by_sequence(query, key, value, hidden, dropout=dropout, scale=scale)
     seq_len_k = key.shape[2]
     mask = masking.with_infinite_bias().joined(query.shape[2], seq_len_k, query.device)
     empty_rows = None
@@ -184,9 +190,7 @@ def _attend_hidden(
         mask = mask & ~empty_rows
         # SDPA's polarity is the other one: True = attend.
         attn_mask = ~mask if bias is None else torch.where(mask, -torch.inf, bias.where(~empty_rows, 0.0))
-    if attn_mask is not None:
-        attn_mask = attn_mask.broadcast_to((*query.shape[:3], seq_len_k))
-    context = _attend(query, key, value, attn_mask=attn_mask, dropout=dropout, scale=scale)
+    context = _attend(query, key, value, masking.sinks, attn_mask=attn_mask, dropout=dropout, scale=scale)
     return context if empty_rows is None else context.masked_fill(empty_rows, 0.0)
 
 
@@ -194,12 +198,20 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sinks: Tensor | None = None,
     *,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     dropout: float,
     scale: float | None,
 ) -> Tensor:
+    if sinks is not None:
+        factor, head_dim, first = scale or query.shape[-1] ** -0.5, value.shape[-1], int(is_causal)
+        query, key, value, attn_mask = _with_sinks(query, key, value, sinks, attn_mask, factor, num_before=first)
+        context = _attend(query, key, value, attn_mask=attn_mask, is_causal=is_causal, dropout=dropout, scale=factor)
+        return context[:, :, first:, :head_dim]
+    if attn_mask is not None:
+        attn_mask = attn_mask.broadcast_to((*query.shape[:3], key.shape[2]))
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -210,6 +222,35 @@ def _attend(
         scale=scale,
         enable_gqa=bool(query.shape[1] != key.shape[1]),
     )
+
+
+def _with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    attn_mask: Tensor | None,
+    scale: float,
+    *,
+    num_before: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The same with the sinks as a first key, whose value is 0, and so many first queries, for causality to count from.
+
+    That key is 0 but for two features of its own, where each query has the sink of its head: in two parts, so that half
+    precision keeps it.
+    """
+    wanted = at_least_float32(sinks) / scale
+    coarse = wanted.to(query.dtype)
+    parts = torch.stack([coarse, (wanted - coarse).to(query.dtype)], dim=-1)  # (N, 2)
+    parts = parts[:, None].expand(*query.shape[:3], 2)
+    query = F.pad(torch.cat([query, parts], dim=-1), (0, 0, num_before, 0))
+    first = F.pad(key.new_zeros(*key.shape[:2], 1, key.shape[3]), (0, 2), value=1.0)
+    key = torch.cat([first, F.pad(key, (0, 2))], dim=2)
+    value = F.pad(value, (0, 2, 1, 0))
+    if attn_mask is None:
+        return query, key, value, None
+    attn_mask = attn_mask.broadcast_to(torch.broadcast_shapes(attn_mask.shape, (1, key.shape[2] - 1)))
+    return query, key, value, F.pad(attn_mask, (1, 0), value=attn_mask.dtype == torch.bool)
 
 
 def _num_together(reach: Reach) -> int:
@@ -238,7 +279,7 @@ def _attend_in_reach(
             if place not in added:
                 hidden = masking.part(rows, keys).hidden(*place[1:], query.device)[0, 0]
                 added[place] = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-            contexts.append(_attend(*parts, attn_mask=added[place], dropout=dropout, scale=scale))
+            contexts.append(_attend(*parts, masking.sinks, attn_mask=added[place], dropout=dropout, scale=scale))
             continue
         inside = masking.part(rows, keys)
         if reach.chunk_size is not None:  # of its own chunk a query sees all, or all up to itself
@@ -251,15 +292,18 @@ def _attend_by_sequence(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lengths: list[int],
+    masking: Masking,
     *,
-    is_causal: bool,
     dropout: float,
     scale: float | None,
 ) -> Tensor:
     """Each sequence over its real keys alone: without a mask, and without the work that padding would be."""
+    lengths, is_causal, sinks = masking.key_padding_lengths, masking.is_causal, masking.sinks
     contexts = [
-        _attend(q[None], k[None, :, :length], v[None, :, :length], is_causal=is_causal, dropout=dropout, scale=scale)
-        for q, k, v, length in zip(query.unbind(), key.unbind(), value.unbind(), lengths, strict=True)
+        _attend(*parts, sinks, is_causal=is_causal, dropout=dropout, scale=scale)
+        for parts in (
+            (q[None], k[None, :, :length], v[None, :, :length])
+            for q, k, v, length in zip(query.unbind(), key.unbind(), value.unbind(), lengths or (), strict=True)
+        )
     ]
     return torch.cat(contexts)

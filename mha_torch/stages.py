@@ -24,7 +24,7 @@ from mha_torch.arrays import (
     check_floating,
     check_head_groups,
 )
-from mha_torch.masks import Masking, check_bias, check_mask
+from mha_torch.masks import Masking, check_bias, check_mask, check_sinks
 from mha_torch.not_finite import emptied, may_hold, not_finite, sees_any, spoilt
 from mha_torch.rope import apply_rope, at_least_float32
 from mha_torch.weights import Project
@@ -133,12 +133,28 @@ def attention_scores(
 
 
 def masked_softmax(
-    scores: Float[Tensor, "B N T S"], mask: Bool[Tensor, "..."] | None = None
+    scores: Float[Tensor, "B N T S"],
+    mask: Bool[Tensor, "..."] | None = None,
+    sinks: Float[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0."""
+    """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0.
+
+    A sink takes part like the score of one more key, which nothing hides, and whose weight is left out.
+
+    Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
+    """
     check_floating("scores", scores, rank=4)
     check_mask(mask, tuple(scores.shape))
+    check_sinks(sinks, scores.shape[1])
     scores = at_least_float32(scores)
+    if sinks is not None:
+        column = at_least_float32(sinks)[:, None, None].expand(*scores.shape[:3], 1)
+        mask = None if mask is None else F.pad(mask.expand(*mask.shape[:-1], scores.shape[3]), (0, 1))
+        return _softmax(torch.cat([scores, column], dim=-1), mask)[..., :-1]
+    return _softmax(scores, mask)
+
+
+def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return torch.softmax(scores, dim=-1)
     # -inf, since a score may be as low as any finite fill (a bias of finfo.min). A row without a key is all 0 instead,
@@ -228,6 +244,7 @@ def scaled_dot_product_attention(
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
+    sinks: Float[Tensor, "..."] | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B N T S"] | None]:
     """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
 
@@ -242,6 +259,7 @@ def scaled_dot_product_attention(
         need_weights: also return the attention weights.
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: True where a weight is kept, in place of a random draw.
+        sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
 
     Returns:
         The context (B, N, T, H), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
@@ -252,7 +270,7 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    masking = Masking(mask, bias, is_causal, key_padding_lengths).of_layer(spec)
+    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks).of_layer(spec)
     return attend(query, key, value, masking, Dropout(dropout, dropout_keep), spec=spec, need_weights=need_weights)
 
 
@@ -282,14 +300,16 @@ def attend(
     check_attention(query, key, value, masking)
     mask = masking.with_infinite_bias().joined(query.shape[2], key.shape[2], query.device)
     if mask is None:  # everything is seen: what is not finite spreads by itself
-        attn_weights = masked_softmax(attention_scores(query, key, masking.bias, spec)).to(query.dtype)
+        scores = attention_scores(query, key, masking.bias, spec)
+        attn_weights = masked_softmax(scores, None, masking.sinks).to(query.dtype)
         context = attention_context(apply_dropout(attn_weights, *dropout), value)
         return context, attn_weights if need_weights else None
     wrong = [not_finite(x) for x in (query, key, value)]
     is_clean = not key.numel() or not any(may_hold(of_one) for of_one in wrong)
     if not is_clean:
         query, key, value = (emptied(x, where) for x, where in zip((query, key, value), wrong, strict=True))
-    attn_weights = masked_softmax(attention_scores(query, key, masking.bias, spec), mask).to(query.dtype)
+    scores = attention_scores(query, key, masking.bias, spec)
+    attn_weights = masked_softmax(scores, mask, masking.sinks).to(query.dtype)
     context = attention_context(apply_dropout(attn_weights, *dropout), value)
     if not is_clean:
         wrong_key, wrong_value = (

@@ -34,7 +34,7 @@ def upload_weights(
     Args:
         weights: canonical arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,), `k_proj.weight`
             (K * H, d_kv), …, `out_proj.weight` (E, N * H) where there is one; `q_norm.weight` (H,), (N, H) or (N * H,)
-            and the other parameters of norms.
+            and the other parameters of norms; `sinks` (N,).
         spec: the layer.
         device: where to.
         dtype: of the weights; biases and the parameters of norms are kept in bfloat16 where that is `ttnn.bfloat8_b`.
@@ -42,7 +42,7 @@ def upload_weights(
     Returns:
         Tensors by the names of the projections that the layer holds. P being the padded head_dim: `q_proj.weight`
         (d_in, N * P), `q_proj.bias` (1, N * P), …, `out_proj.weight` (N * P, E), `out_proj.bias` (1, E); of norms
-        (1, P), (1, N, 1, P) or (1, N * P).
+        (1, P), (1, N, 1, P) or (1, N * P); `sinks` (1, N, 1, 1).
 
     Raises:
         ValueError: if names or shapes are not those of the layer, or a value is not finite.
@@ -60,8 +60,10 @@ def upload_weights(
     held = {}
     for name, array in arrays.items():
         projection, _, kind = name.partition(".")
-        if name in spec.parameters:
-            array = _pad_heads(array.reshape(-1), spec).reshape(_parameter_shape(array.shape, spec))
+        if name == "sinks":
+            array = array.reshape(_parameter_shape(name, spec))
+        elif name in spec.parameters:
+            array = _pad_heads(array.reshape(-1), spec).reshape(_parameter_shape(name, spec))
         elif _has_heads(projection, spec):
             array = _pad_heads(array, spec)
         elif projection == "out_proj" and kind == "weight":
@@ -92,7 +94,8 @@ def download_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> dict
         projection, _, kind = name.partition(".")
         array = download(tensor)
         if name in spec.parameters:
-            canonical[name] = array.reshape(-1, padded)[:, slots].reshape(spec.parameters[name])
+            features = array if name == "sinks" else array.reshape(-1, padded)[:, slots]
+            canonical[name] = features.reshape(spec.parameters[name])
             continue
         array = array.T if kind == "weight" else array[0]
         if _has_heads(projection, spec):
@@ -126,8 +129,11 @@ def _padded(spec: AttentionSpec) -> int:
     return padded_head_dim(spec.head_dim, rope=spec.rope is not None)
 
 
-def _parameter_shape(shape: tuple[int, ...], spec: AttentionSpec) -> tuple[int, ...]:
-    """The shape on the device of a parameter of a norm."""
+def _parameter_shape(name: str, spec: AttentionSpec) -> tuple[int, ...]:
+    """The shape on the device of a parameter of a norm, or of the sinks."""
+    shape = spec.parameters[name]
+    if name == "sinks":
+        return (1, *shape, 1, 1)
     return parameter_shape((*shape[:-1], shape[-1] // spec.head_dim * _padded(spec)))
 
 
@@ -189,7 +195,7 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
         shapes[f"{name}.weight"] = (d_in, d_out)
         if projection.has_bias:
             shapes[f"{name}.bias"] = (1, d_out)
-    shapes |= {name: _parameter_shape(shape, spec) for name, shape in spec.parameters.items()}
+    shapes |= {name: _parameter_shape(name, spec) for name in spec.parameters}
     missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
     if missing or unexpected:
         raise ValueError(f"weights must have exactly the names of the spec, missing {missing}, unexpected {unexpected}")

@@ -75,6 +75,7 @@ def test_spec_never_derives_a_head_dim_that_is_given():
         ({"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True}, ValueError, "d_kv must equal d_in"),
         ({"d_model": 8, "num_heads": 2, "qk_norm": "rms"}, TypeError, "qk_norm must be a Norm or None"),
         ({"d_model": 8, "num_heads": 2, "gate": True}, TypeError, "gate must be a Gate or None, got gate=True"),
+        ({"d_model": 8, "num_heads": 2, "sinks": 1}, TypeError, "sinks must be a boolean, got sinks=1"),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, ValueError, "clip_qkv must be positive and finite"),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": math.nan}, ValueError, "clip_qkv must be positive and finite"),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": True}, TypeError, "clip_qkv must be a number"),
@@ -134,6 +135,13 @@ def test_a_gate_adds_a_projection():
     assert AttentionSpec.from_json(spec.to_json()) == spec
     with pytest.raises(TypeError, match="per_head must be a boolean, got per_head=1"):
         Gate(per_head=1)
+
+
+def test_sinks_are_a_number_for_each_query_head():
+    spec = AttentionSpec(8, 4, num_kv_heads=2, qk_norm=Norm(), sinks=True)
+    assert list(spec.parameters.items())[-1] == ("sinks", (4,))
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert "sinks" not in weight_shapes(AttentionSpec(8, 4))
 
 
 def test_three_biases_are_kept_as_one_where_they_are_equal():
@@ -371,6 +379,8 @@ def test_cases_cover_what_attention_can_do():
         "gate with a cache": any(case.spec.gate for case in cases if case.is_cached),
         "clipped": any(case.spec.clip_qkv for case in cases if not case.is_cached),
         "clipped with a cache": any(case.spec.clip_qkv for case in cases if case.is_cached),
+        "sinks": any(case.spec.sinks for case in cases if not case.is_cached),
+        "sinks with a cache": any(case.spec.sinks for case in cases if case.is_cached),
         "norm of values": any(case.spec.v_norm for case in cases),
         "norm with a cache": any(case.spec.norms for case in cases if case.is_cached),
         **{

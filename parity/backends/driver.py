@@ -68,8 +68,8 @@ def _score(sibling: Any, spec: AttentionSpec, q: Any, k: Any, bias: Any) -> Any:
     return sibling.attention_scores(q, k, bias, spec)
 
 
-def _soften(sibling: Any, scores: Any, mask: Any) -> Any:
-    return sibling.masked_softmax(scores, mask)
+def _soften(sibling: Any, scores: Any, mask: Any, sinks: Any) -> Any:
+    return sibling.masked_softmax(scores, mask, sinks)
 
 
 def _weigh(sibling: Any, attn_weights: Any, v: Any) -> Any:
@@ -155,7 +155,7 @@ class _Layer:
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
         scores, mask = self.port.from_numpy(values["scores"]), self.port.beside(values["mask"])
-        attn_weights = self.port.call(_soften, scores, mask)
+        attn_weights = self.port.call(_soften, scores, mask, self.filled.weights.get("sinks"))
         return {"attn_weights": self.port.to_numpy(attn_weights).astype(dtype_named(self.problem.dtype))}
 
     def context(self, values: Values) -> dict[str, np.ndarray]:

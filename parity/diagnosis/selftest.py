@@ -150,6 +150,13 @@ SELFTEST_CASES = [
         bias=True,
         gain=3.0,
     ),
+    Case(
+        "sinks",
+        AttentionSpec(32, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, sinks=True),
+        "a logit of each head beside those of its keys",
+        seq_len=7,
+        is_causal=True,
+    ),
     Case("chunk", AttentionSpec(32, 4, chunk_size=3), "a layer of chunks", seq_len=8, is_causal=True),
 ]
 """Where the mistakes are planted: three different specifications, what only a window or a cache has, trained layers,

@@ -21,6 +21,7 @@ _GQA = AttentionSpec(32, 8, num_kv_heads=2)
 _ROPE = AttentionSpec(32, 4, rope=Rope(10000.0))
 _GQA_ROPE = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), qkv_bias=False, out_bias=False)
 _SOFT_CAP = AttentionSpec(32, 4, num_kv_heads=2, soft_cap=1.5)
+_SINKS = AttentionSpec(32, 4, num_kv_heads=2, sinks=True)
 _WINDOW = AttentionSpec(32, 4, num_kv_heads=2, window_size=4)
 _CHUNK = AttentionSpec(32, 4, num_kv_heads=2, chunk_size=4)
 _SCALE = AttentionSpec(32, 4, num_kv_heads=2, scale=0.0625)
@@ -101,6 +102,8 @@ LAYERS = [
     Case("scale", _SCALE, "scores of another scale", seq_len=9, is_causal=True, gain=3.0),
     Case("soft-cap", _SOFT_CAP, "scores that are capped softly", seq_len=9, is_causal=True, gain=3.0),
     Case("soft-cap-bias", _SOFT_CAP, "capped before the bias is added", seq_len=9, bias=True, is_causal=True, gain=3.0),
+    Case("sinks", _SINKS, "a logit beside those of the keys", seq_len=9, is_causal=True),
+    Case("sinks-masked", _SINKS, "a sink of rows without a key", seq_len=10, random_mask=True),
     Case("window", _WINDOW, "a layer that sees the last four tokens", seq_len=11, is_causal=True),
     Case("window-both-ways", _WINDOW, "three tokens before and after", seq_len=11, key_padding_lengths=(7, 11)),
     Case(
@@ -256,6 +259,15 @@ CACHED = [
     Case("decode-scale", _SCALE, "decode, another scale", seq_len=7, chunks=(4, 1, 1, 1), capacity=8, gain=3.0),
     Case("decode-soft-cap", _SOFT_CAP, "decode, capped scores", seq_len=7, chunks=(4, 1, 1, 1), capacity=8, gain=3.0),
     Case(
+        "decode-sinks",
+        AttentionSpec(32, 4, num_kv_heads=2, window_size=4, rope=Rope(10000.0), sinks=True),
+        "decode, a sink beside a window",
+        seq_len=9,
+        chunks=(5, 1, 2, 1),
+        new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)),
+        capacity=10,
+    ),
+    Case(
         "decode-window",
         AttentionSpec(32, 4, num_kv_heads=2, window_size=4, rope=Rope(10000.0)),
         "decode, within a window",
@@ -394,7 +406,7 @@ MORE = frozenset(
         *("decode-biases-of-some", "decode-clip-qkv", "decode-norm-width", "decode-l2-norm", "decode-dynamic"),
         *("decode-sections", "random-3", "random-4", "random-5", "decode-scale", "decode-gate", "decode-fused-qkv"),
         *("rope-longrope", "rope-partial-interleaved", "fused-qkv-gqa", "bias", "causal-tall", "no-bias", "one-key"),
-        *("nan-hidden-cross", "random-1", "random-2"),
+        *("sinks-masked", "decode-sinks", "nan-hidden-cross", "random-1", "random-2"),
     }
 )
 """More of what other cases show: a run takes these where all cases are asked for, or they by name."""

@@ -62,12 +62,18 @@ class Layer:
         enter = self.arithmetic.enter if self.arithmetic.kind == "tensix" else lambda x: x
         scores, mask = enter(values["scores"].astype(self.arithmetic.wide)), values["mask"]
         shown = np.where(mask, -np.inf, scores)
-        highest = shown.max(axis=-1, keepdims=True, initial=-np.inf)
-        exponentials = enter(np.exp(shown - np.where(np.isfinite(highest), highest, 0.0).astype(scores.dtype)))
+        sinks = self.sinks()
+        highest = np.maximum(shown.max(axis=-1, keepdims=True, initial=-np.inf), -np.inf if sinks is None else sinks)
+        highest = np.where(np.isfinite(highest), highest, 0.0).astype(scores.dtype)
+        exponentials = enter(np.exp(shown - highest))
         bias = self.score_bias()
         is_hidden = mask if bias is None or not np.isneginf(bias).any() else mask | np.isneginf(bias)
         # A row is empty because every key is hidden, never because its scores are not finite: 0 / 0 is NaN there.
-        total = np.where(is_hidden.all(axis=-1, keepdims=True), 1.0, exponentials.sum(axis=-1, keepdims=True))
+        total = exponentials.sum(axis=-1, keepdims=True)
+        if sinks is None:
+            total = np.where(is_hidden.all(axis=-1, keepdims=True), 1.0, total)
+        else:
+            total = total + enter(np.exp(enter(sinks) - highest))
         return {"attn_weights": self.arithmetic.keep(exponentials / total.astype(exponentials.dtype))}
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
@@ -172,6 +178,12 @@ class Layer:
         """What scores stay below in size, or None."""
         cap = self.problem.spec.soft_cap
         return None if cap is None else self.arithmetic.wide.type(cap)
+
+    def sinks(self) -> np.ndarray | None:
+        """The logit of each query head beside those of its keys, (1, N, 1, 1), or None."""
+        if not self.problem.spec.sinks:
+            return None
+        return self.arithmetic.widen(self.parameter("sinks")).reshape(1, -1, 1, 1)
 
     def has_bias(self, name: str) -> bool:
         """Whether a projection has one."""
