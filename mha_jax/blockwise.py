@@ -59,10 +59,12 @@ class Scoring(NamedTuple):
     Attributes:
         scale: what they are multiplied by.
         soft_cap: what caps them softly after that, or None.
+        slopes: what each head takes from them for each token of distance after that, or None.
     """
 
     scale: float
     soft_cap: float | None = None
+    slopes: tuple[float, ...] | None = None
 
     def capped(self, scores: Array) -> Array:
         """The scaled products, capped."""
@@ -71,6 +73,17 @@ class Scoring(NamedTuple):
     def slope(self, scores: Array) -> Array | float:
         """The derivative of the cap, by what it gave."""
         return 1.0 if self.soft_cap is None else 1.0 - jnp.square(scores / self.soft_cap)
+
+    def lessened(self, scores: Array, heads: Array, num_kv_heads: int, distances: Array) -> Array:
+        """Scores (heads, G, S) of some key/value heads, less what slots at distances (heads, S) cost."""
+        if self.slopes is None:
+            return scores
+        slopes = self.slopes_of(num_kv_heads, scores.dtype)[0, :, :, 0]  # (K, G, 1)
+        return scores - slopes[heads] * jnp.abs(distances).astype(scores.dtype)[:, None]
+
+    def slopes_of(self, num_kv_heads: int, dtype: jnp.dtype) -> Array:
+        """The slopes by the heads that they are of, (1, K, G, 1, 1)."""
+        return jnp.asarray(self.slopes, dtype).reshape(1, num_kv_heads, -1, 1, 1)
 
 
 class Hidden(NamedTuple):
@@ -81,12 +94,14 @@ class Hidden(NamedTuple):
         bias: added to the scores, of such a shape too; what is -inf in it is also masked.
         lengths: number of real keys of each sequence, (B,).
         sinks: a logit of each head beside those of its keys, (1, K, G, 1, 1).
+        offsets: place of the first query among the keys, (B or 1,), for ALiBi; 0 when absent.
     """
 
     mask: Array | None
     bias: Array | None
     lengths: Array | None
     sinks: Array | None
+    offsets: Array | None
 
 
 @compiled("scoring", "block_sizes")
@@ -114,7 +129,7 @@ def attend_by_block(
     )
     lengths: Any = masking.key_padding_lengths  # an array: see `Masking.as_arrays`
     sinks = None if masking.sinks is None else masking.sinks.reshape(1, num_kv_heads, -1, 1, 1)
-    hidden = Hidden(mask, bias, lengths, sinks)
+    hidden = Hidden(mask, bias, lengths, sinks, masking.offsets)
     context: Any = _attend((masking.is_causal, scoring, block_sizes), group(query), key, value, hidden)
     return context.reshape(query.shape)
 
@@ -212,7 +227,7 @@ def _backward(
     grads = (grad.reshape(x.shape).astype(x.dtype) for grad, x in zip(grads, (query, key, value), strict=True))
     if hidden.bias is not None:
         grad_bias = grad_bias.astype(hidden.bias.dtype)
-    return *grads, Hidden(None, grad_bias, None, _grad_sinks(hidden.sinks, log_sums, context, cotangent))
+    return *grads, Hidden(None, grad_bias, None, _grad_sinks(hidden.sinks, log_sums, context, cotangent), None)
 
 
 def _grad_sinks(sinks: Array | None, log_sums: Array, context: Array, cotangent: Array) -> Array | None:
@@ -304,8 +319,8 @@ def _attend_to_cache(
             return context + jnp.stack(found)
 
         scores = over_blocks(put_scores, jnp.zeros_like(queries, shape=(len(heads), group_size, capacity)))
-        scores = scoring.capped(scores)
         slots = jnp.arange(capacity, dtype=jnp.int32)[None]
+        scores = scoring.lessened(scoring.capped(scores), heads % num_kv_heads, num_kv_heads, last_seen - slots)
         is_seen = (slots >= first_seen) & (slots <= last_seen)
         of_heads = None if sinks is None else sinks.reshape(num_kv_heads, group_size, 1)[heads % num_kv_heads]
         attn_weights = _softmax_of_seen(scores, is_seen, of_heads)
@@ -333,9 +348,10 @@ def _attend_to_cache_backward(
 ) -> tuple[Array | None, ...]:
     scoring, reach, block_sizes = options
     query, keys, values, last_positions, sinks = residuals
-    masking = Masking(key_padding_lengths=last_positions + 1)
+    masking = Masking(key_padding_lengths=last_positions + 1, offsets=last_positions)
     if reach is not None:
-        masking = Masking(Masking(is_causal=True, reach=reach, offsets=last_positions).joined(1, keys.shape[2]))
+        mask = Masking(is_causal=True, reach=reach, offsets=last_positions).joined(1, keys.shape[2])
+        masking = Masking(mask, offsets=last_positions)
 
     def attend_to_filled(query: Array, keys: Array, values: Array, sinks: Array | None) -> Array:
         hidden = replace(masking, sinks=sinks)
@@ -594,11 +610,16 @@ class _Blocks:
         if self.hidden.bias is not None:
             scores += arrange(at_least_float32(self._block(self.hidden.bias, tile, rows, keys)))
         positions = (keys.begin + jnp.arange(keys.size, dtype=jnp.int32)).reshape(1, 1, 1, 1, -1)
+        places = jnp.arange(rows.begin, rows.stop, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+        if self.scoring.slopes is not None:
+            offsets = 0 if self.hidden.offsets is None else tile.part(self.hidden.offsets.reshape(-1, 1, 1, 1, 1))
+            slopes = tile.part(self.scoring.slopes_of(self.num_kv_heads, scores.dtype))
+            scores -= arrange(slopes * jnp.abs(places + offsets - positions).astype(scores.dtype))
         parts = []
         if self.hidden.mask is not None:
             parts.append(self._block(self.hidden.mask, tile, rows, keys))
         if self.is_causal and not keys.is_clear:
-            parts.append(positions > jnp.arange(rows.begin, rows.stop, dtype=jnp.int32).reshape(1, 1, 1, -1, 1))
+            parts.append(positions > places)
         if self.hidden.lengths is not None:
             parts.append(positions >= tile.part(self.hidden.lengths.reshape(-1, 1, 1, 1, 1)))
         if not isinstance(keys.first, int) and self.seq_len_k % self.block_keys:

@@ -102,12 +102,13 @@ def attend(
 
 def kernel_takes(spec: AttentionSpec | None) -> bool:
     """Whether the framework's kernel can do with scores what a layer does."""
-    return spec is None or spec.soft_cap is None
+    return spec is None or (spec.soft_cap is None and spec.alibi is None)
 
 
 def _scoring(query: Array, spec: AttentionSpec | None) -> Scoring:
     """What a layer does with the products of its queries (B, N, T, H) and keys."""
-    return Scoring(score_scale(query, spec), None if spec is None else spec.soft_cap)
+    scale = score_scale(query, spec)
+    return Scoring(scale) if spec is None else Scoring(scale, spec.soft_cap, spec.alibi_slopes)
 
 
 def _attend_on_cpu(
@@ -124,7 +125,8 @@ def _attend_on_cpu(
     if reach is not None and masking.offsets is None and query.shape[2] > _num_together(reach):
         return _attend_in_reach(query, key, value, masking, spec=spec, block_sizes=block_sizes)
     if reach is not None or masking.offsets is not None:
-        masking = Masking(masking.joined(query.shape[2], key.shape[2]), masking.bias, sinks=masking.sinks)
+        mask = masking.joined(query.shape[2], key.shape[2])
+        masking = Masking(mask, masking.bias, offsets=masking.offsets, sinks=masking.sinks)
     return blockwise.attend_by_block(query, key, value, masking, scoring=scoring, block_sizes=block_sizes)
 
 

@@ -30,10 +30,11 @@ from mha_jax.stages import (
     split_heads,
 )
 from mha_jax.weights import Project, check_projected, check_weights, linear, project_with
-from mha_spec import AttentionSpec, Gate, Norm, Rope
+from mha_spec import Alibi, AttentionSpec, Gate, Norm, Rope
 from mha_spec.attention import check_spec
 
 jax.tree_util.register_static(AttentionSpec)  # jitted functions take it as they take arrays
+jax.tree_util.register_static(Alibi)
 jax.tree_util.register_static(Gate)
 jax.tree_util.register_static(Norm)
 jax.tree_util.register_static(Rope)

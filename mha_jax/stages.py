@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from mha_jax.alibi import alibi_bias
 from mha_jax.arrays import check_array, check_broadcasts, check_count, check_floating
 from mha_jax.compiled import compiled
 from mha_jax.masks import Masking, check_bias, check_mask, check_sinks, to_scores_rank
@@ -109,10 +110,13 @@ def attention_scores(
     key: Float[Array, "B K S H"],
     bias: Float[Array, "..."] | None = None,
     spec: AttentionSpec | None = None,
+    offsets: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B N T S"]:
     """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
 
-    The scale is 1 / sqrt(H) where there is no spec, or none in it.
+    The scale is 1 / sqrt(H) where there is no spec, or none in it. With ALiBi scores lose by the distance of query and
+    key: `offsets` are the places of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when
+    absent.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
@@ -121,6 +125,8 @@ def attention_scores(
     key = repeat_kv_heads(key, query.shape[1])
     scores = jnp.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
     scores = soft_capped(scores, spec)
+    if spec is not None and spec.alibi_slopes is not None:
+        scores = scores + alibi_bias(spec.alibi_slopes, *scores.shape[2:], offsets, scores_dtype=scores.dtype)
     return scores if bias is None else scores + to_scores_rank(at_least_float32(bias))
 
 
@@ -329,7 +335,7 @@ def _attend(
 ) -> tuple[Array, Array | None]:
     mask = masking.with_infinite_bias().joined(query.shape[2], key.shape[2])
     if mask is None:  # whatever there is, everybody sees it
-        scores = attention_scores(query, key, masking.bias, spec)
+        scores = attention_scores(query, key, masking.bias, spec, masking.offsets)
         attn_weights = masked_softmax(scores, None, masking.sinks).astype(query.dtype)
         dropped = apply_dropout(attn_weights, dropout.rate, dropout.keep, rng=dropout.rng)
         return attention_context(dropped, value), attn_weights if need_weights else None
@@ -338,7 +344,7 @@ def _attend(
     wrong_rows &= ~to_scores_rank(mask).all(axis=-1, keepdims=True)  # a row without a key is 0 whatever it asks
     wrong_keys = jnp.repeat(wrong_keys[..., 0], query.shape[1] // key.shape[1], axis=1)
     wrong_rows |= sees_any(wrong_keys, query.shape[2], Masking(mask))
-    scores = attention_scores(query, key, masking.bias, spec)
+    scores = attention_scores(query, key, masking.bias, spec, masking.offsets)
     attn_weights = masked_softmax(scores, mask, masking.sinks).astype(query.dtype)
     context = attention_context(apply_dropout(attn_weights, dropout.rate, dropout.keep, rng=dropout.rng), value)
     attn_weights = spoilt(attn_weights, wrong_rows & ~to_scores_rank(mask)) if need_weights else None

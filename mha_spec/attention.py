@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from mha_spec.alibi import Alibi
 from mha_spec.gate import Gate
 from mha_spec.norm import Norm
 from mha_spec.reach import Reach, reach_of
@@ -20,9 +21,9 @@ FLAGS = ("out_bias", "out_proj", "fused_qkv", "sinks")
 RATES = ("dropout", "output_dropout")
 FACTORS = ("clip_qkv", "scale", "soft_cap")
 NORMS = ("qk_norm", "v_norm")
-RECORDS = {"gate": Gate, "qk_norm": Norm, "v_norm": Norm}
+RECORDS = {"alibi": Alibi, "gate": Gate, "qk_norm": Norm, "v_norm": Norm}
 
-Record = TypeVar("Record", "AttentionSpec", Gate, Norm, Rope, Scaling)
+Record = TypeVar("Record", "AttentionSpec", Alibi, Gate, Norm, Rope, Scaling)
 
 
 class Projection(NamedTuple):
@@ -73,6 +74,7 @@ class AttentionSpec:
         scale: what dot products of queries and keys are multiplied by, where it is not 1 / sqrt(H).
         soft_cap: scores s are capped softly, soft_cap * tanh(s / soft_cap), before anything is added or hidden.
         sinks: each query head has a learned logit that takes part in the softmax like a score, and has no value.
+        alibi: what scores lose for the distance of their keys, after the soft cap, or None for nothing.
         window_size: a query sees keys less than this many tokens away only: with causality so many, its own the last.
         chunk_size: a query sees the keys of its own chunk only, the chunks being so many tokens long.
         dropout: rate at which attention weights are dropped in training.
@@ -80,7 +82,8 @@ class AttentionSpec:
 
     Raises:
         TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, gate not a
-            `Gate`, clip_qkv, scale, soft_cap or a rate not a number, or what a layer has or has not not a boolean.
+            `Gate`, alibi not an `Alibi`, clip_qkv, scale, soft_cap or a rate not a number, or what a layer has or has
+            not not a boolean.
         ValueError: if the widths, heads or rates do not fit, clip_qkv, scale or soft_cap is not positive and finite, or
             there are both a window and chunks.
     """
@@ -104,6 +107,7 @@ class AttentionSpec:
     scale: float | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    alibi: Alibi | None = None
     window_size: int | None = None
     chunk_size: int | None = None
     dropout: float = 0.0
@@ -119,6 +123,8 @@ class AttentionSpec:
             raise TypeError(f"rope must be a Rope or None, got rope={self.rope!r}")
         if self.gate is not None and not isinstance(self.gate, Gate):
             raise TypeError(f"gate must be a Gate or None, got gate={self.gate!r}")
+        if self.alibi is not None and not isinstance(self.alibi, Alibi):
+            raise TypeError(f"alibi must be an Alibi or None, got alibi={self.alibi!r}")
         self._check_qkv_bias()
         self._check_norms()
         for name in FACTORS:
@@ -183,6 +189,14 @@ class AttentionSpec:
     def score_scale(self) -> float:
         """What dot products of queries and keys are multiplied by: 1 / sqrt(H) where nothing else is said."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def alibi_slopes(self) -> tuple[float, ...] | None:
+        """What the score of each query head loses for each token of distance, where there is ALiBi."""
+        if self.alibi is None:
+            return None
+        factor = self.score_scale if self.alibi.scaled else 1.0
+        return tuple(factor * slope for slope in self.alibi.slopes(self.num_heads))
 
     @property
     def reach(self) -> Reach | None:

@@ -86,7 +86,7 @@ def multi_head_attention_with_cache(
     check_mask(mask, (*q.shape[:3], cache_len + seq_len))
     sinks = weights.get("sinks")
     masking = Masking(mask, bias, is_causal=True, reach=spec.reach, offsets=torch.full((1,), cache_len), sinks=sinks)
-    if seq_len == 1 and spec.reach is None:  # it sees everything
+    if seq_len == 1 and spec.reach is None and spec.alibi is None:  # it sees everything, from wherever it is
         masking = Masking(mask, bias, sinks=sinks)
     elif not cache_len:
         masking = replace(masking, offsets=None)
@@ -219,7 +219,7 @@ def _attend_to_filled_slots(
     filled = min(last + seq_len, cache.capacity)  # may pass the capacity where the last tokens are padding
     slots = slice(0 if spec.reach is None else max(spec.reach.first(first), 0), filled)
     masking = replace(masking, reach=spec.reach, offsets=before.lengths).part(slice(0, seq_len), slots)
-    if first == last and seq_len == 1:  # one token sees all that is filled and in its reach
+    if first == last and seq_len == 1 and spec.alibi is None:  # one token sees all that is filled and in its reach
         masking = Masking(masking.mask, masking.bias, sinks=masking.sinks)
     elif last == 0:  # a prompt; right padding is seen by no real token
         masking = replace(masking, offsets=None)

@@ -6,6 +6,7 @@ gives 0 for some rows of NaN, and lets a NaN that is hidden through to rows that
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +19,15 @@ from mha_spec.attention import check_spec
 from mha_spec.reach import Reach
 from mha_spec.rules import as_rate
 from mha_torch import stages
+from mha_torch.alibi import alibi_bias
 from mha_torch.arrays import values_of
 from mha_torch.masks import Masking
 from mha_torch.not_finite import emptied, not_finite, sees_any, spoilt
 from mha_torch.rope import at_least_float32
 from mha_torch.stages import Dropout, check_attention
+
+_QUERIES_WITH_BIAS = 128
+"""How many queries go together where each score has a bias that is made for the call."""
 
 
 def scaled_dot_product_attention(
@@ -88,24 +93,37 @@ def attend(
     rate = as_rate("dropout", dropout.rate)
     if spec is not None:
         check_spec(spec)
-    scale = None if spec is None else spec.scale  # without one PyTorch takes 1 / sqrt(H)
+    scoring = _Scoring() if spec is None else _Scoring(spec.scale, spec.alibi_slopes)
+    scale = scoring.scale
     if _is_forward_mode() or not kernel_takes(spec):
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
     if query.device.type == "cpu" and not torch.compiler.is_compiling():  # where looking costs little
         has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         # In a gradient what is hidden is multiplied by 0.
         if has_gradient and _are_moderate(query, key, value, masking.bias, scale):
-            return _attend_hidden(query, key, value, masking, rate, scale)
+            return _attend_hidden(query, key, value, masking, rate, scoring)
         if not has_gradient:
-            context = _attend_hidden(query, key, value, masking, rate, scale)
+            context = _attend_hidden(query, key, value, masking, rate, scoring)
             if _is_sound(context) or _are_moderate(query, key, value, masking.bias, scale):
                 return context
-    return _attend_not_finite(query, key, value, masking, rate, scale)
+    return _attend_not_finite(query, key, value, masking, rate, scoring)
 
 
 def kernel_takes(spec: AttentionSpec | None) -> bool:
     """Whether the framework's kernel can do with scores what a layer does."""
     return spec is None or spec.soft_cap is None
+
+
+class _Scoring(NamedTuple):
+    """What becomes of the products of queries and keys.
+
+    Attributes:
+        scale: what they are multiplied by; without one PyTorch takes 1 / sqrt(H).
+        slopes: what each head takes from them for each token of distance, or None.
+    """
+
+    scale: float | None = None
+    slopes: tuple[float, ...] | None = None
 
 
 def _is_forward_mode() -> bool:
@@ -136,11 +154,11 @@ def _are_moderate(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 
 
 def _attend_not_finite(
-    query: Tensor, key: Tensor, value: Tensor, masking: Masking, dropout: float, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, masking: Masking, dropout: float, scoring: _Scoring
 ) -> Tensor:
     """The same of anything: what is not finite is 0 to the kernel, and the rows that see it are NaN afterwards."""
     if query.numel() == 0 or key.numel() == 0:
-        return _attend_hidden(query, key, value, masking, dropout, scale)
+        return _attend_hidden(query, key, value, masking, dropout, scoring)
     num_groups, seq_len_q = query.shape[1] // key.shape[1], query.shape[2]
     wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
     query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
@@ -152,26 +170,28 @@ def _attend_not_finite(
         masking = replace(masking, bias=emptied(masking.bias, wrong_bias))
         joined = hidden.joined(seq_len_q, key.shape[2], query.device)
         wrong_rows = wrong_rows | (wrong_bias if joined is None else wrong_bias & ~joined).any(dim=-1, keepdim=True)
-    context = _attend_hidden(query, key, value, masking, dropout, scale)
+    context = _attend_hidden(query, key, value, masking, dropout, scoring)
     # Where every score of a row overflows to -inf, the kernel gives 0.
     sizes = [torch.linalg.vector_norm(x.detach().double(), dim=-1, keepdim=True) for x in (query, key)]
     bound = sizes[0] * sizes[1].amax(dim=2, keepdim=True).repeat_interleave(num_groups, dim=1)
     if masking.sinks is not None:  # they have the weight of a row whose scores are all -inf
         return spoilt(context, wrong_rows & sees_any(torch.ones_like(wrong_keys), seq_len_q, hidden))
-    may_overflow = bound * max(scale or 1.0, 1.0) > torch.finfo(torch.float32).max
+    may_overflow = bound * max(scoring.scale or 1.0, 1.0) > torch.finfo(torch.float32).max
     wrong_rows = wrong_rows | (may_overflow & (context == 0).all(dim=-1, keepdim=True))
     return spoilt(context, wrong_rows & sees_any(torch.ones_like(wrong_keys), seq_len_q, hidden))
 
 
 def _attend_hidden(
-    query: Tensor, key: Tensor, value: Tensor, masking: Masking, dropout: float, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, masking: Masking, dropout: float, scoring: _Scoring
 ) -> Tensor:
     """The kernel with the cheapest form of what is hidden."""
     bias, is_causal, lengths = masking.bias, masking.is_causal, masking.key_padding_lengths
-    reach = masking.reach
+    reach, scale, slopes = masking.reach, scoring.scale, scoring.slopes
     if reach is not None and masking.offsets is None and query.shape[2] > _num_together(reach):
-        return _attend_in_reach(query, key, value, masking, reach, dropout, scale)
-    if masking.mask is None and bias is None and reach is None and masking.offsets is None:
+        return _attend_in_reach(query, key, value, masking, reach, dropout, scoring)
+    if slopes is not None and query.shape[2] > _QUERIES_WITH_BIAS:
+        return _attend_in_parts(query, key, value, masking, dropout, scoring)
+    if masking.mask is None and bias is None and reach is None and masking.offsets is None and slopes is None:
         if lengths is None:  # nothing is hidden, or what a kernel knows
             return _attend(query, key, value, masking.sinks, is_causal=is_causal, dropout=dropout, scale=scale)
         known = values_of(torch.as_tensor(lengths)) if query.device.type == "cpu" else None
@@ -180,6 +200,9 @@ def _attend_hidden(
             return _attend_by_sequence(query, key, value, hidden, dropout=dropout, scale=scale)
     seq_len_k = key.shape[2]
     mask = masking.with_infinite_bias().joined(query.shape[2], seq_len_k, query.device)
+    if slopes is not None:
+        lost = _lost_by_distance(query, seq_len_k, masking.offsets, scoring)
+        bias = lost if bias is None else lost + bias
     empty_rows = None
     attn_mask = bias
     if mask is not None:
@@ -253,19 +276,51 @@ def _with_sinks(
     return query, key, value, F.pad(attn_mask, (1, 0), value=attn_mask.dtype == torch.bool)
 
 
+def _lost_by_distance(query: Tensor, seq_len_k: int, offsets: Tensor | None, scoring: _Scoring) -> Tensor:
+    """What ALiBi adds to the scores of queries (B, N, T, H), in at least float32."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return alibi_bias(scoring.slopes or (), query.shape[2], seq_len_k, offsets, scores_dtype=dtype, device=query.device)
+
+
+def _attend_in_parts(
+    query: Tensor, key: Tensor, value: Tensor, masking: Masking, dropout: float, scoring: _Scoring
+) -> Tensor:
+    """A few queries at a time, with no more than their bias in memory, over the keys up to the last of them."""
+    seq_len_q, seq_len_k, size = query.shape[2], key.shape[2], _QUERIES_WITH_BIAS
+    contexts, added, last = [], None, (seq_len_q - 1) // size * size
+    others = (masking.mask, masking.bias, masking.key_padding_lengths, masking.reach, masking.offsets)
+    if all(x is None for x in others):  # of the last part, in which that of any other is found
+        stop = last + (size if masking.is_causal else seq_len_k)
+        added = _lost_by_distance(query[:, :, :size], stop, torch.tensor([last]), scoring)
+        if masking.is_causal:
+            hidden = replace(masking, offsets=torch.tensor([last])).hidden(size, stop, query.device)
+            added = added.masked_fill_(hidden, -torch.inf)
+    for begin in range(0, seq_len_q, size):
+        end = min(begin + size, seq_len_q)
+        stop = min(end, seq_len_k) if masking.is_causal and masking.offsets is None else seq_len_k
+        parts = (query[:, :, begin:end], key[:, :, :stop], value[:, :, :stop])
+        if added is not None:
+            attn_mask = added[:, :, : end - begin, last - begin : last - begin + stop]
+            contexts.append(_attend(*parts, masking.sinks, attn_mask=attn_mask, dropout=dropout, scale=scoring.scale))
+            continue
+        inside = masking.part(slice(begin, end), slice(0, stop))
+        contexts.append(_attend_hidden(*parts, inside, dropout, scoring))
+    return torch.cat(contexts, dim=2)
+
+
 def _num_together(reach: Reach) -> int:
     """How many queries go together: those of a chunk, or so many that most keys of a window are those of them all."""
     return reach.chunk_size or max(128, (reach.window_size or 0) // 4)
 
 
 def _attend_in_reach(
-    query: Tensor, key: Tensor, value: Tensor, masking: Masking, reach: Reach, dropout: float, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, masking: Masking, reach: Reach, dropout: float, scoring: _Scoring
 ) -> Tensor:
     """A few queries at a time over the keys that they reach: the work grows with the length, not with its square."""
     seq_len_q, seq_len_k, is_causal = query.shape[2], key.shape[2], masking.is_causal
     # Where only the window hides, every query sees itself, and most parts have the same mask: added, the fastest form.
     is_alone = masking.mask is None and masking.bias is None and masking.key_padding_lengths is None
-    is_alone = is_alone and reach.chunk_size is None and seq_len_q <= seq_len_k
+    is_alone = is_alone and reach.chunk_size is None and scoring.slopes is None and seq_len_q <= seq_len_k
     added: dict[tuple[int, int, int], Tensor] = {}
     contexts = []
     for begin in range(0, seq_len_q, _num_together(reach)):
@@ -279,12 +334,14 @@ def _attend_in_reach(
             if place not in added:
                 hidden = masking.part(rows, keys).hidden(*place[1:], query.device)[0, 0]
                 added[place] = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-            contexts.append(_attend(*parts, masking.sinks, attn_mask=added[place], dropout=dropout, scale=scale))
+            contexts.append(
+                _attend(*parts, masking.sinks, attn_mask=added[place], dropout=dropout, scale=scoring.scale)
+            )
             continue
         inside = masking.part(rows, keys)
         if reach.chunk_size is not None:  # of its own chunk a query sees all, or all up to itself
             inside = replace(inside, reach=None, offsets=None)
-        contexts.append(_attend_hidden(*parts, inside, dropout, scale) if stop > first else parts[0] * 0.0)
+        contexts.append(_attend_hidden(*parts, inside, dropout, scoring) if stop > first else parts[0] * 0.0)
     return torch.cat(contexts, dim=2)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from mha_spec import AttentionSpec, Rope
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate
+from mha_torch.alibi import alibi_bias
 from mha_torch.arrays import (
     check_array,
     check_broadcasts,
@@ -116,10 +117,13 @@ def attention_scores(
     key: Float[Tensor, "B K S H"],
     bias: Float[Tensor, "..."] | None = None,
     spec: AttentionSpec | None = None,
+    offsets: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, "B N T S"]:
     """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
 
-    The scale is 1 / sqrt(H) where there is no spec, or none in it.
+    The scale is 1 / sqrt(H) where there is no spec, or none in it. With ALiBi scores lose by the distance of query and
+    key: `offsets` are the places of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when
+    absent.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
@@ -129,6 +133,9 @@ def attention_scores(
     with _without_autocast(query.device.type):  # it would take these sums in half precision
         scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
     scores = soft_capped(scores, spec)
+    if spec is not None and spec.alibi_slopes is not None:
+        lengths, like = (scores.shape[2], scores.shape[3]), {"scores_dtype": scores.dtype, "device": scores.device}
+        scores = scores + alibi_bias(spec.alibi_slopes, *lengths, offsets, **like)
     return scores if bias is None else scores + at_least_float32(bias)
 
 
@@ -300,7 +307,7 @@ def attend(
     check_attention(query, key, value, masking)
     mask = masking.with_infinite_bias().joined(query.shape[2], key.shape[2], query.device)
     if mask is None:  # everything is seen: what is not finite spreads by itself
-        scores = attention_scores(query, key, masking.bias, spec)
+        scores = attention_scores(query, key, masking.bias, spec, masking.offsets)
         attn_weights = masked_softmax(scores, None, masking.sinks).to(query.dtype)
         context = attention_context(apply_dropout(attn_weights, *dropout), value)
         return context, attn_weights if need_weights else None
@@ -308,7 +315,7 @@ def attend(
     is_clean = not key.numel() or not any(may_hold(of_one) for of_one in wrong)
     if not is_clean:
         query, key, value = (emptied(x, where) for x, where in zip((query, key, value), wrong, strict=True))
-    scores = attention_scores(query, key, masking.bias, spec)
+    scores = attention_scores(query, key, masking.bias, spec, masking.offsets)
     attn_weights = masked_softmax(scores, mask, masking.sinks).to(query.dtype)
     context = attention_context(apply_dropout(attn_weights, *dropout), value)
     if not is_clean:

@@ -182,7 +182,7 @@ def attend_to_cache(
 
 def kernel_takes(spec: AttentionSpec | None) -> bool:
     """Whether the framework's kernel can do with scores what a layer does."""
-    return spec is None or spec.soft_cap is None
+    return spec is None or (spec.soft_cap is None and spec.alibi is None)
 
 
 def _check_kernel_takes(query: Tensor) -> None:

@@ -19,6 +19,7 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups
+from mha_tt.alibi import alibi_bias
 from mha_tt.arrays import check_broadcasts, check_count, check_floating, check_head_dim
 from mha_tt.device import TILE, TILE_NBYTES, accurate_config, as_dtype, padded_head_dim, round_up, upload, zeros
 from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device, check_bias, check_mask, check_sinks, on_device
@@ -133,12 +134,15 @@ def attention_scores(
     key: Float[Tensor, "B K S H"],
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
     spec: AttentionSpec | None = None,
+    offsets: Int[np.ndarray, " B"] | None = None,
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T S"]:
     """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
 
-    The scale is 1 / sqrt(H) where there is no spec, or none in it.
+    The scale is 1 / sqrt(H) where there is no spec, or none in it. With ALiBi scores lose by the distance of query and
+    key: `offsets` are the places of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when
+    absent.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
@@ -152,6 +156,9 @@ def attention_scores(
         compute_kernel_config=compute_kernel_config or accurate_config(query.device()),
     )
     scores = soft_capped(ttnn.multiply(scores, scale), spec)
+    if spec is not None and spec.alibi_slopes is not None:
+        lost = alibi_bias(spec.alibi_slopes, scores.shape[2], scores.shape[3], offsets, scores_dtype=np.float32)
+        scores = ttnn.add(scores, upload(lost, device=query.device(), dtype=ttnn.float32))
     return scores if bias is None else ttnn.add(scores, bias_on_device(bias, query.device(), ttnn.float32))
 
 
@@ -392,7 +399,7 @@ def attend(
     if mask is not None:  # a masked key reaches no weight
         (value,), spoilt_rows = hide_not_finite(mask, seq_len_q, value)
     config = compute_kernel_config or accurate_config(device)
-    scores = attention_scores(query, key, masking.bias, spec, compute_kernel_config=config)
+    scores = attention_scores(query, key, masking.bias, spec, masking.offsets, compute_kernel_config=config)
     attn_weights = masked_softmax(scores, mask, masking.sinks, compute_kernel_config=config)
     attn_weights = as_dtype(attn_weights, query.dtype)
     dropped = apply_dropout(attn_weights, dropout.rate, dropout.keep, seed=dropout.seed)

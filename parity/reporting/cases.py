@@ -42,6 +42,7 @@ def covers(case: Case) -> str:
         **_kind_of_rope(spec.rope),
         f"positions from {case.first_position}": bool(case.first_position),
         f"scale {spec.scale}": spec.scale is not None,
+        "ALiBi": spec.alibi is not None,
         "sinks": spec.sinks,
         f"soft cap {spec.soft_cap}": spec.soft_cap is not None,
         f"window {spec.window_size} of the layer": spec.window_size is not None,

@@ -108,13 +108,13 @@ def soft_cap(case: Case) -> Iterator[Mistake]:
 
 
 def _capped_after_bias(fix: str, capped: Any) -> Mistake:
-    def scores(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+    def scores(layer: Layer, original: Any, values: Values, *places: Any) -> dict[str, np.ndarray]:
         a = layer.arithmetic
         biased = layer.products(values) + a.widen(layer.problem.inputs["bias"])
         return {"scores": capped(biased, np, layer.soft_cap())}
 
-    def in_sibling(plan: Plan, attention_scores: Any, q: Any, k: Any, bias: Any, spec: Any) -> Any:
-        return capped(attention_scores(q, k, bias, replace(spec, soft_cap=None)), plan.xp)
+    def in_sibling(plan: Plan, attention_scores: Any, q: Any, k: Any, bias: Any, spec: Any, *offsets: Any) -> Any:
+        return capped(attention_scores(q, k, bias, replace(spec, soft_cap=None), *offsets), plan.xp)
 
     return Mistake(
         "soft-cap-after-bias",
@@ -170,10 +170,8 @@ def bias(case: Case) -> Iterator[Mistake]:
     yield _bias_after_softmax()
 
 
-def _scores_alone(
-    _: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None, spec: Any = None, **options: Any
-) -> Any:
-    return attention_scores(q, k, None, spec, **options)
+def _scores_alone(_: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None, *rest: Any, **options: Any) -> Any:
+    return attention_scores(q, k, None, *rest, **options)
 
 
 def _bias_scaled(size: int) -> Mistake:
