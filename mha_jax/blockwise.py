@@ -13,7 +13,7 @@ Source: FlashAttention, arXiv:2205.14135 and arXiv:2307.08691.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -60,10 +60,12 @@ class Scoring(NamedTuple):
     Attributes:
         scale: what they are multiplied by.
         soft_cap: what caps them softly after that, or None.
+        slopes: what each head takes from them for each token of distance after that, or None.
     """
 
     scale: float
     soft_cap: float | None = None
+    slopes: tuple[float, ...] | None = None
 
     def capped(self, scores: Array) -> Array:
         """The scaled products, capped."""
@@ -73,6 +75,17 @@ class Scoring(NamedTuple):
         """The derivative of the cap, by what it gave."""
         return 1.0 if self.soft_cap is None else 1.0 - jnp.square(scores / self.soft_cap)
 
+    def lessened(self, scores: Array, heads: Array, num_kv_heads: int, distances: Array) -> Array:
+        """Scores (heads, G, S) of some key/value heads, less what slots at distances (heads, S) cost."""
+        if self.slopes is None:
+            return scores
+        slopes = self.slopes_of(num_kv_heads, scores.dtype)[0, :, :, 0]  # (K, G, 1)
+        return scores - slopes[heads] * jnp.abs(distances).astype(scores.dtype)[:, None]
+
+    def slopes_of(self, num_kv_heads: int, dtype: jnp.dtype) -> Array:
+        """The slopes by the heads that they are of, (1, K, G, 1, 1)."""
+        return jnp.asarray(self.slopes, dtype).reshape(1, num_kv_heads, -1, 1, 1)
+
 
 class Hidden(NamedTuple):
     """What hides keys, and what is added to scores.
@@ -81,11 +94,15 @@ class Hidden(NamedTuple):
         mask: boolean, True = masked, (B or 1, K or 1, G or 1, T or 1, S or 1).
         bias: added to the scores, of such a shape too; what is -inf in it is also masked.
         lengths: number of real keys of each sequence, (B,).
+        sinks: a logit of each head beside those of its keys, (1, K, G, 1, 1).
+        offsets: place of the first query among the keys, (B or 1,), for ALiBi; 0 when absent.
     """
 
     mask: Array | None
     bias: Array | None
     lengths: Array | None
+    sinks: Array | None
+    offsets: Array | None
 
 
 @compiled("scoring", "block_sizes")
@@ -112,7 +129,8 @@ def attend_by_block(
         None if x is None else group(to_scores_rank(x)) for x in (masking.with_infinite_bias().mask, masking.bias)
     )
     lengths: Any = masking.key_padding_lengths  # an array: see `Masking.as_arrays`
-    hidden = Hidden(mask, bias, lengths)
+    sinks = None if masking.sinks is None else masking.sinks.reshape(1, num_kv_heads, -1, 1, 1)
+    hidden = Hidden(mask, bias, lengths, sinks, masking.offsets)
     context: Any = _attend((masking.is_causal, scoring, block_sizes), group(query), key, value, hidden)
     return context.reshape(*query.shape[:3], value.shape[3])
 
@@ -139,15 +157,18 @@ def _forward(
                 return found if sums is None else sums.join(found)
 
             sums = blocks.over_keys(add, None, _Sums.empty(rows.of(q), v.shape[-1]), tile, rows)
+            sums = blocks.with_sinks(sums, tile, rows)
             results.append([rows.split(x, blocks.group_size) for x in sums.result()])
         return tuple(jnp.concatenate(parts, axis=-2) for parts in zip(*results, strict=True)), carry
 
     (context, log_sums), _ = blocks.over_tiles(attend_in_tile, None)
     context, log_sums = (x.reshape(*query.shape[:-1], x.shape[-1]) for x in (context, log_sums))
     # A row to which no key gave anything may see some: if all of its scores are -inf.
-    gave_nothing = jnp.isposinf(log_sums)
+    sinks = hidden.sinks
+    gave_nothing = jnp.isposinf(log_sums) if sinks is None else (context == 0.0).all(axis=-1, keepdims=True)
     is_empty = blocks.empty_rows(gave_nothing)
-    context, log_sums = (spoilt(x, gave_nothing & ~is_empty) for x in (context, log_sums))
+    if sinks is None:  # which have all the weight of such a row
+        context, log_sums = (spoilt(x, gave_nothing & ~is_empty) for x in (context, log_sums))
     residuals = (query, key, value, hidden, context, log_sums)
     if blocks.hides:
         context = spoilt(context, not_finite(query) & ~is_empty)
@@ -207,7 +228,16 @@ def _backward(
     grads = (grad.reshape(x.shape).astype(x.dtype) for grad, x in zip(grads, (query, key, value), strict=True))
     if hidden.bias is not None:
         grad_bias = grad_bias.astype(hidden.bias.dtype)
-    return *grads, Hidden(None, grad_bias, None)
+    return *grads, Hidden(None, grad_bias, None, _grad_sinks(hidden.sinks, log_sums, context, cotangent), None)
+
+
+def _grad_sinks(sinks: Array | None, log_sums: Array, context: Array, cotangent: Array) -> Array | None:
+    """The gradient of sinks (1, K, G, 1, 1): each takes weight from the keys, and gives nothing."""
+    if sinks is None:
+        return None
+    given_sums = (at_least_float32(cotangent) * context).sum(axis=-1, keepdims=True)
+    grads = jnp.exp(at_least_float32(sinks) - log_sums) * given_sums
+    return -grads.sum(axis=(0, 3, 4)).reshape(sinks.shape).astype(sinks.dtype)
 
 
 _attend.defvjp(_forward, _backward)
@@ -219,6 +249,7 @@ def attend_to_cache(
     keys: Float[Array, "B K S H"],
     values: Float[Array, "B K S Hv"],
     last_positions: Int[Array, " B"],
+    sinks: Float[Array, " N"] | None = None,
     *,
     scoring: Scoring,
     reach: Reach | None = None,
@@ -230,14 +261,16 @@ def attend_to_cache(
     Heads go side by side, each with a product of its own: XLA copies what it takes from a cache to a product of many,
     and divides the product of one row among no cores.
     """
-    return _attend_to_cache((scoring, reach, block_sizes), query, keys, values, last_positions)
+    return _attend_to_cache((scoring, reach, block_sizes), query, keys, values, last_positions, sinks)
 
 
 _OfCache = tuple[Scoring, Reach | None, BlockSizes]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_to_cache(options: _OfCache, query: Array, keys: Array, values: Array, last_positions: Array) -> Array:
+def _attend_to_cache(
+    options: _OfCache, query: Array, keys: Array, values: Array, last_positions: Array, sinks: Array | None
+) -> Array:
     scoring, reach, block_sizes = options
     batch_size, num_kv_heads, capacity, _ = keys.shape
     num_heads = batch_size * num_kv_heads
@@ -287,10 +320,11 @@ def _attend_to_cache(options: _OfCache, query: Array, keys: Array, values: Array
             return context + jnp.stack(found)
 
         scores = over_blocks(put_scores, jnp.zeros_like(queries, shape=(len(heads), group_size, capacity)))
-        scores = scoring.capped(scores)
         slots = jnp.arange(capacity, dtype=jnp.int32)[None]
+        scores = scoring.lessened(scoring.capped(scores), heads % num_kv_heads, num_kv_heads, last_seen - slots)
         is_seen = (slots >= first_seen) & (slots <= last_seen)
-        attn_weights = jax.nn.softmax(scores, axis=-1, where=is_seen[:, None])  # 0 for a sequence without a key
+        of_heads = None if sinks is None else sinks.reshape(num_kv_heads, group_size, 1)[heads % num_kv_heads]
+        attn_weights = _softmax_of_seen(scores, is_seen, of_heads)
         return over_blocks(add_values, jnp.zeros_like(queries, shape=(len(heads), group_size, values.shape[3])))
 
     together = math.gcd(num_kv_heads if num_kv_heads > 1 else batch_size, block_sizes.heads_side_by_side)
@@ -298,21 +332,35 @@ def _attend_to_cache(options: _OfCache, query: Array, keys: Array, values: Array
     return contexts.reshape(*query.shape[:3], values.shape[3]).astype(query.dtype)
 
 
-def _attend_to_cache_forward(options: _OfCache, *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
+def _softmax_of_seen(scores: Array, is_seen: Array, sinks: Array | None) -> Array:
+    """Attention weights of slots, (heads, G, S), 0 for a sequence without a key; those of sinks follow."""
+    if sinks is not None:  # one more slot, which is always seen
+        scores = jnp.concatenate([scores, sinks.astype(scores.dtype)], axis=2)
+        is_seen = jnp.pad(is_seen, [(0, 0), (0, 1)], constant_values=True)
+    return jax.nn.softmax(scores, axis=-1, where=is_seen[:, None])
+
+
+def _attend_to_cache_forward(options: _OfCache, *inputs: Any) -> tuple[Array, tuple[Any, ...]]:
     return _attend_to_cache(options, *inputs), inputs
 
 
 def _attend_to_cache_backward(
-    options: _OfCache, residuals: tuple[Array, ...], cotangent: Array
+    options: _OfCache, residuals: tuple[Any, ...], cotangent: Array
 ) -> tuple[Array | None, ...]:
     scoring, reach, block_sizes = options
-    query, keys, values, last_positions = residuals
-    masking = Masking(key_padding_lengths=last_positions + 1)
+    query, keys, values, last_positions, sinks = residuals
+    masking = Masking(key_padding_lengths=last_positions + 1, offsets=last_positions)
     if reach is not None:
-        masking = Masking(Masking(is_causal=True, reach=reach, offsets=last_positions).joined(1, keys.shape[2]))
-    attend_to_filled = partial(attend_by_block, masking=masking, scoring=scoring, block_sizes=block_sizes)
-    _, differentiate = jax.vjp(attend_to_filled, query, keys, values)
-    return *differentiate(cotangent), None
+        mask = Masking(is_causal=True, reach=reach, offsets=last_positions).joined(1, keys.shape[2])
+        masking = Masking(mask, offsets=last_positions)
+
+    def attend_to_filled(query: Array, keys: Array, values: Array, sinks: Array | None) -> Array:
+        hidden = replace(masking, sinks=sinks)
+        return attend_by_block(query, keys, values, hidden, scoring=scoring, block_sizes=block_sizes)
+
+    _, differentiate = jax.vjp(attend_to_filled, query, keys, values, sinks)
+    *grads, grad_sinks = differentiate(cotangent)
+    return *grads, None, grad_sinks
 
 
 _attend_to_cache.defvjp(_attend_to_cache_forward, _attend_to_cache_backward)
@@ -532,6 +580,14 @@ class _Blocks:
 
         return lax.cond(gave_nothing.any(), look, lambda: gave_nothing)
 
+    def with_sinks(self, sums: _Sums, tile: _Tile, rows: _Rows) -> _Sums:
+        """What the keys of a block of queries add up to, with the sinks, whose values are 0."""
+        if self.hidden.sinks is None:
+            return sums
+        sinks = at_least_float32(tile.of(self.hidden.sinks))  # (P, G, 1, 1)
+        sinks = jnp.broadcast_to(sinks, (*sinks.shape[:2], rows.stop - rows.begin, 1)).reshape(sums.largest.shape)
+        return sums.join(_Sums(sinks, jnp.ones_like(sinks), jnp.zeros_like(sums.values)))
+
     def may_hide_all(self, keys: _Keys) -> bool:
         """Whether a query may see no key of a block: by a mask, or as causality cuts up what is not clear."""
         return self.hidden.mask is not None or self.hidden.lengths is not None or not isinstance(keys.first, int)
@@ -555,11 +611,16 @@ class _Blocks:
         if self.hidden.bias is not None:
             scores += arrange(at_least_float32(self._block(self.hidden.bias, tile, rows, keys)))
         positions = (keys.begin + jnp.arange(keys.size, dtype=jnp.int32)).reshape(1, 1, 1, 1, -1)
+        places = jnp.arange(rows.begin, rows.stop, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+        if self.scoring.slopes is not None:
+            offsets = 0 if self.hidden.offsets is None else tile.part(self.hidden.offsets.reshape(-1, 1, 1, 1, 1))
+            slopes = tile.part(self.scoring.slopes_of(self.num_kv_heads, scores.dtype))
+            scores -= arrange(slopes * jnp.abs(places + offsets - positions).astype(scores.dtype))
         parts = []
         if self.hidden.mask is not None:
             parts.append(self._block(self.hidden.mask, tile, rows, keys))
         if self.is_causal and not keys.is_clear:
-            parts.append(positions > jnp.arange(rows.begin, rows.stop, dtype=jnp.int32).reshape(1, 1, 1, -1, 1))
+            parts.append(positions > places)
         if self.hidden.lengths is not None:
             parts.append(positions >= tile.part(self.hidden.lengths.reshape(-1, 1, 1, 1, 1)))
         if not isinstance(keys.first, int) and self.seq_len_k % self.block_keys:

@@ -6,6 +6,7 @@ Hv value_head_dim, E d_model.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -37,7 +38,7 @@ from mha_spec.attention import check_spec
 
 def multi_head_attention_with_cache(
     x: Float[Array, "B T d_in"],
-    weights: Mapping[str, Mapping[str, Array]],
+    weights: Mapping[str, Any],
     spec: AttentionSpec,
     cache_k: Float[Array, "B K P H"] | None = None,
     cache_v: Float[Array, "B K P Hv"] | None = None,
@@ -87,14 +88,14 @@ def multi_head_attention_with_cache(
         check_cache(cache_k, cache_v, k, v)
         k, v = jnp.concatenate([cache_k, k], axis=2), jnp.concatenate([cache_v, v], axis=2)
     offsets = jnp.full((1,), cache_len, jnp.int32) if cache_len else None
-    masking = Masking(mask, bias, is_causal=True, reach=spec.reach, offsets=offsets)
+    masking = Masking(mask, bias, is_causal=True, reach=spec.reach, offsets=offsets, sinks=weights.get("sinks"))
     context = fused.attend(q, k, v, masking, Dropout(), spec=spec)
     return project_output(project, context, x, spec), k, v
 
 
 def multi_head_attention_with_static_cache(
     x: Float[Array, "B T d_in"],
-    weights: Mapping[str, Mapping[str, Array]],
+    weights: Mapping[str, Any],
     spec: AttentionSpec,
     cache: KVCache,
     *,
@@ -132,7 +133,7 @@ def multi_head_attention_with_static_cache(
         x,
         cache,
         spec,
-        Masking(mask, bias, is_causal=True),
+        Masking(mask, bias, is_causal=True, sinks=weights.get("sinks")),
         new_lengths=new_lengths,
         positions=positions,
         dropout=Dropout(),
@@ -170,7 +171,13 @@ def _cached_layer(
         # A sequence that has no room sees a slot that is there, so that its output is finite before it is made NaN.
         last_positions = jnp.minimum(lengths, cache.capacity - 1)
         context = fused.attend_to_cache(
-            q, appended.keys, appended.values, last_positions, spec, block_sizes=block_sizes
+            q,
+            appended.keys,
+            appended.values,
+            last_positions,
+            spec,
+            sinks=masking.sinks,
+            block_sizes=block_sizes,
         )
     else:
         masking = replace(masking, reach=spec.reach, offsets=lengths)
@@ -254,12 +261,13 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             ValueError: if the shapes do not fit, or the new tokens do not fit into the capacity. (Under jit lengths
                 are not known; there a sequence that does not fit gives NaN and keeps the tokens it had.)
         """
+        sinks = None if self.sinks is None else self.sinks[...]
         output, cache = _cached_layer(
             self.project,
             x,
             cache,
             self.spec,
-            Masking(mask, bias, is_causal=True),
+            Masking(mask, bias, is_causal=True, sinks=sinks),
             new_lengths=new_lengths,
             positions=positions,
             dropout=self.drawn_dropout(),

@@ -40,6 +40,7 @@ def scaled_dot_product_attention(
     dropout: float = 0.0,
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
+    sinks: Float[Array, "..."] | None = None,
     block_sizes: BlockSizes = BLOCK_SIZES,
 ) -> tuple[Float[Array, "B N T Hv"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
@@ -56,6 +57,7 @@ def scaled_dot_product_attention(
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: must be absent, a fused kernel draws its own.
         dropout_rng: random key to draw what is dropped from.
+        sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
         block_sizes: how the work is divided on a CPU.
 
     Returns:
@@ -67,7 +69,7 @@ def scaled_dot_product_attention(
     """
     if need_weights or dropout_keep is not None:
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
-    masking = Masking(mask, bias, is_causal, key_padding_lengths).of_layer(spec)
+    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks).of_layer(spec)
     return attend(
         query, key, value, masking, Dropout(dropout, rng=dropout_rng), spec=spec, block_sizes=block_sizes
     ), None
@@ -92,7 +94,7 @@ def attend(
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
     if _is_on_cpu():
         return _attend_on_cpu(query, key, value, masking, spec=spec, block_sizes=block_sizes)
-    if not kernel_takes(spec):
+    if not kernel_takes(spec) or masking.sinks is not None:
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
     scale = score_scale(query, spec)
     return _attend_by_library(query, key, value, masking, scale=scale, platform=jax.default_backend())
@@ -100,12 +102,13 @@ def attend(
 
 def kernel_takes(spec: AttentionSpec | None) -> bool:
     """Whether the framework's kernel can do with scores what a layer does."""
-    return spec is None or spec.soft_cap is None
+    return spec is None or (spec.soft_cap is None and spec.alibi is None)
 
 
 def _scoring(query: Array, spec: AttentionSpec | None) -> Scoring:
     """What a layer does with the products of its queries (B, N, T, H) and keys."""
-    return Scoring(score_scale(query, spec), None if spec is None else spec.soft_cap)
+    scale = score_scale(query, spec)
+    return Scoring(scale) if spec is None else Scoring(scale, spec.soft_cap, spec.alibi_slopes)
 
 
 def _attend_on_cpu(
@@ -122,7 +125,8 @@ def _attend_on_cpu(
     if reach is not None and masking.offsets is None and query.shape[2] > _num_together(reach):
         return _attend_in_reach(query, key, value, masking, spec=spec, block_sizes=block_sizes)
     if reach is not None or masking.offsets is not None:
-        masking = Masking(masking.joined(query.shape[2], key.shape[2]), masking.bias)
+        mask = masking.joined(query.shape[2], key.shape[2])
+        masking = Masking(mask, masking.bias, offsets=masking.offsets, sinks=masking.sinks)
     return blockwise.attend_by_block(query, key, value, masking, scoring=scoring, block_sizes=block_sizes)
 
 
@@ -171,6 +175,7 @@ def _attend_in_reach(
             is_before = jnp.arange(num_keys, dtype=jnp.int32)[None, None, None] < first
             hidden = is_before if hidden is None else hidden | is_before
         part = Masking(hidden, cut(bias, begin, size, num_keys), masking.is_causal, jnp.maximum(lengths + first, 0))
+        part = replace(part, sinks=masking.sinks)
         if reach.chunk_size is None:  # of its own chunk a query sees all, or all up to itself
             part = replace(part, reach=reach, offsets=jnp.full((1,), before, jnp.int32))
         rows = lax.dynamic_slice_in_dim(query, begin, size, axis=2)
@@ -237,6 +242,7 @@ def attend_to_cache(
     last_positions: Int[Array, " B"],
     spec: AttentionSpec | None = None,
     *,
+    sinks: Float[Array, "..."] | None = None,
     block_sizes: BlockSizes = BLOCK_SIZES,
 ) -> Float[Array, "B N 1 Hv"]:
     """Attention of one new token of each sequence over its cached tokens; reads the filled part of the cache only.
@@ -246,24 +252,26 @@ def attend_to_cache(
         keys, values: the cache, (B, K, S, H) and (B, K, S, Hv), in the dtype of query.
         last_positions: the last slot that each sequence sees, (B,).
         spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
+        sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
         block_sizes: how the work is divided on a CPU.
 
     Raises:
         TypeError: if an input is not floating point, or the dtypes differ.
         ValueError: if the shapes do not fit.
     """
-    check_attention(query, keys, values, Masking())
+    masking = Masking(is_causal=True, offsets=last_positions, sinks=sinks).of_layer(spec)
+    check_attention(query, keys, values, masking)
     if keys.shape[2] > block_sizes.keys and query.size and _is_on_cpu():
         return blockwise.attend_to_cache(
             query,
             keys,
             values,
             last_positions,
+            sinks,
             scoring=_scoring(query, spec),
             reach=None if spec is None else spec.reach,
             block_sizes=block_sizes,
         )
-    masking = Masking(is_causal=True, offsets=last_positions).of_layer(spec)
     if _is_on_cpu():
         return stages.attend(query, keys, values, masking, Dropout(), spec=spec, need_weights=False)[0]
     return attend(query, keys, values, masking, Dropout(), spec=spec)

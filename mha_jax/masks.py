@@ -176,6 +176,7 @@ class Masking:
         key_padding_lengths: number of real keys of each sequence, (B,).
         reach: how far a query sees, where that is less than everything.
         offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
+        sinks: the logit of each head that takes part in the softmax and has no value, (N,).
     """
 
     mask: Bool[Array, "..."] | None = None
@@ -184,6 +185,7 @@ class Masking:
     key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None
     reach: Reach | None = field(default=None, metadata={"static": True})
     offsets: Int[Array, " B"] | None = None
+    sinks: Float[Array, " N"] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Array) -> None:
         """Refuse what does not fit the scores (B, N, T, S), or their queries."""
@@ -191,6 +193,7 @@ class Masking:
         check_bias(self.bias, scores_shape, query)
         if self.key_padding_lengths is not None:
             check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
+        check_sinks(self.sinks, scores_shape[1])
 
     @property
     def may_hide(self) -> bool:
@@ -200,9 +203,15 @@ class Masking:
         )
 
     def of_layer(self, spec: AttentionSpec | None) -> "Masking":
-        """The same with what a layer hides by itself."""
+        """The same with what a layer hides by itself.
+
+        Raises:
+            ValueError: if there are sinks and the layer has none, or the other way round.
+        """
         if spec is not None:
             check_spec(spec)
+            if spec.sinks != (self.sinks is not None):
+                raise ValueError(f"sinks must be given where the spec has them, got spec.sinks={spec.sinks}")
         return self if spec is None or spec.reach is None else replace(self, reach=spec.reach)
 
     def as_arrays(self) -> "Masking":
@@ -302,3 +311,14 @@ def check_bias(bias: Array | None, scores_shape: tuple[int, ...], query: Array) 
     if bias.dtype != query.dtype:
         raise TypeError(f"bias must have the dtype of query, got bias.dtype={bias.dtype} and {query.dtype}")
     check_broadcasts("bias", bias.shape, scores_shape)
+
+
+def check_sinks(sinks: Array | None, num_heads: int) -> None:
+    """Refuse sinks that are not a number for each head."""
+    if sinks is None:
+        return
+    check_array("sinks", sinks)
+    if not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise TypeError(f"sinks must be floating point, got sinks.dtype={sinks.dtype}")
+    if sinks.shape != (num_heads,):
+        raise ValueError(f"sinks must have shape (N,) = ({num_heads},), got sinks.shape={sinks.shape}")

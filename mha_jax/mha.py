@@ -5,6 +5,7 @@ A mask is boolean and True where a query may not see a key; an additive term is 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -29,10 +30,11 @@ from mha_jax.stages import (
     split_heads,
 )
 from mha_jax.weights import Project, check_projected, check_weights, linear, project_with
-from mha_spec import AttentionSpec, Gate, Norm, Rope
+from mha_spec import Alibi, AttentionSpec, Gate, Norm, Rope
 from mha_spec.attention import check_spec
 
 jax.tree_util.register_static(AttentionSpec)  # jitted functions take it as they take arrays
+jax.tree_util.register_static(Alibi)
 jax.tree_util.register_static(Gate)
 jax.tree_util.register_static(Norm)
 jax.tree_util.register_static(Rope)
@@ -69,7 +71,7 @@ def multi_head_attention_core(
 
 def multi_head_attention(
     query: Float[Array, "B T d_in"],
-    weights: Mapping[str, Mapping[str, Array]],
+    weights: Mapping[str, Any],
     spec: AttentionSpec,
     key: Float[Array, "B S d_kv"] | None = None,
     value: Float[Array, "B S d_kv"] | None = None,
@@ -89,8 +91,8 @@ def multi_head_attention(
 
     Args:
         query: (B, T, d_in).
-        weights: of the projections of the spec: Flax params, {`<name>`: {`kernel` (in, out), `bias` (out,)}}; and of
-            its norms, {`<name>`: {`weight`, `bias`}}.
+        weights: of the projections of the spec: Flax params, {`<name>`: {`kernel` (in, out), `bias` (out,)}}; of its
+            norms, {`<name>`: {`weight`, `bias`}}; and its `sinks` (N,).
         spec: what the layer computes.
         key: (B, S, d_kv); absent for self-attention.
         value: (B, S, d_kv); the key when absent.
@@ -127,7 +129,7 @@ def multi_head_attention(
         key,
         value,
         spec,
-        Masking(mask, bias, is_causal, key_padding_lengths),
+        Masking(mask, bias, is_causal, key_padding_lengths, sinks=weights.get("sinks")),
         need_weights=need_weights,
         positions=positions,
         dropout=Dropout(spec.dropout if training else 0.0, dropout_keep, context_rng),
@@ -220,6 +222,7 @@ class AttentionLayer(nnx.Module):
             setattr(self, name, kernel)
         for name, norm in spec.norms.items():
             setattr(self, name, NormLayer(norm, spec.norm_shapes(name), param_dtype=param_dtype))
+        self.sinks = nnx.Param(jnp.zeros(spec.num_heads, param_dtype)) if spec.sinks else None
         self.deterministic = False  # as `train()` and `eval()` of nnx set it
         self.dropout_rngs = rngs["dropout"].fork() if spec.dropout or spec.output_dropout else None
 
@@ -253,7 +256,7 @@ class AttentionLayer(nnx.Module):
             key,
             value,
             self.spec,
-            masking,
+            replace(masking, sinks=None if self.sinks is None else self.sinks[...]),
             need_weights=need_weights,
             positions=positions,
             dropout=self.drawn_dropout(),

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from mha_jax.alibi import alibi_bias
 from mha_jax.arrays import check_array, check_broadcasts, check_count, check_floating
 from mha_jax.compiled import compiled
-from mha_jax.masks import Masking, check_bias, check_mask, to_scores_rank
+from mha_jax.masks import Masking, check_bias, check_mask, check_sinks, to_scores_rank
 from mha_jax.not_finite import emptied, not_finite, sees_any, spoilt
 from mha_jax.rope import apply_rope, at_least_float32, check_positions
 from mha_jax.weights import Project
@@ -138,10 +139,13 @@ def attention_scores(
     key: Float[Array, "B K S H"],
     bias: Float[Array, "..."] | None = None,
     spec: AttentionSpec | None = None,
+    offsets: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B N T S"]:
     """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
 
-    The scale is 1 / sqrt(H) where there is no spec, or none in it.
+    The scale is 1 / sqrt(H) where there is no spec, or none in it. With ALiBi scores lose by the distance of query and
+    key: `offsets` are the places of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when
+    absent.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
@@ -150,16 +154,39 @@ def attention_scores(
     key = repeat_kv_heads(key, query.shape[1])
     scores = jnp.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
     scores = soft_capped(scores, spec)
+    if spec is not None and spec.alibi_slopes is not None:
+        scores = scores + alibi_bias(spec.alibi_slopes, *scores.shape[2:], offsets, scores_dtype=scores.dtype)
     return scores if bias is None else scores + to_scores_rank(at_least_float32(bias))
 
 
-def masked_softmax(scores: Float[Array, "B N T S"], mask: Bool[Array, "..."] | None = None) -> Float[Array, "B N T S"]:
-    """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0."""
+def masked_softmax(
+    scores: Float[Array, "B N T S"],
+    mask: Bool[Array, "..."] | None = None,
+    sinks: Float[Array, "..."] | None = None,
+) -> Float[Array, "B N T S"]:
+    """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0.
+
+    A sink takes part like the score of one more key, which nothing hides, and whose weight is left out.
+
+    Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
+    """
     check_floating("scores", scores, rank=4)
     check_mask(mask, scores.shape)
+    check_sinks(sinks, scores.shape[1])
     scores = at_least_float32(scores)
     if not scores.size:  # JAX has no maximum of no keys
         return scores
+    if sinks is not None:
+        column = jnp.broadcast_to(at_least_float32(sinks)[None, :, None, None], (*scores.shape[:3], 1))
+        if mask is not None:
+            mask = to_scores_rank(mask)
+            mask = jnp.broadcast_to(mask, (*mask.shape[:3], scores.shape[3]))
+            mask = jnp.pad(mask, [(0, 0), (0, 0), (0, 0), (0, 1)])
+        return _softmax(jnp.concatenate([scores, column.astype(scores.dtype)], axis=3), mask)[..., :-1]
+    return _softmax(scores, mask)
+
+
+def _softmax(scores: Array, mask: Array | None) -> Array:
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
     # -inf, since a score may be as low as any finite fill (a bias of finfo.min). A row without a key is all 0 instead,
@@ -281,6 +308,7 @@ def scaled_dot_product_attention(
     dropout: float = 0.0,
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
+    sinks: Float[Array, "..."] | None = None,
 ) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T S"] | None]:
     """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
 
@@ -296,6 +324,7 @@ def scaled_dot_product_attention(
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: True where a weight is kept, in place of a random draw.
         dropout_rng: random key to draw what is dropped from.
+        sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
 
     Returns:
         The context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
@@ -306,7 +335,7 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    masking = Masking(mask, bias, is_causal, key_padding_lengths).of_layer(spec)
+    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks).of_layer(spec)
     dropped = Dropout(dropout, dropout_keep, dropout_rng)
     return attend(query, key, value, masking, dropped, spec=spec, need_weights=need_weights)
 
@@ -357,7 +386,8 @@ def _attend(
 ) -> tuple[Array, Array | None]:
     mask = masking.with_infinite_bias().joined(query.shape[2], key.shape[2])
     if mask is None:  # whatever there is, everybody sees it
-        attn_weights = masked_softmax(attention_scores(query, key, masking.bias, spec)).astype(query.dtype)
+        scores = attention_scores(query, key, masking.bias, spec, masking.offsets)
+        attn_weights = masked_softmax(scores, None, masking.sinks).astype(query.dtype)
         dropped = apply_dropout(attn_weights, dropout.rate, dropout.keep, rng=dropout.rng)
         return attention_context(dropped, value), attn_weights if need_weights else None
     wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
@@ -365,7 +395,8 @@ def _attend(
     wrong_rows &= ~to_scores_rank(mask).all(axis=-1, keepdims=True)  # a row without a key is 0 whatever it asks
     wrong_keys = jnp.repeat(wrong_keys[..., 0], query.shape[1] // key.shape[1], axis=1)
     wrong_rows |= sees_any(wrong_keys, query.shape[2], Masking(mask))
-    attn_weights = masked_softmax(attention_scores(query, key, masking.bias, spec), mask).astype(query.dtype)
+    scores = attention_scores(query, key, masking.bias, spec, masking.offsets)
+    attn_weights = masked_softmax(scores, mask, masking.sinks).astype(query.dtype)
     context = attention_context(apply_dropout(attn_weights, dropout.rate, dropout.keep, rng=dropout.rng), value)
     attn_weights = spoilt(attn_weights, wrong_rows & ~to_scores_rank(mask)) if need_weights else None
     return spoilt(context, wrong_rows), attn_weights

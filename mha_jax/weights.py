@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ Project = Callable[[str, Array], Array]
 input, or the norm (`q_norm`, `k_norm`, `v_norm`) to what was projected."""
 
 
-def project_with(weights: Mapping[str, Mapping[str, Array]], spec: AttentionSpec | None = None) -> Project:
+def project_with(weights: Mapping[str, Any], spec: AttentionSpec | None = None) -> Project:
     """Projections whose weights lie in the container that `multi_head_attention` takes, and the norms of a spec."""
     norms = {} if spec is None else spec.norms
 
@@ -45,15 +46,17 @@ def linear(x: Array, kernel: Array, bias: Array | None) -> Array:
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_weights(weights: Mapping[str, Mapping[str, Array]], spec: AttentionSpec) -> None:
+def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
     """Refuse weights that are not exactly those of the layer, by name and shape."""
     check_spec(spec)
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights must be a mapping of projections to their arrays, got {type(weights).__name__}")
-    flat = sorted(name for name, leaves in weights.items() if not isinstance(leaves, Mapping))
+    whole = {name for name in spec.parameters if "." not in name}
+    flat = sorted(name for name, leaves in weights.items() if name not in whole and not isinstance(leaves, Mapping))
     if flat:
         raise TypeError(f"weights must map each projection to its kernel and bias, got arrays for {flat}")
-    held = {f"{name}.{leaf}": array for name, leaves in weights.items() for leaf, array in leaves.items()}
+    held = {name: array for name, array in weights.items() if name in whole}
+    held |= {f"{name}.{leaf}": weights[name][leaf] for name in weights if name not in whole for leaf in weights[name]}
     shapes = {
         name.replace("proj.weight", "proj.kernel"): shape if name in spec.parameters else shape[::-1]
         for name, shape in spec.held_shapes.items()

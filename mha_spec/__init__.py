@@ -1,5 +1,6 @@
 """What an attention layer computes, written once: pure Python and NumPy, for every sibling and for `parity`."""
 
+from mha_spec.alibi import Alibi
 from mha_spec.attention import AttentionSpec, Projection
 from mha_spec.gate import Gate
 from mha_spec.norm import Norm
@@ -15,6 +16,7 @@ from mha_spec.scaling import (
 from mha_spec.temperature import Temperature
 
 __all__ = [
+    "Alibi",
     "AttentionSpec",
     "DynamicScaling",
     "Gate",

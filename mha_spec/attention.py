@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from mha_spec.alibi import Alibi
 from mha_spec.gate import Gate
 from mha_spec.norm import Norm
 from mha_spec.reach import Reach, reach_of
@@ -17,13 +18,13 @@ from mha_spec.scaling import SCALINGS, Scaling
 from mha_spec.temperature import Temperature, check_temperature
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv", "value_head_dim")
-FLAGS = ("out_bias", "out_proj", "fused_qkv")
+FLAGS = ("out_bias", "out_proj", "fused_qkv", "sinks")
 RATES = ("dropout", "output_dropout")
 FACTORS = ("clip_qkv", "scale", "soft_cap")
 NORMS = ("qk_norm", "v_norm")
-RECORDS = {"gate": Gate, "qk_norm": Norm, "temperature": Temperature, "v_norm": Norm}
+RECORDS = {"alibi": Alibi, "gate": Gate, "qk_norm": Norm, "temperature": Temperature, "v_norm": Norm}
 
-Record = TypeVar("Record", "AttentionSpec", Gate, Norm, Rope, Scaling, Temperature)
+Record = TypeVar("Record", "AttentionSpec", Alibi, Gate, Norm, Rope, Scaling, Temperature)
 
 
 class Projection(NamedTuple):
@@ -75,6 +76,8 @@ class AttentionSpec:
         scale: what dot products of queries and keys are multiplied by, where it is not 1 / sqrt(H).
         temperature: what queries are multiplied by, by their positions, or None.
         soft_cap: scores s are capped softly, soft_cap * tanh(s / soft_cap), before anything is added or hidden.
+        sinks: each query head has a learned logit that takes part in the softmax like a score, and has no value.
+        alibi: what scores lose for the distance of their keys, after the soft cap, or None for nothing.
         window_size: a query sees keys less than this many tokens away only: with causality so many, its own the last.
         chunk_size: a query sees the keys of its own chunk only, the chunks being so many tokens long.
         dropout: rate at which attention weights are dropped in training.
@@ -82,8 +85,8 @@ class AttentionSpec:
 
     Raises:
         TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, gate not a
-            `Gate`, temperature not a `Temperature`, clip_qkv, scale, soft_cap or a rate not a number, or what a layer
-            has or has not not a boolean.
+            `Gate`, temperature not a `Temperature`, alibi not an `Alibi`, clip_qkv, scale, soft_cap or a rate not a
+            number, or what a layer has or has not not a boolean.
         ValueError: if the widths, heads or rates do not fit, clip_qkv, scale or soft_cap is not positive and finite, or
             there are both a window and chunks, or a temperature and positions on several axes.
     """
@@ -108,6 +111,8 @@ class AttentionSpec:
     scale: float | None = None
     temperature: Temperature | None = None
     soft_cap: float | None = None
+    sinks: bool = False
+    alibi: Alibi | None = None
     window_size: int | None = None
     chunk_size: int | None = None
     dropout: float = 0.0
@@ -124,6 +129,8 @@ class AttentionSpec:
         if self.gate is not None and not isinstance(self.gate, Gate):
             raise TypeError(f"gate must be a Gate or None, got gate={self.gate!r}")
         self._check_temperature()
+        if self.alibi is not None and not isinstance(self.alibi, Alibi):
+            raise TypeError(f"alibi must be an Alibi or None, got alibi={self.alibi!r}")
         self._check_qkv_bias()
         self._check_norms()
         for name in FACTORS:
@@ -216,6 +223,14 @@ class AttentionSpec:
         return self.rope is not None or self.temperature is not None
 
     @property
+    def alibi_slopes(self) -> tuple[float, ...] | None:
+        """What the score of each query head loses for each token of distance, where there is ALiBi."""
+        if self.alibi is None:
+            return None
+        factor = self.score_scale if self.alibi.scaled else 1.0
+        return tuple(factor * slope for slope in self.alibi.slopes(self.num_heads))
+
+    @property
     def reach(self) -> Reach | None:
         """How far a query sees, where that is less than everything."""
         return reach_of(self.window_size, self.chunk_size)
@@ -267,7 +282,8 @@ class AttentionSpec:
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """What the layer learns beside its projections, by name and shape, in the order of the data flow."""
-        return {f"{name}.{leaf}": shape for name in self.norms for leaf, shape in self.norm_shapes(name).items()}
+        of_norms = {f"{name}.{leaf}": shape for name in self.norms for leaf, shape in self.norm_shapes(name).items()}
+        return of_norms | ({"sinks": (self.num_heads,)} if self.sinks else {})
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -86,9 +86,10 @@ def multi_head_attention_with_cache(
         check_cache(cache_k, cache_v, k, v)
         k, v = torch.cat([cache_k, k], dim=2), torch.cat([cache_v, v], dim=2)
     check_mask(mask, (*q.shape[:3], cache_len + seq_len))
-    masking = Masking(mask, bias, is_causal=True, reach=spec.reach, offsets=torch.full((1,), cache_len))
-    if seq_len == 1 and spec.reach is None:  # it sees everything
-        masking = Masking(mask, bias)
+    sinks = weights.get("sinks")
+    masking = Masking(mask, bias, is_causal=True, reach=spec.reach, offsets=torch.full((1,), cache_len), sinks=sinks)
+    if seq_len == 1 and spec.reach is None and spec.alibi is None:  # it sees everything, from wherever it is
+        masking = Masking(mask, bias, sinks=sinks)
     elif not cache_len:
         masking = replace(masking, offsets=None)
     context = fused.attend(q, k, v, masking, Dropout(), spec=spec)
@@ -130,7 +131,7 @@ def multi_head_attention_with_static_cache(
     """
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
-    masking = Masking(mask, bias, is_causal=True)
+    masking = Masking(mask, bias, is_causal=True, sinks=weights.get("sinks"))
     return _cached_layer(
         project_with(weights, spec),
         x,
@@ -214,8 +215,8 @@ def _attend_to_filled_slots(
     filled = min(last + seq_len, cache.capacity)  # may pass the capacity where the last tokens are padding
     slots = slice(0 if spec.reach is None else max(spec.reach.first(first), 0), filled)
     masking = replace(masking, reach=spec.reach, offsets=before.lengths).part(slice(0, seq_len), slots)
-    if first == last and seq_len == 1:  # one token sees all that is filled and in its reach
-        masking = Masking(masking.mask, masking.bias)
+    if first == last and seq_len == 1 and spec.alibi is None:  # one token sees all that is filled and in its reach
+        masking = Masking(masking.mask, masking.bias, sinks=masking.sinks)
     elif last == 0:  # a prompt; right padding is seen by no real token
         masking = replace(masking, offsets=None)
     return fused.attend(q, cache.keys[:, :, slots], cache.values[:, :, slots], masking, dropout, spec=spec)
@@ -284,7 +285,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             x,
             cache,
             self.spec,
-            Masking(mask, bias, is_causal=True),
+            Masking(mask, bias, is_causal=True, sinks=self.sinks),
             new_lengths=new_lengths,
             positions=positions,
             dropout=self.drawn_dropout(),

@@ -6,6 +6,7 @@ gives 0 for some rows of NaN, and lets a NaN that is hidden through to rows that
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,15 @@ from mha_spec.attention import check_spec
 from mha_spec.reach import Reach
 from mha_spec.rules import as_rate
 from mha_torch import stages
+from mha_torch.alibi import alibi_bias
 from mha_torch.arrays import values_of
 from mha_torch.masks import Masking
 from mha_torch.not_finite import emptied, not_finite, sees_any, spoilt
+from mha_torch.rope import at_least_float32
 from mha_torch.stages import Dropout, check_attention
+
+_QUERIES_WITH_BIAS = 128
+"""How many queries go together where each score has a bias that is made for the call."""
 
 
 def scaled_dot_product_attention(
@@ -37,6 +43,7 @@ def scaled_dot_product_attention(
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
+    sinks: Float[Tensor, "..."] | None = None,
 ) -> tuple[Float[Tensor, "B N T Hv"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
@@ -55,6 +62,7 @@ def scaled_dot_product_attention(
         need_weights: must be False, the weights are never stored here.
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: must be absent, a fused kernel draws its own.
+        sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
 
     Returns:
         The context (B, N, T, Hv), in the dtype of query, and None.
@@ -67,7 +75,7 @@ def scaled_dot_product_attention(
     """
     if need_weights or dropout_keep is not None:
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
-    masking = Masking(mask, bias, is_causal, key_padding_lengths).of_layer(spec)
+    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks).of_layer(spec)
     return attend(query, key, value, masking, Dropout(dropout), spec=spec), None
 
 
@@ -85,24 +93,37 @@ def attend(
     rate = as_rate("dropout", dropout.rate)
     if spec is not None:
         check_spec(spec)
-    scale = None if spec is None else spec.scale  # without one PyTorch takes 1 / sqrt(H)
+    scoring = _Scoring() if spec is None else _Scoring(spec.scale, spec.alibi_slopes)
+    scale = scoring.scale
     if _is_forward_mode() or not kernel_takes(spec):
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
     if query.device.type == "cpu" and not torch.compiler.is_compiling():  # where looking costs little
         has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         # In a gradient what is hidden is multiplied by 0.
         if has_gradient and _are_moderate(query, key, value, masking.bias, scale):
-            return _attend_hidden(query, key, value, masking, rate, scale)
+            return _attend_hidden(query, key, value, masking, rate, scoring)
         if not has_gradient:
-            context = _attend_hidden(query, key, value, masking, rate, scale)
+            context = _attend_hidden(query, key, value, masking, rate, scoring)
             if _is_sound(context) or _are_moderate(query, key, value, masking.bias, scale):
                 return context
-    return _attend_not_finite(query, key, value, masking, rate, scale)
+    return _attend_not_finite(query, key, value, masking, rate, scoring)
 
 
 def kernel_takes(spec: AttentionSpec | None) -> bool:
     """Whether the framework's kernel can do with scores what a layer does."""
     return spec is None or spec.soft_cap is None
+
+
+class _Scoring(NamedTuple):
+    """What becomes of the products of queries and keys.
+
+    Attributes:
+        scale: what they are multiplied by; without one PyTorch takes 1 / sqrt(H).
+        slopes: what each head takes from them for each token of distance, or None.
+    """
+
+    scale: float | None = None
+    slopes: tuple[float, ...] | None = None
 
 
 def _is_forward_mode() -> bool:
@@ -133,11 +154,11 @@ def _are_moderate(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 
 
 def _attend_not_finite(
-    query: Tensor, key: Tensor, value: Tensor, masking: Masking, dropout: float, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, masking: Masking, dropout: float, scoring: _Scoring
 ) -> Tensor:
     """The same of anything: what is not finite is 0 to the kernel, and the rows that see it are NaN afterwards."""
     if query.numel() == 0 or key.numel() == 0:
-        return _attend_hidden(query, key, value, masking, dropout, scale)
+        return _attend_hidden(query, key, value, masking, dropout, scoring)
     num_groups, seq_len_q = query.shape[1] // key.shape[1], query.shape[2]
     wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
     query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
@@ -149,31 +170,39 @@ def _attend_not_finite(
         masking = replace(masking, bias=emptied(masking.bias, wrong_bias))
         joined = hidden.joined(seq_len_q, key.shape[2], query.device)
         wrong_rows = wrong_rows | (wrong_bias if joined is None else wrong_bias & ~joined).any(dim=-1, keepdim=True)
-    context = _attend_hidden(query, key, value, masking, dropout, scale)
+    context = _attend_hidden(query, key, value, masking, dropout, scoring)
     # Where every score of a row overflows to -inf, the kernel gives 0.
     sizes = [torch.linalg.vector_norm(x.detach().double(), dim=-1, keepdim=True) for x in (query, key)]
     bound = sizes[0] * sizes[1].amax(dim=2, keepdim=True).repeat_interleave(num_groups, dim=1)
-    may_overflow = bound * max(scale or 1.0, 1.0) > torch.finfo(torch.float32).max
+    if masking.sinks is not None:  # they have the weight of a row whose scores are all -inf
+        return spoilt(context, wrong_rows & sees_any(torch.ones_like(wrong_keys), seq_len_q, hidden))
+    may_overflow = bound * max(scoring.scale or 1.0, 1.0) > torch.finfo(torch.float32).max
     wrong_rows = wrong_rows | (may_overflow & (context == 0).all(dim=-1, keepdim=True))
     return spoilt(context, wrong_rows & sees_any(torch.ones_like(wrong_keys), seq_len_q, hidden))
 
 
 def _attend_hidden(
-    query: Tensor, key: Tensor, value: Tensor, masking: Masking, dropout: float, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, masking: Masking, dropout: float, scoring: _Scoring
 ) -> Tensor:
     """The kernel with the cheapest form of what is hidden."""
     bias, is_causal, lengths = masking.bias, masking.is_causal, masking.key_padding_lengths
-    reach = masking.reach
+    reach, scale, slopes = masking.reach, scoring.scale, scoring.slopes
     if reach is not None and masking.offsets is None and query.shape[2] > _num_together(reach):
-        return _attend_in_reach(query, key, value, masking, reach, dropout, scale)
-    if masking.mask is None and bias is None and reach is None and masking.offsets is None:
+        return _attend_in_reach(query, key, value, masking, reach, dropout, scoring)
+    if slopes is not None and query.shape[2] > _QUERIES_WITH_BIAS:
+        return _attend_in_parts(query, key, value, masking, dropout, scoring)
+    if masking.mask is None and bias is None and reach is None and masking.offsets is None and slopes is None:
         if lengths is None:  # nothing is hidden, or what a kernel knows
-            return _attend(query, key, value, is_causal=is_causal, dropout=dropout, scale=scale)
+            return _attend(query, key, value, masking.sinks, is_causal=is_causal, dropout=dropout, scale=scale)
         known = values_of(torch.as_tensor(lengths)) if query.device.type == "cpu" else None
         if known and all(known):  # no row is empty
-            return _attend_by_sequence(query, key, value, known, is_causal=is_causal, dropout=dropout, scale=scale)
+            hidden = replace(masking, key_padding_lengths=known)
+            return _attend_by_sequence(query, key, value, hidden, dropout=dropout, scale=scale)
     seq_len_k = key.shape[2]
     mask = masking.with_infinite_bias().joined(query.shape[2], seq_len_k, query.device)
+    if slopes is not None:
+        lost = _lost_by_distance(query, seq_len_k, masking.offsets, scoring)
+        bias = lost if bias is None else lost + bias
     empty_rows = None
     attn_mask = bias
     if mask is not None:
@@ -184,9 +213,7 @@ def _attend_hidden(
         mask = mask & ~empty_rows
         # SDPA's polarity is the other one: True = attend.
         attn_mask = ~mask if bias is None else torch.where(mask, -torch.inf, bias.where(~empty_rows, 0.0))
-    if attn_mask is not None:
-        attn_mask = attn_mask.broadcast_to((*query.shape[:3], seq_len_k))
-    context = _attend(query, key, value, attn_mask=attn_mask, dropout=dropout, scale=scale)
+    context = _attend(query, key, value, masking.sinks, attn_mask=attn_mask, dropout=dropout, scale=scale)
     return context if empty_rows is None else context.masked_fill(empty_rows, 0.0)
 
 
@@ -194,12 +221,20 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sinks: Tensor | None = None,
     *,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     dropout: float,
     scale: float | None,
 ) -> Tensor:
+    if sinks is not None:
+        factor, head_dim, first = scale or query.shape[-1] ** -0.5, value.shape[-1], int(is_causal)
+        query, key, value, attn_mask = _with_sinks(query, key, value, sinks, attn_mask, factor, num_before=first)
+        context = _attend(query, key, value, attn_mask=attn_mask, is_causal=is_causal, dropout=dropout, scale=factor)
+        return context[:, :, first:, :head_dim]
+    if attn_mask is not None:
+        attn_mask = attn_mask.broadcast_to((*query.shape[:3], key.shape[2]))
     width = value.shape[3]
     if query.shape[3] != width:  # most kernels take heads of one width, on a CPU the only fast one
         scale, most = query.shape[3] ** -0.5 if scale is None else scale, max(query.shape[3], width)
@@ -217,19 +252,80 @@ def _attend(
     return context[..., :width]
 
 
+def _with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    attn_mask: Tensor | None,
+    scale: float,
+    *,
+    num_before: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The same with the sinks as a first key, whose value is 0, and so many first queries, for causality to count from.
+
+    That key is 0 but for two features of its own, where each query has the sink of its head: in two parts, so that half
+    precision keeps it.
+    """
+    wanted = at_least_float32(sinks) / scale
+    coarse = wanted.to(query.dtype)
+    parts = torch.stack([coarse, (wanted - coarse).to(query.dtype)], dim=-1)  # (N, 2)
+    parts = parts[:, None].expand(*query.shape[:3], 2)
+    query = F.pad(torch.cat([query, parts], dim=-1), (0, 0, num_before, 0))
+    first = F.pad(key.new_zeros(*key.shape[:2], 1, key.shape[3]), (0, 2), value=1.0)
+    key = torch.cat([first, F.pad(key, (0, 2))], dim=2)
+    value = F.pad(value, (0, 2, 1, 0))
+    if attn_mask is None:
+        return query, key, value, None
+    attn_mask = attn_mask.broadcast_to(torch.broadcast_shapes(attn_mask.shape, (1, key.shape[2] - 1)))
+    return query, key, value, F.pad(attn_mask, (1, 0), value=attn_mask.dtype == torch.bool)
+
+
+def _lost_by_distance(query: Tensor, seq_len_k: int, offsets: Tensor | None, scoring: _Scoring) -> Tensor:
+    """What ALiBi adds to the scores of queries (B, N, T, H), in at least float32."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return alibi_bias(scoring.slopes or (), query.shape[2], seq_len_k, offsets, scores_dtype=dtype, device=query.device)
+
+
+def _attend_in_parts(
+    query: Tensor, key: Tensor, value: Tensor, masking: Masking, dropout: float, scoring: _Scoring
+) -> Tensor:
+    """A few queries at a time, with no more than their bias in memory, over the keys up to the last of them."""
+    seq_len_q, seq_len_k, size = query.shape[2], key.shape[2], _QUERIES_WITH_BIAS
+    contexts, added, last = [], None, (seq_len_q - 1) // size * size
+    others = (masking.mask, masking.bias, masking.key_padding_lengths, masking.reach, masking.offsets)
+    if all(x is None for x in others):  # of the last part, in which that of any other is found
+        stop = last + (size if masking.is_causal else seq_len_k)
+        added = _lost_by_distance(query[:, :, :size], stop, torch.tensor([last]), scoring)
+        if masking.is_causal:
+            hidden = replace(masking, offsets=torch.tensor([last])).hidden(size, stop, query.device)
+            added = added.masked_fill_(hidden, -torch.inf)
+    for begin in range(0, seq_len_q, size):
+        end = min(begin + size, seq_len_q)
+        stop = min(end, seq_len_k) if masking.is_causal and masking.offsets is None else seq_len_k
+        parts = (query[:, :, begin:end], key[:, :, :stop], value[:, :, :stop])
+        if added is not None:
+            attn_mask = added[:, :, : end - begin, last - begin : last - begin + stop]
+            contexts.append(_attend(*parts, masking.sinks, attn_mask=attn_mask, dropout=dropout, scale=scoring.scale))
+            continue
+        inside = masking.part(slice(begin, end), slice(0, stop))
+        contexts.append(_attend_hidden(*parts, inside, dropout, scoring))
+    return torch.cat(contexts, dim=2)
+
+
 def _num_together(reach: Reach) -> int:
     """How many queries go together: those of a chunk, or so many that most keys of a window are those of them all."""
     return reach.chunk_size or max(128, (reach.window_size or 0) // 4)
 
 
 def _attend_in_reach(
-    query: Tensor, key: Tensor, value: Tensor, masking: Masking, reach: Reach, dropout: float, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, masking: Masking, reach: Reach, dropout: float, scoring: _Scoring
 ) -> Tensor:
     """A few queries at a time over the keys that they reach: the work grows with the length, not with its square."""
     seq_len_q, seq_len_k, is_causal = query.shape[2], key.shape[2], masking.is_causal
     # Where only the window hides, every query sees itself, and most parts have the same mask: added, the fastest form.
     is_alone = masking.mask is None and masking.bias is None and masking.key_padding_lengths is None
-    is_alone = is_alone and reach.chunk_size is None and seq_len_q <= seq_len_k
+    is_alone = is_alone and reach.chunk_size is None and scoring.slopes is None and seq_len_q <= seq_len_k
     added: dict[tuple[int, int, int], Tensor] = {}
     contexts, nothing = [], value.new_zeros(value.shape[3])
     for begin in range(0, seq_len_q, _num_together(reach)):
@@ -243,12 +339,16 @@ def _attend_in_reach(
             if place not in added:
                 hidden = masking.part(rows, keys).hidden(*place[1:], query.device)[0, 0]
                 added[place] = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-            contexts.append(_attend(*parts, attn_mask=added[place], dropout=dropout, scale=scale))
+            contexts.append(
+                _attend(*parts, masking.sinks, attn_mask=added[place], dropout=dropout, scale=scoring.scale)
+            )
             continue
         inside = masking.part(rows, keys)
         if reach.chunk_size is not None:  # of its own chunk a query sees all, or all up to itself
             inside = replace(inside, reach=None, offsets=None)
-        contexts.append(_attend_hidden(*parts, inside, dropout, scale) if stop > first else parts[0][..., :1] * nothing)
+        contexts.append(
+            _attend_hidden(*parts, inside, dropout, scoring) if stop > first else parts[0][..., :1] * nothing
+        )
     return torch.cat(contexts, dim=2)
 
 
@@ -256,15 +356,18 @@ def _attend_by_sequence(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lengths: list[int],
+    masking: Masking,
     *,
-    is_causal: bool,
     dropout: float,
     scale: float | None,
 ) -> Tensor:
     """Each sequence over its real keys alone: without a mask, and without the work that padding would be."""
+    lengths, is_causal, sinks = masking.key_padding_lengths, masking.is_causal, masking.sinks
     contexts = [
-        _attend(q[None], k[None, :, :length], v[None, :, :length], is_causal=is_causal, dropout=dropout, scale=scale)
-        for q, k, v, length in zip(query.unbind(), key.unbind(), value.unbind(), lengths, strict=True)
+        _attend(*parts, sinks, is_causal=is_causal, dropout=dropout, scale=scale)
+        for parts in (
+            (q[None], k[None, :, :length], v[None, :, :length])
+            for q, k, v, length in zip(query.unbind(), key.unbind(), value.unbind(), lengths or (), strict=True)
+        )
     ]
     return torch.cat(contexts)

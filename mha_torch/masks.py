@@ -196,6 +196,7 @@ class Masking:
         key_padding_lengths: number of real keys of each sequence, (B,).
         reach: how far a query sees, where that is less than everything.
         offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
+        sinks: the logit of each head that takes part in the softmax and has no value, (N,).
     """
 
     mask: Bool[Tensor, "..."] | None = None
@@ -204,6 +205,7 @@ class Masking:
     key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None
     reach: Reach | None = None
     offsets: Int[Tensor, " B"] | None = None
+    sinks: Float[Tensor, " N"] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
         """Refuse what does not fit the scores (B, N, T, S), or their queries."""
@@ -213,6 +215,9 @@ class Masking:
         check_bias(self.bias, scores_shape, query)
         if self.key_padding_lengths is not None:
             check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
+        check_sinks(self.sinks, scores_shape[1])
+        if self.sinks is not None:
+            check_device("sinks", self.sinks, query.device, "query")
 
     @property
     def may_hide(self) -> bool:
@@ -222,9 +227,15 @@ class Masking:
         )
 
     def of_layer(self, spec: AttentionSpec | None) -> "Masking":
-        """The same with what a layer hides by itself."""
+        """The same with what a layer hides by itself.
+
+        Raises:
+            ValueError: if there are sinks and the layer has none, or the other way round.
+        """
         if spec is not None:
             check_spec(spec)
+            if spec.sinks != (self.sinks is not None):
+                raise ValueError(f"sinks must be given where the spec has them, got spec.sinks={spec.sinks}")
         return self if spec is None or spec.reach is None else replace(self, reach=spec.reach)
 
     def with_infinite_bias(self) -> "Masking":
@@ -316,3 +327,14 @@ def check_bias(bias: Tensor | None, scores_shape: tuple[int, ...], query: Tensor
         raise TypeError(f"bias must have the dtype of query, got bias.dtype={bias.dtype} and {query.dtype}")
     check_broadcasts("bias", tuple(bias.shape), scores_shape)
     check_device("bias", bias, query.device, "query")
+
+
+def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
+    """Refuse sinks that are not a number for each head."""
+    if sinks is None:
+        return
+    check_array("sinks", sinks)
+    if not sinks.is_floating_point():
+        raise TypeError(f"sinks must be floating point, got sinks.dtype={sinks.dtype}")
+    if tuple(sinks.shape) != (num_heads,):
+        raise ValueError(f"sinks must have shape (N,) = ({num_heads},), got sinks.shape={tuple(sinks.shape)}")

@@ -5,6 +5,7 @@ A mask is boolean and True where a query may not see a key; an additive term is 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +81,7 @@ def multi_head_attention(
     Args:
         query: (B, T, d_in).
         weights: of the projections of the spec: the state dict of `MultiHeadAttention`, `<name>.weight` (out, in) and
-            `<name>.bias` (out,); and of its norms.
+            `<name>.bias` (out,); of its norms; and its `sinks` (N,).
         spec: what the layer computes.
         key: (B, S, d_kv); absent for self-attention.
         value: (B, S, d_kv); the key when absent.
@@ -115,7 +116,7 @@ def multi_head_attention(
         key,
         value,
         spec,
-        Masking(mask, bias, is_causal, key_padding_lengths),
+        Masking(mask, bias, is_causal, key_padding_lengths, sinks=weights.get("sinks")),
         need_weights=need_weights,
         positions=positions,
         dropout=Dropout(spec.dropout if training else 0.0, dropout_keep),
@@ -179,10 +180,11 @@ class AttentionLayer(nn.Module):
             self.add_module(name, linear)
         for name, norm in spec.norms.items():
             self.add_module(name, NormLayer(norm, spec.norm_shapes(name), device=device, dtype=dtype))
+        self.sinks = nn.Parameter(torch.empty(spec.num_heads, device=device, dtype=dtype)) if spec.sinks else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw Xavier-uniform weights, those of q, k and v each on their own; biases become 0, norms multiply by 1."""
+        """Draw Xavier-uniform weights, q, k and v each on their own; biases and sinks become 0, norms multiply by 1."""
         for name, projection in self.spec.projections.items():
             linear: nn.Linear = getattr(self, name)
             for part in linear.weight.detach().split(projection.widths):
@@ -192,6 +194,8 @@ class AttentionLayer(nn.Module):
         for name in self.spec.norms:
             norm: NormLayer = getattr(self, name)
             norm.reset_parameters()
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
     def extra_repr(self) -> str:
         return repr(self.spec)
@@ -223,7 +227,7 @@ class AttentionLayer(nn.Module):
             key,
             value,
             self.spec,
-            masking,
+            replace(masking, sinks=self.sinks),
             need_weights=need_weights,
             positions=positions,
             dropout=self.drawn_dropout(),

@@ -17,6 +17,7 @@ from mha_spec import AttentionSpec, Rope, Temperature
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate
 from mha_spec.temperature import check_temperature
+from mha_torch.alibi import alibi_bias
 from mha_torch.arrays import (
     check_array,
     check_broadcasts,
@@ -25,7 +26,7 @@ from mha_torch.arrays import (
     check_floating,
     check_head_groups,
 )
-from mha_torch.masks import Masking, check_bias, check_mask
+from mha_torch.masks import Masking, check_bias, check_mask, check_sinks
 from mha_torch.not_finite import emptied, may_hold, not_finite, sees_any, spoilt
 from mha_torch.rope import apply_rope, at_least_float32, check_positions
 from mha_torch.weights import Project
@@ -145,10 +146,13 @@ def attention_scores(
     key: Float[Tensor, "B K S H"],
     bias: Float[Tensor, "..."] | None = None,
     spec: AttentionSpec | None = None,
+    offsets: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, "B N T S"]:
     """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
 
-    The scale is 1 / sqrt(H) where there is no spec, or none in it.
+    The scale is 1 / sqrt(H) where there is no spec, or none in it. With ALiBi scores lose by the distance of query and
+    key: `offsets` are the places of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when
+    absent.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
@@ -158,16 +162,35 @@ def attention_scores(
     with _without_autocast(query.device.type):  # it would take these sums in half precision
         scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
     scores = soft_capped(scores, spec)
+    if spec is not None and spec.alibi_slopes is not None:
+        lengths, like = (scores.shape[2], scores.shape[3]), {"scores_dtype": scores.dtype, "device": scores.device}
+        scores = scores + alibi_bias(spec.alibi_slopes, *lengths, offsets, **like)
     return scores if bias is None else scores + at_least_float32(bias)
 
 
 def masked_softmax(
-    scores: Float[Tensor, "B N T S"], mask: Bool[Tensor, "..."] | None = None
+    scores: Float[Tensor, "B N T S"],
+    mask: Bool[Tensor, "..."] | None = None,
+    sinks: Float[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0."""
+    """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0.
+
+    A sink takes part like the score of one more key, which nothing hides, and whose weight is left out.
+
+    Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
+    """
     check_floating("scores", scores, rank=4)
     check_mask(mask, tuple(scores.shape))
+    check_sinks(sinks, scores.shape[1])
     scores = at_least_float32(scores)
+    if sinks is not None:
+        column = at_least_float32(sinks)[:, None, None].expand(*scores.shape[:3], 1)
+        mask = None if mask is None else F.pad(mask.expand(*mask.shape[:-1], scores.shape[3]), (0, 1))
+        return _softmax(torch.cat([scores, column], dim=-1), mask)[..., :-1]
+    return _softmax(scores, mask)
+
+
+def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return torch.softmax(scores, dim=-1)
     # -inf, since a score may be as low as any finite fill (a bias of finfo.min). A row without a key is all 0 instead,
@@ -277,6 +300,7 @@ def scaled_dot_product_attention(
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
+    sinks: Float[Tensor, "..."] | None = None,
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
     """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
 
@@ -291,6 +315,7 @@ def scaled_dot_product_attention(
         need_weights: also return the attention weights.
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: True where a weight is kept, in place of a random draw.
+        sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
 
     Returns:
         The context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
@@ -301,7 +326,7 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    masking = Masking(mask, bias, is_causal, key_padding_lengths).of_layer(spec)
+    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks).of_layer(spec)
     return attend(query, key, value, masking, Dropout(dropout, dropout_keep), spec=spec, need_weights=need_weights)
 
 
@@ -331,14 +356,16 @@ def attend(
     check_attention(query, key, value, masking)
     mask = masking.with_infinite_bias().joined(query.shape[2], key.shape[2], query.device)
     if mask is None:  # everything is seen: what is not finite spreads by itself
-        attn_weights = masked_softmax(attention_scores(query, key, masking.bias, spec)).to(query.dtype)
+        scores = attention_scores(query, key, masking.bias, spec, masking.offsets)
+        attn_weights = masked_softmax(scores, None, masking.sinks).to(query.dtype)
         context = attention_context(apply_dropout(attn_weights, *dropout), value)
         return context, attn_weights if need_weights else None
     wrong = [not_finite(x) for x in (query, key, value)]
     is_clean = not key.numel() or not any(may_hold(of_one) for of_one in wrong)
     if not is_clean:
         query, key, value = (emptied(x, where) for x, where in zip((query, key, value), wrong, strict=True))
-    attn_weights = masked_softmax(attention_scores(query, key, masking.bias, spec), mask).to(query.dtype)
+    scores = attention_scores(query, key, masking.bias, spec, masking.offsets)
+    attn_weights = masked_softmax(scores, mask, masking.sinks).to(query.dtype)
     context = attention_context(apply_dropout(attn_weights, *dropout), value)
     if not is_clean:
         wrong_key, wrong_value = (

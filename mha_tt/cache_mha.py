@@ -92,7 +92,12 @@ def multi_head_attention_with_cache(
         check_cache(cache_k, cache_v, k, v)
         k, v = joined(cache_k, k), joined(cache_v, v)
     masking = Masking(
-        mask, bias, is_causal=True, reach=spec.reach, offsets=np.array([cache_len]) if cache_len else None
+        mask,
+        bias,
+        is_causal=True,
+        reach=spec.reach,
+        offsets=np.array([cache_len]) if cache_len else None,
+        sinks=weights.get("sinks"),
     )
     context = _attend(q, k, v, masking, Dropout(), _Arithmetic(spec, compute_kernel_config))
     return project_output(project, context, x, spec), k, v
@@ -139,7 +144,7 @@ def multi_head_attention_with_static_cache(
         x,
         cache,
         spec,
-        Masking(mask, bias, is_causal=True),
+        Masking(mask, bias, is_causal=True, sinks=weights.get("sinks")),
         new_lengths=new_lengths,
         positions=positions,
         dropout=Dropout(),
@@ -221,7 +226,8 @@ def _attend_in_step(
     added = num_added(cache, 1, new_lengths)
     write_rows(cache, ttnn.transpose(k, 1, 2), ttnn.transpose(v, 1, 2), np.where(added > 0, cache.lengths, -1))
     before, cache = cache.lengths, KVCache(cache.keys, cache.values, cache.lengths + added, cache.capacity)
-    takes_kernel = q.dtype != ttnn.float32 and k.shape[3] == v.shape[3] and fused.kernel_takes(arithmetic.spec)
+    is_kernels = q.dtype != ttnn.float32 and k.shape[3] == v.shape[3] and masking.sinks is None
+    takes_kernel = is_kernels and fused.kernel_takes(arithmetic.spec)
     is_plain = not takes_kernel or dropout.rate or not len(before)
     # The kernel multiplies a mask by the scale (tt-metal#55337), and may see a key less than a window (tt-metal#32145).
     has_mask = masking.mask is not None or masking.bias is not None or arithmetic.spec.reach is not None
@@ -355,7 +361,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             x,
             cache,
             self.spec,
-            Masking(mask, bias, is_causal=True),
+            Masking(mask, bias, is_causal=True, sinks=self.weights.get("sinks")),
             new_lengths=new_lengths,
             positions=positions,
             dropout=self.drawn_dropout(),

@@ -19,6 +19,7 @@ from mha_tt.arrays import check_floating, check_lengths
 from mha_tt.device import TILE, accurate_config, as_dtype, round_up, upload_integers, zeros
 from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device
 from mha_tt.not_finite import emptied, hide_not_finite, spoilt
+from mha_tt.rope import at_least_float32
 from mha_tt.stages import Dropout, check_attention, score_scale
 
 LARGEST_CHUNK = 128
@@ -38,6 +39,7 @@ def scaled_dot_product_attention(
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
+    sinks: Float[Tensor, "..."] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B N T Hv"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
@@ -60,6 +62,8 @@ def scaled_dot_product_attention(
         need_weights: must be False, the weights are never stored here.
         dropout: must be 0, the kernel has none.
         dropout_keep: must be absent, for the same reason.
+        sinks: the logit of each head that takes part in the softmax and has no value, (1, N, 1, 1), where the layer has
+            them.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
@@ -73,7 +77,7 @@ def scaled_dot_product_attention(
     """
     if need_weights:
         raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
-    masking = Masking(mask, bias, is_causal, key_padding_lengths).of_layer(spec)
+    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks).of_layer(spec)
     dropped = Dropout(dropout, dropout_keep)
     return attend(query, key, value, masking, dropped, spec=spec, compute_kernel_config=compute_kernel_config), None
 
@@ -115,6 +119,8 @@ def attend(
     if mask is not None:
         (key, value), spoilt_rows = hide_not_finite(mask, seq_len_q, key, value)
     config = compute_kernel_config or accurate_config(device)
+    # The kernel multiplies sinks by the scale, too.
+    sinks = None if masking.sinks is None else ttnn.multiply(at_least_float32(masking.sinks), 1.0 / scale)
     context = ttnn.transformer.scaled_dot_product_attention(
         query,
         key,
@@ -122,6 +128,7 @@ def attend(
         attn_mask=attn_mask,
         is_causal=only_causal,
         scale=scale,
+        attention_sink=None if sinks is None else as_dtype(sinks, ttnn.bfloat16),
         program_config=_program_config(device, config, seq_len_q, seq_len_k),
         compute_kernel_config=config,
     )
@@ -175,7 +182,7 @@ def attend_to_cache(
 
 def kernel_takes(spec: AttentionSpec | None) -> bool:
     """Whether the framework's kernel can do with scores what a layer does."""
-    return spec is None or spec.soft_cap is None
+    return spec is None or (spec.soft_cap is None and spec.alibi is None)
 
 
 def _check_kernel_takes(query: Tensor) -> None:

@@ -298,6 +298,7 @@ class Masking:
         key_padding_lengths: number of real keys of each sequence, (B,), on the host.
         reach: how far a query sees, where that is less than everything.
         offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
+        sinks: the logit of each head that takes part in the softmax and has no value, (1, N, 1, 1).
     """
 
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None
@@ -306,6 +307,7 @@ class Masking:
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None
     reach: Reach | None = None
     offsets: Int[np.ndarray, " B"] | None = None
+    sinks: Float[Tensor, "1 N 1 1"] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
         """Refuse what does not fit the scores (B, N, T, S), or their queries."""
@@ -313,11 +315,18 @@ class Masking:
         check_bias(self.bias, scores_shape)
         if self.key_padding_lengths is not None:
             check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
+        check_sinks(self.sinks, scores_shape[1])
 
     def of_layer(self, spec: AttentionSpec | None) -> Masking:
-        """The same with what a layer hides by itself."""
+        """The same with what a layer hides by itself.
+
+        Raises:
+            ValueError: if there are sinks and the layer has none, or the other way round.
+        """
         if spec is not None:
             check_spec(spec)
+            if spec.sinks != (self.sinks is not None):
+                raise ValueError(f"sinks must be given where the spec has them, got spec.sinks={spec.sinks}")
         return self if spec is None or spec.reach is None else replace(self, reach=spec.reach)
 
     def with_infinite_bias(self) -> Masking:
@@ -403,3 +412,14 @@ def check_bias(bias: np.ndarray | Tensor | None, scores_shape: tuple[int, ...]) 
     else:
         check_floating("bias", bias, rank=len(bias.shape) if isinstance(bias, Tensor) else 0)
     check_broadcasts("bias", tuple(bias.shape), scores_shape)
+
+
+def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
+    """Refuse sinks that are not a number for each head."""
+    if sinks is None:
+        return
+    check_floating("sinks", sinks, rank=4)
+    if tuple(sinks.shape) != (1, num_heads, 1, 1):
+        raise ValueError(
+            f"sinks must have shape (1, N, 1, 1) = (1, {num_heads}, 1, 1), got sinks.shape={tuple(sinks.shape)}"
+        )

@@ -123,7 +123,7 @@ def multi_head_attention(
         key,
         value,
         spec,
-        Masking(mask, bias, is_causal, key_padding_lengths),
+        Masking(mask, bias, is_causal, key_padding_lengths, sinks=weights.get("sinks")),
         need_weights=need_weights,
         positions=positions,
         dropout=Dropout(spec.dropout if training else 0.0, dropout_keep, seed),
@@ -220,7 +220,7 @@ class AttentionLayer:
         self.load_weights(self._draw_weights())
 
     def _draw_weights(self) -> dict[str, np.ndarray]:
-        """Xavier-uniform weights, those of q, k and v each on their own; biases are 0, and norms multiply by 1."""
+        """Xavier-uniform weights, q, k and v each on their own; biases and sinks are 0, norms multiply by 1."""
         shapes, norms = self.spec.weight_shapes, self.spec.norms
         weights = {name: np.zeros(shape) for name, shape in shapes.items()}
         for name, shape in shapes.items():
@@ -278,7 +278,7 @@ class AttentionLayer:
         check_floating("query", query, rank=3)
         check_input_dtype("query", query, self.dtype)
         self.check_dropout()
-        masking = masking.of_layer(self.spec)
+        masking = replace(masking, sinks=self.weights.get("sinks")).of_layer(self.spec)
         if masking.is_causal and masking.mask is None and key is None and masking.key_padding_lengths is None:
             masking = replace(masking, mask=self._causal(query.shape[1]), is_causal=False, reach=None)
         output, attn_weights = _attention_layer(

@@ -20,9 +20,10 @@ from mha_spec import AttentionSpec, Temperature
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups
 from mha_spec.temperature import check_temperature
+from mha_tt.alibi import alibi_bias
 from mha_tt.arrays import check_broadcasts, check_count, check_floating, check_head_dim
 from mha_tt.device import TILE, TILE_NBYTES, accurate_config, as_dtype, padded_head_dim, round_up, upload, zeros
-from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device, check_bias, check_mask, on_device
+from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device, check_bias, check_mask, check_sinks, on_device
 from mha_tt.not_finite import emptied, hide_not_finite, spoilt
 from mha_tt.rope import Rotation, at_least_float32, check_positions
 from mha_tt.weights import Project, padded_features
@@ -164,12 +165,15 @@ def attention_scores(
     key: Float[Tensor, "B K S H"],
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
     spec: AttentionSpec | None = None,
+    offsets: Int[np.ndarray, " B"] | None = None,
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T S"]:
     """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
 
-    The scale is 1 / sqrt(H) where there is no spec, or none in it.
+    The scale is 1 / sqrt(H) where there is no spec, or none in it. With ALiBi scores lose by the distance of query and
+    key: `offsets` are the places of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when
+    absent.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
@@ -183,22 +187,38 @@ def attention_scores(
         compute_kernel_config=compute_kernel_config or accurate_config(query.device()),
     )
     scores = soft_capped(ttnn.multiply(scores, scale), spec)
+    if spec is not None and spec.alibi_slopes is not None:
+        lost = alibi_bias(spec.alibi_slopes, scores.shape[2], scores.shape[3], offsets, scores_dtype=np.float32)
+        scores = ttnn.add(scores, upload(lost, device=query.device(), dtype=ttnn.float32))
     return scores if bias is None else ttnn.add(scores, bias_on_device(bias, query.device(), ttnn.float32))
 
 
 def masked_softmax(
     scores: Float[Tensor, "B N T S"],
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+    sinks: Float[Tensor, "..."] | None = None,
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0."""
+    """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0.
+
+    A sink takes part like the score of one more key, which nothing hides, and whose weight is left out.
+
+    Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
+    """
     check_floating("scores", scores, rank=4)
     check_mask(mask, tuple(scores.shape))
+    check_sinks(sinks, scores.shape[1])
     scores, mask = at_least_float32(scores), on_device(mask, scores.device())
     if mask is not None:
         scores = ttnn.where(mask.hidden, MASKED, scores)
     config = compute_kernel_config or accurate_config(scores.device())
+    if sinks is not None:
+        batch_size, _, seq_len_q, seq_len_k = scores.shape
+        column = ttnn.repeat(at_least_float32(sinks), (batch_size, 1, seq_len_q, 1))
+        scores = ttnn.concat([scores, column], dim=3)
+        attn_weights = ttnn.softmax(scores, dim=-1, numeric_stable=True, compute_kernel_config=config)
+        return emptied(attn_weights[:, :, :, :seq_len_k], mask)
     attn_weights = ttnn.softmax(scores, dim=-1, numeric_stable=True, compute_kernel_config=config)
     if mask is None:
         return attn_weights
@@ -348,6 +368,7 @@ def scaled_dot_product_attention(
     dropout: float = 0.0,
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
     seed: int = 0,
+    sinks: Float[Tensor, "..."] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
     """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
@@ -368,6 +389,8 @@ def scaled_dot_product_attention(
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: True where a weight is kept, in place of a random draw.
         seed: of that draw.
+        sinks: the logit of each head that takes part in the softmax and has no value, (1, N, 1, 1), where the layer has
+            them.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
@@ -383,7 +406,7 @@ def scaled_dot_product_attention(
         query,
         key,
         value,
-        Masking(mask, bias, is_causal, key_padding_lengths).of_layer(spec),
+        Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks).of_layer(spec),
         Dropout(dropout, dropout_keep, seed),
         spec=spec,
         need_weights=need_weights,
@@ -429,8 +452,8 @@ def attend(
     if mask is not None:  # a masked key reaches no weight
         (value,), spoilt_rows = hide_not_finite(mask, seq_len_q, value)
     config = compute_kernel_config or accurate_config(device)
-    scores = attention_scores(query, key, masking.bias, spec, compute_kernel_config=config)
-    attn_weights = masked_softmax(scores, mask, compute_kernel_config=config)
+    scores = attention_scores(query, key, masking.bias, spec, masking.offsets, compute_kernel_config=config)
+    attn_weights = masked_softmax(scores, mask, masking.sinks, compute_kernel_config=config)
     attn_weights = as_dtype(attn_weights, query.dtype)
     dropped = apply_dropout(attn_weights, dropout.rate, dropout.keep, seed=dropout.seed)
     context = as_dtype(attention_context(dropped, value, compute_kernel_config=config), query.dtype)

@@ -19,7 +19,7 @@ import mha_jax
 import mha_torch
 import parity
 from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
-from mha_spec import Rope
+from mha_spec import Alibi, AttentionSpec, Rope
 from parity.backends import jax as jax_backend
 from parity.backends import torch as torch_backend
 
@@ -969,3 +969,19 @@ def test_flash_attention_of_a_gpu_is_taken_where_it_fits(
     x = jax.ShapeDtypeStruct((1, 2, 4, head_dim), dtype)
     jax.eval_shape(lambda x: jax_fused(x, x, x, is_causal=True)[0], x)
     assert [(call["implementation"], call["is_causal"]) for call in library_calls] == [(expected, True)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("hidden", [{}, {"key_padding_lengths": [150, 290]}], ids=["alone", "padding"])
+def test_alibi_of_many_queries_is_that_of_the_plain_path(is_causal, hidden):
+    """In torch, which makes the bias of a few queries at a time; JAX's small blocks are in every case."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 290, 8, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3))
+    sinks, spec = torch.tensor([0.5, -1.0], dtype=torch.float64), AttentionSpec(16, 2, alibi=Alibi(), sinks=True)
+    contexts = [
+        attend(q, k, v, spec, is_causal=is_causal, sinks=sinks, **hidden)[0]
+        for attend in (mha_torch.scaled_dot_product_attention, torch_fused)
+    ]
+    expected, found = ([x, *torch.autograd.grad(x.square().sum(), (q, k, v))] for x in contexts)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

@@ -162,6 +162,28 @@ def test_scores_are_capped_softly_before_the_bias(sibling):
     assert score == pytest.approx(3.0 * math.tanh(2.0 / 3.0) + 1.0, rel=1e-6)
 
 
+def test_alibi_takes_the_slope_times_the_distance_from_the_scores(sibling):
+    zeros, spec = sibling.array(np.zeros((1, 2, 2, 4), np.float32)), parity.AttentionSpec(8, 2, alibi=parity.Alibi())
+    scores = sibling.package.attention_scores
+    distances = np.array([[0, 1], [1, 0]])
+    expected = -np.array([2.0**-4, 2.0**-8])[:, None, None] * distances
+    assert sibling.numpy(scores(zeros, zeros, None, spec))[0] == pytest.approx(expected)
+    later = sibling.numpy(scores(zeros, zeros, None, spec, sibling.array([3])))[0]
+    assert later == pytest.approx(-np.array([2.0**-4, 2.0**-8])[:, None, None] * np.array([[3, 2], [4, 3]]))
+
+
+def test_a_sink_takes_weight_and_gives_none_back(sibling):
+    scores, sinks = np.array([[[[0.0, 1.0]], [[2.0, 3.0]]]], np.float32), np.array([2.0, -1.0], np.float32)
+    hidden = np.array([[[[False, True]]], [[[True, True]]]])
+    softmax = sibling.package.masked_softmax
+    found = sibling.numpy(softmax(sibling.array(np.repeat(scores, 2, 0)), sibling.array(hidden), sibling.array(sinks)))
+    assert found[0, :, 0, 0] == pytest.approx([1 / (1 + math.e**2), 1 / (1 + math.e**-3)], rel=1e-6)
+    assert not found[0, ..., 1].any()
+    assert not found[1].any()  # of a row without a key the sink has all
+    seen = sibling.numpy(softmax(sibling.array(scores), None, sibling.array(sinks)))
+    assert seen.sum(axis=-1)[0, 0] == pytest.approx((1 + math.e) / (1 + math.e + math.e**2), rel=1e-6)
+
+
 def test_softmax_of_two_keys_is_one_and_e(sibling):
     weights = sibling.package.masked_softmax(sibling.array(np.array([[[[0.0, 1.0]]]], np.float32)))
     expected = np.array([1.0, math.e]) / (1.0 + math.e)

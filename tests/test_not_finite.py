@@ -308,3 +308,23 @@ def test_gradients_do_not_know_what_nobody_sees(sibling, path, kind):
         assert np.isfinite(gradient).all()
     assert not found["key"][unseen].any()
     assert not found["value"][unseen].any()
+
+
+def test_rows_without_a_key_are_0_beside_sinks_and_others_that_see_a_nan_are_nan(sibling):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 2, 9, 8)).astype(np.float32) for _ in range(3))
+    q[:, :, 3] = k[1, 0, 5] = np.nan
+    hidden = {
+        "is_causal": True,
+        "key_padding_lengths": [0, 9],
+        "sinks": sibling.array(np.array([0.5, -1.0], np.float32)),
+    }
+    small = {"block_sizes": BlockSizes(few_scores=0, queries=8, keys=8)} if sibling.name == "jax" else {}
+    heads = [sibling.array(x) for x in (q, k, v)]
+    plain, _ = sibling.package.stages.scaled_dot_product_attention(*heads, **hidden)
+    fused, _ = sibling.package.fused.scaled_dot_product_attention(*heads, **hidden, **small)
+    for context in map(sibling.numpy, (plain, fused)):
+        assert not context[0].any()
+        is_nan = np.isnan(context[1]).all(axis=-1)
+        assert is_nan[0].tolist() == [False, False, False, True, False, True, True, True, True]
+        assert np.flatnonzero(is_nan[1]).tolist() == [3]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mha_spec import (
+    Alibi,
     DynamicScaling,
     Gate,
     LinearScaling,
@@ -98,6 +99,8 @@ def test_values_of_another_width_have_projections_of_their_own_width():
             ValueError,
             "temperature must be None with positions on several axes",
         ),
+        ({"d_model": 8, "num_heads": 2, "alibi": True}, TypeError, "alibi must be an Alibi or None, got alibi=True"),
+        ({"d_model": 8, "num_heads": 2, "sinks": 1}, TypeError, "sinks must be a boolean, got sinks=1"),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, ValueError, "clip_qkv must be positive and finite"),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": math.nan}, ValueError, "clip_qkv must be positive and finite"),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": True}, TypeError, "clip_qkv must be a number"),
@@ -178,6 +181,36 @@ def test_a_gate_adds_a_projection():
     assert AttentionSpec.from_json(spec.to_json()) == spec
     with pytest.raises(TypeError, match="per_head must be a boolean, got per_head=1"):
         Gate(per_head=1)
+
+
+def test_sinks_are_a_number_for_each_query_head():
+    spec = AttentionSpec(8, 4, num_kv_heads=2, qk_norm=Norm(), sinks=True)
+    assert list(spec.parameters.items())[-1] == ("sinks", (4,))
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert "sinks" not in weight_shapes(AttentionSpec(8, 4))
+
+
+def test_slopes_of_alibi_are_those_of_the_paper():
+    assert Alibi().slopes(8) == tuple(2.0**-n for n in range(1, 9))
+    assert Alibi().slopes(6) == tuple(2.0**-n for n in (2, 4, 6, 8, 1, 3))
+    assert Alibi().slopes(1) == (2.0**-8,)
+    spec = AttentionSpec(32, 2, alibi=Alibi(max_bias=4, scaled=True))
+    assert spec.alibi_slopes == (0.25 * 2.0**-2, 0.25 * 2.0**-4)
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert AttentionSpec(32, 2).alibi_slopes is None
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"max_bias": 0.0}, ValueError, "max_bias must be positive and finite"),
+        ({"max_bias": "8"}, TypeError, "max_bias must be a number"),
+        ({"scaled": 1}, TypeError, "scaled must be a boolean, got scaled=1"),
+    ],
+)
+def test_alibi_refuses_what_does_not_fit(keywords, error, message):
+    with pytest.raises(error, match=message):
+        Alibi(**keywords)
 
 
 def test_three_biases_are_kept_as_one_where_they_are_equal():
@@ -423,6 +456,10 @@ def test_cases_cover_what_attention_can_do():
         "temperature with a cache": any(case.spec.temperature for case in cases if case.is_cached),
         "clipped": any(case.spec.clip_qkv for case in cases if not case.is_cached),
         "clipped with a cache": any(case.spec.clip_qkv for case in cases if case.is_cached),
+        "sinks": any(case.spec.sinks for case in cases if not case.is_cached),
+        "ALiBi": any(case.spec.alibi for case in cases if not case.is_cached),
+        "ALiBi with a cache": any(case.spec.alibi for case in cases if case.is_cached),
+        "sinks with a cache": any(case.spec.sinks for case in cases if case.is_cached),
         "norm of values": any(case.spec.v_norm for case in cases),
         "norm with a cache": any(case.spec.norms for case in cases if case.is_cached),
         **{

@@ -58,12 +58,12 @@ def _open(sibling: Any, spec: AttentionSpec, weights: Any, query: Any) -> Any:
     return sibling.project_with(weights, spec)("gate_proj", query)
 
 
-def _score(sibling: Any, spec: AttentionSpec, q: Any, k: Any, bias: Any) -> Any:
-    return sibling.attention_scores(q, k, bias, spec)
+def _score(sibling: Any, spec: AttentionSpec, q: Any, k: Any, bias: Any, offsets: Any) -> Any:
+    return sibling.attention_scores(q, k, bias, spec, offsets)
 
 
-def _soften(sibling: Any, scores: Any, mask: Any) -> Any:
-    return sibling.masked_softmax(scores, mask)
+def _soften(sibling: Any, scores: Any, mask: Any, sinks: Any) -> Any:
+    return sibling.masked_softmax(scores, mask, sinks)
 
 
 def _weigh(sibling: Any, attn_weights: Any, v: Any) -> Any:
@@ -145,13 +145,14 @@ class _Layer:
             return found
         return {**found, "gate": self.shapes.gate_to_numpy(self.port.call(_open, *of_layer, query))}
 
-    def scores(self, values: Values) -> dict[str, np.ndarray]:
+    def scores(self, values: Values, offsets: Any = None) -> dict[str, np.ndarray]:
         q, k = (self.shapes.heads_from_numpy(values[name]) for name in "qk")
-        return {"scores": self.port.to_numpy(self.port.call(_score, self.spec, q, k, self.inputs.get("bias")))}
+        scores = self.port.call(_score, self.spec, q, k, self.inputs.get("bias"), offsets)
+        return {"scores": self.port.to_numpy(scores)}
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
         scores, mask = self.port.from_numpy(values["scores"]), self.port.beside(values["mask"])
-        attn_weights = self.port.call(_soften, scores, mask)
+        attn_weights = self.port.call(_soften, scores, mask, self.filled.weights.get("sinks"))
         return {"attn_weights": self.port.to_numpy(attn_weights).astype(dtype_named(self.problem.dtype))}
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
@@ -205,6 +206,9 @@ class _Call:
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
         positions = self.layer.told_positions(self.index) if self.case.spec.has_positions else None
         return self.layer.entering(self.x, None, positions)
+
+    def scores(self, values: Values) -> dict[str, np.ndarray]:
+        return self.layer.scores(values, self.port.beside(self.before))
 
     def cache(self, values: Values) -> dict[str, np.ndarray]:
         k, v = self.shapes.heads_from_numpy(values["k"]), self.shapes.values_from_numpy(values["v"])

@@ -25,7 +25,7 @@ from parity.core.problem import Problem
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 from parity.files.tensor_file import flatten
 
-Params = dict[str, dict[str, Array]]
+Params = dict[str, Any]  # arrays, and dicts of them
 
 SMALL_BLOCKS = BlockSizes(few_scores=0, queries=8, keys=8, last_keys=4, most_blocks=2)
 """The sizes of blocks at which most cases have several; at those that users get they leave it to the plain path."""
@@ -78,21 +78,24 @@ def to_params(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> Params:
     """Canonical weights as the parameter tree that a layer of that specification holds."""
     params: Params = {}
     for name, weight in (pack_qkv(weights) if spec.fused_qkv else weights).items():
-        projection, leaf = name.split(".")
+        projection, _, leaf = name.partition(".")
+        if not leaf:
+            params[name] = from_numpy(weight)
+            continue
         if leaf == "weight" and projection.endswith("_proj"):
             leaf, weight = "kernel", weight.T  # (out, in) to (in, out)
         params.setdefault(projection, {})[leaf] = from_numpy(weight)
     return params
 
 
-def from_params(params: Mapping[str, Mapping[str, Array]], spec: AttentionSpec) -> Weights:
+def from_params(params: Mapping[str, Any], spec: AttentionSpec) -> Weights:
     """Canonical weights from the parameter tree that a layer of that specification holds."""
     held: Weights = {}
-    for projection, leaves in params.items():
-        for leaf, array in leaves.items():
-            weight = to_numpy(array)
-            name, weight = ("weight", weight.T) if leaf == "kernel" else (leaf, weight)
-            held[f"{projection}.{name}"] = np.array(weight, order="C")
+    for name, array in flatten(params).items():
+        weight = to_numpy(array)
+        if name.endswith(".kernel"):
+            name, weight = name.removesuffix("kernel") + "weight", weight.T
+        held[name] = np.array(weight, order="C")
     return unpack_qkv(held, spec) if spec.fused_qkv else {name: held[name] for name in weight_shapes(spec)}
 
 

@@ -122,6 +122,7 @@ class Call(Protocol):
     def mask(self, values: Values, /) -> dict[str, np.ndarray]: ...
     def qkv(self, values: Values, /) -> dict[str, np.ndarray]: ...
     def cache(self, values: Values, /) -> dict[str, np.ndarray]: ...
+    def scores(self, values: Values, /) -> dict[str, np.ndarray]: ...
     def whole(self, values: Values, /) -> dict[str, np.ndarray]: ...
 
 
@@ -155,7 +156,7 @@ def steps_of(layer: Layer, case: Case) -> list[Step]:
 
 def _steps_of_call(layer: Layer, call: Call) -> list[Step]:
     """New tokens in, cache grown, everything up to each token attended to."""
-    scores, context = _of_cache(layer.scores), _of_cache(layer.context)
+    scores, context = _of_cache(call.scores), _of_cache(layer.context)
     return [call.mask, call.qkv, call.cache, scores, layer.attn_weights, context, layer.output, call.whole]
 
 

@@ -63,7 +63,8 @@ def unheld(spec: AttentionSpec) -> AttentionSpec:
 def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
     """Xavier-uniform weights and, so that a lost bias shows, biases between -1/2 and 1/2; float32.
 
-    What is normalised is multiplied by 0.5 to 0.8 or by 1.2 to 1.5, so that a lost weight of a norm shows, too.
+    What is normalised is multiplied by 0.5 to 0.8 or by 1.2 to 1.5, so that a lost weight of a norm shows, too. Sinks
+    lie between 0.5 and 1.5 in size.
 
     Args:
         spec: the layer.
@@ -76,6 +77,9 @@ def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
         if part in spec.norms and leaf == "weight":
             factors = 1.0 + rng.choice([-1.0, 1.0], shape) * (0.2 + 0.3 * rng.random(shape))
             weights[name] = (factors - (spec.norms[part].weight == "1+w")).astype(np.float32)
+            continue
+        if name == "sinks":
+            weights[name] = (rng.choice([-1.0, 1.0], shape) * (0.5 + rng.random(shape))).astype(np.float32)
             continue
         limit = 0.5 if len(shape) == 1 else np.sqrt(6.0 / sum(shape))
         weights[name] = (limit * (2.0 * rng.random(shape) - 1.0)).astype(np.float32)
@@ -230,7 +234,7 @@ def unpack_qkv(packed: Mapping[str, np.ndarray], spec: AttentionSpec) -> Weights
     """Canonical weights from those of a fused module: the inverse of `pack_qkv`."""
     weights = {}
     for name in weight_shapes(spec):
-        projection, leaf = name.split(".")
+        projection, _, leaf = name.partition(".")
         if projection not in QKV:
             weights[name] = packed[name]
         else:

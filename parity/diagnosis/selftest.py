@@ -13,7 +13,17 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from mha_spec import AttentionSpec, Gate, LongRopeScaling, Norm, ProportionalScaling, Rope, Temperature, YarnScaling
+from mha_spec import (
+    Alibi,
+    AttentionSpec,
+    Gate,
+    LongRopeScaling,
+    Norm,
+    ProportionalScaling,
+    Rope,
+    Temperature,
+    YarnScaling,
+)
 from parity.backends import BACKENDS, load_backend, why_missing
 from parity.backends.record import record
 from parity.core.cases import CASES, Case
@@ -28,7 +38,7 @@ from parity.diagnosis.mistakes import PRECISIONS, Mistake, Plan, mistakes_for
 SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_mistakes]
 """The backends that every mistake can be planted in. Of mha_tt only masks are arrays: tests/tt plants a few there."""
 
-HOLDERS = ("masks", "rope", "norms", "weights", "stages", "mha", "cache", "cache_mha")
+HOLDERS = ("alibi", "masks", "rope", "norms", "weights", "stages", "mha", "cache", "cache_mha")
 """The modules of a sibling that hold its functions, beside the package itself."""
 
 
@@ -158,6 +168,13 @@ SELFTEST_CASES = [
         is_causal=True,
     ),
     Case(
+        "sinks",
+        AttentionSpec(32, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, sinks=True, alibi=Alibi(scaled=True)),
+        "a logit of each head beside those of its keys; scores that lose by distance, scaled",
+        seq_len=7,
+        is_causal=True,
+    ),
+    Case(
         "temperature",
         AttentionSpec(32, 4, temperature=Temperature(3, scale=0.5, first_position=1)),
         "queries tempered past one length and another",
@@ -165,6 +182,14 @@ SELFTEST_CASES = [
         chunks=(4, 1, 3),
         new_lengths=((4, 2), (1, 1), (2, 3)),
         capacity=10,
+    ),
+    Case(
+        "alibi",
+        AttentionSpec(48, 6, num_kv_heads=2, qkv_bias=False, out_bias=False, alibi=Alibi()),
+        "scores that lose by distance, from a cache",
+        seq_len=7,
+        chunks=(4, 1, 2),
+        capacity=8,
     ),
     Case("chunk", AttentionSpec(32, 4, chunk_size=3), "a layer of chunks", seq_len=8, is_causal=True),
 ]

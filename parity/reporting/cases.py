@@ -44,6 +44,8 @@ def covers(case: Case) -> str:
         f"positions from {case.first_position}": bool(case.first_position),
         f"scale {spec.scale}": spec.scale is not None,
         "temperature": spec.temperature is not None,
+        "ALiBi": spec.alibi is not None,
+        "sinks": spec.sinks,
         f"soft cap {spec.soft_cap}": spec.soft_cap is not None,
         f"window {spec.window_size} of the layer": spec.window_size is not None,
         f"chunks of {spec.chunk_size}": spec.chunk_size is not None,

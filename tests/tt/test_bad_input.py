@@ -482,6 +482,7 @@ STAGES = {
         ValueError,
         "head_dim must be at most the 32 features of a head, got head_dim=33",
     ),
+    "softmax sinks": ("masked_softmax", {"scores": HEADS, "sinks": HEADS}, ValueError, r"sinks must have shape \(1, N"),
     "softmax mask": ("masked_softmax", {"scores": HEADS, "mask": booleans(5)}, ValueError, "mask must broadcast"),
     "softmax float mask": ("masked_softmax", {"scores": HEADS, "mask": np.ones((3, 32))}, TypeError, "must be boolean"),
     "softmax tensor mask": (

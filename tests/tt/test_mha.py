@@ -187,6 +187,23 @@ def test_softmax_of_two_keys_is_one_and_e(device):
     assert_close(mha_tt.download(mha_tt.masked_softmax(scores))[0, 0, 0], expected, ttnn.float32)
 
 
+def test_alibi_takes_the_slope_times_the_distance_from_the_scores(device):
+    zeros = mha_tt.upload(np.zeros((1, 2, 2, 4)), device=device, dtype=ttnn.float32)
+    spec = parity.AttentionSpec(8, 2, alibi=parity.Alibi())
+    found = mha_tt.download(mha_tt.attention_scores(zeros, zeros, None, spec, np.array([3])))[0]
+    assert found == pytest.approx(-np.array([2.0**-4, 2.0**-8])[:, None, None] * np.array([[3, 2], [4, 3]]))
+
+
+def test_a_sink_takes_weight_and_gives_none_back(device):
+    scores = mha_tt.upload(np.array([[[[0.0, 1.0]], [[2.0, 3.0]]]] * 2), device=device, dtype=ttnn.float32)
+    sinks = mha_tt.upload(np.array([2.0, -1.0]).reshape(1, 2, 1, 1), device=device, dtype=ttnn.float32)
+    hidden = np.array([[[[False, True]]], [[[True, True]]]])
+    found = mha_tt.download(mha_tt.masked_softmax(scores, hidden, sinks))
+    assert_close(found[0, :, 0, 0], np.array([1 / (1 + math.e**2), 1 / (1 + math.e**-3)]), ttnn.float32)
+    assert not found[0, ..., 1].any()
+    assert not found[1].any()  # of a row without a key the sink has all
+
+
 @both_forms
 def test_two_keys_are_weighed_by_one_and_e(device, form):
     arrays = (np.array(x) for x in ([[[[1.0]]]], [[[[0.0], [1.0]]]], [[[[10.0], [20.0]]]]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mha_spec import (
+    Alibi,
     AttentionSpec,
     DynamicScaling,
     Gate,
@@ -24,6 +25,8 @@ _GQA_ROPE = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope=Rope(10000.0)
 _SOFT_CAP = AttentionSpec(32, 4, num_kv_heads=2, soft_cap=1.5)
 _TEMPERATURE = AttentionSpec(32, 4, num_kv_heads=2, temperature=Temperature(3, scale=0.5, first_position=1))
 _ROPE_TEMPERATURE = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0), temperature=Temperature(4, scale=0.5))
+_SINKS = AttentionSpec(32, 4, num_kv_heads=2, sinks=True)
+_ALIBI = AttentionSpec(32, 4, alibi=Alibi())
 _WINDOW = AttentionSpec(32, 4, num_kv_heads=2, window_size=4)
 _CHUNK = AttentionSpec(32, 4, num_kv_heads=2, chunk_size=4)
 _SCALE = AttentionSpec(32, 4, num_kv_heads=2, scale=0.0625)
@@ -130,6 +133,16 @@ LAYERS = [
     ),
     Case("soft-cap", _SOFT_CAP, "scores that are capped softly", seq_len=9, is_causal=True, gain=3.0),
     Case("soft-cap-bias", _SOFT_CAP, "capped before the bias is added", seq_len=9, bias=True, is_causal=True, gain=3.0),
+    Case("sinks", _SINKS, "a logit beside those of the keys", seq_len=9, is_causal=True),
+    Case("sinks-masked", _SINKS, "a sink of rows without a key", seq_len=10, random_mask=True),
+    Case("alibi", _ALIBI, "scores that lose by distance", seq_len=9, is_causal=True),
+    Case(
+        "alibi-both-ways",
+        AttentionSpec(48, 6, num_kv_heads=2, alibi=Alibi(max_bias=4.0, scaled=True), sinks=True, window_size=6),
+        "before and after, scaled, of heads that are no power of two",
+        seq_len=10,
+        key_padding_lengths=(10, 7),
+    ),
     Case("window", _WINDOW, "a layer that sees the last four tokens", seq_len=11, is_causal=True),
     Case("window-both-ways", _WINDOW, "three tokens before and after", seq_len=11, key_padding_lengths=(7, 11)),
     Case(
@@ -294,6 +307,24 @@ CACHED = [
     ),
     Case("decode-soft-cap", _SOFT_CAP, "decode, capped scores", seq_len=7, chunks=(4, 1, 1, 1), capacity=8, gain=3.0),
     Case(
+        "decode-sinks",
+        AttentionSpec(32, 4, num_kv_heads=2, window_size=4, rope=Rope(10000.0), sinks=True),
+        "decode, a sink beside a window",
+        seq_len=9,
+        chunks=(5, 1, 2, 1),
+        new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)),
+        capacity=10,
+    ),
+    Case(
+        "decode-alibi",
+        AttentionSpec(48, 6, num_kv_heads=2, alibi=Alibi()),
+        "decode, scores that lose by distance",
+        seq_len=9,
+        chunks=(5, 1, 2, 1),
+        new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)),
+        capacity=10,
+    ),
+    Case(
         "decode-window",
         AttentionSpec(32, 4, num_kv_heads=2, window_size=4, rope=Rope(10000.0)),
         "decode, within a window",
@@ -434,7 +465,15 @@ MORE = frozenset(
         *("decode-biases-of-some", "decode-clip-qkv", "decode-norm-width", "decode-l2-norm", "decode-dynamic"),
         *("decode-sections", "random-3", "random-4", "random-5", "decode-scale", "decode-gate", "decode-fused-qkv"),
         *("rope-longrope", "rope-partial-interleaved", "fused-qkv-gqa", "bias", "causal-tall", "no-bias", "one-key"),
-        *("nan-hidden-cross", "random-1", "random-2"),
+        *(
+            "sinks-masked",
+            "decode-sinks",
+            "alibi-both-ways",
+            "decode-alibi",
+            "nan-hidden-cross",
+            "random-1",
+            "random-2",
+        ),
     }
 )
 """More of what other cases show: a run takes these where all cases are asked for, or they by name."""

@@ -36,6 +36,8 @@ class Backward:
         problem, a = self.layer.problem, self.arithmetic
         inputs, values = problem.inputs, self.layer.forward()
         slope = self.slope_of_cap(values)
+        if problem.spec.sinks:
+            values["sink_weights"] = self.sink_weights(values)
         if self.magnitude:
             values = {name: value if name == "gate" else np.abs(value) for name, value in values.items()}
             inputs = {name: np.abs(value) for name, value in inputs.items()}
@@ -137,6 +139,9 @@ class Backward:
         d_scores = attn_weights * difference  # a masked weight is 0, and so is what it passes on
         if "bias" in layer.problem.inputs:
             grads["grad.bias"] = a.keep(d_scores)
+        if layer.problem.spec.sinks:  # of the sink's weight, whose value is 0
+            passed_on = a.widen(values["sink_weights"]) * weighed
+            grads["grad.sinks"] = a.keep((passed_on if self.magnitude else -passed_on).sum(axis=(0, 2, 3)))
         d_scores, scale = d_scores * slope, a.wide.type(layer.scale())
         d_q = a.matmul(d_scores, layer.per_query_head(k)) / scale
         return d_q, self.per_kv_head(a.matmul(d_scores.swapaxes(2, 3), q) / scale), d_v
@@ -151,13 +156,22 @@ class Backward:
         batch, _, seq_len, head_dim = x.shape
         return x.reshape(batch, self.layer.problem.spec.num_kv_heads, -1, seq_len, head_dim).sum(axis=2)
 
-    def recomputed_attn_weights(self, values: Values) -> np.ndarray:
-        """exp(score - log sum exp), the score summed again from its last feature to its first."""
-        shown = np.where(values["mask"], -np.inf, values["scores"])
-        highest = shown.max(axis=-1, keepdims=True, initial=-np.inf)
+    def log_sum_exp(self, values: Values) -> np.ndarray:
+        """The logarithm of what exp(score) is divided by, (B, N, T, 1); 0 for a row without a key."""
+        shown, sinks = np.where(values["mask"], -np.inf, values["scores"]), self.layer.sinks()
+        highest = np.maximum(shown.max(axis=-1, keepdims=True, initial=-np.inf), -np.inf if sinks is None else sinks)
         highest = np.where(np.isfinite(highest), highest, 0.0).astype(shown.dtype)
         total = np.exp(shown - highest).sum(axis=-1, keepdims=True)
-        log_sum_exp = highest + np.log(np.where(total == 0.0, 1.0, total)).astype(shown.dtype)
+        total = total if sinks is None else total + np.exp(sinks - highest)
+        return highest + np.log(np.where(total == 0.0, 1.0, total)).astype(shown.dtype)
+
+    def sink_weights(self, values: Values) -> np.ndarray:
+        """What of a row's weight its sink has, (B, N, T, 1)."""
+        return np.exp(self.layer.sinks() - self.log_sum_exp(values))
+
+    def recomputed_attn_weights(self, values: Values) -> np.ndarray:
+        """exp(score - log sum exp), the score summed again from its last feature to its first."""
+        log_sum_exp = self.log_sum_exp(values)
         again = self.layer.scores({name: values[name][..., ::-1] for name in "qk"})["scores"]
         return np.exp(np.where(values["mask"], -np.inf, again) - log_sum_exp)
 

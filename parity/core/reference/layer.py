@@ -7,7 +7,7 @@ from typing import cast
 
 import numpy as np
 
-from mha_spec import Norm, Rope, Temperature
+from mha_spec import Alibi, Norm, Rope, Temperature
 from parity.core.problem import Problem
 from parity.core.reference import norms
 from parity.core.reference.arithmetic import Arithmetic
@@ -48,8 +48,12 @@ class Layer:
         key = self.problem.inputs.get("key", query)
         return self.project(query, key, self.problem.case.positions())
 
-    def scores(self, values: Values) -> dict[str, np.ndarray]:
+    def scores(self, values: Values, places: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """Those of queries at some places among the keys, (B or 1, T): 0, 1, … when absent."""
         scores, bias = self.capped(self.products(values)), self.score_bias()
+        places = np.arange(scores.shape[2])[None] if places is None else places
+        if self.problem.spec.alibi is not None:
+            scores = scores - self.lost_by_distance(self.distances(places, scores.shape[3]))
         return {"scores": scores if bias is None else scores + self.arithmetic.widen(bias)}
 
     def products(self, values: Values) -> np.ndarray:
@@ -62,12 +66,18 @@ class Layer:
         enter = self.arithmetic.enter if self.arithmetic.kind == "tensix" else lambda x: x
         scores, mask = enter(values["scores"].astype(self.arithmetic.wide)), values["mask"]
         shown = np.where(mask, -np.inf, scores)
-        highest = shown.max(axis=-1, keepdims=True, initial=-np.inf)
-        exponentials = enter(np.exp(shown - np.where(np.isfinite(highest), highest, 0.0).astype(scores.dtype)))
+        sinks = self.sinks()
+        highest = np.maximum(shown.max(axis=-1, keepdims=True, initial=-np.inf), -np.inf if sinks is None else sinks)
+        highest = np.where(np.isfinite(highest), highest, 0.0).astype(scores.dtype)
+        exponentials = enter(np.exp(shown - highest))
         bias = self.score_bias()
         is_hidden = mask if bias is None or not np.isneginf(bias).any() else mask | np.isneginf(bias)
         # A row is empty because every key is hidden, never because its scores are not finite: 0 / 0 is NaN there.
-        total = np.where(is_hidden.all(axis=-1, keepdims=True), 1.0, exponentials.sum(axis=-1, keepdims=True))
+        total = exponentials.sum(axis=-1, keepdims=True)
+        if sinks is None:
+            total = np.where(is_hidden.all(axis=-1, keepdims=True), 1.0, total)
+        else:
+            total = total + enter(np.exp(enter(sinks) - highest))
         return {"attn_weights": self.arithmetic.keep(exponentials / total.astype(exponentials.dtype))}
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
@@ -158,6 +168,25 @@ class Layer:
         """What is added to the scores, or None."""
         return self.problem.inputs.get("bias")
 
+    def distances(self, places: np.ndarray, key_len: int) -> np.ndarray:
+        """Between queries and keys, (B or 1, 1, T, S)."""
+        return np.abs(places[:, None, :, None] - np.arange(key_len))
+
+    def lost_by_distance(self, distances: np.ndarray) -> np.ndarray:
+        """What ALiBi takes from the scores, (B or 1, N, T, S)."""
+        slopes = self.slopes().astype(self.arithmetic.wide)
+        return slopes[:, None, None] * distances.astype(self.arithmetic.wide)
+
+    def slopes(self) -> np.ndarray:
+        """What each head takes for a token of distance, (N,)."""
+        spec = self.problem.spec
+        alibi = cast(Alibi, spec.alibi)  # asked for where there is one
+        n = np.arange(1, spec.num_heads + 1)
+        largest = 2 ** int(np.log2(spec.num_heads))
+        of_rest = (2 * (n - largest) - 1) / (2 * largest)
+        slopes = 2.0 ** (-alibi.max_bias * np.where(n <= largest, n / largest, of_rest))
+        return slopes / self.scale() if alibi.scaled else slopes
+
     def scale(self) -> float:
         """What products of queries and keys are divided by."""
         spec = self.problem.spec
@@ -172,6 +201,12 @@ class Layer:
         """What scores stay below in size, or None."""
         cap = self.problem.spec.soft_cap
         return None if cap is None else self.arithmetic.wide.type(cap)
+
+    def sinks(self) -> np.ndarray | None:
+        """The logit of each query head beside those of its keys, (1, N, 1, 1), or None."""
+        if not self.problem.spec.sinks:
+            return None
+        return self.arithmetic.widen(self.parameter("sinks")).reshape(1, -1, 1, 1)
 
     def has_bias(self, name: str) -> bool:
         """Whether a projection has one."""
@@ -338,6 +373,9 @@ class Call:
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
         return self.layer.project(self.x, self.x, self.layer.problem.case.positions(self.index))
 
+    def scores(self, values: Values) -> dict[str, np.ndarray]:
+        return self.layer.scores(values, self.slots)
+
     def cache(self, values: Values) -> dict[str, np.ndarray]:
         return self.layer.appended("cache.", values, values["k"], values["v"], self.before, self.added)
 
@@ -346,7 +384,7 @@ class Call:
         own = {**self.mask(values), **self.qkv(values)}
         grown = layer.appended("module.cache.", values, own["k"], own["v"], self.before, self.added)
         own |= {"k": grown["module.cache.keys"], "v": grown["module.cache.values"]}
-        for stage in (layer.scores, layer.attn_weights, layer.context, layer.output):
+        for stage in (self.scores, layer.attn_weights, layer.context, layer.output):
             own |= stage(own)
         is_real = np.arange(self.x.shape[1]) < self.added[:, None]
         zero = np.zeros((), layer.arithmetic.dtype)  # a plain 0.0 has no common dtype with bfloat16 in NumPy 1

@@ -15,7 +15,20 @@ from parity.core.cases import CASES, Case
 from parity.core.problem import Problem
 from parity.core.reference import Arithmetic, Layer
 from parity.core.weights import dtype_named
-from parity.diagnosis.mistakes import caches, gates, heads, masks, norms, rope, rope_kinds, scores, temperature, weights
+from parity.diagnosis.mistakes import (
+    alibi,
+    caches,
+    gates,
+    heads,
+    masks,
+    norms,
+    rope,
+    rope_kinds,
+    scores,
+    sinks,
+    temperature,
+    weights,
+)
 from parity.diagnosis.mistakes.heads import permuted_heads
 from parity.diagnosis.mistakes.record import Mistake, Override, Plan
 from parity.diagnosis.mistakes.scores import PRECISIONS
@@ -58,6 +71,8 @@ GROUPS = (
     scores.scale,
     scores.soft_cap,
     scores.bias,
+    alibi.alibi,
+    sinks.sinks,
     scores.softmax_axis,
     masks.after_softmax,
     weights.no_out_proj,

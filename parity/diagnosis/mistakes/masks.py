@@ -62,12 +62,12 @@ def _making(change: Callable[[np.ndarray], np.ndarray]) -> dict[str, Override]:
     return {"hidden": lambda _, original, masked: change(original(masked))}
 
 
-def _softmax_flipped(_: Plan, masked_softmax: Any, scores: Any, mask: Any = None) -> Any:
-    return masked_softmax(scores, None if mask is None else ~mask)
+def _softmax_flipped(_: Plan, masked_softmax: Any, scores: Any, mask: Any = None, *sinks: Any) -> Any:
+    return masked_softmax(scores, None if mask is None else ~mask, *sinks)
 
 
-def _softmax_unmasked(_: Plan, masked_softmax: Any, scores: Any, mask: Any = None, **options: Any) -> Any:
-    return masked_softmax(scores, **options)
+def _softmax_unmasked(_: Plan, masked_softmax: Any, scores: Any, mask: Any = None, *sinks: Any, **options: Any) -> Any:
+    return masked_softmax(scores, None, *sinks, **options)
 
 
 def after_softmax(case: Case) -> Iterator[Mistake]:
@@ -75,8 +75,8 @@ def after_softmax(case: Case) -> Iterator[Mistake]:
         found = original({**values, "mask": np.zeros_like(values["mask"])})["attn_weights"]
         return {"attn_weights": np.where(values["mask"], np.zeros((), found.dtype), found)}
 
-    def softmax(plan: Plan, masked_softmax: Any, scores: Any, mask: Any = None) -> Any:
-        found = masked_softmax(scores)
+    def softmax(plan: Plan, masked_softmax: Any, scores: Any, mask: Any = None, *sinks: Any) -> Any:
+        found = masked_softmax(scores, None, *sinks)
         return found if mask is None else plan.xp.where(mask, 0.0, found)
 
     if case.has_mask or case.is_cached:

@@ -66,7 +66,7 @@ def _scale_after_softmax(fix: str, right: float) -> Mistake:
         {"scale": instead(lambda: 1.0), "attn_weights": attn_weights},
         breaking(
             attention_scores=lambda _, scores, q, k, *rest: scores(q * right, k, *rest),
-            masked_softmax=lambda _, softmax, s, mask=None: softmax(s, mask) / right,
+            masked_softmax=lambda _, softmax, *inputs: softmax(*inputs) / right,
         ),
     )
 
@@ -109,13 +109,13 @@ def soft_cap(case: Case) -> Iterator[Mistake]:
 
 
 def _capped_after_bias(fix: str, capped: Any) -> Mistake:
-    def scores(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+    def scores(layer: Layer, original: Any, values: Values, *places: Any) -> dict[str, np.ndarray]:
         a = layer.arithmetic
         biased = layer.products(values) + a.widen(layer.problem.inputs["bias"])
         return {"scores": capped(biased, np, layer.soft_cap())}
 
-    def in_sibling(plan: Plan, attention_scores: Any, q: Any, k: Any, bias: Any, spec: Any) -> Any:
-        return capped(attention_scores(q, k, bias, replace(spec, soft_cap=None)), plan.xp)
+    def in_sibling(plan: Plan, attention_scores: Any, q: Any, k: Any, bias: Any, spec: Any, *offsets: Any) -> Any:
+        return capped(attention_scores(q, k, bias, replace(spec, soft_cap=None), *offsets), plan.xp)
 
     return Mistake(
         "soft-cap-after-bias",
@@ -136,9 +136,10 @@ def _capped_after_mask(fix: str, capped: Any) -> Mistake:
         shown = capped(np.where(mask, -np.inf, values["scores"]), np, layer.problem.spec.soft_cap)
         return original({**values, "scores": shown, "mask": np.zeros_like(mask)})
 
-    def softmax(plan: Plan, masked_softmax: Any, scores: Any, mask: Any = None) -> Any:
+    def softmax(plan: Plan, masked_softmax: Any, scores: Any, mask: Any = None, *sinks: Any) -> Any:
         lowest = plan.xp.full_like(scores, -np.inf)
-        return masked_softmax(capped(scores if mask is None else plan.xp.where(mask, lowest, scores), plan.xp))
+        shown = scores if mask is None else plan.xp.where(mask, lowest, scores)
+        return masked_softmax(capped(shown, plan.xp), None, *sinks)
 
     return Mistake(
         "soft-cap-after-mask",
@@ -170,10 +171,8 @@ def bias(case: Case) -> Iterator[Mistake]:
     yield _bias_after_softmax()
 
 
-def _scores_alone(
-    _: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None, spec: Any = None, **options: Any
-) -> Any:
-    return attention_scores(q, k, None, spec, **options)
+def _scores_alone(_: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None, *rest: Any, **options: Any) -> Any:
+    return attention_scores(q, k, None, *rest, **options)
 
 
 def _bias_scaled(size: int) -> Mistake:
@@ -200,8 +199,8 @@ def _bias_after_softmax() -> Mistake:
         found, a = original(values)["attn_weights"], layer.arithmetic
         return {"attn_weights": a.keep(a.widen(found) + a.widen(layer.problem.inputs["bias"]))}
 
-    def softmax(plan: Plan, masked_softmax: Any, scores: Any, mask: Any = None) -> Any:
-        return masked_softmax(scores, mask) + plan.backend.from_numpy(plan.problem.inputs["bias"])
+    def softmax(plan: Plan, masked_softmax: Any, *inputs: Any) -> Any:
+        return masked_softmax(*inputs) + plan.backend.from_numpy(plan.problem.inputs["bias"])
 
     return Mistake(
         "score-bias-after-softmax",
@@ -219,6 +218,8 @@ def _bias_after_softmax() -> Mistake:
 
 def softmax_axis(case: Case) -> Iterator[Mistake]:
     axes = {2: ("queries", case.seq_len), 1: ("heads", case.spec.num_heads), 0: ("batch", case.batch)}
+    if case.spec.sinks:  # those of heads that are no heads
+        del axes[1]
     return (_softmax_over(axis, words) for axis, (words, length) in axes.items() if length > 1)
 
 
@@ -227,10 +228,10 @@ def _softmax_over(axis: int, words: str) -> Mistake:
         turned = {name: values[name].swapaxes(axis, 3) for name in ("scores", "mask")}
         return {"attn_weights": original(turned)["attn_weights"].swapaxes(axis, 3)}
 
-    def softmax(_: Plan, masked_softmax: Any, scores: Any, mask: Any = None) -> Any:
+    def softmax(_: Plan, masked_softmax: Any, scores: Any, mask: Any = None, *sinks: Any) -> Any:
         if mask is not None:
             mask = (mask | (scores != scores) & False).swapaxes(axis, 3)  # of the scores' whole shape
-        return masked_softmax(scores.swapaxes(axis, 3), mask).swapaxes(axis, 3)
+        return masked_softmax(scores.swapaxes(axis, 3), mask, *sinks).swapaxes(axis, 3)
 
     return Mistake(
         f"softmax-over-{words}",
@@ -264,8 +265,8 @@ def _swallowed() -> Mistake:
     def cleaned(plan: Plan, x: Any) -> Any:
         return plan.xp.where(x != x, plan.xp.zeros_like(x), x)
 
-    def softmax(plan: Plan, masked_softmax: Any, scores: Any, mask: Any = None) -> Any:
-        return cleaned(plan, masked_softmax(scores, mask))
+    def softmax(plan: Plan, masked_softmax: Any, *inputs: Any) -> Any:
+        return cleaned(plan, masked_softmax(*inputs))
 
     def attention(plan: Plan, original: Any, *inputs: Any, **options: Any) -> tuple[Any, ...]:
         return tuple(None if x is None else cleaned(plan, x) for x in original(*inputs, **options))
@@ -287,7 +288,7 @@ def _leaking() -> Mistake:
     ) -> tuple[Any, Any]:
         """Attention from the stage functions, as its formula has it; whoever asks for weights gets that."""
         scores = plan.sibling.attention_scores(query, key, masking.bias, spec)
-        attn_weights = plan.sibling.masked_softmax(scores, masking.mask)
+        attn_weights = plan.sibling.masked_softmax(scores, masking.mask, masking.sinks)
         return plan.sibling.attention_context(attn_weights, value), attn_weights
 
     return Mistake(

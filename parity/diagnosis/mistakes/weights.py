@@ -77,8 +77,8 @@ def _swapped(one: str, other: str, *, is_planted: bool = True) -> Mistake:
         return original(names.get(name, name))
 
     def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
-        projection, leaf = name.split(".")
-        return original(f"{names.get(projection, projection)}.{leaf}")
+        projection, dot, leaf = name.partition(".")
+        return original(names.get(projection, projection) + dot + leaf)
 
     def plant(plan: Plan) -> None:
         for leaf in ("weight", "bias"):
@@ -136,9 +136,10 @@ def fused_qkv(case: Case) -> Iterator[Mistake]:
 
     def parameter_in(order: np.ndarray) -> Any:
         def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
-            projection, leaf = name.split(".")
+            projection = name.partition(".")[0]
             if projection not in QKV:
                 return original(name)
+            leaf = name.partition(".")[2]
             parts = [original(f"{each}_proj.{leaf}") for each in "qkv"]
             heads = np.concatenate([part.reshape(-1, spec.head_dim, *part.shape[1:]) for part in parts])
             mixed = np.split(heads[order], np.cumsum(sizes)[:-1])["qkv".index(projection[0])]

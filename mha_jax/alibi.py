@@ -1,0 +1,36 @@
+"""ALiBi: what is taken from scores for the distance of their keys."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mha_jax.compiled import compiled
+
+
+@compiled("slopes", "seq_len_q", "seq_len_k", "scores_dtype")
+def alibi_bias(
+    slopes: tuple[float, ...],
+    seq_len_q: int,
+    seq_len_k: int,
+    offsets: Int[Array, " B"] | None = None,
+    *,
+    scores_dtype: jnp.dtype,
+) -> Float[Array, "#B N T S"]:
+    """-slope * distance of each query and key.
+
+    Args:
+        slopes: of the heads, N.
+        seq_len_q: number of queries, T.
+        seq_len_k: number of keys, S.
+        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
+        scores_dtype: of the scores, and of the bias.
+
+    Returns:
+        The bias of the scores, (B or 1, N, T, S).
+
+    Source: Train Short, Test Long, arXiv:2108.12409, section 3.
+    """
+    places = jnp.arange(seq_len_q, dtype=jnp.int32)[None]
+    if offsets is not None:
+        places = offsets[:, None] + places
+    distances = jnp.abs(places[:, None, :, None] - jnp.arange(seq_len_k, dtype=jnp.int32)[None, None, None])
+    return -jnp.asarray(slopes, scores_dtype)[None, :, None, None] * distances.astype(scores_dtype)

@@ -1,0 +1,40 @@
+"""ALiBi: what is taken from a score for the distance of its key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mha_spec.rules import as_boolean, as_factor
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """Attention with linear biases: a score loses slope * distance, and each query head has a slope of its own.
+
+    Of N heads, N a power of two, head n (from 1) has the slope 2 ** (-max_bias * n / N). Where N is none, the first
+    heads have the slopes of the largest power of two below it, P, and the others every second of those of 2 P.
+
+    Attributes:
+        max_bias: the exponent of the smallest slope.
+        scaled: slopes are multiplied by the scale of the scores, as in Falcon.
+
+    Raises:
+        TypeError: if max_bias is not a number, or scaled not a boolean.
+        ValueError: if max_bias is not positive and finite.
+
+    Source: Train Short, Test Long, arXiv:2108.12409, section 3.
+    """
+
+    max_bias: float = 8.0
+    scaled: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_bias", as_factor("max_bias", self.max_bias))
+        object.__setattr__(self, "scaled", as_boolean("scaled", self.scaled))
+
+    def slopes(self, num_heads: int) -> tuple[float, ...]:
+        """The slope of each head, before any scale."""
+        power = 1 << (num_heads.bit_length() - 1)
+        exponents = [n / power for n in range(1, power + 1)]
+        exponents += [n / (2 * power) for n in range(1, 2 * power, 2)]
+        return tuple(2.0 ** (-self.max_bias * exponent) for exponent in exponents[:num_heads])

@@ -1,0 +1,36 @@
+"""ALiBi: what is taken from scores for the distance of their keys."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def alibi_bias(
+    slopes: tuple[float, ...],
+    seq_len_q: int,
+    seq_len_k: int,
+    offsets: Int[Tensor, " B"] | None = None,
+    *,
+    scores_dtype: torch.dtype,
+    device: torch.device | str | None = None,
+) -> Float[Tensor, "#B N T S"]:
+    """-slope * distance of each query and key.
+
+    Args:
+        slopes: of the heads, N.
+        seq_len_q: number of queries, T.
+        seq_len_k: number of keys, S.
+        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
+        scores_dtype: of the scores, and of the bias.
+        device: where the bias lies.
+
+    Returns:
+        The bias of the scores, (B or 1, N, T, S).
+
+    Source: Train Short, Test Long, arXiv:2108.12409, section 3.
+    """
+    places = torch.arange(seq_len_q, device=device)[None]
+    if offsets is not None:
+        places = offsets.to(places)[:, None] + places
+    distances = (places[:, None, :, None] - torch.arange(seq_len_k, device=device)).abs()
+    return -torch.tensor(slopes, dtype=scores_dtype, device=device)[:, None, None] * distances

@@ -1,0 +1,35 @@
+"""ALiBi: what is taken from scores for the distance of their keys."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float, Int
+
+
+def alibi_bias(
+    slopes: tuple[float, ...],
+    seq_len_q: int,
+    seq_len_k: int,
+    offsets: Int[np.ndarray, " B"] | None = None,
+    *,
+    scores_dtype: type[np.floating],
+) -> Float[np.ndarray, "#B N T S"]:
+    """-slope * distance of each query and key.
+
+    Args:
+        slopes: of the heads, N.
+        seq_len_q: number of queries, T.
+        seq_len_k: number of keys, S.
+        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
+        scores_dtype: of the scores, and of the bias.
+
+    Returns:
+        The bias of the scores, (B or 1, N, T, S), on the host.
+
+    Source: Train Short, Test Long, arXiv:2108.12409, section 3.
+    """
+    places = np.arange(seq_len_q)[None]
+    if offsets is not None:
+        places = np.asarray(offsets)[:, None] + places
+    distances = np.abs(places[:, None, :, None] - np.arange(seq_len_k))
+    return -np.array(slopes, scores_dtype)[:, None, None] * distances.astype(scores_dtype)
