@@ -1,5 +1,7 @@
 """Clipped projections, biases of some, gates, values of another width: as in the released modules of transformers."""
 
+from functools import partial
+
 import pytest
 import torch
 from released import Released, check_equal, made, plain_spec
@@ -8,60 +10,69 @@ from transformers.models.whisper.modeling_whisper import WhisperAttention
 
 from mha_spec import AttentionSpec, Gate, Norm, Rope
 
+GATED = {"head_dim": 16, "rms_norm_eps": 0.01}
+NORMED_AND_GATED = partial(plain_spec, head_dim=16, gate=Gate())
 
-def test_olmo_clips_what_the_projections_give():
-    check_equal(made("olmo", "Olmo", plain_spec(clip_qkv=0.75), options={"clip_qkv": 0.75}))
 
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["encoder", "decoder"])
-def test_whisper_has_a_bias_of_q_and_v_and_none_of_k(is_causal):
+def whisper(family, prefix, spec, *, is_decoder, **others):
+    """A layer whose configuration names nothing as others do."""
     config = WhisperConfig(d_model=32)
     config._attn_implementation = "eager"
-    module = WhisperAttention(32, 4, is_decoder=is_causal, layer_idx=0, config=config)
-    spec = AttentionSpec(32, 4, qkv_bias=(True, False, True))
-    if is_causal:
-        check_equal(Released(module, spec))
-    else:
-        everything = Released(
-            module, spec, sees=lambda batch, head, query, key: torch.ones_like(key + query, dtype=torch.bool)
-        )
-        check_equal(everything, is_causal=False)
+    return Released(WhisperAttention(32, 4, is_decoder=is_decoder, layer_idx=0, config=config), spec, **others)
 
 
-GATED = {"head_dim": 16, "rms_norm_eps": 0.01}
+def unpacked(weights):
+    """The queries and the gate that Qwen3-Next packs head by head."""
+    queries, gate = weights["q_proj.weight"].reshape(4, 2, 16, 32).unbind(1)
+    return weights | {"q_proj.weight": queries.flatten(0, 1), "gate_proj.weight": gate.flatten(0, 1)}
 
 
-def test_qwen3_next_packs_the_gate_with_the_queries():
-    def repacked(weights):
-        queries, gate = weights["q_proj.weight"].reshape(4, 2, 16, 32).unbind(1)
-        return weights | {"q_proj.weight": queries.flatten(0, 1), "gate_proj.weight": gate.flatten(0, 1)}
-
-    spec = plain_spec(head_dim=16, gate=Gate(), qk_norm=Norm(weight="1+w", eps=0.01))
-    options = {**GATED, "layer_types": ["full_attention"]}
-    check_equal(made("qwen3_next", "Qwen3Next", spec, options=options, repacked=repacked))
-
-
-@pytest.mark.parametrize("layer_type", ["sliding_attention", "full_attention"])
-def test_afmoe_has_a_gate_of_its_own(layer_type):
+def afmoe(layer_type):
     rope = Rope() if layer_type == "sliding_attention" else None  # the others do not turn
-    spec = plain_spec(head_dim=16, gate=Gate(), qk_norm=Norm(eps=0.01), rope=rope)
     options = {**GATED, "layer_types": [layer_type], "sliding_window": 64}
-    check_equal(made("afmoe", "Afmoe", spec, options=options))
+    return partial(made, "afmoe", "Afmoe", NORMED_AND_GATED(qk_norm=Norm(eps=0.01), rope=rope), options=options)
 
 
-@pytest.mark.parametrize("features", [12, 20])
-def test_mimo_v2_has_values_of_another_width_than_keys(features):
-    """It multiplies them by a number, too: a factor of v_proj to us."""
-    spec = plain_spec(head_dim=16, value_head_dim=features, rope=Rope(rotary_dim=8))
-    options = {"head_dim": 16, "v_head_dim": features, "attention_value_scale": 0.707}
-    check_equal(
-        made(
-            "mimo_v2_flash",
-            "MiMoV2Flash",
-            spec,
-            {"partial_rotary_factor": 0.5},
-            layer_type="full_attention",
-            options=options,
-            repacked=lambda weights: weights | {"v_proj.weight": weights["v_proj.weight"] * 0.707},
-        )
+def mimo(features):
+    """Values of another width than keys, multiplied by a number, too: a factor of v_proj to us."""
+    return partial(
+        made,
+        "mimo_v2_flash",
+        "MiMoV2Flash",
+        plain_spec(head_dim=16, value_head_dim=features, rope=Rope(rotary_dim=8)),
+        {"partial_rotary_factor": 0.5},
+        layer_type="full_attention",
+        options={"head_dim": 16, "v_head_dim": features, "attention_value_scale": 0.707},
+        repacked=lambda weights: weights | {"v_proj.weight": weights["v_proj.weight"] * 0.707},
     )
+
+
+WHISPER = partial(whisper, "whisper", "Whisper", AttentionSpec(32, 4, qkv_bias=(True, False, True)))
+LAYERS = {
+    "OLMo": partial(made, "olmo", "Olmo", plain_spec(clip_qkv=0.75), options={"clip_qkv": 0.75}),
+    "Whisper": partial(WHISPER, is_decoder=True),
+    "Qwen3-Next": partial(
+        made,
+        "qwen3_next",
+        "Qwen3Next",
+        NORMED_AND_GATED(qk_norm=Norm(weight="1+w", eps=0.01)),
+        options={**GATED, "layer_types": ["full_attention"]},
+        repacked=unpacked,
+    ),
+    "AFMoE, sliding": afmoe("sliding_attention"),
+    "AFMoE": afmoe("full_attention"),
+    "MiMo-V2": mimo(12),
+    "MiMo-V2, wide values": mimo(20),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_equals_the_released_one(name):
+    check_equal(LAYERS[name]())
+
+
+def test_whisper_has_a_bias_of_q_and_v_and_none_of_k_in_its_encoder():
+    def everything(batch, head, query, key):
+        return torch.ones_like(key + query, dtype=torch.bool)
+
+    check_equal(WHISPER(is_decoder=False, sees=everything), is_causal=False)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -397,6 +397,15 @@ def test_every_cached_case_uses_all_its_tokens_and_fits():
 def test_random_case_is_the_same_every_time():
     assert random_case(3) == random_case(3)
     assert random_case(3) != random_case(4)
+
+
+def test_random_cases_draw_every_feature():
+    """Those after the first six, which are among the cases and stay what they were."""
+    features = {field.name for field in fields(AttentionSpec)} - {"d_model", "dropout", "output_dropout"}
+    plain, drawn = ([random_case(seed).spec for seed in seeds] for seeds in (range(6), range(6, 80)))
+    assert {name for name in features if len({getattr(spec, name) for spec in drawn}) > 1} == features
+    assert {spec.value_head_dim == spec.head_dim for spec in plain} == {True}
+    assert {(spec.qk_norm, spec.gate, spec.temperature, spec.window_size) for spec in plain} == {(None,) * 4}
 
 
 def test_a_case_is_found_by_its_name():

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Rope
+from mha_spec import (
+    AttentionSpec,
+    DynamicScaling,
+    Gate,
+    LinearScaling,
+    Llama3Scaling,
+    Norm,
+    ProportionalScaling,
+    Rope,
+    Temperature,
+    YarnScaling,
+)
 from parity.core.cases.case import Case
+
+NUM_PLAIN = 6
+"""How many of the first cases, those in `CASES`, are of layers without the features of today's models."""
 
 
 def random_case(seed: int) -> Case:
-    """A case whose layer, sizes and mask are drawn at random: `random-0`, `random-1`, …"""
+    """A case whose layer, sizes and mask are drawn at random: `random-0`, `random-1`, …
+
+    From random-6 on the layers have features of today's models, too; all else is drawn before them.
+    """
     rng = np.random.default_rng([0x9A817, seed])
 
     def choose(*options: Any) -> Any:
@@ -35,7 +54,7 @@ def random_case(seed: int) -> Case:
         fused_qkv=bool(choose(True, False)) and not is_cross,
         rope=None if is_cross else choose(None, Rope(10000.0), Rope(500000.0)),
     )
-    return Case(
+    case = Case(
         f"random-{seed}",
         spec,
         "a layer, sizes and a mask drawn at random",
@@ -48,3 +67,52 @@ def random_case(seed: int) -> Case:
         bias=bool(choose(True, False, False)),
         gain=choose(1.0, 3.0, 12.0),
     )
+    if seed < NUM_PLAIN:
+        return case
+    features = _features(case, choose)
+    # A temperature beside it would make logits that only trained layers have.
+    position = choose(0, 0, 4090) if features.rope is not None and features.temperature is None else 0
+    return replace(case, spec=features, first_position=position)
+
+
+def _features(case: Case, choose: Callable[..., Any]) -> AttentionSpec:
+    """The layer of a case with a few of the features that layers may have."""
+    spec = case.spec
+    window, chunk = choose((None, None), (None, None), (None, None), (4, None), (None, 4))
+    rope = None if spec.rope is None else choose(spec.rope, *_ropes(spec.rope, spec.head_dim))
+    temperature = choose(None, None, None, Temperature(4, 0.5), Temperature(3, 0.5, first_position=1))
+    # Of two features or four, what a norm enlarges is too few numbers to measure their noise by.
+    is_normed, with_rope = spec.head_dim >= 8, rope is not None
+    norms = [Norm(eps=0.01), Norm("layer", weight="1+w", bias=True, eps=0.01), Norm(over="width", eps=0.01)]
+    norms += [Norm(per_head=True, eps=0.01)] + [Norm(weight=None, eps=0.01, after_rope=True)] * with_rope
+    return replace(
+        spec,
+        value_head_dim=choose(spec.head_dim, spec.head_dim, 12, 20),
+        qkv_bias=spec.qkv_bias if spec.fused_qkv else choose(spec.qkv_bias, spec.qkv_bias, (True, False, True)),
+        qk_norm=choose(*[None] * 4, *norms) if is_normed else None,
+        v_norm=choose(None, None, None, Norm(eps=0.01), Norm(weight=None, eps=0.01)) if is_normed else None,
+        clip_qkv=choose(None, None, None, 0.75),
+        gate=choose(None, None, Gate(), Gate(per_head=True, bias=True)),
+        rope=rope,
+        scale=choose(None, None, 0.25),
+        temperature=None if rope is not None and rope.sections else temperature,
+        soft_cap=choose(None, None, None, 20.0 * case.gain),
+        window_size=window,
+        chunk_size=chunk,
+    )
+
+
+def _ropes(rope: Rope, head_dim: int) -> list[Rope]:
+    """Rotations of other kinds that heads of so many features can have."""
+    scalings = [
+        LinearScaling(8.0),
+        DynamicScaling(4.0, 6),
+        Llama3Scaling(8.0, 64),
+        YarnScaling(4.0, 64),
+        ProportionalScaling(0.5),
+    ]
+    ropes = [replace(rope, pairs="interleaved"), *(replace(rope, scaling=scaling) for scaling in scalings)]
+    if head_dim >= 8:
+        ropes += [replace(rope, rotary_dim=head_dim // 2, rotated=which) for which in ("first", "last")]
+        ropes.append(replace(rope, sections=(head_dim // 2 - 2, 1, 1)))
+    return ropes
