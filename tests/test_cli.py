@@ -30,8 +30,8 @@ def break_the_softmax(monkeypatch):
     """Hides every token from itself, in the stage function and wherever the module uses it."""
     original = mha_torch.masked_softmax
 
-    def broken(scores, mask=None):
-        return original(scores, None if mask is None else mask.roll(1, dims=-1))
+    def broken(scores, mask=None, sinks=None):
+        return original(scores, None if mask is None else mask.roll(1, dims=-1), sinks)
 
     monkeypatch.setattr(mha_torch, "masked_softmax", broken)
     monkeypatch.setattr(mha_torch.stages, "masked_softmax", broken)

@@ -187,13 +187,16 @@ def attending_to(hides: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Overr
 MUTATIONS = {
     # ---- The scale
     "scale of the padded head": one(
-        "full", "scores", stages.attention_scores, lambda f, q, k, bias, spec, **o: f(q, k, bias, None, **o)
+        "full",
+        "scores",
+        stages.attention_scores,
+        lambda f, q, k, bias, spec, *rest, **o: f(q, k, bias, None, *rest, **o),
     ),
     "no scale": one(
         "full",
         "scores",
         stages.attention_scores,
-        lambda f, q, k, bias, spec, **o: f(q, k, bias, replace(spec, head_dim=1), **o),
+        lambda f, q, k, bias, spec, *rest, **o: f(q, k, bias, replace(spec, head_dim=1), *rest, **o),
     ),
     "scale of the padded head, fused": one("full", "fused.output", fused.attend, without_spec, FUSED),
     "scale of the padded head, step": one("decode", "step1.module.output", fused.attend_to_cache, without_spec, FUSED),
@@ -217,7 +220,7 @@ MUTATIONS = {
         "padding",
         "attn_weights",
         stages.masked_softmax,
-        lambda f, scores, mask=None, **o: f(scores, None if mask is None else ~on_host(mask), **o),
+        lambda f, scores, mask=None, *sinks, **o: f(scores, None if mask is None else ~on_host(mask), *sinks, **o),
     ),
     "mask shows what it hides, fused": at(
         "padding",
