@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import (
+    Alibi,
     AttentionSpec,
     DynamicScaling,
     Gate,
@@ -99,6 +100,8 @@ def _features(case: Case, choose: Callable[..., Any]) -> AttentionSpec:
         soft_cap=choose(None, None, None, 20.0 * case.gain),
         window_size=window,
         chunk_size=chunk,
+        sinks=choose(False, False, True),
+        alibi=choose(None, None, Alibi(), Alibi(max_bias=4.0, scaled=True)),
     )
 
 
