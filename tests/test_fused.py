@@ -937,6 +937,17 @@ def test_library_gives_what_the_plain_path_gives_for_a_token_over_a_cache():
     parity.assert_parity(results(mha_jax, attend_to_cache, arrays), **yardstick(arrays))
 
 
+@pytest.mark.usefixtures("off_the_cpu")
+@pytest.mark.parametrize("features", [3, 12])
+def test_library_takes_values_of_another_width(features, rng):
+    q, k, v = (jax.numpy.asarray(rng.standard_normal((2, n, 5, 8)), jax.numpy.float32) for n in (4, 2, 2))
+    v = jax.numpy.concatenate([v, v], axis=3)[..., :features]
+    found, _ = jax_fused(q, k, v, is_causal=True)
+    expected, _ = mha_jax.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert found.shape == (2, 4, 5, features)
+    assert float(abs(found - expected).max()) <= 1e-6
+
+
 @pytest.fixture
 def library_calls(monkeypatch):
     """The keywords of each call of JAX's own function, as it happens; it takes its portable form whatever is asked."""

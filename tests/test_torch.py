@@ -170,6 +170,22 @@ def test_lengths_of_a_list_are_checked_in_a_compiled_graph(lengths):
         compiled(tokens(2, 3, 16), key_padding_lengths=lengths)
 
 
+def test_values_of_another_width_are_cached_where_lengths_are_not_known():
+    """Under vmap, of which each call is a cache."""
+    keys, values = (torch.randn(3, 2, 2, 2, features) for features in (4, 6))
+
+    def append(key, value, new_lengths):
+        cache = mha_torch.init_cache(2, 2, 5, 4, value_head_dim=6)
+        grown = mha_torch.append_to_cache(cache, key, value, new_lengths=new_lengths)
+        return grown.keys, grown.values
+
+    lengths = torch.tensor([[2, 1], [0, 2], [1, 1]])
+    found = torch.func.vmap(append)(keys, values, lengths)
+    expected = [append(*inputs) for inputs in zip(keys, values, lengths, strict=True)]
+    for ours, theirs in zip(found, zip(*expected, strict=True), strict=True):
+        assert torch.equal(ours, torch.stack(theirs))
+
+
 def test_tensors_of_lengths_share_a_compiled_graph():
     layer, graphs = module("MultiHeadSelfAttention"), []
 
