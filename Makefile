@@ -20,15 +20,15 @@ parity: .venv/installed .venv-tt/installed
 	$(BIN)/mha-parity run $$($(IF_TT) echo --join build/traces/tt)
 
 test: .venv/installed
-	$(BIN)/pytest --numprocesses 2
+	$(BIN)/pytest --numprocesses 2 --dist worksteal
 	$(MAKE) --no-print-directory test-tt
 
 # Where there is no card, on the mocks of two boards, which differ in what they accept: all of them on the first one,
 # those that depend on the board on the second one, too.
 test-tt: .venv-tt/installed
 	rm -f build/tt-*.xml
-	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest tests/tt --confcutdir tests/tt --numprocesses 2 --junit-xml build/tt-n150.xml
-	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/tt --confcutdir tests/tt --numprocesses 2 --junit-xml build/tt-p150.xml
+	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest tests/tt --confcutdir tests/tt --numprocesses 2 --dist worksteal --junit-xml build/tt-n150.xml
+	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/tt --confcutdir tests/tt --numprocesses 2 --dist worksteal --junit-xml build/tt-p150.xml
 
 # HTML reports in headless Chromium. It comes from npm's registry: where it cannot be had, a line says so.
 check-html: .venv/installed
