@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import Any
 
 # Most of what JAX compiles here runs once: so it compiles in a third of the time, and runs slower. XLA reads this as it
-# starts, and processes that tests start inherit it. test_run judges trained layers, and `make parity` every case,
-# compiled as users have it; `XLA_FLAGS= pytest` compiles so for all tests.
+# starts, and processes that tests start inherit it. test_run judges trained layers compiled as users have it;
+# `XLA_FLAGS= pytest` compiles so for all tests, and `XLA_FLAGS= make parity` for all cases.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 # Two workers share two cores: threads of one that wait for those of the other take three times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -113,15 +114,25 @@ GRADIENT_PATHS = ("", "fused", "blocks")
 beside = from_numpy
 
 
+QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+"""How XLA compiles small layers on a CPU, in a quarter of the time. Sums then go from their first term to their last."""
+
+LONGEST_SUM = 128
+"""The longest axis of a small layer: in longer sums their order shows."""
+
+
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
     """The function compiled, and called: a compilation costs more here than the computation."""
-    return _compiled(function, _replaceable())(*arguments)
+    longest = max((size for x in jax.tree.leaves(arguments) for size in np.shape(x)), default=0)
+    # Whoever sets XLA's flags, to nothing even, has everything compiled by them.
+    quickly = longest <= LONGEST_SUM and jax.default_backend() == "cpu" and "XLA_FLAGS" not in os.environ
+    return _compiled(function, quickly, _replaceable())(*arguments)
 
 
 @lru_cache(maxsize=16)
-def _compiled(function: Callable[..., Any], _: tuple[Any, ...]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], quickly: bool, _: tuple[Any, ...]) -> Callable[..., Any]:
     """A function compiled for all layers, until something of the sibling is replaced, such as by a mistake."""
-    return jax.jit(partial(function, SIBLING))
+    return jax.jit(partial(function, SIBLING), compiler_options=QUICKLY if quickly else None)
 
 
 def _replaceable() -> tuple[Any, ...]:
