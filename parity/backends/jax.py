@@ -115,7 +115,7 @@ beside = from_numpy
 
 
 QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-"""How XLA compiles small layers on a CPU, in a quarter of the time. Sums then go from their first term to their last."""
+"""How XLA compiles small layers on a CPU: in a quarter of the time. Sums then go from first to last term."""
 
 LONGEST_SUM = 128
 """The longest axis of a small layer: in longer sums their order shows."""
