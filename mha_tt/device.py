@@ -203,10 +203,13 @@ def head_slots(head_dim: int, *, rope: Rope | None = None) -> np.ndarray:
     queries and keys are ordered alike, no score changes.
 
     Raises:
+        TypeError: if rope is not a `Rope`: the order depends on its pairs.
         ValueError: if heads of so many features cannot be rotated in this way.
     """
     if rope is None:
         return np.arange(head_dim)
+    if not isinstance(rope, Rope):
+        raise TypeError(f"rope must be a Rope or None, got rope={rope!r}")
     rotated = rope.rotated_features(head_dim)
     features = np.arange(rotated.start, rotated.stop)
     if rope.pairs == "interleaved":
