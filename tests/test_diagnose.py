@@ -163,14 +163,14 @@ def stages_with(case, names):
 
 @pytest.mark.parametrize("case", ["mha", "gqa-rope-causal", "cross", "window", "cached"])
 def test_two_planted_mistakes_are_both_named(case):
-    """Of 40 pairs drawn at random, those left out of which one hides the other: at least 80 %, and mostly more."""
+    """Of 20 pairs drawn at random, those left out of which one hides the other: at least 80 %, and mostly more."""
     case = CASE_OF[case]
     names = [name for name in mistakes_in(case) if not name.startswith("precision")]
     pairs = list(itertools.combinations(names, 2))
     random.Random(0).shuffle(pairs)
     alone = {}
     distinguishable = named = 0
-    for pair in pairs[:40]:
+    for pair in pairs[:20]:
         if set(pair) == {"score-bias-after-softmax", "softmax-over-batch"}:
             continue  # shapes that do not fit
         observed, problem = stages_with(case, pair)
@@ -180,7 +180,7 @@ def test_two_planted_mistakes_are_both_named(case):
             continue
         distinguishable += 1
         named += set(names_of(diagnose(observed, problem))) == set(pair)
-    assert distinguishable >= 30
+    assert distinguishable >= 15
     assert named >= 0.8 * distinguishable
 
 

@@ -424,7 +424,7 @@ def test_tensors_of_a_layer_that_a_layout_cannot_hold_are_refused_with_the_rule(
 
 @pytest.mark.parametrize("name", ["meta.LLaMA", "gguf.LLaMA"])
 def test_an_odd_head_dim_cannot_be_interleaved_pairs(name):
-    tensors, spec = tensors_of(LAYOUTS[name], replace(GQA, head_dim=6))
+    tensors, spec = tensors_of(LAYOUTS[name], replace(GQA, head_dim=6, value_head_dim=6))
     with pytest.raises(ValueError, match="head_dim must be even"):
         to_canonical(tensors, LAYOUTS[name], num_heads=12, num_kv_heads=4, head_dim=3)
     to_canonical(tensors, LAYOUTS[name], **told(spec))

@@ -168,7 +168,7 @@ def test_weights_of_a_layer_that_computes_something_else_are_refused(sibling, we
 def test_four_heads_do_not_pass_for_eight_of_the_same_width(sibling):
     four, eight = AttentionSpec(16, 4), AttentionSpec(16, 8)
     module = new_module(sibling, "MultiHeadAttention", eight, "float32")
-    with pytest.raises(ValueError, match=r"num_heads=8, num_kv_heads=8, head_dim=2 and num_heads=4, "):
+    with pytest.raises(ValueError, match=r"num_heads=8, num_kv_heads=8, head_dim=2, .* and num_heads=4, "):
         parity.load_into(module, random_weights(four), four)
     with pytest.raises(ValueError, match="of one specification"):
         parity.load_into(module, torch.nn.MultiheadAttention(16, 4))

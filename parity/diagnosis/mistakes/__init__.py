@@ -7,7 +7,7 @@ makes each in the siblings, where it must be seen, and named.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -86,6 +86,7 @@ def mistakes_for(case: Case) -> list[Mistake]:
     return [mistake for group in GROUPS for mistake in group(case)]
 
 
+@cache
 def page_by_mistake() -> dict[str, str]:
     """The page of every mistake that is known, by its name."""
     in_any_order = (heads.permuted(name, np.arange(0)) for name in "qkv")
