@@ -218,18 +218,18 @@ def apply_gate(context: Float[Array, "B N T Hv"], gate: Float[Array, "B T G"]) -
 
 
 def project_output(
-    project: Project, context: Float[Array, "B N T H"], query: Float[Array, "B T d_in"], spec: AttentionSpec
+    project: Project, context: Float[Array, "B N T Hv"], query: Float[Array, "B T d_in"], spec: AttentionSpec
 ) -> Float[Array, "B T E"]:
     """Gate the context if the layer has a gate, put its heads side by side, and project them where it has `out_proj`.
 
     Args:
         project: applies a projection by its name.
-        context: sums of values, (B, N, T, H).
+        context: sums of values, (B, N, T, Hv).
         query: input of the layer, of which the gate is made.
         spec: the layer.
 
     Returns:
-        The output (B, T, E), or (B, T, N * H) without `out_proj`.
+        The output (B, T, E), or (B, T, N * Hv) without `out_proj`.
     """
     if spec.gate is not None:
         context = apply_gate(context, project("gate_proj", query))

@@ -171,13 +171,12 @@ def _attend_not_finite(
         joined = hidden.joined(seq_len_q, key.shape[2], query.device)
         wrong_rows = wrong_rows | (wrong_bias if joined is None else wrong_bias & ~joined).any(dim=-1, keepdim=True)
     context = _attend_hidden(query, key, value, masking, dropout, scoring)
-    # Where every score of a row overflows to -inf, the kernel gives 0.
-    sizes = [torch.linalg.vector_norm(x.detach().double(), dim=-1, keepdim=True) for x in (query, key)]
-    bound = sizes[0] * sizes[1].amax(dim=2, keepdim=True).repeat_interleave(num_groups, dim=1)
-    if masking.sinks is not None:  # they have the weight of a row whose scores are all -inf
-        return spoilt(context, wrong_rows & sees_any(torch.ones_like(wrong_keys), seq_len_q, hidden))
-    may_overflow = bound * max(scoring.scale or 1.0, 1.0) > torch.finfo(torch.float32).max
-    wrong_rows = wrong_rows | (may_overflow & (context == 0).all(dim=-1, keepdim=True))
+    if masking.sinks is None:  # which have the weight of a row whose scores are all -inf
+        # Where every score of a row overflows to -inf, the kernel gives 0.
+        sizes = [torch.linalg.vector_norm(x.detach().double(), dim=-1, keepdim=True) for x in (query, key)]
+        bound = sizes[0] * sizes[1].amax(dim=2, keepdim=True).repeat_interleave(num_groups, dim=1)
+        may_overflow = bound * max(scoring.scale or 1.0, 1.0) > torch.finfo(torch.float32).max
+        wrong_rows = wrong_rows | (may_overflow & (context == 0).all(dim=-1, keepdim=True))
     return spoilt(context, wrong_rows & sees_any(torch.ones_like(wrong_keys), seq_len_q, hidden))
 
 

@@ -182,15 +182,7 @@ def _rotates_whole_halves(rope: Rope, head_dim: int) -> bool:
     return rope.pairs == "half" and rope.rotary_dim in (None, head_dim)
 
 
-OF_ALL = (
-    "one head_dim",
-    "no norms",
-    "no clipping",
-    "equal biases",
-    "no gate",
-    "no sinks",
-    "no ALiBi",
-)
+OF_ALL = ("one head_dim", "no norms", "no clipping", "equal biases", "no gate", "no sinks", "no ALiBi")
 """The rules of every layout: what none of them has names for yet."""
 
 
