@@ -30,7 +30,7 @@ from mha_jax.stages import (
     split_heads,
 )
 from mha_jax.weights import Project, check_projected, check_weights, linear, project_with
-from mha_spec import Alibi, AttentionSpec, Gate, Norm, Rope
+from mha_spec import Alibi, AttentionSpec, Gate, Norm, Rope, Temperature
 from mha_spec.attention import check_spec
 
 jax.tree_util.register_static(AttentionSpec)  # jitted functions take it as they take arrays
@@ -38,6 +38,7 @@ jax.tree_util.register_static(Alibi)
 jax.tree_util.register_static(Gate)
 jax.tree_util.register_static(Norm)
 jax.tree_util.register_static(Rope)
+jax.tree_util.register_static(Temperature)
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 import mha_jax
 from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Rope, Temperature
 
 LONG = 600  # 4 heads of it have more than 2^20 scores
 
@@ -188,3 +188,9 @@ def test_healthy_values_raise_nothing_where_nan_is_looked_for(layer):
         output = layer(tokens(LONG), is_causal=True, key_padding_lengths=[LONG - 9])
         layer(tokens(9), mask=jnp.ones((1, 1), bool))
     assert np.isfinite(output).all()
+
+
+def test_a_temperature_is_an_argument_of_a_compiled_function():
+    inputs = jnp.ones((1, 2, 6, 4)), jnp.arange(6)[None], Temperature(2)
+    expected = mha_jax.apply_temperature(*inputs)
+    assert jnp.allclose(jax.jit(mha_jax.apply_temperature)(*inputs), expected, rtol=1e-6)
