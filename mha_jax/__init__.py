@@ -21,20 +21,15 @@ from mha_jax.mha import (
     multi_head_attention_core,
 )
 from mha_jax.norms import apply_norm
+from mha_jax.projections import apply_gate, apply_temperature, combine_heads, project_output, project_qkv, split_heads
 from mha_jax.rope import apply_rope
 from mha_jax.stages import (
     apply_dropout,
-    apply_gate,
-    apply_temperature,
     attention_context,
     attention_scores,
-    combine_heads,
     masked_softmax,
-    project_output,
-    project_qkv,
     repeat_kv_heads,
     scaled_dot_product_attention,
-    split_heads,
 )
 from mha_jax.weights import project_with
 

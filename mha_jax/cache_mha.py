@@ -29,8 +29,9 @@ from mha_jax.compiled import compiled
 from mha_jax.masks import Masking
 from mha_jax.mha import AttentionLayer, Projection
 from mha_jax.not_finite import by_finite_tokens, emptied
+from mha_jax.projections import project_output, project_qkv
 from mha_jax.rope import check_layer_positions
-from mha_jax.stages import Dropout, project_output, project_qkv
+from mha_jax.stages import Dropout
 from mha_jax.weights import Project, check_weights, project_with
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec

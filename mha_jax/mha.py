@@ -19,16 +19,9 @@ from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
 from mha_jax.masks import Masking
 from mha_jax.norms import NormLayer
 from mha_jax.not_finite import by_finite_tokens
+from mha_jax.projections import combine_heads, project_output, project_qkv, split_heads
 from mha_jax.rope import check_layer_positions
-from mha_jax.stages import (
-    Dropout,
-    apply_dropout,
-    combine_heads,
-    project_output,
-    project_qkv,
-    scaled_dot_product_attention,
-    split_heads,
-)
+from mha_jax.stages import Dropout, apply_dropout, scaled_dot_product_attention
 from mha_jax.weights import Project, check_projected, check_weights, linear, project_with
 from mha_spec import Alibi, AttentionSpec, Gate, Norm, Rope, Temperature
 from mha_spec.attention import check_spec

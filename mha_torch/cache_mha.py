@@ -27,8 +27,9 @@ from mha_torch.cache import (
 from mha_torch.masks import Masking, as_lengths, check_bias, check_mask
 from mha_torch.mha import AttentionLayer
 from mha_torch.not_finite import by_finite_tokens, emptied, spoilt
+from mha_torch.projections import project_output, project_qkv
 from mha_torch.rope import check_layer_positions
-from mha_torch.stages import Dropout, project_output, project_qkv
+from mha_torch.stages import Dropout
 from mha_torch.weights import Project, check_weights, project_with
 
 torch.export.register_dataclass(KVCache)  # a pytree,

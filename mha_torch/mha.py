@@ -19,15 +19,9 @@ from mha_torch.arrays import check_device, check_floating, check_lengths
 from mha_torch.masks import Masking
 from mha_torch.norms import NormLayer
 from mha_torch.not_finite import by_finite_tokens
+from mha_torch.projections import combine_heads, project_output, project_qkv, split_heads
 from mha_torch.rope import check_layer_positions
-from mha_torch.stages import (
-    Dropout,
-    combine_heads,
-    project_output,
-    project_qkv,
-    scaled_dot_product_attention,
-    split_heads,
-)
+from mha_torch.stages import Dropout, scaled_dot_product_attention
 from mha_torch.weights import Project, check_projected, check_weights, project_with
 
 # ---- Functions -------------------------------------------------------------------------------------------------------

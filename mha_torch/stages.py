@@ -13,44 +13,20 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Rope, Temperature
+from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate
-from mha_spec.temperature import check_temperature
 from mha_torch.alibi import alibi_bias
 from mha_torch.arrays import (
     check_array,
     check_broadcasts,
-    check_count,
     check_device,
     check_floating,
     check_head_groups,
 )
 from mha_torch.masks import Masking, check_bias, check_mask, check_sinks
 from mha_torch.not_finite import emptied, may_hold, not_finite, sees_any, spoilt
-from mha_torch.rope import apply_rope, at_least_float32, check_positions
-from mha_torch.weights import Project
-
-
-def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
-    """Split the last axis into heads, outermost first, and move them before the tokens.
-
-    Raises:
-        ValueError: if the width is not a multiple of num_heads.
-    """
-    check_floating("x", x, rank=3)
-    check_count("num_heads", num_heads)
-    if x.shape[-1] % num_heads:
-        raise ValueError(
-            f"the width must be a multiple of num_heads, got width={x.shape[-1]} and num_heads={num_heads}"
-        )
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-
-
-def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
-    """Put the heads side by side again: the inverse of `split_heads`."""
-    check_floating("x", x, rank=4)
-    return x.transpose(1, 2).flatten(-2)
+from mha_torch.rope import at_least_float32
 
 
 def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor, "B N S H"]:
@@ -66,79 +42,6 @@ def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor
     if num_heads == x.shape[1]:  # it would be copied
         return x
     return x.repeat_interleave(num_heads // x.shape[1], dim=1)  # repeat, not tile
-
-
-def project_qkv(
-    project: Project,
-    query: Float[Tensor, "B T d_in"],
-    key: Float[Tensor, "B S d_kv"],
-    value: Float[Tensor, "B S d_kv"],
-    spec: AttentionSpec,
-    positions: Int[Tensor, "... #B T"] | None = None,
-) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S Hv"]]:
-    """Project the inputs, clip, split the heads, normalise, rotate queries and keys, and temper queries.
-
-    Args:
-        project: applies a projection or a norm by its name.
-        query, key, value: inputs of the layer; the same array three times for self-attention.
-        spec: the layer: heads, norms, RoPE, temperature, and whether it holds one `qkv_proj` in place of three
-            projections.
-        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent. Used with
-            RoPE and a temperature only.
-
-    Returns:
-        q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
-    """
-    check_spec(spec)
-    if not spec.fused_qkv:
-        q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
-    elif key is query and value is query:
-        q, k, v = _unpack_qkv(project("qkv_proj", query), spec)
-    else:
-        q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
-    if spec.has_positions and positions is None:
-        positions = torch.arange(q.shape[1], device=q.device)[None]
-
-    def enter(name: str, x: Tensor, num_heads: int, rope: Rope | None) -> Tensor:
-        norm = spec.norms.get(name)
-        x = x if spec.clip_qkv is None else x.clamp(-spec.clip_qkv, spec.clip_qkv)
-        if norm is not None and norm.over == "width":
-            x = project(name, x)
-        x = split_heads(x, num_heads)
-        if norm is not None and norm.over == "head" and not norm.after_rope:
-            x = project(name, x)
-        x = x if rope is None or positions is None else apply_rope(x, positions, rope)
-        return project(name, x) if norm is not None and norm.after_rope else x
-
-    q, k = enter("q_norm", q, spec.num_heads, spec.rope), enter("k_norm", k, spec.num_kv_heads, spec.rope)
-    if spec.temperature is not None and positions is not None:
-        q = apply_temperature(q, positions, spec.temperature)
-    return q, k, enter("v_norm", v, spec.num_kv_heads, None)
-
-
-def apply_temperature(
-    x: Float[Tensor, "B N T H"], positions: Int[Tensor, "#B T"], temperature: Temperature
-) -> Float[Tensor, "B N T H"]:
-    """Queries times 1 + scale * ln(1 + floor((position + first_position) / length)); in the dtype of x.
-
-    Args:
-        x: queries, split into heads, and rotated where there is RoPE; multiplied in at least float32.
-        positions: place of each token in its sequence, from 0, (B or 1, T).
-        temperature: length, scale and first position.
-
-    Raises:
-        TypeError: if x is not floating point, positions are not integers, or temperature is not a `Temperature`.
-        ValueError: if the positions do not fit.
-
-    Source: Scalable-Softmax, arXiv:2501.19399, as Llama 4 has it.
-    """
-    check_floating("x", x, rank=4)
-    check_temperature(temperature)
-    check_positions(positions, x.shape[0], x.shape[2], None)
-    wide = at_least_float32(x)
-    lengths = (positions + temperature.first_position) // temperature.length
-    factors = 1.0 + temperature.scale * torch.log1p(lengths.to(wide.dtype))
-    return (wide * factors[:, None, :, None]).to(x.dtype)
 
 
 def attention_scores(
@@ -213,36 +116,6 @@ def attention_context(
     return context.to(value.dtype)
 
 
-def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"]) -> Float[Tensor, "B N T Hv"]:
-    """The context times the sigmoid of what gate_proj gives, (B, T, N * Hv), or (B, T, N) for one number a head.
-
-    Source: Gated Attention for Large Language Models, arXiv:2505.06708.
-    """
-    check_gated(context, gate)
-    gate = torch.sigmoid(at_least_float32(split_heads(gate, context.shape[1])))
-    return (at_least_float32(context) * gate).to(context.dtype)
-
-
-def project_output(
-    project: Project, context: Float[Tensor, "B N T Hv"], query: Float[Tensor, "B T d_in"], spec: AttentionSpec
-) -> Float[Tensor, "B T E"]:
-    """Gate the context if the layer has a gate, put its heads side by side, and project them where it has `out_proj`.
-
-    Args:
-        project: applies a projection by its name.
-        context: sums of values, (B, N, T, Hv).
-        query: input of the layer, of which the gate is made.
-        spec: the layer.
-
-    Returns:
-        The output (B, T, E), or (B, T, N * Hv) without `out_proj`.
-    """
-    if spec.gate is not None:
-        context = apply_gate(context, project("gate_proj", query))
-    output = combine_heads(context)
-    return project("out_proj", output) if spec.out_proj else output
-
-
 def apply_dropout(
     attn_weights: Float[Tensor, "B N T S"], rate: float, keep: Bool[Tensor, "B N T S"] | None = None
 ) -> Float[Tensor, "B N T S"]:
@@ -278,10 +151,6 @@ def soft_capped(scores: Tensor, spec: AttentionSpec | None) -> Tensor:
     if spec is None or spec.soft_cap is None:
         return scores
     return spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-
-
-def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> list[Tensor]:
-    return list(packed.split([spec.q_width, spec.k_width, spec.v_width], dim=-1))
 
 
 # ---- Together --------------------------------------------------------------------------------------------------------
@@ -420,19 +289,6 @@ def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
             f"and attn_weights.shape={tuple(attn_weights.shape)}"
         )
     check_head_groups(attn_weights.shape[1], value.shape[1])
-
-
-def check_gated(context: Tensor, gate: Tensor) -> None:
-    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
-    check_floating("context", context, rank=4)
-    check_floating("gate", gate, rank=3)
-    batch_size, num_heads, seq_len, head_dim = context.shape
-    widths = (num_heads * head_dim, num_heads)
-    if tuple(gate.shape) not in [(batch_size, seq_len, width) for width in widths]:
-        raise ValueError(
-            f"gate must have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]}), "
-            f"got gate.shape={tuple(gate.shape)}"
-        )
 
 
 def check_keep(keep: Tensor | None, scores_shape: tuple[int, ...]) -> None:

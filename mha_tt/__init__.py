@@ -43,20 +43,15 @@ from mha_tt.mha import (
     multi_head_attention_core,
 )
 from mha_tt.norms import apply_norm
+from mha_tt.projections import apply_gate, apply_temperature, combine_heads, project_output, project_qkv, split_heads
 from mha_tt.rope import Rotation, apply_rope
 from mha_tt.stages import (
     apply_dropout,
-    apply_gate,
-    apply_temperature,
     attention_context,
     attention_scores,
-    combine_heads,
     masked_softmax,
-    project_output,
-    project_qkv,
     repeat_kv_heads,
     scaled_dot_product_attention,
-    split_heads,
 )
 from mha_tt.weights import download_weights, project_with, upload_weights
 

@@ -34,8 +34,9 @@ from mha_tt.cache import (
 from mha_tt.device import padded_head_dim, round_up, upload, zeros
 from mha_tt.masks import DeviceMask, Masking, on_host
 from mha_tt.mha import AttentionLayer
+from mha_tt.projections import project_output, project_qkv
 from mha_tt.rope import Rotation, check_layer_positions
-from mha_tt.stages import Dropout, project_output, project_qkv
+from mha_tt.stages import Dropout
 from mha_tt.weights import Project, check_weights, padded_features, project_with
 
 

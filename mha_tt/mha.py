@@ -22,16 +22,9 @@ from mha_tt import fused, stages
 from mha_tt.arrays import check_dtype, check_floating, check_input_dtype
 from mha_tt.device import accurate_config, describe_config, padded_head_dim
 from mha_tt.masks import DeviceMask, Masking
+from mha_tt.projections import combine_heads, project_output, project_qkv, split_heads
 from mha_tt.rope import Rotation, check_layer_positions
-from mha_tt.stages import (
-    Dropout,
-    combine_heads,
-    drop,
-    project_output,
-    project_qkv,
-    scaled_dot_product_attention,
-    split_heads,
-)
+from mha_tt.stages import Dropout, drop, scaled_dot_product_attention
 from mha_tt.weights import Project, check_weights, project_with, upload_weights
 
 # ---- Functions -------------------------------------------------------------------------------------------------------

@@ -44,7 +44,6 @@ MOST_PARAMETERS = 10
 
 LONG: dict[str, str] = {
     "mha_jax.blockwise": "one algorithm: its forward, backward and decoding form share the way that work is divided",
-    "mha_tt.stages": "the stages of the other siblings, name by name; on a device each also takes a configuration",
 }
 """What may be longer than that, and why."""
 

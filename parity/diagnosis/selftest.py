@@ -38,7 +38,7 @@ from parity.diagnosis.mistakes import PRECISIONS, Mistake, Plan, mistakes_for
 SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_mistakes]
 """The backends that every mistake can be planted in. Of mha_tt only masks are arrays: tests/tt plants a few there."""
 
-HOLDERS = ("alibi", "masks", "rope", "norms", "weights", "stages", "mha", "cache", "cache_mha")
+HOLDERS = ("alibi", "masks", "rope", "norms", "weights", "projections", "stages", "mha", "cache", "cache_mha")
 """The modules of a sibling that hold its functions, beside the package itself."""
 
 
