@@ -250,6 +250,7 @@ def attend_to_cache(
     values: Float[Array, "B K S Hv"],
     last_positions: Int[Array, " B"],
     sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B N 1 S"] | None = None,
     *,
     scoring: Scoring,
     reach: Reach | None = None,
@@ -261,7 +262,7 @@ def attend_to_cache(
     Heads go side by side, each with a product of its own: XLA copies what it takes from a cache to a product of many,
     and divides the product of one row among no cores.
     """
-    return _attend_to_cache((scoring, reach, block_sizes), query, keys, values, last_positions, sinks)
+    return _attend_to_cache((scoring, reach, block_sizes), query, keys, values, last_positions, sinks, bias)
 
 
 _OfCache = tuple[Scoring, Reach | None, BlockSizes]
@@ -269,7 +270,13 @@ _OfCache = tuple[Scoring, Reach | None, BlockSizes]
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_to_cache(
-    options: _OfCache, query: Array, keys: Array, values: Array, last_positions: Array, sinks: Array | None
+    options: _OfCache,
+    query: Array,
+    keys: Array,
+    values: Array,
+    last_positions: Array,
+    sinks: Array | None,
+    bias: Array | None,
 ) -> Array:
     scoring, reach, block_sizes = options
     batch_size, num_kv_heads, capacity, _ = keys.shape
@@ -322,6 +329,7 @@ def _attend_to_cache(
         scores = over_blocks(put_scores, jnp.zeros_like(queries, shape=(len(heads), group_size, capacity)))
         slots = jnp.arange(capacity, dtype=jnp.int32)[None]
         scores = scoring.lessened(scoring.capped(scores), heads % num_kv_heads, num_kv_heads, last_seen - slots)
+        scores = scores if bias is None else scores + bias.reshape(num_heads, group_size, capacity)[heads]
         is_seen = (slots >= first_seen) & (slots <= last_seen)
         of_heads = None if sinks is None else sinks.reshape(num_kv_heads, group_size, 1)[heads % num_kv_heads]
         attn_weights = _softmax_of_seen(scores, is_seen, of_heads)
@@ -348,19 +356,19 @@ def _attend_to_cache_backward(
     options: _OfCache, residuals: tuple[Any, ...], cotangent: Array
 ) -> tuple[Array | None, ...]:
     scoring, reach, block_sizes = options
-    query, keys, values, last_positions, sinks = residuals
+    query, keys, values, last_positions, sinks, bias = residuals
     masking = Masking(key_padding_lengths=last_positions + 1, offsets=last_positions)
     if reach is not None:
         mask = Masking(is_causal=True, reach=reach, offsets=last_positions).joined(1, keys.shape[2])
         masking = Masking(mask, offsets=last_positions)
 
-    def attend_to_filled(query: Array, keys: Array, values: Array, sinks: Array | None) -> Array:
-        hidden = replace(masking, sinks=sinks)
+    def attend_to_filled(query: Array, keys: Array, values: Array, sinks: Array | None, bias: Array | None) -> Array:
+        hidden = replace(masking, sinks=sinks, bias=bias)
         return attend_by_block(query, keys, values, hidden, scoring=scoring, block_sizes=block_sizes)
 
-    _, differentiate = jax.vjp(attend_to_filled, query, keys, values, sinks)
-    *grads, grad_sinks = differentiate(cotangent)
-    return *grads, None, grad_sinks
+    _, differentiate = jax.vjp(attend_to_filled, query, keys, values, sinks, bias)
+    *grads, grad_sinks, grad_bias = differentiate(cotangent)
+    return *grads, None, grad_sinks, grad_bias
 
 
 _attend_to_cache.defvjp(_attend_to_cache_forward, _attend_to_cache_backward)

@@ -89,8 +89,8 @@ def multi_head_attention_with_cache(
         check_cache(cache_k, cache_v, k, v)
         k, v = jnp.concatenate([cache_k, k], axis=2), jnp.concatenate([cache_v, v], axis=2)
     offsets = jnp.full((1,), cache_len, jnp.int32) if cache_len else None
-    masking = Masking(mask, bias, is_causal=True, reach=spec.reach, offsets=offsets, sinks=weights.get("sinks"))
-    context = fused.attend(q, k, v, masking, Dropout(), spec=spec)
+    masking = Masking(mask, bias, is_causal=True, reach=spec.reach, offsets=offsets)
+    context = fused.attend(q, k, v, masking.with_weights(weights), Dropout(), spec=spec)
     return project_output(project, context, x, spec), k, v
 
 
@@ -134,7 +134,7 @@ def multi_head_attention_with_static_cache(
         x,
         cache,
         spec,
-        Masking(mask, bias, is_causal=True, sinks=weights.get("sinks")),
+        Masking(mask, bias, is_causal=True).with_weights(weights),
         new_lengths=new_lengths,
         positions=positions,
         dropout=Dropout(),
@@ -178,6 +178,7 @@ def _cached_layer(
             last_positions,
             spec,
             sinks=masking.sinks,
+            relative_bias=masking.relative_bias,
             block_sizes=block_sizes,
         )
     else:
@@ -262,13 +263,13 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             ValueError: if the shapes do not fit, or the new tokens do not fit into the capacity. (Under jit lengths
                 are not known; there a sequence that does not fit gives NaN and keeps the tokens it had.)
         """
-        sinks = None if self.sinks is None else self.sinks[...]
+        sinks, relative_bias = (None if held is None else held[...] for held in (self.sinks, self.relative_bias))
         output, cache = _cached_layer(
             self.project,
             x,
             cache,
             self.spec,
-            Masking(mask, bias, is_causal=True, sinks=sinks),
+            Masking(mask, bias, is_causal=True, sinks=sinks, relative_bias=relative_bias),
             new_lengths=new_lengths,
             positions=positions,
             dropout=self.drawn_dropout(),

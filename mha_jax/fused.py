@@ -20,6 +20,8 @@ from mha_jax.blockwise import BLOCK_SIZES, BlockSizes, Scoring
 from mha_jax.compiled import compiled
 from mha_jax.masks import Masking, to_scores_rank
 from mha_jax.not_finite import emptied, not_finite, sees_any, spoilt
+from mha_jax.relative_bias import relative_position_bias
+from mha_jax.rope import at_least_float32
 from mha_jax.stages import Dropout, check_attention, score_scale
 from mha_spec import AttentionSpec
 from mha_spec.reach import Reach
@@ -41,6 +43,7 @@ def scaled_dot_product_attention(
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
     sinks: Float[Array, "..."] | None = None,
+    relative_bias: Float[Array, "..."] | None = None,
     block_sizes: BlockSizes = BLOCK_SIZES,
 ) -> tuple[Float[Array, "B N T Hv"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
@@ -58,6 +61,7 @@ def scaled_dot_product_attention(
         dropout_keep: must be absent, a fused kernel draws its own.
         dropout_rng: random key to draw what is dropped from.
         sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
+        relative_bias: what scores gain for the distance of their keys, (num_buckets, N), where the layer has that.
         block_sizes: how the work is divided on a CPU.
 
     Returns:
@@ -69,7 +73,8 @@ def scaled_dot_product_attention(
     """
     if need_weights or dropout_keep is not None:
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
-    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks).of_layer(spec)
+    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks, relative_bias=relative_bias)
+    masking = masking.of_layer(spec)
     return attend(
         query, key, value, masking, Dropout(dropout, rng=dropout_rng), spec=spec, block_sizes=block_sizes
     ), None
@@ -102,7 +107,7 @@ def attend(
 
 def kernel_takes(spec: AttentionSpec | None) -> bool:
     """Whether the framework's kernel can do with scores what a layer does."""
-    return spec is None or (spec.soft_cap is None and spec.alibi is None)
+    return spec is None or (spec.soft_cap is None and not spec.has_distance_bias)
 
 
 def _scoring(query: Array, spec: AttentionSpec | None) -> Scoring:
@@ -124,10 +129,23 @@ def _attend_on_cpu(
     reach, scoring = masking.reach, _scoring(query, spec)
     if reach is not None and masking.offsets is None and query.shape[2] > _num_together(reach):
         return _attend_in_reach(query, key, value, masking, spec=spec, block_sizes=block_sizes)
+    masking = _with_relative_bias(masking, query, key, spec)
     if reach is not None or masking.offsets is not None:
         mask = masking.joined(query.shape[2], key.shape[2])
         masking = Masking(mask, masking.bias, offsets=masking.offsets, sinks=masking.sinks)
     return blockwise.attend_by_block(query, key, value, masking, scoring=scoring, block_sizes=block_sizes)
+
+
+def _with_relative_bias(masking: Masking, query: Array, key: Array, spec: AttentionSpec | None) -> Masking:
+    """The same with the relative bias of a layer, if it has one, in the bias of its scores."""
+    if masking.relative_bias is None or spec is None or spec.relative_bias is None:
+        return masking
+    lengths, dtype = (query.shape[2], key.shape[2]), at_least_float32(query).dtype
+    gained = relative_position_bias(
+        masking.relative_bias, spec.relative_bias, *lengths, masking.offsets, scores_dtype=dtype
+    )
+    bias = gained if masking.bias is None else gained + to_scores_rank(at_least_float32(masking.bias))
+    return replace(masking, bias=bias, relative_bias=None)
 
 
 def _num_together(reach: Reach) -> int:
@@ -175,7 +193,7 @@ def _attend_in_reach(
             is_before = jnp.arange(num_keys, dtype=jnp.int32)[None, None, None] < first
             hidden = is_before if hidden is None else hidden | is_before
         part = Masking(hidden, cut(bias, begin, size, num_keys), masking.is_causal, jnp.maximum(lengths + first, 0))
-        part = replace(part, sinks=masking.sinks)
+        part = replace(part, sinks=masking.sinks, relative_bias=masking.relative_bias)
         if reach.chunk_size is None:  # of its own chunk a query sees all, or all up to itself
             part = replace(part, reach=reach, offsets=jnp.full((1,), before, jnp.int32))
         rows = lax.dynamic_slice_in_dim(query, begin, size, axis=2)
@@ -243,6 +261,7 @@ def attend_to_cache(
     spec: AttentionSpec | None = None,
     *,
     sinks: Float[Array, "..."] | None = None,
+    relative_bias: Float[Array, "..."] | None = None,
     block_sizes: BlockSizes = BLOCK_SIZES,
 ) -> Float[Array, "B N 1 Hv"]:
     """Attention of one new token of each sequence over its cached tokens; reads the filled part of the cache only.
@@ -253,13 +272,14 @@ def attend_to_cache(
         last_positions: the last slot that each sequence sees, (B,).
         spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
+        relative_bias: what scores gain for the distance of their keys, (num_buckets, N), where the layer has that.
         block_sizes: how the work is divided on a CPU.
 
     Raises:
         TypeError: if an input is not floating point, or the dtypes differ.
         ValueError: if the shapes do not fit.
     """
-    masking = Masking(is_causal=True, offsets=last_positions, sinks=sinks).of_layer(spec)
+    masking = Masking(is_causal=True, offsets=last_positions, sinks=sinks, relative_bias=relative_bias).of_layer(spec)
     check_attention(query, keys, values, masking)
     if keys.shape[2] > block_sizes.keys and query.size and _is_on_cpu():
         return blockwise.attend_to_cache(
@@ -268,6 +288,7 @@ def attend_to_cache(
             values,
             last_positions,
             sinks,
+            _with_relative_bias(masking, query, keys, spec).bias,
             scoring=_scoring(query, spec),
             reach=None if spec is None else spec.reach,
             block_sizes=block_sizes,

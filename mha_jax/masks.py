@@ -1,6 +1,6 @@
 """Masks: boolean, True = masked (cannot attend), and they broadcast against the scores (B, N, T, S)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax.arrays import check_array, check_broadcasts, check_count, check_lengths
 from mha_jax.compiled import compiled
+from mha_jax.relative_bias import check_relative_bias
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
 from mha_spec.reach import Reach, reach_of
@@ -177,6 +178,7 @@ class Masking:
         reach: how far a query sees, where that is less than everything.
         offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
         sinks: the logit of each head that takes part in the softmax and has no value, (N,).
+        relative_bias: what scores gain for the distance of their keys, of each bucket and head, (num_buckets, N).
     """
 
     mask: Bool[Array, "..."] | None = None
@@ -186,6 +188,7 @@ class Masking:
     reach: Reach | None = field(default=None, metadata={"static": True})
     offsets: Int[Array, " B"] | None = None
     sinks: Float[Array, " N"] | None = None
+    relative_bias: Float[Array, "buckets N"] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Array) -> None:
         """Refuse what does not fit the scores (B, N, T, S), or their queries."""
@@ -206,13 +209,18 @@ class Masking:
         """The same with what a layer hides by itself.
 
         Raises:
-            ValueError: if there are sinks and the layer has none, or the other way round.
+            ValueError: if there are sinks or a relative bias and the layer has none, or the other way round.
         """
         if spec is not None:
             check_spec(spec)
             if spec.sinks != (self.sinks is not None):
                 raise ValueError(f"sinks must be given where the spec has them, got spec.sinks={spec.sinks}")
+            check_relative_bias(self.relative_bias, spec.relative_bias, spec.num_heads)
         return self if spec is None or spec.reach is None else replace(self, reach=spec.reach)
+
+    def with_weights(self, weights: Mapping[str, Any]) -> "Masking":
+        """The same with what a layer has learned of its scores: sinks, and a relative bias."""
+        return replace(self, sinks=weights.get("sinks"), relative_bias=weights.get("relative_bias"))
 
     def as_arrays(self) -> "Masking":
         """The same with the lengths as an array, which compiled functions take."""

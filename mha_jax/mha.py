@@ -23,13 +23,14 @@ from mha_jax.projections import combine_heads, project_output, project_qkv, spli
 from mha_jax.rope import check_layer_positions
 from mha_jax.stages import Dropout, apply_dropout, scaled_dot_product_attention
 from mha_jax.weights import Project, check_projected, check_weights, linear, project_with
-from mha_spec import Alibi, AttentionSpec, Gate, Norm, Rope, Temperature
+from mha_spec import Alibi, AttentionSpec, Gate, Norm, RelativeBias, Rope, Temperature
 from mha_spec.attention import check_spec
 
 jax.tree_util.register_static(AttentionSpec)  # jitted functions take it as they take arrays
 jax.tree_util.register_static(Alibi)
 jax.tree_util.register_static(Gate)
 jax.tree_util.register_static(Norm)
+jax.tree_util.register_static(RelativeBias)
 jax.tree_util.register_static(Rope)
 jax.tree_util.register_static(Temperature)
 
@@ -86,7 +87,7 @@ def multi_head_attention(
     Args:
         query: (B, T, d_in).
         weights: of the projections of the spec: Flax params, {`<name>`: {`kernel` (in, out), `bias` (out,)}}; of its
-            norms, {`<name>`: {`weight`, `bias`}}; and its `sinks` (N,).
+            norms, {`<name>`: {`weight`, `bias`}}; its `sinks` (N,); and its `relative_bias` (num_buckets, N).
         spec: what the layer computes.
         key: (B, S, d_kv); absent for self-attention.
         value: (B, S, d_kv); the key when absent.
@@ -123,7 +124,7 @@ def multi_head_attention(
         key,
         value,
         spec,
-        Masking(mask, bias, is_causal, key_padding_lengths, sinks=weights.get("sinks")),
+        Masking(mask, bias, is_causal, key_padding_lengths).with_weights(weights),
         need_weights=need_weights,
         positions=positions,
         dropout=Dropout(spec.dropout if training else 0.0, dropout_keep, context_rng),
@@ -216,7 +217,12 @@ class AttentionLayer(nnx.Module):
             setattr(self, name, kernel)
         for name, norm in spec.norms.items():
             setattr(self, name, NormLayer(norm, spec.norm_shapes(name), param_dtype=param_dtype))
-        self.sinks = nnx.Param(jnp.zeros(spec.num_heads, param_dtype)) if spec.sinks else None
+
+        def learned(name: str) -> nnx.Param[Any] | None:
+            shape = spec.parameters.get(name)
+            return None if shape is None else nnx.Param(jnp.zeros(shape, param_dtype))
+
+        self.sinks, self.relative_bias = learned("sinks"), learned("relative_bias")
         self.deterministic = False  # as `train()` and `eval()` of nnx set it
         self.dropout_rngs = rngs["dropout"].fork() if spec.dropout or spec.output_dropout else None
 
@@ -244,13 +250,14 @@ class AttentionLayer(nnx.Module):
         positions: Int[Array, "... #B T"] | None = None,
     ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
         """`multi_head_attention` with the weights and the specification of this module."""
+        sinks, relative_bias = (None if held is None else held[...] for held in (self.sinks, self.relative_bias))
         output, attn_weights = _attention_layer(
             self.project,
             query,
             key,
             value,
             self.spec,
-            replace(masking, sinks=None if self.sinks is None else self.sinks[...]),
+            replace(masking, sinks=sinks, relative_bias=relative_bias),
             need_weights=need_weights,
             positions=positions,
             dropout=self.drawn_dropout(),

@@ -16,6 +16,7 @@ from mha_jax.arrays import check_array, check_broadcasts, check_floating
 from mha_jax.compiled import compiled
 from mha_jax.masks import Masking, check_bias, check_mask, check_sinks, to_scores_rank
 from mha_jax.not_finite import emptied, not_finite, sees_any, spoilt
+from mha_jax.relative_bias import check_relative_bias, relative_position_bias
 from mha_jax.rope import at_least_float32
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
@@ -43,22 +44,28 @@ def attention_scores(
     bias: Float[Array, "..."] | None = None,
     spec: AttentionSpec | None = None,
     offsets: Int[Array, " B"] | None = None,
+    relative_bias: Float[Array, "..."] | None = None,
 ) -> Float[Array, "B N T S"]:
     """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
 
     The scale is 1 / sqrt(H) where there is no spec, or none in it. With ALiBi scores lose by the distance of query and
-    key: `offsets` are the places of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when
-    absent.
+    key, with a relative bias they gain by it, from a table (num_buckets, N): `offsets` are the places of the first
+    query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
     check_scored(query, key, bias)
-    scale = score_scale(query, spec)
+    scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
+    check_relative_bias(relative_bias, relative, query.shape[1])
     key = repeat_kv_heads(key, query.shape[1])
     scores = jnp.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
     scores = soft_capped(scores, spec)
     if spec is not None and spec.alibi_slopes is not None:
         scores = scores + alibi_bias(spec.alibi_slopes, *scores.shape[2:], offsets, scores_dtype=scores.dtype)
+    if relative_bias is not None and relative is not None:
+        lengths = (scores.shape[2], scores.shape[3])
+        gained = relative_position_bias(relative_bias, relative, *lengths, offsets, scores_dtype=scores.dtype)
+        scores = scores + gained
     return scores if bias is None else scores + to_scores_rank(at_least_float32(bias))
 
 
@@ -173,6 +180,7 @@ def scaled_dot_product_attention(
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
     sinks: Float[Array, "..."] | None = None,
+    relative_bias: Float[Array, "..."] | None = None,
 ) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T S"] | None]:
     """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
 
@@ -189,6 +197,7 @@ def scaled_dot_product_attention(
         dropout_keep: True where a weight is kept, in place of a random draw.
         dropout_rng: random key to draw what is dropped from.
         sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
+        relative_bias: what scores gain for the distance of their keys, (num_buckets, N), where the layer has that.
 
     Returns:
         The context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
@@ -199,7 +208,8 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks).of_layer(spec)
+    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks, relative_bias=relative_bias)
+    masking = masking.of_layer(spec)
     dropped = Dropout(dropout, dropout_keep, dropout_rng)
     return attend(query, key, value, masking, dropped, spec=spec, need_weights=need_weights)
 
@@ -250,7 +260,7 @@ def _attend(
 ) -> tuple[Array, Array | None]:
     mask = masking.with_infinite_bias().joined(query.shape[2], key.shape[2])
     if mask is None:  # whatever there is, everybody sees it
-        scores = attention_scores(query, key, masking.bias, spec, masking.offsets)
+        scores = attention_scores(query, key, masking.bias, spec, masking.offsets, masking.relative_bias)
         attn_weights = masked_softmax(scores, None, masking.sinks).astype(query.dtype)
         dropped = apply_dropout(attn_weights, dropout.rate, dropout.keep, rng=dropout.rng)
         return attention_context(dropped, value), attn_weights if need_weights else None
@@ -259,7 +269,7 @@ def _attend(
     wrong_rows &= ~to_scores_rank(mask).all(axis=-1, keepdims=True)  # a row without a key is 0 whatever it asks
     wrong_keys = jnp.repeat(wrong_keys[..., 0], query.shape[1] // key.shape[1], axis=1)
     wrong_rows |= sees_any(wrong_keys, query.shape[2], Masking(mask))
-    scores = attention_scores(query, key, masking.bias, spec, masking.offsets)
+    scores = attention_scores(query, key, masking.bias, spec, masking.offsets, masking.relative_bias)
     attn_weights = masked_softmax(scores, mask, masking.sinks).astype(query.dtype)
     context = attention_context(apply_dropout(attn_weights, dropout.rate, dropout.keep, rng=dropout.rng), value)
     attn_weights = spoilt(attn_weights, wrong_rows & ~to_scores_rank(mask)) if need_weights else None

@@ -4,6 +4,7 @@ from mha_spec.alibi import Alibi
 from mha_spec.attention import AttentionSpec, Projection
 from mha_spec.gate import Gate
 from mha_spec.norm import Norm
+from mha_spec.relative_bias import RelativeBias
 from mha_spec.rope import Rope
 from mha_spec.scaling import (
     DynamicScaling,
@@ -26,6 +27,7 @@ __all__ = [
     "Norm",
     "Projection",
     "ProportionalScaling",
+    "RelativeBias",
     "Rope",
     "Temperature",
     "YarnScaling",

@@ -12,6 +12,7 @@ from mha_spec.alibi import Alibi
 from mha_spec.gate import Gate
 from mha_spec.norm import Norm
 from mha_spec.reach import Reach, reach_of
+from mha_spec.relative_bias import RelativeBias
 from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups
 from mha_spec.scaling import SCALINGS, Scaling
@@ -23,8 +24,9 @@ RATES = ("dropout", "output_dropout")
 FACTORS = ("clip_qkv", "scale", "soft_cap")
 NORMS = ("qk_norm", "v_norm")
 RECORDS = {"alibi": Alibi, "gate": Gate, "qk_norm": Norm, "temperature": Temperature, "v_norm": Norm}
+RECORDS |= {"relative_bias": RelativeBias}
 
-Record = TypeVar("Record", "AttentionSpec", Alibi, Gate, Norm, Rope, Scaling, Temperature)
+Record = TypeVar("Record", "AttentionSpec", Alibi, Gate, Norm, RelativeBias, Rope, Scaling, Temperature)
 
 
 class Projection(NamedTuple):
@@ -78,6 +80,8 @@ class AttentionSpec:
         soft_cap: scores s are capped softly, soft_cap * tanh(s / soft_cap), before anything is added or hidden.
         sinks: each query head has a learned logit that takes part in the softmax like a score, and has no value.
         alibi: what scores lose for the distance of their keys, after the soft cap, or None for nothing.
+        relative_bias: what scores gain for that distance, after the soft cap, or None for nothing: a learned number for
+            each bucket of distances and each query head.
         window_size: a query sees keys less than this many tokens away only: with causality so many, its own the last.
         chunk_size: a query sees the keys of its own chunk only, the chunks being so many tokens long.
         dropout: rate at which attention weights are dropped in training.
@@ -85,10 +89,11 @@ class AttentionSpec:
 
     Raises:
         TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, gate not a
-            `Gate`, temperature not a `Temperature`, alibi not an `Alibi`, clip_qkv, scale, soft_cap or a rate not a
-            number, or what a layer has or has not not a boolean.
+            `Gate`, temperature not a `Temperature`, alibi not an `Alibi`, relative_bias not a `RelativeBias`, clip_qkv,
+            scale, soft_cap or a rate not a number, or what a layer has or has not not a boolean.
         ValueError: if the widths, heads or rates do not fit, clip_qkv, scale or soft_cap is not positive and finite, or
-            there are both a window and chunks, or a temperature and positions on several axes.
+            there are both a window and chunks, both ALiBi and a relative bias, or a temperature and positions on
+            several axes.
     """
 
     d_model: int
@@ -113,6 +118,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     sinks: bool = False
     alibi: Alibi | None = None
+    relative_bias: RelativeBias | None = None
     window_size: int | None = None
     chunk_size: int | None = None
     dropout: float = 0.0
@@ -129,8 +135,7 @@ class AttentionSpec:
         if self.gate is not None and not isinstance(self.gate, Gate):
             raise TypeError(f"gate must be a Gate or None, got gate={self.gate!r}")
         self._check_temperature()
-        if self.alibi is not None and not isinstance(self.alibi, Alibi):
-            raise TypeError(f"alibi must be an Alibi or None, got alibi={self.alibi!r}")
+        self._check_distance_bias()
         self._check_qkv_bias()
         self._check_norms()
         for name in FACTORS:
@@ -162,6 +167,19 @@ class AttentionSpec:
             raise ValueError(
                 f"temperature must be None with positions on several axes, "
                 f"got temperature={self.temperature} and sections={self.rope.sections}"
+            )
+
+    def _check_distance_bias(self) -> None:
+        if self.alibi is not None and not isinstance(self.alibi, Alibi):
+            raise TypeError(f"alibi must be an Alibi or None, got alibi={self.alibi!r}")
+        if self.relative_bias is None:
+            return
+        if not isinstance(self.relative_bias, RelativeBias):
+            raise TypeError(f"relative_bias must be a RelativeBias or None, got relative_bias={self.relative_bias!r}")
+        if self.alibi is not None:
+            raise ValueError(
+                f"alibi must be None with a relative_bias, "
+                f"got alibi={self.alibi} and relative_bias={self.relative_bias}"
             )
 
     def _check_qkv_bias(self) -> None:
@@ -221,6 +239,11 @@ class AttentionSpec:
     def has_positions(self) -> bool:
         """Whether anything depends on the positions of tokens beside what masks hide: RoPE, or a temperature."""
         return self.rope is not None or self.temperature is not None
+
+    @property
+    def has_distance_bias(self) -> bool:
+        """Whether scores depend on the distance of their keys: ALiBi, or a relative bias."""
+        return self.alibi is not None or self.relative_bias is not None
 
     @property
     def alibi_slopes(self) -> tuple[float, ...] | None:
@@ -283,7 +306,10 @@ class AttentionSpec:
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """What the layer learns beside its projections, by name and shape, in the order of the data flow."""
         of_norms = {f"{name}.{leaf}": shape for name in self.norms for leaf, shape in self.norm_shapes(name).items()}
-        return of_norms | ({"sinks": (self.num_heads,)} if self.sinks else {})
+        of_scores: dict[str, tuple[int, ...]] = {"sinks": (self.num_heads,)} if self.sinks else {}
+        if self.relative_bias is not None:
+            of_scores["relative_bias"] = (self.relative_bias.num_buckets, self.num_heads)
+        return of_norms | of_scores
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:

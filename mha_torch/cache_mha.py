@@ -87,13 +87,12 @@ def multi_head_attention_with_cache(
         check_cache(cache_k, cache_v, k, v)
         k, v = torch.cat([cache_k, k], dim=2), torch.cat([cache_v, v], dim=2)
     check_mask(mask, (*q.shape[:3], cache_len + seq_len))
-    sinks = weights.get("sinks")
-    masking = Masking(mask, bias, is_causal=True, reach=spec.reach, offsets=torch.full((1,), cache_len), sinks=sinks)
-    if seq_len == 1 and spec.reach is None and spec.alibi is None:  # it sees everything, from wherever it is
-        masking = Masking(mask, bias, sinks=sinks)
+    masking = Masking(mask, bias, is_causal=True, reach=spec.reach, offsets=torch.full((1,), cache_len))
+    if seq_len == 1 and spec.reach is None and not spec.has_distance_bias:  # it sees everything, from wherever it is
+        masking = Masking(mask, bias)
     elif not cache_len:
         masking = replace(masking, offsets=None)
-    context = fused.attend(q, k, v, masking, Dropout(), spec=spec)
+    context = fused.attend(q, k, v, masking.with_weights(weights), Dropout(), spec=spec)
     return project_output(project, context, x, spec), k, v
 
 
@@ -132,7 +131,7 @@ def multi_head_attention_with_static_cache(
     """
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
-    masking = Masking(mask, bias, is_causal=True, sinks=weights.get("sinks"))
+    masking = Masking(mask, bias, is_causal=True).with_weights(weights)
     return _cached_layer(
         project_with(weights, spec),
         x,
@@ -216,7 +215,8 @@ def _attend_to_filled_slots(
     filled = min(last + seq_len, cache.capacity)  # may pass the capacity where the last tokens are padding
     slots = slice(0 if spec.reach is None else max(spec.reach.first(first), 0), filled)
     masking = replace(masking, reach=spec.reach, offsets=before.lengths).part(slice(0, seq_len), slots)
-    if first == last and seq_len == 1 and spec.alibi is None:  # one token sees all that is filled and in its reach
+    # One token sees all that is filled and in its reach.
+    if first == last and seq_len == 1 and not spec.has_distance_bias:
         masking = Masking(masking.mask, masking.bias, sinks=masking.sinks)
     elif last == 0:  # a prompt; right padding is seen by no real token
         masking = replace(masking, offsets=None)
@@ -286,7 +286,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             x,
             cache,
             self.spec,
-            Masking(mask, bias, is_causal=True, sinks=self.sinks),
+            Masking(mask, bias, is_causal=True, sinks=self.sinks, relative_bias=self.relative_bias),
             new_lengths=new_lengths,
             positions=positions,
             dropout=self.drawn_dropout(),

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, RelativeBias
 from mha_spec.attention import check_spec
 from mha_spec.reach import Reach
 from mha_spec.rules import as_rate
@@ -23,6 +23,7 @@ from mha_torch.alibi import alibi_bias
 from mha_torch.arrays import values_of
 from mha_torch.masks import Masking
 from mha_torch.not_finite import emptied, not_finite, sees_any, spoilt
+from mha_torch.relative_bias import relative_position_bias
 from mha_torch.rope import at_least_float32
 from mha_torch.stages import Dropout, check_attention
 
@@ -44,6 +45,7 @@ def scaled_dot_product_attention(
     dropout: float = 0.0,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
     sinks: Float[Tensor, "..."] | None = None,
+    relative_bias: Float[Tensor, "..."] | None = None,
 ) -> tuple[Float[Tensor, "B N T Hv"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
@@ -63,6 +65,7 @@ def scaled_dot_product_attention(
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: must be absent, a fused kernel draws its own.
         sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
+        relative_bias: what scores gain for the distance of their keys, (num_buckets, N), where the layer has that.
 
     Returns:
         The context (B, N, T, Hv), in the dtype of query, and None.
@@ -75,7 +78,8 @@ def scaled_dot_product_attention(
     """
     if need_weights or dropout_keep is not None:
         raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
-    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks).of_layer(spec)
+    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks, relative_bias=relative_bias)
+    masking = masking.of_layer(spec)
     return attend(query, key, value, masking, Dropout(dropout), spec=spec), None
 
 
@@ -93,7 +97,9 @@ def attend(
     rate = as_rate("dropout", dropout.rate)
     if spec is not None:
         check_spec(spec)
-    scoring = _Scoring() if spec is None else _Scoring(spec.scale, spec.alibi_slopes)
+    scoring = _Scoring()
+    if spec is not None:
+        scoring = _Scoring(spec.scale, spec.alibi_slopes, spec.relative_bias, masking.relative_bias)
     scale = scoring.scale
     if _is_forward_mode() or not kernel_takes(spec):
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
@@ -120,10 +126,18 @@ class _Scoring(NamedTuple):
     Attributes:
         scale: what they are multiplied by; without one PyTorch takes 1 / sqrt(H).
         slopes: what each head takes from them for each token of distance, or None.
+        relative_bias, table: what each head adds to them for the distance of a key, or None.
     """
 
     scale: float | None = None
     slopes: tuple[float, ...] | None = None
+    relative_bias: RelativeBias | None = None
+    table: Tensor | None = None
+
+    @property
+    def has_distances(self) -> bool:
+        """Whether it depends on the distance of a key."""
+        return self.slopes is not None or self.table is not None
 
 
 def _is_forward_mode() -> bool:
@@ -185,12 +199,12 @@ def _attend_hidden(
 ) -> Tensor:
     """The kernel with the cheapest form of what is hidden."""
     bias, is_causal, lengths = masking.bias, masking.is_causal, masking.key_padding_lengths
-    reach, scale, slopes = masking.reach, scoring.scale, scoring.slopes
+    reach, scale, has_distances = masking.reach, scoring.scale, scoring.has_distances
     if reach is not None and masking.offsets is None and query.shape[2] > _num_together(reach):
         return _attend_in_reach(query, key, value, masking, reach, dropout, scoring)
-    if slopes is not None and query.shape[2] > _QUERIES_WITH_BIAS:
+    if has_distances and query.shape[2] > _QUERIES_WITH_BIAS:
         return _attend_in_parts(query, key, value, masking, dropout, scoring)
-    if masking.mask is None and bias is None and reach is None and masking.offsets is None and slopes is None:
+    if masking.mask is None and bias is None and reach is None and masking.offsets is None and not has_distances:
         if lengths is None:  # nothing is hidden, or what a kernel knows
             return _attend(query, key, value, masking.sinks, is_causal=is_causal, dropout=dropout, scale=scale)
         known = values_of(torch.as_tensor(lengths)) if query.device.type == "cpu" else None
@@ -199,9 +213,9 @@ def _attend_hidden(
             return _attend_by_sequence(query, key, value, hidden, dropout=dropout, scale=scale)
     seq_len_k = key.shape[2]
     mask = masking.with_infinite_bias().joined(query.shape[2], seq_len_k, query.device)
-    if slopes is not None:
-        lost = _lost_by_distance(query, seq_len_k, masking.offsets, scoring)
-        bias = lost if bias is None else lost + bias
+    if has_distances:
+        added = _added_by_distance(query, seq_len_k, masking.offsets, scoring)
+        bias = added if bias is None else added + bias
     empty_rows = None
     attn_mask = bias
     if mask is not None:
@@ -280,10 +294,12 @@ def _with_sinks(
     return query, key, value, F.pad(attn_mask, (1, 0), value=attn_mask.dtype == torch.bool)
 
 
-def _lost_by_distance(query: Tensor, seq_len_k: int, offsets: Tensor | None, scoring: _Scoring) -> Tensor:
-    """What ALiBi adds to the scores of queries (B, N, T, H), in at least float32."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    return alibi_bias(scoring.slopes or (), query.shape[2], seq_len_k, offsets, scores_dtype=dtype, device=query.device)
+def _added_by_distance(query: Tensor, seq_len_k: int, offsets: Tensor | None, scoring: _Scoring) -> Tensor:
+    """What ALiBi or a relative bias adds to the scores of queries (B, N, T, H), in at least float32."""
+    dtype, lengths = torch.promote_types(query.dtype, torch.float32), (query.shape[2], seq_len_k)
+    if scoring.table is not None and scoring.relative_bias is not None:
+        return relative_position_bias(scoring.table, scoring.relative_bias, *lengths, offsets, scores_dtype=dtype)
+    return alibi_bias(scoring.slopes or (), *lengths, offsets, scores_dtype=dtype, device=query.device)
 
 
 def _attend_in_parts(
@@ -295,7 +311,7 @@ def _attend_in_parts(
     others = (masking.mask, masking.bias, masking.key_padding_lengths, masking.reach, masking.offsets)
     if all(x is None for x in others):  # of the last part, in which that of any other is found
         stop = last + (size if masking.is_causal else seq_len_k)
-        added = _lost_by_distance(query[:, :, :size], stop, torch.tensor([last]), scoring)
+        added = _added_by_distance(query[:, :, :size], stop, torch.tensor([last]), scoring)
         if masking.is_causal:
             hidden = replace(masking, offsets=torch.tensor([last])).hidden(size, stop, query.device)
             added = added.masked_fill_(hidden, -torch.inf)
@@ -324,7 +340,7 @@ def _attend_in_reach(
     seq_len_q, seq_len_k, is_causal = query.shape[2], key.shape[2], masking.is_causal
     # Where only the window hides, every query sees itself, and most parts have the same mask: added, the fastest form.
     is_alone = masking.mask is None and masking.bias is None and masking.key_padding_lengths is None
-    is_alone = is_alone and reach.chunk_size is None and scoring.slopes is None and seq_len_q <= seq_len_k
+    is_alone = is_alone and reach.chunk_size is None and not scoring.has_distances and seq_len_q <= seq_len_k
     added: dict[tuple[int, int, int], Tensor] = {}
     contexts, nothing = [], value.new_zeros(value.shape[3])
     for begin in range(0, seq_len_q, _num_together(reach)):

@@ -1,7 +1,8 @@
 """Masks: boolean, True = masked (cannot attend), and they broadcast against the scores (B, N, T, S)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,6 +19,7 @@ from mha_torch.arrays import (
     check_lengths,
     is_autocast_on,
 )
+from mha_torch.relative_bias import check_relative_bias
 
 
 def create_causal_mask(
@@ -197,6 +199,7 @@ class Masking:
         reach: how far a query sees, where that is less than everything.
         offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
         sinks: the logit of each head that takes part in the softmax and has no value, (N,).
+        relative_bias: what scores gain for the distance of their keys, of each bucket and head, (num_buckets, N).
     """
 
     mask: Bool[Tensor, "..."] | None = None
@@ -206,6 +209,7 @@ class Masking:
     reach: Reach | None = None
     offsets: Int[Tensor, " B"] | None = None
     sinks: Float[Tensor, " N"] | None = None
+    relative_bias: Float[Tensor, "buckets N"] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
         """Refuse what does not fit the scores (B, N, T, S), or their queries."""
@@ -218,6 +222,8 @@ class Masking:
         check_sinks(self.sinks, scores_shape[1])
         if self.sinks is not None:
             check_device("sinks", self.sinks, query.device, "query")
+        if self.relative_bias is not None:
+            check_device("relative_bias", self.relative_bias, query.device, "query")
 
     @property
     def may_hide(self) -> bool:
@@ -230,13 +236,18 @@ class Masking:
         """The same with what a layer hides by itself.
 
         Raises:
-            ValueError: if there are sinks and the layer has none, or the other way round.
+            ValueError: if there are sinks or a relative bias and the layer has none, or the other way round.
         """
         if spec is not None:
             check_spec(spec)
             if spec.sinks != (self.sinks is not None):
                 raise ValueError(f"sinks must be given where the spec has them, got spec.sinks={spec.sinks}")
+            check_relative_bias(self.relative_bias, spec.relative_bias, spec.num_heads)
         return self if spec is None or spec.reach is None else replace(self, reach=spec.reach)
+
+    def with_weights(self, weights: Mapping[str, Any]) -> "Masking":
+        """The same with what a layer has learned of its scores: sinks, and a relative bias."""
+        return replace(self, sinks=weights.get("sinks"), relative_bias=weights.get("relative_bias"))
 
     def with_infinite_bias(self) -> "Masking":
         """The same with the keys that a bias of -inf hides in the mask: a row of -inf is as empty as a masked one."""

@@ -75,7 +75,7 @@ def multi_head_attention(
     Args:
         query: (B, T, d_in).
         weights: of the projections of the spec: the state dict of `MultiHeadAttention`, `<name>.weight` (out, in) and
-            `<name>.bias` (out,); of its norms; and its `sinks` (N,).
+            `<name>.bias` (out,); of its norms; its `sinks` (N,); and its `relative_bias` (num_buckets, N).
         spec: what the layer computes.
         key: (B, S, d_kv); absent for self-attention.
         value: (B, S, d_kv); the key when absent.
@@ -110,7 +110,7 @@ def multi_head_attention(
         key,
         value,
         spec,
-        Masking(mask, bias, is_causal, key_padding_lengths, sinks=weights.get("sinks")),
+        Masking(mask, bias, is_causal, key_padding_lengths).with_weights(weights),
         need_weights=need_weights,
         positions=positions,
         dropout=Dropout(spec.dropout if training else 0.0, dropout_keep),
@@ -174,7 +174,12 @@ class AttentionLayer(nn.Module):
             self.add_module(name, linear)
         for name, norm in spec.norms.items():
             self.add_module(name, NormLayer(norm, spec.norm_shapes(name), device=device, dtype=dtype))
-        self.sinks = nn.Parameter(torch.empty(spec.num_heads, device=device, dtype=dtype)) if spec.sinks else None
+
+        def learned(name: str) -> nn.Parameter | None:
+            shape = spec.parameters.get(name)
+            return None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.sinks, self.relative_bias = learned("sinks"), learned("relative_bias")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -188,8 +193,9 @@ class AttentionLayer(nn.Module):
         for name in self.spec.norms:
             norm: NormLayer = getattr(self, name)
             norm.reset_parameters()
-        if self.sinks is not None:
-            nn.init.zeros_(self.sinks)
+        for held in (self.sinks, self.relative_bias):
+            if held is not None:
+                nn.init.zeros_(held)
 
     def extra_repr(self) -> str:
         return repr(self.spec)
@@ -221,7 +227,7 @@ class AttentionLayer(nn.Module):
             key,
             value,
             self.spec,
-            replace(masking, sinks=self.sinks),
+            replace(masking, sinks=self.sinks, relative_bias=self.relative_bias),
             need_weights=need_weights,
             positions=positions,
             dropout=self.drawn_dropout(),

@@ -26,6 +26,7 @@ from mha_torch.arrays import (
 )
 from mha_torch.masks import Masking, check_bias, check_mask, check_sinks
 from mha_torch.not_finite import emptied, may_hold, not_finite, sees_any, spoilt
+from mha_torch.relative_bias import check_relative_bias, relative_position_bias
 from mha_torch.rope import at_least_float32
 
 
@@ -50,17 +51,19 @@ def attention_scores(
     bias: Float[Tensor, "..."] | None = None,
     spec: AttentionSpec | None = None,
     offsets: Int[Tensor, " B"] | None = None,
+    relative_bias: Float[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "B N T S"]:
     """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
 
     The scale is 1 / sqrt(H) where there is no spec, or none in it. With ALiBi scores lose by the distance of query and
-    key: `offsets` are the places of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when
-    absent.
+    key, with a relative bias they gain by it, from a table (num_buckets, N): `offsets` are the places of the first
+    query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
     check_scored(query, key, bias)
-    scale = score_scale(query, spec)
+    scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
+    check_relative_bias(relative_bias, relative, query.shape[1])
     key = repeat_kv_heads(key, query.shape[1])
     with _without_autocast(query.device.type):  # it would take these sums in half precision
         scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
@@ -68,6 +71,10 @@ def attention_scores(
     if spec is not None and spec.alibi_slopes is not None:
         lengths, like = (scores.shape[2], scores.shape[3]), {"scores_dtype": scores.dtype, "device": scores.device}
         scores = scores + alibi_bias(spec.alibi_slopes, *lengths, offsets, **like)
+    if relative_bias is not None and relative is not None:
+        lengths = (scores.shape[2], scores.shape[3])
+        gained = relative_position_bias(relative_bias, relative, *lengths, offsets, scores_dtype=scores.dtype)
+        scores = scores + gained
     return scores if bias is None else scores + at_least_float32(bias)
 
 
@@ -170,6 +177,7 @@ def scaled_dot_product_attention(
     dropout: float = 0.0,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
     sinks: Float[Tensor, "..."] | None = None,
+    relative_bias: Float[Tensor, "..."] | None = None,
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
     """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
 
@@ -185,6 +193,7 @@ def scaled_dot_product_attention(
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: True where a weight is kept, in place of a random draw.
         sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
+        relative_bias: what scores gain for the distance of their keys, (num_buckets, N), where the layer has that.
 
     Returns:
         The context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
@@ -195,7 +204,8 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks).of_layer(spec)
+    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks, relative_bias=relative_bias)
+    masking = masking.of_layer(spec)
     return attend(query, key, value, masking, Dropout(dropout, dropout_keep), spec=spec, need_weights=need_weights)
 
 
@@ -225,7 +235,7 @@ def attend(
     check_attention(query, key, value, masking)
     mask = masking.with_infinite_bias().joined(query.shape[2], key.shape[2], query.device)
     if mask is None:  # everything is seen: what is not finite spreads by itself
-        scores = attention_scores(query, key, masking.bias, spec, masking.offsets)
+        scores = attention_scores(query, key, masking.bias, spec, masking.offsets, masking.relative_bias)
         attn_weights = masked_softmax(scores, None, masking.sinks).to(query.dtype)
         context = attention_context(apply_dropout(attn_weights, *dropout), value)
         return context, attn_weights if need_weights else None
@@ -233,7 +243,7 @@ def attend(
     is_clean = not key.numel() or not any(may_hold(of_one) for of_one in wrong)
     if not is_clean:
         query, key, value = (emptied(x, where) for x, where in zip((query, key, value), wrong, strict=True))
-    scores = attention_scores(query, key, masking.bias, spec, masking.offsets)
+    scores = attention_scores(query, key, masking.bias, spec, masking.offsets, masking.relative_bias)
     attn_weights = masked_softmax(scores, mask, masking.sinks).to(query.dtype)
     context = attention_context(apply_dropout(attn_weights, *dropout), value)
     if not is_clean:

@@ -98,8 +98,7 @@ def multi_head_attention_with_cache(
         is_causal=True,
         reach=spec.reach,
         offsets=np.array([cache_len]) if cache_len else None,
-        sinks=weights.get("sinks"),
-    )
+    ).with_weights(weights)
     context = _attend(q, k, v, masking, Dropout(), _Arithmetic(spec, compute_kernel_config))
     return project_output(project, context, x, spec), k, v
 
@@ -145,7 +144,7 @@ def multi_head_attention_with_static_cache(
         x,
         cache,
         spec,
-        Masking(mask, bias, is_causal=True, sinks=weights.get("sinks")),
+        Masking(mask, bias, is_causal=True).with_weights(weights),
         new_lengths=new_lengths,
         positions=positions,
         dropout=Dropout(),
@@ -362,7 +361,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             x,
             cache,
             self.spec,
-            Masking(mask, bias, is_causal=True, sinks=self.weights.get("sinks")),
+            Masking(mask, bias, is_causal=True).with_weights(self.weights),
             new_lengths=new_lengths,
             positions=positions,
             dropout=self.drawn_dropout(),

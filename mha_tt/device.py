@@ -145,10 +145,13 @@ def upload(
     return tensor
 
 
-def upload_integers(array: np.ndarray | Sequence[int], *, device: ttnn.MeshDevice) -> ttnn.Tensor:
-    """Put integers on a device, as int32 in rows, the form in which operations take positions."""
-    array = np.array(array, dtype=np.int32, order="C")
-    tensor = ttnn.to_device(ttnn.Tensor(array, ttnn.int32, None, ttnn.ROW_MAJOR_LAYOUT), device)
+def upload_integers(
+    array: np.ndarray | Sequence[int], *, device: ttnn.MeshDevice, is_index: bool = False
+) -> ttnn.Tensor:
+    """Put integers on a device, as int32 in rows, the form of positions, or as uint32 in tiles, that of an index."""
+    array = np.array(array, dtype=np.uint32 if is_index else np.int32, order="C")
+    form = (ttnn.uint32, None, ttnn.TILE_LAYOUT) if is_index else (ttnn.int32, None, ttnn.ROW_MAJOR_LAYOUT)
+    tensor = ttnn.to_device(ttnn.Tensor(array, *form), device)
     for observe in observers:
         observe(tensor, array, 0.0)
     return tensor

@@ -40,6 +40,7 @@ def scaled_dot_product_attention(
     dropout: float = 0.0,
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
     sinks: Float[Tensor, "..."] | None = None,
+    relative_bias: Float[Tensor, "..."] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B N T Hv"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
@@ -64,6 +65,8 @@ def scaled_dot_product_attention(
         dropout_keep: must be absent, for the same reason.
         sinks: the logit of each head that takes part in the softmax and has no value, (1, N, 1, 1), where the layer has
             them.
+        relative_bias: what scores gain for the distance of their keys, (1, N, 1, num_buckets), where the layer has
+            that.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
@@ -77,7 +80,8 @@ def scaled_dot_product_attention(
     """
     if need_weights:
         raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
-    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks).of_layer(spec)
+    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks, relative_bias=relative_bias)
+    masking = masking.of_layer(spec)
     dropped = Dropout(dropout, dropout_keep)
     return attend(query, key, value, masking, dropped, spec=spec, compute_kernel_config=compute_kernel_config), None
 
@@ -182,7 +186,7 @@ def attend_to_cache(
 
 def kernel_takes(spec: AttentionSpec | None) -> bool:
     """Whether the framework's kernel can do with scores what a layer does."""
-    return spec is None or (spec.soft_cap is None and spec.alibi is None)
+    return spec is None or (spec.soft_cap is None and not spec.has_distance_bias)
 
 
 def _check_kernel_takes(query: Tensor) -> None:

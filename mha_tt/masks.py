@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import ttnn
@@ -16,6 +17,7 @@ from mha_spec.attention import check_spec
 from mha_spec.reach import Reach, reach_of
 from mha_tt.arrays import check_broadcasts, check_count, check_floating, check_lengths
 from mha_tt.device import as_dtype, upload
+from mha_tt.relative_bias import check_relative_bias
 
 MASKED = -1e9
 """What stands for minus infinity on the device: a kernel that meets a block of nothing but -inf makes NaN of it."""
@@ -299,6 +301,7 @@ class Masking:
         reach: how far a query sees, where that is less than everything.
         offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
         sinks: the logit of each head that takes part in the softmax and has no value, (1, N, 1, 1).
+        relative_bias: what scores gain for the distance of their keys, of each head and bucket, (1, N, 1, num_buckets).
     """
 
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None
@@ -308,6 +311,7 @@ class Masking:
     reach: Reach | None = None
     offsets: Int[np.ndarray, " B"] | None = None
     sinks: Float[Tensor, "1 N 1 1"] | None = None
+    relative_bias: Float[Tensor, "1 N 1 buckets"] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
         """Refuse what does not fit the scores (B, N, T, S), or their queries."""
@@ -321,13 +325,18 @@ class Masking:
         """The same with what a layer hides by itself.
 
         Raises:
-            ValueError: if there are sinks and the layer has none, or the other way round.
+            ValueError: if there are sinks or a relative bias and the layer has none, or the other way round.
         """
         if spec is not None:
             check_spec(spec)
             if spec.sinks != (self.sinks is not None):
                 raise ValueError(f"sinks must be given where the spec has them, got spec.sinks={spec.sinks}")
+            check_relative_bias(self.relative_bias, spec.relative_bias, spec.num_heads)
         return self if spec is None or spec.reach is None else replace(self, reach=spec.reach)
+
+    def with_weights(self, weights: Mapping[str, Any]) -> Masking:
+        """The same with what a layer has learned of its scores: sinks, and a relative bias."""
+        return replace(self, sinks=weights.get("sinks"), relative_bias=weights.get("relative_bias"))
 
     def with_infinite_bias(self) -> Masking:
         """The same with the keys that a bias of -inf hides in the mask: a row of -inf is as empty as a masked one."""

@@ -116,7 +116,7 @@ def multi_head_attention(
         key,
         value,
         spec,
-        Masking(mask, bias, is_causal, key_padding_lengths, sinks=weights.get("sinks")),
+        Masking(mask, bias, is_causal, key_padding_lengths).with_weights(weights),
         need_weights=need_weights,
         positions=positions,
         dropout=Dropout(spec.dropout if training else 0.0, dropout_keep, seed),
@@ -271,7 +271,7 @@ class AttentionLayer:
         check_floating("query", query, rank=3)
         check_input_dtype("query", query, self.dtype)
         self.check_dropout()
-        masking = replace(masking, sinks=self.weights.get("sinks")).of_layer(self.spec)
+        masking = masking.with_weights(self.weights).of_layer(self.spec)
         if masking.is_causal and masking.mask is None and key is None and masking.key_padding_lengths is None:
             masking = replace(masking, mask=self._causal(query.shape[1]), is_causal=False, reach=None)
         output, attn_weights = _attention_layer(

@@ -24,6 +24,7 @@ from mha_tt.arrays import check_broadcasts, check_floating, check_head_dim
 from mha_tt.device import accurate_config, as_dtype, upload, zeros
 from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device, check_bias, check_mask, check_sinks, on_device
 from mha_tt.not_finite import emptied, hide_not_finite, spoilt
+from mha_tt.relative_bias import check_relative_bias, relative_position_bias
 from mha_tt.rope import at_least_float32
 
 
@@ -47,19 +48,21 @@ def attention_scores(
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
     spec: AttentionSpec | None = None,
     offsets: Int[np.ndarray, " B"] | None = None,
+    relative_bias: Float[Tensor, "..."] | None = None,
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T S"]:
     """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
 
     The scale is 1 / sqrt(H) where there is no spec, or none in it. With ALiBi scores lose by the distance of query and
-    key: `offsets` are the places of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when
-    absent.
+    key, with a relative bias they gain by it, from a table (1, N, 1, num_buckets): `offsets` are the places of the
+    first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
     check_scored(query, key, bias)
-    scale = score_scale(query, spec)
+    scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
+    check_relative_bias(relative_bias, relative, query.shape[1])
     scores = ttnn.matmul(
         query,
         repeat_kv_heads(key, query.shape[1]),  # a product of matrices broadcasts no batch axis
@@ -71,6 +74,10 @@ def attention_scores(
     if spec is not None and spec.alibi_slopes is not None:
         lost = alibi_bias(spec.alibi_slopes, scores.shape[2], scores.shape[3], offsets, scores_dtype=np.float32)
         scores = ttnn.add(scores, upload(lost, device=query.device(), dtype=ttnn.float32))
+    if relative_bias is not None and relative is not None:
+        lengths = (scores.shape[2], scores.shape[3])
+        gained = relative_position_bias(relative_bias, relative, *lengths, offsets, scores_dtype=ttnn.float32)
+        scores = ttnn.add(scores, gained)
     return scores if bias is None else ttnn.add(scores, bias_on_device(bias, query.device(), ttnn.float32))
 
 
@@ -197,6 +204,7 @@ def scaled_dot_product_attention(
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
     seed: int = 0,
     sinks: Float[Tensor, "..."] | None = None,
+    relative_bias: Float[Tensor, "..."] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
     """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
@@ -219,6 +227,8 @@ def scaled_dot_product_attention(
         seed: of that draw.
         sinks: the logit of each head that takes part in the softmax and has no value, (1, N, 1, 1), where the layer has
             them.
+        relative_bias: what scores gain for the distance of their keys, (1, N, 1, num_buckets), where the layer has
+            that.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Returns:
@@ -230,11 +240,13 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
+    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks, relative_bias=relative_bias)
+    masking = masking.of_layer(spec)
     return attend(
         query,
         key,
         value,
-        Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks).of_layer(spec),
+        masking,
         Dropout(dropout, dropout_keep, seed),
         spec=spec,
         need_weights=need_weights,
@@ -280,7 +292,8 @@ def attend(
     if mask is not None:  # a masked key reaches no weight
         (value,), spoilt_rows = hide_not_finite(mask, seq_len_q, value)
     config = compute_kernel_config or accurate_config(device)
-    scores = attention_scores(query, key, masking.bias, spec, masking.offsets, compute_kernel_config=config)
+    added = (masking.bias, spec, masking.offsets, masking.relative_bias)
+    scores = attention_scores(query, key, *added, compute_kernel_config=config)
     attn_weights = masked_softmax(scores, mask, masking.sinks, compute_kernel_config=config)
     attn_weights = as_dtype(attn_weights, query.dtype)
     dropped = apply_dropout(attn_weights, dropout.rate, dropout.keep, seed=dropout.seed)

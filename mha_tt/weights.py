@@ -18,6 +18,9 @@ Project = Callable[[str, Tensor], Tensor]
 """Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an
 input, or the norm (`q_norm`, `k_norm`, `v_norm`) to what was projected."""
 
+_OF_SCORES = ("sinks", "relative_bias")
+"""What a layer learns of its scores, of which each head has a row on the device: (1, N, 1, 1 or num_buckets)."""
+
 
 def upload_weights(
     weights: Mapping[str, np.ndarray],
@@ -34,7 +37,7 @@ def upload_weights(
     Args:
         weights: canonical arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,), `k_proj.weight`
             (K * H, d_kv), …, `out_proj.weight` (E, N * Hv) where there is one; `q_norm.weight` (H,), (N, H) or (N * H,)
-            and the other parameters of norms; `sinks` (N,).
+            and the other parameters of norms; `sinks` (N,); `relative_bias` (num_buckets, N).
         spec: the layer.
         device: where to.
         dtype: of the weights; biases and the parameters of norms are kept in bfloat16 where that is `ttnn.bfloat8_b`.
@@ -42,8 +45,8 @@ def upload_weights(
     Returns:
         Tensors by the names of the projections that the layer holds. P being the padded head_dim: `q_proj.weight`
         (d_in, N * P), `q_proj.bias` (1, N * P), …, `out_proj.weight` (N * P, E), `out_proj.bias` (1, E); of norms
-        (1, P), (1, N, 1, P) or (1, N * P); `sinks` (1, N, 1, 1). Where values have features of their own number, P is
-        theirs for v_proj and what comes after it.
+        (1, P), (1, N, 1, P) or (1, N * P); `sinks` (1, N, 1, 1); `relative_bias` (1, N, 1, num_buckets). Where values
+        have features of their own number, P is theirs for v_proj and what comes after it.
 
     Raises:
         ValueError: if names or shapes are not those of the layer, or a value is not finite.
@@ -58,8 +61,8 @@ def upload_weights(
     for name, weight in weights.items():
         part, _, kind = name.partition(".")
         array = np.asarray(weight, dtype=np.float32)
-        if name == "sinks":
-            array = array.reshape(_parameter_shape(name, spec))
+        if name in _OF_SCORES:
+            array = array.T.reshape(_parameter_shape(name, spec))
         elif name in spec.parameters:
             array = _pad_heads(array.reshape(-1), part, spec).reshape(_parameter_shape(name, spec))
         elif _has_heads(part, spec):
@@ -106,7 +109,9 @@ def download_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> dict
     for name, shape in spec.weight_shapes.items():
         part, _, kind = name.partition(".")
         array = arrays[name]
-        if part in spec.norms:
+        if name in _OF_SCORES:
+            array = array.reshape(shape[::-1]).T
+        elif part in spec.norms:
             array = _real_heads(array.reshape(-1), part, spec)
         elif _has_heads(part, spec):
             array = _real_heads(array, part, spec)
@@ -145,16 +150,16 @@ def _slots(part: str, width: int, spec: AttentionSpec) -> np.ndarray:
 
 
 def _has_heads(projection: str, spec: AttentionSpec) -> bool:
-    """Whether what a projection gives, or what is learned beside it, are the features of heads."""
+    """Whether what a projection gives are the features of heads."""
     is_one_a_head = projection == "gate_proj" and spec.gate is not None and spec.gate.per_head
-    return projection not in ("out_proj", "sinks") and not is_one_a_head
+    return projection != "out_proj" and not is_one_a_head
 
 
 def _parameter_shape(name: str, spec: AttentionSpec) -> tuple[int, ...]:
-    """The shape on the device of a parameter of a norm, or of the sinks."""
+    """The shape on the device of a parameter of a norm, or of what scores are given beside their products."""
     part, shape = name.partition(".")[0], spec.parameters[name]
-    if name == "sinks":
-        return (1, *shape, 1, 1)
+    if name in _OF_SCORES:
+        return (1, shape[-1], 1, *(shape[:-1] or (1,)))
     return parameter_shape((*shape[:-1], shape[-1] // len(slots_of(part, spec)) * padded_features(part, spec)))
 
 

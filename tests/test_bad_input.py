@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import parity
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, RelativeBias, Rope
 
 ONLY_TORCH = pytest.mark.parametrize("sibling", ["torch"], indirect=True)
 
@@ -202,6 +202,7 @@ def test_module_refuses_weights_that_are_not_floating_point(sibling, kind, dtype
 # ---- Stages ----------------------------------------------------------------------------------------------------------
 
 HEADS = ones(2, 2, 3, 4)
+RELATIVE = AttentionSpec(8, 2, relative_bias=RelativeBias(8, 8))
 
 STAGES = {
     "split_heads rank": ("split_heads", (ones(3, 8), 2), {}, ValueError, "x must have 3 axes"),
@@ -242,6 +243,34 @@ STAGES = {
         {},
         ValueError,
         "sinks must be given where the spec has them, got spec.sinks=True",
+    ),
+    "scores relative bias": (
+        "attention_scores",
+        (HEADS, HEADS, None, RELATIVE, None, ones(2, 8)),
+        {},
+        ValueError,
+        r"relative_bias must have shape \(num_buckets, N\) = \(8, 2\), got relative_bias.shape=\(2, 8\)",
+    ),
+    "scores integer relative bias": (
+        "attention_scores",
+        (HEADS, HEADS, None, RELATIVE, None, integers(8, 2)),
+        {},
+        TypeError,
+        "relative_bias must be floating point",
+    ),
+    "scores with a relative bias of no spec": (
+        "attention_scores",
+        (HEADS, HEADS, None, None, None, ones(8, 2)),
+        {},
+        ValueError,
+        "relative_bias must be given where the spec has one, got spec.relative_bias=None",
+    ),
+    "attention without its relative bias": (
+        "scaled_dot_product_attention",
+        (HEADS, HEADS, HEADS, RELATIVE),
+        {},
+        ValueError,
+        r"relative_bias must be given where the spec has one, got spec.relative_bias=RelativeBias\(",
     ),
     "softmax rank": ("masked_softmax", (ones(3, 4),), {}, ValueError, "scores must have 4 axes"),
     "softmax integers": ("masked_softmax", (integers(2, 2, 3, 4),), {}, TypeError, "scores must be floating point"),

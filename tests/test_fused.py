@@ -19,7 +19,7 @@ import mha_jax
 import mha_torch
 import parity
 from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
-from mha_spec import Alibi, AttentionSpec, Rope
+from mha_spec import Alibi, AttentionSpec, RelativeBias, Rope
 from parity.backends import jax as jax_backend
 from parity.backends import torch as torch_backend
 
@@ -984,15 +984,19 @@ def test_flash_attention_of_a_gpu_is_taken_where_it_fits(
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("hidden", [{}, {"key_padding_lengths": [150, 290]}], ids=["alone", "padding"])
-def test_alibi_of_many_queries_is_that_of_the_plain_path(is_causal, hidden):
+@pytest.mark.parametrize("added", ["alibi", "relative_bias"])
+def test_what_many_queries_gain_by_distance_is_that_of_the_plain_path(added, is_causal, hidden):
     """In torch, which makes the bias of a few queries at a time; JAX's small blocks are in every case."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 290, 8, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3))
-    sinks, spec = torch.tensor([0.5, -1.0], dtype=torch.float64), AttentionSpec(16, 2, alibi=Alibi(), sinks=True)
+    leaves, sinks = {"query": q, "key": k, "value": v}, torch.tensor([0.5, -1.0], dtype=torch.float64)
+    if added == "relative_bias":
+        leaves[added] = torch.randn(8, 2, dtype=torch.float64, generator=generator).requires_grad_()
+    spec = AttentionSpec(16, 2, **{added: Alibi() if added == "alibi" else RelativeBias(8, 200)}, sinks=True)
     contexts = [
-        attend(q, k, v, spec, is_causal=is_causal, sinks=sinks, **hidden)[0]
+        attend(spec=spec, is_causal=is_causal, sinks=sinks, **leaves, **hidden)[0]
         for attend in (mha_torch.scaled_dot_product_attention, torch_fused)
     ]
-    expected, found = ([x, *torch.autograd.grad(x.square().sum(), (q, k, v))] for x in contexts)
+    expected, found = ([x, *torch.autograd.grad(x.square().sum(), [*leaves.values()])] for x in contexts)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mha_spec import Gate, Norm, Rope
+from mha_spec import Gate, Norm, RelativeBias, Rope
 from parity import AttentionSpec, random_weights
 from parity.conversion.layouts.layout import RULES, Layout, Tensor
 from parity.conversion.layouts.tables import LAYOUTS
@@ -372,6 +372,7 @@ UNHELD = {
     },
     "value_head_dim must equal head_dim, got head_dim=.*, value_head_dim=3": {"value_head_dim": 3},
     "there must be no gate, got gate=Gate": {"gate": Gate()},
+    "there must be no relative bias, got relative_bias=RelativeBias": {"relative_bias": RelativeBias()},
     "projections must not be clipped, got clip_qkv=8.0": {"clip_qkv": 8.0},
     "queries, keys and values must not be normalised, got qk_norm=Norm": {"qk_norm": Norm()},
     "queries, keys and values must not be normalised, got qk_norm=None, v_norm=Norm": {"v_norm": Norm(weight=None)},

@@ -172,6 +172,17 @@ def test_alibi_takes_the_slope_times_the_distance_from_the_scores(sibling):
     assert later == pytest.approx(-np.array([2.0**-4, 2.0**-8])[:, None, None] * np.array([[3, 2], [4, 3]]))
 
 
+def test_a_relative_bias_adds_what_the_table_has_for_the_bucket(sibling):
+    zeros, record = sibling.array(np.zeros((2, 2, 2, 4), np.float32)), parity.RelativeBias(4, 3)
+    scores, spec = sibling.package.attention_scores, parity.AttentionSpec(8, 2, relative_bias=record)
+    table = np.arange(8, dtype=np.float32).reshape(4, 2)  # of the buckets 0; 1 and more before; none; 1 and more after
+    expected = table[[[0, 3], [1, 0]]].transpose(2, 0, 1)
+    found = sibling.numpy(scores(zeros, zeros, None, spec, None, sibling.array(table)))
+    assert found == pytest.approx(np.stack([expected] * 2))
+    later = sibling.numpy(scores(zeros, zeros, None, spec, sibling.array([1, 0]), sibling.array(table)))
+    assert later == pytest.approx(np.stack([table[[[1, 0], [1, 1]]].transpose(2, 0, 1), expected]))
+
+
 def test_a_sink_takes_weight_and_gives_none_back(sibling):
     scores, sinks = np.array([[[[0.0, 1.0]], [[2.0, 3.0]]]], np.float32), np.array([2.0, -1.0], np.float32)
     hidden = np.array([[[[False, True]]], [[[True, True]]]])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch import Tensor
 from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 from transformers.models.mpt import modeling_mpt
+from transformers.models.t5 import modeling_t5
 
-from mha_spec import Alibi, AttentionSpec
+from mha_spec import Alibi, AttentionSpec, RelativeBias
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,52 @@ def falcon() -> Released:
     return Biased(module, AttentionSpec(32, 4, alibi=Alibi(scaled=True)), call=call)
 
 
+def t5(is_decoder: bool) -> Released:
+    """Of another width inside, the farthest keys beyond the largest distance."""
+    config = transformers.T5Config(
+        d_model=32,
+        d_kv=12,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=8,
+        is_decoder=is_decoder,
+    )
+    config._attn_implementation = "eager"
+
+    def call(module: Any, x: Tensor, hidden: Tensor) -> Tensor:
+        return module(x, mask=added(hidden, x) if is_decoder else None)[0]
+
+    def repacked(parameters: dict[str, Tensor]) -> Weights:
+        names = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}
+        found = {f"{ours}.weight": parameters[f"{theirs}.weight"] for theirs, ours in names.items()}
+        return found | {"relative_bias": parameters["relative_attention_bias.weight"]}
+
+    relative_bias = RelativeBias(8, 8, bidirectional=not is_decoder)
+    spec = AttentionSpec(32, 4, head_dim=12, qkv_bias=False, out_bias=False, scale=1.0, relative_bias=relative_bias)
+    module = modeling_t5.T5Attention(config, has_relative_attention_bias=True, layer_idx=0)
+    return Biased(module, spec, repacked=repacked, call=call)
+
+
 LAYERS = {"BLOOM": bloom, "MPT": mpt, "Falcon": falcon}
+LAYERS |= {"T5, encoder": partial(t5, is_decoder=False), "T5, decoder": partial(t5, is_decoder=True)}
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_equals_the_released_one(name):
-    check_equal(LAYERS[name]())
+    check_equal(LAYERS[name](), is_causal=name != "T5, encoder")
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_buckets_are_those_of_t5_at_every_distance(bidirectional):
+    """Many depend on how float32 rounds: 34 buckets and 27 tokens, 38 and 25, 17 and 27, 19 and 49 among them."""
+    bucket = modeling_t5.T5Attention._relative_position_bucket
+    for num_buckets in (4, 6, 8, 32, 34, 38, 64, *(() if bidirectional else (2, 3, 17, 19))):
+        num_exact = num_buckets // (4 if bidirectional else 2)
+        for max_distance in (num_exact + 1, 25, 27, 49, 98, 128, 1000):
+            if max_distance <= num_exact:
+                continue
+            found = RelativeBias(num_buckets, max_distance, bidirectional).buckets()
+            distances = torch.arange(-3 * max_distance, 3 * max_distance + 1)
+            expected = bucket(distances, bidirectional, num_buckets, max_distance)
+            near = distances.clamp(-max_distance, max_distance) + max_distance
+            assert (found[near] == expected.numpy()).all(), (num_buckets, max_distance)

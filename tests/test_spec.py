@@ -16,6 +16,7 @@ from mha_spec import (
     LongRopeScaling,
     Norm,
     ProportionalScaling,
+    RelativeBias,
     Rope,
     Temperature,
     YarnScaling,
@@ -100,6 +101,16 @@ def test_values_of_another_width_have_projections_of_their_own_width():
             "temperature must be None with positions on several axes",
         ),
         ({"d_model": 8, "num_heads": 2, "alibi": True}, TypeError, "alibi must be an Alibi or None, got alibi=True"),
+        (
+            {"d_model": 8, "num_heads": 2, "relative_bias": 32},
+            TypeError,
+            "relative_bias must be a RelativeBias or None",
+        ),
+        (
+            {"d_model": 8, "num_heads": 2, "alibi": Alibi(), "relative_bias": RelativeBias()},
+            ValueError,
+            r"alibi must be None with a relative_bias, got alibi=Alibi\(.*\) and relative_bias=RelativeBias\(",
+        ),
         ({"d_model": 8, "num_heads": 2, "sinks": 1}, TypeError, "sinks must be a boolean, got sinks=1"),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, ValueError, "clip_qkv must be positive and finite"),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": math.nan}, ValueError, "clip_qkv must be positive and finite"),
@@ -211,6 +222,44 @@ def test_slopes_of_alibi_are_those_of_the_paper():
 def test_alibi_refuses_what_does_not_fit(keywords, error, message):
     with pytest.raises(error, match=message):
         Alibi(**keywords)
+
+
+def test_a_relative_bias_has_a_number_for_each_bucket_and_head():
+    spec = AttentionSpec(8, 4, num_kv_heads=2, sinks=True, relative_bias=RelativeBias(6, 5, bidirectional=False))
+    assert list(spec.parameters.items()) == [("sinks", (4,)), ("relative_bias", (6, 4))]
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert hash(AttentionSpec.from_json(spec.to_json())) == hash(spec)
+    assert spec.has_distance_bias
+    assert not AttentionSpec(8, 4).has_distance_bias
+    assert {name for name in weight_shapes(AttentionSpec(8, 4)) if "relative" in name} == set()
+
+
+def test_buckets_grow_with_the_logarithm_of_the_distance():
+    """Of 4 in a direction: 0, 1, then 2 from 2 and 3 from 4 = sqrt(2 * 8) on."""
+    before = [3, 3, 3, 3, 3, 2, 2, 1, 0]
+    assert RelativeBias(4, 8, bidirectional=False).buckets().tolist() == [*before, *[0] * 8]
+    assert RelativeBias(8, 8).buckets().tolist() == [*before, 5, 6, 6, 7, 7, 7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"num_buckets": 31}, ValueError, "num_buckets must be even if bidirectional, got num_buckets=31"),
+        ({"num_buckets": 2}, ValueError, "num_buckets must be at least 4, got num_buckets=2"),
+        ({"num_buckets": 1, "bidirectional": False}, ValueError, "num_buckets must be at least 2, got num_buckets=1"),
+        ({"num_buckets": 32.0}, TypeError, "num_buckets must be an integer"),
+        ({"max_distance": 8}, ValueError, "max_distance must be above the 8 distances .*, got max_distance=8"),
+        (
+            {"max_distance": 16, "bidirectional": False},
+            ValueError,
+            "max_distance must be above the 16 distances .*, got max_distance=16 and num_buckets=32",
+        ),
+        ({"bidirectional": 1}, TypeError, "bidirectional must be a boolean, got bidirectional=1"),
+    ],
+)
+def test_a_relative_bias_refuses_what_does_not_fit(keywords, error, message):
+    with pytest.raises(error, match=message):
+        RelativeBias(**keywords)
 
 
 def test_three_biases_are_kept_as_one_where_they_are_equal():
@@ -468,6 +517,8 @@ def test_cases_cover_what_attention_can_do():
         "sinks": any(case.spec.sinks for case in cases if not case.is_cached),
         "ALiBi": any(case.spec.alibi for case in cases if not case.is_cached),
         "ALiBi with a cache": any(case.spec.alibi for case in cases if case.is_cached),
+        "relative bias": any(case.spec.relative_bias for case in cases if not case.is_cached),
+        "relative bias with a cache": any(case.spec.relative_bias for case in cases if case.is_cached),
         "sinks with a cache": any(case.spec.sinks for case in cases if case.is_cached),
         "norm of values": any(case.spec.v_norm for case in cases),
         "norm with a cache": any(case.spec.norms for case in cases if case.is_cached),

@@ -58,8 +58,8 @@ def _open(sibling: Any, spec: AttentionSpec, weights: Any, query: Any) -> Any:
     return sibling.project_with(weights, spec)("gate_proj", query)
 
 
-def _score(sibling: Any, spec: AttentionSpec, q: Any, k: Any, bias: Any, offsets: Any) -> Any:
-    return sibling.attention_scores(q, k, bias, spec, offsets)
+def _score(sibling: Any, spec: AttentionSpec, q: Any, k: Any, bias: Any, offsets: Any, relative_bias: Any) -> Any:
+    return sibling.attention_scores(q, k, bias, spec, offsets, relative_bias)
 
 
 def _soften(sibling: Any, scores: Any, mask: Any, sinks: Any) -> Any:
@@ -147,7 +147,8 @@ class _Layer:
 
     def scores(self, values: Values, offsets: Any = None) -> dict[str, np.ndarray]:
         q, k = (self.shapes.heads_from_numpy(values[name]) for name in "qk")
-        scores = self.port.call(_score, self.spec, q, k, self.inputs.get("bias"), offsets)
+        added = (self.inputs.get("bias"), offsets, self.filled.weights.get("relative_bias"))
+        scores = self.port.call(_score, self.spec, q, k, *added)
         return {"scores": self.port.to_numpy(scores)}
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:

@@ -20,6 +20,7 @@ from mha_spec import (
     LongRopeScaling,
     Norm,
     ProportionalScaling,
+    RelativeBias,
     Rope,
     Temperature,
     YarnScaling,
@@ -38,7 +39,10 @@ from parity.diagnosis.mistakes import PRECISIONS, Mistake, Plan, mistakes_for
 SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_mistakes]
 """The backends that every mistake can be planted in. Of mha_tt only masks are arrays: tests/tt plants a few there."""
 
-HOLDERS = ("alibi", "masks", "rope", "norms", "weights", "projections", "stages", "mha", "cache", "cache_mha")
+HOLDERS = (
+    *("alibi", "relative_bias", "masks", "rope", "norms", "weights", "projections", "stages", "mha", "cache"),
+    "cache_mha",
+)
 """The modules of a sibling that hold its functions, beside the package itself."""
 
 
@@ -190,6 +194,20 @@ SELFTEST_CASES = [
         seq_len=7,
         chunks=(4, 1, 2),
         capacity=8,
+    ),
+    Case(
+        "relative-bias",
+        AttentionSpec(32, 4, qkv_bias=False, out_bias=False, relative_bias=RelativeBias(8, 8)),
+        "scores that gain by the bucket of their distance",
+        seq_len=9,
+    ),
+    Case(
+        "relative-bias-cached",
+        AttentionSpec(32, 4, qkv_bias=False, out_bias=False, relative_bias=RelativeBias(6, 7, bidirectional=False)),
+        "the same before alone, from a cache",
+        seq_len=9,
+        chunks=(4, 1, 4),
+        capacity=10,
     ),
     Case("chunk", AttentionSpec(32, 4, chunk_size=3), "a layer of chunks", seq_len=8, is_causal=True),
 ]

@@ -45,6 +45,7 @@ def covers(case: Case) -> str:
         f"scale {spec.scale}": spec.scale is not None,
         "temperature": spec.temperature is not None,
         "ALiBi": spec.alibi is not None,
+        "relative bias": spec.relative_bias is not None,
         "sinks": spec.sinks,
         f"soft cap {spec.soft_cap}": spec.soft_cap is not None,
         f"window {spec.window_size} of the layer": spec.window_size is not None,

@@ -461,6 +461,7 @@ def test_module_refuses_the_configuration(device, kind, name):
 # ---- Stages ----------------------------------------------------------------------------------------------------------
 
 HEADS = ones(2, 2, 3, 32)
+RELATIVE = parity.AttentionSpec(8, 2, relative_bias=parity.RelativeBias(8, 8))
 STAGES = {
     "split_heads width": ("split_heads", {"x": ones(2, 3, 8), "num_heads": 3}, ValueError, "width=8 and num_heads=3"),
     "split_heads 0": ("split_heads", {"x": ones(2, 3, 8), "num_heads": 0}, ValueError, "num_heads must be at least 1"),
@@ -481,6 +482,24 @@ STAGES = {
         {"query": HEADS, "key": HEADS, "spec": parity.AttentionSpec(66, 2)},
         ValueError,
         "head_dim must be at most the 32 features of a head, got head_dim=33",
+    ),
+    "scores relative bias": (
+        "attention_scores",
+        {"query": HEADS, "key": HEADS, "spec": RELATIVE, "relative_bias": ones(2, 8)},
+        ValueError,
+        "relative_bias must have 4 axes",
+    ),
+    "scores relative bias heads": (
+        "attention_scores",
+        {"query": HEADS, "key": HEADS, "spec": RELATIVE, "relative_bias": ones(1, 8, 1, 2)},
+        ValueError,
+        r"relative_bias must have shape \(1, N, 1, num_buckets\) = \(1, 2, 1, 8\)",
+    ),
+    "scores without their relative bias": (
+        "attention_scores",
+        {"query": HEADS, "key": HEADS, "spec": RELATIVE},
+        ValueError,
+        "relative_bias must be given where the spec has one",
     ),
     "softmax sinks": ("masked_softmax", {"scores": HEADS, "sinks": HEADS}, ValueError, r"sinks must have shape \(1, N"),
     "softmax mask": ("masked_softmax", {"scores": HEADS, "mask": booleans(5)}, ValueError, "mask must broadcast"),

@@ -194,6 +194,19 @@ def test_alibi_takes_the_slope_times_the_distance_from_the_scores(device):
     assert found == pytest.approx(-np.array([2.0**-4, 2.0**-8])[:, None, None] * np.array([[3, 2], [4, 3]]))
 
 
+@pytest.mark.parametrize("dtype", [ttnn.bfloat16, ttnn.float32], ids=["bfloat16", "float32"])
+def test_a_relative_bias_adds_what_the_table_has_for_the_bucket(device, dtype):
+    zeros = mha_tt.upload(np.zeros((2, 2, 2, 4)), device=device, dtype=dtype)
+    spec = parity.AttentionSpec(8, 2, relative_bias=parity.RelativeBias(4, 3))
+    table = np.arange(8.0).reshape(4, 2)  # of the buckets 0; 1 and more before; none; 1 and more after
+    held = mha_tt.upload(table.T.reshape(1, 2, 1, 4), device=device, dtype=dtype)
+    expected = table[[[0, 3], [1, 0]]].transpose(2, 0, 1)
+    found = mha_tt.download(mha_tt.attention_scores(zeros, zeros, None, spec, None, held))
+    assert found == pytest.approx(np.stack([expected] * 2))
+    later = mha_tt.download(mha_tt.attention_scores(zeros, zeros, None, spec, np.array([1, 0]), held))
+    assert later == pytest.approx(np.stack([table[[[1, 0], [1, 1]]].transpose(2, 0, 1), expected]))
+
+
 def test_a_sink_takes_weight_and_gives_none_back(device):
     scores = mha_tt.upload(np.array([[[[0.0, 1.0]], [[2.0, 3.0]]]] * 2), device=device, dtype=ttnn.float32)
     sinks = mha_tt.upload(np.array([2.0, -1.0]).reshape(1, 2, 1, 1), device=device, dtype=ttnn.float32)

@@ -168,6 +168,9 @@ RULES: dict[str, Rule] = {
     "no gate": Rule("there must be no gate", ("gate",), lambda spec: spec.gate is None),
     "no sinks": Rule("there must be no sinks", ("sinks",), lambda spec: not spec.sinks),
     "no ALiBi": Rule("there must be no ALiBi", ("alibi",), lambda spec: spec.alibi is None),
+    "no relative bias": Rule(
+        "there must be no relative bias", ("relative_bias",), lambda spec: spec.relative_bias is None
+    ),
     "even": Rule("head_dim must be even", ("head_dim",), lambda spec: spec.head_dim % 2 == 0),
     "whole halves": Rule(
         "RoPE must rotate the pairs (i, i + H/2) of whole heads",
@@ -182,7 +185,10 @@ def _rotates_whole_halves(rope: Rope, head_dim: int) -> bool:
     return rope.pairs == "half" and rope.rotary_dim in (None, head_dim)
 
 
-OF_ALL = ("one head_dim", "no norms", "no clipping", "equal biases", "no gate", "no sinks", "no ALiBi")
+OF_ALL = (
+    *("one head_dim", "no norms", "no clipping", "equal biases", "no gate"),
+    *("no sinks", "no ALiBi", "no relative bias"),
+)
 """The rules of every layout: what none of them has names for yet."""
 
 

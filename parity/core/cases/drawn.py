@@ -17,6 +17,7 @@ from mha_spec import (
     Llama3Scaling,
     Norm,
     ProportionalScaling,
+    RelativeBias,
     Rope,
     Temperature,
     YarnScaling,
@@ -73,6 +74,9 @@ def random_case(seed: int) -> Case:
     features = _features(case, choose)
     # A temperature beside it would make logits that only trained layers have.
     position = choose(0, 0, 4090) if features.rope is not None and features.temperature is None else 0
+    relative_bias = choose(None, None, RelativeBias(8, 8), RelativeBias(7, 12, bidirectional=False))
+    if features.alibi is None:
+        features = replace(features, relative_bias=relative_bias)
     return replace(case, spec=features, first_position=position)
 
 

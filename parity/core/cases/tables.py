@@ -12,6 +12,7 @@ from mha_spec import (
     LongRopeScaling,
     Norm,
     ProportionalScaling,
+    RelativeBias,
     Rope,
     Temperature,
     YarnScaling,
@@ -27,6 +28,7 @@ _TEMPERATURE = AttentionSpec(32, 4, num_kv_heads=2, temperature=Temperature(3, s
 _ROPE_TEMPERATURE = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0), temperature=Temperature(4, scale=0.5))
 _SINKS = AttentionSpec(32, 4, num_kv_heads=2, sinks=True)
 _ALIBI = AttentionSpec(32, 4, alibi=Alibi())
+_RELATIVE = AttentionSpec(32, 4, relative_bias=RelativeBias(8, 8))
 _WINDOW = AttentionSpec(32, 4, num_kv_heads=2, window_size=4)
 _CHUNK = AttentionSpec(32, 4, num_kv_heads=2, chunk_size=4)
 _SCALE = AttentionSpec(32, 4, num_kv_heads=2, scale=0.0625)
@@ -142,6 +144,16 @@ LAYERS = [
         "before and after, scaled, of heads that are no power of two",
         seq_len=10,
         key_padding_lengths=(10, 7),
+    ),
+    Case("relative-bias", _RELATIVE, "scores that gain by the distance's bucket", seq_len=9),
+    Case(
+        "relative-bias-padded",
+        AttentionSpec(48, 6, num_kv_heads=2, relative_bias=RelativeBias(7, 9, bidirectional=False), soft_cap=1.5),
+        "before alone, of capped scores of shared heads, padded",
+        seq_len=10,
+        key_padding_lengths=(10, 7),
+        bias=True,
+        gain=3.0,
     ),
     Case("window", _WINDOW, "a layer that sees the last four tokens", seq_len=11, is_causal=True),
     Case("window-both-ways", _WINDOW, "three tokens before and after", seq_len=11, key_padding_lengths=(7, 11)),
@@ -325,6 +337,15 @@ CACHED = [
         capacity=10,
     ),
     Case(
+        "decode-relative-bias",
+        AttentionSpec(48, 6, num_kv_heads=2, relative_bias=RelativeBias(6, 7, bidirectional=False)),
+        "decode, past the largest distance, ragged",
+        seq_len=9,
+        chunks=(5, 1, 2, 1),
+        new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)),
+        capacity=10,
+    ),
+    Case(
         "decode-window",
         AttentionSpec(32, 4, num_kv_heads=2, window_size=4, rope=Rope(10000.0)),
         "decode, within a window",
@@ -467,6 +488,7 @@ MORE = frozenset(
         *("rope-longrope", "rope-partial-interleaved", "fused-qkv-gqa", "bias", "causal-tall", "no-bias", "one-key"),
         *("nan-hidden-cross", "random-1", "random-2"),
         *("sinks-masked", "decode-sinks", "alibi-both-ways", "decode-alibi"),
+        *("relative-bias-padded", "decode-relative-bias"),
     }
 )
 """More of what other cases show: a run takes these where all cases are asked for, or they by name."""

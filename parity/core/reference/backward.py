@@ -142,9 +142,18 @@ class Backward:
         if layer.problem.spec.sinks:  # of the sink's weight, whose value is 0
             passed_on = a.widen(values["sink_weights"]) * weighed
             grads["grad.sinks"] = a.keep((passed_on if self.magnitude else -passed_on).sum(axis=(0, 2, 3)))
+        if layer.problem.spec.relative_bias is not None:
+            grads["grad.relative_bias"] = a.keep(self.of_relative_bias(d_scores))
         d_scores, scale = d_scores * slope, a.wide.type(layer.scale())
         d_q = a.matmul(d_scores, layer.per_query_head(k)) / scale
         return d_q, self.per_kv_head(a.matmul(d_scores.swapaxes(2, 3), q) / scale), d_v
+
+    def of_relative_bias(self, d_scores: np.ndarray) -> np.ndarray:
+        """The gradient of the table, (num_buckets, N): what the scores pass on, summed where they share a bucket."""
+        layer = self.layer
+        (buckets,) = layer.buckets(np.arange(d_scores.shape[2])[None], d_scores.shape[3])
+        by_place = np.moveaxis(d_scores.sum(axis=0), 0, -1)  # (T, S, N)
+        return np.stack([by_place[buckets == i].sum(axis=0) for i in range(len(layer.relative_table()))])
 
     def slope_of_cap(self, values: Values) -> np.ndarray | float:
         """The derivative of the capped scores by the scores, (B, N, T, S): 1 - tanh(s / cap) ** 2."""

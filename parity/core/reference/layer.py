@@ -7,7 +7,7 @@ from typing import cast
 
 import numpy as np
 
-from mha_spec import Alibi, Norm, Rope, Temperature
+from mha_spec import Alibi, Norm, RelativeBias, Rope, Temperature
 from parity.core.problem import Problem
 from parity.core.reference import norms
 from parity.core.reference.arithmetic import Arithmetic
@@ -54,6 +54,8 @@ class Layer:
         places = np.arange(scores.shape[2])[None] if places is None else places
         if self.problem.spec.alibi is not None:
             scores = scores - self.lost_by_distance(self.distances(places, scores.shape[3]))
+        if self.problem.spec.relative_bias is not None:
+            scores = scores + self.gained_by_distance(self.buckets(places, scores.shape[3]))
         return {"scores": scores if bias is None else scores + self.arithmetic.widen(bias)}
 
     def products(self, values: Values) -> np.ndarray:
@@ -186,6 +188,45 @@ class Layer:
         of_rest = (2 * (n - largest) - 1) / (2 * largest)
         slopes = 2.0 ** (-alibi.max_bias * np.where(n <= largest, n / largest, of_rest))
         return slopes / self.scale() if alibi.scaled else slopes
+
+    def gained_by_distance(self, buckets: np.ndarray) -> np.ndarray:
+        """What a relative bias adds to the scores, (B or 1, N, T, S), by the buckets of distances (B or 1, T, S)."""
+        return np.moveaxis(self.arithmetic.widen(self.relative_table())[buckets], -1, 1)
+
+    def relative_table(self) -> np.ndarray:
+        """The numbers of buckets and heads, (num_buckets, N)."""
+        return self.parameter("relative_bias")
+
+    def buckets(self, places: np.ndarray, key_len: int) -> np.ndarray:
+        """Those of the distances from queries to keys, (B or 1, T, S)."""
+        return self.bucket(np.arange(key_len) - places[:, :, None])
+
+    def bucket(self, distance: np.ndarray) -> np.ndarray:
+        """Of the distance from a query to a key, below 0 for a key before it."""
+        relative = self.relative_bias()
+        if not relative.bidirectional:
+            return self.bucket_of_direction(np.where(distance < 0, -distance, 0), relative.num_buckets)
+        half = relative.num_buckets // 2
+        return self.bucket_of_direction(np.abs(distance), half) + np.where(distance > 0, half, 0)
+
+    def bucket_of_direction(self, away: np.ndarray, count: int) -> np.ndarray:
+        """Of `count`, the first half of one distance each, the others of more and more of them."""
+        exact = count // 2
+        steps = self.share_of_logarithm(np.maximum(away, exact), exact) * np.float32(count - exact)
+        return np.where(away < exact, away, np.minimum(exact + np.floor(steps).astype(np.int64), count - 1))
+
+    def share_of_logarithm(self, away: np.ndarray, exact: int) -> np.ndarray:
+        """How far a distance lies between the first that is not exact, 0, and the largest, 1, by their logarithms.
+
+        Of float32, rounded at every step, since T5's buckets begin where it says.
+        """
+        largest = np.log(self.relative_bias().max_distance / exact)
+        ratio = away.astype(np.float32) / np.float32(exact)
+        return np.log(ratio.astype(np.float64)).astype(np.float32) / np.float32(largest)
+
+    def relative_bias(self) -> RelativeBias:
+        """Which distances share a bucket."""
+        return cast(RelativeBias, self.problem.spec.relative_bias)  # asked for where there is one
 
     def scale(self) -> float:
         """What products of queries and keys are divided by."""

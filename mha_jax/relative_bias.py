@@ -1,0 +1,66 @@
+"""T5's relative bias: what scores gain for the distance of their keys, learned for buckets of distances."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from mha_jax.arrays import check_array
+from mha_jax.compiled import compiled
+from mha_spec import RelativeBias
+
+
+@compiled("relative_bias", "seq_len_q", "seq_len_k", "scores_dtype")
+def relative_position_bias(
+    table: Float[Array, "..."],
+    relative_bias: RelativeBias,
+    seq_len_q: int,
+    seq_len_k: int,
+    offsets: Int[Array, " B"] | None = None,
+    *,
+    scores_dtype: jnp.dtype,
+) -> Float[Array, "#B N T S"]:
+    """The number that a table has for the distance of each query and key, and each head.
+
+    Args:
+        table: of the buckets and heads, (num_buckets, N).
+        relative_bias: which distances share a bucket.
+        seq_len_q: number of queries, T.
+        seq_len_k: number of keys, S.
+        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
+        scores_dtype: of the scores, and of the bias.
+
+    Returns:
+        The bias of the scores, (B or 1, N, T, S).
+
+    Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1.
+    """
+    distances = jnp.arange(-seq_len_q, seq_len_k, dtype=jnp.int32)[None]
+    if offsets is not None:
+        distances = distances - offsets[:, None]
+    farthest = relative_bias.max_distance
+    buckets = jnp.asarray(relative_bias.buckets(), jnp.int32)
+    buckets = buckets[jnp.clip(distances, -farthest, farthest) + farthest]
+    by_distance = table.astype(scores_dtype)[buckets].swapaxes(1, 2)  # (B or 1, N, T + S)
+    # The row of a query is that of the one before it, a key farther on: only T + S numbers of a head are looked up.
+    firsts = seq_len_q - jnp.arange(seq_len_q, dtype=jnp.int32)
+    return jax.vmap(lambda first: lax.dynamic_slice_in_dim(by_distance, first, seq_len_k, axis=2), out_axes=2)(firsts)
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_relative_bias(table: Array | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
+    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
+    if (table is None) != (relative_bias is None):
+        raise ValueError(f"relative_bias must be given where the spec has one, got spec.relative_bias={relative_bias}")
+    if table is None or relative_bias is None:
+        return
+    check_array("relative_bias", table)
+    if not jnp.issubdtype(table.dtype, jnp.floating):
+        raise TypeError(f"relative_bias must be floating point, got relative_bias.dtype={table.dtype}")
+    shape = (relative_bias.num_buckets, num_heads)
+    if table.shape != shape:
+        raise ValueError(
+            f"relative_bias must have shape (num_buckets, N) = {shape}, got relative_bias.shape={table.shape}"
+        )

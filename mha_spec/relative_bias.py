@@ -1,0 +1,67 @@
+"""T5's relative bias: what a score gains for the distance of its key, learned for buckets of distances."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from mha_spec.rules import as_boolean, as_count
+
+
+@dataclass(frozen=True)
+class RelativeBias:
+    """A score gains a learned number of its head, which keys at distances of one bucket share.
+
+    Half of the buckets, rounded down, have one distance each, 0, 1, …; the others have more the farther they are, in
+    steps of the logarithm, and the last one has whatever lies `max_distance` tokens away or more.
+
+    Attributes:
+        num_buckets: number of buckets.
+        max_distance: from where on all distances are one.
+        bidirectional: the second half of the buckets is for keys after the query, each half divided as above; otherwise
+            those keys have the bucket of the query's own.
+
+    Raises:
+        TypeError: if a number is not an integer, or bidirectional not a boolean.
+        ValueError: if there are fewer than two buckets for a direction, or an odd number for two, or max_distance is
+            not above the distances that have a bucket each.
+
+    Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1, as T5's code has it.
+    """
+
+    num_buckets: int = 32
+    max_distance: int = 128
+    bidirectional: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bidirectional", as_boolean("bidirectional", self.bidirectional))
+        num_directions = 2 if self.bidirectional else 1
+        object.__setattr__(self, "num_buckets", as_count("num_buckets", self.num_buckets, 2 * num_directions))
+        if self.num_buckets % num_directions:
+            raise ValueError(f"num_buckets must be even if bidirectional, got num_buckets={self.num_buckets}")
+        object.__setattr__(self, "max_distance", as_count("max_distance", self.max_distance))
+        num_exact = self.num_buckets // num_directions // 2
+        if self.max_distance <= num_exact:
+            raise ValueError(
+                f"max_distance must be above the {num_exact} distances that have a bucket each, "
+                f"got max_distance={self.max_distance} and num_buckets={self.num_buckets}"
+            )
+
+    def buckets(self) -> np.ndarray:
+        """The bucket of each distance, key - query, from -max_distance to max_distance.
+
+        Integers, (2 * max_distance + 1,). Whatever is farther has the bucket of the nearer end.
+        """
+        distances = np.arange(-self.max_distance, self.max_distance + 1)
+        count = self.num_buckets // 2 if self.bidirectional else self.num_buckets
+        away = np.abs(distances) if self.bidirectional else np.maximum(-distances, 0)
+        num_exact = count // 2
+        # Each step rounded to float32, as T5 has it: where a bucket begins depends on that.
+        ratios = (np.maximum(away, num_exact) / num_exact).astype(np.float32)
+        logarithms = np.log(ratios, dtype=np.float64).astype(np.float32)
+        steps = logarithms / np.float32(math.log(self.max_distance / num_exact)) * np.float32(count - num_exact)
+        shared = np.minimum(num_exact + steps.astype(np.int64), count - 1)
+        first = count * (distances > 0) if self.bidirectional else 0
+        return first + np.where(away < num_exact, away, shared)

@@ -1,0 +1,62 @@
+"""T5's relative bias: what scores gain for the distance of their keys, learned for buckets of distances."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mha_spec import RelativeBias
+from mha_torch.arrays import check_array
+
+
+def relative_position_bias(
+    table: Float[Tensor, "..."],
+    relative_bias: RelativeBias,
+    seq_len_q: int,
+    seq_len_k: int,
+    offsets: Int[Tensor, " B"] | None = None,
+    *,
+    scores_dtype: torch.dtype,
+) -> Float[Tensor, "#B N T S"]:
+    """The number that a table has for the distance of each query and key, and each head.
+
+    Args:
+        table: of the buckets and heads, (num_buckets, N).
+        relative_bias: which distances share a bucket.
+        seq_len_q: number of queries, T.
+        seq_len_k: number of keys, S.
+        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
+        scores_dtype: of the scores, and of the bias.
+
+    Returns:
+        The bias of the scores, (B or 1, N, T, S).
+
+    Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1.
+    """
+    distances = torch.arange(-seq_len_q, seq_len_k, device=table.device)[None]
+    if offsets is not None:
+        distances = distances - offsets.to(distances)[:, None]
+    farthest = relative_bias.max_distance
+    buckets = torch.as_tensor(relative_bias.buckets(), device=table.device)
+    buckets = buckets[distances.clamp(-farthest, farthest) + farthest]
+    by_distance = table.to(scores_dtype)[buckets].transpose(1, 2)  # (B or 1, N, T + S)
+    # The row of a query is that of the one before it, a key farther on: only T + S numbers of a head are looked up.
+    return by_distance.unfold(2, seq_len_k, 1)[:, :, 1:].flip(2)
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_relative_bias(table: Tensor | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
+    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
+    if (table is None) != (relative_bias is None):
+        raise ValueError(f"relative_bias must be given where the spec has one, got spec.relative_bias={relative_bias}")
+    if table is None or relative_bias is None:
+        return
+    check_array("relative_bias", table)
+    if not table.is_floating_point():
+        raise TypeError(f"relative_bias must be floating point, got relative_bias.dtype={table.dtype}")
+    shape = (relative_bias.num_buckets, num_heads)
+    if tuple(table.shape) != shape:
+        raise ValueError(
+            f"relative_bias must have shape (num_buckets, N) = {shape}, got relative_bias.shape={tuple(table.shape)}"
+        )

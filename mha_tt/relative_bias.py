@@ -1,0 +1,66 @@
+"""T5's relative bias: what scores gain for the distance of their keys, learned for buckets of distances."""
+
+from __future__ import annotations
+
+import numpy as np
+import ttnn
+from jaxtyping import Float, Int
+from ttnn import Tensor
+
+from mha_spec import RelativeBias
+from mha_tt.arrays import check_floating
+from mha_tt.device import as_dtype, upload_integers
+
+
+def relative_position_bias(
+    table: Float[Tensor, "..."],
+    relative_bias: RelativeBias,
+    seq_len_q: int,
+    seq_len_k: int,
+    offsets: Int[np.ndarray, " B"] | None = None,
+    *,
+    scores_dtype: ttnn.DataType,
+) -> Float[Tensor, "#B N T S"]:
+    """The number that a table has for the distance of each query and key, and each head.
+
+    Args:
+        table: of the heads and buckets, (1, N, 1, num_buckets).
+        relative_bias: which distances share a bucket.
+        seq_len_q: number of queries, T.
+        seq_len_k: number of keys, S.
+        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
+        scores_dtype: of the scores, and of the bias.
+
+    Returns:
+        The bias of the scores, (B or 1, N, T, S).
+
+    Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1.
+    """
+    places = np.arange(seq_len_q)[None]
+    if offsets is not None:
+        places = np.asarray(offsets)[:, None] + places
+    farthest = relative_bias.max_distance
+    distances = np.clip(np.arange(seq_len_k) - places[:, :, None], -farthest, farthest)
+    buckets = relative_bias.buckets()[distances + farthest][:, None]  # (B or 1, 1, T, S)
+    batch_size, num_heads = len(buckets), table.shape[1]
+    index = np.broadcast_to(buckets, (batch_size, num_heads, seq_len_q, seq_len_k))
+    rows = ttnn.repeat(as_dtype(table, scores_dtype), (batch_size, 1, seq_len_q, 1))
+    return ttnn.gather(rows, 3, upload_integers(index, device=table.device(), is_index=True))
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_relative_bias(table: Tensor | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
+    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
+    if (table is None) != (relative_bias is None):
+        raise ValueError(f"relative_bias must be given where the spec has one, got spec.relative_bias={relative_bias}")
+    if table is None or relative_bias is None:
+        return
+    check_floating("relative_bias", table, rank=4)
+    shape = (1, num_heads, 1, relative_bias.num_buckets)
+    if tuple(table.shape) != shape:
+        raise ValueError(
+            f"relative_bias must have shape (1, N, 1, num_buckets) = {shape}, "
+            f"got relative_bias.shape={tuple(table.shape)}"
+        )
