@@ -588,6 +588,33 @@ def jitted_over_a_cache():
     return jax.jit(functools.partial(with_gradients, attend_to_cache), compiler_options=QUICKLY)
 
 
+def test_a_token_over_a_cache_gains_the_relative_bias_of_the_plain_path():
+    """And passes a gradient on to the table, within a window that begins in the cache."""
+    arrays = as_jax(cache_problem((4, 2), LAST_POSITIONS["ragged"]))
+    cotangent, last_positions = arrays.pop("cotangent"), arrays.pop("key_padding_lengths") - 1
+    record, table = RelativeBias(8, 20, bidirectional=False), np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4)
+    head_dim = arrays["query"].shape[3]
+    spec = AttentionSpec(4 * head_dim, 4, num_kv_heads=2, relative_bias=record, window_size=30)
+
+    def plain(query, key, value, relative_bias):
+        masking = mha_jax.masks.Masking(is_causal=True, offsets=last_positions, relative_bias=relative_bias)
+        dropout = mha_jax.stages.Dropout()
+        masking = masking.of_layer(spec)
+        return mha_jax.stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
+
+    def fused(query, key, value, relative_bias):
+        given = {"relative_bias": relative_bias, "block_sizes": SMALL_BLOCKS}
+        return mha_jax.fused.attend_to_cache(query, key, value, last_positions, spec, **given)
+
+    inputs = (*(arrays[side] for side in ("query", "key", "value")), jax.numpy.asarray(table))
+    expected, found = (
+        jax.jit(lambda *inputs, attend=attend: [attend(*inputs), *jax.vjp(attend, *inputs)[1](cotangent)])(*inputs)
+        for attend in (plain, fused)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)  # a few roundings of float32
+
+
 # ---- Decoding --------------------------------------------------------------------------------------------------------
 
 SPEC = parity.AttentionSpec(16, 4, num_kv_heads=2, head_dim=32, rope=Rope(10000.0))
@@ -984,15 +1011,16 @@ def test_flash_attention_of_a_gpu_is_taken_where_it_fits(
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("hidden", [{}, {"key_padding_lengths": [150, 290]}], ids=["alone", "padding"])
+@pytest.mark.parametrize("reach", [{}, {"window_size": 40}, {"chunk_size": 100}], ids=["all", "window", "chunk"])
 @pytest.mark.parametrize("added", ["alibi", "relative_bias"])
-def test_what_many_queries_gain_by_distance_is_that_of_the_plain_path(added, is_causal, hidden):
+def test_what_many_queries_gain_by_distance_is_that_of_the_plain_path(added, reach, is_causal, hidden):
     """In torch, which makes the bias of a few queries at a time; JAX's small blocks are in every case."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 290, 8, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3))
     leaves, sinks = {"query": q, "key": k, "value": v}, torch.tensor([0.5, -1.0], dtype=torch.float64)
     if added == "relative_bias":
         leaves[added] = torch.randn(8, 2, dtype=torch.float64, generator=generator).requires_grad_()
-    spec = AttentionSpec(16, 2, **{added: Alibi() if added == "alibi" else RelativeBias(8, 200)}, sinks=True)
+    spec = AttentionSpec(16, 2, **{added: Alibi() if added == "alibi" else RelativeBias(8, 200)}, sinks=True, **reach)
     contexts = [
         attend(spec=spec, is_causal=is_causal, sinks=sinks, **leaves, **hidden)[0]
         for attend in (mha_torch.scaled_dot_product_attention, torch_fused)

@@ -323,9 +323,11 @@ def test_download_without_values_says_how_to_get_them(only_mock, opened_device):
         mha_tt.download(tensor)
 
 
-def test_integers_are_uploaded_in_rows(device):
+def test_integers_are_uploaded_in_rows_and_an_index_in_tiles(device):
     tensor = devices.upload_integers([3, -1], device=device)
     assert (tensor.dtype, tensor.layout, tuple(tensor.shape)) == (ttnn.int32, ttnn.ROW_MAJOR_LAYOUT, (2,))
+    tensor = devices.upload_integers([[3, 1]], device=device, is_index=True)
+    assert (tensor.dtype, tensor.layout, tuple(tensor.shape)) == (ttnn.uint32, ttnn.TILE_LAYOUT, (1, 2))
 
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------
@@ -393,6 +395,15 @@ def test_weights_come_back_bit_for_bit(device, spec, rope, fused_qkv, dtype):
     downloaded = mha_tt.download_weights(held, spec)
     assert downloaded.keys() == weights.keys()
     assert [name for name in weights if not np.array_equal(downloaded[name], weights[name])] == []
+
+
+def test_what_is_learned_of_scores_comes_back_bit_for_bit(device):
+    spec = replace(SPECS["4x2x12"], sinks=True, relative_bias=parity.RelativeBias(8, 8))
+    weights = rounded_weights(spec, ttnn.bfloat16)
+    held = mha_tt.upload_weights(weights, spec, device=device, dtype=ttnn.bfloat8_b)
+    assert (held["relative_bias"].dtype, tuple(held["relative_bias"].shape)) == (ttnn.bfloat16, (1, 4, 1, 8))
+    downloaded = mha_tt.download_weights(held, spec)
+    assert all(np.array_equal(downloaded[name], weights[name]) for name in ("sinks", "relative_bias"))
 
 
 def padded(weights, heads, head_dim, slots, width):
