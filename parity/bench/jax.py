@@ -145,7 +145,7 @@ class _Core:
             "jax.nn": lambda: self.of_jax_nn(),
             "plain path": lambda: self.contender(_first(partial(plain, spec=spec)), counts=False),
         }
-        if self.work.soft_cap is not None:  # which jax.nn has not
+        if self.work.soft_cap is not None or self.work.has_sinks:  # which jax.nn has not
             del found["jax.nn"]
             return {**found, "scores by hand": lambda: self.contender(self.scores_by_hand())}
         if jax.default_backend() == "gpu" and self.work.dtype != "float32":
@@ -160,15 +160,24 @@ class _Core:
             jnp.asarray(order(self.arrays[name])) for name in ("query", "key", "value", "cotangent")
         )
 
-        def attend(_: Any, *inputs: Array) -> Array:
-            return function(*inputs, is_causal=self.work.is_causal)
+        sinks = [jnp.asarray(self.arrays["sinks"])] if self.work.has_sinks else []
 
-        return _contender(self.work, attend, (), (query, key, value), cotangent=cotangent, restore=order, **options)
+        def attend(_: Any, query: Array, key: Array, value: Array, *sinks: Array) -> Array:
+            given = {"sinks": sinks[0]} if sinks else {}
+            return function(query, key, value, is_causal=self.work.is_causal, **given)
+
+        inputs = (query, key, value, *sinks)
+        return _contender(self.work, attend, (), inputs, cotangent=cotangent, restore=order, **options)
 
     def of_jax_nn(self, implementation: str | None = None) -> Contender:
         attend: Any = jax.nn.dot_product_attention
         if self.work.window_size is not None:
             attend = partial(attend, local_window_size=(self.work.window_size - 1, 0))
+        if self.work.spec.alibi_slopes is not None:
+            places = jnp.arange(self.work.seq_len, dtype=jnp.float32)
+            slopes = jnp.asarray(self.work.spec.alibi_slopes)[:, None, None]
+            bias = (slopes * (places - places[:, None])).astype(self.work.dtype)
+            attend = partial(attend, bias=bias[None])
         # It takes (B, S, N, H).
         return self.contender(partial(attend, implementation=implementation), lambda x: x.swapaxes(1, 2))
 
@@ -176,10 +185,14 @@ class _Core:
         hidden = mha_jax.create_attention_mask(self.work.seq_len, is_causal=True, window_size=self.work.window_size)
         cap, scale = self.work.spec.soft_cap, self.work.spec.score_scale
 
-        def attend(query: Array, key: Array, value: Array, *, is_causal: bool) -> Array:
+        def attend(query: Array, key: Array, value: Array, *, is_causal: bool, sinks: Array | None = None) -> Array:
             scores = jnp.einsum("bnth,bnsh->bnts", query * scale, key)
             scores = scores if cap is None else cap * jnp.tanh(scores / cap)
-            attn_weights = jax.nn.softmax(jnp.where(hidden, -jnp.inf, scores), axis=-1)
+            scores = jnp.where(hidden, -jnp.inf, scores)
+            if sinks is not None:
+                column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+                scores = jnp.concatenate([scores, column], axis=-1)
+            attn_weights = jax.nn.softmax(scores, axis=-1)[..., : key.shape[2]]
             return jnp.einsum("bnts,bnsh->bnth", attn_weights, value)
 
         return attend

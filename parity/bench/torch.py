@@ -152,9 +152,9 @@ class _Core:
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
         spec, others = self.work.spec, {"SDPA": lambda: self.contender(F.scaled_dot_product_attention)}
-        if self.work.soft_cap is not None:
+        if self.work.soft_cap is not None or self.work.has_sinks:  # which SDPA has not
             others = {"scores by hand": lambda: self.contender(self.scores_by_hand())}
-        elif self.work.window_size is not None:
+        elif self.work.window_size is not None or self.work.has_alibi:
             others = {"masked SDPA": lambda: self.contender(self.masked_sdpa())}
         fused, plain = mha_torch.fused.scaled_dot_product_attention, mha_torch.scaled_dot_product_attention
         return {
@@ -171,22 +171,34 @@ class _Core:
         return ~hidden[0, 0]
 
     def masked_sdpa(self) -> Callable[..., Tensor]:
-        shown = self.shown()
+        shown, slopes = self.shown(), self.work.spec.alibi_slopes
+        if slopes is not None:
+            places = torch.arange(self.work.seq_len, device=self.side.device)
+            dtype = self.inputs["query"].dtype
+            lost = torch.tensor(slopes, device=self.side.device)[:, None, None] * (places[:, None] - places)
+            shown = (-lost).masked_fill(~shown, -torch.inf).to(dtype)
         return lambda *inputs, is_causal: F.scaled_dot_product_attention(*inputs, attn_mask=shown)
 
     def scores_by_hand(self) -> Callable[..., Tensor]:
         hidden, cap, scale = ~self.shown(), self.work.spec.soft_cap, self.work.spec.score_scale
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+        def attend(
+            query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, sinks: Tensor | None = None
+        ) -> Tensor:
             scores = query @ key.mT * scale
             scores = scores if cap is None else cap * torch.tanh(scores / cap)
-            return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if sinks is None:
+                return scores.softmax(-1) @ value
+            column = sinks[:, None, None].expand(*scores.shape[:3], 1)
+            return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1] @ value
 
         return attend
 
     def contender(self, function: Callable[..., Tensor], *, counts: bool = True) -> Contender:
         query, key, value = (self.inputs[name] for name in ("query", "key", "value"))
         forward = partial(function, query, key, value, is_causal=self.work.is_causal)
+        forward = partial(forward, sinks=self.inputs["sinks"]) if self.work.has_sinks else forward
         return self.side.contender(self.work, forward, self.inputs, counts=counts)
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from mha_spec import AttentionSpec
+from mha_spec import Alibi, AttentionSpec
 from parity.core.weights import Weights, dtype_named, random_weights
 
 GROUPS = ("cores", "scores", "layers", "decode", "memory", "import", "convert", "growth")
@@ -31,6 +31,8 @@ class Work:
         is_causal: no token sees a later one.
         window_size: no token sees one that many places away, or more.
         soft_cap: scores are capped softly.
+        has_sinks: each head has a logit beside its scores.
+        has_alibi: scores lose by distance.
         is_padded: the sequences have different lengths, see `lengths`.
         need_weights: the attention weights are a result, too.
         backward: the gradients of all inputs and weights are results, too.
@@ -47,6 +49,8 @@ class Work:
     is_causal: bool = False
     window_size: int | None = None
     soft_cap: float | None = None
+    has_sinks: bool = False
+    has_alibi: bool = False
     is_padded: bool = False
     need_weights: bool = False
     backward: bool = False
@@ -57,7 +61,8 @@ class Work:
         """The work in words; with shape, dtype and framework they identify a row."""
         if self.kind in ("prefill", "decode"):
             return self.kind
-        told = ("causal" * self.is_causal, "padded" * self.is_padded, "capped" * (self.soft_cap is not None))
+        told = ["causal" * self.is_causal, "padded" * self.is_padded, "capped" * (self.soft_cap is not None)]
+        told += ["sinks" * self.has_sinks, "ALiBi" * self.has_alibi]
         window = "" if self.window_size is None else f"window {self.window_size}"
         hidden = "+".join(filter(None, (*told, window))) or "full"
         words = [self.group if self.group in ("memory", "growth", "scores") else "", self.kind, hidden]
@@ -84,7 +89,14 @@ class Work:
     @property
     def spec(self) -> AttentionSpec:
         """The layer."""
-        return AttentionSpec(self.d_model, self.num_heads, window_size=self.window_size, soft_cap=self.soft_cap)
+        return AttentionSpec(
+            self.d_model,
+            self.num_heads,
+            window_size=self.window_size,
+            soft_cap=self.soft_cap,
+            sinks=self.has_sinks,
+            alibi=Alibi() if self.has_alibi else None,
+        )
 
     @property
     def capacity(self) -> int:
@@ -127,8 +139,8 @@ class Inputs:
     """The arrays of a piece of work, the same for every contender.
 
     Attributes:
-        arrays: of a core query, key, value (B, N, S, H); of a layer x (B, S, E); in decode x (B, 1, E) and the cached
-            keys, values (B, N, S, H); and the cotangent of the output.
+        arrays: of a core query, key, value (B, N, S, H) and, where it has them, sinks (N,); of a layer x (B, S, E); in
+            decode x (B, 1, E) and the cached keys, values (B, N, S, H); and the cotangent of the output.
         weights: canonical weights of a layer.
     """
 
@@ -146,6 +158,7 @@ def draw_inputs(work: Work) -> Inputs:
         "prefill": {"x": layer},
         "decode": {"x": (work.batch, 1, work.d_model), "keys": heads, "values": heads},
     }[work.kind]
+    shapes |= {"sinks": (work.num_heads,)} if work.has_sinks else {}
     arrays = {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes.items()}
     weights = {} if work.kind == "core" else random_weights(work.spec, 0)
     return Inputs(arrays, {name: weight.astype(dtype) for name, weight in weights.items()})
@@ -200,6 +213,7 @@ def _scores(dtype: str, quick: bool, long: bool) -> list[Work]:
     batch, num_heads, seq_len = shape
     core = Work("scores", "core", batch, seq_len, num_heads, dtype=dtype, is_causal=True)
     forward = [core, replace(core, window_size=window_size), replace(core, soft_cap=50.0)]
+    forward += [replace(core, has_sinks=True), replace(core, has_alibi=True)]
     return forward + [replace(work, backward=True) for work in forward]
 
 
