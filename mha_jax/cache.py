@@ -1,11 +1,12 @@
-"""The key/value cache: a value of fixed capacity, how it is filled, and what is refused of it.
+"""The cache of keys and values, or of latents: a value of fixed capacity, how it is filled, and what is refused of it.
 
 Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
 Hv value_head_dim, E d_model.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,27 +21,37 @@ from mha_jax.not_finite import emptied
 from mha_spec.reach import reach_of
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
-class KVCache:
-    """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
+class Cache:
+    """Slots, of which each sequence has filled the first few: what caches of both kinds have.
 
     Attributes:
-        keys, values: (B, K, capacity, H) and (B, K, capacity, Hv); keys after RoPE. A slot at or beyond its sequence's
-            length holds nothing.
         lengths: number of tokens each sequence has cached, (B,), int32.
     """
 
-    keys: Float[Array, "B K S H"]
-    values: Float[Array, "B K S Hv"]
     lengths: Int[Array, " B"]
+
+    @property
+    def slots(self) -> dict[str, Float[Array, "B K S W"]]:
+        """What is cached, by name; all but the lengths."""
+        held: Any = self
+        return {field.name: getattr(self, field.name) for field in fields(held) if field.name != "lengths"}
 
     @property
     def capacity(self) -> int:
         """Number of slots of each sequence."""
-        return self.keys.shape[2]
+        return next(iter(self.slots.values())).shape[2]
 
-    def reorder(self, indices: Int[Array, " C"] | Sequence[int]) -> "KVCache":
+    def with_slots(self, slots: Iterable[Float[Array, "B K S W"]], lengths: Int[Array, " B"]) -> Self:
+        """A cache of the same kind that holds something else.
+
+        Args:
+            slots: what it holds, in the order of `slots`.
+            lengths: number of tokens each sequence has cached, (B,).
+        """
+        held: Any = self
+        return replace(held, lengths=lengths, **dict(zip(self.slots, slots, strict=True)))
+
+    def reorder(self, indices: Int[Array, " C"] | Sequence[int]) -> Self:
         """A cache of the sequences with these indices, in this order; one may be taken more than once, or not at all.
 
         Args:
@@ -55,9 +66,10 @@ class KVCache:
         """
         check_lengths("indices", indices, None, self.lengths.shape[0] - 1)
         indices = jnp.asarray(indices, jnp.int32)
-        return KVCache(*(jnp.asarray(x)[indices] for x in (self.keys, self.values, self.lengths)))
+        slots = (jnp.asarray(x)[indices] for x in self.slots.values())
+        return self.with_slots(slots, jnp.asarray(self.lengths)[indices])
 
-    def repeat(self, repeats: int) -> "KVCache":
+    def repeat(self, repeats: int) -> Self:
         """A cache that holds each sequence `repeats` times, side by side, as the beams of a search.
 
         Args:
@@ -73,7 +85,7 @@ class KVCache:
         check_count("repeats", repeats)
         return self.reorder([index for index in range(self.lengths.shape[0]) for _ in range(repeats)])
 
-    def grow(self, capacity: int) -> "KVCache":
+    def grow(self, capacity: int) -> Self:
         """A cache of the same tokens with more slots.
 
         Args:
@@ -88,10 +100,10 @@ class KVCache:
         """
         check_count("capacity", capacity, minimum=self.capacity)
         added = [(0, 0), (0, 0), (0, capacity - self.capacity), (0, 0)]
-        keys, values = (jnp.pad(x, added) for x in (self.keys, self.values))
-        return KVCache(*(jnp.array(x, copy=True) for x in (keys, values, self.lengths)))
+        slots = (jnp.array(jnp.pad(x, added), copy=True) for x in self.slots.values())
+        return self.with_slots(slots, jnp.array(self.lengths, copy=True))
 
-    def crop(self, lengths: Int[Array, " B"] | Sequence[int] | int) -> "KVCache":
+    def crop(self, lengths: Int[Array, " B"] | Sequence[int] | int) -> Self:
         """A cache of the first tokens of each sequence only; the slots of the others hold nothing again.
 
         Args:
@@ -115,8 +127,41 @@ class KVCache:
                 )
         lengths = jnp.minimum(jnp.asarray(lengths, jnp.int32), self.lengths)
         is_free = jnp.arange(self.capacity, dtype=jnp.int32)[None] >= lengths[:, None]  # (B, S)
-        keys, values = (emptied(x, is_free[:, None, :, None]) for x in (self.keys, self.values))
-        return KVCache(keys, values, lengths)
+        return self.with_slots((emptied(x, is_free[:, None, :, None]) for x in self.slots.values()), lengths)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+class KVCache(Cache):
+    """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
+
+    Attributes:
+        keys, values: (B, K, capacity, H) and (B, K, capacity, Hv); keys after RoPE. A slot at or beyond its sequence's
+            length holds nothing.
+        lengths: number of tokens each sequence has cached, (B,), int32.
+    """
+
+    keys: Float[Array, "B K S H"]
+    values: Float[Array, "B K S Hv"]
+    lengths: Int[Array, " B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class LatentCache(Cache):
+    """Latents of the tokens seen so far, of which the keys and values of all heads are made.
+
+    Attributes:
+        latents: (B, 1, capacity, kv_rank + rope_dim): of each token the latent, normalised, and then what the heads
+            share of their keys, rotated. A slot at or beyond its sequence's length holds nothing.
+        lengths: number of tokens each sequence has cached, (B,), int32.
+    """
+
+    latents: Float[Array, "B 1 S W"]
+    lengths: Int[Array, " B"]
+
+
+CacheT = TypeVar("CacheT", KVCache, LatentCache)
 
 
 def init_cache(
@@ -157,6 +202,33 @@ def init_cache(
     )
 
 
+def init_latent_cache(
+    batch_size: int, capacity: int, kv_rank: int, rope_dim: int, dtype: jnp.dtype = jnp.float32
+) -> LatentCache:
+    """An empty cache of latents: zeros in every slot, every length 0.
+
+    Args:
+        batch_size: number of sequences, B.
+        capacity: number of slots of each sequence.
+        kv_rank: width of the latent of keys and values.
+        rope_dim: features of a key that the heads share.
+        dtype: floating-point dtype of the latents.
+
+    Raises:
+        TypeError: if a size is not an integer or the dtype not floating point.
+        ValueError: if a size is below 1, or the batch size below 0.
+    """
+    check_count("batch_size", batch_size, minimum=0)
+    for name, size in {"capacity": capacity, "kv_rank": kv_rank, "rope_dim": rope_dim}.items():
+        check_count(name, size)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be floating point, got dtype={dtype}")
+    return LatentCache(
+        latents=jnp.zeros((batch_size, 1, capacity, kv_rank + rope_dim), dtype),
+        lengths=jnp.zeros(batch_size, jnp.int32),
+    )
+
+
 def append_to_cache(
     cache: KVCache,
     key: Float[Array, "B K T H"],
@@ -181,23 +253,47 @@ def append_to_cache(
             (Under jit lengths are not known; there a sequence that does not fit keeps the tokens it had.)
     """
     check_appended(cache, key, value, new_lengths)
-    return append_checked(cache, key, value, num_added(cache, key.shape[2], new_lengths))
+    return append_checked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
+
+
+def append_to_latent_cache(
+    cache: LatentCache,
+    latents: Float[Array, "B 1 T W"],
+    *,
+    new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
+) -> LatentCache:
+    """Append the latents of new tokens to those in the cache.
+
+    Args:
+        cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage may be reused.
+        latents: (B, 1, T, kv_rank + rope_dim), in the cache's dtype.
+        new_lengths: as `append_to_cache` takes them.
+
+    Returns:
+        The cache, holding `cache.lengths + new_lengths` tokens.
+
+    Raises:
+        TypeError: if the dtypes differ or the lengths are not integers.
+        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
+            (Under jit lengths are not known; there a sequence that does not fit keeps the tokens it had.)
+    """
+    check_is_cache(cache, LatentCache)
+    check_latent_cache(cache, latents)
+    check_room(cache, latents.shape[2], new_lengths)
+    return append_checked(cache, (latents,), num_added(cache, latents.shape[2], new_lengths))
 
 
 @compiled()
-def append_checked(cache: KVCache, key: Array, value: Array, added: Array) -> KVCache:
-    """`append_to_cache` without its checks."""
-    batch_size, _, seq_len, _ = key.shape
-    cache = KVCache(*map(jnp.asarray, (cache.keys, cache.values, cache.lengths)))  # which NumPy may have read
+def append_checked(cache: CacheT, new: tuple[Array, ...], added: Array) -> CacheT:
+    """`append_to_cache` without its checks, of what goes into each array of slots."""
+    batch_size, _, seq_len, _ = new[0].shape
+    held, lengths = map(jnp.asarray, cache.slots.values()), jnp.asarray(cache.lengths)  # which NumPy may have read
     added = jnp.where(has_room(cache, added, seq_len), added, 0)
     is_real = jnp.arange(seq_len, dtype=jnp.int32)[None] < added[:, None]
     rows = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
-    slots = jnp.where(is_real, token_positions(cache.lengths, seq_len), cache.capacity)  # (B, T), beyond = dropped
-    return KVCache(
-        keys=cache.keys.at[rows, :, slots].set(key.swapaxes(1, 2), mode="drop"),
-        values=cache.values.at[rows, :, slots].set(value.swapaxes(1, 2), mode="drop"),
-        lengths=cache.lengths + added,
-    )
+    slots = jnp.where(is_real, token_positions(lengths, seq_len), cache.capacity)  # (B, T), beyond = dropped
+    filled = (x.at[rows, :, slots].set(y.swapaxes(1, 2), mode="drop") for x, y in zip(held, new, strict=True))
+    return cache.with_slots(filled, lengths + added)
 
 
 def create_cache_mask(
@@ -230,7 +326,7 @@ def create_cache_mask(
     return Masking(is_causal=True, reach=reach, offsets=offsets).hidden(seq_len_q, capacity)
 
 
-def num_added(cache: KVCache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> Array:
+def num_added(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> Array:
     """How many tokens are appended to each sequence, (B,)."""
     added = np.full(cache.lengths.shape, seq_len, np.int32) if new_lengths is None else new_lengths
     return jnp.asarray(added, jnp.int32)  # (B,)
@@ -241,7 +337,7 @@ def token_positions(lengths: Array, seq_len: int) -> Array:
     return lengths[:, None] + jnp.arange(seq_len, dtype=jnp.int32)[None]  # (B, T)
 
 
-def has_room(cache: KVCache, added: Array, seq_len: int) -> Array:
+def has_room(cache: Cache, added: Array, seq_len: int) -> Array:
     """Whether a sequence has as many slots left, (B,)."""
     return (added >= 0) & (added <= seq_len) & (cache.lengths + added <= cache.capacity)  # (B,)
 
@@ -297,15 +393,20 @@ def check_cache(
             raise TypeError(f"{name} must have the dtype of the new keys, got {x.dtype} and {key.dtype}")
 
 
-def check_is_cache(cache: object) -> None:
-    """Refuse what is not a cache."""
-    if not isinstance(cache, KVCache):
-        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
+def check_latent_cache(cache: LatentCache, latents: Array) -> None:
+    """Refuse cached latents (B, 1, S, W) that new ones (B, 1, T, W) cannot join."""
+    check_floating("latents", latents, rank=4)
+    check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))
 
 
-def check_cached_input(x: Array, cache: KVCache) -> None:
+def check_is_cache(cache: object, kind: type[Cache] = KVCache) -> None:
+    """Refuse what is not a cache of that kind."""
+    if not isinstance(cache, kind):
+        raise TypeError(f"cache must be a {kind.__name__}, got {type(cache).__name__}")
+
+
+def check_cached_input(x: Array, cache: Cache) -> None:
     """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
-    check_is_cache(cache)
     check_floating("x", x, rank=3)
     if x.shape[0] != cache.lengths.shape[0]:
         raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
@@ -324,7 +425,7 @@ def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array 
     check_room(cache, key.shape[2], new_lengths)
 
 
-def check_room(cache: KVCache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> None:
+def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> None:
     """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
     batch_size = cache.lengths.shape[0]
     check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)

@@ -15,10 +15,15 @@ from mha_jax import fused
 from mha_jax.arrays import check_floating
 from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
 from mha_jax.cache import (
+    Cache,
+    CacheT,
     KVCache,
+    LatentCache,
     append_checked,
     check_cache,
     check_cached_input,
+    check_is_cache,
+    check_latent_cache,
     check_room,
     has_room,
     init_cache,
@@ -29,12 +34,12 @@ from mha_jax.compiled import compiled
 from mha_jax.masks import Masking
 from mha_jax.mha import AttentionLayer, Projection
 from mha_jax.not_finite import by_finite_tokens, emptied
-from mha_jax.projections import project_output, project_qkv
+from mha_jax.projections import absorb_keys, absorb_values, expand_latents, project_latents, project_output, project_qkv
 from mha_jax.rope import check_layer_positions
 from mha_jax.stages import Dropout
 from mha_jax.weights import Project, check_weights, project_with
 from mha_spec import AttentionSpec
-from mha_spec.attention import check_spec
+from mha_spec.attention import check_latent, check_spec
 
 
 def multi_head_attention_with_cache(
@@ -129,7 +134,8 @@ def multi_head_attention_with_static_cache(
     """
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
-    return _cached_layer(
+    check_is_cache(cache)
+    return cached_layer(
         project_with(weights, spec),
         x,
         cache,
@@ -142,10 +148,10 @@ def multi_head_attention_with_static_cache(
     )
 
 
-def _cached_layer(
+def cached_layer(
     project: Project,
     x: Array,
-    cache: KVCache,
+    cache: CacheT,
     spec: AttentionSpec,
     masking: Masking,
     *,
@@ -153,7 +159,9 @@ def _cached_layer(
     positions: Array | None,
     dropout: Dropout,
     block_sizes: BlockSizes,
-) -> tuple[Array, KVCache]:
+    kv_b: Array | None = None,
+) -> tuple[Array, CacheT]:
+    """Append new tokens to a cache of either kind, and attend; over the latents themselves where kv_b is given."""
     check_cached_input(x, cache)
     seq_len = x.shape[1]
     check_layer_positions(positions, x.shape[0], seq_len, spec)
@@ -165,27 +173,52 @@ def _cached_layer(
     positions = token_positions(lengths, seq_len) if positions is None else positions
     if new_lengths is not None:  # padding makes no sequence longer
         positions = _of_real_tokens(positions, added)
-    q, k, v = project_qkv(project, x, x, x, spec, positions)
-    check_cache(cache.keys, cache.values, k, v, ("cache.keys", "cache.values"))
-    appended = append_checked(cache, k, v, added)
+    q, new = _entering(project, x, cache, spec, positions)
+    appended = append_checked(cache, new, added)
+    q, k, v, seen_as = _seen(q, appended, spec, project, kv_b)
     if seq_len == 1 and masking.mask is None and masking.bias is None and not dropout.rate:
         # A sequence that has no room sees a slot that is there, so that its output is finite before it is made NaN.
         last_positions = jnp.minimum(lengths, cache.capacity - 1)
         context = fused.attend_to_cache(
             q,
-            appended.keys,
-            appended.values,
+            k,
+            v,
             last_positions,
-            spec,
+            seen_as,
             sinks=masking.sinks,
             relative_bias=masking.relative_bias,
             block_sizes=block_sizes,
         )
     else:
         masking = replace(masking, reach=spec.reach, offsets=lengths)
-        context = fused.attend(q, appended.keys, appended.values, masking, dropout, spec=spec, block_sizes=block_sizes)
+        context = fused.attend(q, k, v, masking, dropout, spec=seen_as, block_sizes=block_sizes)
+    context = context if kv_b is None else absorb_values(context, kv_b, spec)
     output = project_output(project, context, x, spec)
     return _tell_what_fits(output, cache, added), appended
+
+
+def _entering(
+    project: Project, x: Array, cache: KVCache | LatentCache, spec: AttentionSpec, positions: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    """The queries of new tokens, and what the cache keeps of them."""
+    if isinstance(cache, LatentCache):
+        q, latents = project_latents(project, x, spec, positions)
+        check_latent_cache(cache, latents)
+        return q, (latents,)
+    q, k, v = project_qkv(project, x, x, x, spec, positions)
+    check_cache(cache.keys, cache.values, k, v, ("cache.keys", "cache.values"))
+    return q, (k, v)
+
+
+def _seen(
+    q: Array, cache: KVCache | LatentCache, spec: AttentionSpec, project: Project, kv_b: Array | None
+) -> tuple[Array, Array, Array, AttentionSpec]:
+    """What queries attend to, and as those of what layer: keys and values, or the latents that they are made of."""
+    if isinstance(cache, KVCache):
+        return q, cache.keys, cache.values, spec
+    if kv_b is None:
+        return q, *expand_latents(project, cache.latents, spec), spec
+    return absorb_keys(q, kv_b, spec), cache.latents, cache.latents[..., : check_latent(spec).kv_rank], spec.absorbed
 
 
 @compiled()
@@ -203,7 +236,7 @@ def _empty_padding(x: Array, added: Array) -> Array:
 
 
 @compiled()
-def _tell_what_fits(output: Array, cache: KVCache, added: Array) -> Array:
+def _tell_what_fits(output: Array, cache: Cache, added: Array) -> Array:
     """0 for padding. Outside jit a sequence that does not fit was refused; under jit NaN is the only way to say so."""
     fits = has_room(cache, added, output.shape[1])
     return jnp.where(fits[:, None, None], _empty_padding(output, added), jnp.nan)
@@ -263,8 +296,9 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             ValueError: if the shapes do not fit, or the new tokens do not fit into the capacity. (Under jit lengths
                 are not known; there a sequence that does not fit gives NaN and keeps the tokens it had.)
         """
+        check_is_cache(cache)
         sinks, relative_bias = (None if held is None else held[...] for held in (self.sinks, self.relative_bias))
-        output, cache = _cached_layer(
+        output, cache = cached_layer(
             self.project,
             x,
             cache,

@@ -23,12 +23,13 @@ from mha_jax.projections import combine_heads, project_output, project_qkv, spli
 from mha_jax.rope import check_layer_positions
 from mha_jax.stages import Dropout, apply_dropout, scaled_dot_product_attention
 from mha_jax.weights import Project, check_projected, check_weights, linear, project_with
-from mha_spec import Alibi, AttentionSpec, Gate, Norm, RelativeBias, Rope, Temperature
+from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope, Temperature
 from mha_spec.attention import check_spec
 
 jax.tree_util.register_static(AttentionSpec)  # jitted functions take it as they take arrays
 jax.tree_util.register_static(Alibi)
 jax.tree_util.register_static(Gate)
+jax.tree_util.register_static(Latent)
 jax.tree_util.register_static(Norm)
 jax.tree_util.register_static(RelativeBias)
 jax.tree_util.register_static(Rope)
@@ -372,6 +373,8 @@ def check_layer_inputs(
         raise ValueError("value must come with a key, got key=None and a value")
     if key is not None and spec.rope is not None:
         raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope={spec.rope}")
+    if key is not None and spec.latent is not None:
+        raise ValueError(f"key must be None (self-attention) with latents, got a key and latent={spec.latent}")
     check_layer_positions(positions, query.shape[0], query.shape[1], spec)
     for name, x in (("key", key), ("value", value)):
         if x is None:

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 from mha_jax.arrays import check_count, check_floating
 from mha_jax.rope import apply_rope, at_least_float32, check_positions
 from mha_jax.weights import Project
-from mha_spec import AttentionSpec, Rope, Temperature
-from mha_spec.attention import check_spec
+from mha_spec import AttentionSpec, Latent, Rope, Temperature
+from mha_spec.attention import check_latent, check_spec
 from mha_spec.temperature import check_temperature
 
 
@@ -59,6 +59,9 @@ def project_qkv(
         q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
     """
     check_spec(spec)
+    if spec.latent is not None:
+        q, latents = project_latents(project, query, spec, positions)
+        return q, *expand_latents(project, latents, spec)
     if not spec.fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
     elif key is query and value is query:
@@ -83,6 +86,115 @@ def project_qkv(
     if spec.temperature is not None and positions is not None:
         q = apply_temperature(q, positions, spec.temperature)
     return q, k, enter("v_norm", v, spec.num_kv_heads, None)
+
+
+def project_latents(
+    project: Project,
+    x: Float[Array, "B T d_in"],
+    spec: AttentionSpec,
+    positions: Int[Array, "... #B T"] | None = None,
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B 1 T W"]]:
+    """Project the input of a layer with latents: to queries, and to what a cache keeps of keys and values.
+
+    Args:
+        project: applies a projection or a norm by its name.
+        x: input of the layer.
+        spec: the layer, which has latents.
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
+
+    Returns:
+        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: of each token the latent, normalised, and
+        then what the heads share of their keys, rotated.
+
+    Raises:
+        ValueError: if the layer has no latents.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+    """
+    latent = check_latent(spec)
+    if spec.has_positions and positions is None:
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    if latent.q_rank is None:
+        q = project("q_proj", x)
+    else:
+        q = project("q_b_proj", project("q_a_norm", project("q_a_proj", x)))
+    q, compressed = split_heads(q, spec.num_heads), project("kv_a_proj", x)
+    normed, shared = project("kv_a_norm", compressed[..., : latent.kv_rank]), compressed[..., latent.kv_rank :]
+    latents = jnp.concatenate([normed, shared], axis=-1)[:, None]
+    if spec.rope is not None and positions is not None:
+        q, latents = apply_rope(q, positions, spec.rope), apply_rope(latents, positions, spec.rope)
+    if spec.temperature is not None and positions is not None:
+        q = apply_temperature(q, positions, spec.temperature)
+    return q, latents
+
+
+def expand_latents(
+    project: Project, latents: Float[Array, "B 1 S W"], spec: AttentionSpec
+) -> tuple[Float[Array, "B N S H"], Float[Array, "B N S Hv"]]:
+    """The keys and values of all heads that latents stand for.
+
+    Args:
+        project: applies a projection by its name.
+        latents: (B, 1, S, kv_rank + rope_dim), as `project_latents` gives them.
+        spec: the layer, which has latents.
+
+    Returns:
+        k (B, N, S, H) and v (B, N, S, Hv).
+
+    Raises:
+        ValueError: if the layer has no latents, or they are of another width.
+    """
+    latent = check_latent(spec)
+    check_latents("latents", latents, latent)
+    shared, own_features = latents[..., latent.kv_rank :], spec.head_dim - latent.rope_dim
+    kv = split_heads(project("kv_b_proj", latents[:, 0, :, : latent.kv_rank]), spec.num_heads)
+    shared = jnp.broadcast_to(shared, (*kv.shape[:3], shared.shape[3]))
+    return jnp.concatenate([kv[..., :own_features], shared], axis=-1), kv[..., own_features:]
+
+
+def absorb_keys(
+    q: Float[Array, "B N T H"], kv_b: Float[Array, "kv_rank N*(H+Hv)"], spec: AttentionSpec
+) -> Float[Array, "B N T W"]:
+    """Queries whose products with latents are those of q with the keys that kv_b_proj would make of them.
+
+    Args:
+        q: queries (B, N, T, H).
+        kv_b: the kernel of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)).
+        spec: the layer, which has latents.
+
+    Returns:
+        Queries (B, N, T, kv_rank + rope_dim), in the dtype of q.
+
+    Raises:
+        ValueError: if the layer has no latents.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
+    """
+    of_keys, _ = _kernels_of_heads(kv_b, spec)
+    own_features = of_keys.shape[2]
+    absorbed = jnp.einsum("bnth,rnh->bntr", at_least_float32(q[..., :own_features]), at_least_float32(of_keys))
+    return jnp.concatenate([absorbed.astype(q.dtype), q[..., own_features:]], axis=-1)
+
+
+def absorb_values(
+    context: Float[Array, "B N T kv_rank"], kv_b: Float[Array, "kv_rank N*(H+Hv)"], spec: AttentionSpec
+) -> Float[Array, "B N T Hv"]:
+    """The context that kv_b_proj makes of weighed latents.
+
+    Args:
+        context: weighed latents (B, N, T, kv_rank).
+        kv_b: the kernel of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)).
+        spec: the layer, which has latents.
+
+    Returns:
+        The context (B, N, T, Hv), in the dtype of what it is made of.
+
+    Raises:
+        ValueError: if the layer has no latents.
+    """
+    _, of_values = _kernels_of_heads(kv_b, spec)
+    wide = jnp.einsum("bntr,rnh->bnth", at_least_float32(context), at_least_float32(of_values))
+    return wide.astype(context.dtype)
 
 
 def apply_temperature(
@@ -140,6 +252,13 @@ def project_output(
     return project("out_proj", output) if spec.out_proj else output
 
 
+def _kernels_of_heads(kv_b: Array, spec: AttentionSpec) -> tuple[Array, Array]:
+    """What makes the keys of a head, and what its values, (kv_rank, N, features) each."""
+    own_features = spec.head_dim - check_latent(spec).rope_dim
+    kernels = kv_b.reshape(kv_b.shape[0], spec.num_heads, own_features + spec.value_head_dim)
+    return kernels[..., :own_features], kernels[..., own_features:]
+
+
 def _clip(x: Array, limit: float) -> Array:
     """x within [-limit, limit]; what lies on an end passes its gradient on."""
     return jnp.where(x > limit, limit, jnp.where(x < -limit, -limit, x))
@@ -163,3 +282,11 @@ def check_gated(context: Array, gate: Array) -> None:
             f"gate must have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]}), "
             f"got gate.shape={gate.shape}"
         )
+
+
+def check_latents(name: str, latents: Array, latent: Latent) -> None:
+    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
+    check_floating(name, latents, rank=4)
+    if (latents.shape[1], latents.shape[3]) != (1, latent.width):
+        shape = latents.shape
+        raise ValueError(f"{name} must have shape (B, 1, S, {latent.width}), got {name}.shape={shape}")

@@ -3,6 +3,7 @@
 from mha_spec.alibi import Alibi
 from mha_spec.attention import AttentionSpec, Projection
 from mha_spec.gate import Gate
+from mha_spec.latent import Latent
 from mha_spec.norm import Norm
 from mha_spec.relative_bias import RelativeBias
 from mha_spec.rope import Rope
@@ -21,6 +22,7 @@ __all__ = [
     "AttentionSpec",
     "DynamicScaling",
     "Gate",
+    "Latent",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",

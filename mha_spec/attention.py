@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import KW_ONLY, MISSING, asdict, dataclass, fields
+from dataclasses import KW_ONLY, MISSING, asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from mha_spec.alibi import Alibi
 from mha_spec.gate import Gate
+from mha_spec.latent import Latent, check_latent_rope
 from mha_spec.norm import Norm
 from mha_spec.reach import Reach, reach_of
 from mha_spec.relative_bias import RelativeBias
 from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups
-from mha_spec.scaling import SCALINGS, Scaling
+from mha_spec.scaling import SCALINGS, Scaling, YarnScaling
 from mha_spec.temperature import Temperature, check_temperature
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv", "value_head_dim")
@@ -23,10 +25,10 @@ FLAGS = ("out_bias", "out_proj", "fused_qkv", "sinks")
 RATES = ("dropout", "output_dropout")
 FACTORS = ("clip_qkv", "scale", "soft_cap")
 NORMS = ("qk_norm", "v_norm")
-RECORDS = {"alibi": Alibi, "gate": Gate, "qk_norm": Norm, "temperature": Temperature, "v_norm": Norm}
+RECORDS = {"alibi": Alibi, "gate": Gate, "latent": Latent, "qk_norm": Norm, "temperature": Temperature, "v_norm": Norm}
 RECORDS |= {"relative_bias": RelativeBias}
 
-Record = TypeVar("Record", "AttentionSpec", Alibi, Gate, Norm, RelativeBias, Rope, Scaling, Temperature)
+Record = TypeVar("Record", "AttentionSpec", Alibi, Gate, Latent, Norm, RelativeBias, Rope, Scaling, Temperature)
 
 
 class Projection(NamedTuple):
@@ -68,6 +70,8 @@ class AttentionSpec:
         out_proj: the combined heads, N * Hv wide, are projected to d_model; without it they are the output.
         fused_qkv: the layer holds one qkv_proj, its rows q, then k, then v, in place of three projections; the results
             are equal.
+        latent: what keys and values of all heads are made of (MLA), or None where projections make them of the input.
+            qkv_bias is then that of q_a_proj (q_proj) and kv_a_proj.
         qk_norm: how queries and keys are normalised, or None for no such norm. `q_norm` and `k_norm` have weights of
             their own.
         v_norm: how values are normalised, or None.
@@ -89,11 +93,12 @@ class AttentionSpec:
 
     Raises:
         TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, gate not a
-            `Gate`, temperature not a `Temperature`, alibi not an `Alibi`, relative_bias not a `RelativeBias`, clip_qkv,
-            scale, soft_cap or a rate not a number, or what a layer has or has not not a boolean.
+            `Gate`, temperature not a `Temperature`, alibi not an `Alibi`, relative_bias not a `RelativeBias`, latent
+            not a `Latent`, clip_qkv, scale, soft_cap or a rate not a number, or what a layer has or has not no boolean.
         ValueError: if the widths, heads or rates do not fit, clip_qkv, scale or soft_cap is not positive and finite, or
-            there are both a window and chunks, both ALiBi and a relative bias, or a temperature and positions on
-            several axes.
+            there are both a window and chunks, both ALiBi and a relative bias, a temperature and positions on several
+            axes, or latents and what they leave no place for: fewer key/value heads, one qkv_proj, norms of heads, a
+            clip, RoPE of other features.
     """
 
     d_model: int
@@ -108,6 +113,7 @@ class AttentionSpec:
     out_bias: bool = True
     out_proj: bool = True
     fused_qkv: bool = False
+    latent: Latent | None = None
     qk_norm: Norm | None = None
     v_norm: Norm | None = None
     clip_qkv: float | None = None
@@ -158,6 +164,27 @@ class AttentionSpec:
                 raise ValueError(f"d_kv must equal d_in with {what}, got d_kv={self.d_kv} and d_in={self.d_in}")
         if self.rope is not None:
             check_rotated(self.head_dim, self.rope)
+        self._check_latent()
+
+    def _check_latent(self) -> None:
+        if self.latent is None:
+            return
+        if not isinstance(self.latent, Latent):
+            raise TypeError(f"latent must be a Latent or None, got latent={self.latent!r}")
+        check_latent_rope(self.latent, self.rope)
+        needed = {"num_kv_heads": self.num_heads, "d_kv": self.d_in}
+        needed |= dict.fromkeys(("fused_qkv",), False) | dict.fromkeys(("qk_norm", "v_norm", "clip_qkv"))
+        for name, value in needed.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name} must be {value} with latent, got {name}={getattr(self, name)} and latent={self.latent}"
+                )
+        if self.latent.rope_dim >= self.head_dim:
+            raise ValueError(
+                f"rope_dim must be less than head_dim, got rope_dim={self.latent.rope_dim} and head_dim={self.head_dim}"
+            )
+        if self.qkv_biases[1] != self.qkv_biases[2]:
+            raise ValueError(f"qkv_bias must be the same for k and v with latent, got qkv_bias={self.qkv_bias}")
 
     def _check_temperature(self) -> None:
         if self.temperature is None:
@@ -232,8 +259,15 @@ class AttentionSpec:
 
     @property
     def score_scale(self) -> float:
-        """What dot products of queries and keys are multiplied by: 1 / sqrt(H) where nothing else is said."""
-        return self.head_dim**-0.5 if self.scale is None else self.scale
+        """What dot products of queries and keys are multiplied by: 1 / sqrt(H) where nothing else is said.
+
+        With latents and YaRN's mscale_all_dim it is multiplied by the square of 0.1 * mscale_all_dim * ln(factor) + 1.
+        """
+        if self.scale is not None:
+            return self.scale
+        scaling = None if self.rope is None or self.latent is None else self.rope.scaling
+        factor = scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0
+        return factor * self.head_dim**-0.5
 
     @property
     def has_positions(self) -> bool:
@@ -267,11 +301,43 @@ class AttentionSpec:
 
     @property
     def qkv_projections(self) -> dict[str, Projection]:
-        """q_proj, k_proj and v_proj, whether the layer holds three projections or one."""
+        """q_proj, k_proj and v_proj, whether the layer holds three projections or one; with latents those of them."""
+        if self.latent is not None:
+            return self._latent_projections(self.latent)
         widths = {"q_proj": (self.q_width, self.d_in), "k_proj": (self.k_width, self.d_kv)}
         widths["v_proj"] = (self.v_width, self.d_kv)
         biases = dict(zip(widths, self.qkv_biases, strict=True))
         return {name: Projection((d_out,), d_in, biases[name]) for name, (d_out, d_in) in widths.items()}
+
+    def _latent_projections(self, latent: Latent) -> dict[str, Projection]:
+        q_bias, kv_bias, _ = self.qkv_biases
+        found = {"q_proj": Projection((self.q_width,), self.d_in, q_bias)}
+        if latent.q_rank is not None:
+            found = {"q_a_proj": Projection((latent.q_rank,), self.d_in, q_bias)}
+            found["q_b_proj"] = Projection((self.q_width,), latent.q_rank, False)
+        found["kv_a_proj"] = Projection((latent.width,), self.d_in, kv_bias)
+        own_features = self.head_dim - latent.rope_dim + self.value_head_dim
+        return {**found, "kv_b_proj": Projection((self.num_heads * own_features,), latent.kv_rank, False)}
+
+    @cached_property
+    def absorbed(self) -> AttentionSpec:
+        """The attention over latents that is equal, with one key/value head, the projections of kv_b_proj taken in.
+
+        A query is multiplied by what kv_b_proj would make its keys of, and its keys are what a cache keeps, kv_rank +
+        rope_dim wide; the values are their first kv_rank features.
+
+        Raises:
+            ValueError: if the layer has no latents.
+        """
+        latent = check_latent(self)
+        widths = {"num_kv_heads": 1, "head_dim": latent.width, "value_head_dim": latent.kv_rank}
+        return replace(self, latent=None, rope=None, scale=self.score_scale, **widths)
+
+    def absorbs(self, num_queries: int) -> bool:
+        """Whether so many queries cost less over latents, wider than heads, than over keys and values made of them."""
+        latent = check_latent(self)
+        wider = 2 * latent.kv_rank + latent.rope_dim - self.head_dim - self.value_head_dim
+        return num_queries * wider < latent.kv_rank * (self.head_dim - latent.rope_dim + self.value_head_dim)
 
     @property
     def projections(self) -> dict[str, Projection]:
@@ -293,12 +359,17 @@ class AttentionSpec:
 
     @property
     def norms(self) -> dict[str, Norm]:
-        """The norms of queries, keys and values that the layer has, by name: q_norm, k_norm, v_norm."""
+        """The norms that the layer has, by name: q_norm, k_norm, v_norm; with latents q_a_norm, kv_a_norm."""
+        if self.latent is not None:
+            return {name: norm for name, (norm, _) in self.latent.norms.items()}
         norms = {"q_norm": self.qk_norm, "k_norm": self.qk_norm, "v_norm": self.v_norm}
         return {name: norm for name, norm in norms.items() if norm is not None}
 
     def norm_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """The parameters of one of the norms, `weight` and `bias`, and their shapes."""
+        if self.latent is not None:
+            norm, width = self.latent.norms[name]
+            return norm.shapes(1, width)
         num_heads = self.num_heads if name == "q_norm" else self.num_kv_heads
         return self.norms[name].shapes(num_heads, self.value_head_dim if name == "v_norm" else self.head_dim)
 
@@ -325,8 +396,9 @@ class AttentionSpec:
         return _shapes_of(self.projections) | self.parameters
 
     def cache_nbytes(self, batch_size: int, capacity: int, dtype: np.dtype, *, num_layers: int = 1) -> int:
-        """Bytes of the keys and values in all slots of all layers; the siblings' `kv_cache_nbytes`."""
-        return batch_size * (self.k_width + self.v_width) * capacity * num_layers * dtype.itemsize
+        """Bytes of the keys and values, or of the latents, in all slots of all layers."""
+        features = self.k_width + self.v_width if self.latent is None else self.latent.width
+        return batch_size * features * capacity * num_layers * dtype.itemsize
 
     def to_json(self) -> str:
         """The fields as a JSON object."""
@@ -364,6 +436,20 @@ def check_spec(spec: object, *, is_self_attention: bool = False) -> None:
         raise TypeError(f"spec must be an AttentionSpec, got spec={spec!r}")
     if is_self_attention and spec.d_kv != spec.d_in:
         raise ValueError(f"d_kv must equal d_in in self-attention, got d_kv={spec.d_kv} and d_in={spec.d_in}")
+
+
+def check_latent(spec: object) -> Latent:
+    """The latents of a layer that has them.
+
+    Raises:
+        TypeError: if it is not an `AttentionSpec`.
+        ValueError: if the layer has none.
+    """
+    check_spec(spec)
+    latent = spec.latent if isinstance(spec, AttentionSpec) else None
+    if latent is None:
+        raise ValueError(f"spec must have latents, got spec={spec}")
+    return latent
 
 
 def _shapes_of(projections: dict[str, Projection]) -> dict[str, tuple[int, ...]]:

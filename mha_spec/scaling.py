@@ -224,6 +224,11 @@ class YarnScaling(Scaling):
             return self._amplitude_by(1.0)
         return self._amplitude_by(self.mscale) / self._amplitude_by(self.mscale_all_dim)
 
+    @property
+    def score_factor(self) -> float:
+        """What scores are multiplied by where the scale of a layer has mscale_all_dim in it, as DeepSeek's has."""
+        return 1.0 if self.mscale_all_dim is None else self._amplitude_by(self.mscale_all_dim) ** 2
+
     def _amplitude_by(self, mscale: float) -> float:
         return 1.0 if self.factor <= 1.0 else 0.1 * mscale * math.log(self.factor) + 1.0
 

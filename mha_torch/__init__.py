@@ -1,12 +1,22 @@
 """Multi-head attention in PyTorch: masks, plain and fused attention, and a key/value cache."""
 
 from mha_torch import fused
-from mha_torch.cache import KVCache, append_to_cache, create_cache_mask, init_cache, kv_cache_nbytes
+from mha_torch.cache import (
+    KVCache,
+    LatentCache,
+    append_to_cache,
+    append_to_latent_cache,
+    create_cache_mask,
+    init_cache,
+    init_latent_cache,
+    kv_cache_nbytes,
+)
 from mha_torch.cache_mha import (
     MultiHeadAttentionWithCache,
     multi_head_attention_with_cache,
     multi_head_attention_with_static_cache,
 )
+from mha_torch.latent import MultiHeadLatentAttention, multi_head_latent_attention
 from mha_torch.masks import (
     create_attention_mask,
     create_causal_mask,
@@ -21,7 +31,18 @@ from mha_torch.mha import (
     multi_head_attention_core,
 )
 from mha_torch.norms import apply_norm
-from mha_torch.projections import apply_gate, apply_temperature, combine_heads, project_output, project_qkv, split_heads
+from mha_torch.projections import (
+    absorb_keys,
+    absorb_values,
+    apply_gate,
+    apply_temperature,
+    combine_heads,
+    expand_latents,
+    project_latents,
+    project_output,
+    project_qkv,
+    split_heads,
+)
 from mha_torch.rope import apply_rope
 from mha_torch.stages import (
     apply_dropout,
@@ -35,10 +56,15 @@ from mha_torch.weights import project_with
 
 __all__ = [
     "KVCache",
+    "LatentCache",
     "MultiHeadAttention",
     "MultiHeadAttentionWithCache",
+    "MultiHeadLatentAttention",
     "MultiHeadSelfAttention",
+    "absorb_keys",
+    "absorb_values",
     "append_to_cache",
+    "append_to_latent_cache",
     "apply_dropout",
     "apply_gate",
     "apply_norm",
@@ -53,14 +79,18 @@ __all__ = [
     "create_causal_mask_with_cache",
     "create_padding_mask",
     "create_sliding_window_mask",
+    "expand_latents",
     "fused",
     "init_cache",
+    "init_latent_cache",
     "kv_cache_nbytes",
     "masked_softmax",
     "multi_head_attention",
     "multi_head_attention_core",
     "multi_head_attention_with_cache",
     "multi_head_attention_with_static_cache",
+    "multi_head_latent_attention",
+    "project_latents",
     "project_output",
     "project_qkv",
     "project_with",

@@ -1,11 +1,12 @@
-"""The key/value cache: a value of fixed capacity, how it is filled, and what is refused of it.
+"""The cache of keys and values, or of latents: a value of fixed capacity, how it is filled, and what is refused of it.
 
 Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
 Hv value_head_dim, E d_model.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,26 +18,37 @@ from mha_torch.arrays import check_count, check_device, check_floating, check_le
 from mha_torch.masks import Masking, as_lengths
 
 
-@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
-class KVCache:
-    """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
+class Cache:
+    """Slots, of which each sequence has filled the first few: what caches of both kinds have.
 
     Attributes:
-        keys, values: (B, K, capacity, H) and (B, K, capacity, Hv); keys after RoPE. A slot at or beyond its sequence's
-            length holds nothing.
         lengths: number of tokens each sequence has cached, (B,), int32.
     """
 
-    keys: Float[Tensor, "B K S H"]
-    values: Float[Tensor, "B K S Hv"]
     lengths: Int[Tensor, " B"]
+
+    @property
+    def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
+        """What is cached, by name; all but the lengths."""
+        held: Any = self
+        return {field.name: getattr(self, field.name) for field in fields(held) if field.name != "lengths"}
 
     @property
     def capacity(self) -> int:
         """Number of slots of each sequence."""
-        return self.keys.shape[2]
+        return next(iter(self.slots.values())).shape[2]
 
-    def reorder(self, indices: Int[Tensor, " C"] | Sequence[int]) -> "KVCache":
+    def with_slots(self, slots: Iterable[Float[Tensor, "B K S W"]], lengths: Int[Tensor, " B"]) -> Self:
+        """A cache of the same kind that holds something else.
+
+        Args:
+            slots: what it holds, in the order of `slots`.
+            lengths: number of tokens each sequence has cached, (B,).
+        """
+        held: Any = self
+        return replace(held, lengths=lengths, **dict(zip(self.slots, slots, strict=True)))
+
+    def reorder(self, indices: Int[Tensor, " C"] | Sequence[int]) -> Self:
         """A cache of the sequences with these indices, in this order; one may be taken more than once, or not at all.
 
         Args:
@@ -51,9 +63,10 @@ class KVCache:
         """
         check_lengths("indices", indices, None, self.lengths.shape[0] - 1)
         indices = as_lengths(indices, self.lengths.device)
-        return KVCache(*(x.index_select(0, indices) for x in (self.keys, self.values, self.lengths)))
+        slots = (x.index_select(0, indices) for x in self.slots.values())
+        return self.with_slots(slots, self.lengths.index_select(0, indices))
 
-    def repeat(self, repeats: int) -> "KVCache":
+    def repeat(self, repeats: int) -> Self:
         """A cache that holds each sequence `repeats` times, side by side, as the beams of a search.
 
         Args:
@@ -67,9 +80,10 @@ class KVCache:
             ValueError: if `repeats` is below 1.
         """
         check_count("repeats", repeats)
-        return KVCache(*(x.repeat_interleave(repeats, dim=0) for x in (self.keys, self.values, self.lengths)))
+        slots = (x.repeat_interleave(repeats, dim=0) for x in self.slots.values())
+        return self.with_slots(slots, self.lengths.repeat_interleave(repeats, dim=0))
 
-    def grow(self, capacity: int) -> "KVCache":
+    def grow(self, capacity: int) -> Self:
         """A cache of the same tokens with more slots.
 
         Args:
@@ -84,10 +98,9 @@ class KVCache:
         """
         check_count("capacity", capacity, minimum=self.capacity)
         added = (0, 0, 0, capacity - self.capacity)
-        keys, values = (F.pad(x, added) for x in (self.keys, self.values))
-        return KVCache(keys, values, self.lengths.clone())
+        return self.with_slots((F.pad(x, added) for x in self.slots.values()), self.lengths.clone())
 
-    def crop(self, lengths: Int[Tensor, " B"] | Sequence[int] | int) -> "KVCache":
+    def crop(self, lengths: Int[Tensor, " B"] | Sequence[int] | int) -> Self:
         """A cache of the first tokens of each sequence only; the slots of the others hold nothing again.
 
         Args:
@@ -109,8 +122,40 @@ class KVCache:
             raise ValueError(f"lengths must not exceed those of the cache, got lengths={kept} and {held}")
         new_lengths = torch.minimum(as_lengths(lengths, self.lengths.device).to(self.lengths.dtype), self.lengths)
         is_free = torch.arange(self.capacity, device=self.lengths.device) >= new_lengths[:, None]  # (B, S)
-        keys, values = (x.masked_fill(is_free[:, None, :, None], 0.0) for x in (self.keys, self.values))
-        return KVCache(keys, values, new_lengths)
+        slots = (x.masked_fill(is_free[:, None, :, None], 0.0) for x in self.slots.values())
+        return self.with_slots(slots, new_lengths)
+
+
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+class KVCache(Cache):
+    """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
+
+    Attributes:
+        keys, values: (B, K, capacity, H) and (B, K, capacity, Hv); keys after RoPE. A slot at or beyond its sequence's
+            length holds nothing.
+        lengths: number of tokens each sequence has cached, (B,), int32.
+    """
+
+    keys: Float[Tensor, "B K S H"]
+    values: Float[Tensor, "B K S Hv"]
+    lengths: Int[Tensor, " B"]
+
+
+@dataclass(frozen=True, eq=False)
+class LatentCache(Cache):
+    """Latents of the tokens seen so far, of which the keys and values of all heads are made.
+
+    Attributes:
+        latents: (B, 1, capacity, kv_rank + rope_dim): of each token the latent, normalised, and then what the heads
+            share of their keys, rotated. A slot at or beyond its sequence's length holds nothing.
+        lengths: number of tokens each sequence has cached, (B,), int32.
+    """
+
+    latents: Float[Tensor, "B 1 S W"]
+    lengths: Int[Tensor, " B"]
+
+
+CacheT = TypeVar("CacheT", KVCache, LatentCache)
 
 
 def init_cache(
@@ -153,6 +198,40 @@ def init_cache(
     )
 
 
+def init_latent_cache(
+    batch_size: int,
+    capacity: int,
+    kv_rank: int,
+    rope_dim: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    device: torch.device | str | None = None,
+) -> LatentCache:
+    """An empty cache of latents: zeros in every slot, every length 0.
+
+    Args:
+        batch_size: number of sequences, B.
+        capacity: number of slots of each sequence.
+        kv_rank: width of the latent of keys and values.
+        rope_dim: features of a key that the heads share.
+        dtype: floating-point dtype of the latents.
+        device: where the cache lies.
+
+    Raises:
+        TypeError: if a size is not an integer or the dtype not floating point.
+        ValueError: if a size is below 1, or the batch size below 0.
+    """
+    check_count("batch_size", batch_size, minimum=0)
+    for name, size in {"capacity": capacity, "kv_rank": kv_rank, "rope_dim": rope_dim}.items():
+        check_count(name, size)
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype must be floating point, got dtype={dtype}")
+    return LatentCache(
+        latents=torch.zeros((batch_size, 1, capacity, kv_rank + rope_dim), dtype=dtype, device=device),
+        lengths=torch.zeros(batch_size, dtype=torch.int32, device=device),
+    )
+
+
 def append_to_cache(
     cache: KVCache,
     key: Float[Tensor, "B K T H"],
@@ -179,55 +258,84 @@ def append_to_cache(
             graph without `new_lengths`, an index out of range is the error.)
     """
     lengths = check_appended(cache, key, value, new_lengths)
-    return append_checked(cache, key, value, new_lengths, lengths)
+    return append_checked(cache, (key, value), new_lengths, lengths)
+
+
+def append_to_latent_cache(
+    cache: LatentCache,
+    latents: Float[Tensor, "B 1 T W"],
+    *,
+    new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+) -> LatentCache:
+    """Append the latents of new tokens to those in the cache.
+
+    Args:
+        cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage may be reused, as that of
+            `append_to_cache`.
+        latents: (B, 1, T, kv_rank + rope_dim), in the cache's dtype.
+        new_lengths: as `append_to_cache` takes them.
+
+    Returns:
+        The cache, holding `cache.lengths + new_lengths` tokens.
+
+    Raises:
+        TypeError: if the dtypes differ or the lengths are not integers.
+        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
+    """
+    check_is_cache(cache, LatentCache)
+    check_latent_cache(cache, latents)
+    return append_checked(cache, (latents,), new_lengths, check_room(cache, latents.shape[2], new_lengths))
 
 
 def append_checked(
-    cache: KVCache,
-    key: Tensor,
-    value: Tensor,
+    cache: CacheT,
+    new: tuple[Tensor, ...],
     new_lengths: Tensor | Sequence[int] | None,
     lengths: list[int] | None,
-) -> KVCache:
-    """`append_to_cache` without its checks, of which the lengths are where all are known."""
-    seq_len, device = key.shape[2], key.device
+) -> CacheT:
+    """`append_to_cache` without its checks, of what goes into each tensor of slots, and lengths where all are known."""
+    (batch_size, _, seq_len, _), device = new[0].shape, new[0].device
     if new_lengths is not None:
         new_lengths = as_lengths(new_lengths, device).to(cache.lengths.dtype)
     added = seq_len if new_lengths is None else new_lengths
     if seq_len == 0:
-        return KVCache(cache.keys, cache.values, cache.lengths + added)
+        return cache.with_slots(cache.slots.values(), cache.lengths + added)
     if lengths is None and not (torch.compiler.is_compiling() and new_lengths is None):
-        return _append_unknown(cache, key, value, added)
-    keys, values = _writable(cache.keys), _writable(cache.values)
+        return _append_unknown(cache, new, added)
+    held = [_writable(x) for x in cache.slots.values()]
     if lengths and new_lengths is None and min(lengths) == max(lengths):
         new_slots = slice(lengths[0], lengths[0] + seq_len)
-        keys[:, :, new_slots], values[:, :, new_slots] = key, value
-        return KVCache(keys, values, cache.lengths + added)
+        for x, y in zip(held, new, strict=True):
+            x[:, :, new_slots] = y
+        return cache.with_slots(held, cache.lengths + added)
     token = torch.arange(seq_len, device=device)
     if new_lengths is None:
-        rows, slots = torch.arange(key.shape[0], device=device)[:, None], cache.lengths[:, None] + token  # (B, T)
-        keys[rows, :, slots], values[rows, :, slots] = key.transpose(1, 2), value.transpose(1, 2)
+        rows, slots = torch.arange(batch_size, device=device)[:, None], cache.lengths[:, None] + token  # (B, T)
+        for x, y in zip(held, new, strict=True):
+            x[rows, :, slots] = y.transpose(1, 2)
     else:
         rows, real = torch.nonzero(token < new_lengths[:, None], as_tuple=True)
         slots = cache.lengths[rows] + real
-        keys[rows, :, slots], values[rows, :, slots] = key[rows, :, real], value[rows, :, real]
-    return KVCache(keys, values, cache.lengths + added)
+        for x, y in zip(held, new, strict=True):
+            x[rows, :, slots] = y[rows, :, real]
+    return cache.with_slots(held, cache.lengths + added)
 
 
-def _append_unknown(cache: KVCache, key: Tensor, value: Tensor, added: Tensor | int) -> KVCache:
+def _append_unknown(cache: CacheT, new: tuple[Tensor, ...], added: Tensor | int) -> CacheT:
     """The same without looking at a length: every slot is either kept or given its new token."""
-    added = torch.where(has_room(cache, key.shape[2], added), added, 0).to(cache.lengths.dtype)
-    token = torch.arange(cache.capacity, device=key.device) - cache.lengths[:, None]  # that a slot is given, (B, S)
+    seq_len, device = new[0].shape[2], new[0].device
+    added = torch.where(has_room(cache, seq_len, added), added, 0).to(cache.lengths.dtype)
+    token = torch.arange(cache.capacity, device=device) - cache.lengths[:, None]  # that a slot is given, (B, S)
     is_new = ((token >= 0) & (token < added[:, None]))[:, None, :, None]
-    index = token.clamp(0, key.shape[2] - 1)[:, None, :, None]
-    keys, values = (
-        torch.where(is_new, new.gather(2, index.expand(-1, new.shape[1], -1, new.shape[3])), old)
-        for new, old in ((key, cache.keys), (value, cache.values))
+    index = token.clamp(0, seq_len - 1)[:, None, :, None]
+    slots = (
+        torch.where(is_new, y.gather(2, index.expand(-1, y.shape[1], -1, y.shape[3])), x)
+        for y, x in zip(new, cache.slots.values(), strict=True)
     )
-    return KVCache(keys, values, cache.lengths + added)
+    return cache.with_slots(slots, cache.lengths + added)
 
 
-def has_room(cache: KVCache, seq_len: int, added: Tensor | int) -> Tensor:
+def has_room(cache: Cache, seq_len: int, added: Tensor | int) -> Tensor:
     """Whether a sequence has as many slots left, (B,)."""
     fits = cache.lengths + added <= cache.capacity
     return fits if isinstance(added, int) else fits & (added >= 0) & (added <= seq_len)
@@ -324,15 +432,20 @@ def check_cache(
         check_device(name, x, key.device, "the new keys")
 
 
-def check_is_cache(cache: object) -> None:
-    """Refuse what is not a cache."""
-    if not isinstance(cache, KVCache):
-        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
+def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:
+    """Refuse cached latents (B, 1, S, W) that new ones (B, 1, T, W) cannot join."""
+    check_floating("latents", latents, rank=4)
+    check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))
 
 
-def check_cached_input(x: Tensor, cache: KVCache) -> None:
+def check_is_cache(cache: object, kind: type[Cache] = KVCache) -> None:
+    """Refuse what is not a cache of that kind."""
+    if not isinstance(cache, kind):
+        raise TypeError(f"cache must be a {kind.__name__}, got {type(cache).__name__}")
+
+
+def check_cached_input(x: Tensor, cache: Cache) -> None:
     """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
-    check_is_cache(cache)
     check_floating("x", x, rank=3)
     if x.shape[0] != cache.lengths.shape[0]:
         raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
@@ -359,7 +472,7 @@ def check_appended(
     return check_room(cache, key.shape[2], new_lengths)
 
 
-def check_room(cache: KVCache, seq_len: int, new_lengths: Tensor | Sequence[int] | None) -> list[int] | None:
+def check_room(cache: Cache, seq_len: int, new_lengths: Tensor | Sequence[int] | None) -> list[int] | None:
     """Refuse more new tokens than the cache has slots left: they would be written outside of it.
 
     Returns:

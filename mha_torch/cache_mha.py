@@ -12,14 +12,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mha_spec import AttentionSpec
-from mha_spec.attention import check_spec
+from mha_spec.attention import check_latent, check_spec
 from mha_torch import fused
 from mha_torch.arrays import check_floating, is_autocast_on
 from mha_torch.cache import (
+    CacheT,
     KVCache,
+    LatentCache,
     append_checked,
     check_cache,
     check_cached_input,
+    check_is_cache,
+    check_latent_cache,
     check_room,
     has_room,
     init_cache,
@@ -27,13 +31,21 @@ from mha_torch.cache import (
 from mha_torch.masks import Masking, as_lengths, check_bias, check_mask
 from mha_torch.mha import AttentionLayer
 from mha_torch.not_finite import by_finite_tokens, emptied, spoilt
-from mha_torch.projections import project_output, project_qkv
+from mha_torch.projections import (
+    absorb_keys,
+    absorb_values,
+    expand_latents,
+    project_latents,
+    project_output,
+    project_qkv,
+)
 from mha_torch.rope import check_layer_positions
 from mha_torch.stages import Dropout
 from mha_torch.weights import Project, check_weights, project_with
 
-torch.export.register_dataclass(KVCache)  # a pytree,
-torch.serialization.add_safe_globals([KVCache])  # which torch.load reads with weights_only
+torch.export.register_dataclass(KVCache)  # pytrees,
+torch.export.register_dataclass(LatentCache)
+torch.serialization.add_safe_globals([KVCache, LatentCache])  # which torch.load reads with weights_only
 
 
 def multi_head_attention_with_cache(
@@ -131,8 +143,9 @@ def multi_head_attention_with_static_cache(
     """
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
+    check_is_cache(cache)
     masking = Masking(mask, bias, is_causal=True).with_weights(weights)
-    return _cached_layer(
+    return cached_layer(
         project_with(weights, spec),
         x,
         cache,
@@ -144,17 +157,19 @@ def multi_head_attention_with_static_cache(
     )
 
 
-def _cached_layer(
+def cached_layer(
     project: Project,
     x: Tensor,
-    cache: KVCache,
+    cache: CacheT,
     spec: AttentionSpec,
     masking: Masking,
     *,
     new_lengths: Tensor | Sequence[int] | None,
     positions: Tensor | None,
     dropout: Dropout,
-) -> tuple[Tensor, KVCache]:
+    kv_b: Tensor | None = None,
+) -> tuple[Tensor, CacheT]:
+    """Append new tokens to a cache of either kind, and attend; over the latents themselves where kv_b is given."""
     check_cached_input(x, cache)
     seq_len = x.shape[1]
     check_layer_positions(positions, x.shape[0], seq_len, spec)
@@ -170,57 +185,81 @@ def _cached_layer(
         if is_real is not None:  # padding makes no sequence longer
             positions = torch.where(is_real, positions, positions[..., :1])
     project = by_finite_tokens(project)
-    q, k, v = project_qkv(project, x, x, x, spec, positions)
-    check_cache(cache.keys, cache.values, k, v, ("cache.keys", "cache.values"))
+    q, new = _entering(project, x, cache, spec, positions)
     check_bias(masking.bias, (*q.shape[:3], cache.capacity), q)
-    before, cache = cache, append_checked(cache, k, v, new_lengths, lengths)
+    before, cache = cache, append_checked(cache, new, new_lengths, lengths)
+    slots = _slots_seen(cache.capacity, spec, lengths, seq_len)
+    q, k, v, seen_as = _seen(q, cache, slots, spec, project, kv_b)
     if lengths is None:
-        context = _attend_to_every_slot(q, before, cache, spec, masking, dropout, new_lengths)
+        masking = replace(masking, reach=spec.reach, offsets=before.lengths)
+        context = fused.attend(q, k, v, masking, dropout, spec=seen_as)
+        added = seq_len if new_lengths is None else as_lengths(new_lengths, q.device)
+        context = spoilt(context, ~has_room(before, seq_len, added)[:, None, None, None])
     else:
-        context = _attend_to_filled_slots(q, before, cache, spec, masking, dropout, lengths)
+        masking = _masking_of_slots(masking, slots, spec, before.lengths, lengths, seq_len)
+        context = fused.attend(q, k, v, masking, dropout, spec=seen_as)
+    context = context if kv_b is None else absorb_values(context, kv_b, spec)
     output = project_output(project, context, x, spec)
     if is_real is not None:
         output = emptied(output, ~is_real[:, :, None])
     return output, cache
 
 
-def _attend_to_every_slot(
-    q: Tensor,
-    before: KVCache,
-    cache: KVCache,
-    spec: AttentionSpec,
-    masking: Masking,
-    dropout: Dropout,
-    new_lengths: Tensor | Sequence[int] | None,
-) -> Tensor:
-    """Attend from new tokens, q (B, N, T, H), that are in the cache, without looking at a length."""
-    seq_len = q.shape[2]
-    masking = replace(masking, reach=spec.reach, offsets=before.lengths)
-    context = fused.attend(q, cache.keys, cache.values, masking, dropout, spec=spec)
-    added = seq_len if new_lengths is None else as_lengths(new_lengths, q.device)
-    return spoilt(context, ~has_room(before, seq_len, added)[:, None, None, None])
+def _entering(
+    project: Project, x: Tensor, cache: KVCache | LatentCache, spec: AttentionSpec, positions: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The queries of new tokens, and what the cache keeps of them."""
+    if isinstance(cache, LatentCache):
+        q, latents = project_latents(project, x, spec, positions)
+        check_latent_cache(cache, latents)
+        return q, (latents,)
+    q, k, v = project_qkv(project, x, x, x, spec, positions)
+    check_cache(cache.keys, cache.values, k, v, ("cache.keys", "cache.values"))
+    return q, (k, v)
 
 
-def _attend_to_filled_slots(
+def _slots_seen(capacity: int, spec: AttentionSpec, lengths: list[int] | None, seq_len: int) -> slice:
+    """The slots that some new token sees; all of them where lengths are not known."""
+    if lengths is None:
+        return slice(0, capacity)
+    first, last = min(lengths, default=0), max(lengths, default=0)
+    filled = min(last + seq_len, capacity)  # may pass the capacity where the last tokens are padding
+    return slice(0 if spec.reach is None else max(spec.reach.first(first), 0), filled)
+
+
+def _seen(
     q: Tensor,
-    before: KVCache,
-    cache: KVCache,
+    cache: KVCache | LatentCache,
+    slots: slice,
     spec: AttentionSpec,
-    masking: Masking,
-    dropout: Dropout,
-    lengths: list[int],
-) -> Tensor:
-    """Attend from new tokens, q (B, N, T, H), that are in the cache, reading no slot that none of them sees."""
-    seq_len, first, last = q.shape[2], min(lengths, default=0), max(lengths, default=0)
-    filled = min(last + seq_len, cache.capacity)  # may pass the capacity where the last tokens are padding
-    slots = slice(0 if spec.reach is None else max(spec.reach.first(first), 0), filled)
-    masking = replace(masking, reach=spec.reach, offsets=before.lengths).part(slice(0, seq_len), slots)
+    project: Project,
+    kv_b: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
+    """What queries attend to, and as those of what layer: keys and values, or the latents that they are made of."""
+    if isinstance(cache, KVCache):
+        return q, cache.keys[:, :, slots], cache.values[:, :, slots], spec
+    latents = cache.latents[:, :, slots]
+    if kv_b is None:
+        return q, *expand_latents(project, latents, spec), spec
+    return absorb_keys(q, kv_b, spec), latents, latents[..., : check_latent(spec).kv_rank], spec.absorbed
+
+
+def _masking_of_slots(
+    masking: Masking, slots: slice, spec: AttentionSpec, before: Tensor, lengths: list[int], seq_len: int
+) -> Masking:
+    """What is hidden of the slots that some new token sees."""
+    first, last = min(lengths, default=0), max(lengths, default=0)
+    masking = replace(masking, reach=spec.reach, offsets=before).part(slice(0, seq_len), slots)
     # One token sees all that is filled and in its reach.
     if first == last and seq_len == 1 and not spec.has_distance_bias:
-        masking = Masking(masking.mask, masking.bias, sinks=masking.sinks)
-    elif last == 0:  # a prompt; right padding is seen by no real token
-        masking = replace(masking, offsets=None)
-    return fused.attend(q, cache.keys[:, :, slots], cache.values[:, :, slots], masking, dropout, spec=spec)
+        return Masking(masking.mask, masking.bias, sinks=masking.sinks)
+    return replace(masking, offsets=None) if last == 0 else masking  # a prompt; no real token sees right padding
+
+
+def cache_dtype(weight: Tensor) -> torch.dtype:
+    """What a module with such a weight caches in: the dtype of its projections, under autocast that of autocast."""
+    is_cast = is_autocast_on(weight.device) and weight.dtype != torch.float64
+    return torch.get_autocast_dtype(weight.device.type) if is_cast else weight.dtype
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
@@ -242,9 +281,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             ValueError: if the capacity is below 1 or the batch size below 0.
         """
         weight = next(self.parameters())
-        if dtype is None:
-            is_cast = is_autocast_on(weight.device) and weight.dtype != torch.float64
-            dtype = torch.get_autocast_dtype(weight.device.type) if is_cast else weight.dtype
+        dtype = cache_dtype(weight) if dtype is None else dtype
         spec, device = self.spec, weight.device
         widths = {"head_dim": spec.head_dim, "value_head_dim": spec.value_head_dim}
         return init_cache(batch_size, spec.num_kv_heads, capacity, dtype=dtype, device=device, **widths)
@@ -281,7 +318,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             ValueError: if the shapes do not fit, devices differ, or the new tokens do not fit into the capacity (where
                 values are known).
         """
-        output, cache = _cached_layer(
+        check_is_cache(cache)
+        output, cache = cached_layer(
             self.project,
             x,
             cache,

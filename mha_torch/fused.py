@@ -99,7 +99,7 @@ def attend(
         check_spec(spec)
     scoring = _Scoring()
     if spec is not None:
-        scoring = _Scoring(spec.scale, spec.alibi_slopes, spec.relative_bias, masking.relative_bias)
+        scoring = _Scoring(spec.score_scale, spec.alibi_slopes, spec.relative_bias, masking.relative_bias)
     scale = scoring.scale
     if _is_forward_mode() or not kernel_takes(spec):
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]

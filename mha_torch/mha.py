@@ -338,6 +338,8 @@ def check_layer_inputs(
         raise ValueError("value must come with a key, got key=None and a value")
     if key is not None and spec.rope is not None:
         raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope={spec.rope}")
+    if key is not None and spec.latent is not None:
+        raise ValueError(f"key must be None (self-attention) with latents, got a key and latent={spec.latent}")
     check_layer_positions(positions, query.shape[0], query.shape[1], spec)
     for name, x in (("key", key), ("value", value)):
         if x is None:

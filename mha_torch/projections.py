@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Rope, Temperature
-from mha_spec.attention import check_spec
+from mha_spec import AttentionSpec, Latent, Rope, Temperature
+from mha_spec.attention import check_latent, check_spec
 from mha_spec.temperature import check_temperature
 from mha_torch.arrays import (
     check_count,
@@ -61,6 +61,9 @@ def project_qkv(
         q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
     """
     check_spec(spec)
+    if spec.latent is not None:
+        q, latents = project_latents(project, query, spec, positions)
+        return q, *expand_latents(project, latents, spec)
     if not spec.fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
     elif key is query and value is query:
@@ -85,6 +88,113 @@ def project_qkv(
     if spec.temperature is not None and positions is not None:
         q = apply_temperature(q, positions, spec.temperature)
     return q, k, enter("v_norm", v, spec.num_kv_heads, None)
+
+
+def project_latents(
+    project: Project,
+    x: Float[Tensor, "B T d_in"],
+    spec: AttentionSpec,
+    positions: Int[Tensor, "... #B T"] | None = None,
+) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B 1 T W"]]:
+    """Project the input of a layer with latents: to queries, and to what a cache keeps of keys and values.
+
+    Args:
+        project: applies a projection or a norm by its name.
+        x: input of the layer.
+        spec: the layer, which has latents.
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
+
+    Returns:
+        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: of each token the latent, normalised, and
+        then what the heads share of their keys, rotated.
+
+    Raises:
+        ValueError: if the layer has no latents.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+    """
+    latent = check_latent(spec)
+    if spec.has_positions and positions is None:
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+    if latent.q_rank is None:
+        q = project("q_proj", x)
+    else:
+        q = project("q_b_proj", project("q_a_norm", project("q_a_proj", x)))
+    q, compressed = split_heads(q, spec.num_heads), project("kv_a_proj", x)
+    normed, shared = project("kv_a_norm", compressed[..., : latent.kv_rank]), compressed[..., latent.kv_rank :]
+    latents = torch.cat([normed, shared], dim=-1)[:, None]
+    if spec.rope is not None and positions is not None:
+        q, latents = apply_rope(q, positions, spec.rope), apply_rope(latents, positions, spec.rope)
+    if spec.temperature is not None and positions is not None:
+        q = apply_temperature(q, positions, spec.temperature)
+    return q, latents
+
+
+def expand_latents(
+    project: Project, latents: Float[Tensor, "B 1 S W"], spec: AttentionSpec
+) -> tuple[Float[Tensor, "B N S H"], Float[Tensor, "B N S Hv"]]:
+    """The keys and values of all heads that latents stand for.
+
+    Args:
+        project: applies a projection by its name.
+        latents: (B, 1, S, kv_rank + rope_dim), as `project_latents` gives them.
+        spec: the layer, which has latents.
+
+    Returns:
+        k (B, N, S, H) and v (B, N, S, Hv).
+
+    Raises:
+        ValueError: if the layer has no latents, or they are of another width.
+    """
+    latent = check_latent(spec)
+    check_latents("latents", latents, latent)
+    shared, own_features = latents[..., latent.kv_rank :], spec.head_dim - latent.rope_dim
+    kv = split_heads(project("kv_b_proj", latents[:, 0, :, : latent.kv_rank]), spec.num_heads)
+    shared = shared.expand(-1, spec.num_heads, -1, -1)
+    return torch.cat([kv[..., :own_features], shared], dim=-1), kv[..., own_features:]
+
+
+def absorb_keys(
+    q: Float[Tensor, "B N T H"], kv_b: Float[Tensor, "N*(H+Hv) kv_rank"], spec: AttentionSpec
+) -> Float[Tensor, "B N T W"]:
+    """Queries whose products with latents are those of q with the keys that kv_b_proj would make of them.
+
+    Args:
+        q: queries (B, N, T, H).
+        kv_b: the weight of kv_b_proj, (N * (H - rope_dim + Hv), kv_rank).
+        spec: the layer, which has latents.
+
+    Returns:
+        Queries (B, N, T, kv_rank + rope_dim), in the dtype of q.
+
+    Raises:
+        ValueError: if the layer has no latents.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
+    """
+    of_keys, _ = _weights_of_heads(kv_b, spec)
+    own_features = of_keys.shape[1]
+    return torch.cat([torch.matmul(q[..., :own_features], of_keys), q[..., own_features:]], dim=-1)
+
+
+def absorb_values(
+    context: Float[Tensor, "B N T kv_rank"], kv_b: Float[Tensor, "N*(H+Hv) kv_rank"], spec: AttentionSpec
+) -> Float[Tensor, "B N T Hv"]:
+    """The context that kv_b_proj makes of weighed latents.
+
+    Args:
+        context: weighed latents (B, N, T, kv_rank).
+        kv_b: the weight of kv_b_proj, (N * (H - rope_dim + Hv), kv_rank).
+        spec: the layer, which has latents.
+
+    Returns:
+        The context (B, N, T, Hv), in the dtype of what it is made of.
+
+    Raises:
+        ValueError: if the layer has no latents.
+    """
+    _, of_values = _weights_of_heads(kv_b, spec)
+    return torch.matmul(context, of_values.mT)
 
 
 def apply_temperature(
@@ -142,6 +252,13 @@ def project_output(
     return project("out_proj", output) if spec.out_proj else output
 
 
+def _weights_of_heads(kv_b: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """What makes the keys of a head, and what its values, (N, features, kv_rank) each."""
+    own_features = spec.head_dim - check_latent(spec).rope_dim
+    weights = kv_b.view(spec.num_heads, own_features + spec.value_head_dim, kv_b.shape[1])
+    return weights[:, :own_features], weights[:, own_features:]
+
+
 def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> list[Tensor]:
     return list(packed.split([spec.q_width, spec.k_width, spec.v_width], dim=-1))
 
@@ -160,3 +277,11 @@ def check_gated(context: Tensor, gate: Tensor) -> None:
             f"gate must have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]}), "
             f"got gate.shape={tuple(gate.shape)}"
         )
+
+
+def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
+    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
+    check_floating(name, latents, rank=4)
+    if (latents.shape[1], latents.shape[3]) != (1, latent.width):
+        shape = tuple(latents.shape)
+        raise ValueError(f"{name} must have shape (B, 1, S, {latent.width}), got {name}.shape={shape}")

@@ -10,7 +10,16 @@ if importlib.util.find_spec("ttnn") is None:
     )
 
 from mha_tt import fused, mock
-from mha_tt.cache import KVCache, append_to_cache, create_cache_mask, init_cache, kv_cache_nbytes
+from mha_tt.cache import (
+    KVCache,
+    LatentCache,
+    append_to_cache,
+    append_to_latent_cache,
+    create_cache_mask,
+    init_cache,
+    init_latent_cache,
+    kv_cache_nbytes,
+)
 from mha_tt.cache_mha import (
     MultiHeadAttentionWithCache,
     multi_head_attention_with_cache,
@@ -28,6 +37,7 @@ from mha_tt.device import (
     target,
     upload,
 )
+from mha_tt.latent import MultiHeadLatentAttention, multi_head_latent_attention
 from mha_tt.masks import (
     DeviceMask,
     create_attention_mask,
@@ -43,7 +53,20 @@ from mha_tt.mha import (
     multi_head_attention_core,
 )
 from mha_tt.norms import apply_norm
-from mha_tt.projections import apply_gate, apply_temperature, combine_heads, project_output, project_qkv, split_heads
+from mha_tt.projections import (
+    HeadWeights,
+    absorb_keys,
+    absorb_values,
+    apply_gate,
+    apply_temperature,
+    combine_heads,
+    expand_latents,
+    project_latents,
+    project_output,
+    project_qkv,
+    split_heads,
+    weights_of_heads,
+)
 from mha_tt.rope import Rotation, apply_rope
 from mha_tt.stages import (
     apply_dropout,
@@ -57,13 +80,19 @@ from mha_tt.weights import download_weights, project_with, upload_weights
 
 __all__ = [
     "DeviceMask",
+    "HeadWeights",
     "KVCache",
+    "LatentCache",
     "MultiHeadAttention",
     "MultiHeadAttentionWithCache",
+    "MultiHeadLatentAttention",
     "MultiHeadSelfAttention",
     "Rotation",
+    "absorb_keys",
+    "absorb_values",
     "accurate_config",
     "append_to_cache",
+    "append_to_latent_cache",
     "apply_dropout",
     "apply_gate",
     "apply_norm",
@@ -82,10 +111,12 @@ __all__ = [
     "describe_target",
     "download",
     "download_weights",
+    "expand_latents",
     "fast_config",
     "fused",
     "head_slots",
     "init_cache",
+    "init_latent_cache",
     "kv_cache_nbytes",
     "masked_softmax",
     "mock",
@@ -93,8 +124,10 @@ __all__ = [
     "multi_head_attention_core",
     "multi_head_attention_with_cache",
     "multi_head_attention_with_static_cache",
+    "multi_head_latent_attention",
     "open_device",
     "padded_head_dim",
+    "project_latents",
     "project_output",
     "project_qkv",
     "project_with",
@@ -104,4 +137,5 @@ __all__ = [
     "target",
     "upload",
     "upload_weights",
+    "weights_of_heads",
 ]

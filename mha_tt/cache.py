@@ -1,4 +1,4 @@
-"""The key/value cache: a value of fixed capacity, how it is filled, and what is refused of it.
+"""The cache of keys and values, or of latents: a value of fixed capacity, how it is filled, and what is refused of it.
 
 Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
 Hv value_head_dim, E d_model.
@@ -6,8 +6,9 @@ Hv value_head_dim, E d_model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import ttnn
@@ -16,30 +17,44 @@ from ttnn import Tensor
 
 from mha_spec.reach import reach_of
 from mha_tt.arrays import check_count, check_dtype, check_floating, check_lengths
-from mha_tt.device import TILE, TILE_NBYTES, as_dtype, round_up, upload, upload_integers, zeros
+from mha_tt.device import TILE, TILE_NBYTES, as_dtype, padded_head_dim, round_up, upload, upload_integers, zeros
 from mha_tt.masks import Masking
+from mha_tt.slots import as_cached, extended, sequences
 
 MOST_KV_HEADS = TILE
 """What `paged_update_cache` writes right: it reads one row of tiles for each sequence, and takes more heads unasked."""
 
 
-@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
-class KVCache:
-    """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
+class Cache:
+    """Slots, of which each sequence has filled the first few: what caches of both kinds have.
 
     Attributes:
-        keys, values: (B, K, S, H) and (B, K, S, Hv), S being the capacity, all in whole tiles; keys after RoPE. A slot
-            at or beyond its sequence's length holds nothing.
         lengths: number of tokens each sequence has cached, (B,), int32, on the host.
-        capacity: number of slots of each sequence.
+        capacity: number of slots of each sequence; on the device they take whole tiles.
     """
 
-    keys: Float[Tensor, "B K S H"]
-    values: Float[Tensor, "B K S Hv"]
     lengths: Int[np.ndarray, " B"]
-    capacity: int
 
-    def reorder(self, indices: Int[np.ndarray, " C"] | Sequence[int]) -> KVCache:
+    @property
+    def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
+        """What is cached, by name; all but the lengths."""
+        held: Any = self
+        names = [field.name for field in fields(held) if field.name not in ("lengths", "capacity")]
+        return {name: getattr(self, name) for name in names}
+
+    capacity: int  # kept beside the slots, which take whole tiles, so that their shape does not tell it
+
+    def with_slots(self, slots: Iterable[Float[Tensor, "B K S W"]], lengths: Int[np.ndarray, " B"]) -> Self:
+        """A cache of the same kind that holds something else.
+
+        Args:
+            slots: what it holds, in the order of `slots`.
+            lengths: number of tokens each sequence has cached, (B,).
+        """
+        held: Any = self
+        return replace(held, lengths=lengths, **dict(zip(self.slots, slots, strict=True)))
+
+    def reorder(self, indices: Int[np.ndarray, " C"] | Sequence[int]) -> Self:
         """A cache of the sequences with these indices, in this order; one may be taken more than once, or not at all.
 
         Args:
@@ -54,10 +69,10 @@ class KVCache:
         """
         check_lengths("indices", indices, None, len(self.lengths) - 1)
         indices = np.asarray(indices, int)
-        keys, values = (_sequences(slots, indices.tolist()) for slots in (self.keys, self.values))
-        return KVCache(keys, values, self.lengths[indices], self.capacity)
+        slots = (sequences(x, indices.tolist()) for x in self.slots.values())
+        return self.with_slots(slots, self.lengths[indices])
 
-    def repeat(self, repeats: int) -> KVCache:
+    def repeat(self, repeats: int) -> Self:
         """A cache that holds each sequence `repeats` times, side by side, as the beams of a search.
 
         Args:
@@ -73,7 +88,7 @@ class KVCache:
         check_count("repeats", repeats)
         return self.reorder(np.repeat(np.arange(len(self.lengths)), repeats))
 
-    def grow(self, capacity: int) -> KVCache:
+    def grow(self, capacity: int) -> Self:
         """A cache of the same tokens with more slots.
 
         Args:
@@ -87,10 +102,11 @@ class KVCache:
             ValueError: if the capacity is below that of this cache.
         """
         check_count("capacity", capacity, minimum=self.capacity)
-        keys, values = (_with_slots(slots, round_up(capacity)) for slots in (self.keys, self.values))
-        return KVCache(keys, values, self.lengths.copy(), capacity)
+        slots = (extended(x, round_up(capacity)) for x in self.slots.values())
+        grown: Any = self.with_slots(slots, self.lengths.copy())
+        return replace(grown, capacity=capacity)
 
-    def crop(self, lengths: Int[np.ndarray, " B"] | Sequence[int] | int) -> KVCache:
+    def crop(self, lengths: Int[np.ndarray, " B"] | Sequence[int] | int) -> Self:
         """A cache of the first tokens of each sequence only; the slots of the others hold nothing again.
 
         Args:
@@ -112,10 +128,47 @@ class KVCache:
                 f"lengths must not exceed those of the cache, "
                 f"got lengths={lengths.tolist()} and {self.lengths.tolist()}"
             )
-        is_kept = np.arange(self.keys.shape[2]) < lengths[:, None]  # (B, S)
-        is_kept = upload(is_kept[:, None, :, None], device=self.keys.device(), dtype=self.keys.dtype)
-        keys, values = (ttnn.where(is_kept, slots, 0.0) for slots in (self.keys, self.values))
-        return KVCache(keys, values, lengths.copy(), self.capacity)
+        first = next(iter(self.slots.values()))
+        is_kept = np.arange(first.shape[2]) < lengths[:, None]  # (B, S)
+        is_kept = upload(is_kept[:, None, :, None], device=first.device(), dtype=first.dtype)
+        return self.with_slots((ttnn.where(is_kept, x, 0.0) for x in self.slots.values()), lengths.copy())
+
+
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+class KVCache(Cache):
+    """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
+
+    Attributes:
+        keys, values: (B, K, S, H) and (B, K, S, Hv), S being the capacity, all in whole tiles; keys after RoPE. A slot
+            at or beyond its sequence's length holds nothing.
+        lengths: number of tokens each sequence has cached, (B,), int32, on the host.
+        capacity: number of slots of each sequence.
+    """
+
+    keys: Float[Tensor, "B K S H"]
+    values: Float[Tensor, "B K S Hv"]
+    lengths: Int[np.ndarray, " B"]
+    capacity: int
+
+
+@dataclass(frozen=True, eq=False)
+class LatentCache(Cache):
+    """Latents of the tokens seen so far, of which the keys and values of all heads are made.
+
+    Attributes:
+        latents: (B, 1, S, W), S being the capacity and W kv_rank + rope_dim, each of the three in whole tiles: of each
+            token the latent, normalised, and then what the heads share of their keys, rotated. A slot at or beyond its
+            sequence's length holds nothing.
+        lengths: number of tokens each sequence has cached, (B,), int32, on the host.
+        capacity: number of slots of each sequence.
+    """
+
+    latents: Float[Tensor, "B 1 S W"]
+    lengths: Int[np.ndarray, " B"]
+    capacity: int
+
+
+CacheT = TypeVar("CacheT", KVCache, LatentCache)
 
 
 def init_cache(
@@ -160,6 +213,41 @@ def init_cache(
     )
 
 
+def init_latent_cache(
+    batch_size: int,
+    capacity: int,
+    kv_rank: int,
+    rope_dim: int,
+    dtype: ttnn.DataType = ttnn.bfloat16,
+    *,
+    device: ttnn.MeshDevice,
+) -> LatentCache:
+    """An empty cache of latents: zeros in every slot, every length 0.
+
+    Args:
+        batch_size: number of sequences, B.
+        capacity: number of slots of each sequence.
+        kv_rank: width of the latent of keys and values.
+        rope_dim: features of a key that the heads share.
+        dtype: of the latents: `ttnn.bfloat16`, `ttnn.bfloat8_b` or `ttnn.float32`.
+        device: where the cache lies.
+
+    Raises:
+        TypeError: if a size is not an integer or the dtype not floating point.
+        ValueError: if a size is below 1, or the batch size below 0.
+    """
+    check_count("batch_size", batch_size, minimum=0)
+    for name, size in {"capacity": capacity, "kv_rank": kv_rank, "rope_dim": rope_dim}.items():
+        check_count(name, size)
+    check_dtype("dtype", dtype)
+    width = round_up(kv_rank) + padded_head_dim(rope_dim, rope=True)
+    return LatentCache(
+        latents=zeros((batch_size, 1, round_up(capacity), width), dtype, device),
+        lengths=np.zeros(batch_size, np.int32),
+        capacity=capacity,
+    )
+
+
 def append_to_cache(
     cache: KVCache,
     key: Float[Tensor, "B K T H"],
@@ -183,20 +271,50 @@ def append_to_cache(
         ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
     """
     check_appended(cache, key, value, new_lengths)
-    added = num_added(cache, key.shape[2], new_lengths)
+    return append_checked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
+
+
+def append_to_latent_cache(
+    cache: LatentCache,
+    latents: Float[Tensor, "B 1 T W"],
+    *,
+    new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
+) -> LatentCache:
+    """Append the latents of new tokens to those in the cache.
+
+    Args:
+        cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage is reused.
+        latents: (B, 1, T, W), as `project_latents` gives them, in the cache's dtype or, for a bfloat8_b cache,
+            bfloat16.
+        new_lengths: as `append_to_cache` takes them.
+
+    Returns:
+        The cache, holding `cache.lengths + new_lengths` tokens.
+
+    Raises:
+        TypeError: if the dtypes differ or the lengths are not integers.
+        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
+    """
+    check_is_cache(cache, LatentCache)
+    check_latent_cache(cache, latents)
+    check_room(cache, latents.shape[2], new_lengths)
+    return append_checked(cache, (latents,), num_added(cache, latents.shape[2], new_lengths))
+
+
+def append_checked(cache: CacheT, new: tuple[Tensor, ...], added: np.ndarray) -> CacheT:
+    """`append_to_cache` without its checks, of what goes into each tensor of slots."""
     # The device writes whole tiles, or single rows. So single rows up to the next tile, for all sequences at once, …
-    single = np.minimum(added, -cache.lengths % TILE) if key.shape[2] > 1 else added
+    single = np.minimum(added, -cache.lengths % TILE) if new[0].shape[2] > 1 else added
     for token in range(single.max(initial=0)):
         slots = np.where(token < single, cache.lengths + token, -1)
-        keys, values = (ttnn.permute(x[:, :, token : token + 1], (2, 0, 1, 3)) for x in (key, value))
-        write_rows(cache, keys, values, slots)
+        write_rows(cache, [ttnn.permute(x[:, :, token : token + 1], (2, 0, 1, 3)) for x in new], slots)
     # … and then tiles, one sequence at a time.
     for sequence in np.flatnonzero(added > single).tolist():
         first, last = int(single[sequence]), int(added[sequence])
-        for slots, x in ((cache.keys, key), (cache.values, value)):
-            tokens = _as_cached(x[sequence : sequence + 1, :, first:last], slots)
+        for slots, x in zip(cache.slots.values(), new, strict=True):
+            tokens = as_cached(x[sequence : sequence + 1, :, first:last], slots)
             ttnn.fill_cache(slots, tokens, sequence, update_idx=int(cache.lengths[sequence]) + first)
-    return KVCache(cache.keys, cache.values, cache.lengths + added, cache.capacity)
+    return cache.with_slots(cache.slots.values(), cache.lengths + added)
 
 
 def create_cache_mask(
@@ -229,56 +347,22 @@ def create_cache_mask(
     return Masking(is_causal=True, reach=reach, offsets=offsets).hidden(seq_len_q, capacity)
 
 
-def _sequences(slots: Tensor, indices: list[int]) -> Tensor:
-    """A copy of the slots (B, K, S, H) of the sequences with these indices."""
-    if not indices:
-        return zeros((0, *tuple(slots.shape)[1:]), slots.dtype, slots.device())
-    if len(indices) == 1:  # a slice of everything, as a concatenation of one, may be the tensor itself
-        return ttnn.clone(slots[indices[0] : indices[0] + 1])
-    # Slice by slice: no operation of ttnn picks along an axis by index and takes bfloat8_b.
-    return as_dtype(ttnn.concat([slots[index : index + 1] for index in indices], dim=0), slots.dtype)
-
-
-def _with_slots(slots: Tensor, count: int) -> Tensor:
-    """A copy of slots (B, K, S, H) with zeros after them."""
-    batch_size, num_kv_heads, held, head_dim = slots.shape
-    if count == held:
-        return ttnn.clone(slots)
-    return joined(slots, zeros((batch_size, num_kv_heads, count - held, head_dim), slots.dtype, slots.device()))
-
-
-def joined(cached: Tensor, new: Tensor) -> Tensor:
-    """Cached tokens and new ones, in the dtype of the cache, which concatenation may widen."""
-    shape = (*tuple(cached.shape)[:2], cached.shape[2] + new.shape[2], cached.shape[3])
-    if not shape[0] or not shape[2]:
-        return zeros(shape, cached.dtype, cached.device())
-    if not cached.shape[2] or not new.shape[2]:  # concatenation does not take nothing
-        return cached if cached.shape[2] else as_dtype(new, cached.dtype)
-    return as_dtype(ttnn.concat([cached, new], dim=2), cached.dtype)
-
-
-def num_added(cache: KVCache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> np.ndarray:
+def num_added(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> np.ndarray:
     """How many tokens are appended to each sequence, (B,)."""
     added = np.full(len(cache.lengths), seq_len) if new_lengths is None else np.asarray(new_lengths)
     return added.astype(np.int32)
 
 
-def _as_cached(x: Tensor, slots: Tensor) -> Tensor:
-    """Tokens as `fill_cache` copies them: in the dtype of the cache, zeros after the last token of the last tile."""
-    x = as_dtype(x, slots.dtype)
-    return ttnn.fill_implicit_tile_padding(x, 0.0) if x.shape[2] % TILE else x
-
-
-def write_rows(cache: KVCache, keys: Tensor, values: Tensor, slots: np.ndarray) -> None:
-    """Write one token of each sequence, (1, B, K, H), into a slot of its own; -1 writes nothing."""
-    device, batch_size = keys.device(), keys.shape[1]
+def write_rows(cache: Cache, new: Sequence[Tensor], slots: np.ndarray) -> None:
+    """Write one token of each sequence, (1, B, K, H) for each tensor of slots, into its own slot; -1 writes nothing."""
+    device, batch_size = new[0].device(), new[0].shape[1]
     grid = device.compute_with_storage_grid_size()
     if batch_size > grid.x * grid.y:
         raise ValueError(
             f"the batch must not exceed the {grid.x * grid.y} cores of the device, got {batch_size} sequences"
         )
     where = upload_integers(slots, device=device)
-    for held, rows in ((cache.keys, keys), (cache.values, values)):
+    for held, rows in zip(cache.slots.values(), new, strict=True):
         one_core_each = ttnn.create_sharded_memory_config(
             (round_up(rows.shape[2]), rows.shape[3]),
             core_grid=ttnn.num_cores_to_corerangeset(batch_size, grid, row_wise=True),
@@ -332,9 +416,11 @@ def kv_cache_nbytes(
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_cache(cache_k: Tensor, cache_v: Tensor, key: Tensor, value: Tensor) -> None:
+def check_cache(
+    cache_k: Tensor, cache_v: Tensor, key: Tensor, value: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")
+) -> None:
     """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
-    for name, x, new in (("cache_k", cache_k, key), ("cache_v", cache_v, value)):
+    for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
         check_floating(name, x, rank=4)
         expected = (key.shape[0], key.shape[1], cache_k.shape[2], new.shape[3])
         if tuple(x.shape) != expected:
@@ -343,26 +429,33 @@ def check_cache(cache_k: Tensor, cache_v: Tensor, key: Tensor, value: Tensor) ->
             raise TypeError(f"{name} must be float32 if the new keys are, got {x.dtype} and {key.dtype}")
 
 
-def check_is_cache(cache: object) -> None:
-    """Refuse what is not a cache."""
-    if not isinstance(cache, KVCache):
-        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
+def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:
+    """Refuse cached latents (B, 1, S, W) that new ones (B, 1, T, W) cannot join."""
+    check_floating("latents", latents, rank=4)
+    check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))
 
 
-def check_cache_holds(cache: KVCache, num_kv_heads: int, head_dim: int, value_head_dim: int) -> None:
-    """Refuse a cache that was made for other heads."""
-    for name, x, features in (("cache.keys", cache.keys, head_dim), ("cache.values", cache.values, value_head_dim)):
-        expected = (cache.keys.shape[0], num_kv_heads, cache.keys.shape[2], features)
+def check_is_cache(cache: object, kind: type[Cache] = KVCache) -> None:
+    """Refuse what is not a cache of that kind."""
+    if not isinstance(cache, kind):
+        raise TypeError(f"cache must be a {kind.__name__}, got {type(cache).__name__}")
+
+
+def check_cache_holds(cache: Cache, num_heads: int, *features: int) -> None:
+    """Refuse a cache that was made for other heads, each of so many features, or for latents of another width."""
+    first = next(iter(cache.slots.values()))
+    for (name, x), width in zip(cache.slots.items(), features, strict=True):
+        expected = (first.shape[0], num_heads, first.shape[2], width)
         if tuple(x.shape) != expected:
-            raise ValueError(f"{name} must have shape {expected}, got {name}.shape={tuple(x.shape)}")
+            raise ValueError(f"cache.{name} must have shape {expected}, got cache.{name}.shape={tuple(x.shape)}")
 
 
-def check_cached_input(x: Tensor, cache: KVCache) -> None:
+def check_cached_input(x: Tensor, cache: Cache) -> None:
     """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
-    check_is_cache(cache)
     check_floating("x", x, rank=3)
-    if (x.dtype == ttnn.float32) != (cache.keys.dtype == ttnn.float32):
-        raise TypeError(f"x must be float32 if the cache is, got x.dtype={x.dtype} and {cache.keys.dtype}")
+    dtype = next(iter(cache.slots.values())).dtype
+    if (x.dtype == ttnn.float32) != (dtype == ttnn.float32):
+        raise TypeError(f"x must be float32 if the cache is, got x.dtype={x.dtype} and {dtype}")
     if x.shape[0] != cache.lengths.shape[0]:
         raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
 
@@ -382,11 +475,12 @@ def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.n
     check_room(cache, key.shape[2], new_lengths)
 
 
-def check_room(cache: KVCache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> None:
+def check_room(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> None:
     """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
-    check_lengths("cache.lengths", cache.lengths, cache.keys.shape[0], cache.capacity)
+    batch_size = next(iter(cache.slots.values())).shape[0]
+    check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
     if new_lengths is not None:
-        check_lengths("new_lengths", new_lengths, cache.keys.shape[0], seq_len)
+        check_lengths("new_lengths", new_lengths, batch_size, seq_len)
     added = np.full(len(cache.lengths), seq_len) if new_lengths is None else np.asarray(new_lengths)
     if (cache.lengths + added > cache.capacity).any():
         raise ValueError(

@@ -6,7 +6,7 @@ Hv value_head_dim, E d_model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,24 +20,35 @@ from mha_spec.attention import check_spec
 from mha_tt import fused, stages
 from mha_tt.arrays import check_floating, check_input_dtype
 from mha_tt.cache import (
+    CacheT,
     KVCache,
-    append_to_cache,
+    LatentCache,
+    append_checked,
     check_cache,
     check_cache_holds,
     check_cached_input,
+    check_is_cache,
     check_room,
     init_cache,
-    joined,
     num_added,
     write_rows,
 )
-from mha_tt.device import padded_head_dim, round_up, upload, zeros
+from mha_tt.device import as_dtype, round_up, upload, zeros
 from mha_tt.masks import DeviceMask, Masking, on_host
 from mha_tt.mha import AttentionLayer
-from mha_tt.projections import project_output, project_qkv
-from mha_tt.rope import Rotation, check_layer_positions
+from mha_tt.projections import (
+    HeadWeights,
+    absorb_keys,
+    absorb_values,
+    expand_latents,
+    project_latents,
+    project_output,
+    project_qkv,
+)
+from mha_tt.rope import Rotation, check_layer_positions, rotation_of
+from mha_tt.slots import joined
 from mha_tt.stages import Dropout
-from mha_tt.weights import Project, check_weights, padded_features, project_with
+from mha_tt.weights import Project, check_weights, padded_features, padded_width, project_with
 
 
 def multi_head_attention_with_cache(
@@ -99,7 +110,7 @@ def multi_head_attention_with_cache(
         reach=spec.reach,
         offsets=np.array([cache_len]) if cache_len else None,
     ).with_weights(weights)
-    context = _attend(q, k, v, masking, Dropout(), _Arithmetic(spec, compute_kernel_config))
+    context = _attend(q, (k, v), masking, Dropout(), _Attention(project, spec, False, compute_kernel_config))
     return project_output(project, context, x, spec), k, v
 
 
@@ -139,7 +150,8 @@ def multi_head_attention_with_static_cache(
     """
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
-    return _cached_layer(
+    check_is_cache(cache)
+    return cached_layer(
         project_with(weights, spec, compute_kernel_config=compute_kernel_config),
         x,
         cache,
@@ -152,10 +164,10 @@ def multi_head_attention_with_static_cache(
     )
 
 
-def _cached_layer(
+def cached_layer(
     project: Project,
     x: Tensor,
-    cache: KVCache,
+    cache: CacheT,
     spec: AttentionSpec,
     masking: Masking,
     *,
@@ -163,15 +175,20 @@ def _cached_layer(
     positions: np.ndarray | None,
     dropout: Dropout,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
-) -> tuple[Tensor, KVCache]:
+    kv_b: Callable[[], HeadWeights] | None = None,
+) -> tuple[Tensor, CacheT]:
+    """Append new tokens to a cache of either kind, and attend; over the latents themselves where kv_b is given.
+
+    It is called after all checks, and makes the weights that are needed for that, or has kept them.
+    """
     check_cached_input(x, cache)
     batch_size, seq_len, _ = x.shape
     check_layer_positions(positions, batch_size, seq_len, spec)
     masking.check((batch_size, spec.num_heads, seq_len, cache.capacity))
+    _check_is_of(cache, spec)
     check_room(cache, seq_len, new_lengths)
     if 0 in (batch_size, seq_len):
-        check_cache_holds(cache, spec.num_kv_heads, *(padded_features(f"{part}_proj", spec) for part in "kv"))
-        output = zeros((batch_size, seq_len, spec.num_heads * cache.values.shape[3]), x.dtype, x.device())
+        output = zeros((batch_size, seq_len, padded_width("out_proj", spec)), x.dtype, x.device())
         return project("out_proj", output) if spec.out_proj else output, cache
     positions = cache.lengths[:, None] + np.arange(seq_len) if positions is None else positions
     is_real = None
@@ -184,106 +201,140 @@ def _cached_layer(
     if is_step:  # one token of each sequence: side by side they fill the tiles that they would each begin
         x = ttnn.reshape(x, (1, batch_size, x.shape[2]))
         positions = np.broadcast_to(positions, (*positions.shape[:-2], batch_size, 1)).swapaxes(-1, -2)
-    rotation = None
-    if spec.rope is not None:
-        rotation = Rotation(
-            positions,
-            spec.rope,
-            head_dim=spec.head_dim,
-            padded=padded_head_dim(spec.head_dim, rope=True),
-            device=x.device(),
-            side_by_side=is_step,
-        )
-    q, k, v = project_qkv(project, x, x, x, spec, positions if rotation is None else rotation)
-    check_cache_holds(cache, spec.num_kv_heads, k.shape[3], v.shape[3])
-    arithmetic = _Arithmetic(spec, compute_kernel_config)
+    rotation = rotation_of(positions, spec, device=x.device(), side_by_side=is_step)
+    q, new = _entering(project, x, cache, spec, positions if rotation is None else rotation)
+    weights = None if kv_b is None else kv_b()
+    q = q if weights is None else absorb_keys(q, weights, spec, compute_kernel_config=compute_kernel_config)
+    attention = _Attention(project, spec, weights is not None, compute_kernel_config)
     attend = _attend_in_step if is_step else _attend_in_prefill
-    context, cache = attend(q, k, v, cache, new_lengths, masking, dropout, arithmetic)
+    context, cache = attend(q, new, cache, new_lengths, masking, dropout, attention)
+    if weights is not None:
+        context = context[:, :, :, : padded_features("kv_a_norm", spec)]
+        context = absorb_values(context, weights, spec, compute_kernel_config=compute_kernel_config)
     output = project_output(project, context, x, spec)
     if is_step:
         output = ttnn.reshape(output, (batch_size, 1, output.shape[2]))
     return output if is_real is None else ttnn.where(is_real, output, 0.0), cache
 
 
-class _Arithmetic(NamedTuple):
-    """How the device computes: what the layer says of the scores, and the settings."""
+def _check_is_of(cache: KVCache | LatentCache, spec: AttentionSpec) -> None:
+    """Refuse a cache that was made for another layer."""
+    if isinstance(cache, LatentCache):
+        check_cache_holds(cache, 1, padded_features("kv_a_proj", spec))
+    else:
+        check_cache_holds(cache, spec.num_kv_heads, *(padded_features(f"{part}_proj", spec) for part in "kv"))
 
+
+def _entering(
+    project: Project,
+    x: Tensor,
+    cache: KVCache | LatentCache,
+    spec: AttentionSpec,
+    positions: np.ndarray | Rotation,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The queries of new tokens, and what the cache keeps of them."""
+    if isinstance(cache, LatentCache):
+        q, latents = project_latents(project, x, spec, positions)
+        return q, (latents,)
+    q, k, v = project_qkv(project, x, x, x, spec, positions)
+    return q, (k, v)
+
+
+class _Attention(NamedTuple):
+    """How a layer attends to what a cache keeps: its projections, over latents themselves or not, and the settings."""
+
+    project: Project
     spec: AttentionSpec
+    over_latents: bool
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None
+
+    @property
+    def arithmetic(self) -> dict[str, Any]:
+        """What the layer says of the scores, and the settings of the device."""
+        spec = self.spec.absorbed if self.over_latents else self.spec
+        return {"spec": spec, "compute_kernel_config": self.compute_kernel_config}
+
+    def seen(self, slots: Sequence[Tensor], dtype: ttnn.DataType) -> tuple[Tensor, Tensor]:
+        """What queries attend to: the keys and values of slots, or latents, or those that are made of latents.
+
+        Latents are values as wide as keys, for the kernels take no others: what the context has more is left out later.
+        """
+        if len(slots) == 2 or self.over_latents:
+            return slots[0], slots[-1]
+        return expand_latents(self.project, as_dtype(slots[0], dtype), self.spec)
 
 
 def _attend_in_step(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: KVCache,
+    new: tuple[Tensor, ...],
+    cache: CacheT,
     new_lengths: np.ndarray | Sequence[int] | None,
     masking: Masking,
     dropout: Dropout,
-    arithmetic: _Arithmetic,
-) -> tuple[Tensor, KVCache]:
-    """Append one token of each sequence, q (1, N, B, H), k and v (1, K, B, H), and attend to everything up to it."""
+    attention: _Attention,
+) -> tuple[Tensor, CacheT]:
+    """Append one token of each sequence, q (1, N, B, H), new (1, K, B, H) each, and attend to everything up to it."""
     added = num_added(cache, 1, new_lengths)
-    write_rows(cache, ttnn.transpose(k, 1, 2), ttnn.transpose(v, 1, 2), np.where(added > 0, cache.lengths, -1))
-    before, cache = cache.lengths, KVCache(cache.keys, cache.values, cache.lengths + added, cache.capacity)
-    is_kernels = q.dtype != ttnn.float32 and k.shape[3] == v.shape[3] and masking.sinks is None
-    takes_kernel = is_kernels and fused.kernel_takes(arithmetic.spec)
+    write_rows(cache, [ttnn.transpose(x, 1, 2) for x in new], np.where(added > 0, cache.lengths, -1))
+    before, cache = cache.lengths, cache.with_slots(cache.slots.values(), cache.lengths + added)
+    spec, slots = attention.spec, tuple(cache.slots.values())
+    are_alike = slots[0].shape[3] == slots[-1].shape[3] and (len(slots) == 2 or attention.over_latents)
+    takes_kernel = q.dtype != ttnn.float32 and are_alike and masking.sinks is None and fused.kernel_takes(spec)
     is_plain = not takes_kernel or dropout.rate or not len(before)
     # The kernel multiplies a mask by the scale (tt-metal#55337), and may see a key less than a window (tt-metal#32145).
-    has_mask = masking.mask is not None or masking.bias is not None or arithmetic.spec.reach is not None
+    has_mask = masking.mask is not None or masking.bias is not None or spec.reach is not None
     if is_plain or has_mask:
         q = ttnn.permute(q, (2, 1, 0, 3))
-        context = _attend_to_slots(q, cache, before, masking, dropout, arithmetic)
+        context = _attend_to_slots(q, cache, before, masking, dropout, attention)
         return ttnn.permute(context, (2, 1, 0, 3)), cache
     # A sequence without a new token sees a slot that is there, so that its output, 0 in the end, is finite before.
     last_positions = np.minimum(before, cache.capacity - 1)
-    context = fused.attend_to_cache(
-        ttnn.transpose(q, 1, 2), cache.keys, cache.values, last_positions, **arithmetic._asdict()
-    )
+    keys, values = attention.seen(slots, q.dtype)
+    context = fused.attend_to_cache(ttnn.transpose(q, 1, 2), keys, values, last_positions, **attention.arithmetic)
     return ttnn.transpose(context, 1, 2), cache
 
 
 def _attend_in_prefill(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: KVCache,
+    new: tuple[Tensor, ...],
+    cache: CacheT,
     new_lengths: np.ndarray | Sequence[int] | None,
     masking: Masking,
     dropout: Dropout,
-    arithmetic: _Arithmetic,
-) -> tuple[Tensor, KVCache]:
-    """Append tokens, q (B, N, T, H), k and v (B, K, T, H), and attend from each to everything up to it."""
+    attention: _Attention,
+) -> tuple[Tensor, CacheT]:
+    """Append tokens, q (B, N, T, H), new (B, K, T, H) each, and attend from each to everything up to it."""
     before, seq_len = cache.lengths, q.shape[2]
-    cache = append_to_cache(cache, k, v, new_lengths=new_lengths)
+    cache = append_checked(cache, new, num_added(cache, seq_len, new_lengths))
     if before.any():
-        return _attend_to_slots(q, cache, before, masking, dropout, arithmetic), cache
+        return _attend_to_slots(q, cache, before, masking, dropout, attention), cache
     # Right padding needs no mask of its own: no real token sees what comes after it.
-    masking = _first_slots(masking, seq_len).of_layer(arithmetic.spec)
-    return _attend(q, k, v, masking, dropout, arithmetic), cache
+    masking = _first_slots(masking, seq_len).of_layer(attention.spec)
+    return _attend(q, new, masking, dropout, attention), cache
 
 
 def _attend_to_slots(
     q: Tensor,
-    cache: KVCache,
+    cache: KVCache | LatentCache,
     before: np.ndarray,
     masking: Masking,
     dropout: Dropout,
-    arithmetic: _Arithmetic,
+    attention: _Attention,
 ) -> Tensor:
     """Attend from new tokens, q (B, N, T, H), that are in the cache already, to everything up to each."""
     seq_len = q.shape[2]
     filled = min(round_up(int(before.max(initial=0)) + seq_len), cache.capacity)
-    keys, values = (x if x.shape[2] == filled else x[:, :, :filled] for x in (cache.keys, cache.values))
-    masking = replace(_first_slots(masking, filled), reach=arithmetic.spec.reach, offsets=before)
-    return _attend(q, keys, values, masking, dropout, arithmetic)
+    slots = tuple(x if x.shape[2] == filled else x[:, :, :filled] for x in cache.slots.values())
+    masking = replace(_first_slots(masking, filled), reach=attention.spec.reach, offsets=before)
+    return _attend(q, slots, masking, dropout, attention)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, masking: Masking, dropout: Dropout, arithmetic: _Arithmetic) -> Tensor:
+def _attend(q: Tensor, slots: tuple[Tensor, ...], masking: Masking, dropout: Dropout, attention: _Attention) -> Tensor:
     """Attend on the plain path where the fused kernel cannot."""
+    keys, values = attention.seen(slots, q.dtype)
     if q.dtype == ttnn.float32 or dropout.rate:
-        return stages.attend(q, k, v, masking, dropout, need_weights=False, **arithmetic._asdict())[0]
-    return fused.attend(q, k, v, masking, dropout, **arithmetic._asdict())
+        return stages.attend(q, keys, values, masking, dropout, need_weights=False, **attention.arithmetic)[0]
+    return fused.attend(q, keys, values, masking, dropout, **attention.arithmetic)
 
 
 def _first_slots(masking: Masking, count: int) -> Masking:
@@ -353,10 +404,11 @@ class MultiHeadAttentionWithCache(AttentionLayer):
                 integers.
             ValueError: if the shapes do not fit, or the new tokens do not fit into the capacity.
         """
+        check_is_cache(cache)
         check_floating("x", x, rank=3)
         check_input_dtype("x", x, self.dtype)
         self.check_dropout()
-        output, cache = _cached_layer(
+        output, cache = cached_layer(
             self.project,
             x,
             cache,

@@ -5,6 +5,7 @@ It is ttnn's own flash attention behind the masks and the empty rows of this pac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +24,10 @@ from mha_tt.rope import at_least_float32
 from mha_tt.stages import Dropout, check_attention, score_scale
 
 LARGEST_CHUNK = 128
-"""Queries and keys that the kernel takes at a time: what fits a core in every arithmetic, up to a head_dim of 256."""
+"""Queries and keys that the kernel takes at a time: what fits a core in every arithmetic, up to `WIDE` features."""
+
+WIDE = 256
+"""Heads of more features, as latents are, fit a core with half as many queries and keys, and in a step 32 at a time."""
 
 
 def scaled_dot_product_attention(
@@ -133,7 +137,7 @@ def attend(
         is_causal=only_causal,
         scale=scale,
         attention_sink=None if sinks is None else as_dtype(sinks, ttnn.bfloat16),
-        program_config=_program_config(device, config, seq_len_q, seq_len_k),
+        program_config=_program_config(device, config, seq_len_q, seq_len_k, _largest_chunk(query)),
         compute_kernel_config=config,
     )
     return emptied(spoilt(context, spoilt_rows), mask)
@@ -169,19 +173,27 @@ def attend_to_cache(
     _check_kernel_takes(query)
     check_cached_step(query, keys, values, last_positions)
     scale = score_scale(query, spec)
-    config = compute_kernel_config or accurate_config(query.device())
-    context = ttnn.transformer.scaled_dot_product_attention_decode(
-        as_dtype(query, ttnn.bfloat16),  # it takes no other with groups
-        keys,
-        values,
-        cur_pos_tensor=upload_integers(last_positions, device=query.device()),
-        scale=scale,
-        # 0 lets the operation choose its chunks. Without a configuration it divides the keys among more cores than its
-        # tree of sums has room for, on Blackhole with few heads.
-        program_config=_program_config(query.device(), config, 0, 0),
-        compute_kernel_config=config,
-    )
-    return as_dtype(context, query.dtype)
+    device, num_heads, is_wide = query.device(), query.shape[2], query.shape[3] > WIDE
+    config = compute_kernel_config or accurate_config(device)
+    # 0 lets the operation choose its chunks. Without a configuration it divides the keys among more cores than its tree
+    # of sums has room for, on Blackhole with few heads.
+    chunk = math.gcd(_largest_chunk(query), keys.shape[2]) if is_wide else 0
+    positions = upload_integers(last_positions, device=device)
+    heads = as_dtype(query, ttnn.bfloat16)  # it takes no other with groups
+    at_once = TILE if is_wide and keys.shape[1] == 1 else num_heads
+    contexts = [
+        ttnn.transformer.scaled_dot_product_attention_decode(
+            heads if at_once >= num_heads else heads[:, :, first : min(first + at_once, num_heads)],
+            keys,
+            values,
+            cur_pos_tensor=positions,
+            scale=scale,
+            program_config=_program_config(device, config, 0, chunk, chunk),
+            compute_kernel_config=config,
+        )
+        for first in range(0, num_heads, at_once)
+    ]
+    return as_dtype(contexts[0] if len(contexts) == 1 else ttnn.concat(contexts, dim=2), query.dtype)
 
 
 def kernel_takes(spec: AttentionSpec | None) -> bool:
@@ -210,13 +222,17 @@ def _attn_mask(
     return ttnn.fill_implicit_tile_padding(attn_mask, MASKED)
 
 
+def _largest_chunk(query: Tensor) -> int:
+    return LARGEST_CHUNK if query.shape[3] <= WIDE else LARGEST_CHUNK // 2
+
+
 def _program_config(
-    device: ttnn.MeshDevice, config: ttnn.DeviceComputeKernelConfig, seq_len_q: int, seq_len_k: int
+    device: ttnn.MeshDevice, config: ttnn.DeviceComputeKernelConfig, seq_len_q: int, seq_len_k: int, largest_chunk: int
 ) -> ttnn.SDPAProgramConfig:
     return ttnn.SDPAProgramConfig(
         compute_with_storage_grid_size=device.compute_with_storage_grid_size(),
-        q_chunk_size=min(LARGEST_CHUNK, round_up(seq_len_q)),
-        k_chunk_size=min(LARGEST_CHUNK, round_up(seq_len_k)),
+        q_chunk_size=min(largest_chunk, round_up(seq_len_q)),
+        k_chunk_size=min(largest_chunk, round_up(seq_len_k)),
         exp_approx_mode=config.math_approx_mode,
     )
 

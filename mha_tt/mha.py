@@ -20,10 +20,10 @@ from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
 from mha_tt import fused, stages
 from mha_tt.arrays import check_dtype, check_floating, check_input_dtype
-from mha_tt.device import accurate_config, describe_config, padded_head_dim
+from mha_tt.device import accurate_config, describe_config
 from mha_tt.masks import DeviceMask, Masking
 from mha_tt.projections import combine_heads, project_output, project_qkv, split_heads
-from mha_tt.rope import Rotation, check_layer_positions
+from mha_tt.rope import Rotation, check_layer_positions, rotation_of
 from mha_tt.stages import Dropout, drop, scaled_dot_product_attention
 from mha_tt.weights import Project, check_weights, project_with, upload_weights
 
@@ -293,14 +293,7 @@ class AttentionLayer:
         if self.spec.rope is None or not seq_len:
             return None
         if self._rotation is None or self._rotation.cos.shape[2] != seq_len:
-            padded = padded_head_dim(self.spec.head_dim, rope=True)
-            self._rotation = Rotation(
-                np.arange(seq_len)[None],
-                self.spec.rope,
-                head_dim=self.spec.head_dim,
-                padded=padded,
-                device=self.device,
-            )
+            self._rotation = rotation_of(np.arange(seq_len)[None], self.spec, device=self.device)
         return self._rotation
 
     def _causal(self, seq_len: int) -> DeviceMask | None:
@@ -436,6 +429,8 @@ def check_layer_inputs(
         raise ValueError("value must come with a key, got key=None and a value")
     if key is not None and spec.rope is not None:
         raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope={spec.rope}")
+    if key is not None and spec.latent is not None:
+        raise ValueError(f"key must be None (self-attention) with latents, got a key and latent={spec.latent}")
     check_layer_positions(positions, query.shape[0], query.shape[1], spec)
     for name, x in (("key", key), ("value", value)):
         if x is None:

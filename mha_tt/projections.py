@@ -5,18 +5,20 @@ Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import ttnn
 from jaxtyping import Float, Int
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Temperature
-from mha_spec.attention import check_spec
+from mha_spec.attention import check_latent, check_spec
 from mha_spec.temperature import check_temperature
 from mha_tt.arrays import check_count, check_floating
-from mha_tt.device import TILE, TILE_NBYTES, as_dtype, padded_head_dim, round_up, upload, zeros
-from mha_tt.rope import Rotation, at_least_float32, check_positions
-from mha_tt.weights import Project, padded_features
+from mha_tt.device import TILE, TILE_NBYTES, accurate_config, as_dtype, round_up, upload, zeros
+from mha_tt.rope import Rotation, at_least_float32, check_positions, rotation_of
+from mha_tt.weights import Project, padded_features, padded_width
 
 
 def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
@@ -76,21 +78,16 @@ def project_qkv(
         q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
     """
     check_spec(spec)
-    if spec.has_positions:
-        positions = np.arange(query.shape[1])[None] if positions is None else positions
-        check_positions(positions, query.shape[0], query.shape[1], spec.rope)
+    if spec.latent is not None:
+        q, latents = project_latents(project, query, spec, positions)
+        return q, *expand_latents(project, latents, spec)
+    positions, rotation = _placed(query, positions, spec)
     if not spec.fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
     elif key is query and value is query:
         q, k, v = _unpack_qkv(project("qkv_proj", query), spec)
     else:
         q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
-    rotation = None
-    if isinstance(positions, Rotation):
-        rotation, positions = positions, positions.positions
-    elif spec.rope is not None and positions is not None and 0 not in (query.shape[0], query.shape[1]):
-        padded = padded_head_dim(spec.head_dim, rope=True)
-        rotation = Rotation(positions, spec.rope, head_dim=spec.head_dim, padded=padded, device=query.device())
 
     def enter(name: str, x: Tensor, num_heads: int, rotation: Rotation | None) -> Tensor:
         norm = spec.norms.get(name)
@@ -107,6 +104,164 @@ def project_qkv(
     if spec.temperature is not None and positions is not None:
         q = apply_temperature(q, positions, spec.temperature)
     return q, k, enter("v_norm", v, spec.num_kv_heads, None)
+
+
+def project_latents(
+    project: Project,
+    x: Float[Tensor, "B T d_in"],
+    spec: AttentionSpec,
+    positions: Int[np.ndarray, "... #B T"] | Rotation | None = None,
+) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B 1 T W"]]:
+    """Project the input of a layer with latents: to queries, and to what a cache keeps of keys and values.
+
+    Args:
+        project: applies a projection or a norm by its name.
+        x: input of the layer.
+        spec: the layer, which has latents.
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent. A
+            `Rotation` made of them for heads of rope_dim features is uploaded once for many calls.
+
+    Returns:
+        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: of each token the latent, normalised, and
+        then what the heads share of their keys, rotated. Both parts of H and of W are padded by themselves.
+
+    Raises:
+        ValueError: if the layer has no latents.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+    """
+    latent, (batch_size, seq_len, _) = check_latent(spec), x.shape
+    positions, rotation = _placed(x, positions, spec)
+    if latent.q_rank is None:
+        q = project("q_proj", x)
+    else:
+        q = project("q_b_proj", project("q_a_norm", project("q_a_proj", x)))
+    q, compressed = split_heads(q, spec.num_heads), project("kv_a_proj", x)
+    if 0 in (batch_size, seq_len):
+        return q, zeros((batch_size, 1, seq_len, compressed.shape[2]), x.dtype, x.device())
+    kv_rank, own_features = padded_features("kv_a_norm", spec), round_up(spec.head_dim - latent.rope_dim)
+    normed, shared = project("kv_a_norm", compressed[:, :, :kv_rank]), compressed[:, :, kv_rank:]
+    normed, shared = (ttnn.reshape(part, (batch_size, 1, seq_len, part.shape[2])) for part in (normed, shared))
+    if rotation is not None:
+        q = _side_by_side(q[:, :, :, :own_features], rotation.rotate(q[:, :, :, own_features:]))
+        shared = rotation.rotate(shared)
+    if spec.temperature is not None and positions is not None:
+        q = apply_temperature(q, positions, spec.temperature)
+    return q, _side_by_side(normed, shared)
+
+
+def expand_latents(
+    project: Project, latents: Float[Tensor, "B 1 S W"], spec: AttentionSpec
+) -> tuple[Float[Tensor, "B N S H"], Float[Tensor, "B N S Hv"]]:
+    """The keys and values of all heads that latents stand for.
+
+    Args:
+        project: applies a projection by its name.
+        latents: (B, 1, S, kv_rank + rope_dim), as `project_latents` gives them.
+        spec: the layer, which has latents.
+
+    Returns:
+        k (B, N, S, H) and v (B, N, S, Hv).
+
+    Raises:
+        ValueError: if the layer has no latents, or they are of another width.
+    """
+    latent = check_latent(spec)
+    check_latents("latents", latents, spec)
+    kv_rank, own_features = padded_features("kv_a_norm", spec), round_up(spec.head_dim - latent.rope_dim)
+    batch_size, _, seq_len, _ = latents.shape
+    if 0 in (batch_size, seq_len):
+        widths = (padded_features(f"{part}_proj", spec) for part in "kv")
+        keys, values = (
+            zeros((batch_size, spec.num_heads, seq_len, width), latents.dtype, latents.device()) for width in widths
+        )
+        return keys, values
+    compressed = ttnn.reshape(latents[:, :, :, :kv_rank], (batch_size, seq_len, kv_rank))
+    kv = split_heads(project("kv_b_proj", compressed), spec.num_heads)
+    shared = ttnn.repeat(latents[:, :, :, kv_rank:], (1, spec.num_heads, 1, 1))
+    return _side_by_side(kv[:, :, :, :own_features], shared), kv[:, :, :, own_features:]
+
+
+class HeadWeights(NamedTuple):
+    """The weight of kv_b_proj head by head, made once for many calls: what makes the keys of a head, and its values."""
+
+    of_keys: Float[Tensor, "1 N kv_rank H"]
+    of_values: Float[Tensor, "1 N kv_rank Hv"]
+
+
+def weights_of_heads(kv_b: Float[Tensor, "kv_rank N*(H+Hv)"], spec: AttentionSpec) -> HeadWeights:
+    """Take the weight of kv_b_proj apart, as `absorb_keys` and `absorb_values` need it.
+
+    Raises:
+        ValueError: if the layer has no latents, or the weight is of another shape.
+    """
+    own_features = round_up(spec.head_dim - check_latent(spec).rope_dim)
+    check_floating("kv_b", kv_b, rank=2)
+    expected = (padded_width("kv_a_norm", spec), padded_width("kv_b_proj", spec))
+    if tuple(kv_b.shape) != expected:
+        raise ValueError(f"kv_b must have shape {expected}, got kv_b.shape={tuple(kv_b.shape)}")
+    heads = split_heads(ttnn.reshape(kv_b, (1, *tuple(kv_b.shape))), spec.num_heads)
+    return HeadWeights(heads[:, :, :, :own_features], heads[:, :, :, own_features:])
+
+
+def absorb_keys(
+    q: Float[Tensor, "B N T H"],
+    kv_b: Float[Tensor, "kv_rank N*(H+Hv)"] | HeadWeights,
+    spec: AttentionSpec,
+    *,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> Float[Tensor, "B N T W"]:
+    """Queries whose products with latents are those of q with the keys that kv_b_proj would make of them.
+
+    Args:
+        q: queries (B, N, T, H).
+        kv_b: the weight of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)), or the `HeadWeights` made of it.
+        spec: the layer, which has latents.
+        compute_kernel_config: arithmetic of the sums; `accurate_config` when absent.
+
+    Returns:
+        Queries (B, N, T, kv_rank + rope_dim), in the dtype of q.
+
+    Raises:
+        ValueError: if the layer has no latents, or the shapes do not fit.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
+    """
+    of_keys, _ = kv_b if isinstance(kv_b, HeadWeights) else weights_of_heads(kv_b, spec)
+    _check_heads("q", q, spec, padded_features("q_proj", spec))
+    if 0 in tuple(q.shape):
+        return zeros((*tuple(q.shape)[:3], padded_features("kv_a_proj", spec)), q.dtype, q.device())
+    own_features = of_keys.shape[3]
+    absorbed = _head_by_head(q[:, :, :, :own_features], of_keys, True, compute_kernel_config)
+    return _side_by_side(absorbed, q[:, :, :, own_features:])
+
+
+def absorb_values(
+    context: Float[Tensor, "B N T kv_rank"],
+    kv_b: Float[Tensor, "kv_rank N*(H+Hv)"] | HeadWeights,
+    spec: AttentionSpec,
+    *,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> Float[Tensor, "B N T Hv"]:
+    """The context that kv_b_proj makes of weighed latents.
+
+    Args:
+        context: weighed latents (B, N, T, kv_rank).
+        kv_b: the weight of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)), or the `HeadWeights` made of it.
+        spec: the layer, which has latents.
+        compute_kernel_config: arithmetic of the sums; `accurate_config` when absent.
+
+    Returns:
+        The context (B, N, T, Hv), in the dtype of what it is made of.
+
+    Raises:
+        ValueError: if the layer has no latents, or the shapes do not fit.
+    """
+    _, of_values = kv_b if isinstance(kv_b, HeadWeights) else weights_of_heads(kv_b, spec)
+    _check_heads("context", context, spec, of_values.shape[2])
+    if 0 in tuple(context.shape):
+        return zeros((*tuple(context.shape)[:3], of_values.shape[3]), context.dtype, context.device())
+    return _head_by_head(context, of_values, False, compute_kernel_config)
 
 
 def apply_temperature(
@@ -168,6 +323,41 @@ def project_output(
     return project("out_proj", output) if spec.out_proj else output
 
 
+def _placed(
+    x: Tensor, positions: np.ndarray | Rotation | None, spec: AttentionSpec
+) -> tuple[np.ndarray | None, Rotation | None]:
+    """The positions of tokens (B, T, d_in), where anything depends on them, and with RoPE their rotations."""
+    if not spec.has_positions:
+        return None, None
+    positions = np.arange(x.shape[1])[None] if positions is None else positions
+    check_positions(positions, x.shape[0], x.shape[1], spec.rope)
+    if isinstance(positions, Rotation):
+        return positions.positions, positions
+    return positions, None if 0 in (x.shape[0], x.shape[1]) else rotation_of(positions, spec, device=x.device())
+
+
+def _side_by_side(first: Tensor, second: Tensor) -> Tensor:
+    """The features of both, in the dtype of the first, which concatenation may widen."""
+    return as_dtype(ttnn.concat([first, second], dim=-1), first.dtype)
+
+
+def _head_by_head(
+    x: Tensor, weights: Tensor, transposed: bool, compute_kernel_config: ttnn.DeviceComputeKernelConfig | None
+) -> Tensor:
+    """The products of heads (B, N, T, in) with matrices of their own, (1, N, in, out) or transposed, in the dtype of x.
+
+    A product of matrices broadcasts no batch axis: the tokens of all sequences become those of one.
+    """
+    batch_size, num_heads, seq_len, width = x.shape
+    if batch_size > 1:
+        x = ttnn.reshape(ttnn.transpose(x, 0, 1), (1, num_heads, batch_size * seq_len, width))
+    config = compute_kernel_config or accurate_config(x.device())
+    x = ttnn.matmul(x, weights, transpose_b=transposed, dtype=x.dtype, compute_kernel_config=config)
+    if batch_size > 1:
+        x = ttnn.transpose(ttnn.reshape(x, (num_heads, batch_size, seq_len, x.shape[3])), 0, 1)
+    return x
+
+
 def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of a packed projection: split into heads at once, where they are alike and no norm is over a width."""
     num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
@@ -203,3 +393,20 @@ def check_gated(context: Tensor, gate: Tensor) -> None:
             f"gate must have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]}), "
             f"got gate.shape={tuple(gate.shape)}"
         )
+
+
+def check_latents(name: str, latents: Tensor, spec: AttentionSpec) -> None:
+    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
+    check_floating(name, latents, rank=4)
+    width = padded_features("kv_a_proj", spec)
+    if (latents.shape[1], latents.shape[3]) != (1, width):
+        shape = tuple(latents.shape)
+        raise ValueError(f"{name} must have shape (B, 1, S, {width}), got {name}.shape={shape}")
+
+
+def _check_heads(name: str, x: Tensor, spec: AttentionSpec, features: int) -> None:
+    """Refuse what is not heads (B, N, T, features)."""
+    check_floating(name, x, rank=4)
+    if (x.shape[1], x.shape[3]) != (spec.num_heads, features):
+        shape = tuple(x.shape)
+        raise ValueError(f"{name} must have shape (B, {spec.num_heads}, T, {features}), got {name}.shape={shape}")

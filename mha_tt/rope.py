@@ -105,6 +105,17 @@ class Rotation:
         return as_dtype(rotated, x.dtype)
 
 
+def rotation_of(
+    positions: Int[np.ndarray, "... #B T"], spec: AttentionSpec, *, device: ttnn.MeshDevice, side_by_side: bool = False
+) -> Rotation | None:
+    """The rotations of positions for the heads of a layer, with latents for what heads share; None without RoPE."""
+    if spec.rope is None:
+        return None
+    head_dim = spec.head_dim if spec.latent is None else spec.latent.rope_dim
+    padded = padded_head_dim(head_dim, rope=True)
+    return Rotation(positions, spec.rope, head_dim=head_dim, padded=padded, device=device, side_by_side=side_by_side)
+
+
 def _check_order(rope: Rope, head_dim: int | None, padded: int) -> None:
     """Refuse heads whose pairs do not lie half a head apart."""
     if head_dim is None and (rope.pairs != "half" or rope.rotary_dim not in (None, padded)):

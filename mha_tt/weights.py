@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import ttnn
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Rope
 from mha_spec.attention import check_spec
 from mha_tt.arrays import check_dtype, check_floating
 from mha_tt.device import accurate_config, download, head_slots, padded_head_dim, upload
@@ -21,6 +22,9 @@ input, or the norm (`q_norm`, `k_norm`, `v_norm`) to what was projected."""
 _OF_SCORES = ("sinks", "relative_bias")
 """What a layer learns of its scores, of which each head has a row on the device: (1, N, 1, 1 or num_buckets)."""
 
+_TAKEN = {"out_proj": "out_proj", "kv_b_proj": "kv_a_norm"}
+"""Projections whose input is padded, by the name whose features it has."""
+
 
 def upload_weights(
     weights: Mapping[str, np.ndarray],
@@ -32,7 +36,8 @@ def upload_weights(
     """Put the weights of a layer on a device, once, in the form that its products take.
 
     Every head is padded with zeros to whole tiles, which changes no result and lets every operation take any head_dim.
-    Tiles are computed whole anyway; only with RoPE, where each half is padded, may a head become larger.
+    Tiles are computed whole anyway; only with RoPE, where each half is padded, may a head become larger. With latents
+    the features that heads share, the last ones of queries and keys, are padded by themselves, and so is the latent.
 
     Args:
         weights: canonical arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,), `k_proj.weight`
@@ -46,7 +51,8 @@ def upload_weights(
         Tensors by the names of the projections that the layer holds. P being the padded head_dim: `q_proj.weight`
         (d_in, N * P), `q_proj.bias` (1, N * P), …, `out_proj.weight` (N * P, E), `out_proj.bias` (1, E); of norms
         (1, P), (1, N, 1, P) or (1, N * P); `sinks` (1, N, 1, 1); `relative_bias` (1, N, 1, num_buckets). Where values
-        have features of their own number, P is theirs for v_proj and what comes after it.
+        have features of their own number, P is theirs for v_proj and what comes after it. With latents
+        `kv_b_proj.weight` has the padded kv_rank for d_in.
 
     Raises:
         ValueError: if names or shapes are not those of the layer, or a value is not finite.
@@ -67,8 +73,8 @@ def upload_weights(
             array = _pad_heads(array.reshape(-1), part, spec).reshape(_parameter_shape(name, spec))
         elif _has_heads(part, spec):
             array = _pad_heads(array, part, spec)
-        elif part == "out_proj" and kind == "weight":
-            array = _pad_heads(array.T, part, spec).T
+        if part in _TAKEN and kind == "weight":
+            array = _pad_heads(array.T, _TAKEN[part], spec).T
         arrays[name] = array
     for kind in ("weight", "bias"):
         if spec.fused_qkv and f"q_proj.{kind}" in arrays:
@@ -115,8 +121,8 @@ def download_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> dict
             array = _real_heads(array.reshape(-1), part, spec)
         elif _has_heads(part, spec):
             array = _real_heads(array, part, spec)
-        elif part == "out_proj" and kind == "weight":
-            array = _real_heads(array.T, part, spec).T
+        if part in _TAKEN and kind == "weight":
+            array = _real_heads(array.T, _TAKEN[part], spec).T
         canonical[name] = np.ascontiguousarray(array.reshape(shape))
     return canonical
 
@@ -125,22 +131,48 @@ def slots_of(part: str, spec: AttentionSpec) -> np.ndarray:
     """Where the features of a head lie in a projection or norm of that name: see `head_slots`.
 
     Values, and what is made of them, are as queries and keys where they have as many features, and by themselves else.
+    With latents a head consists of blocks, each of whole tiles, and a latent is a head by itself.
     """
-    if part.startswith(("q_", "k_")) or spec.value_head_dim == spec.head_dim:
-        return head_slots(spec.head_dim, rope=spec.rope)
-    return head_slots(spec.value_head_dim)
+    blocks = _blocks(part, spec)
+    begins = np.cumsum([0, *(block.padded for block in blocks[:-1])])
+    return np.concatenate([begin + block.slots for begin, block in zip(begins, blocks, strict=True)])
 
 
 def padded_features(part: str, spec: AttentionSpec) -> int:
     """Features that a head has on the device in a projection or norm of that name."""
-    if part.startswith(("q_", "k_")) or spec.value_head_dim == spec.head_dim:
-        return padded_head_dim(spec.head_dim, rope=spec.rope is not None)
-    return padded_head_dim(spec.value_head_dim)
+    return sum(block.padded for block in _blocks(part, spec))
 
 
 def padded_width(part: str, spec: AttentionSpec) -> int:
-    """Width of all heads side by side in what a projection of that name gives, or out_proj takes."""
-    return (spec.num_kv_heads if part.startswith(("k_", "v_")) else spec.num_heads) * padded_features(part, spec)
+    """Width of all heads side by side in what a projection of that name gives, or takes where its input is padded."""
+    num_heads = spec.num_kv_heads if part.startswith(("k_", "v_")) else spec.num_heads
+    return (1 if part.startswith(("q_a_", "kv_a_")) else num_heads) * padded_features(part, spec)
+
+
+class _Block(NamedTuple):
+    """Features of a head that are padded together: where they lie in the block, and how wide it is."""
+
+    slots: np.ndarray
+    padded: int
+
+
+def _blocks(part: str, spec: AttentionSpec) -> list[_Block]:
+    """What a head consists of in a projection or norm of that name."""
+    latent, values = spec.latent, _block(spec.value_head_dim)
+    is_of_keys = part.startswith(("q_", "k_"))
+    if latent is None:
+        return [_block(spec.head_dim, spec.rope) if is_of_keys or spec.value_head_dim == spec.head_dim else values]
+    if part.startswith("q_a_") and latent.q_rank is not None:  # it has no features of heads: ttnn takes any width
+        return [_Block(np.arange(latent.q_rank), latent.q_rank)]
+    own, compressed = _block(spec.head_dim - latent.rope_dim), _block(latent.kv_rank)
+    # As wide without RoPE, so that the width of what a cache keeps depends on kv_rank and rope_dim alone.
+    shared = _Block(head_slots(latent.rope_dim, rope=spec.rope), padded_head_dim(latent.rope_dim, rope=True))
+    found = {"kv_a_proj": [compressed, shared], "kv_a_norm": [compressed], "kv_b_proj": [own, values]}
+    return [own, shared] if is_of_keys else found.get(part, [values])
+
+
+def _block(features: int, rope: Rope | None = None) -> _Block:
+    return _Block(head_slots(features, rope=rope), padded_head_dim(features, rope=rope is not None))
 
 
 def _slots(part: str, width: int, spec: AttentionSpec) -> np.ndarray:
@@ -222,10 +254,10 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
         d_in, d_out = projection.d_in, projection.d_out
         if name == "qkv_proj":
             d_out = sum(padded_width(f"{part}_proj", spec) for part in "qkv")
-        elif name == "out_proj":
-            d_in = padded_width(name, spec)
         elif _has_heads(name, spec):
             d_out = padded_width(name, spec)
+        if name in _TAKEN:
+            d_in = padded_width(_TAKEN[name], spec)
         shapes[f"{name}.weight"] = (d_in, d_out)
         if projection.has_bias:
             shapes[f"{name}.bias"] = (1, d_out)

@@ -26,6 +26,7 @@ plain_spec = partial(AttentionSpec, 32, 4, num_kv_heads=2, qkv_bias=False, out_b
 
 NAMES = {"o_proj": "out_proj", "dense": "out_proj", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
 NAMES |= {"query_layernorm": "q_norm", "key_layernorm": "k_norm"}
+NAMES |= {"q_a_layernorm": "q_a_norm", "kv_a_layernorm": "kv_a_norm", "kv_a_proj_with_mqa": "kv_a_proj"}
 
 Weights = Mapping[str, Tensor]
 
@@ -96,6 +97,7 @@ def made(
     *,
     layer_type: str | None = None,
     options: Mapping[str, Any] | None = None,
+    kind: str = "Attention",
     **others: Any,
 ) -> Released:
     """A released layer.
@@ -107,12 +109,13 @@ def made(
         rope: the parameters of its RoPE, where they are not the usual ones.
         layer_type: the name that these have, in models with several.
         options: of its configuration.
+        kind: what the name of its class ends in.
         others: attributes of `Released`.
     """
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     attention, configuration, rotary = (
-        getattr(modeling, f"{prefix}Text{kind}", None) or getattr(modeling, f"{prefix}{kind}")
-        for kind in ("Attention", "Config", "RotaryEmbedding")
+        getattr(modeling, f"{prefix}Text{each}", None) or getattr(modeling, f"{prefix}{each}")
+        for each in (kind, "Config", "RotaryEmbedding")
     )
     parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, **(rope or {})}
     of_rope = {"rope_parameters": {layer_type: parameters} if layer_type else parameters}
@@ -179,15 +182,18 @@ def _check_output(sibling: Sibling, released: Released, x: np.ndarray, expected:
 
 
 def _check_steps(sibling: Sibling, released: Released, x: np.ndarray, expected: np.ndarray) -> None:
-    """A prompt, and then token by token."""
+    """A prompt, and then token by token; with latents from a cache of keys and values, and from one of latents."""
     batch_size, length, _ = x.shape
-    module, axes = _filled(sibling, "MultiHeadAttentionWithCache", released), _axes(released, length)
-    cache, outputs = module.init_cache(batch_size, length), []
-    for begin, end in [(0, 4), *((t, t + 1) for t in range(4, length))]:
-        given = {} if axes is None else {"positions": sibling.array(axes[..., begin:end])}
-        output, cache = module(sibling.array(x[:, begin:end]), cache, **given)
-        outputs.append(sibling.numpy(output))
-    check_near(np.concatenate(outputs, axis=1), expected, f"the output of {sibling.name} in steps", 2 * NEAR)
+    axes = _axes(released, length)
+    kinds = ("MultiHeadAttentionWithCache", *("MultiHeadLatentAttention",) * (released.spec.latent is not None))
+    for kind in kinds:
+        module = _filled(sibling, kind, released)
+        cache, outputs = module.init_cache(batch_size, length), []
+        for begin, end in [(0, 4), *((t, t + 1) for t in range(4, length))]:
+            given = {} if axes is None else {"positions": sibling.array(axes[..., begin:end])}
+            output, cache = module(sibling.array(x[:, begin:end]), cache, **given)
+            outputs.append(sibling.numpy(output))
+        check_near(np.concatenate(outputs, axis=1), expected, f"the output of {sibling.name}'s {kind}", 2 * NEAR)
 
 
 def _check_gradients(released: Released, x: Tensor, is_causal: bool) -> None:

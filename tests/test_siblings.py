@@ -42,6 +42,7 @@ EXTRA_FILES = {
         "device.py",  # where arrays and weights enter a device and leave it
         "mock.py",  # boards that do not exist
         "not_finite.py",  # keeps what is not finite where it is seen, around kernels that do not
+        "slots.py",  # copies slots of a cache, as the others' arrays are copied in a line
     },
 }
 
@@ -67,17 +68,25 @@ EXTRA_PARAMETERS = {
 }
 
 COMMON_PARAMETERS = {  # some of these words mean the same in all siblings
+    "Cache.with_slots": {"slots"},
     "init_cache": {"dtype", "head_dim"},
+    "init_latent_cache": {"dtype"},
     "MultiHeadAttentionWithCache.init_cache": {"dtype"},
+    "MultiHeadLatentAttention.init_cache": {"dtype"},
     "kv_cache_nbytes": {"dtype", "head_dim"},
 }
 
-OTHER_DEFAULTS = {("tt", "init_cache", "dtype"): "xp.bfloat16"}  # what the fused kernels take, where others say float32
+OTHER_DEFAULTS = {  # what the fused kernels take, where others say float32
+    ("tt", "init_cache", "dtype"): "xp.bfloat16",
+    ("tt", "init_latent_cache", "dtype"): "xp.bfloat16",
+}
+
+OTHER_AXES = {"kv_rank N*(H+Hv)": "N*(H+Hv) kv_rank"}  # torch keeps weights as (out, in), the others as (in, out)
 
 CACHE_PARTS = {  # what attention takes of a cache, whose lengths are known elsewhere: on the host, in a graph, or not
     "jax": {"append_checked", "num_added", "token_positions", "has_room"},
     "torch": {"append_checked", "has_room", "Masking.part"},
-    "tt": {"joined", "num_added", "write_rows"},
+    "tt": {"append_checked", "num_added", "write_rows"},
 }
 
 EXTRA_NAMES = {
@@ -91,6 +100,7 @@ EXTRA_NAMES = {
         "Masking.may_hide",  # a gradient is kept from what is hidden
         "linear",  # sums in float32, also where a bias is added
         "NormLayer",  # a module that holds the parameters of a norm
+        "MultiHeadLatentAttention.kv_b_proj",  # a type for what its base sets by name
         *CACHE_PARTS["jax"],
     },
     "torch": {
@@ -103,6 +113,8 @@ EXTRA_NAMES = {
         "as_lengths",  # and lengths are taken to theirs
         "check_head_groups",  # sizes of a traced graph are tensors
         "Masking.may_hide",  # a gradient is kept from what is hidden
+        "cache_dtype",  # under autocast it is not that of the weights
+        "MultiHeadLatentAttention.kv_b_proj",  # a type for what its base sets by name
         *CACHE_PARTS["torch"],
     },
     "tt": {
@@ -115,8 +127,10 @@ EXTRA_NAMES = {
         "bias_on_device",
         "CausalMask",
         "Rotation",  # turns are computed on the host, in float64, and uploaded once for many calls
+        "rotation_of",
+        *("HeadWeights", "weights_of_heads"),  # a weight is taken apart once for many calls
         "attend_to_cache",  # one new token of each sequence has a kernel of its own
-        "LARGEST_CHUNK",  # of the fused kernel, which is told how to divide its work
+        *("LARGEST_CHUNK", "WIDE"),  # of the fused kernel, which is told how to divide its work
         "MOST_KV_HEADS",  # more would be written wrongly, and unasked
         "AttentionLayer.load_weights",  # torch's state dict and nnx's state do this,
         "AttentionLayer.train",  # and their modules have these two
@@ -127,6 +141,7 @@ EXTRA_NAMES = {
         "check_head_dim",  # see the padding of heads as features,
         "check_cache_holds",  # write into a cache before anything else would tell that it is another layer's,
         "check_cached_step",  # and have a kernel for one new token of each sequence
+        *("KVCache.capacity", "LatentCache.capacity"),  # the slots are padded: their shape does not tell it
         "AttentionLayer.check_dropout",  # is drawn in bfloat16 only,
         "drop",  # for attention weights and outputs alike,
         "Dropout.seed",  # from a seed
@@ -138,7 +153,7 @@ EXTRA_NAMES = {
 }
 
 OTHERWISE = {
-    ("tt", "KVCache.capacity"),  # the slots are padded to whole tiles, so that their shape does not tell it
+    ("tt", "Cache.capacity"),  # the slots are padded to whole tiles, so that their shape does not tell it
     ("tt", "Masking.check"),  # a bias is converted to what the queries need
     ("tt", "Masking.joined"),  # gives a mask with its forms on the device
 }
@@ -241,7 +256,8 @@ def axes(annotation):
     """The axis strings of an annotation, such as `B N T H`."""
     if annotation is None or isinstance(annotation, ast.Constant):  # a class in quotes has none
         return []
-    return re.findall(r"'([^']*)'", ast.unparse(annotation))
+    found = re.findall(r"'([^']*)'", ast.unparse(annotation))
+    return [OTHER_AXES.get(named, named) for named in found]
 
 
 def in_neutral_words(name, text):

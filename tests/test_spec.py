@@ -11,6 +11,7 @@ from mha_spec import (
     Alibi,
     DynamicScaling,
     Gate,
+    Latent,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -52,6 +53,9 @@ def test_values_of_another_width_have_projections_of_their_own_width():
     assert replace(spec, out_proj=False).output_width == 48
     assert spec.cache_nbytes(2, 5, np.dtype(np.float32)) == 2 * 5 * (16 + 24) * 4
     assert AttentionSpec.from_json(spec.to_json()) == spec
+
+
+LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
 
 
 @pytest.mark.parametrize(
@@ -100,6 +104,21 @@ def test_values_of_another_width_have_projections_of_their_own_width():
             ValueError,
             "temperature must be None with positions on several axes",
         ),
+        (LATENT | {"latent": 16}, TypeError, "latent must be a Latent or None, got latent=16"),
+        (
+            LATENT | {"num_kv_heads": 1},
+            ValueError,
+            "num_kv_heads must be 2 with latent, got num_kv_heads=1 and latent=",
+        ),
+        (LATENT | {"d_kv": 4}, ValueError, "d_kv must be 8 with latent, got d_kv=4"),
+        (LATENT | {"fused_qkv": True}, ValueError, "fused_qkv must be False with latent, got fused_qkv=True"),
+        (LATENT | {"qk_norm": Norm()}, ValueError, "qk_norm must be None with latent, got qk_norm=Norm"),
+        (LATENT | {"v_norm": Norm()}, ValueError, "v_norm must be None with latent, got v_norm=Norm"),
+        (LATENT | {"clip_qkv": 1.0}, ValueError, "clip_qkv must be None with latent, got clip_qkv=1.0"),
+        (LATENT | {"head_dim": 2}, ValueError, "rope_dim must be less than head_dim, got rope_dim=2 and head_dim=2"),
+        (LATENT | {"qkv_bias": (True, True, False)}, ValueError, "qkv_bias must be the same for k and v with latent"),
+        (LATENT | {"rope": Rope()}, ValueError, "rope must rotate the last rope_dim features with latent"),
+        (LATENT | {"rope": Rope(rotary_dim=2)}, ValueError, r"rotary_dim=2, rotated='last'\), got rope=Rope\("),
         ({"d_model": 8, "num_heads": 2, "alibi": True}, TypeError, "alibi must be an Alibi or None, got alibi=True"),
         (
             {"d_model": 8, "num_heads": 2, "relative_bias": 32},
@@ -199,6 +218,48 @@ def test_sinks_are_a_number_for_each_query_head():
     assert list(spec.parameters.items())[-1] == ("sinks", (4,))
     assert AttentionSpec.from_json(spec.to_json()) == spec
     assert "sinks" not in weight_shapes(AttentionSpec(8, 4))
+
+
+def test_latents_have_projections_and_norms_of_their_own():
+    spec = AttentionSpec(
+        *(16, 2),
+        head_dim=6,
+        value_head_dim=5,
+        qkv_bias=(True, False, False),
+        out_bias=False,
+        latent=Latent(7, 2, q_rank=9, eps=1e-5),
+        rope=Rope(rotary_dim=2, rotated="last", scaling=YarnScaling(4.0, 64, mscale=1.0, mscale_all_dim=0.5)),
+    )
+    assert spec.weight_shapes == {
+        "q_a_proj.weight": (9, 16),
+        "q_a_proj.bias": (9,),
+        "q_b_proj.weight": (12, 9),
+        "kv_a_proj.weight": (9, 16),
+        "kv_b_proj.weight": (18, 7),
+        "out_proj.weight": (16, 10),
+        "q_a_norm.weight": (9,),
+        "kv_a_norm.weight": (7,),
+    }
+    assert spec.norms == dict.fromkeys(("q_a_norm", "kv_a_norm"), Norm(over="width", eps=1e-5))
+    assert spec.score_scale == pytest.approx((0.1 * 0.5 * math.log(4) + 1) ** 2 / 6**0.5, rel=1e-15)
+    assert replace(spec, scale=0.5).score_scale == 0.5
+    assert spec.cache_nbytes(2, 10, np.dtype(np.float16), num_layers=3) == 2 * 10 * (7 + 2) * 2 * 3
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+
+
+def test_absorbed_is_attention_over_latents():
+    spec = AttentionSpec(16, 2, head_dim=6, value_head_dim=5, latent=Latent(7, 2), sinks=True, window_size=4)
+    widths = {"num_kv_heads": 1, "head_dim": 9, "value_head_dim": 7}
+    assert spec.absorbed == replace(spec, latent=None, scale=spec.score_scale, **widths)
+    with pytest.raises(ValueError, match="spec must have latents, got spec=AttentionSpec"):
+        AttentionSpec(16, 2).absorbed  # noqa: B018
+
+
+def test_latents_are_absorbed_where_that_costs_less():
+    deepseek = AttentionSpec(7168, 128, head_dim=192, value_head_dim=128, latent=Latent(512, 64, q_rank=1536))
+    assert deepseek.absorbs(1)
+    assert deepseek.absorbs(170)
+    assert not deepseek.absorbs(171)
 
 
 def test_slopes_of_alibi_are_those_of_the_paper():
@@ -512,6 +573,10 @@ def test_cases_cover_what_attention_can_do():
         "temperature without RoPE": any(case.spec.temperature and not case.spec.rope for case in cases),
         "temperature after RoPE": any(case.spec.temperature and case.spec.rope for case in cases),
         "temperature with a cache": any(case.spec.temperature for case in cases if case.is_cached),
+        "latents": any(case.spec.latent and case.spec.latent.q_rank for case in cases if not case.is_cached),
+        "latents of keys and values alone": any(case.spec.latent and not case.spec.latent.q_rank for case in cases),
+        "latents with a cache": any(case.spec.latent for case in cases if case.is_cached),
+        "latents without RoPE": any(case.spec.latent and not case.spec.rope for case in cases),
         "clipped": any(case.spec.clip_qkv for case in cases if not case.is_cached),
         "clipped with a cache": any(case.spec.clip_qkv for case in cases if case.is_cached),
         "sinks": any(case.spec.sinks for case in cases if not case.is_cached),

@@ -54,6 +54,14 @@ def _project(sibling: Any, spec: AttentionSpec, weights: Any, query: Any, key: A
     return sibling.project_qkv(sibling.project_with(weights, spec), query, key, key, spec, positions)
 
 
+def _project_latents(sibling: Any, spec: AttentionSpec, weights: Any, query: Any, positions: Any) -> Any:
+    return sibling.project_latents(sibling.project_with(weights, spec), query, spec, positions)
+
+
+def _expand(sibling: Any, spec: AttentionSpec, weights: Any, latents: Any) -> Any:
+    return sibling.expand_latents(sibling.project_with(weights, spec), latents, spec)
+
+
 def _open(sibling: Any, spec: AttentionSpec, weights: Any, query: Any) -> Any:
     return sibling.project_with(weights, spec)("gate_proj", query)
 
@@ -78,6 +86,10 @@ def _combine(sibling: Any, spec: AttentionSpec, weights: Any, context: Any, gate
 
 def _append(sibling: Any, cache: Any, k: Any, v: Any, new_lengths: Any) -> Any:
     return sibling.append_to_cache(cache, k, v, new_lengths=new_lengths)
+
+
+def _append_latents(sibling: Any, cache: Any, latents: Any, new_lengths: Any) -> Any:
+    return sibling.append_to_latent_cache(cache, latents, new_lengths=new_lengths)
 
 
 # ---- The layer -------------------------------------------------------------------------------------------------------
@@ -137,9 +149,14 @@ class _Layer:
 
     def entering(self, query: Any, key: Any, positions: Any) -> dict[str, np.ndarray]:
         """The heads that enter attention, and the gate of what comes out."""
-        of_layer = (self.spec, self.filled.weights)
-        q, k, v = self.port.call(_project, *of_layer, query, key, positions)
-        found = {name: self.shapes.heads_to_numpy(x) for name, x in (("q", q), ("k", k))}
+        of_layer, found = (self.spec, self.filled.weights), {}
+        if self.spec.latent is None:
+            q, k, v = self.port.call(_project, *of_layer, query, key, positions)
+        else:
+            q, latents = self.port.call(_project_latents, *of_layer, query, positions)
+            k, v = self.port.call(_expand, *of_layer, latents)
+            found["latents"] = self.shapes.latents_to_numpy(latents)
+        found |= {"q": self.shapes.heads_to_numpy(q), "k": self.shapes.heads_to_numpy(k)}
         found["v"] = self.shapes.values_to_numpy(v)
         if self.spec.gate is None:
             return found
@@ -212,8 +229,19 @@ class _Call:
         return self.layer.scores(values, self.port.beside(self.before))
 
     def cache(self, values: Values) -> dict[str, np.ndarray]:
+        previous = self._previous("cache", values)
+        if self.layer.spec.latent is not None:
+            latents = self.shapes.latents_from_numpy(values["latents"])
+            return self._stages_of_latents(self.port.call(_append_latents, previous, latents, self.new_lengths))
         k, v = self.shapes.heads_from_numpy(values["k"]), self.shapes.values_from_numpy(values["v"])
-        return self._stages("cache", self.port.call(_append, self._previous("cache", values), k, v, self.new_lengths))
+        return self._stages("cache", self.port.call(_append, previous, k, v, self.new_lengths))
+
+    def _stages_of_latents(self, cache: Any) -> dict[str, np.ndarray]:
+        """What a cache holds, and the keys and values that it stands for."""
+        k, v = self.port.call(_expand, self.layer.spec, self.layer.filled.weights, cache.latents)
+        own = {"cache.keys": self.shapes.heads_to_numpy(k), "cache.values": self.shapes.values_to_numpy(v)}
+        own = {name: x[:, :, : self.case.capacity] for name, x in own.items()}  # the device may have more slots
+        return {**self._stages("cache", cache), **own}
 
     def whole(self, values: Values) -> dict[str, np.ndarray]:
         cache = self._previous("module.cache", values)
@@ -223,7 +251,7 @@ class _Call:
     def _previous(self, name: str, values: Values) -> Any:
         if self.index == 0:
             return self.layer.filled.module.init_cache(self.case.batch, self.case.capacity)
-        arrays = [values[f"previous.{name}.{part}"] for part in ("keys", "values", "lengths")]
+        arrays = [values[f"previous.{name}.{part}"] for part in self.shapes.cache_parts]
         return self.shapes.cache_from_numpy(*arrays)
 
     def _stages(self, name: str, cache: Any) -> dict[str, np.ndarray]:

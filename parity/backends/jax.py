@@ -20,7 +20,7 @@ from jaxtyping import Array
 import mha_jax
 from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
 from mha_spec import AttentionSpec
-from parity.backends.port import Shapes
+from parity.backends.port import Shapes, kind_of
 from parity.core.cases import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
@@ -147,7 +147,7 @@ class Filled:
     """A module with the weights of a problem, in evaluation: as users get it, and one that works in small blocks."""
 
     def __init__(self, problem: Problem) -> None:
-        kind = mha_jax.MultiHeadAttentionWithCache if problem.case.is_cached else mha_jax.MultiHeadAttention
+        kind = kind_of(mha_jax, problem.case)
         self.weights = to_params(problem.weights, problem.spec)
         self.module = load_into(nnx.merge(*_unfilled(kind, problem.spec, problem.dtype)), problem.weights)
         self.in_blocks = nnx.clone(self.module)
@@ -160,8 +160,8 @@ class Filled:
         return call(_all_paths, self.module, self.in_blocks, query, inputs)
 
     def step(
-        self, x: Array, cache: mha_jax.KVCache, new_lengths: Array | None, positions: Array | None
-    ) -> tuple[dict[str, Array], mha_jax.KVCache]:
+        self, x: Array, cache: Any, new_lengths: Array | None, positions: Array | None
+    ) -> tuple[dict[str, Array], Any]:
         output, grown = call(_step, self.module, x, cache, new_lengths, positions)
         in_blocks, _ = call(_step, self.in_blocks, x, cache, new_lengths, positions)
         return {"module": output, "blocks": in_blocks}, grown
@@ -186,9 +186,7 @@ def _all_paths(
     return attn_weights, {"module": output, "fused": fused, "blocks": blocks}
 
 
-def _step(
-    _: Any, module: Any, x: Array, cache: mha_jax.KVCache, new_lengths: Array | None, positions: Array | None
-) -> Any:
+def _step(_: Any, module: Any, x: Array, cache: Any, new_lengths: Array | None, positions: Array | None) -> Any:
     return module(x, cache, new_lengths=new_lengths, positions=positions)
 
 

@@ -116,10 +116,31 @@ class Shapes:
         """The output of the layer."""
         return self.port.to_numpy(x)
 
-    def cache_from_numpy(self, keys: np.ndarray, values: np.ndarray, lengths: np.ndarray) -> Any:
+    def latents_from_numpy(self, x: np.ndarray) -> Any:
+        """Latents, (B, 1, T, W)."""
+        return self.port.from_numpy(x)
+
+    def latents_to_numpy(self, x: Any) -> np.ndarray:
+        """The same back."""
+        return self.port.to_numpy(x)
+
+    @property
+    def cache_parts(self) -> tuple[str, ...]:
+        """What a cache of the layer holds, by name, its lengths last."""
+        return ("keys", "values", "lengths") if self.spec.latent is None else ("latents", "lengths")
+
+    def cache_from_numpy(self, *parts: np.ndarray) -> Any:
         """The cache that holds them."""
-        return self.port.SIBLING.KVCache(*map(self.port.from_numpy, (keys, values, lengths)))
+        kind = "KVCache" if self.spec.latent is None else "LatentCache"
+        return getattr(self.port.SIBLING, kind)(*map(self.port.from_numpy, parts))
 
     def cache_to_numpy(self, cache: Any) -> dict[str, np.ndarray]:
         """What a cache holds."""
-        return {name: self.port.to_numpy(getattr(cache, name)) for name in ("keys", "values", "lengths")}
+        return {name: self.port.to_numpy(getattr(cache, name)) for name in self.cache_parts}
+
+
+def kind_of(sibling: Any, case: Case) -> Any:
+    """The module of a sibling that runs a case."""
+    if not case.is_cached:
+        return sibling.MultiHeadAttention
+    return sibling.MultiHeadAttentionWithCache if case.spec.latent is None else sibling.MultiHeadLatentAttention

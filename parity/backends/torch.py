@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mha_torch
 from mha_spec import AttentionSpec
-from parity.backends.port import Shapes
+from parity.backends.port import Shapes, kind_of
 from parity.core.arrays import to_numpy, to_torch
 from parity.core.cases import Case
 from parity.core.problem import Problem
@@ -88,7 +88,7 @@ class Filled:
     """A module with the weights of a problem, in evaluation."""
 
     def __init__(self, problem: Problem) -> None:
-        kind = mha_torch.MultiHeadAttentionWithCache if problem.case.is_cached else mha_torch.MultiHeadAttention
+        kind = kind_of(mha_torch, problem.case)
         module = kind(problem.spec, dtype=getattr(torch, problem.dtype)).eval()
         self.module: Any = load_into(module, problem.weights)
         self.weights = to_state_dict(problem.weights, problem.spec)
@@ -108,8 +108,8 @@ class Filled:
 
     @torch.no_grad()
     def step(
-        self, x: Tensor, cache: mha_torch.KVCache, new_lengths: Tensor | None, positions: Tensor | None
-    ) -> tuple[dict[str, Tensor], mha_torch.KVCache]:
+        self, x: Tensor, cache: Any, new_lengths: Tensor | None, positions: Tensor | None
+    ) -> tuple[dict[str, Tensor], Any]:
         output, grown = self.module(x, cache, new_lengths=new_lengths, positions=positions)
         return {"module": output}, grown
 

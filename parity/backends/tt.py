@@ -24,7 +24,7 @@ import mha_tt
 from mha_spec import AttentionSpec
 from mha_tt.device import TILE
 from mha_tt.weights import padded_features, slots_of
-from parity.backends.port import Shapes
+from parity.backends.port import Shapes, kind_of
 from parity.core.arrays import to_numpy
 from parity.core.cases import Case
 from parity.core.problem import Problem
@@ -100,16 +100,23 @@ class Padded(Shapes):
     """The features of a head and the slots of a cache are padded to whole tiles on the device."""
 
     def heads_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        return self._padded(x, "k_proj")
+        return self._padded(x, self._keys)
 
     def heads_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        return self._real(x, "k_proj")
+        return self._real(x, self._keys)
 
     def values_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
         return self._padded(x, "v_proj")
 
     def values_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
         return self._real(x, "v_proj")
+
+    @property
+    def _keys(self) -> str:
+        """A projection whose heads are as those of queries and keys."""
+        if self.spec.latent is None:
+            return "k_proj"
+        return "q_proj" if self.spec.latent.q_rank is None else "q_b_proj"
 
     def _padded(self, x: np.ndarray, part: str) -> ttnn.Tensor:
         padded = np.zeros((*x.shape[:-1], padded_features(part, self.spec)), x.dtype)
@@ -145,16 +152,27 @@ class Padded(Shapes):
         heads = mha_tt.split_heads(x, self.spec.num_heads)
         return self.values_to_numpy(heads).swapaxes(1, 2).reshape(batch, seq_len, -1)
 
-    def cache_from_numpy(self, keys: np.ndarray, values: np.ndarray, lengths: np.ndarray) -> mha_tt.KVCache:
-        capacity = keys.shape[2]
-        added = ((0, 0), (0, 0), (0, -capacity % TILE), (0, 0))
-        keys, values = (np.pad(x, added) for x in (keys, values))
-        return mha_tt.KVCache(self.heads_from_numpy(keys), self.values_from_numpy(values), lengths, capacity)
+    def latents_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
+        return self._padded(x, "kv_a_proj")
 
-    def cache_to_numpy(self, cache: mha_tt.KVCache) -> dict[str, np.ndarray]:
+    def latents_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
+        return self._real(x, "kv_a_proj")
+
+    def cache_from_numpy(self, *parts: np.ndarray) -> Any:
+        *slots, lengths = parts
+        capacity = slots[0].shape[2]
+        slots = [np.pad(x, ((0, 0), (0, 0), (0, -capacity % TILE), (0, 0))) for x in slots]
+        if self.spec.latent is not None:
+            return mha_tt.LatentCache(self.latents_from_numpy(slots[0]), lengths, capacity)
+        return mha_tt.KVCache(self.heads_from_numpy(slots[0]), self.values_from_numpy(slots[1]), lengths, capacity)
+
+    def cache_to_numpy(self, cache: Any) -> dict[str, np.ndarray]:
         """What a cache holds; slots beyond its capacity must be 0."""
         held: dict[str, np.ndarray] = {}
-        slots = {"keys": self.heads_to_numpy(cache.keys), "values": self.values_to_numpy(cache.values)}
+        if self.spec.latent is None:
+            slots = {"keys": self.heads_to_numpy(cache.keys), "values": self.values_to_numpy(cache.values)}
+        else:
+            slots = {"latents": self.latents_to_numpy(cache.latents)}
         for name, array in slots.items():
             if array[:, :, cache.capacity :].any():
                 raise ValueError(f"slots beyond the capacity must be 0, got others in the {name}")
@@ -174,7 +192,7 @@ class Filled:
     """A module with the weights of a problem, in evaluation."""
 
     def __init__(self, problem: Problem) -> None:
-        kind = mha_tt.MultiHeadAttentionWithCache if problem.case.is_cached else mha_tt.MultiHeadAttention
+        kind = kind_of(mha_tt, problem.case)
         module = kind(problem.spec, device=open_device(), dtype=DTYPES[problem.dtype]).eval()
         self.module: Any = load_into(module, problem.weights)
         self.weights = self.module.weights
@@ -192,8 +210,8 @@ class Filled:
         return attn_weights, {"module": output, "fused": fused}
 
     def step(
-        self, x: ttnn.Tensor, cache: mha_tt.KVCache, new_lengths: np.ndarray | None, positions: np.ndarray | None
-    ) -> tuple[dict[str, ttnn.Tensor], mha_tt.KVCache]:
+        self, x: ttnn.Tensor, cache: Any, new_lengths: np.ndarray | None, positions: np.ndarray | None
+    ) -> tuple[dict[str, ttnn.Tensor], Any]:
         output, grown = self.module(x, cache, new_lengths=new_lengths, positions=positions)
         return {"module": output}, grown
 

@@ -14,9 +14,11 @@ from parity.core.cases import Case
 STAGES: dict[str, tuple[str, ...]] = {
     "mask": ("B", "N", "T", "S"),
     "q": ("B", "N", "T", "H"),
+    "latents": ("B", "K", "S", "W"),
     "k": ("B", "K", "S", "H"),
     "v": ("B", "K", "S", "H"),
     "gate": ("B", "T", "G"),
+    "cache.latents": ("B", "K", "S", "W"),
     "cache.keys": ("B", "K", "S", "H"),
     "cache.values": ("B", "K", "S", "H"),
     "cache.lengths": ("B",),
@@ -26,6 +28,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     "output": ("B", "T", "E"),
     "module.attn_weights": ("B", "N", "T", "S"),
     "module.output": ("B", "T", "E"),
+    "module.cache.latents": ("B", "K", "S", "W"),
     "module.cache.keys": ("B", "K", "S", "H"),
     "module.cache.values": ("B", "K", "S", "H"),
     "module.cache.lengths": ("B",),
@@ -38,11 +41,11 @@ STAGES: dict[str, tuple[str, ...]] = {
 """The stages in the order of the data flow, with the axes of each.
 
 `mask` … `output` are computed by the stage functions, one from the other (`gate`, where there is one, is what gate_proj
-gives); `module.*` by the module as users call it,
-with its attention weights; `fused.output` by the module without them, as users get it; `blocks.output` by the same
-where even small cases go block by block. `grad.*` are gradients for a fixed cotangent of the output: of the inputs, and
-of each weight by its name; `fused.grad.*` and `blocks.grad.*` the same on those paths. With a cache a stage's name
-begins with its step, `step3.scores`.
+gives; `latents`, where there are some, is what a cache keeps of tokens, and `cache.keys` and `cache.values` what it
+stands for); `module.*` by the module as users call it, with its attention weights; `fused.output` by the module without
+them, as users get it; `blocks.output` by the same where even small cases go block by block. `grad.*` are gradients for
+a fixed cotangent of the output: of the inputs, and of each weight by its name; `fused.grad.*` and `blocks.grad.*` the
+same on those paths. With a cache a stage's name begins with its step, `step3.scores`.
 """
 
 FUSED_PATHS = ("fused", "blocks")

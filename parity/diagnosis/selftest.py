@@ -17,6 +17,7 @@ from mha_spec import (
     Alibi,
     AttentionSpec,
     Gate,
+    Latent,
     LongRopeScaling,
     Norm,
     ProportionalScaling,
@@ -41,7 +42,7 @@ SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_mist
 
 HOLDERS = (
     *("alibi", "relative_bias", "masks", "rope", "norms", "weights", "projections", "stages", "mha", "cache"),
-    "cache_mha",
+    *("cache_mha", "latent"),
 )
 """The modules of a sibling that hold its functions, beside the package itself."""
 
@@ -208,6 +209,27 @@ SELFTEST_CASES = [
         seq_len=9,
         chunks=(4, 1, 4),
         capacity=10,
+    ),
+    Case(
+        "latents",
+        AttentionSpec(
+            *(32, 4),
+            head_dim=12,
+            value_head_dim=6,
+            qkv_bias=False,
+            out_bias=False,
+            latent=Latent(10, 4, q_rank=14, eps=0.01),
+            rope=Rope(
+                100.0,
+                rotary_dim=4,
+                rotated="last",
+                pairs="interleaved",
+                scaling=YarnScaling(4.0, 64, mscale=1.0, mscale_all_dim=0.4),
+            ),
+        ),
+        "queries, keys and values made of latents; mscale in the scale",
+        seq_len=8,
+        is_causal=True,
     ),
     Case("chunk", AttentionSpec(32, 4, chunk_size=3), "a layer of chunks", seq_len=8, is_causal=True),
 ]

@@ -35,6 +35,8 @@ def covers(case: Case) -> str:
         "random mask": case.random_mask,
         "bias": case.bias,
         f"clip {spec.clip_qkv}": spec.clip_qkv is not None,
+        f"latents of {spec.latent.kv_rank} + {spec.latent.rope_dim}" if spec.latent else "": spec.latent is not None,
+        "latent queries": spec.latent is not None and spec.latent.q_rank is not None,
         "norm of q and k": spec.qk_norm is not None,
         "norm of v": spec.v_norm is not None,
         f"values of {spec.value_head_dim}": spec.value_head_dim != spec.head_dim,

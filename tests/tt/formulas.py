@@ -77,6 +77,37 @@ def project_heads(
     return rotate(heads, np.arange(x.shape[1])[None] if positions is None else positions, spec.rope.theta)
 
 
+def latent_heads(
+    spec: parity.AttentionSpec, weights: dict[str, np.ndarray], x: np.ndarray, positions: Any = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries, keys and values (B, N, T, ·) of a layer with latents; all pairs in halves, which changes no score."""
+    latent, num_heads = spec.latent, spec.num_heads
+    assert latent is not None
+
+    def normed(name: str, x: np.ndarray) -> np.ndarray:
+        return x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + latent.eps) * weights[f"{name}.weight"]
+
+    def split(x: np.ndarray, num_heads: int) -> np.ndarray:
+        return x.reshape(*x.shape[:2], num_heads, -1).swapaxes(1, 2)
+
+    def turned(x: np.ndarray) -> np.ndarray:
+        if spec.rope is None:
+            return x
+        pairs = np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1) if spec.rope.pairs == "interleaved" else x
+        return rotate(pairs, np.arange(x.shape[2])[None] if positions is None else positions, spec.rope.theta)
+
+    if latent.q_rank is None:
+        q = project(weights, "q_proj", x)
+    else:
+        q = project(weights, "q_b_proj", normed("q_a_norm", project(weights, "q_a_proj", x)))
+    q, own_features = split(q, num_heads), spec.head_dim - latent.rope_dim
+    compressed, shared = np.split(project(weights, "kv_a_proj", x), [latent.kv_rank], axis=2)
+    kv = split(project(weights, "kv_b_proj", normed("kv_a_norm", compressed)), num_heads)
+    shared = np.repeat(turned(split(shared, 1)), num_heads, axis=1)
+    q = np.concatenate([q[..., :own_features], turned(q[..., own_features:])], axis=-1)
+    return q, np.concatenate([kv[..., :own_features], shared], axis=-1), kv[..., own_features:]
+
+
 def layer(
     spec: parity.AttentionSpec,
     weights: dict[str, np.ndarray],
@@ -90,9 +121,11 @@ def layer(
     """Output and attention weights of a whole layer; options are those of `attend`."""
     key = query if key is None else key
     value = key if value is None else value
-    q, k, v = (
-        project_heads(spec, weights, name, x, positions) for name, x in zip("qkv", (query, key, value), strict=True)
-    )
+    if spec.latent is not None:
+        q, k, v = latent_heads(spec, weights, query, positions)
+    else:
+        inputs = zip("qkv", (query, key, value), strict=True)
+        q, k, v = (project_heads(spec, weights, name, x, positions) for name, x in inputs)
     context, attn_weights = attend(q, k, v, **options)
     combined = context.swapaxes(1, 2).reshape(*query.shape[:2], -1)
     return project(weights, "out_proj", combined) if spec.out_proj else combined, attn_weights

@@ -5,6 +5,7 @@ ttnn itself answers some of it with a crash of the process. RoPE refuses in test
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 
 import numpy as np
@@ -13,9 +14,11 @@ import ttnn
 
 import mha_tt
 import parity
+from mha_spec import Latent
 
 SPEC = parity.AttentionSpec(8, 2)
 ROPE_SPEC = parity.AttentionSpec(8, 2, rope=parity.Rope(100.0))
+LATENT_SPEC = parity.AttentionSpec(8, 2, head_dim=6, latent=Latent(5, 2))  # (32 + 64) wide; heads 32 + 64, 32
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,11 @@ def module(kind, spec):
 def cache(*sizes, dtype=ttnn.bfloat16):
     """A cache, made when there is a device."""
     return lambda device: mha_tt.init_cache(*sizes, dtype, device=device)
+
+
+def latent_cache(*sizes, dtype=ttnn.bfloat16):
+    """A cache of latents, made when there is a device."""
+    return lambda device: mha_tt.init_latent_cache(*sizes, dtype, device=device)
 
 
 def weights(spec):
@@ -143,6 +151,16 @@ CALLS = {
         "append_to_cache",
         {"cache": cache(2, 2, 4, 4), "key": ones(2, 2, 3, 32), "value": ones(2, 2, 3, 32)},
     ),
+    "append_to_latent_cache": (
+        "append_to_latent_cache",
+        {"cache": latent_cache(2, 4, 5, 2), "latents": ones(2, 1, 3, 96)},
+    ),
+    "absorb_keys": ("absorb_keys", {"q": ones(2, 2, 3, 96), "kv_b": ones(32, 128), "spec": LATENT_SPEC}),
+    "absorb_values": ("absorb_values", {"context": ones(2, 2, 3, 32), "kv_b": ones(32, 128), "spec": LATENT_SPEC}),
+    "multi_head_latent_attention": (
+        "multi_head_latent_attention",
+        {"x": ones(2, 3, 8), "cache": latent_cache(2, 4, 5, 2), "weights": weights(LATENT_SPEC), "spec": LATENT_SPEC},
+    ),
     "MultiHeadAttention": (
         module("MultiHeadAttention", SPEC),
         {"query": ones(2, 3, 8), "key": ones(2, 4, 8), "value": ones(2, 4, 8), "bias": ones(1, 1, 3, 4)},
@@ -151,6 +169,10 @@ CALLS = {
     "MultiHeadAttentionWithCache": (
         module("MultiHeadAttentionWithCache", SPEC),
         {"x": ones(2, 3, 8), "cache": cache(2, 2, 4, 4)},
+    ),
+    "MultiHeadLatentAttention": (
+        module("MultiHeadLatentAttention", LATENT_SPEC),
+        {"x": ones(2, 3, 8), "cache": latent_cache(2, 4, 5, 2)},
     ),
 }
 OPERANDS = [
@@ -1052,6 +1074,94 @@ def test_growing_cache_function_refuses(device, name):
     )
 
 
+# ---- Latents ---------------------------------------------------------------------------------------------------------
+
+LATENTS = {
+    "keys and values": ({"cache": cache(2, 2, 4, 4)}, TypeError, "cache must be a LatentCache, got KVCache"),
+    "no cache": ({"cache": None}, TypeError, "cache must be a LatentCache, got NoneType"),
+    "kv_rank": (
+        {"cache": latent_cache(2, 4, 33, 2)},
+        ValueError,
+        r"cache\.latents must have shape \(2, 1, 32, 96\), got cache\.latents\.shape=\(2, 1, 32, 128\)",
+    ),
+    "batch": ({"x": ones(3, 3, 8)}, ValueError, "x must have the batch size of the cache, got 3 and 2"),
+    "too many tokens": ({"x": ones(2, 5, 8)}, ValueError, "must not exceed the 4 slots of the cache"),
+    "dtype": ({"cache": latent_cache(2, 4, 5, 2, dtype=ttnn.float32)}, TypeError, "must be float32 if the cache is"),
+    "mask of the tokens only": ({"mask": booleans(3, 3)}, ValueError, "mask must broadcast"),
+    "positions without RoPE": ({"positions": lengths(0, 1, 2)[None]}, ValueError, "positions must come with RoPE"),
+}
+BESIDE_LATENTS = {
+    # name: (function, keywords, error, words of the refusal)
+    "spec without latents": (
+        "multi_head_latent_attention",
+        {"x": ones(2, 3, 8), "cache": latent_cache(2, 4, 5, 2), "weights": weights(SPEC), "spec": SPEC},
+        ValueError,
+        "spec must have latents",
+    ),
+    "latents for keys and values": (
+        module("MultiHeadAttentionWithCache", SPEC),
+        {"x": ones(2, 3, 8), "cache": latent_cache(2, 4, 5, 2)},
+        TypeError,
+        "cache must be a KVCache, got LatentCache",
+    ),
+    "a key": (
+        module("MultiHeadAttention", LATENT_SPEC),
+        {"query": ones(2, 3, 8), "key": ones(2, 4, 8)},
+        ValueError,
+        "key must be None .* with latents",
+    ),
+    "appended width": (
+        "append_to_latent_cache",
+        {"cache": latent_cache(2, 4, 5, 2), "latents": ones(2, 1, 3, 64)},
+        ValueError,
+        r"cache\.latents must have shape .* got cache\.latents\.shape=\(2, 1, 32, 96\)",
+    ),
+    "expanded width": (
+        "expand_latents",
+        {"project": None, "latents": ones(2, 1, 3, 64), "spec": LATENT_SPEC},
+        ValueError,
+        r"latents must have shape \(B, 1, S, 96\), got latents\.shape=\(2, 1, 3, 64\)",
+    ),
+    "absorbed weight": (
+        "absorb_keys",
+        {"q": ones(2, 2, 3, 96), "kv_b": ones(32, 96), "spec": LATENT_SPEC},
+        ValueError,
+        r"kv_b must have shape \(32, 128\), got kv_b\.shape=\(32, 96\)",
+    ),
+    "absorbed heads": (
+        "absorb_values",
+        {"context": ones(2, 3, 3, 32), "kv_b": ones(32, 128), "spec": LATENT_SPEC},
+        ValueError,
+        r"context must have shape \(B, 2, T, 32\), got context\.shape=\(2, 3, 3, 32\)",
+    ),
+    **{
+        f"{name} of 0": (
+            lambda device: partial(mha_tt.init_latent_cache, device=device),
+            {"batch_size": 2, "capacity": 4, "kv_rank": 5, "rope_dim": 2, name: 0},
+            ValueError,
+            f"{name} must be at least 1, got {name}=0",
+        )
+        for name in ("capacity", "kv_rank", "rope_dim")
+    },
+}
+
+
+@pytest.mark.parametrize("name", LATENTS)
+@pytest.mark.parametrize("is_module", [False, True], ids=["function", "module"])
+def test_latent_attention_refuses(device, is_module, name):
+    keywords, error, message = LATENTS[name]
+    function = module("MultiHeadLatentAttention", LATENT_SPEC) if is_module else "multi_head_latent_attention"
+    options = {} if is_module else {"weights": weights(LATENT_SPEC), "spec": LATENT_SPEC}
+    keywords = {"x": ones(2, 3, 8), "cache": latent_cache(2, 4, 5, 2), **keywords, **options}
+    refused(device, function, keywords, error, message)
+
+
+@pytest.mark.parametrize("name", BESIDE_LATENTS)
+def test_what_does_not_fit_latents_is_refused(device, name):
+    function, keywords, error, message = BESIDE_LATENTS[name]
+    refused(device, function, keywords, error, message)
+
+
 # ---- Before any work -------------------------------------------------------------------------------------------------
 
 
@@ -1060,6 +1170,17 @@ def test_refused_call_does_not_touch_the_device(device, calls, name):
     keywords, error, message = CACHED[name]
     layer = mha_tt.MultiHeadAttentionWithCache(SPEC, device=device)
     keywords = made({"x": ones(2, 3, 8), "cache": cache(2, 2, 4, 4), **keywords}, device)
+    calls.clear()
+    with pytest.raises(error, match=message):
+        layer(**keywords)
+    assert calls == []
+
+
+@pytest.mark.parametrize("name", ["too many tokens", "no cache", "kv_rank", "batch"])
+def test_refused_call_over_latents_does_not_touch_the_device(device, calls, name):
+    keywords, error, message = LATENTS[name]
+    layer = mha_tt.MultiHeadLatentAttention(LATENT_SPEC, device=device)
+    keywords = made({"x": ones(2, 3, 8), "cache": latent_cache(2, 4, 5, 2), **keywords}, device)
     calls.clear()
     with pytest.raises(error, match=message):
         layer(**keywords)

@@ -3,12 +3,15 @@
 A mock board validates them and computes nothing, so that nothing but shapes is compared here; a card runs them.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import ttnn
 
 import mha_tt
 import parity
+from mha_spec import Latent
 
 pytestmark = pytest.mark.board
 
@@ -74,6 +77,20 @@ def test_layer_decodes_64_steps_without_running_out_of_memory(opened_device, lla
     for _ in range(64):
         _, cache = llama(x, cache)
     assert cache.lengths.tolist() == [64] * 8
+
+
+@cache_dtypes
+@pytest.mark.parametrize(("batch", "seq_len"), [(4, 1), (1, 128)])
+def test_latents_of_4096_tokens_are_attended_to_by_128_heads(opened_device, batch, seq_len, dtype):
+    # The heads of DeepSeek-V3: their queries over latents, 576 wide, would not fit a core all at once.
+    latent = Latent(512, 64, q_rank=64)
+    rope = parity.Rope(rotary_dim=64, rotated="last", pairs="interleaved")
+    spec = parity.AttentionSpec(64, 128, head_dim=192, value_head_dim=128, qkv_bias=False, latent=latent, rope=rope)
+    layer = mha_tt.MultiHeadLatentAttention(spec, device=opened_device)
+    cache = replace(layer.init_cache(batch, 4096, dtype), lengths=np.full(batch, 3900, np.int32))
+    output, cache = layer(zeros(opened_device, batch, seq_len, 64), cache)
+    assert tuple(output.shape) == (batch, seq_len, 64)
+    assert cache.lengths.tolist() == [3900 + seq_len] * batch
 
 
 @pytest.mark.parametrize("dtype", [ttnn.float32, ttnn.bfloat16], ids=["float32", "bfloat16"])

@@ -266,7 +266,7 @@ def test_linear_takes_a_bias_of_two(device):
 def test_rows_are_written_to_a_slot_of_each_sequence_or_to_none(device, rng, slots):
     cache = mha_tt.init_cache(2, 3, 32, 32, device=device)
     keys, values = rounded(rng.standard_normal((2, 1, 2, 3, 32)), ttnn.bfloat16)
-    write_rows(cache, *(mha_tt.upload(x, device=device) for x in (keys, values)), np.array(slots))
+    write_rows(cache, [mha_tt.upload(x, device=device) for x in (keys, values)], np.array(slots))
     expected = np.zeros((2, 3, 32, 32), np.float32)
     for sequence, slot in enumerate(slots):
         if slot >= 0:
@@ -342,7 +342,7 @@ def test_rows_of_more_heads_than_are_read_are_caught(device):
     cache, new = (mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 33, 32, 32), (1, 2, 33, 32)))
     held = mha_tt.KVCache(cache, cache, np.zeros(2, np.int32), 32)
     with pytest.raises(AssertionError, match="paged_update_cache must have at most 32 heads, got 33"):
-        write_rows(held, new, new, np.array([0, 0]))
+        write_rows(held, [new, new], np.array([0, 0]))
 
 
 @pytest.mark.board
@@ -351,7 +351,7 @@ def test_row_beyond_the_cache_is_caught(device, slots):
     cache = mha_tt.init_cache(2, 1, 32, 32, device=device)
     new = mha_tt.upload(np.ones((1, 2, 1, 32)), device=device)
     with pytest.raises(AssertionError, match=f"paged_update_cache must stay within 32 slots, got {max(slots)}"):
-        write_rows(cache, new, new, np.array(slots))
+        write_rows(cache, [new, new], np.array(slots))
 
 
 @pytest.mark.board

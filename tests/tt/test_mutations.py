@@ -16,9 +16,10 @@ import ttnn
 
 import mha_tt
 from mha_tt import cache as caches
-from mha_tt import cache_mha, device, fused, masks, mha, norms, rope, stages, weights
+from mha_tt import cache_mha, device, fused, masks, mha, norms, projections, rope, stages, weights
 from mha_tt.device import TILE, head_slots, padded_head_dim, round_up, upload
 from mha_tt.masks import MASKED, on_host
+from mha_tt.slots import as_cached
 from parity import CASES, AttentionSpec, Case, Rope, make_problem, run_cases
 from parity.diagnosis.selftest import planted
 
@@ -71,7 +72,7 @@ def one(
 ) -> Mutation:
     """A function that is broken for everyone who holds it."""
     name = function.__name__
-    modules = (mha_tt, caches, cache_mha, device, fused, masks, mha, norms, stages, weights)
+    modules = (mha_tt, caches, cache_mha, device, fused, masks, mha, norms, projections, stages, weights)
     holders = tuple((module, name) for module in modules if vars(module).get(name) is function)
     return Mutation(case, stage, broken, holders, dtypes)
 
@@ -96,13 +97,13 @@ def without_bias(name: str, stage: str) -> Mutation:
     return one("causal", stage, weights.project_with, project_with)
 
 
-def padded_with_ones(pad_heads, rows, spec):
-    is_real = pad_heads(np.ones_like(rows), spec) == 1
-    return np.where(is_real, pad_heads(rows, spec), np.ones((), rows.dtype))
+def padded_with_ones(pad_heads, rows, part, spec):
+    is_real = pad_heads(np.ones_like(rows), part, spec) == 1
+    return np.where(is_real, pad_heads(rows, part, spec), np.ones((), rows.dtype))
 
 
-def padded_at_the_beginning(pad_heads, rows, spec):
-    padded, width = pad_heads(rows, spec), padded_head_dim(spec.head_dim, rope=spec.rope is not None)
+def padded_at_the_beginning(pad_heads, rows, part, spec):
+    padded, width = pad_heads(rows, part, spec), padded_head_dim(spec.head_dim, rope=spec.rope is not None)
     by_head = padded.reshape(-1, width, *rows.shape[1:])
     return np.roll(by_head, width - spec.head_dim, axis=1).reshape(padded.shape)
 
@@ -160,17 +161,17 @@ def padding_of_ones(cached_layer, project, x, *rest, new_lengths, **options):
 def refilled(tokens: Callable[[Any, int, int], Any]) -> Override:
     """The tiles of new tokens written once more, with others: `tokens(x, first, last)` for x[:, :, first:last]."""
 
-    def append_to_cache(original, cache, key, value, **options):
-        before, after = cache.lengths, original(cache, key, value, **options)
-        to_next_tile, added = -before % TILE, after.lengths - before
-        for b in np.flatnonzero(added > to_next_tile) if key.shape[2] > 1 else ():
+    def append_checked(original, cache, new, added):
+        before, after = cache.lengths, original(cache, new, added)
+        to_next_tile = -before % TILE
+        for b in np.flatnonzero(added > to_next_tile) if new[0].shape[2] > 1 else ():
             first, last = int(to_next_tile[b]), int(added[b])
-            for slots, x in ((after.keys, key), (after.values, value)):
-                new = caches._as_cached(tokens(x[b : b + 1], first, last), slots)
-                ttnn.fill_cache(slots, new, int(b), update_idx=int(before[b]) + first)
+            for slots, x in zip(after.slots.values(), new, strict=True):
+                again = as_cached(tokens(x[b : b + 1], first, last), slots)
+                ttnn.fill_cache(slots, again, int(b), update_idx=int(before[b]) + first)
         return after
 
-    return append_to_cache
+    return append_checked
 
 
 def attending_to(hides: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Override:
@@ -209,10 +210,10 @@ MUTATIONS = {
     "heads padded at their beginning": one("causal", "run", weights._pad_heads, padded_at_the_beginning),
     "output projection of the heads in another order": one("causal", "output", weights.upload_weights, out_proj_rolled),
     "heads combined in another order": one(
-        "causal", "output", stages.combine_heads, lambda f, x: f(ttnn.concat([x[:, 1:], x[:, :1]], dim=1))
+        "causal", "output", projections.combine_heads, lambda f, x: f(ttnn.concat([x[:, 1:], x[:, :1]], dim=1))
     ),
     "packed keys and values exchanged": one(
-        "fused-qkv", "k", stages._unpack_qkv, lambda f, *x: (lambda q, k, v: (q, v, k))(*f(*x))
+        "fused-qkv", "k", projections._unpack_qkv, lambda f, *x: (lambda q, k, v: (q, v, k))(*f(*x))
     ),
     "key heads tiled, not repeated": one("gqa", "scores", stages.repeat_kv_heads, tiled),
     # ---- Masks and biases
@@ -279,10 +280,10 @@ MUTATIONS = {
     "RoPE of interleaved pairs": at("rope", "q", rope.Rotation, "rotate", of_interleaved_pairs),
     "RoPE rotates the first half only": at("rope", "q", rope.Rotation, "__init__", first_half_only),
     "RoPE counts from 0 in every call": one(
-        "chunked-prefill", "step1.module.output", cache_mha._cached_layer, counted_from_0
+        "chunked-prefill", "step1.module.output", cache_mha.cached_layer, counted_from_0
     ),
     "RoPE of a step one position late": one(
-        "decode-gqa-rope", "step1.module.output", cache_mha._cached_layer, steps_one_late
+        "decode-gqa-rope", "step1.module.output", cache_mha.cached_layer, steps_one_late
     ),
     # ---- The cache
     "cache mask shows the next slot": Mutation("decode", "step0.mask", "causal-off-by-one"),
@@ -298,20 +299,20 @@ MUTATIONS = {
     ),
     "keys in the cache of values, tiles": Mutation("decode", "step0.cache.values", "cache-keys-as-values"),
     "keys in the cache of values, rows": one(
-        "decode", "step1.cache.values", caches.write_rows, lambda f, cache, k, v, slots: f(cache, k, k, slots)
+        "decode", "step1.cache.values", caches.write_rows, lambda f, cache, new, slots: f(cache, [new[0]] * 2, slots)
     ),
     "keys in the cache of values, step": one(
-        "decode", "step1.module.output", cache_mha._attend_in_step, lambda f, q, k, v, *rest: f(q, k, k, *rest)
+        "decode", "step1.module.output", cache_mha._attend_in_step, lambda f, q, new, *rest: f(q, (new[0],) * 2, *rest)
     ),
     "rows one slot late": one(
         "decode",
         "step1.cache.keys",
         caches.write_rows,
-        lambda f, cache, k, v, slots: f(cache, k, v, np.where(slots < 0, slots, slots + 1)),
+        lambda f, cache, new, slots: f(cache, new, np.where(slots < 0, slots, slots + 1)),
     ),
     "rows up to the next tile skipped": one("tiles", "step1.cache.keys", caches.write_rows, lambda f, *inputs: None),
     "rows up to the next tile written again in tiles": one(
-        "tiles", "step1.cache.keys", caches.append_to_cache, refilled(lambda x, first, last: x[:, :, : last - first])
+        "tiles", "step1.cache.keys", caches.append_checked, refilled(lambda x, first, last: x[:, :, : last - first])
     ),
     "tiles one tile late": at(
         "tiles",
@@ -346,15 +347,15 @@ MUTATIONS = {
         "ragged", "step0.cache.keys", caches.num_added, lambda f, cache, seq_len, _: f(cache, seq_len, None)
     ),
     "padding cached, tiles": one(
-        "ragged-tiles", "step0.cache.keys", caches.append_to_cache, refilled(lambda x, first, last: x[:, :, first:])
+        "ragged-tiles", "step0.cache.keys", caches.append_checked, refilled(lambda x, first, last: x[:, :, first:])
     ),
-    "output of padding is not zero": one("ragged", "step0.module.output", cache_mha._cached_layer, padding_of_ones),
+    "output of padding is not zero": one("ragged", "step0.module.output", cache_mha.cached_layer, padding_of_ones),
     "every sequence as long as the longest": one(
         "ragged",
         "step1.cache.keys",
         caches.write_rows,
-        lambda f, cache, k, v, slots: f(
-            cache, k, v, np.where(slots < 0, slots, slots + cache.lengths.max() - cache.lengths)
+        lambda f, cache, new, slots: f(
+            cache, new, np.where(slots < 0, slots, slots + cache.lengths.max() - cache.lengths)
         ),
     ),
 }

@@ -171,6 +171,7 @@ RULES: dict[str, Rule] = {
     "no relative bias": Rule(
         "there must be no relative bias", ("relative_bias",), lambda spec: spec.relative_bias is None
     ),
+    "no latents": Rule("there must be no latents", ("latent",), lambda spec: spec.latent is None),
     "even": Rule("head_dim must be even", ("head_dim",), lambda spec: spec.head_dim % 2 == 0),
     "whole halves": Rule(
         "RoPE must rotate the pairs (i, i + H/2) of whole heads",
@@ -186,7 +187,7 @@ def _rotates_whole_halves(rope: Rope, head_dim: int) -> bool:
 
 
 OF_ALL = (
-    *("one head_dim", "no norms", "no clipping", "equal biases", "no gate"),
+    *("no latents", "one head_dim", "no norms", "no clipping", "equal biases", "no gate"),
     *("no sinks", "no ALiBi", "no relative bias"),
 )
 """The rules of every layout: what none of them has names for yet."""

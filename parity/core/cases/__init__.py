@@ -7,7 +7,8 @@ import re
 
 from parity.core.cases.case import DTYPES, Case
 from parity.core.cases.drawn import random_case
-from parity.core.cases.tables import CACHED, LAYERS, MASKS, MORE, ROPES, SIZES, TRAINED, VALUES
+from parity.core.cases.tables import CACHED, LAYERS, MASKS, MORE, ROPES, SIZES, VALUES
+from parity.core.cases.trained import TRAINED
 
 __all__ = ["CASES", "DTYPES", "QUICK", "Case", "case_named", "find_case", "random_case"]
 

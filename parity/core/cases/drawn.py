@@ -13,6 +13,7 @@ from mha_spec import (
     AttentionSpec,
     DynamicScaling,
     Gate,
+    Latent,
     LinearScaling,
     Llama3Scaling,
     Norm,
@@ -77,7 +78,7 @@ def random_case(seed: int) -> Case:
     relative_bias = choose(None, None, RelativeBias(8, 8), RelativeBias(7, 12, bidirectional=False))
     if features.alibi is None:
         features = replace(features, relative_bias=relative_bias)
-    return replace(case, spec=features, first_position=position)
+    return replace(case, spec=_perhaps_latent(features, choose), first_position=position)
 
 
 def _features(case: Case, choose: Callable[..., Any]) -> AttentionSpec:
@@ -107,6 +108,18 @@ def _features(case: Case, choose: Callable[..., Any]) -> AttentionSpec:
         sinks=choose(False, False, True),
         alibi=choose(None, None, Alibi(), Alibi(max_bias=4.0, scaled=True)),
     )
+
+
+def _perhaps_latent(spec: AttentionSpec, choose: Callable[..., Any]) -> AttentionSpec:
+    """One layer in six with latents in the place of what excludes them."""
+    latent = choose(*[None] * 5, Latent(20, spec.head_dim // 2, choose(None, 12), eps=0.01))
+    if latent is None or spec.head_dim < 8 or spec.d_kv != spec.d_in:
+        return spec
+    rope = spec.rope and Rope(spec.rope.theta, rotary_dim=latent.rope_dim, rotated="last", pairs=spec.rope.pairs)
+    without = {"fused_qkv": False, "qk_norm": None, "v_norm": None, "clip_qkv": None}
+    q_bias, kv_bias, _ = spec.qkv_biases
+    biases = (q_bias, kv_bias, kv_bias)
+    return replace(spec, latent=latent, num_kv_heads=spec.num_heads, rope=rope, qkv_bias=biases, **without)
 
 
 def _ropes(rope: Rope, head_dim: int) -> list[Rope]:

@@ -7,6 +7,7 @@ from mha_spec import (
     AttentionSpec,
     DynamicScaling,
     Gate,
+    Latent,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -54,6 +55,23 @@ _VALUES = AttentionSpec(
     v_norm=Norm(),
     gate=Gate(),
 )
+_LATENT = AttentionSpec(
+    *(48, 4),
+    head_dim=24,
+    value_head_dim=16,
+    qkv_bias=False,
+    out_bias=False,
+    latent=Latent(16, 8, q_rank=20),
+    rope=Rope(10000.0, rotary_dim=8, rotated="last", pairs="interleaved"),
+)
+_LATENT_YARN = AttentionSpec(
+    *(32, 4),
+    head_dim=16,
+    value_head_dim=8,
+    latent=Latent(32, 8, eps=0.01),
+    rope=Rope(100.0, rotary_dim=8, rotated="last", scaling=YarnScaling(4.0, 64, mscale=1.0, mscale_all_dim=0.4)),
+    temperature=Temperature(4, scale=0.5),
+)
 _WHISPER = AttentionSpec(32, 4, qkv_bias=(True, False, True))
 _GATE = AttentionSpec(
     48,
@@ -70,8 +88,6 @@ _HEAD_GATE = AttentionSpec(32, 4, gate=Gate(per_head=True, bias=True))
 _TINY = AttentionSpec(4, 2, d_in=3)
 _TEXTBOOK = AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False)
 _CROSS = AttentionSpec(32, 4, d_in=24, d_kv=40)
-_ANARCII = AttentionSpec(128, 4)
-_SMOLLM2 = AttentionSpec(576, 9, num_kv_heads=3, qkv_bias=False, out_bias=False, rope=Rope(100000.0))
 _LONGROPE = LongRopeScaling(4.0, 4096, (1.0, 1.1, 1.3, 1.6), (1.0, 2.0, 8.0, 30.0))
 _DYNAMIC = DynamicScaling(4.0, 6)
 _FRAMES = Rope(100.0, sections=(2, 1, 1))  # of time, rows and columns
@@ -112,6 +128,23 @@ LAYERS = [
         "values wider than keys, one projection of three widths",
         seq_len=9,
         key_padding_lengths=(3, 9),
+    ),
+    Case("latent", _LATENT, "keys and values made of a latent, queries of another", seq_len=9, is_causal=True),
+    Case(
+        "latent-yarn",
+        _LATENT_YARN,
+        "latents with biases, mscale in the scale, tempered queries",
+        seq_len=9,
+        key_padding_lengths=(6, 9),
+    ),
+    Case(
+        "latent-window",
+        AttentionSpec(
+            32, 4, head_dim=16, value_head_dim=8, latent=Latent(20, 8), sinks=True, window_size=4, gate=Gate()
+        ),
+        "latents without RoPE, beside sinks, a window and a gate",
+        seq_len=9,
+        is_causal=True,
     ),
     Case("no-bias", AttentionSpec(32, 4, qkv_bias=False, out_bias=False), "projections without biases"),
     Case("biases-of-some", _WHISPER, "biases of q and v, none of k", seq_len_k=7),
@@ -356,6 +389,23 @@ CACHED = [
     ),
     Case("decode-chunk", _CHUNK, "decode, within a chunk", seq_len=10, chunks=(3, 1, 1, 4, 1), capacity=10),
     Case("decode-gqa-rope", _GQA_ROPE, "decode, rotary, shared", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
+    Case(
+        "decode-latent",
+        _LATENT,
+        "decode over latents, ragged",
+        seq_len=9,
+        chunks=(5, 1, 2, 1),
+        new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)),
+        capacity=10,
+    ),
+    Case(
+        "decode-latent-yarn",
+        _LATENT_YARN,
+        "a prompt over keys made of latents, steps over latents",
+        seq_len=14,
+        chunks=(12, 1, 1),
+        capacity=16,
+    ),
     Case("decode-value-head-dim", _VALUES, "decode, narrow values", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case("decode-biases-of-some", _WHISPER, "decode, keys without a bias", seq_len=6, chunks=(4, 1, 1), capacity=6),
     Case("decode-clip-qkv", _CLIP, "decode, projections clipped", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
@@ -421,62 +471,6 @@ CACHED = [
 ]
 """Tokens that come in steps."""
 
-TRAINED = [
-    Case(
-        "trained-anarcii-self",
-        _ANARCII,
-        "trained encoder, padded",
-        seq_len=122,
-        key_padding_lengths=(109, 122),
-        trained="anarcii-self",
-    ),
-    Case(
-        "trained-anarcii-causal",
-        _ANARCII,
-        "trained decoder, logits in the thousands",
-        seq_len=24,
-        is_causal=True,
-        trained="anarcii-causal",
-    ),
-    Case(
-        "trained-anarcii-cross",
-        _ANARCII,
-        "trained decoder over encoder, logits up to 76174",
-        seq_len=24,
-        seq_len_k=122,
-        key_padding_lengths=(109, 122),
-        trained="anarcii-cross",
-    ),
-    Case(
-        "trained-rxnmapper-self",
-        AttentionSpec(256, 8),
-        "trained ALBERT block",
-        batch=1,
-        seq_len=53,
-        trained="rxnmapper-self",
-    ),
-    Case(
-        "trained-smollm2-causal",
-        _SMOLLM2,
-        "trained LLaMA layer: GQA 9/3, RoPE",
-        batch=1,
-        seq_len=19,
-        is_causal=True,
-        trained="smollm2-causal",
-    ),
-    Case(
-        "trained-smollm2-decode",
-        _SMOLLM2,
-        "the same layer, prompt in two pieces, then token by token",
-        batch=1,
-        seq_len=19,
-        chunks=(8, 7, 1, 1, 1, 1),
-        capacity=24,
-        trained="smollm2-causal",
-    ),
-]
-"""Layers that were trained, with inputs that they met."""
-
 MORE = frozenset(
     {
         *("biases-of-some", "soft-cap-bias", "window-both-ways", "window-far", "chunk-both-ways", "norm-per-head"),
@@ -487,8 +481,8 @@ MORE = frozenset(
         *("decode-sections", "random-3", "random-4", "random-5", "decode-scale", "decode-gate", "decode-fused-qkv"),
         *("rope-longrope", "rope-partial-interleaved", "fused-qkv-gqa", "bias", "causal-tall", "no-bias", "one-key"),
         *("nan-hidden-cross", "random-1", "random-2"),
-        *("sinks-masked", "decode-sinks", "alibi-both-ways", "decode-alibi"),
-        *("relative-bias-padded", "decode-relative-bias"),
+        *("latent-yarn", "latent-window", "decode-latent-yarn", "sinks-masked", "decode-sinks", "alibi-both-ways"),
+        *("decode-alibi", "relative-bias-padded", "decode-relative-bias"),
     }
 )
 """More of what other cases show: a run takes these where all cases are asked for, or they by name."""

@@ -50,6 +50,10 @@ class Backward:
 
         d_inputs = {"query": d_query, "key": np.zeros(key.shape, a.wide)}
         positions = problem.case.positions()
+        if problem.spec.latent is not None:
+            d_query += self.of_latent_queries(query, d_q, positions, grads)
+            grads["grad.query"] = a.keep(d_query + self.of_latents(query, d_k, d_v, positions, grads))
+            return grads
         for name, x, side, d_heads in (("q", query, "query", d_q), ("k", key, "key", d_k), ("v", key, "key", d_v)):
             d_projected = self.of_entering(name, a.keep(d_heads), positions, grads)
             d_inputs[side] += a.widen(self.of_linear(f"{name}_proj", x, d_projected, grads))
@@ -94,8 +98,8 @@ class Backward:
         if norm is not None and norm.after_rope:
             entered = layer.turned(name, layer.split_heads(projected, num_heads), positions)
             d_heads = self.of_norm(name, entered, d_heads, grads)
-        if layer.problem.spec.rope is not None and name != "v" and not self.magnitude:
-            d_heads = layer.rotate(d_heads, positions, direction=-1)
+        if name != "v":
+            d_heads = self.turned_back(d_heads, positions)
         if norm is not None and norm.over == "head" and not norm.after_rope:
             d_heads = self.of_norm(name, layer.split_heads(projected, num_heads), d_heads, grads)
         d_projected = layer.combine_heads(d_heads)
@@ -104,6 +108,52 @@ class Backward:
         if limit is not None:
             d_projected = np.where(np.abs(a.widen(found)) <= limit, a.widen(d_projected), a.wide.type(0.0))
         return a.keep(d_projected)
+
+    def of_latent_queries(
+        self, x: np.ndarray, d_q: np.ndarray, positions: np.ndarray, grads: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        """The gradient of the input of a layer with latents, from that of its queries."""
+        layer, a = self.layer, self.arithmetic
+        if layer.problem.spec.temperature is not None:
+            d_q = d_q * layer.factors(positions)
+        d_q = layer.combine_heads(self.turned_back(a.keep(d_q), positions))
+        if not layer.has_query_latents():
+            return a.widen(self.of_linear("q_proj", x, d_q, grads))
+        entered = _without_bad_tokens(layer.problem.inputs["query"])
+        d_latents = self.of_linear("q_b_proj", self.sized(layer.query_latents(entered)), d_q, grads)
+        d_latents = self.of_norm("q_a", layer.linear("q_a_proj", entered), d_latents, grads)
+        return a.widen(self.of_linear("q_a_proj", x, d_latents, grads))
+
+    def of_latents(
+        self,
+        x: np.ndarray,
+        d_k: np.ndarray,
+        d_v: np.ndarray,
+        positions: np.ndarray,
+        grads: dict[str, np.ndarray],
+    ) -> np.ndarray:
+        """The gradient of the input of a layer with latents, from those of its keys and values."""
+        layer, a, rank = self.layer, self.arithmetic, self.layer.kv_rank()
+        entered = _without_bad_tokens(layer.problem.inputs["query"])
+        latents, compressed = layer.latents(entered, positions)[:, 0], layer.linear("kv_a_proj", entered)
+        own_features = layer.problem.spec.head_dim - (latents.shape[-1] - rank)
+        d_shared = d_k[..., own_features:].sum(axis=1, keepdims=True)
+        d_kv = layer.combine_heads(a.keep(np.concatenate([d_k[..., :own_features], d_v], axis=-1)))
+        d_normed = self.of_linear("kv_b_proj", self.sized(latents[..., :rank]), d_kv, grads)
+        d_latents = self.turned_back(np.concatenate([d_normed[:, None], a.keep(d_shared)], axis=-1), positions)[:, 0]
+        d_normed = self.of_norm("kv_a", compressed[..., :rank], d_latents[..., :rank], grads)
+        d_compressed = np.concatenate([d_normed, d_latents[..., rank:]], axis=-1)
+        return a.widen(self.of_linear("kv_a_proj", x, d_compressed, grads))
+
+    def sized(self, x: np.ndarray) -> np.ndarray:
+        """x, or its sizes where every term is taken as positive."""
+        return np.abs(x) if self.magnitude else x
+
+    def turned_back(self, d_heads: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The gradient of what is rotated, from that of what it became."""
+        if self.layer.problem.spec.rope is None or self.magnitude:
+            return d_heads
+        return self.layer.rotate(d_heads, positions, direction=-1)
 
     def of_norm(self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray]) -> np.ndarray:
         """The gradient of what enters a norm; those of its weight and bias are put with the others."""

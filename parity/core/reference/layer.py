@@ -7,7 +7,7 @@ from typing import cast
 
 import numpy as np
 
-from mha_spec import Alibi, Norm, RelativeBias, Rope, Temperature
+from mha_spec import Alibi, Latent, Norm, RelativeBias, Rope, Temperature, YarnScaling
 from parity.core.problem import Problem
 from parity.core.reference import norms
 from parity.core.reference.arithmetic import Arithmetic
@@ -123,17 +123,16 @@ class Layer:
         return Call(self, index, self.problem.step_input(index), before, added)
 
     def appended(
-        self, cache: str, values: Values, k: np.ndarray, v: np.ndarray, before: np.ndarray, added: np.ndarray
+        self, cache: str, values: Values, new: dict[str, np.ndarray], before: np.ndarray, added: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """The cache after the real tokens were put into the slots from `before` on."""
-        case = self.problem.case
-        shape = (case.batch, case.spec.num_kv_heads, case.capacity)
-        grown = {}
-        for name, new in (("keys", k), ("values", v)):
-            old = values.get(f"previous.{cache}{name}", np.zeros((*shape, new.shape[3]), self.arithmetic.dtype))
+        """The cache after the real tokens of what is new were put into the slots from `before` on."""
+        case, grown = self.problem.case, {}
+        for name, x in new.items():
+            shape = (case.batch, x.shape[1], case.capacity, x.shape[3])
+            old = values.get(f"previous.{cache}{name}", np.zeros(shape, self.arithmetic.dtype))
             slots = self.arithmetic.keep(old).copy()
             for b in range(case.batch):
-                slots[b, :, before[b] : before[b] + added[b]] = new[b, :, : added[b]]
+                slots[b, :, before[b] : before[b] + added[b]] = x[b, :, : added[b]]
             grown[f"{cache}{name}"] = slots
         return {**grown, f"{cache}lengths": (before + added).astype(np.int32)}
 
@@ -231,7 +230,14 @@ class Layer:
     def scale(self) -> float:
         """What products of queries and keys are divided by."""
         spec = self.problem.spec
-        return np.sqrt(spec.head_dim) if spec.scale is None else 1.0 / spec.scale
+        return np.sqrt(spec.head_dim) / self.mscale() ** 2 if spec.scale is None else 1.0 / spec.scale
+
+    def mscale(self) -> float:
+        """What queries and keys are multiplied by, each, in a layer with latents whose RoPE is stretched by YaRN."""
+        scaling = None if self.problem.spec.rope is None else self.problem.spec.rope.scaling
+        if self.problem.spec.latent is None or not isinstance(scaling, YarnScaling) or scaling.mscale_all_dim is None:
+            return 1.0
+        return 1.0 + 0.1 * scaling.mscale_all_dim * np.log(max(scaling.factor, 1.0))
 
     def capped(self, scores: np.ndarray) -> np.ndarray:
         """The scores, capped softly if there is a cap."""
@@ -263,8 +269,12 @@ class Layer:
         return self.arithmetic.keep(self.arithmetic.matmul(widen(x), widen(self.parameter(f"{name}.weight")).T, bias))
 
     def project(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> dict[str, np.ndarray]:
-        projected = {name: self.linear(f"{name}_proj", query if name == "q" else key) for name in "qkv"}
-        heads = {name: self.entering(name, x, positions) for name, x in projected.items()}
+        if self.problem.spec.latent is not None:
+            latents = self.latents(query, positions)
+            heads = {"q": self.latent_queries(query, positions), "latents": latents, **self.expanded(latents)}
+        else:
+            projected = {name: self.linear(f"{name}_proj", query if name == "q" else key) for name in "qkv"}
+            heads = {name: self.entering(name, x, positions) for name, x in projected.items()}
         return heads if self.problem.spec.gate is None else {**heads, "gate": self.linear("gate_proj", query)}
 
     def gated(self, values: Values) -> np.ndarray:
@@ -292,6 +302,41 @@ class Layer:
         x = self.turned(name, x, positions)
         x = self.normed(name, x, norm) if norm is not None and norm.after_rope else x
         return self.tempered(name, x, positions)
+
+    def latent_queries(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The queries of a layer with latents."""
+        q = self.linear("q_b_proj", self.query_latents(x)) if self.has_query_latents() else self.linear("q_proj", x)
+        return self.tempered("q", self.turned("q", self.split_heads(q, self.num_heads("q")), positions), positions)
+
+    def has_query_latents(self) -> bool:
+        """Whether queries are made of a latent of their own."""
+        return "q_a_norm" in self.problem.spec.norms
+
+    def query_latents(self, x: np.ndarray) -> np.ndarray:
+        """What queries are made of, (B, T, q_rank)."""
+        return self.normed("q_a", self.linear("q_a_proj", x), self.norm_named("q_a"))
+
+    def latents(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """What a cache keeps of a token: the latent, normalised, and what heads share of their keys, (B, 1, T, W)."""
+        compressed, rank = self.linear("kv_a_proj", x), self.kv_rank()
+        normed = self.normed("kv_a", compressed[..., :rank], self.norm_named("kv_a"))
+        return self.turned("k", np.concatenate([normed, compressed[..., rank:]], axis=-1)[:, None], positions)
+
+    def expanded(self, latents: np.ndarray) -> dict[str, np.ndarray]:
+        """The keys and values of all heads that latents (B, 1, S, W) stand for."""
+        shared = latents[..., self.kv_rank() :]
+        own_features = self.problem.spec.head_dim - shared.shape[-1]
+        kv = self.split_heads(self.linear("kv_b_proj", latents[:, 0, :, : self.kv_rank()]), self.num_heads("k"))
+        shared = np.broadcast_to(shared, (*kv.shape[:3], shared.shape[-1]))
+        return {"k": np.concatenate([kv[..., :own_features], shared], axis=-1), "v": kv[..., own_features:]}
+
+    def kv_rank(self) -> int:
+        """Width of the latent of keys and values."""
+        return cast(Latent, self.problem.spec.latent).kv_rank  # asked for where there is one
+
+    def norm_named(self, name: str) -> Norm:
+        """A norm that is there."""
+        return cast(Norm, self.norm(name))
 
     def tempered(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """q, times what its positions say if there is a temperature; k and v as they are."""
@@ -351,7 +396,7 @@ class Layer:
 
     def rotate(self, x: np.ndarray, positions: np.ndarray, direction: int = 1) -> np.ndarray:
         """Turn the pairs of x by their positions; direction -1 is the transpose, which turns them back."""
-        first, second = pairs(self.rope(), self.problem.spec.head_dim)
+        first, second = pairs(self.rope(), x.shape[-1])
         angles, factor = self.angles(positions), self.arithmetic.wide.type(self.attention_factor())
         cos, sin = factor * np.cos(angles), direction * factor * np.sin(angles)
         x = self.arithmetic.widen(x)
@@ -418,13 +463,23 @@ class Call:
         return self.layer.scores(values, self.slots)
 
     def cache(self, values: Values) -> dict[str, np.ndarray]:
-        return self.layer.appended("cache.", values, values["k"], values["v"], self.before, self.added)
+        grown, kv = self.grown("cache.", values, values)
+        return {**grown, "cache.keys": kv["k"], "cache.values": kv["v"]}
+
+    def grown(self, cache: str, values: Values, own: Values) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """The cache with what is new of a call's own values, and the keys and values that are seen then."""
+        is_latent = self.layer.problem.spec.latent is not None
+        new = {"latents": own["latents"]} if is_latent else {"keys": own["k"], "values": own["v"]}
+        grown = self.layer.appended(cache, values, new, self.before, self.added)
+        if is_latent:
+            return grown, self.layer.expanded(grown[f"{cache}latents"])
+        return grown, {"k": grown[f"{cache}keys"], "v": grown[f"{cache}values"]}
 
     def whole(self, values: Values) -> dict[str, np.ndarray]:
         layer = self.layer
         own = {**self.mask(values), **self.qkv(values)}
-        grown = layer.appended("module.cache.", values, own["k"], own["v"], self.before, self.added)
-        own |= {"k": grown["module.cache.keys"], "v": grown["module.cache.values"]}
+        grown, kv = self.grown("module.cache.", values, own)
+        own |= kv
         for stage in (self.scores, layer.attn_weights, layer.context, layer.output):
             own |= stage(own)
         is_real = np.arange(self.x.shape[1]) < self.added[:, None]

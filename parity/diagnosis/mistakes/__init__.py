@@ -20,6 +20,7 @@ from parity.diagnosis.mistakes import (
     caches,
     gates,
     heads,
+    latents,
     masks,
     norms,
     relative_bias,
@@ -56,6 +57,7 @@ GROUPS = (
     rope_kinds.on_several_axes,
     rope_kinds.neighbours,
     weights.fused_qkv,
+    latents.latents,
     norms.norms,
     weights.not_clipped,
     temperature.temperature,
@@ -83,9 +85,19 @@ GROUPS = (
 )
 
 
+WITHOUT_LATENTS = frozenset(
+    {
+        *(weights.transposed, weights.swapped, weights.fused_qkv, weights.missing_biases),
+        *(rope_kinds.partial, heads.reordered),
+    }
+)
+"""Those that are made in q_proj, k_proj and v_proj."""
+
+
 def mistakes_for(case: Case) -> list[Mistake]:
     """Every mistake that could be in a case, in an order in which the more usual come first."""
-    return [mistake for group in GROUPS for mistake in group(case)]
+    groups = [group for group in GROUPS if case.spec.latent is None or group not in WITHOUT_LATENTS]
+    return [mistake for group in groups for mistake in group(case)]
 
 
 @cache

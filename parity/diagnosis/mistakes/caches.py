@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,12 @@ from parity.core.reference import Layer
 from parity.core.stages import Values
 from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking
 
+STAGES = ("cache.latents", "cache.keys")
+
 
 def caches(case: Case) -> Iterator[Mistake]:
     if case.is_cached:
-        if case.spec.value_head_dim == case.spec.head_dim:
+        if case.spec.value_head_dim == case.spec.head_dim and case.spec.latent is None:
             yield _keys_as_values()
         yield _keys_rolled()
         yield _slot_late(case)
@@ -24,9 +26,14 @@ def caches(case: Case) -> Iterator[Mistake]:
             yield _holds_padding(case)
 
 
+def _appending(append: Override) -> Callable[[Plan], None]:
+    """Plants another way to append to a cache of either kind: `append(plan, original, cache, *new, **options)`."""
+    return breaking(append_to_cache=append, append_to_latent_cache=append)
+
+
 def _keys_as_values() -> Mistake:
-    def appended(_: Layer, original: Any, cache: str, values: Values, k: Any, v: Any, *rest: Any) -> Any:
-        return original(cache, values, k, k, *rest)
+    def appended(_: Layer, original: Any, cache: str, values: Values, new: dict[str, np.ndarray], *rest: Any) -> Any:
+        return original(cache, values, {"keys": new["keys"], "values": new["keys"]}, *rest)
 
     return Mistake(
         "cache-keys-as-values",
@@ -40,20 +47,21 @@ def _keys_as_values() -> Mistake:
 
 
 def _keys_rolled() -> Mistake:
-    def appended(_: Layer, original: Any, cache: str, values: Values, k: np.ndarray, *rest: Any) -> Any:
-        return original(cache, values, np.roll(k, 1, axis=2), *rest)
+    def appended(_: Layer, original: Any, cache: str, values: Values, new: dict[str, np.ndarray], *rest: Any) -> Any:
+        (name, first), *others = new.items()
+        return original(cache, values, {name: np.roll(first, 1, axis=2), **dict(others)}, *rest)
 
-    def append_to_cache(_: Plan, append: Any, cache: Any, k: Any, v: Any, **options: Any) -> Any:
-        return append(cache, k[:, :, np.roll(np.arange(k.shape[2]), 1)], v, **options)
+    def append(_: Plan, original: Any, cache: Any, first: Any, *others: Any, **options: Any) -> Any:
+        return original(cache, first[:, :, np.roll(np.arange(first.shape[2]), 1)], *others, **options)
 
     return Mistake(
         "cache-keys-rolled",
         "the new keys are cached in the order last, first, second, …",
         "write new token i into slot length + i",
         "cache-slots",
-        ("cache.keys",),
+        STAGES,
         {"appended": appended},
-        breaking(append_to_cache=append_to_cache),
+        _appending(append),
     )
 
 
@@ -61,63 +69,70 @@ def _keys_rolled() -> Mistake:
 
 
 def _into_slots(slots: Any) -> dict[str, Override]:
-    """The reference that writes `slots(k, before, added)`: so many tokens from there on."""
+    """The reference that writes `slots(seq_len, before, added)`: so many tokens from there on."""
 
     def appended(
-        _: Layer, original: Any, cache: str, values: Values, k: Any, v: Any, before: np.ndarray, added: np.ndarray
+        _: Layer,
+        original: Any,
+        cache: str,
+        values: Values,
+        new: dict[str, np.ndarray],
+        before: np.ndarray,
+        added: np.ndarray,
     ) -> dict[str, np.ndarray]:
-        grown = original(cache, values, k, v, *slots(k, before, added))
+        seq_len = next(iter(new.values())).shape[2]
+        grown = original(cache, values, new, *slots(seq_len, before, added))
         return {**grown, f"{cache}lengths": (before + added).astype(np.int32)}
 
     return {"appended": appended}
 
 
 def _slot_late(case: Case) -> Mistake:
-    def append_to_cache(plan: Plan, append: Any, cache: Any, k: Any, v: Any, **options: Any) -> Any:
+    def append(plan: Plan, original: Any, cache: Any, *new: Any, **options: Any) -> Any:
         lengths = plan.xp.where(cache.lengths > 0, cache.lengths + 1, cache.lengths)
-        late = append(type(cache)(cache.keys, cache.values, lengths), k, v, **options)
-        return type(cache)(late.keys, late.values, append(cache, k, v, **options).lengths)
+        late = original(cache.with_slots(cache.slots.values(), lengths), *new, **options)
+        return late.with_slots(late.slots.values(), original(cache, *new, **options).lengths)
 
     return Mistake(
         "cache-slot-late",
         "after the first call tokens are cached one slot too late",
         "write new token i into slot length + i",
         "cache-slots",
-        ("cache.keys",),
-        _into_slots(lambda k, before, added: (np.minimum(before + (before > 0), case.capacity - added), added)),
-        breaking(append_to_cache=append_to_cache),
+        STAGES,
+        _into_slots(lambda _, before, added: (np.minimum(before + (before > 0), case.capacity - added), added)),
+        _appending(append),
     )
 
 
 def _slot_stale() -> Mistake:
-    def append_to_cache(plan: Plan, append: Any, cache: Any, k: Any, v: Any, *, new_lengths: Any = None) -> Any:
-        added = cache.lengths * 0 + k.shape[2] if new_lengths is None else new_lengths
-        right = append(cache, k, v, new_lengths=new_lengths)
-        short = append(cache, k, v, new_lengths=plan.xp.where(added > 0, added - 1, added))
-        return type(cache)(short.keys, short.values, right.lengths)
+    def append(plan: Plan, original: Any, cache: Any, *new: Any, new_lengths: Any = None) -> Any:
+        added = cache.lengths * 0 + new[0].shape[2] if new_lengths is None else new_lengths
+        right = original(cache, *new, new_lengths=new_lengths)
+        short = original(cache, *new, new_lengths=plan.xp.where(added > 0, added - 1, added))
+        return short.with_slots(short.slots.values(), right.lengths)
 
     return Mistake(
         "cache-slot-stale",
         "the last token of each call is not cached: its slot is stale",
         "write all new tokens, then attend",
         "cache-slots",
-        ("cache.keys",),
-        _into_slots(lambda k, before, added: (before, np.maximum(added - 1, 0))),
-        breaking(append_to_cache=append_to_cache),
+        STAGES,
+        _into_slots(lambda _, before, added: (before, np.maximum(added - 1, 0))),
+        _appending(append),
     )
 
 
 def _holds_padding(case: Case) -> Mistake:
-    def append_to_cache(_: Plan, append: Any, cache: Any, k: Any, v: Any, *, new_lengths: Any = None) -> Any:
-        whole, right = append(cache, k, v), append(cache, k, v, new_lengths=new_lengths)
-        return type(cache)(whole.keys, whole.values, right.lengths)
+    def append(_: Plan, original: Any, cache: Any, *new: Any, new_lengths: Any = None) -> Any:
+        whole, right = original(cache, *new), original(cache, *new, new_lengths=new_lengths)
+        return whole.with_slots(whole.slots.values(), right.lengths)
 
     return Mistake(
         "cache-holds-padding",
         "padding is cached with the real tokens",
         "append only the first new_lengths tokens of each sequence",
         "cache-slots",
-        ("cache.keys",),
-        _into_slots(lambda k, before, added: (before, np.minimum(k.shape[2], case.capacity - before))),
-        breaking(append_to_cache=append_to_cache),
+        STAGES,
+        _into_slots(lambda seq_len, before, added: (before, np.minimum(seq_len, case.capacity - before))),
+        _appending(append),
     )

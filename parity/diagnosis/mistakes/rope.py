@@ -15,7 +15,7 @@ from parity.core.reference import Layer
 from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking
 
 THETAS = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6, 1e7)  # bases that are in use
-STAGES = ("q", "k")
+STAGES = ("q", "latents", "k")
 
 
 def turned_otherwise(case: Case) -> Iterator[Mistake]:
@@ -27,7 +27,8 @@ def turned_otherwise(case: Case) -> Iterator[Mistake]:
         suffix = "" if of == "qk" else f"-{of}"
         if case.spec.rope.pairs == "half":
             yield _interleaved(case, of, whose, suffix)
-            yield from _weights_reordered(case, of, whose, suffix)
+            if case.spec.latent is None:
+                yield from _weights_reordered(case, of, whose, suffix)
         yield _missing(of, suffix)
         if not case.spec.rope.depends_on_length:  # of negative positions there is no length
             yield _reversed(of, whose, suffix)
@@ -63,25 +64,28 @@ def _turning_in_sibling(of: str, turned: Override) -> Callable[[Plan], None]:
 # ---- Pairs -----------------------------------------------------------------------------------------------------------
 
 
-def _rotated(case: Case) -> list[int]:
-    """The features of a head that are rotated."""
-    rope, size = cast(Rope, case.spec.rope), case.spec.head_dim
+def _rotated(case: Case, size: int) -> list[int]:
+    """Which of so many features are rotated."""
+    rope = cast(Rope, case.spec.rope)
     count = rope.rotary_dim or size
     return list(range(count)) if rope.rotated == "first" else list(range(size - count, size))
 
 
-def _pairs_side_by_side(case: Case) -> np.ndarray:
-    """The features of a head, those of each pair one after the other: 0, R/2, 1, R/2 + 1, …"""
-    order, rotated = np.arange(case.spec.head_dim), _rotated(case)
+def _pairs_side_by_side(case: Case, size: int) -> np.ndarray:
+    """So many features, those of each pair one after the other: 0, R/2, 1, R/2 + 1, …"""
+    order, rotated = np.arange(size), _rotated(case, size)
     order[rotated] = np.array(rotated).reshape(2, -1).T.reshape(-1)
     return order
 
 
 def _interleaved(case: Case, of: str, whose: str, suffix: str) -> Mistake:
-    order, rotated = _pairs_side_by_side(case), _rotated(case)
-    evens_first = np.array([*range(rotated[0]), *rotated[0::2], *rotated[1::2], *range(rotated[-1] + 1, len(order))])
+    def turned(layer: Layer, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        order = _pairs_side_by_side(case, x.shape[-1])
+        return layer.rotate(x[..., np.argsort(order)], positions)[..., order]
 
     def planted(_: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
+        size, rotated = x.shape[-1], _rotated(case, x.shape[-1])
+        evens_first = np.array([*range(rotated[0]), *rotated[0::2], *rotated[1::2], *range(rotated[-1] + 1, size)])
         return rotate(x[..., evens_first], positions, rope)[..., np.argsort(evens_first)]
 
     return Mistake(
@@ -90,13 +94,14 @@ def _interleaved(case: Case, of: str, whose: str, suffix: str) -> Mistake:
         "rotate the pairs (i, i + H/2), or interleave the rows of the weights when they are loaded",
         "rope-pairs",
         STAGES,
-        _turning(of, lambda layer, x, positions: layer.rotate(x[..., np.argsort(order)], positions)[..., order]),
+        _turning(of, turned),
         _turning_in_sibling(of, planted),
     )
 
 
 def _weights_reordered(case: Case, of: str, whose: str, suffix: str) -> Iterator[Mistake]:
-    size, order, rotated = case.spec.head_dim, _pairs_side_by_side(case), _rotated(case)
+    size = case.spec.head_dim
+    order, rotated = _pairs_side_by_side(case, size), _rotated(case, size)
     half, features = len(rotated) // 2, slice(rotated[0], rotated[-1] + 1)
 
     def with_rows(rows: np.ndarray) -> dict[str, Override]:

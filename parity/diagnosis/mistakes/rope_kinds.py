@@ -21,7 +21,7 @@ from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.diagnosis.mistakes.record import Mistake, Plan, breaking, instead
 
-STAGES = ("q", "k")
+STAGES = ("q", "latents", "k")
 
 
 def _of_another(name: str, about: str, fix: str, page: str, wrong: Rope) -> Mistake:

@@ -1,0 +1,73 @@
+"""Multi-head latent attention (MLA): keys and values of all heads made of one narrow vector a token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mha_spec.norm import Norm
+from mha_spec.rules import as_count, as_number
+
+if TYPE_CHECKING:
+    from mha_spec.rope import Rope
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Keys and values are made of a latent, which the heads share and a cache keeps in their place.
+
+    Of a token x: kv_a_proj gives the latent, which kv_a_norm normalises, and after it the last rope_dim features of all
+    keys, which are rotated; kv_b_proj makes of the latent, head by head, the other features of the key and then the
+    value. Queries are as elsewhere, or made of a latent of their own: q_a_proj, q_a_norm, q_b_proj.
+
+    Attributes:
+        kv_rank: width of the latent of keys and values.
+        rope_dim: features of a key, its last ones, that the heads share; RoPE rotates these alone.
+        q_rank: width of the latent of queries, or None where q_proj makes them of the input.
+        eps: of the RMS norms of the latents.
+
+    Raises:
+        TypeError: if a width is not an integer, or eps not a number.
+        ValueError: if a width is below 1, or eps is not positive and finite.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+    """
+
+    kv_rank: int
+    rope_dim: int
+    q_rank: int | None = None
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("kv_rank", "rope_dim", "q_rank"):
+            if getattr(self, name) is not None or name != "q_rank":
+                object.__setattr__(self, name, as_count(name, getattr(self, name)))
+        object.__setattr__(self, "eps", as_number("eps", self.eps))
+        if not 0.0 < self.eps < math.inf:
+            raise ValueError(f"eps must be positive and finite, got eps={self.eps}")
+
+    @property
+    def width(self) -> int:
+        """Features that a cache keeps of a token: kv_rank + rope_dim."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def norms(self) -> dict[str, tuple[Norm, int]]:
+        """The norms of the latents by name, with the width that each is taken over."""
+        widths = {"q_a_norm": self.q_rank, "kv_a_norm": self.kv_rank}
+        norm = Norm(over="width", eps=self.eps)
+        return {name: (norm, width) for name, width in widths.items() if width is not None}
+
+
+def check_latent_rope(latent: Latent, rope: Rope | None) -> None:
+    """Refuse RoPE of other features than those that the heads' keys share.
+
+    Raises:
+        ValueError: if it rotates others.
+    """
+    if rope is not None and (rope.rotary_dim, rope.rotated) != (latent.rope_dim, "last"):
+        raise ValueError(
+            f"rope must rotate the last rope_dim features with latent (rotary_dim={latent.rope_dim}, rotated='last'), "
+            f"got rope={rope} and latent={latent}"
+        )

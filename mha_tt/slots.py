@@ -1,0 +1,40 @@
+"""Copies of the slots of a cache, (B, K, S, H): of some sequences, with more slots, with new tokens after them."""
+
+import ttnn
+from ttnn import Tensor
+
+from mha_tt.device import TILE, as_dtype, zeros
+
+
+def sequences(slots: Tensor, indices: list[int]) -> Tensor:
+    """A copy of the slots (B, K, S, H) of the sequences with these indices."""
+    if not indices:
+        return zeros((0, *tuple(slots.shape)[1:]), slots.dtype, slots.device())
+    if len(indices) == 1:  # a slice of everything, as a concatenation of one, may be the tensor itself
+        return ttnn.clone(slots[indices[0] : indices[0] + 1])
+    # Slice by slice: no operation of ttnn picks along an axis by index and takes bfloat8_b.
+    return as_dtype(ttnn.concat([slots[index : index + 1] for index in indices], dim=0), slots.dtype)
+
+
+def extended(slots: Tensor, count: int) -> Tensor:
+    """A copy of slots (B, K, S, H) with zeros after them."""
+    batch_size, num_kv_heads, held, head_dim = slots.shape
+    if count == held:
+        return ttnn.clone(slots)
+    return joined(slots, zeros((batch_size, num_kv_heads, count - held, head_dim), slots.dtype, slots.device()))
+
+
+def joined(cached: Tensor, new: Tensor) -> Tensor:
+    """Cached tokens and new ones, in the dtype of the cache, which concatenation may widen."""
+    shape = (*tuple(cached.shape)[:2], cached.shape[2] + new.shape[2], cached.shape[3])
+    if not shape[0] or not shape[2]:
+        return zeros(shape, cached.dtype, cached.device())
+    if not cached.shape[2] or not new.shape[2]:  # concatenation does not take nothing
+        return cached if cached.shape[2] else as_dtype(new, cached.dtype)
+    return as_dtype(ttnn.concat([cached, new], dim=2), cached.dtype)
+
+
+def as_cached(x: Tensor, slots: Tensor) -> Tensor:
+    """Tokens as `fill_cache` copies them: in the dtype of the cache, zeros after the last token of the last tile."""
+    x = as_dtype(x, slots.dtype)
+    return ttnn.fill_implicit_tile_padding(x, 0.0) if x.shape[2] % TILE else x

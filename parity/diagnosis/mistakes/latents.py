@@ -1,0 +1,136 @@
+"""Mistakes in latents: what queries, keys and values are made of, and the scale of their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from mha_spec import AttentionSpec, Latent
+from parity.core.cases import Case
+from parity.core.reference import Layer
+from parity.diagnosis.mistakes.record import Mistake, Plan, breaking, instead
+
+
+def latents(case: Case) -> Iterator[Mistake]:
+    spec, latent = case.spec, case.spec.latent
+    if latent is None:
+        return
+    own_features = spec.head_dim - latent.rope_dim
+    yield _norm_missing("kv_a", "the latent of keys and values", ("latents",))
+    if latent.q_rank is not None:
+        yield _norm_missing("q_a", "the latent of queries", ("q",))
+    yield from _columns_read_otherwise(spec, latent, own_features)
+    yield from _other_scales(spec, latent, own_features)
+
+
+def _norm_missing(name: str, words: str, stages: tuple[str, ...]) -> Mistake:
+    def normed(_: Layer, original: Any, of: str, x: np.ndarray, norm: Any) -> np.ndarray:
+        return x if of == name else original(of, x, norm)
+
+    return Mistake(
+        f"latent-{name.removesuffix('_a')}-norm-missing",
+        f"{words} is not normalised",
+        f"apply {name}_norm to {words}, before what is made of it",
+        "latents",
+        stages,
+        {"normed": normed},
+        _projecting(lambda project, of, x: x if of == f"{name}_norm" else project(of, x)),
+    )
+
+
+def _columns_read_otherwise(spec: AttentionSpec, latent: Latent, own_features: int) -> Iterator[Mistake]:
+    """What a projection gives, cut in another order than its weight has."""
+    num_heads, value_dim, shared = spec.num_heads, spec.value_head_dim, latent.rope_dim
+    of_keys, of_values = np.arange(num_heads * own_features), np.arange(num_heads * value_dim)
+    halves = np.concatenate(
+        [of_keys.reshape(num_heads, -1), len(of_keys) + of_values.reshape(num_heads, -1)], axis=1
+    ).reshape(-1)
+    if num_heads > 1:
+        yield _read_otherwise(
+            "latent-kv-in-halves",
+            "kv_b_proj is read as all keys and then all values, and not head by head",
+            "cut what kv_b_proj gives into heads first, and each head into its key and its value",
+            "kv_b_proj",
+            halves,
+            ("k", "v"),
+        )
+    yield _read_otherwise(
+        "latent-values-first",
+        "in a head of kv_b_proj the value is read before the key",
+        "take the first features of each head of kv_b_proj as its key",
+        "kv_b_proj",
+        _in_heads(num_heads, np.roll(np.arange(own_features + value_dim), -value_dim)),
+        ("k", "v"),
+    )
+    yield _read_otherwise(
+        "latent-shared-first",
+        "what the heads share of their keys is read before the latent",
+        "take the first kv_rank features of what kv_a_proj gives as the latent",
+        "kv_a_proj",
+        np.roll(np.arange(latent.width), -shared),
+        ("latents",),
+    )
+    yield _read_otherwise(
+        "latent-rope-first",
+        "in a head of the queries the features that are rotated are read first",
+        "take the last rope_dim features of each head of the queries as those that are rotated",
+        "q_proj" if latent.q_rank is None else "q_b_proj",
+        _in_heads(num_heads, np.roll(np.arange(spec.head_dim), -shared)),
+        ("q",),
+    )
+
+
+def _in_heads(num_heads: int, order: np.ndarray) -> np.ndarray:
+    return (len(order) * np.arange(num_heads)[:, None] + order).reshape(-1)
+
+
+def _read_otherwise(
+    name: str, about: str, fix: str, projection: str, order: np.ndarray, stages: tuple[str, ...]
+) -> Mistake:
+    def linear(_: Layer, original: Any, of: str, x: np.ndarray) -> np.ndarray:
+        return original(of, x)[..., order] if of == projection else original(of, x)
+
+    def project(project: Any, of: str, x: Any) -> Any:
+        return project(of, x)[..., order] if of == projection else project(of, x)
+
+    return Mistake(name, about, fix, "latents", stages, {"linear": linear}, _projecting(project))
+
+
+def _projecting(changed: Callable[[Any, str, Any], Any]) -> Callable[[Plan], None]:
+    """Makes a mistake in what the projections of latents give, `changed(project, name, x)`."""
+
+    def plant(_: Plan, original: Any, project: Any, *rest: Any) -> Any:
+        return original(lambda name, x: changed(project, name, x), *rest)
+
+    return breaking(project_latents=plant, expand_latents=plant)
+
+
+def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Iterator[Mistake]:
+    if spec.scale is not None:
+        return
+    right = 1.0 / spec.score_scale
+    told = [right, *map(float, np.sqrt([spec.d_model, spec.value_head_dim]))]  # those of `scores.scale` among them
+    mscale = float(np.sqrt(spec.score_scale * np.sqrt(spec.head_dim)))
+    for name, words, divisor in (
+        ("scale-by-own-features", "is 1 / sqrt(head_dim - rope_dim)", float(np.sqrt(own_features))),
+        ("scale-by-width", "is 1 / sqrt(kv_rank + rope_dim), that of what is absorbed", float(np.sqrt(latent.width))),
+        ("mscale-missing", "is 1 / sqrt(head_dim), without mscale", float(np.sqrt(spec.head_dim))),
+        ("mscale-once", "has mscale in it once, and not squared", float(np.sqrt(spec.head_dim)) / mscale),
+    ):
+        if not np.isclose(divisor, told).any():
+            told.append(divisor)
+            yield _other_scale(name, words, divisor, right / divisor)
+
+
+def _other_scale(name: str, words: str, divisor: float, factor: float) -> Mistake:
+    return Mistake(
+        f"latent-{name}",
+        f"the scale of the scores {words}",
+        "multiply the scores by mscale² / sqrt(head_dim), all features of a head counted; mscale is 1 without YaRN",
+        "latents",
+        ("scores",),
+        {"scale": instead(lambda: divisor)},
+        breaking(attention_scores=lambda _, scores, q, k, *rest: scores(q * factor, k, *rest)),
+    )
