@@ -934,6 +934,8 @@ OFF_THE_CPU = [
     "mask-of-blocks",
     "mask-of-rows-causal",
     "everything-hidden",
+    "padding",
+    "padding-causal",
     "padding-causal-mask",
     "gqa-mask-padding",
     "mqa",
@@ -1007,6 +1009,80 @@ def test_flash_attention_of_a_gpu_is_taken_where_it_fits(
     x = jax.ShapeDtypeStruct((1, 2, 4, head_dim), dtype)
     jax.eval_shape(lambda x: jax_fused(x, x, x, is_causal=True)[0], x)
     assert [(call["implementation"], call["is_causal"]) for call in library_calls] == [(expected, True)]
+
+
+# A window of JAX's own function, with rows that it leaves without a key: beyond the lengths, and beyond the keys.
+WINDOWS_OF_LIBRARY = {
+    "causal-padding-gqa": ({"heads": (4, 2), "padding": LENGTHS}, True),
+    "both-ways-padding": ({"padding": (0, 3, 41)}, False),
+    "beyond-keys": ({"lengths": (41, 29)}, True),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS_OF_LIBRARY)
+def test_library_told_a_window_gives_what_the_plain_path_gives_of_its_mask(off_the_cpu, library_calls, name):
+    keywords, is_causal = WINDOWS_OF_LIBRARY[name]
+    arrays = problem(**keywords)
+    num_queries, num_keys = arrays["query"].shape[2], arrays["key"].shape[2]
+    out_of_reach = abs(np.arange(num_queries)[:, None] - np.arange(num_keys)) >= 5
+    masked = {**arrays, "mask": out_of_reach}
+    assert is_hidden(masked, is_causal).all(axis=-1).any()
+    num_heads, num_kv_heads = keywords.get("heads", (2, 2))
+    spec = AttentionSpec(num_heads * HEAD_DIM, num_heads, num_kv_heads=num_kv_heads, window_size=5)
+    found = results(mha_jax, jax_fused, arrays, spec=spec, is_causal=is_causal)
+    parity.assert_parity(found, **yardstick(masked, is_causal=is_causal))
+    assert [call["local_window_size"] for call in library_calls] == [(4, 0 if is_causal else 4)]
+
+
+NUM_TOLD = {"square": (48, 48), "wide": (40, 48), "tall": (48, 40)}
+TOLD = {  # what there is of whom, and the words in which the library is told of it; None where it takes a mask
+    "nothing": ("wide", {}, False, False, {}),
+    "causal-wide": ("wide", {}, True, False, {}),
+    "causal-tall": ("tall", {}, True, False, {}),
+    "lengths-causal": ("tall", {}, True, True, {}),
+    "window": ("wide", {"window_size": 8}, True, False, {"local_window_size": (7, 0)}),
+    "window-both-ways": ("wide", {"window_size": 8}, False, False, None),
+    "window-lengths": ("square", {"window_size": 8}, True, True, None),
+    "window-tall": ("tall", {"window_size": 8}, True, False, None),
+    "chunk": ("square", {"chunk_size": 8}, True, False, None),
+}
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("name", TOLD)
+def test_library_is_told_what_it_has_words_for_and_no_array_of_scores_is_made_for_it(monkeypatch, platform, name):
+    sizes, reach, is_causal, has_lengths, window = TOLD[name]
+    calls = []
+
+    def library(query, *others, **keywords):
+        calls.append((others[2:], keywords))
+        return query
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", library)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    num_queries, num_keys = NUM_TOLD[sizes]
+    query, key = (jnp.zeros((2, 2, count, 16), jnp.bfloat16) for count in (num_queries, num_keys))
+    spec = AttentionSpec(32, 2, **reach)
+
+    def function(query, key, lengths):
+        return jax_fused(query, key, key, spec, is_causal=is_causal, key_padding_lengths=lengths)[0]
+
+    made = str(jax.make_jaxpr(function)(query, key, jnp.array([0, 30], jnp.int32) if has_lengths else None))
+    [(mask_and_bias, told)] = calls
+    if platform == "tpu" and "window_size" in reach:  # XLA takes any window
+        window = {"local_window_size": (7, 0 if is_causal else 7)}
+    is_told = mask_and_bias == (None, None)
+    assert is_told == (window is not None)
+    assert is_told != (f",{num_queries},{num_keys}]" in made)
+    if is_told:
+        told.pop("scale")
+        assert told.pop("implementation") == ("cudnn" if platform == "gpu" else "xla")
+        assert ("key_value_seq_lengths" in told) == has_lengths
+        assert {**told, "key_value_seq_lengths": None} == {
+            "is_causal": is_causal,
+            "key_value_seq_lengths": None,
+            **window,
+        }
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

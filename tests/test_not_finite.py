@@ -12,6 +12,7 @@ import pytest
 import torch
 from flax import nnx
 
+import mha_jax
 from mha_jax.blockwise import BlockSizes
 from mha_spec import AttentionSpec, Rope
 
@@ -149,6 +150,36 @@ def test_row_of_which_all_scores_are_minus_infinity_is_not_empty(attend, kind):
     found, _ = attend(**arrays, **KINDS[kind])
     assert not hidden[0, 1, 4].all()
     assert np.isnan(found[0, 1, 4]).all()
+
+
+@pytest.mark.parametrize("reach", [{}, {"window_size": 6}], ids=["lengths", "window"])
+def test_nan_stays_where_it_is_seen_where_a_library_is_told_what_is_hidden(monkeypatch, reach):
+    """Off the CPU JAX's own function is told lengths and windows; some rows have no key, of some sequences all."""
+    monkeypatch.setattr(mha_jax.fused, "_is_on_cpu", lambda: False)
+    hides = {**KINDS["padding"], "is_causal": True}
+    hidden, spec = hidden_by(**hides), AttentionSpec(32, 4, num_kv_heads=2, **reach)
+    if reach:
+        hidden |= abs(np.arange(NUM_QUERIES)[:, None] - np.arange(NUM_KEYS)) >= 6
+
+    @jax.jit
+    def attend(arrays):
+        context, pull_back = jax.vjp(
+            lambda arrays: mha_jax.fused.scaled_dot_product_attention(**arrays, spec=spec, **hides)[0], arrays
+        )
+        return context, pull_back(jnp.ones_like(context))[0]
+
+    expected, expected_gradients = jax.tree.map(np.asarray, attend(heads()))
+    found, gradients = jax.tree.map(np.asarray, attend(spoilt_heads(np.nan)))
+    bad_rows = sees_bad(hidden)
+    assert_rows(found, expected, bad_rows)
+    empty = hidden.all(axis=-1)
+    assert empty.any()
+    assert not found[empty].any()
+    assert not gradients["query"][empty].any()
+    is_clean = ~bad_rows.any(axis=(1, 2))  # sequences in which no row sees it
+    assert is_clean.tolist() == [False, True, False]
+    for name, gradient in gradients.items():
+        np.testing.assert_array_equal(gradient[is_clean], expected_gradients[name][is_clean])
 
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------
