@@ -2,6 +2,7 @@
 
 It is PyTorch's own scaled_dot_product_attention behind the masks and the empty rows of this package. By itself that
 gives 0 for some rows of NaN, and lets a NaN that is hidden through to rows that do not see it; here neither happens.
+On CUDA, what that function has no words for goes to FlexAttention.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from mha_spec import AttentionSpec, RelativeBias
 from mha_spec.attention import check_spec
 from mha_spec.reach import Reach
 from mha_spec.rules import as_rate
-from mha_torch import stages
+from mha_torch import flex, stages
 from mha_torch.alibi import alibi_bias
 from mha_torch.arrays import values_of
 from mha_torch.masks import Masking
@@ -49,9 +50,9 @@ def scaled_dot_product_attention(
 ) -> tuple[Float[Tensor, "B N T Hv"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
-    With a soft cap it is the plain path, for the kernel has none. So it is in forward mode (`jvp`, `jacfwd`,
-    `hessian`), in which the kernel on a CPU has no derivative. Nor has it a second one in reverse mode
-    (`create_graph=True`): there the plain path must be called.
+    With a soft cap it is the plain path, for the kernel has none, but on CUDA FlexAttention. It is the plain path in
+    forward mode (`jvp`, `jacfwd`, `hessian`), in which the kernel on a CPU has no derivative. Nor has it a second one
+    in reverse mode (`create_graph=True`): there the plain path must be called.
 
     Args:
         query: (B, N, T, H).
@@ -101,7 +102,10 @@ def attend(
     if spec is not None:
         scoring = _Scoring(spec.score_scale, spec.alibi_slopes, spec.relative_bias, masking.relative_bias)
     scale = scoring.scale
-    if _is_forward_mode() or not kernel_takes(spec):
+    is_forward_mode = _is_forward_mode()
+    if not rate and not is_forward_mode and flex.takes(query, value, masking, spec):
+        return flex.attend_by_flex(query, key, value, masking, spec=spec)
+    if is_forward_mode or not kernel_takes(spec):
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
     if query.device.type == "cpu" and not torch.compiler.is_compiling():  # where looking costs little
         has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))

@@ -37,7 +37,10 @@ EXTRA_FILES = {
         "compiled.py",  # compiles once for callers who do not
         "not_finite.py",  # keeps what is not finite where it is seen, around kernels that do not
     },
-    "torch": {"not_finite.py"},  # keeps what is not finite where it is seen, around a kernel that does not
+    "torch": {
+        "flex.py",  # a second kernel of the framework's own, for CUDA
+        "not_finite.py",  # keeps what is not finite where it is seen, around a kernel that does not
+    },
     "tt": {
         "device.py",  # where arrays and weights enter a device and leave it
         "mock.py",  # boards that do not exist

@@ -1,0 +1,178 @@
+"""FlexAttention: on CUDA, what the kernel of scaled_dot_product_attention has no words for.
+
+A soft cap and ALiBi are written into the kernel, and what is hidden goes in as the first key that each query sees and
+the one after the last: no mask and no bias is made, and blocks of keys that no query sees are skipped. Sinks need
+nothing but the sums of the exponentials, which the kernel gives.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.attention import flex_attention as library
+
+from mha_spec import AttentionSpec
+from mha_torch.masks import Masking, as_lengths
+from mha_torch.not_finite import emptied, not_finite, spoilt
+from mha_torch.rope import at_least_float32
+from mha_torch.stages import score_scale
+
+_CAN_COMPILE = find_spec("triton") is not None and hasattr(library, "AuxRequest")  # which an older PyTorch has not
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_WIDTHS = range(16, 257)
+_BLOCK_SIZE = 128
+"""How many queries, and how many keys, are seen or skipped together."""
+
+
+def takes(query: Tensor, value: Tensor, masking: Masking, spec: AttentionSpec | None) -> bool:
+    """Whether attention without dropout is for this module: it can do it, and another kernel cannot without a mask."""
+    is_needed = masking.key_padding_lengths is not None or masking.reach is not None or masking.sinks is not None
+    if spec is not None:
+        is_needed = is_needed or spec.soft_cap is not None or spec.alibi_slopes is not None
+    others = (masking.mask, masking.bias, masking.offsets, masking.relative_bias)
+    return is_needed and all(x is None for x in others) and _runs_here(query, value)
+
+
+def _runs_here(query: Tensor, value: Tensor) -> bool:
+    """Whether the kernel takes such heads where they lie, in the kind of call that this is."""
+    if not (_CAN_COMPILE and query.is_cuda and type(query) is Tensor and query.numel() and value.numel()):
+        return False
+    if not torch.compiler.is_compiling() and (
+        torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        # It has no rules for vmap and its like.
+        or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+    ):
+        return False
+    return query.dtype in _DTYPES and query.shape[3] in _WIDTHS and value.shape[3] in _WIDTHS
+
+
+def attend_by_flex(
+    query: Float[Tensor, "B N T H"],
+    key: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S Hv"],
+    masking: Masking,
+    *,
+    spec: AttentionSpec | None,
+) -> Float[Tensor, "B N T Hv"]:
+    """`fused.attend` of what this module `takes`.
+
+    Source: FlexAttention, arXiv:2412.05496; torch.nn.attention.flex_attention.
+    """
+    (batch_size, num_heads, seq_len_q, _), num_kv_heads, seq_len_k = query.shape, key.shape[1], key.shape[2]
+    first, stop = _seen_keys(masking, batch_size, seq_len_q, seq_len_k, query.device)
+    wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
+    query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
+    marked = wrong_keys[..., 0].repeat_interleave(num_heads // num_kv_heads, dim=1)
+    wrong_rows = wrong_rows | _sees_any_between(marked, first, stop)
+    context, aux = _kernel()(
+        query,
+        key,
+        value,
+        _score_mod(query, spec),
+        _block_mask(first, stop, seq_len_k),
+        scale=score_scale(query, spec),
+        enable_gqa=num_heads != num_kv_heads,
+        return_aux=library.AuxRequest(lse=True),
+    )
+    log_sums = aux.lse[..., None]
+    if masking.sinks is None:
+        wrong_rows = wrong_rows | torch.isneginf(log_sums)  # every score has overflowed
+    else:
+        share = torch.sigmoid(log_sums - at_least_float32(masking.sinks)[:, None, None])  # of the keys, beside the sink
+        context = (context * share).to(context.dtype)
+    return emptied(spoilt(context, wrong_rows), (first == stop)[:, None, :, None])
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(library.flex_attention)
+
+
+def _kernel() -> Callable[..., Any]:
+    return library.flex_attention if torch.compiler.is_compiling() else _compiled()
+
+
+def _score_mod(query: Tensor, spec: AttentionSpec | None) -> Callable[..., Tensor] | None:
+    """What becomes of a score, of a head, a query and a key, once it is scaled; None where nothing does."""
+    if spec is None or (spec.soft_cap is None and spec.alibi_slopes is None):
+        return None
+    soft_cap, slopes = spec.soft_cap, None
+    if spec.alibi_slopes is not None:
+        slopes = torch.tensor(spec.alibi_slopes, dtype=at_least_float32(query).dtype, device=query.device)
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
+        if soft_cap is not None:
+            score = soft_cap * torch.tanh(score / soft_cap)
+        return score if slopes is None else score - slopes[head] * (row - place).abs()
+
+    return score_mod
+
+
+# ---- What is seen ----------------------------------------------------------------------------------------------------
+
+
+def _seen_keys(
+    masking: Masking, batch_size: int, seq_len_q: int, seq_len_k: int, device: torch.device
+) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
+    """The first key that each query sees and the one after the last; the same where it sees none."""
+    places, reach = torch.arange(seq_len_q, dtype=torch.int32, device=device).repeat(batch_size, 1), masking.reach
+    first, stop = torch.zeros_like(places), torch.full_like(places, seq_len_k)
+    if reach is not None:
+        first, stop = reach.first(places).clamp(min=0), torch.minimum(reach.stop(places), stop)
+    if masking.is_causal:
+        stop = torch.minimum(stop, places + 1)
+    if masking.key_padding_lengths is not None:
+        stop = torch.minimum(stop, as_lengths(masking.key_padding_lengths, device).to(places.dtype)[:, None])
+    return torch.minimum(first, stop), stop
+
+
+def _sees_any_between(
+    marked: Bool[Tensor, "B N S"], first: Int[Tensor, "B T"], stop: Int[Tensor, "B T"]
+) -> Bool[Tensor, "B N T 1"]:
+    """Whether any of the keys is marked that a query sees, from its first one to before where it stops."""
+    counts = F.pad(marked.cumsum(dim=2), (1, 0))  # before each key
+    shape = (*marked.shape[:2], first.shape[1])
+    before, within = (counts.gather(2, places.long()[:, None].expand(shape)) for places in (first, stop))
+    return (within > before)[..., None]
+
+
+def _block_mask(first: Int[Tensor, "B T"], stop: Int[Tensor, "B T"], seq_len_k: int) -> Any:
+    """The same to the kernel: which blocks of keys each block of queries sees, wholly or in part, and which keys."""
+
+    def mask_mod(batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
+        return (place >= first[batch, row]) & (place < stop[batch, row])
+
+    in_part, whole = _seen_blocks(first, stop, seq_len_k)
+    return library.BlockMask.from_kv_blocks(
+        *_listed(in_part),
+        *_listed(whole),
+        BLOCK_SIZE=_BLOCK_SIZE,
+        mask_mod=mask_mod,
+        seq_lengths=(first.shape[1], seq_len_k),
+    )
+
+
+def _seen_blocks(
+    first: Int[Tensor, "B T"], stop: Int[Tensor, "B T"], seq_len_k: int
+) -> tuple[Bool[Tensor, "B 1 Tb Sb"], Bool[Tensor, "B 1 Tb Sb"]]:
+    """Which blocks of keys each block of queries sees in part, and which wholly; none wholly that is not full."""
+    is_empty, more = first == stop, (0, -first.shape[1] % _BLOCK_SIZE)
+    # A row without a key, and one that is not there, is one that sees all before the first and from behind the last.
+    first = F.pad(first.masked_fill(is_empty, seq_len_k), more, value=seq_len_k).unflatten(1, (-1, _BLOCK_SIZE))
+    stop = F.pad(stop.masked_fill(is_empty, 0), more).unflatten(1, (-1, _BLOCK_SIZE))
+    begins = torch.arange(0, seq_len_k, _BLOCK_SIZE, device=first.device)
+    ends = begins + _BLOCK_SIZE
+    sees = (first.amin(2)[..., None] < ends) & (stop.amax(2)[..., None] > begins)
+    whole = (first.amax(2)[..., None] <= begins) & (stop.amin(2)[..., None] >= ends)
+    return (sees & ~whole)[:, None], whole[:, None]
+
+
+def _listed(blocks: Bool[Tensor, "B 1 Tb Sb"]) -> tuple[Int[Tensor, "B 1 Tb"], Int[Tensor, "B 1 Tb Sb"]]:
+    """How many there are, and which, those first that there are."""
+    order = blocks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)
