@@ -143,7 +143,7 @@ REACHES = [{}, {"window_size": 130}, {"window_size": 300}, {"chunk_size": 200}, 
 def test_blocks_are_those_that_are_seen(lengths, reach):
     """On CUDA keys of other blocks are never read, and in blocks that are seen wholly nothing is hidden."""
     num_queries, num_keys = lengths
-    for is_causal, padding in itertools.product([False, True], [None, [0, 129, num_keys]]):
+    for is_causal, padding in itertools.product([False, True], [None, [0, 127, num_keys]]):
         reach_of_spec = AttentionSpec(16, 1, **reach).reach
         masking = Masking(None, None, is_causal, padding, reach_of_spec)
         hidden = masking.hidden(num_queries, num_keys).expand(BATCH, 1, -1, -1).numpy()

@@ -170,6 +170,7 @@ def test_nan_stays_where_it_is_seen_where_a_library_is_told_what_is_hidden(monke
 
     expected, expected_gradients = jax.tree.map(np.asarray, attend(heads()))
     found, gradients = jax.tree.map(np.asarray, attend(spoilt_heads(np.nan)))
+    assert np.isfinite(expected).all()
     bad_rows = sees_bad(hidden)
     assert_rows(found, expected, bad_rows)
     empty = hidden.all(axis=-1)
