@@ -5,7 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mha_spec import Alibi, AttentionSpec, Gate, Norm, RelativeBias, Rope, Temperature
+    from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope, Temperature
     from parity.backends.caches import load_cache, save_cache
     from parity.backends.numerics import numerics_lock
     from parity.conformance.answers import Conformance
@@ -45,6 +45,7 @@ __all__ = [
     "Conformance",
     "Diagnosis",
     "Gate",
+    "Latent",
     "Layout",
     "Norm",
     "NotCarriedWarning",
@@ -86,7 +87,7 @@ __all__ = [
 # The names are imported when they are first asked for: `mha-parity --help`, and every pytest run where this package is
 # installed, import `parity` and need nothing of it.
 _MODULES = {
-    "mha_spec": ["Alibi", "AttentionSpec", "Gate", "Norm", "RelativeBias", "Rope", "Temperature"],
+    "mha_spec": ["Alibi", "AttentionSpec", "Gate", "Latent", "Norm", "RelativeBias", "Rope", "Temperature"],
     "parity.core.arrays": ["to_jax", "to_numpy", "to_torch"],
     "parity.testing.assertion": ["assert_parity"],
     "parity.backends.caches": ["load_cache", "save_cache"],

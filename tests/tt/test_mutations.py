@@ -285,6 +285,41 @@ MUTATIONS = {
     "RoPE of a step one position late": one(
         "decode-gqa-rope", "step1.module.output", cache_mha.cached_layer, steps_one_late
     ),
+    # ---- Features of today's layers
+    "temperature one position late": one(
+        "temperature", "q", projections.apply_temperature, lambda f, x, positions, *rest: f(x, positions + 1, *rest)
+    ),
+    "features that pad a value are counted": one(
+        "value-head-dim", "v", norms.apply_norm, lambda f, *inputs, slots, **o: f(*inputs, slots=None, **o)
+    ),
+    "ALiBi from the next key": at(
+        "alibi", "scores", stages, "alibi_bias", lambda f, slopes, t, s, _, **o: f(slopes, t, s, np.array([1]), **o)
+    ),
+    "relative bias of heads in another order": at(
+        "relative-bias",
+        "scores",
+        stages,
+        "relative_position_bias",
+        lambda f, table, *rest, **o: f(ttnn.concat([table[:, 1:], table[:, :1]], dim=1), *rest, **o),
+    ),
+    "latents not normalised": one(
+        "latent",
+        "latents",
+        projections.project_latents,
+        lambda f, project, *rest: f(lambda name, x: x if name == "kv_a_norm" else project(name, x), *rest),
+    ),
+    "keys of other heads taken into queries": one(
+        "decode-latent",
+        "step0.module.output",
+        projections.absorb_keys,
+        lambda f, q, *rest, **o: f(ttnn.concat([q[:, 1:], q[:, :1]], dim=1), *rest, **o),
+    ),
+    "values of other heads made of latents": one(
+        "decode-latent",
+        "step0.module.output",
+        projections.absorb_values,
+        lambda f, x, *rest, **o: f(ttnn.concat([x[:, 1:], x[:, :1]], dim=1), *rest, **o),
+    ),
     # ---- The cache
     "cache mask shows the next slot": Mutation("decode", "step0.mask", "causal-off-by-one"),
     "cache mask hides the own slot": Mutation("decode", "step0.mask", "causal-excludes-self"),
