@@ -67,7 +67,7 @@ def multi_head_latent_attention(
     check_latent(spec)
     check_weights(weights, spec)
     check_is_cache(cache, LatentCache)
-    absorb = spec.absorbs(x.shape[1]) if absorb is None else absorb
+    absorb = spec.absorbs(x.shape[1], cache.capacity) if absorb is None else absorb
     return cached_layer(
         project_with(weights, spec),
         x,
@@ -155,7 +155,7 @@ class MultiHeadLatentAttention(AttentionLayer):
             positions=positions,
             dropout=self.drawn_dropout(),
             block_sizes=self.block_sizes,
-            kv_b=self._kv_b() if self.spec.absorbs(x.shape[1]) else None,
+            kv_b=self._kv_b() if self.spec.absorbs(x.shape[1], cache.capacity) else None,
         )
         return self.drop_output(output), cache
 

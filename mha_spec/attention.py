@@ -333,11 +333,18 @@ class AttentionSpec:
         widths = {"num_kv_heads": 1, "head_dim": latent.width, "value_head_dim": latent.kv_rank}
         return replace(self, latent=None, rope=None, scale=self.score_scale, **widths)
 
-    def absorbs(self, num_queries: int) -> bool:
-        """Whether so many queries cost less over latents, wider than heads, than over keys and values made of them."""
+    def absorbs(self, num_queries: int, num_slots: int | None = None) -> bool:
+        """Whether so many queries cost less over latents, wider than heads, than over keys and values made of them.
+
+        Args:
+            num_queries: new tokens of a call, T.
+            num_slots: for how many slots of a cache keys and values would be made, where they are made for all of them
+                and no more than T are known to be filled; for those alone that are seen when absent.
+        """
         latent = check_latent(self)
         wider = 2 * latent.kv_rank + latent.rope_dim - self.head_dim - self.value_head_dim
-        return num_queries * wider < latent.kv_rank * (self.head_dim - latent.rope_dim + self.value_head_dim)
+        made = latent.kv_rank * (self.head_dim - latent.rope_dim + self.value_head_dim)
+        return num_queries * wider < made * (1 if num_slots is None else max(num_slots / max(num_queries, 1), 1.0))
 
     @property
     def projections(self) -> dict[str, Projection]:

@@ -57,7 +57,7 @@ def test_the_module_takes_whichever_costs_less(sibling, monkeypatch):
         counted = lambda *inputs, name=name, original=original: taken.append(name) or original(*inputs)  # noqa: E731
         monkeypatch.setattr(f"{package.__name__}.cache_mha.{name}", counted)
     layer = module(sibling)
-    cache = layer.init_cache(2, 14)
+    cache = layer.init_cache(2, 13)
     for begin, end in [(0, 12), (12, 13)]:
         _, cache = layer(sibling.array(X[:, begin:end]), cache)
     assert taken == ["expand_latents", "absorb_keys"]

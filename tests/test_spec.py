@@ -260,6 +260,9 @@ def test_latents_are_absorbed_where_that_costs_less():
     assert deepseek.absorbs(1)
     assert deepseek.absorbs(170)
     assert not deepseek.absorbs(171)
+    assert deepseek.absorbs(171, 172)  # of which one slot is empty, for all that is known
+    assert deepseek.absorbs(2048, 32768)
+    assert not deepseek.absorbs(4096, 32768)
 
 
 def test_slopes_of_alibi_are_those_of_the_paper():

@@ -68,7 +68,7 @@ _LATENT_YARN = AttentionSpec(
     *(32, 4),
     head_dim=16,
     value_head_dim=8,
-    latent=Latent(32, 8, eps=0.01),
+    latent=Latent(40, 8, eps=0.01),
     rope=Rope(100.0, rotary_dim=8, rotated="last", scaling=YarnScaling(4.0, 64, mscale=1.0, mscale_all_dim=0.4)),
     temperature=Temperature(4, scale=0.5),
 )
@@ -404,7 +404,7 @@ CACHED = [
         "a prompt over keys made of latents, steps over latents",
         seq_len=14,
         chunks=(12, 1, 1),
-        capacity=16,
+        capacity=14,
     ),
     Case("decode-value-head-dim", _VALUES, "decode, narrow values", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
     Case("decode-biases-of-some", _WHISPER, "decode, keys without a bias", seq_len=6, chunks=(4, 1, 1), capacity=6),
