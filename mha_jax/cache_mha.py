@@ -4,7 +4,7 @@ Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value h
 Hv value_head_dim, E d_model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -192,7 +192,7 @@ def cached_layer(
     else:
         masking = replace(masking, reach=spec.reach, offsets=lengths)
         context = fused.attend(q, k, v, masking, dropout, spec=seen_as, block_sizes=block_sizes)
-    context = context if kv_b is None else absorb_values(context, kv_b, spec)
+    context = context if kv_b is None else _absorbing(absorb_values, context, kv_b, spec)
     output = project_output(project, context, x, spec)
     return _tell_what_fits(output, cache, added), appended
 
@@ -210,6 +210,11 @@ def _entering(
     return q, (k, v)
 
 
+def _absorbing(absorb: Callable[..., Array], x: Array, kv_b: Array, spec: AttentionSpec) -> Array:
+    """`absorb_keys` or `absorb_values`, through which a token that is not finite spoils no gradient of kv_b."""
+    return by_finite_tokens(lambda _, x: absorb(x, kv_b, spec))("kv_b_proj", x)
+
+
 def _seen(
     q: Array, cache: KVCache | LatentCache, spec: AttentionSpec, project: Project, kv_b: Array | None
 ) -> tuple[Array, Array, Array, AttentionSpec]:
@@ -218,7 +223,12 @@ def _seen(
         return q, cache.keys, cache.values, spec
     if kv_b is None:
         return q, *expand_latents(project, cache.latents, spec), spec
-    return absorb_keys(q, kv_b, spec), cache.latents, cache.latents[..., : check_latent(spec).kv_rank], spec.absorbed
+    return (
+        _absorbing(absorb_keys, q, kv_b, spec),
+        cache.latents,
+        cache.latents[..., : check_latent(spec).kv_rank],
+        spec.absorbed,
+    )
 
 
 @compiled()

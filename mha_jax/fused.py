@@ -185,7 +185,7 @@ def _attend_in_reach(
     masks = [None if x is None else to_scores_rank(x) for x in (masking.mask, masking.bias)]
     mask, bias = (padded(x, more_rows, more_keys) for x in masks)
     lengths: Any = masking.key_padding_lengths
-    lengths = jnp.full((1,), seq_len_k, jnp.int32) if lengths is None else lengths
+    lengths = jnp.full((batch_size,), seq_len_k, jnp.int32) if lengths is None else lengths
 
     def attend_part(begin: Array) -> Array:
         hidden, first = cut(mask, begin, size, num_keys), before - begin  # the first key that there is

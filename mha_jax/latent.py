@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax.blockwise import BLOCK_SIZES
-from mha_jax.cache import LatentCache, check_is_cache, init_latent_cache
+from mha_jax.cache import LatentCache, check_cached_input, check_is_cache, init_latent_cache
 from mha_jax.cache_mha import cached_layer
 from mha_jax.masks import Masking
 from mha_jax.mha import AttentionLayer, Projection
@@ -67,6 +67,7 @@ def multi_head_latent_attention(
     check_latent(spec)
     check_weights(weights, spec)
     check_is_cache(cache, LatentCache)
+    check_cached_input(x, cache)
     absorb = spec.absorbs(x.shape[1], cache.capacity) if absorb is None else absorb
     return cached_layer(
         project_with(weights, spec),
@@ -144,6 +145,7 @@ class MultiHeadLatentAttention(AttentionLayer):
                 are not known; there a sequence that does not fit gives NaN and keeps the tokens it had.)
         """
         check_is_cache(cache, LatentCache)
+        check_cached_input(x, cache)
         sinks, relative_bias = (None if held is None else held[...] for held in (self.sinks, self.relative_bias))
         output, cache = cached_layer(
             self.project,

@@ -85,7 +85,7 @@ def _split_pairs(x: Array, rope: Rope) -> tuple[Array, Array]:
 def _join_pairs(first: Array, second: Array, rope: Rope) -> Array:
     """The features (…, R) of these pairs."""
     if rope.pairs == "interleaved":
-        return jnp.stack([first, second], axis=-1).reshape(*first.shape[:-1], -1)
+        return jnp.stack([first, second], axis=-1).reshape(*first.shape[:-1], 2 * first.shape[-1])
     return jnp.concatenate([first, second], axis=-1)
 
 

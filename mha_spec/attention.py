@@ -403,7 +403,7 @@ class AttentionSpec:
         return _shapes_of(self.projections) | self.parameters
 
     def cache_nbytes(self, batch_size: int, capacity: int, dtype: np.dtype, *, num_layers: int = 1) -> int:
-        """Bytes of the keys and values, or of the latents, in all slots of all layers."""
+        """Bytes of the keys and values, with latents of the `LatentCache`, in all slots of all layers."""
         features = self.k_width + self.v_width if self.latent is None else self.latent.width
         return batch_size * features * capacity * num_layers * dtype.itemsize
 

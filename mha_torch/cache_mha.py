@@ -4,7 +4,7 @@ Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value h
 Hv value_head_dim, E d_model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -198,7 +198,7 @@ def cached_layer(
     else:
         masking = _masking_of_slots(masking, slots, spec, before.lengths, lengths, seq_len)
         context = fused.attend(q, k, v, masking, dropout, spec=seen_as)
-    context = context if kv_b is None else absorb_values(context, kv_b, spec)
+    context = context if kv_b is None else _absorbing(absorb_values, context, kv_b, spec)
     output = project_output(project, context, x, spec)
     if is_real is not None:
         output = emptied(output, ~is_real[:, :, None])
@@ -227,6 +227,11 @@ def _slots_seen(capacity: int, spec: AttentionSpec, lengths: list[int] | None, s
     return slice(0 if spec.reach is None else max(spec.reach.first(first), 0), filled)
 
 
+def _absorbing(absorb: Callable[..., Tensor], x: Tensor, kv_b: Tensor, spec: AttentionSpec) -> Tensor:
+    """`absorb_keys` or `absorb_values`, through which a token that is not finite spoils no gradient of kv_b."""
+    return by_finite_tokens(lambda _, x: absorb(x, kv_b, spec))("kv_b_proj", x)
+
+
 def _seen(
     q: Tensor,
     cache: KVCache | LatentCache,
@@ -241,7 +246,7 @@ def _seen(
     latents = cache.latents[:, :, slots]
     if kv_b is None:
         return q, *expand_latents(project, latents, spec), spec
-    return absorb_keys(q, kv_b, spec), latents, latents[..., : check_latent(spec).kv_rank], spec.absorbed
+    return _absorbing(absorb_keys, q, kv_b, spec), latents, latents[..., : check_latent(spec).kv_rank], spec.absorbed
 
 
 def _masking_of_slots(

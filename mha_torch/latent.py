@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec
-from mha_torch.cache import LatentCache, check_is_cache, init_latent_cache
+from mha_torch.cache import LatentCache, check_cached_input, check_is_cache, init_latent_cache
 from mha_torch.cache_mha import cache_dtype, cached_layer
 from mha_torch.masks import Masking
 from mha_torch.mha import AttentionLayer
@@ -64,6 +64,7 @@ def multi_head_latent_attention(
     check_latent(spec)
     check_weights(weights, spec)
     check_is_cache(cache, LatentCache)
+    check_cached_input(x, cache)
     absorb = spec.absorbs(x.shape[1]) if absorb is None else absorb
     return cached_layer(
         project_with(weights, spec),
@@ -146,6 +147,7 @@ class MultiHeadLatentAttention(AttentionLayer):
                 values are known).
         """
         check_is_cache(cache, LatentCache)
+        check_cached_input(x, cache)
         output, cache = cached_layer(
             self.project,
             x,
@@ -160,6 +162,8 @@ class MultiHeadLatentAttention(AttentionLayer):
         return self.drop_output(output), cache
 
     def _kv_b(self) -> Tensor | None:
-        """The weight of kv_b_proj; None where another layer has taken its place, which has to be called."""
+        """The weight of kv_b_proj; None where more is to be done than to multiply by it: then it has to be called."""
         held = self.kv_b_proj
-        return held.weight if type(held) is nn.Linear and held.bias is None else None
+        is_plain = type(held) is nn.Linear and held.bias is None and type(held.weight) in (Tensor, nn.Parameter)
+        hooks = (held._forward_hooks, held._forward_pre_hooks, held._backward_hooks, held._backward_pre_hooks)
+        return held.weight if is_plain and not any(hooks) and "forward" not in vars(held) else None

@@ -39,6 +39,9 @@ def relative_position_bias(
     buckets = torch.as_tensor(relative_bias.buckets(), device=table.device)
     buckets = buckets[distances.clamp(-farthest, farthest) + farthest]
     by_distance = table.to(scores_dtype)[buckets].transpose(1, 2)  # (B or 1, N, T + S)
+    if torch.compiler.is_compiling():  # where the number of keys may be a symbol, which `unfold` does not take
+        rows, keys = (torch.arange(size, device=table.device) for size in (seq_len_q, seq_len_k))
+        return by_distance[:, :, seq_len_q - rows[:, None] + keys]
     # The row of a query is that of the one before it, a key farther on: only T + S numbers of a head are looked up.
     return by_distance.unfold(2, seq_len_k, 1)[:, :, 1:].flip(2)
 

@@ -288,6 +288,18 @@ jax_fused = mha_jax.fused.scaled_dot_product_attention
 jax_blocks = functools.partial(jax_fused, block_sizes=SMALL_BLOCKS)
 
 
+@pytest.mark.parametrize("reach", [{"window_size": 20}, {"chunk_size": 64}])
+def test_parts_of_few_scores_give_what_blocks_give(reach):
+    """Of a batch: a part takes the plain path, and the whole does not."""
+    spec, arrays = parity.AttentionSpec(2 * HEAD_DIM, 2, **reach), problem(lengths=(290, 290))
+    inputs = [jnp.asarray(arrays[name]) for name in ("query", "key", "value")]
+    assert inputs[0].shape[0] > 1
+    found, expected = (
+        jax_fused(*inputs, spec, is_causal=True, block_sizes=BlockSizes(few_scores=few))[0] for few in (200_000, 0)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @every_problem
 def test_blocks_give_what_the_plain_path_gives(name):
     arrays, options = named(name)

@@ -2,9 +2,11 @@
 
 import re
 
+import jax
 import numpy as np
 import pytest
 import torch
+import torch.nn.utils.prune
 from conftest import SIBLINGS
 
 import mha_torch
@@ -146,6 +148,16 @@ def test_an_implementation_without_a_norm_is_not_equal(sibling):
             ValueError,
             "cache.latents must have shape (B, K, S, H) = (2, 1, 20, 40), got cache.latents.shape=(2, 1, 20, 24)",
         ),
+        "no array": (
+            lambda sibling, layer: layer([1.0, 2.0], layer.init_cache(2, 12)),
+            TypeError,
+            "x must be",
+        ),
+        "one axis": (
+            lambda sibling, layer: layer(sibling.array(X[0, 0]), layer.init_cache(2, 12)),
+            ValueError,
+            "x must have 3 axes",
+        ),
         "too many tokens": (
             lambda sibling, layer: layer(sibling.array(X), layer.init_cache(2, 12)),
             ValueError,
@@ -175,6 +187,35 @@ def test_what_does_not_fit_is_refused(sibling, call, error, message):
         call(sibling, module(sibling))
 
 
+def test_no_tokens_and_no_sequences(sibling):
+    layer, whole = module(sibling), parity.load_into(sibling.module("MultiHeadSelfAttention", SPEC), WEIGHTS)
+    for x in (X[:, :0], X[:0]):
+        assert whole(sibling.array(x), is_causal=True).shape == x.shape
+        output, cache = layer(sibling.array(x), layer.init_cache(len(x), 4))
+        assert output.shape == x.shape
+        assert not sibling.numpy(cache.lengths)[: len(x)].any() or x.shape[1]
+
+
+@pytest.mark.parametrize("absorb", [True, False])
+def test_a_token_that_is_not_finite_and_hidden_spoils_no_gradient(sibling, absorb):
+    x, mask = X[:, :5].copy(), np.zeros((1, 1, 5, 6), bool)
+    x[:, 0], mask[..., 0] = np.nan, True
+    held = sibling.backend.to_params if sibling.name == "jax" else sibling.backend.to_state_dict
+    weights, cache = held(WEIGHTS, SPEC), sibling.package.init_latent_cache(2, 6, 32, 8)
+
+    def loss(weights):
+        given = {"mask": sibling.array(mask), "absorb": absorb}
+        output, _ = sibling.package.multi_head_latent_attention(sibling.array(x), weights, SPEC, cache, **given)
+        return (output[:, 1:] ** 2).sum()
+
+    if sibling.name == "jax":
+        grads = jax.tree.leaves(jax.grad(loss)(weights))
+    else:
+        grads = torch.autograd.grad(loss({name: w.requires_grad_() for name, w in weights.items()}), weights.values())
+    assert all(np.isfinite(sibling.numpy(grad)).all() for grad in grads)
+    assert all(sibling.numpy(grad).any() for grad in grads)
+
+
 # ---- What one framework has ------------------------------------------------------------------------------------------
 
 
@@ -201,6 +242,34 @@ def test_a_projection_that_was_replaced_takes_part():
     assert near(output.numpy(), wanted[:, 4:].numpy())
 
 
+def doubled(layer):
+    layer.kv_b_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def called_otherwise(layer):
+    forward = layer.kv_b_proj.forward
+    layer.kv_b_proj.forward = lambda x: 2 * forward(x)
+
+
+def pruned(layer):
+    torch.nn.utils.prune.l1_unstructured(layer.kv_b_proj, "weight", amount=0.5)
+    with torch.no_grad():
+        layer.kv_b_proj.weight_orig *= 3  # `weight` is made of it in the call only
+
+
+@pytest.mark.parametrize("change", [doubled, called_otherwise, pruned])
+def test_a_projection_that_does_more_than_multiply_by_its_weight_is_called(change):
+    layer = module(SIBLINGS["torch"])
+    whole = parity.load_into(mha_torch.MultiHeadSelfAttention(SPEC), WEIGHTS)
+    change(layer)
+    change(whole)
+    x = torch.from_numpy(X[:, :5])
+    with torch.no_grad():
+        _, cache = layer(x[:, :4], layer.init_cache(2, 6))
+        output, _ = layer(x[:, 4:], cache)
+        assert near(output.numpy(), whole(x, is_causal=True)[:, 4:].numpy())
+
+
 def test_autocast_narrows_the_cache():
     layer = module(SIBLINGS["torch"])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -222,7 +291,6 @@ def test_gradients_go_through_latents_of_earlier_steps():
 
 
 def test_lengths_that_are_not_known_under_jit():
-    jax = pytest.importorskip("jax")
     sibling = SIBLINGS["jax"]
     layer = module(sibling)
     step = jax.jit(lambda x, cache: layer(x, cache))

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import mha_torch
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, RelativeBias, Rope
 from mha_torch.arrays import values_of
 
 FORMS = {
@@ -505,6 +505,18 @@ def test_step_with_a_cache_may_be_exported():
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(after.keys, expected_after.keys)
     assert after.lengths.tolist() == [3, 3, 3]
+
+
+def test_relative_bias_may_be_exported_for_any_number_of_tokens():
+    spec = AttentionSpec(16, 4, relative_bias=RelativeBias(8, 8))
+    layer, x = mha_torch.MultiHeadSelfAttention(spec).eval(), tokens(2, 5, 16)
+    torch.nn.init.normal_(layer.relative_bias)
+    with torch.no_grad():
+        length = torch.export.Dim("length", min=2, max=100)
+        exported = torch.export.export(layer, (x,), dynamic_shapes={"x": {1: length}}).module()
+        for count in (5, 23):
+            x = tokens(2, count, 16, seed=count)
+            torch.testing.assert_close(exported(x), layer(x))
 
 
 def test_saved_cache_is_read_with_weights_only():

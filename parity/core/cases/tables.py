@@ -58,7 +58,7 @@ _VALUES = AttentionSpec(
 _LATENT = AttentionSpec(
     *(48, 4),
     head_dim=24,
-    value_head_dim=16,
+    value_head_dim=12,
     qkv_bias=False,
     out_bias=False,
     latent=Latent(16, 8, q_rank=20),
