@@ -5,7 +5,7 @@ Hv value_head_dim, E d_model.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import jax
@@ -33,8 +33,7 @@ class Cache:
     @property
     def slots(self) -> dict[str, Float[Array, "B K S W"]]:
         """What is cached, by name; all but the lengths."""
-        held: Any = self
-        return {field.name: getattr(self, field.name) for field in fields(held) if field.name != "lengths"}
+        raise NotImplementedError
 
     @property
     def capacity(self) -> int:
@@ -48,8 +47,8 @@ class Cache:
             slots: what it holds, in the order of `slots`.
             lengths: number of tokens each sequence has cached, (B,).
         """
-        held: Any = self
-        return replace(held, lengths=lengths, **dict(zip(self.slots, slots, strict=True)))
+        kind: Any = type(self)
+        return kind(*slots, lengths)
 
     def reorder(self, indices: Int[Array, " C"] | Sequence[int]) -> Self:
         """A cache of the sequences with these indices, in this order; one may be taken more than once, or not at all.
@@ -145,6 +144,11 @@ class KVCache(Cache):
     values: Float[Array, "B K S Hv"]
     lengths: Int[Array, " B"]
 
+    @property
+    def slots(self) -> dict[str, Float[Array, "B K S W"]]:
+        """What is cached, by name; all but the lengths."""
+        return {"keys": self.keys, "values": self.values}
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
@@ -159,6 +163,11 @@ class LatentCache(Cache):
 
     latents: Float[Array, "B 1 S W"]
     lengths: Int[Array, " B"]
+
+    @property
+    def slots(self) -> dict[str, Float[Array, "B K S W"]]:
+        """What is cached, by name; all but the lengths."""
+        return {"latents": self.latents}
 
 
 CacheT = TypeVar("CacheT", KVCache, LatentCache)

@@ -307,13 +307,12 @@ class MultiHeadAttentionWithCache(AttentionLayer):
                 are not known; there a sequence that does not fit gives NaN and keeps the tokens it had.)
         """
         check_is_cache(cache)
-        sinks, relative_bias = (None if held is None else held[...] for held in (self.sinks, self.relative_bias))
         output, cache = cached_layer(
             self.project,
             x,
             cache,
             self.spec,
-            Masking(mask, bias, is_causal=True, sinks=sinks, relative_bias=relative_bias),
+            self.with_learned(Masking(mask, bias, is_causal=True)),
             new_lengths=new_lengths,
             positions=positions,
             dropout=self.drawn_dropout(),

@@ -275,16 +275,9 @@ def _told(masking: Masking, seq_len_q: int, seq_len_k: int, *, takes_cudnn: bool
     return told
 
 
-def _seen_keys(masking: Masking, seq_len_q: int, seq_len_k: int) -> tuple[Array, Array]:
-    """The first key that each query sees and the one after the last, (B or 1, T); the same where it sees none."""
-    places, lengths, reach = jnp.arange(seq_len_q, dtype=jnp.int32)[None], masking.key_padding_lengths, masking.reach
-    first, stop = jnp.zeros_like(places), jnp.full_like(places, seq_len_k)
-    if reach is not None:
-        first, stop = jnp.maximum(reach.first(places), 0), jnp.minimum(reach.stop(places), stop)
-    if masking.is_causal:
-        stop = jnp.minimum(stop, places + 1)
-    if lengths is not None:
-        stop = jnp.minimum(stop, jnp.asarray(lengths)[:, None])
+def _seen_keys(masking: Masking, seq_len_q: int, seq_len_k: int) -> tuple[Int[Array, "#B T"], Int[Array, "#B T"]]:
+    """The first of the keys that each query sees and the one after the last; the same where it sees none."""
+    first, stop = (x.clip(0, seq_len_k) for x in masking.seen_keys(seq_len_q, seq_len_k))
     return jnp.minimum(first, stop), stop
 
 

@@ -146,13 +146,12 @@ class MultiHeadLatentAttention(AttentionLayer):
         """
         check_is_cache(cache, LatentCache)
         check_cached_input(x, cache)
-        sinks, relative_bias = (None if held is None else held[...] for held in (self.sinks, self.relative_bias))
         output, cache = cached_layer(
             self.project,
             x,
             cache,
             self.spec,
-            Masking(mask, bias, is_causal=True, sinks=sinks, relative_bias=relative_bias),
+            self.with_learned(Masking(mask, bias, is_causal=True)),
             new_lengths=new_lengths,
             positions=positions,
             dropout=self.drawn_dropout(),

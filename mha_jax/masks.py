@@ -249,6 +249,22 @@ class Masking:
         lengths: Any = self.as_arrays().key_padding_lengths
         return _hidden(seq_len_q, seq_len_k, lengths, self.offsets, is_causal=self.is_causal, reach=self.reach)
 
+    def seen_keys(self, seq_len_q: int, seq_len_k: int) -> tuple[Int[Array, "#B T"], Int[Array, "#B T"]]:
+        """The first key that causality, padding and reach show each query, and the one after the last.
+
+        They may lie before and behind the keys there are; where the first one is not before the other, none is seen.
+        """
+        lengths: Any = self.as_arrays().key_padding_lengths
+        places = _positions(seq_len_q)[None]  # (B or 1, T)
+        if self.offsets is not None:
+            places = self.offsets[:, None] + places
+        first, stop = jnp.zeros_like(places), places + 1 if self.is_causal else jnp.full_like(places, seq_len_k)
+        if lengths is not None:
+            stop = jnp.minimum(stop, lengths[:, None])
+        if self.reach is not None:
+            first, stop = self.reach.first(places), jnp.minimum(stop, self.reach.stop(places))
+        return first, stop
+
 
 def to_scores_rank(x: Array) -> Array:
     """x with leading axes of length 1, so that it has the four axes of the scores."""
@@ -279,17 +295,11 @@ def _hidden(
     is_causal: bool,
     reach: Reach | None,
 ) -> Array:
-    places = _positions(seq_len_q)[None]  # (B or 1, T)
-    if offsets is not None:
-        places = offsets[:, None] + places
-    stop = places + 1 if is_causal else jnp.full_like(places, seq_len_k)
-    if lengths is not None:
-        stop = jnp.minimum(stop, lengths[:, None])
-    if reach is not None:
-        stop = jnp.minimum(stop, reach.stop(places))
+    masking = Masking(None, None, is_causal, lengths, reach, offsets=offsets)
+    first, stop = masking.seen_keys(seq_len_q, seq_len_k)
     keys = _positions(seq_len_k)[None, None, None]
     hidden = keys >= stop[:, None, :, None]
-    return hidden if reach is None else hidden | (keys < reach.first(places)[:, None, :, None])
+    return hidden if reach is None else hidden | (keys < first[:, None, :, None])
 
 
 def _positions(seq_len: int) -> Int[Array, " L"]:

@@ -251,20 +251,24 @@ class AttentionLayer(nnx.Module):
         positions: Int[Array, "... #B T"] | None = None,
     ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
         """`multi_head_attention` with the weights and the specification of this module."""
-        sinks, relative_bias = (None if held is None else held[...] for held in (self.sinks, self.relative_bias))
         output, attn_weights = _attention_layer(
             self.project,
             query,
             key,
             value,
             self.spec,
-            replace(masking, sinks=sinks, relative_bias=relative_bias),
+            self.with_learned(masking),
             need_weights=need_weights,
             positions=positions,
             dropout=self.drawn_dropout(),
             block_sizes=self.block_sizes,
         )
         return self.drop_output(output), attn_weights
+
+    def with_learned(self, masking: Masking) -> Masking:
+        """The same with what this module has learned of its scores: see `Masking.with_weights`."""
+        sinks, relative_bias = (None if held is None else held[...] for held in (self.sinks, self.relative_bias))
+        return replace(masking, sinks=sinks, relative_bias=relative_bias)
 
     def drawn_dropout(self) -> Dropout:
         """What is dropped of the attention weights in this call: in training, and at a rate above 0."""

@@ -172,8 +172,8 @@ class AttentionSpec:
         if not isinstance(self.latent, Latent):
             raise TypeError(f"latent must be a Latent or None, got latent={self.latent!r}")
         check_latent_rope(self.latent, self.rope)
-        needed = {"num_kv_heads": self.num_heads, "d_kv": self.d_in}
-        needed |= dict.fromkeys(("fused_qkv",), False) | dict.fromkeys(("qk_norm", "v_norm", "clip_qkv"))
+        needed = {"num_kv_heads": self.num_heads, "d_kv": self.d_in, "fused_qkv": False}
+        needed |= {"qk_norm": None, "v_norm": None, "clip_qkv": None}
         for name, value in needed.items():
             if getattr(self, name) != value:
                 raise ValueError(
@@ -445,7 +445,7 @@ def check_spec(spec: object, *, is_self_attention: bool = False) -> None:
         raise ValueError(f"d_kv must equal d_in in self-attention, got d_kv={spec.d_kv} and d_in={spec.d_in}")
 
 
-def check_latent(spec: object) -> Latent:
+def check_latent(spec: AttentionSpec) -> Latent:
     """The latents of a layer that has them.
 
     Raises:
@@ -453,10 +453,9 @@ def check_latent(spec: object) -> Latent:
         ValueError: if the layer has none.
     """
     check_spec(spec)
-    latent = spec.latent if isinstance(spec, AttentionSpec) else None
-    if latent is None:
+    if spec.latent is None:
         raise ValueError(f"spec must have latents, got spec={spec}")
-    return latent
+    return spec.latent
 
 
 def _shapes_of(projections: dict[str, Projection]) -> dict[str, tuple[int, ...]]:

@@ -5,7 +5,7 @@ Hv value_head_dim, E d_model.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import torch
@@ -30,8 +30,7 @@ class Cache:
     @property
     def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
         """What is cached, by name; all but the lengths."""
-        held: Any = self
-        return {field.name: getattr(self, field.name) for field in fields(held) if field.name != "lengths"}
+        raise NotImplementedError
 
     @property
     def capacity(self) -> int:
@@ -45,8 +44,8 @@ class Cache:
             slots: what it holds, in the order of `slots`.
             lengths: number of tokens each sequence has cached, (B,).
         """
-        held: Any = self
-        return replace(held, lengths=lengths, **dict(zip(self.slots, slots, strict=True)))
+        kind: Any = type(self)
+        return kind(*slots, lengths)
 
     def reorder(self, indices: Int[Tensor, " C"] | Sequence[int]) -> Self:
         """A cache of the sequences with these indices, in this order; one may be taken more than once, or not at all.
@@ -121,9 +120,8 @@ class Cache:
         if held is not None and kept is not None and any(new > old for new, old in zip(kept, held, strict=True)):
             raise ValueError(f"lengths must not exceed those of the cache, got lengths={kept} and {held}")
         new_lengths = torch.minimum(as_lengths(lengths, self.lengths.device).to(self.lengths.dtype), self.lengths)
-        is_free = torch.arange(self.capacity, device=self.lengths.device) >= new_lengths[:, None]  # (B, S)
-        slots = (x.masked_fill(is_free[:, None, :, None], 0.0) for x in self.slots.values())
-        return self.with_slots(slots, new_lengths)
+        is_free = (torch.arange(self.capacity, device=self.lengths.device) >= new_lengths[:, None])[:, None, :, None]
+        return self.with_slots((x.masked_fill(is_free, 0.0) for x in self.slots.values()), new_lengths)
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
@@ -140,6 +138,11 @@ class KVCache(Cache):
     values: Float[Tensor, "B K S Hv"]
     lengths: Int[Tensor, " B"]
 
+    @property
+    def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
+        """What is cached, by name; all but the lengths."""
+        return {"keys": self.keys, "values": self.values}
+
 
 @dataclass(frozen=True, eq=False)
 class LatentCache(Cache):
@@ -153,6 +156,11 @@ class LatentCache(Cache):
 
     latents: Float[Tensor, "B 1 S W"]
     lengths: Int[Tensor, " B"]
+
+    @property
+    def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
+        """What is cached, by name; all but the lengths."""
+        return {"latents": self.latents}
 
 
 CacheT = TypeVar("CacheT", KVCache, LatentCache)
@@ -270,8 +278,7 @@ def append_to_latent_cache(
     """Append the latents of new tokens to those in the cache.
 
     Args:
-        cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage may be reused, as that of
-            `append_to_cache`.
+        cache: holds `cache.lengths` tokens. Do not use it afterwards: see `append_to_cache`.
         latents: (B, 1, T, kv_rank + rope_dim), in the cache's dtype.
         new_lengths: as `append_to_cache` takes them.
 

@@ -329,7 +329,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             x,
             cache,
             self.spec,
-            Masking(mask, bias, is_causal=True, sinks=self.sinks, relative_bias=self.relative_bias),
+            self.with_learned(Masking(mask, bias, is_causal=True)),
             new_lengths=new_lengths,
             positions=positions,
             dropout=self.drawn_dropout(),

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as library
 
 from mha_spec import AttentionSpec
-from mha_torch.masks import Masking, as_lengths
+from mha_torch.masks import Masking
 from mha_torch.not_finite import emptied, not_finite, spoilt
 from mha_torch.rope import at_least_float32
 from mha_torch.stages import score_scale
@@ -119,15 +119,9 @@ def _score_mod(query: Tensor, spec: AttentionSpec | None) -> Callable[..., Tenso
 def _seen_keys(
     masking: Masking, batch_size: int, seq_len_q: int, seq_len_k: int, device: torch.device
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-    """The first key that each query sees and the one after the last; the same where it sees none."""
-    places, reach = torch.arange(seq_len_q, dtype=torch.int32, device=device).repeat(batch_size, 1), masking.reach
-    first, stop = torch.zeros_like(places), torch.full_like(places, seq_len_k)
-    if reach is not None:
-        first, stop = reach.first(places).clamp(min=0), torch.minimum(reach.stop(places), stop)
-    if masking.is_causal:
-        stop = torch.minimum(stop, places + 1)
-    if masking.key_padding_lengths is not None:
-        stop = torch.minimum(stop, as_lengths(masking.key_padding_lengths, device).to(places.dtype)[:, None])
+    """The first of the keys that each query sees and the one after the last; the same where it sees none."""
+    first, stop = masking.seen_keys(seq_len_q, seq_len_k, device)
+    first, stop = (x.to(torch.int32).clamp(0, seq_len_k).expand(batch_size, -1) for x in (first, stop))
     return torch.minimum(first, stop), stop
 
 

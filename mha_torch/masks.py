@@ -289,20 +289,29 @@ class Masking:
         self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
     ) -> Bool[Tensor, "#B 1 T S"]:
         """What causality, padding and reach hide, of zero tokens too: all but the keys from a first one to a last."""
+        first, stop = self.seen_keys(seq_len_q, seq_len_k, device)
+        keys = _positions(seq_len_k, stop.device)
+        hidden = keys >= stop[:, None, :, None]
+        # Without a reach there is one comparison, and one mask in memory.
+        return hidden if self.reach is None else hidden.logical_or_(keys < first[:, None, :, None])
+
+    def seen_keys(
+        self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
+    ) -> tuple[Int[Tensor, "#B T"], Int[Tensor, "#B T"]]:
+        """The first key that causality, padding and reach show each query, and the one after the last.
+
+        They may lie before and behind the keys there are; where the first one is not before the other, none is seen.
+        """
         lengths = None if self.key_padding_lengths is None else as_lengths(self.key_padding_lengths, device)
-        device = device if lengths is None else lengths.device
-        places = _positions(seq_len_q, device)[None]  # (B or 1, T)
+        places = _positions(seq_len_q, device if lengths is None else lengths.device)[None]  # (B or 1, T)
         if self.offsets is not None:
             places = self.offsets.to(places)[:, None] + places
-        stop = places + 1 if self.is_causal else torch.full_like(places, seq_len_k)
+        first, stop = torch.zeros_like(places), places + 1 if self.is_causal else torch.full_like(places, seq_len_k)
         if lengths is not None:
             stop = torch.minimum(stop, lengths[:, None])
         if self.reach is not None:
-            stop = torch.minimum(stop, self.reach.stop(places))
-        keys = _positions(seq_len_k, device)
-        hidden = keys >= stop[:, None, :, None]
-        # Where the reach has no first key there is one comparison, and one mask in memory.
-        return hidden if self.reach is None else hidden.logical_or_(keys < self.reach.first(places)[:, None, :, None])
+            first, stop = self.reach.first(places), torch.minimum(stop, self.reach.stop(places))
+        return first, stop
 
 
 def as_lengths(lengths: Tensor | Sequence[int], device: torch.device | str | None = None) -> Int[Tensor, " B"]:

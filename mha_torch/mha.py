@@ -227,12 +227,16 @@ class AttentionLayer(nn.Module):
             key,
             value,
             self.spec,
-            replace(masking, sinks=self.sinks, relative_bias=self.relative_bias),
+            self.with_learned(masking),
             need_weights=need_weights,
             positions=positions,
             dropout=self.drawn_dropout(),
         )
         return self.drop_output(output), attn_weights
+
+    def with_learned(self, masking: Masking) -> Masking:
+        """The same with what this module has learned of its scores: see `Masking.with_weights`."""
+        return replace(masking, sinks=self.sinks, relative_bias=self.relative_bias)
 
     def drawn_dropout(self) -> Dropout:
         """What is dropped of the attention weights in this call: in training, and at a rate above 0."""

@@ -7,7 +7,7 @@ Hv value_head_dim, E d_model.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -38,9 +38,7 @@ class Cache:
     @property
     def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
         """What is cached, by name; all but the lengths."""
-        held: Any = self
-        names = [field.name for field in fields(held) if field.name not in ("lengths", "capacity")]
-        return {name: getattr(self, name) for name in names}
+        raise NotImplementedError
 
     capacity: int  # kept beside the slots, which take whole tiles, so that their shape does not tell it
 
@@ -51,8 +49,8 @@ class Cache:
             slots: what it holds, in the order of `slots`.
             lengths: number of tokens each sequence has cached, (B,).
         """
-        held: Any = self
-        return replace(held, lengths=lengths, **dict(zip(self.slots, slots, strict=True)))
+        kind: Any = type(self)
+        return kind(*slots, lengths, self.capacity)
 
     def reorder(self, indices: Int[np.ndarray, " C"] | Sequence[int]) -> Self:
         """A cache of the sequences with these indices, in this order; one may be taken more than once, or not at all.
@@ -150,6 +148,11 @@ class KVCache(Cache):
     lengths: Int[np.ndarray, " B"]
     capacity: int
 
+    @property
+    def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
+        """What is cached, by name; all but the lengths."""
+        return {"keys": self.keys, "values": self.values}
+
 
 @dataclass(frozen=True, eq=False)
 class LatentCache(Cache):
@@ -166,6 +169,11 @@ class LatentCache(Cache):
     latents: Float[Tensor, "B 1 S W"]
     lengths: Int[np.ndarray, " B"]
     capacity: int
+
+    @property
+    def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
+        """What is cached, by name; all but the lengths."""
+        return {"latents": self.latents}
 
 
 CacheT = TypeVar("CacheT", KVCache, LatentCache)

@@ -175,7 +175,7 @@ class MultiHeadLatentAttention(AttentionLayer):
             x,
             cache,
             self.spec,
-            Masking(mask, bias, is_causal=True).with_weights(self.weights),
+            self.with_learned(Masking(mask, bias, is_causal=True)),
             new_lengths=new_lengths,
             positions=positions,
             dropout=self.drawn_dropout(),

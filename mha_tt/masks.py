@@ -359,19 +359,27 @@ class Masking:
 
     def hidden(self, seq_len_q: int, seq_len_k: int) -> Bool[np.ndarray, "#B 1 T S"]:
         """What causality, padding and reach hide, of zero tokens too: all but the keys from a first one to a last."""
-        places = np.arange(seq_len_q)[None]  # (B or 1, T)
-        if self.offsets is not None:
-            places = np.asarray(self.offsets)[:, None] + places
-        stop = places + 1 if self.is_causal else np.full_like(places, seq_len_k)
-        if self.key_padding_lengths is not None:
-            stop = np.minimum(stop, np.asarray(self.key_padding_lengths)[:, None])
-        if self.reach is not None:
-            stop = np.minimum(stop, self.reach.stop(places))
+        first, stop = self.seen_keys(seq_len_q, seq_len_k)
         keys = np.arange(seq_len_k)
         hidden = keys >= stop[:, None, :, None]
         if self.reach is not None:
-            hidden |= keys < self.reach.first(places)[:, None, :, None]
+            hidden |= keys < first[:, None, :, None]
         return hidden  # without a reach made by one comparison, and one mask in memory
+
+    def seen_keys(self, seq_len_q: int, seq_len_k: int) -> tuple[Int[np.ndarray, "#B T"], Int[np.ndarray, "#B T"]]:
+        """The first key that causality, padding and reach show each query, and the one after the last.
+
+        They may lie before and behind the keys there are; where the first one is not before the other, none is seen.
+        """
+        places = np.arange(seq_len_q)[None]  # (B or 1, T)
+        if self.offsets is not None:
+            places = np.asarray(self.offsets)[:, None] + places
+        first, stop = np.zeros_like(places), places + 1 if self.is_causal else np.full_like(places, seq_len_k)
+        if self.key_padding_lengths is not None:
+            stop = np.minimum(stop, np.asarray(self.key_padding_lengths)[:, None])
+        if self.reach is not None:
+            first, stop = self.reach.first(places), np.minimum(stop, self.reach.stop(places))
+        return first, stop
 
 
 def on_host(mask: np.ndarray | DeviceMask) -> np.ndarray:

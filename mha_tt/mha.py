@@ -271,7 +271,7 @@ class AttentionLayer:
         check_floating("query", query, rank=3)
         check_input_dtype("query", query, self.dtype)
         self.check_dropout()
-        masking = masking.with_weights(self.weights).of_layer(self.spec)
+        masking = self.with_learned(masking).of_layer(self.spec)
         if masking.is_causal and masking.mask is None and key is None and masking.key_padding_lengths is None:
             masking = replace(masking, mask=self._causal(query.shape[1]), is_causal=False, reach=None)
         output, attn_weights = _attention_layer(
@@ -302,6 +302,10 @@ class AttentionLayer:
             hidden = Masking(is_causal=True, reach=self.spec.reach)
             self._causal_mask = hidden.joined(seq_len, seq_len, self.device)
         return self._causal_mask
+
+    def with_learned(self, masking: Masking) -> Masking:
+        """The same with what this module has learned of its scores: see `Masking.with_weights`."""
+        return masking.with_weights(self.weights)
 
     def drawn_dropout(self) -> Dropout:
         """What is dropped of the attention weights in this call: in training, and at a rate above 0."""

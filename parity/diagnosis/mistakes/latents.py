@@ -10,7 +10,11 @@ import numpy as np
 from mha_spec import AttentionSpec, Latent
 from parity.core.cases import Case
 from parity.core.reference import Layer
-from parity.diagnosis.mistakes.record import Mistake, Plan, breaking, instead
+from parity.diagnosis.mistakes.record import Mistake, Plan, breaking
+from parity.diagnosis.mistakes.scores import other_scale
+
+SCALE = "multiply the scores by mscale² / sqrt(head_dim), all features of a head counted; mscale is 1 without YaRN"
+"""What to do about every other scale."""
 
 
 def latents(case: Case) -> Iterator[Mistake]:
@@ -121,16 +125,5 @@ def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Ite
     ):
         if not np.isclose(divisor, told).any():
             told.append(divisor)
-            yield _other_scale(name, words, divisor, right / divisor)
-
-
-def _other_scale(name: str, words: str, divisor: float, factor: float) -> Mistake:
-    return Mistake(
-        f"latent-{name}",
-        f"the scale of the scores {words}",
-        "multiply the scores by mscale² / sqrt(head_dim), all features of a head counted; mscale is 1 without YaRN",
-        "latents",
-        ("scores",),
-        {"scale": instead(lambda: divisor)},
-        breaking(attention_scores=lambda _, scores, q, k, *rest: scores(q * factor, k, *rest)),
-    )
+            about = f"the scale of the scores {words}"
+            yield other_scale(f"latent-{name}", about, SCALE, "latents", divisor, right / divisor)

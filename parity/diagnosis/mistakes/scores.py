@@ -35,17 +35,19 @@ def scale(case: Case) -> Iterator[Mistake]:
     ):
         if divisor not in told:
             told.add(divisor)
-            yield _other_scale(name, f"{words}, and not {meant}", f"{fix}, once", divisor, right / divisor)
+            about = f"the scale of the scores {words}, and not {meant}"
+            yield other_scale(f"scale-{name}", about, f"{fix}, once", "scale", divisor, right / divisor)
     if right != 1.0:
         yield _scale_after_softmax(f"{fix}, before the softmax", right)
 
 
-def _other_scale(name: str, words: str, fix: str, divisor: float, factor: float) -> Mistake:
+def other_scale(name: str, about: str, fix: str, page: str, divisor: float, factor: float) -> Mistake:
+    """Products of queries and keys are divided by `divisor`, and so multiplied by `factor`."""
     return Mistake(
-        f"scale-{name}",
-        f"the scale of the scores {words}",
+        name,
+        about,
         fix,
-        "scale",
+        page,
         ("scores",),
         {"scale": instead(lambda: divisor)},
         breaking(attention_scores=lambda _, scores, q, k, *rest: scores(q * factor, k, *rest)),
