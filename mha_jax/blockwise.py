@@ -456,7 +456,7 @@ class _Keys(NamedTuple):
 
     begin: Array | int
     size: int
-    first: Array | int = 0  # that is new
+    first: Array | int | None = None  # that is new, where the block may have been moved
     is_clear: bool = False  # of causality: every query of the block sees all of them
 
     def of(self, x: Array) -> Array:
@@ -598,7 +598,7 @@ class _Blocks:
 
     def may_hide_all(self, keys: _Keys) -> bool:
         """Whether a query may see no key of a block: by a mask, or as causality cuts up what is not clear."""
-        return self.hidden.mask is not None or self.hidden.lengths is not None or not isinstance(keys.first, int)
+        return self.hidden.mask is not None or self.hidden.lengths is not None or keys.first is not None
 
     def scores(
         self, q_rows: Array, k_block: Array, tile: _Tile, rows: _Rows, keys: _Keys, *, by_key: bool = False
@@ -631,7 +631,7 @@ class _Blocks:
             parts.append(positions > places)
         if self.hidden.lengths is not None:
             parts.append(positions >= tile.part(self.hidden.lengths.reshape(-1, 1, 1, 1, 1)))
-        if not isinstance(keys.first, int) and self.seq_len_k % self.block_keys:
+        if keys.first is not None and self.seq_len_k % self.block_keys:
             parts.append(positions < keys.first)
         if not parts:
             return scores, slope, None

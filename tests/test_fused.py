@@ -356,6 +356,20 @@ def test_blocks_need_no_jit():
     parity.assert_parity(found, **yardstick(arrays, **options))
 
 
+@pytest.mark.parametrize("name", ["padding", "window"])
+def test_blocks_give_the_same_where_jit_is_disabled(name):  # loops count in numbers of Python there
+    arrays, options = named(name)
+    assert_same_without_jit(jax_blocks, arrays, **options)
+
+
+def assert_same_without_jit(function, arrays, **options):
+    inputs = {name: x for name, x in as_jax(arrays).items() if name != "cotangent"}
+    with jax.disable_jit():
+        found, _ = function(**inputs, **options)
+    allowed = {name: x["context"] for name, x in yardstick(arrays, **options).items()}
+    parity.assert_parity(np.asarray(found), **allowed)
+
+
 @pytest.mark.parametrize("name", ["padding-causal", "bias-b-1-t-s", "gqa-mask-padding"])
 def test_blocks_may_be_mapped_over_sequences(name):
     arrays, options = named(name)
@@ -551,6 +565,11 @@ def attend_to_cache(query, key, value, key_padding_lengths, block_sizes=SMALL_BL
 def test_token_over_a_cache_gives_what_the_plain_path_gives(heads, last_positions):
     arrays = cache_problem(heads, last_positions)
     parity.assert_parity(results(mha_jax, attend_to_cache, arrays), **yardstick(arrays))
+
+
+def test_token_over_a_cache_is_the_same_where_jit_is_disabled():
+    arrays = cache_problem((2, 2), LAST_POSITIONS["ragged"])
+    assert_same_without_jit(attend_to_cache, arrays)
 
 
 def test_first_token_of_a_cache_gets_its_value():
