@@ -1,5 +1,6 @@
 """What the tests share: the siblings behind one small adapter, and strict settings of the frameworks."""
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,10 +8,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Most of what JAX compiles here runs once: so it compiles in a third of the time, and runs slower. XLA reads this as it
+# Most of what JAX compiles here runs once: so it compiles in a fifth of the time, and runs slower. XLA reads this as it
 # starts, and processes that tests start inherit it. test_run judges trained layers compiled as users have it;
 # `XLA_FLAGS= pytest` compiles so for all tests, and `XLA_FLAGS= make parity` for all cases.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+)
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # no operation needs to say which line it comes from
 # Two workers share two cores: threads of one that wait for those of the other take three times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -36,6 +41,10 @@ torch.set_num_threads(1)
 # is planted in one stage of a case, and the others are as they were. (For subprocesses the Makefile says the same.)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / "build" / "jax-cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+# What the frameworks hold for good need not be looked through for garbage, again and again, while JAX traces.
+gc.freeze()
+gc.set_threshold(50_000, 20, 50)
 
 pytest_plugins = ["pytester"]  # for tests/test_pytest_plugin.py
 
