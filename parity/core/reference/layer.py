@@ -418,8 +418,9 @@ class Layer:
         wide = self.arithmetic.wide
         of_axes = positions if positions.ndim == 3 else positions[None]
         lengths, head_dim = self.lengths(of_axes.max(axis=0)), self.problem.spec.head_dim
-        tables = {n: frequencies(self.rope(), head_dim, n, wide.type) for n in map(int, np.unique(lengths))}
-        of_tokens = np.array([[tables[int(n)] for n in row] for row in lengths], np.float64)  # (B or 1, T, pairs)
+        known, number = np.unique(lengths, return_inverse=True)
+        tables = np.array([frequencies(self.rope(), head_dim, int(n), wide.type) for n in known], np.float64)
+        of_tokens = tables[number.reshape(lengths.shape)]  # (B or 1, T, pairs)
         which = axes(self.rope(), head_dim) if positions.ndim == 3 else [0] * of_tokens.shape[-1]
         angles = np.moveaxis(of_axes[which], 0, -1).astype(wide) * of_tokens.astype(wide)
         return angles[:, None]
