@@ -18,7 +18,7 @@ from mha_spec.rules import as_rate, check_head_groups
 from mha_tt import stages
 from mha_tt.arrays import check_floating, check_lengths
 from mha_tt.device import TILE, accurate_config, as_dtype, round_up, upload_integers, zeros
-from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device
+from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device, check_sinks
 from mha_tt.not_finite import emptied, hide_not_finite, spoilt
 from mha_tt.rope import at_least_float32
 from mha_tt.stages import Dropout, check_attention, score_scale
@@ -28,6 +28,9 @@ LARGEST_CHUNK = 128
 
 WIDE = 256
 """Heads of more features, as latents are, fit a core with half as many queries and keys, and in a step 32 at a time."""
+
+FEW_HEADS = TILE // 2
+"""Up to so many heads fill half a tile, in which the kernel of a step has approximate exponentials only."""
 
 
 def scaled_dot_product_attention(
@@ -59,7 +62,7 @@ def scaled_dot_product_attention(
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0. The causal
-            mask of as many queries as keys costs nothing: it is never uploaded.
+            mask of as many queries as keys costs nothing, nor does that of a sliding window: they are never uploaded.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device it is not read: there a
             row of nothing but -inf gives the mean of the values.
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
@@ -127,16 +130,15 @@ def attend(
     if mask is not None:
         (key, value), spoilt_rows = hide_not_finite(mask, seq_len_q, key, value)
     config = compute_kernel_config or accurate_config(device)
-    # The kernel multiplies sinks by the scale, too.
-    sinks = None if masking.sinks is None else ttnn.multiply(at_least_float32(masking.sinks), 1.0 / scale)
     context = ttnn.transformer.scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask=attn_mask,
         is_causal=only_causal,
+        sliding_window_size=mask.window_size if mask is not None and only_causal else None,
         scale=scale,
-        attention_sink=None if sinks is None else as_dtype(sinks, ttnn.bfloat16),
+        attention_sink=_unscaled(masking.sinks, scale),
         program_config=_program_config(device, config, seq_len_q, seq_len_k, _largest_chunk(query)),
         compute_kernel_config=config,
     )
@@ -150,6 +152,7 @@ def attend_to_cache(
     last_positions: Int[np.ndarray, " B"],
     spec: AttentionSpec | None = None,
     *,
+    sinks: Float[Tensor, "1 N 1 1"] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "1 B N H"]:
     """Attention of one new token of each sequence over its cached tokens; reads the filled part of the cache only.
@@ -161,6 +164,7 @@ def attend_to_cache(
         keys, values: the cache, (B, K, S, H), bfloat16 or bfloat8_b; S whole tiles.
         last_positions: the last slot that each sequence sees, (B,), on the host.
         spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
+        sinks: the logit of each head that takes part in the softmax and has no value, (1, N, 1, 1).
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Raises:
@@ -172,6 +176,7 @@ def attend_to_cache(
     check_floating("query", query, rank=4)
     _check_kernel_takes(query)
     check_cached_step(query, keys, values, last_positions)
+    check_sinks(sinks, query.shape[2])
     scale = score_scale(query, spec)
     device, num_heads, is_wide = query.device(), query.shape[2], query.shape[3] > WIDE
     config = compute_kernel_config or accurate_config(device)
@@ -180,18 +185,22 @@ def attend_to_cache(
     chunk = math.gcd(_largest_chunk(query), keys.shape[2]) if is_wide else 0
     positions = upload_integers(last_positions, device=device)
     heads = as_dtype(query, ttnn.bfloat16)  # it takes no other with groups
+    sinks = _unscaled(sinks, scale)
+    sinks = None if sinks is None else ttnn.reshape(sinks, (num_heads, 1))
     at_once = TILE if is_wide and keys.shape[1] == 1 else num_heads
+    parts = [slice(first, min(first + at_once, num_heads)) for first in range(0, num_heads, at_once)]
     contexts = [
         ttnn.transformer.scaled_dot_product_attention_decode(
-            heads if at_once >= num_heads else heads[:, :, first : min(first + at_once, num_heads)],
+            heads if len(parts) == 1 else heads[:, :, part],
             keys,
             values,
             cur_pos_tensor=positions,
             scale=scale,
+            attention_sink=sinks if sinks is None or len(parts) == 1 else sinks[part],
             program_config=_program_config(device, config, 0, chunk, chunk),
             compute_kernel_config=config,
         )
-        for first in range(0, num_heads, at_once)
+        for part in parts
     ]
     return as_dtype(contexts[0] if len(contexts) == 1 else ttnn.concat(contexts, dim=2), query.dtype)
 
@@ -220,6 +229,11 @@ def _attn_mask(
     if mask is not None:
         attn_mask = ttnn.add(attn_mask, mask.additive(seq_len_q, seq_len_k))
     return ttnn.fill_implicit_tile_padding(attn_mask, MASKED)
+
+
+def _unscaled(sinks: Tensor | None, scale: float) -> Tensor | None:
+    """Sinks as the kernels take them, which multiply them by the scale, too."""
+    return None if sinks is None else as_dtype(ttnn.multiply(at_least_float32(sinks), 1.0 / scale), ttnn.bfloat16)
 
 
 def _largest_chunk(query: Tensor) -> int:

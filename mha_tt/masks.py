@@ -186,7 +186,9 @@ class DeviceMask:
 
     Attributes:
         mask: the boolean mask on the host, with four axes, True = masked.
-        is_causal: whether it is the causal mask of T queries and T keys, which the fused kernel needs no tensor for.
+        is_causal: whether it is the causal mask of T queries and T keys, or that of a sliding window, which the fused
+            kernel needs no tensor for.
+        window_size: how many keys a query sees at most if it is that of a window; None if it is not.
     """
 
     def __init__(self, mask: Bool[np.ndarray, "..."], *, device: ttnn.MeshDevice) -> None:
@@ -205,8 +207,7 @@ class DeviceMask:
         check_mask(mask, mask.shape)
         self.mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         self.device = device
-        causal = self.mask.shape[:2] == (1, 1) and self.mask.shape[2] == self.mask.shape[3]
-        self.is_causal = causal and np.array_equal(self.mask[0, 0], create_causal_mask(self.mask.shape[2]))
+        self.is_causal, self.window_size = _known(self.mask)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -259,20 +260,33 @@ class DeviceMask:
         return np.asarray(self.mask.all(axis=-1, keepdims=True))
 
 
+def _known(mask: Bool[np.ndarray, "..."]) -> tuple[bool, int | None]:
+    """Whether it is the causal mask of T queries and T keys, or that of a sliding window; and that window, if it is."""
+    if mask.shape[:2] != (1, 1) or mask.shape[2] != mask.shape[3]:
+        return False, None
+    seq_len = mask.shape[2]
+    seen = max(1, seq_len - np.count_nonzero(mask[0, 0, -1:]))  # by the last query
+    is_causal = np.array_equal(mask[0, 0], create_sliding_window_mask(seq_len, window_size=seen))
+    return is_causal, seen if is_causal and seen < seq_len else None
+
+
 class CausalMask(DeviceMask):
     """The causal mask of as many queries as keys, made only where a path needs it: the fused kernel does not."""
 
-    def __init__(self, seq_len: int, *, device: ttnn.MeshDevice) -> None:
-        """Keep the number of queries, and of keys, for a device."""
+    def __init__(self, seq_len: int, window_size: int | None = None, *, device: ttnn.MeshDevice) -> None:
+        """Keep the number of queries, and of keys, and how many of them a query sees at most, for a device."""
         check_count("seq_len", seq_len, minimum=0)
         self.seq_len = seq_len
         self.device = device
         self.is_causal = True
+        self.window_size = window_size if window_size is not None and window_size < seq_len else None
 
     @cached_property
     def mask(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The boolean mask on the host, (1, 1, T, T)."""
-        return create_causal_mask(self.seq_len)[None, None]
+        if self.window_size is None:
+            return create_causal_mask(self.seq_len)[None, None]
+        return create_sliding_window_mask(self.seq_len, window_size=self.window_size)[None, None]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -351,9 +365,11 @@ class Masking:
         """The mask, joined with what causality, padding and reach hide; None if nothing is hidden."""
         if not self.is_causal and self.key_padding_lengths is None and self.reach is None:
             return on_device(self.mask, device)
-        others = (self.mask, self.key_padding_lengths, self.reach, self.offsets)
-        if seq_len_q == seq_len_k and all(x is None for x in others):  # causality alone
-            return CausalMask(seq_len_q, device=device)
+        others = (self.mask, self.key_padding_lengths, self.offsets)
+        window_size, chunk_size = self.reach or (None, None)
+        is_square = seq_len_q == seq_len_k and chunk_size is None
+        if self.is_causal and is_square and all(x is None for x in others):  # causality alone, or within a window
+            return CausalMask(seq_len_q, window_size, device=device)
         hidden = self.hidden(seq_len_q, seq_len_k)
         return on_device(hidden if self.mask is None else hidden | on_host(self.mask), device)
 

@@ -383,9 +383,15 @@ def _linear(a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = Non
 
 
 @golden("ttnn.transformer.scaled_dot_product_attention")
-def _scaled_dot_product_attention(query: torch.Tensor, *others: torch.Tensor, **keywords: Any) -> torch.Tensor:
+def _scaled_dot_product_attention(
+    query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor, **keywords: Any
+) -> torch.Tensor:
     """ttnn's is PyTorch's own, whose kernels for a CPU give 0 for a query that is not finite."""
-    return _attend_unswallowed(ttnn.transformer.scaled_dot_product_attention, query, *others, **keywords)
+    if keywords.get("sliding_window_size") and not keywords.get("is_causal", True) and key.shape[2] % TILE:
+        raise AssertionError(  # taken by the operation, which then sees what fills the last tiles
+            f"keys must be whole tiles with a window that is not causal, got key.shape={tuple(key.shape)}"
+        )
+    return _attend_unswallowed(ttnn.transformer.scaled_dot_product_attention, query, key, *others, **keywords)
 
 
 @golden("ttnn.transformer.scaled_dot_product_attention_decode")

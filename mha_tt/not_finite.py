@@ -8,7 +8,7 @@ import ttnn
 from jaxtyping import Float
 from ttnn import Tensor
 
-from mha_tt.device import as_dtype
+from mha_tt.device import as_dtype, zeros
 from mha_tt.masks import DeviceMask
 
 
@@ -32,7 +32,7 @@ def _rows_that_see(marked: Float[Tensor, "B K S 1"], mask: DeviceMask, seq_len_q
     """How many of the marked keys a row sees: for each key/value head, or each head of the mask where it has more."""
     batch_size, num_heads, seq_len_k, _ = marked.shape
     if mask.is_causal and mask.shape[2] == seq_len_q == seq_len_k:  # needs no mask in memory
-        return ttnn.cumsum(marked, dim=2)
+        return ttnn.cumsum(_entering_less_leaving(marked, mask.window_size), dim=2)
     shown = mask.shown(seq_len_q, seq_len_k)
     if shown.shape[1] > 1:
         marked = ttnn.repeat_interleave(marked, shown.shape[1] // num_heads, dim=1)
@@ -44,6 +44,16 @@ def _rows_that_see(marked: Float[Tensor, "B K S 1"], mask: DeviceMask, seq_len_q
     marked = ttnn.reshape(marked, (shown.shape[0], shown.shape[1], rows, seq_len_k))
     seen = ttnn.matmul(as_dtype(marked, ttnn.bfloat16), shown, transpose_b=True)
     return ttnn.reshape(seen, (batch_size, num_heads, seq_len_q, 1))
+
+
+def _entering_less_leaving(marked: Float[Tensor, "B K S 1"], window_size: int | None) -> Float[Tensor, "B K S 1"]:
+    """What each row sees of the marked keys that the row before did not, less what it has lost sight of."""
+    if window_size is None:
+        return marked
+    marked = as_dtype(marked, ttnn.float32)  # a sum that went back to 0 in bfloat16 might not be 0
+    batch_size, num_heads, seq_len, _ = marked.shape
+    none = zeros((batch_size, num_heads, window_size, 1), marked.dtype, marked.device())
+    return ttnn.subtract(marked, ttnn.concat([none, marked[:, :, : seq_len - window_size]], dim=2))
 
 
 def spoilt(context: Float[Tensor, "B N T H"], rows: Float[Tensor, "B heads T 1"] | None) -> Float[Tensor, "B N T H"]:

@@ -675,6 +675,7 @@ STEPS = {
     "too few positions": ({"last_positions": lengths(3)}, ValueError, "last_positions"),
     "position beyond": ({"last_positions": lengths(3, 32)}, ValueError, "last_positions"),
     "float positions": ({"last_positions": np.array([3.0, 4.0])}, TypeError, "last_positions must be integers"),
+    "sinks": ({"sinks": ones(1, 3, 1, 1)}, ValueError, r"sinks must have shape \(1, N, 1, 1\) = \(1, 2, 1, 1\)"),
 }
 
 

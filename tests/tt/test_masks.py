@@ -117,7 +117,6 @@ NOT_CAUSAL = {
     "everything": np.ones((5, 5), bool),
     "more-keys": mha_tt.create_causal_mask(5, 6),
     "fewer-keys": mha_tt.create_causal_mask(6, 5),
-    "window": mha_tt.create_sliding_window_mask(5, window_size=4),
     "padding-too": mha_tt.create_attention_mask(5, is_causal=True, key_padding_lengths=[4]),
     "with-a-cache": mha_tt.create_causal_mask_with_cache(5, 7, 2),
     "the-past": mha_tt.create_causal_mask(5).T,

@@ -324,6 +324,19 @@ def test_mask_whose_last_tiles_hide_nothing_is_caught(device, name):
         attend_under(FILLED_WITH_ZERO[name](device), device)
 
 
+def attend_within(window_size, seq_len, device, **told):
+    x = mha_tt.upload(np.ones((1, 1, seq_len, 32)), device=device)
+    return ttnn.transformer.scaled_dot_product_attention(x, x, x, sliding_window_size=window_size, **told)
+
+
+@pytest.mark.board
+def test_window_both_ways_over_keys_that_are_not_whole_tiles_is_caught(device):
+    with pytest.raises(AssertionError, match="keys must be whole tiles with a window that is not causal"):
+        attend_within(3, 40, device, is_causal=False)
+    for seq_len, told in ((64, {"is_causal": False}), (40, {}), (40, {"is_causal": True})):
+        assert mha_tt.download(attend_within(3, seq_len, device, **told)).max() == 1.0
+
+
 @pytest.mark.board
 @pytest.mark.parametrize("name", FILLED)
 def test_mask_whose_last_tiles_hide_their_filling_is_taken(device, name):
