@@ -58,7 +58,8 @@ class RelativeBias:
         count = self.num_buckets // 2 if self.bidirectional else self.num_buckets
         away = np.abs(distances) if self.bidirectional else np.maximum(-distances, 0)
         num_exact = count // 2
-        # Each step rounded to float32, as T5 has it: where a bucket begins depends on that.
+        # Each step rounded to float32, as T5 has it: where a bucket begins depends on that. (T5 itself may differ at a
+        # few distances of unusual settings: the last bit of torch's logarithm depends on the processor.)
         ratios = (np.maximum(away, num_exact) / num_exact).astype(np.float32)
         logarithms = np.log(ratios, dtype=np.float64).astype(np.float32)
         steps = logarithms / np.float32(math.log(self.max_distance / num_exact)) * np.float32(count - num_exact)
