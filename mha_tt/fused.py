@@ -32,6 +32,9 @@ WIDE = 256
 FEW_HEADS = TILE // 2
 """Up to so many heads fill half a tile, in which the kernel of a step has approximate exponentials only."""
 
+STEP_FEATURES = 128
+"""Features of a head up to which the kernel of a step is right, and with multiples of which; else it gives garbage."""
+
 
 def scaled_dot_product_attention(
     query: Float[Tensor, "B N T H"],
@@ -160,7 +163,7 @@ def attend_to_cache(
     So slots beyond the last positions may hold anything, NaN too.
 
     Args:
-        query: (1, B, N, H), bfloat16 or bfloat8_b, H whole tiles.
+        query: (1, B, N, H), bfloat16 or bfloat8_b, H whole tiles, that `step_takes`.
         keys, values: the cache, (B, K, S, H), bfloat16 or bfloat8_b; S whole tiles.
         last_positions: the last slot that each sequence sees, (B,), on the host.
         spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
@@ -175,6 +178,11 @@ def attend_to_cache(
     """
     check_floating("query", query, rank=4)
     _check_kernel_takes(query)
+    if not step_takes(query.shape[3]):
+        raise ValueError(
+            f"heads must have at most {STEP_FEATURES} features in a step, or a multiple of that, "
+            f"got query.shape={tuple(query.shape)}"
+        )
     check_cached_step(query, keys, values, last_positions)
     check_sinks(sinks, query.shape[2])
     scale = score_scale(query, spec)
@@ -203,6 +211,11 @@ def attend_to_cache(
         for part in parts
     ]
     return as_dtype(contexts[0] if len(contexts) == 1 else ttnn.concat(contexts, dim=2), query.dtype)
+
+
+def step_takes(num_features: int) -> bool:
+    """Whether the framework's kernel of a step is right for heads of so many features (docs/ttnn.md)."""
+    return num_features <= STEP_FEATURES or num_features % STEP_FEATURES == 0
 
 
 def kernel_takes(spec: AttentionSpec | None) -> bool:

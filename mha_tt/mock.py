@@ -397,6 +397,12 @@ def _scaled_dot_product_attention(
 @golden("ttnn.transformer.scaled_dot_product_attention_decode")
 def _scaled_dot_product_attention_decode(query: torch.Tensor, *others: torch.Tensor, **keywords: Any) -> torch.Tensor:
     """The same for one token."""
+    config = keywords.get("compute_kernel_config")
+    most = 128 if config is not None and config.fp32_dest_acc_en else 256
+    if query.shape[3] > most and query.shape[3] % most:  # taken by the operation, which then gives garbage
+        raise AssertionError(
+            f"heads must have at most {most} features in a step, or a multiple of that, got {tuple(query.shape)}"
+        )
     return _attend_unswallowed(ttnn.transformer.scaled_dot_product_attention_decode, query, *others, **keywords)
 
 

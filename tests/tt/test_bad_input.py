@@ -667,6 +667,11 @@ STEPS = {
     "float32": ({"query": wide(1, 2, 2, 32)}, TypeError, "query must be bfloat16 or bfloat8_b on the fused path"),
     "float32 cache": ({"keys": wide(2, 2, 32, 32)}, TypeError, "keys"),
     "features": ({"query": ones(1, 2, 2, 16)}, ValueError, "heads must have whole tiles of 32 features"),
+    "width": (
+        {"query": ones(1, 2, 2, 160)},
+        ValueError,
+        "heads must have at most 128 features in a step, or a multiple",
+    ),
     "head_dim": ({"spec": parity.AttentionSpec(80, 2)}, ValueError, "head_dim must be at most the 32 features"),
     "batch": ({"query": ones(1, 3, 2, 32)}, ValueError, "batch"),
     "value slots": ({"values": ones(2, 2, 64, 32)}, ValueError, "values"),

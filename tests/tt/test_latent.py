@@ -13,6 +13,8 @@ from .formulas import assert_close, both_dtypes, every_dtype, layer, module_of, 
 
 pytestmark = pytest.mark.board
 
+KERNEL = "ttnn.transformer.scaled_dot_product_attention"
+
 SPECS = {  # no width takes whole tiles, and blocks of a head take different numbers of them
     "interleaved": parity.AttentionSpec(
         24,
@@ -222,7 +224,7 @@ def test_changed_cache_of_latents_decodes_as_its_sequences_do(device, dtype):
 
 def test_step_reads_the_latents_with_the_kernel_for_one_token(device, calls):
     # More heads than fit a core, each as wide as a latent: 40 are taken 32 at a time.
-    spec = parity.AttentionSpec(24, 40, head_dim=12, value_head_dim=8, latent=Latent(250, 4), qkv_bias=False)
+    spec = parity.AttentionSpec(24, 40, head_dim=12, value_head_dim=8, latent=Latent(310, 4), qkv_bias=False)
     module, x = latent_layer(spec, device, ttnn.bfloat16), random_tokens(7, ttnn.bfloat16, batch=2)
     _, cache = feed(module, x[:, :6], [6], module.init_cache(2, 40), ttnn.bfloat16)
     calls.clear()
@@ -231,6 +233,17 @@ def test_step_reads_the_latents_with_the_kernel_for_one_token(device, calls):
     assert [call.arguments[0].shape[2] for call in taken] == [32, 8]
     assert all(call.arguments[1] is call.arguments[2] is cache.latents for call in taken)
     assert_close(output, full_pass(spec, ttnn.bfloat16, x)[:, 6:], ttnn.bfloat16)
+
+
+def test_step_over_latents_of_a_width_that_its_kernel_gets_wrong_equals_the_full_pass(device, calls):
+    rope = parity.Rope(500.0, rotary_dim=64, rotated="last")
+    spec = parity.AttentionSpec(24, 20, head_dim=72, value_head_dim=8, latent=Latent(512, 64), rope=rope)
+    x = random_tokens(6, ttnn.bfloat16)
+    module = latent_layer(spec, device, ttnn.bfloat16)
+    outputs, _ = feed(module, x, (4, 1, 1), module.init_cache(3, 8), ttnn.bfloat16)
+    taken = [call for call in calls if "scaled_dot_product_attention" in call.name]
+    assert [(call.name, call.arguments[1].shape[3]) for call in taken][1:] == [(KERNEL, 576)] * 2
+    assert_close(outputs, full_pass(spec, ttnn.bfloat16, x), ttnn.bfloat16)
 
 
 @both_dtypes

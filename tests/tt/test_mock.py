@@ -3,6 +3,7 @@
 import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -335,6 +336,24 @@ def test_window_both_ways_over_keys_that_are_not_whole_tiles_is_caught(device):
         attend_within(3, 40, device, is_causal=False)
     for seq_len, told in ((64, {"is_causal": False}), (40, {}), (40, {"is_causal": True})):
         assert mha_tt.download(attend_within(3, seq_len, device, **told)).max() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("width", "sums", "is_caught"),
+    [
+        *((128, True, False), (160, True, True), (288, True, True), (384, True, False)),
+        *((160, False, False), (256, False, False), (288, False, True)),
+    ],
+)
+def test_step_of_heads_that_its_kernel_gets_wrong_is_caught(device, width, sums, is_caught):
+    query, slots = (mha_tt.upload(np.ones(shape), device=device) for shape in ((1, 1, 2, width), (1, 1, 32, width)))
+    config = ttnn.init_device_compute_kernel_config(
+        device.arch(), math_fidelity=ttnn.MathFidelity.HiFi4, fp32_dest_acc_en=sums
+    )
+    with pytest.raises(AssertionError, match="heads must have at most") if is_caught else nullcontext():
+        ttnn.transformer.scaled_dot_product_attention_decode(
+            query, slots, slots, cur_pos=[3], compute_kernel_config=config
+        )
 
 
 @pytest.mark.board
