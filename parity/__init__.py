@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from parity.diagnosis.diagnose import Diagnosis, diagnose
     from parity.foreign import load_into, save, spec_of, weights_of
+    from parity.models.specs import ModelLayer, specs_of
     from parity.running.report import Report
     from parity.running.run import run_cases
     from parity.testing.assertion import assert_parity
@@ -47,6 +48,7 @@ __all__ = [
     "Gate",
     "Latent",
     "Layout",
+    "ModelLayer",
     "Norm",
     "NotCarriedWarning",
     "Problem",
@@ -76,6 +78,7 @@ __all__ = [
     "save_tensors",
     "save_weights",
     "spec_of",
+    "specs_of",
     "to_jax",
     "to_numpy",
     "to_torch",
@@ -99,6 +102,7 @@ _MODULES = {
     "parity.foreign": ["load_into", "save", "spec_of", "weights_of"],
     "parity.conversion.layouts": ["LAYOUTS", "Layout"],
     "parity.conversion.not_carried": ["NotCarriedWarning"],
+    "parity.models.specs": ["ModelLayer", "specs_of"],
     "parity.backends.numerics": ["numerics_lock"],
     "parity.core.problem": ["Problem", "make_problem"],
     "parity.running.report": ["Report"],

@@ -36,6 +36,7 @@ from parity.cli import (
     plot,
     run,
     selftest,
+    spec,
     verify,
 )
 from parity.cli.help import EXIT_STATUS
@@ -55,6 +56,7 @@ COMMANDS = {
     "cache-size": cache_size,
     "convert": convert,
     "layouts": layouts,
+    "spec": spec,
     "inspect": inspect,
     "verify": verify,
     "plot": plot,

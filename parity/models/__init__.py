@@ -1,0 +1,1 @@
+"""What the configuration of a released model says of its attention layers."""

@@ -1,0 +1,89 @@
+"""A configuration that is read key by key, so that what was not read is known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+ABOUT_ATTENTION = re.compile(
+    r"attn|attention|rope|rotary|theta|yarn|mscale|window|chunk|softcap|alibi|relative|clip_qkv|lora_rank|temperature|"
+    r"layer_types|position|(^|_)(q|k|v|kv|qk|qkv|heads?|sinks?|bias|scale)(_|$)"
+)
+"""Keys that could speak of attention: one that is neither read nor known to say nothing of it is refused."""
+
+SAYS_NOTHING = re.compile(
+    r"(output|router?|routed|mlp|lm_head|residual|embedding|embd|expert|moe|mtp|logit|final|linear|first_k|tie)_.*|"
+    r"_?attn_implementation.*|max_position_embeddings|chunk_size_feed_forward|cross_attention_hidden_size|"
+    r"scale_emb|scale_depth"
+)
+"""Those of all families that say nothing of what an attention layer computes."""
+
+SAYS_NOTHING_IF_EMPTY = {"add_cross_attention", "pruned_heads", "use_bidirectional_attention"}
+"""Those that say something where they are neither false nor empty."""
+
+
+class Value(NamedTuple):
+    """A value, and where it comes from, in words."""
+
+    value: Any
+    origin: str
+
+
+class Config:
+    """The values of a configuration; those that are None are not there.
+
+    Attributes:
+        where: what the names of its keys begin with in messages: nothing, or `rope_parameters.`.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
+        self.where = where
+        self._values = {name: value for name, value in values.items() if value is not None}
+        self._read: set[str] = set()
+        self._sections: dict[str, Config] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def find(self, *names: str) -> Value | None:
+        """The value of the first of these keys that is there, or None; all of them count as read."""
+        self._read.update(names)
+        return next((Value(self._values[name], f"{self.where}{name}") for name in names if name in self), None)
+
+    def read(self, *names: str, default: Any = None) -> Value:
+        """The value of the first of these keys that is there, or what this family's models have without it.
+
+        Raises:
+            ValueError: if none is there, and there is no default.
+        """
+        found = self.find(*names)
+        if found is not None:
+            return found
+        if default is None:
+            raise ValueError(f"the configuration must have {self.where}{' or '.join(names)}, and it is not there")
+        return Value(default, f"{names[0]} is not there: this family's default")
+
+    def pass_over(self, kind: type) -> None:
+        """Count as read what is of a kind: it is said of layers that are not there."""
+        self._read.update(name for name, value in self._values.items() if isinstance(value, kind))
+
+    def section(self, name: str) -> Config:
+        """A part of it, the same one each time."""
+        if name not in self._sections:
+            self._read.add(name)
+            held = self._values[name]
+            if not isinstance(held, Mapping):
+                raise ValueError(f"{self.where}{name} must hold values by name, got {name}={held!r}")
+            self._sections[name] = Config(held, f"{self.where}{name}.")
+        return self._sections[name]
+
+    def unread(self, says_nothing: frozenset[str]) -> Iterator[str]:
+        """The keys that could speak of attention and were not read; of a section all that were not."""
+        for name, value in self._values.items():
+            if name in self._read or name in says_nothing or (name in SAYS_NOTHING_IF_EMPTY and not value):
+                continue
+            if self.where or (ABOUT_ATTENTION.search(name) and not SAYS_NOTHING.fullmatch(name)):
+                yield f"{self.where}{name}={value!r}"
+        for section in self._sections.values():
+            yield from section.unread(says_nothing)

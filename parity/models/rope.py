@@ -1,0 +1,153 @@
+"""RoPE as configurations say it: `rope_parameters`, or, before transformers 5, `rope_theta` and `rope_scaling`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mha_spec import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    Rope,
+    YarnScaling,
+)
+from parity.models.config import Config, Value
+
+KINDS = {"su": "longrope", "mrope": "default"}
+"""Older words for a kind of scaling."""
+
+
+def read_rope(
+    config: Config,
+    head_dim: int,
+    *,
+    layer_type: str,
+    theta: float | None,
+    fraction: float = 1.0,
+    local_theta: float | None = None,
+    **fields: Any,
+) -> Value:
+    """How a layer rotates.
+
+    Args:
+        config: of the model.
+        head_dim: features of a head that RoPE is about.
+        layer_type: by which `rope_parameters` may be told apart.
+        theta: this family's base where the configuration has none; None where it must have one.
+        fraction: the share of features that are rotated where the configuration does not say.
+        local_theta: the base of layers with a window, in families where they have one of their own and no scaling.
+        fields: of `Rope`, what the family has besides.
+
+    Raises:
+        ValueError: if a key is missing, or the kind of scaling unknown.
+    """
+    values, is_local = _parameters(config, layer_type, local_theta)
+    base = _base(config, values, theta, local_theta if is_local else None)
+    kind = values.find("rope_type", "type")
+    word: Any = "default" if kind is None else KINDS.get(kind.value, kind.value)
+    share = values.find("partial_rotary_factor") or config.find("partial_rotary_factor", "rotary_pct")
+    part = share.value if share is not None else fraction
+    origins = [base.origin] + ([] if kind is None or word == "default" else [f"{kind.origin} {kind.value}"])
+    if word == "proportional":
+        factor = values.find("factor")
+        scaling = ProportionalScaling(part, *(() if factor is None else (factor.value,)))
+        return Value(Rope(base.value, scaling=scaling, **fields), ", ".join(origins))
+    if part != 1.0:
+        fields["rotary_dim"] = int(head_dim * part)
+        origins.append(f"{share.origin} {part}" if share else f"{part} of a head: this family's default")
+    sections = values.find("mrope_section")
+    if sections is not None:
+        fields["sections"] = tuple(sections.value)
+        origins.append(sections.origin)
+        if (order := values.find("mrope_interleaved")) is not None and order.value:
+            fields["section_order"] = "interleaved"
+    if word == "default":
+        for held in (values, config):  # transformers reads neither
+            held.find("factor", "original_max_position_embeddings")
+        return Value(Rope(base.value, **fields), ", ".join(origins))
+    if word not in SCALINGS:
+        raise ValueError(f"{values.where}rope_type must be one of {sorted(SCALINGS)}, got {word!r}")
+    return Value(Rope(base.value, scaling=SCALINGS[word](values, config), **fields), ", ".join(origins))
+
+
+def _parameters(config: Config, layer_type: str, local_theta: float | None) -> tuple[Config, bool]:
+    """What is said of the RoPE of a layer, and whether it is that of a window's layer in a family's older words."""
+    if "rope_parameters" in config:
+        values = config.section("rope_parameters")
+        if layer_type not in values:
+            return values, False
+        values.pass_over(Mapping)
+        return values.section(layer_type), False
+    is_local = local_theta is not None and layer_type == "sliding_attention"
+    if is_local or "rope_scaling" not in config:
+        config.find("rope_scaling")
+        return Config({}), is_local
+    return config.section("rope_scaling"), False
+
+
+def _base(config: Config, values: Config, theta: float | None, local_theta: float | None) -> Value:
+    if local_theta is not None:
+        config.find("rope_theta")
+        return config.read("rope_local_base_freq", default=local_theta)
+    return values.find("rope_theta") or config.read("rope_theta", "rotary_emb_base", default=theta)
+
+
+# ---- Scaling ---------------------------------------------------------------------------------------------------------
+
+
+def _original_length(values: Config, config: Config) -> int:
+    own, of_model = (held.find("original_max_position_embeddings") for held in (values, config))
+    return (own or of_model or config.read("max_position_embeddings")).value
+
+
+def _factor(values: Config, config: Config, original: int) -> float:
+    """How many times longer contexts are: models that do not say it have it from both lengths."""
+    found = values.find("factor")
+    return found.value if found is not None else config.read("max_position_embeddings").value / original
+
+
+def _given(values: Config, *names: str) -> dict[str, Any]:
+    found = {name: values.find(name) for name in names}
+    return {name: each.value for name, each in found.items() if each is not None}
+
+
+def _linear(values: Config, config: Config) -> LinearScaling:
+    return LinearScaling(values.read("factor").value)
+
+
+def _dynamic(values: Config, config: Config) -> DynamicScaling:
+    values.find("original_max_position_embeddings")  # transformers takes the other length
+    return DynamicScaling(values.read("factor").value, config.read("max_position_embeddings").value)
+
+
+def _llama3(values: Config, config: Config) -> Llama3Scaling:
+    factors = (values.read(name).value for name in ("low_freq_factor", "high_freq_factor"))
+    return Llama3Scaling(values.read("factor").value, _original_length(values, config), *factors)
+
+
+def _yarn(values: Config, config: Config) -> YarnScaling:
+    original = _original_length(values, config)
+    told = _given(values, "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
+    both = told.get("mscale") and told.get("mscale_all_dim")
+    if "attention_factor" in told or not both:  # one alone says nothing to transformers
+        told = {name: value for name, value in told.items() if not name.startswith("mscale")}
+    return YarnScaling(_factor(values, config, original), original, **told)
+
+
+def _longrope(values: Config, config: Config) -> LongRopeScaling:
+    original = _original_length(values, config)
+    short, long = (tuple(values.read(name).value) for name in ("short_factor", "long_factor"))
+    told = _given(values, "attention_factor")
+    return LongRopeScaling(_factor(values, config, original), original, short, long, **told)
+
+
+SCALINGS: Mapping[str, Callable[[Config, Config], Any]] = {
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -1,0 +1,128 @@
+"""What each attention layer of a model computes, by its configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mha_spec import AttentionSpec
+from parity.files.tensor_file import parse_json
+from parity.models.config import Config, Value
+from parity.models.families import FAMILIES, Family, Place
+
+LARGEST = 1 << 24  # bytes of a config.json
+
+NOT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent")
+"""Layers that `layer_types` names and that are not attention over keys."""
+
+
+@dataclass(frozen=True)
+class ModelLayer:
+    """A layer of a model.
+
+    Attributes:
+        index: which of its layers, from 0.
+        kind: what the configuration calls it: `full_attention`, `sliding_attention`, `linear_attention`, …
+        spec: what it computes; None where it is not attention over keys.
+        origins: where the fields of the spec come from, by name: keys, or this family. What is not there is what
+            `AttentionSpec` has without it.
+    """
+
+    index: int
+    kind: str
+    spec: AttentionSpec | None
+    origins: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as JSON can have it."""
+        spec = None if self.spec is None else json.loads(self.spec.to_json())
+        return {"index": self.index, "kind": self.kind, "spec": spec, "origins": dict(self.origins)}
+
+
+def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLayer]:
+    """The specification of each layer of a model of Hugging Face, by its configuration alone.
+
+    Both dialects are read: `rope_parameters`, and `rope_theta` with `rope_scaling`, as it was before transformers 5.
+
+    Args:
+        config: the values of a configuration, or the path of a config.json, or of the folder that it lies in.
+
+    Returns:
+        Every layer, in order; `spec` is None for those that are not attention.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if the family is not known, a key is missing, or one that could speak of attention is not
+            understood.
+    """
+    values = config if isinstance(config, Mapping) else read_config(config)
+    family = _family(values)
+    read = Config(values)
+    count = read.read("num_hidden_layers", "n_layer").value
+    told = read.find("layer_types")
+    if told is not None and len(told.value) != count:
+        raise ValueError(f"layer_types must be one for each of {count} layers, got {len(told.value)}")
+    layers = []
+    for index in range(count):
+        kind = family.kind(read, index)
+        kind = kind if told is None else told.value[index]
+        layers.append(_layer(family, Place(read, index, kind)))
+    unread = list(read.unread(family.says_nothing))
+    if unread:
+        raise ValueError(
+            f"every key about attention must be understood, and of model_type={values['model_type']!r} these are not: "
+            f"{', '.join(unread)}"
+        )
+    return layers
+
+
+def read_config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The values of a config.json, or of that in a folder.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is not a configuration.
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    if path.stat().st_size > LARGEST:
+        raise ValueError(f"a configuration must have at most {LARGEST} bytes, got {path}")
+    values = parse_json(path.read_bytes())
+    if not isinstance(values, Mapping):
+        raise ValueError(f"a configuration must hold values by name, got {path}")
+    return values
+
+
+def _family(values: Mapping[str, Any]) -> Family:
+    name = values.get("model_type")
+    if name in FAMILIES:
+        return FAMILIES[name]
+    parts = [part for part in values if part.endswith("_config") and isinstance(values[part], Mapping)]
+    known = [part for part in parts if values[part].get("model_type") in FAMILIES]
+    if known:
+        raise ValueError(f"config must be that of one part of the model, got several: pass its {' or '.join(known)}")
+    raise ValueError(f"model_type must be one of {', '.join(sorted(FAMILIES))}, got model_type={name!r}")
+
+
+def _ruled(rule: Any, place: Place) -> Value:
+    if not callable(rule):
+        return Value(rule, "every layer of this family")
+    found: Any = rule(place)
+    return found
+
+
+def _layer(family: Family, place: Place) -> ModelLayer:
+    if place.kind in NOT_ATTENTION:
+        return ModelLayer(place.layer, place.kind, None, {})
+    try:
+        found = {name: _ruled(rule, place) for name, rule in family.fields.items()}
+        found |= family.more(place)
+        held = {name: each for name, each in found.items() if each.value is not None}
+        spec = AttentionSpec(**{name: each.value for name, each in held.items()})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"layer {place.layer} must be one that AttentionSpec has: {error}") from error
+    return ModelLayer(place.layer, place.kind, spec, {name: each.origin for name, each in held.items()})

@@ -1,0 +1,46 @@
+"""What the layers of a model compute, and which keys of its configuration say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from parity.reporting.console import begin_table
+
+if TYPE_CHECKING:
+    from parity.models.specs import ModelLayer
+
+
+def print_layers(model_type: str, layers: Sequence[ModelLayer], out: Console) -> None:
+    """Print a table for all layers that are the same: fields, values, and where they come from."""
+    alike: dict[object, list[ModelLayer]] = {}
+    for layer in layers:
+        alike.setdefault((layer.kind, layer.spec), []).append(layer)
+    for same in alike.values():
+        first = same[0]
+        title = f"{model_type}, {_numbers(layer.index for layer in same)} of {len(layers)}: {first.kind}"
+        if first.spec is None:
+            out.print(Text(f"{title}, which is not attention over keys", style="bold"))
+            continue
+        table = begin_table(out, title)
+        for column in ("field", "value", "from"):
+            table.add_column(column, overflow="fold")
+        for name in (field.name for field in fields(first.spec) if field.name in first.origins):
+            table.add_row(name, Text(repr(getattr(first.spec, name))), Text(first.origins[name]))
+        out.print(table)
+
+
+def _numbers(indices: Iterable[int]) -> str:
+    """layer 3, or layers 0 to 4, 6, 8 to 9."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    said = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+    return f"layer {said}" if len(runs) == 1 and len(runs[0]) == 1 else f"layers {said}"

@@ -1,0 +1,384 @@
+"""Configurations of released models: the specification of each layer, from the configuration alone.
+
+Nothing is downloaded: configurations and layers are those of transformers, tiny.
+"""
+
+import importlib
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_released_latents
+import test_released_norms
+import test_released_projections
+import test_released_rope
+import test_released_scores
+import torch
+import transformers
+from released import SIZES, Released, check_near
+
+import mha_torch
+from mha_spec import Llama3Scaling, Norm, Rope, YarnScaling
+from parity import Alibi, AttentionSpec, load_into, specs_of
+from parity.cli.main import main
+from parity.models.families import FAMILIES
+
+MODULES = (
+    test_released_rope,
+    test_released_norms,
+    test_released_scores,
+    test_released_projections,
+    test_released_latents,
+)
+RELEASED = {f"{module.__name__}-{name}": made for module in MODULES for name, made in module.LAYERS.items()}
+# Of tests that leave a window or chunks of the model unsaid, for their sequences are shorter.
+SHORTER = {"Gemma 3": {"window_size": 4096}, "Llama 4": {"chunk_size": 8192}, "AFMoE, sliding": {"window_size": 64}}
+# Layers that the others are equal to by their own modules, with what is theirs alone; and how a mask is made there.
+NOT_OF_THE_CONFIGURATION = {
+    "GPT-NeoX",  # is given the heads of keys that others have, which it does not know
+    "Persimmon",
+    "Llama 4, chunked",  # chunks where the model has none
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def older(values):
+    """The same configuration as it was said before transformers 5."""
+    values = json.loads(json.dumps(values))
+    rope = values.pop("rope_parameters", None)
+    if rope is None:
+        return values
+    if all(isinstance(each, dict) for each in rope.values()):  # layers with a window had a base of their own
+        values["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    values["rope_theta"] = rope.pop("rope_theta")
+    values["partial_rotary_factor"] = rope.pop("partial_rotary_factor", 1.0)
+    if rope["rope_type"] != "default" or "mrope_section" in rope:
+        values["rope_scaling"] = rope
+    return values
+
+
+def config_of(name):
+    """The configuration of a released layer, and what its spec is by the tests of that layer."""
+    released = RELEASED[name]()
+    name = name.partition("-")[2]
+    values = getattr(released.module, "config", None)
+    if values is None or values.model_type not in FAMILIES or name in NOT_OF_THE_CONFIGURATION:
+        return None, None
+    return values.to_dict(), replace(released.spec, **SHORTER.get(name, {}))
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_configuration_says_what_the_released_layer_is(name):
+    values, expected = config_of(name)
+    if values is None:
+        assert name.partition("-")[2] in {
+            *NOT_OF_THE_CONFIGURATION,
+            *("Gemma 4", "Gemma 3n", "Whisper", "MiMo-V2", "MiMo-V2, wide values", "Kimi Linear", "LongCat"),
+        }
+        return
+    assert specs_of(values)[0].spec == expected
+    is_of_mistral = "llama_4_scaling_beta" in values["rope_parameters"]  # which has one dialect
+    if not is_of_mistral:
+        assert specs_of(older(values))[0].spec == expected
+
+
+# ---- The other families ----------------------------------------------------------------------------------------------
+
+ROTATED = {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 1.0}
+WINDOW = {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 0}
+TYPES = {"layer_types": ["sliding_attention"], "sliding_window": 3}
+WIDE = {"head_dim": 16}
+OTHERS = {
+    "llama, biases": ("llama", "Llama", {"attention_bias": True, "head_dim": 12}),
+    "mistral": ("mistral", "Mistral", {"sliding_window": 3}),
+    "mixtral": ("mixtral", "Mixtral", {"sliding_window": None}),
+    "qwen2": ("qwen2", "Qwen2", WINDOW),
+    "qwen2_moe": ("qwen2_moe", "Qwen2Moe", {"qkv_bias": True}),
+    "qwen3_moe": ("qwen3_moe", "Qwen3Moe", {**WINDOW, "head_dim": 16, "rms_norm_eps": 0.01}),
+    "gemma": ("gemma", "Gemma", WIDE),
+    "glm4": ("glm4", "Glm4", {**WIDE, "attention_bias": True, "pad_token_id": 0}),
+    "cohere2, sliding": ("cohere2", "Cohere2", TYPES),
+    "cohere2, full": ("cohere2", "Cohere2", {**TYPES, "layer_types": ["full_attention"]}),
+    "granite": ("granite", "Granite", {"attention_multiplier": 0.2}),
+    "starcoder2": ("starcoder2", "Starcoder2", {"use_bias": True, "sliding_window": 3}),
+    "olmo3": ("olmo3", "Olmo3", {**TYPES, "rms_norm_eps": 0.01}),
+    "smollm3, rotated": ("smollm3", "SmolLM3", {"no_rope_layers": [1], "pad_token_id": 0}),
+    "smollm3": ("smollm3", "SmolLM3", {"no_rope_layers": [0], "pad_token_id": 0}),
+    "stablelm, biases": ("stablelm", "StableLm", {"use_qkv_bias": True}),
+    "phi3, window": ("phi3", "Phi3", {"sliding_window": 3, "pad_token_id": 0}),
+    "gpt_oss": ("gpt_oss", "GptOss", {**TYPES, "head_dim": 8}),
+    "gemma3, full": ("gemma3", "Gemma3", {**WIDE, "layer_types": ["full_attention"], "query_pre_attn_scalar": 5}),
+}
+
+
+def other(family, prefix, options):
+    """A released layer whose spec is that of its configuration."""
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    attention, configuration, rotary = (
+        getattr(modeling, f"{prefix}Text{each}", None) or getattr(modeling, f"{prefix}{each}")
+        for each in ("Attention", "Config", "RotaryEmbedding")
+    )
+    kinds = ("full_attention", "sliding_attention")
+    rope = dict.fromkeys(kinds, ROTATED) if family in ("gemma3", "olmo3") else ROTATED
+    config = configuration(**SIZES | {"rope_parameters": rope} | options, attn_implementation="eager")
+    layer = specs_of(config.to_dict())[0]
+    embedding = rotary(config)
+    of_type = {"layer_type": layer.kind} if rope is not ROTATED else {}
+    reach = layer.spec.reach
+
+    def sees(batch, head, query, key):
+        near = True if reach is None else (key >= torch.as_tensor(reach.first(query))) & (key < reach.stop(query))
+        return (key <= query) & near
+
+    given = {"rotary": lambda x, positions: embedding(x, positions, **of_type), "sees": sees}
+    return Released(attention(config, layer_idx=0), layer.spec, **given)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_layer_of_the_specification_gives_what_the_released_one_gives(name):
+    released = other(*OTHERS[name])
+    x = torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(1)).double()
+    layer = mha_torch.MultiHeadAttention(released.spec, dtype=torch.float64)
+    load_into(layer, {name: weight.detach().numpy() for name, weight in released.weights().items()})
+    with torch.no_grad():
+        expected, (found, _) = released(x), layer(x, is_causal=True)
+    check_near(found.numpy(), expected.numpy(), f"the output of {name}")
+
+
+def test_every_family_is_in_one_of_these_tests():
+    tested = {values["model_type"] for name in RELEASED for values, _ in [config_of(name)] if values is not None}
+    tested |= {"gemma3_text" if family == "gemma3" else family for family, _, _ in OTHERS.values()}
+    assert tested | {"gpt_neox", "persimmon", "gpt2", "bloom"} == set(FAMILIES)
+
+
+def test_families_with_names_of_their_own():
+    neox = transformers.GPTNeoXConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
+    expected = AttentionSpec(32, 4, rope=Rope(rotary_dim=2))
+    assert specs_of(neox.to_dict())[0].spec == expected
+    former = {"model_type": "gpt_neox", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    former |= {"rotary_pct": 0.25, "rotary_emb_base": 10000, "attention_bias": True}
+    assert specs_of(former)[0].spec == expected
+    persimmon = transformers.PersimmonConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
+    norm = Norm("layer", bias=True, eps=1e-5)
+    expected = AttentionSpec(32, 4, rope=Rope(25000.0, rotary_dim=4), qk_norm=norm)
+    assert (
+        specs_of({**persimmon.to_dict(), "rope_parameters": None, "rope_theta": 25000.0, "partial_rotary_factor": 0.5})[
+            0
+        ].spec
+        == expected
+    )
+    bloom = transformers.BloomConfig(hidden_size=48, n_head=6, n_layer=1, attention_dropout=0.0)
+    assert specs_of(bloom.to_dict())[0].spec == AttentionSpec(48, 6, alibi=Alibi())
+    gpt2 = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, scale_attn_by_inverse_layer_idx=True)
+    scales = [layer.spec.scale for layer in specs_of(gpt2.to_dict())]
+    np.testing.assert_allclose(scales, [8**-0.5, 8**-0.5 / 2], rtol=1e-12)
+    plain = specs_of({**gpt2.to_dict(), "scale_attn_by_inverse_layer_idx": False})[0].spec
+    assert plain == AttentionSpec(32, 4, dropout=0.1, output_dropout=0.1)
+
+
+# ---- Layers of a model -----------------------------------------------------------------------------------------------
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_theta": 5e5, **LLAMA3},
+}
+
+
+def test_where_each_value_comes_from():
+    layer = specs_of(LLAMA)[2]
+    assert (layer.index, layer.kind) == (2, "full_attention")
+    assert layer.spec.rope == Rope(5e5, scaling=Llama3Scaling(8.0, 64))
+    assert layer.origins["rope"] == "rope_parameters.rope_theta, rope_parameters.rope_type llama3"
+    assert layer.origins["d_model"] == "hidden_size"
+    assert layer.origins["qkv_bias"] == "attention_bias is not there: this family's default"
+    assert "scale" not in layer.origins
+
+
+def test_layers_of_several_kinds():
+    values = transformers.Qwen3NextConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=8
+    ).to_dict()
+    layers = specs_of(values)
+    assert [layer.kind for layer in layers] == [*["linear_attention"] * 3, "full_attention"] * 2
+    assert [layer.spec is None for layer in layers] == [True, True, True, False] * 2
+    del values["layer_types"]
+    assert [layer.kind for layer in specs_of(values)] == [layer.kind for layer in layers]
+
+
+def test_gemma3_has_two_bases_in_both_dialects():
+    values = transformers.Gemma3TextConfig(num_hidden_layers=6).to_dict()
+    for each in (values, older(values)):
+        layers = specs_of(each)
+        assert [layer.spec.rope.theta for layer in layers] == [1e4] * 5 + [1e6]
+        assert [layer.spec.window_size for layer in layers] == [4096] * 5 + [None]
+    without = {name: value for name, value in older(values).items() if name != "layer_types"}
+    assert [layer.kind for layer in specs_of(without)] == [*["sliding_attention"] * 5, "full_attention"]
+
+
+SAID = {  # what a configuration says of RoPE, norms and scores, none of it the default of its family
+    "llama": ({**LLAMA, "num_hidden_layers": 1}, ()),
+    "yarn": (
+        {
+            **LLAMA,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5e5,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "truncate": False,
+                "attention_factor": 1.25,
+            },
+        },
+        (),
+    ),
+    "gemma2": (
+        {
+            **{name: LLAMA[name] for name in ("hidden_size", "num_attention_heads", "rms_norm_eps")},
+            "model_type": "gemma2",
+            "num_hidden_layers": 2,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 30.0,
+            "sliding_window": 7,
+            "rope_theta": 5e5,
+        },
+        ("rms_norm_eps",),
+    ),
+}
+
+
+def changed(values, name):
+    """The configuration without a key, of the model or of its RoPE."""
+    section, _, leaf = name.rpartition(".")
+    if not section:
+        return {each: value for each, value in values.items() if each != name}
+    return {**values, section: {each: value for each, value in values[section].items() if each != leaf}}
+
+
+def names_in(values):
+    return [
+        each
+        for name, value in values.items()
+        for each in ([f"{name}.{leaf}" for leaf in value] if isinstance(value, dict) else [name])
+    ]
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_without_a_key_a_layer_is_another_or_none(name):
+    values, _ = SAID[name]
+    whole = [layer.spec for layer in specs_of(values)]
+    assert whole[0].rope.theta == 5e5
+    silent = {"rms_norm_eps", "max_position_embeddings"}  # norms of these families are not in attention
+    for key in set(names_in(values)) - silent:
+        try:
+            found = [layer.spec for layer in specs_of(changed(values, key))]
+        except ValueError:
+            continue
+        assert found != whole, key
+
+
+def test_yarn_of_deepseek_has_both_numbers_or_none():
+    def scaling_of(**told):
+        rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, **told}
+        return specs_of({**LLAMA, "rope_parameters": rope})[0].spec.rope.scaling
+
+    both = {"mscale": 1.0, "mscale_all_dim": 0.5}
+    assert scaling_of(**both) == YarnScaling(4.0, 64, **both)
+    assert scaling_of(mscale=0.7) == YarnScaling(4.0, 64)
+    assert scaling_of(factor=None) == YarnScaling(8.0, 64)  # from the two lengths
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "family": ({"model_type": "speech"}, r"model_type must be one of afmoe, .*, got model_type='speech'"),
+    "no family": ({"model_type": None}, "got model_type=None"),
+    "part": (
+        {"model_type": "seen", "text_config": {"model_type": "llama"}, "vision_config": {"model_type": "seen"}},
+        "config must be that of one part of the model, got several: pass its text_config",
+    ),
+    "missing": ({"hidden_size": None}, "the configuration must have hidden_size, and it is not there"),
+    "no scaling": (
+        {"rope_parameters": {**LLAMA3, "factor": None}},
+        "the configuration must have rope_parameters.factor",
+    ),
+    "scaling": (
+        {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
+        "rope_parameters.rope_type must be one of .*'yarn'.*, got 'spiral'",
+    ),
+    "key of attention": ({"attn_logit_softcapping": 30.0}, "these are not: attn_logit_softcapping=30.0"),
+    "key of RoPE": (
+        {"rope_parameters": {**LLAMA["rope_parameters"], "beta_fast": 8.0}},
+        "these are not: rope_parameters.beta_fast=8.0",
+    ),
+    "both ways": ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    "heads": ({"num_attention_heads": 5}, "layer 0 must be one that AttentionSpec has: "),
+    "word": ({"num_attention_heads": "four"}, "layer 0 must be one that AttentionSpec has: "),
+    "RoPE": ({"rope_parameters": [1e4]}, "rope_parameters must hold values by name, got rope_parameters="),
+    "layers": ({"layer_types": ["full_attention"]}, "layer_types must be one for each of 3 layers, got 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_understood_is_refused(name):
+    told, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        specs_of({**LLAMA, **told})
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "mlp_bias", "use_cache", "pretraining_tp", "_attn_implementation"])
+def test_what_says_nothing_of_attention_is_passed_over(key):
+    assert specs_of({**LLAMA, key: 1}) == specs_of(LLAMA)
+
+
+def test_the_page_lists_the_families():
+    page = (Path(__file__).parents[1] / "docs" / "configurations.md").read_text("utf-8")
+    listed = page.partition("by `model_type`:")[2].partition(".\n")[0]
+    assert re.findall(r"`(\w+)`", listed) == sorted(FAMILIES)
+
+
+# ---- Files and the command -------------------------------------------------------------------------------------------
+
+
+def test_a_folder_and_its_file_say_the_same(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert specs_of(tmp_path) == specs_of(str(tmp_path / "config.json")) == specs_of(LLAMA)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="a configuration must hold values by name"):
+        specs_of(tmp_path)
+    with pytest.raises(OSError, match="nowhere"):
+        specs_of(tmp_path / "nowhere" / "config.json")
+
+
+def test_the_command_prints_each_kind_of_layer_and_writes_json(tmp_path, capsys):
+    values = transformers.Gemma3TextConfig(num_hidden_layers=7).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": values}))
+    assert main(["spec", str(tmp_path)]) == 2
+    assert "pass its text_config" in capsys.readouterr().err
+    assert main(["spec", str(tmp_path), "--part", "text_config", "--json", str(tmp_path / "s.json")]) == 0
+    out = capsys.readouterr().out
+    assert "gemma3_text, layers 0 to 4, 6 of 7: sliding_attention" in out
+    assert "gemma3_text, layer 5 of 7: full_attention" in out
+    assert "query_pre_attn_scalar ** -0.5" in out
+    (_, _, _, _, _, full, _) = json.loads((tmp_path / "s.json").read_text())["layers"]
+    assert AttentionSpec.from_json(json.dumps(full["spec"])) == specs_of(values)[5].spec
+    assert main(["spec", str(tmp_path), "--part", "vision_config"]) == 2
+    assert "--part must name a part of the configuration, got vision_config" in capsys.readouterr().err
