@@ -158,7 +158,7 @@ def test_a_layer_of_the_specification_gives_what_the_released_one_gives(name):
 def test_every_family_is_in_one_of_these_tests():
     tested = {values["model_type"] for name in RELEASED for values, _ in [config_of(name)] if values is not None}
     tested |= {"gemma3_text" if family == "gemma3" else family for family, _, _ in OTHERS.values()}
-    assert tested | {"gpt_neox", "persimmon", "gpt2", "bloom"} == set(FAMILIES)
+    assert tested | {"gpt_neox", "persimmon", "gpt2", "bloom", "qwen2_vl"} == set(FAMILIES)
 
 
 def test_families_with_names_of_their_own():
@@ -184,6 +184,35 @@ def test_families_with_names_of_their_own():
     np.testing.assert_allclose(scales, [8**-0.5, 8**-0.5 / 2], rtol=1e-12)
     plain = specs_of({**gpt2.to_dict(), "scale_attn_by_inverse_layer_idx": False})[0].spec
     assert plain == AttentionSpec(32, 4, dropout=0.1, output_dropout=0.1)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen2_vl"}))
+def test_a_key_that_is_not_there_means_what_it_means_to_transformers(family):
+    """Or it is asked for. (RoPE was said in other words before, in which a missing base is asked for.)"""
+    configuration = type(transformers.AutoConfig.for_model(family))
+
+    def filled(values):
+        return configuration(**{name: value for name, value in values.items() if name != "model_type"}).to_dict()
+
+    values = configuration().to_dict()
+    if values.get("layer_types"):  # one of each kind is enough
+        values |= {"num_hidden_layers": 6, "layer_types": values["layer_types"][:6]}
+        values |= {name: None for name in ("no_rope_layers", "moe_layers", "mlp_layer_types") if name in values}
+    else:
+        values["n_layer" if "n_layer" in values else "num_hidden_layers"] = 2
+    whole = specs_of(filled(values))
+    assert [layer.spec for layer in whole] == [layer.spec for layer in specs_of(values)]
+    asked = 0
+    for key in values.keys() - {"model_type", "transformers_version"}:
+        rest = {name: value for name, value in values.items() if name != key}
+        try:
+            found = specs_of(rest)
+        except ValueError:
+            asked += 1
+            continue
+        expected = specs_of(filled(rest))
+        assert [layer.spec for layer in found] == [layer.spec for layer in expected], key
+    assert asked >= 3
 
 
 # ---- Layers of a model -----------------------------------------------------------------------------------------------
@@ -232,36 +261,44 @@ def test_gemma3_has_two_bases_in_both_dialects():
 
 
 SAID = {  # what a configuration says of RoPE, norms and scores, none of it the default of its family
-    "llama": ({**LLAMA, "num_hidden_layers": 1}, ()),
-    "yarn": (
-        {
-            **LLAMA,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 5e5,
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-                "beta_fast": 16.0,
-                "beta_slow": 2.0,
-                "truncate": False,
-                "attention_factor": 1.25,
-            },
-        },
-        (),
-    ),
-    "gemma2": (
-        {
-            **{name: LLAMA[name] for name in ("hidden_size", "num_attention_heads", "rms_norm_eps")},
-            "model_type": "gemma2",
-            "num_hidden_layers": 2,
-            "head_dim": 16,
-            "query_pre_attn_scalar": 24,
-            "attn_logit_softcapping": 30.0,
-            "sliding_window": 7,
+    "llama3": {**LLAMA, "num_hidden_layers": 1},
+    "yarn": {
+        **LLAMA,
+        "rope_parameters": {
+            "rope_type": "yarn",
             "rope_theta": 5e5,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "truncate": False,
+            "attention_factor": 1.25,
         },
-        ("rms_norm_eps",),
-    ),
+    },
+    "gemma2": {
+        **{name: LLAMA[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")},
+        "model_type": "gemma2",
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 30.0,
+        "sliding_window": 7,
+        "rope_theta": 5e5,
+    },
+    "qwen3": {
+        **{name: LLAMA[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")},
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "attention_bias": True,
+        "attention_dropout": 0.25,
+        "rms_norm_eps": 0.01,
+        "sliding_window": 7,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+        "rope_theta": 5e5,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+    },
 }
 
 
@@ -283,7 +320,7 @@ def names_in(values):
 
 @pytest.mark.parametrize("name", SAID)
 def test_without_a_key_a_layer_is_another_or_none(name):
-    values, _ = SAID[name]
+    values = SAID[name]
     whole = [layer.spec for layer in specs_of(values)]
     assert whole[0].rope.theta == 5e5
     silent = {"rms_norm_eps", "max_position_embeddings"}  # norms of these families are not in attention
@@ -333,7 +370,33 @@ REFUSED = {
     "heads": ({"num_attention_heads": 5}, "layer 0 must be one that AttentionSpec has: "),
     "word": ({"num_attention_heads": "four"}, "layer 0 must be one that AttentionSpec has: "),
     "RoPE": ({"rope_parameters": [1e4]}, "rope_parameters must hold values by name, got rope_parameters="),
-    "layers": ({"layer_types": ["full_attention"]}, "layer_types must be one for each of 3 layers, got 1"),
+    "kind": (
+        {"layer_types": ["full_attention", "global", "global"]},
+        "layer 1 must be one of full_attention, .*, got 'gl",
+    ),
+    "kind of others": (
+        {"layer_types": ["sliding_attention"] * 3, "sliding_window": 4},
+        "layer 0 must have a window_size to be of kind 'sliding_attention'",
+    ),
+    "number of layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got num_hidden_layers=0"),
+    "period": (
+        {"model_type": "qwen3_next", "full_attention_interval": 0},
+        "full_attention_interval must be at least 1, got full_attention_interval=0",
+    ),
+    "layers without RoPE": (
+        {"model_type": "smollm3", "no_rope_layers": [1]},
+        "no_rope_layers must be one for each layer, got 1",
+    ),
+    "window layers": (
+        {"model_type": "qwen2", "use_sliding_window": True},
+        "the configuration must have max_window_layers, and it is not there",
+    ),
+    "no parameters": (
+        {"model_type": "ministral3", "rope_parameters": None, "head_dim": 8},
+        "the configuration must have rope_theta or rotary_emb_base",
+    ),
+    "layers": ({"layer_types": ["full_attention"]}, "layer_types must be one for each of 3 layers, got layer_types="),
+    "word for layers": ({"layer_types": 3}, "layer_types must be one for each of 3 layers, got layer_types=3"),
 }
 
 

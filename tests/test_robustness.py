@@ -152,6 +152,7 @@ def wait(self, name):
     return read(self, name)
 
 parity.files.writing.Tensors.read = wait
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell is born without it
 if "nohup" in sys.argv:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     sys.argv.remove("nohup")

@@ -23,6 +23,10 @@ SAYS_NOTHING_IF_EMPTY = {"add_cross_attention", "pruned_heads", "use_bidirection
 """Those that say something where they are neither false nor empty."""
 
 
+class MissingKey(ValueError):
+    """A key that must be there is not."""
+
+
 class Value(NamedTuple):
     """A value, and where it comes from, in words."""
 
@@ -31,7 +35,7 @@ class Value(NamedTuple):
 
 
 class Config:
-    """The values of a configuration; those that are None are not there.
+    """The values of a configuration; what is None is not there, but for `asked`.
 
     Attributes:
         where: what the names of its keys begin with in messages: nothing, or `rope_parameters.`.
@@ -39,12 +43,22 @@ class Config:
 
     def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
         self.where = where
-        self._values = {name: value for name, value in values.items() if value is not None}
+        self._values = dict(values)
         self._read: set[str] = set()
         self._sections: dict[str, Config] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._values
+        return self._values.get(name) is not None
+
+    def asked(self, *names: str) -> Value | None:
+        """The value of the first of these keys that is there; None where one is there and says so.
+
+        Raises:
+            MissingKey: if none of them is there.
+        """
+        if self._values.keys().isdisjoint(names):
+            self.read(*names)
+        return self.find(*names)
 
     def find(self, *names: str) -> Value | None:
         """The value of the first of these keys that is there, or None; all of them count as read."""
@@ -55,13 +69,13 @@ class Config:
         """The value of the first of these keys that is there, or what this family's models have without it.
 
         Raises:
-            ValueError: if none is there, and there is no default.
+            MissingKey: if none is there, and there is no default.
         """
         found = self.find(*names)
         if found is not None:
             return found
         if default is None:
-            raise ValueError(f"the configuration must have {self.where}{' or '.join(names)}, and it is not there")
+            raise MissingKey(f"the configuration must have {self.where}{' or '.join(names)}, and it is not there")
         return Value(default, f"{names[0]} is not there: this family's default")
 
     def pass_over(self, kind: type) -> None:
@@ -69,10 +83,14 @@ class Config:
         self._read.update(name for name, value in self._values.items() if isinstance(value, kind))
 
     def section(self, name: str) -> Config:
-        """A part of it, the same one each time."""
+        """A part of it, the same one each time.
+
+        Raises:
+            MissingKey: if it is not there.
+            ValueError: if it holds no values by name.
+        """
         if name not in self._sections:
-            self._read.add(name)
-            held = self._values[name]
+            held = self.read(name).value
             if not isinstance(held, Mapping):
                 raise ValueError(f"{self.where}{name} must hold values by name, got {name}={held!r}")
             self._sections[name] = Config(held, f"{self.where}{name}.")
@@ -81,7 +99,12 @@ class Config:
     def unread(self, says_nothing: frozenset[str]) -> Iterator[str]:
         """The keys that could speak of attention and were not read; of a section all that were not."""
         for name, value in self._values.items():
-            if name in self._read or name in says_nothing or (name in SAYS_NOTHING_IF_EMPTY and not value):
+            if (
+                value is None
+                or name in self._read
+                or name in says_nothing
+                or (name in SAYS_NOTHING_IF_EMPTY and not value)
+            ):
                 continue
             if self.where or (ABOUT_ATTENTION.search(name) and not SAYS_NOTHING.fullmatch(name)):
                 yield f"{self.where}{name}={value!r}"

@@ -8,11 +8,13 @@ Source: the modules of transformers 5.23, with which layers of these specificati
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mha_spec import Alibi, Gate, Latent, Norm, Temperature
-from parity.models.config import Config, Value
+from mha_spec.rules import as_count
+from parity.models.config import Config, MissingKey, Value
 from parity.models.rope import read_rope
 
 NOTHING = Value(None, "")
@@ -70,6 +72,11 @@ def optional(*names: str) -> Rule:
     return lambda place: place.config.find(*names) or NOTHING
 
 
+def asked(*names: str) -> Rule:
+    """The value of a key that must be there, if only to say None: without it transformers has a number of its own."""
+    return lambda place: place.config.asked(*names) or NOTHING
+
+
 def rope(*, theta: float | None = None, of: str | None = None, **options: Any) -> Rule:
     """RoPE; `of` is the key that has how many features it is about, where they are not those of a head."""
 
@@ -95,11 +102,14 @@ def heads(place: Place) -> int:
 
 
 def only(kind: str, rule: Rule) -> Rule:
-    """What layers of a kind have; it is read in all of them."""
+    """What layers of a kind have; its keys count as read in the others, too."""
 
     def in_kind(place: Place) -> Value:
-        found = rule(place)
-        return found if place.kind == kind else NOTHING
+        if place.kind == kind:
+            return rule(place)
+        with suppress(MissingKey):  # it is not asked for here
+            rule(place)
+        return NOTHING
 
     return in_kind
 
@@ -124,27 +134,35 @@ def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
     return rule
 
 
-SLIDING = only("sliding_attention", optional("sliding_window"))
+SLIDING = only("sliding_attention", asked("sliding_window"))
 
 
 def every(period: int, *names: str) -> Callable[[Config, int], str]:
     """All layers but the last of each period have a window; keys may say another period."""
 
     def kind(config: Config, index: int) -> str:
-        found = config.find(*names)
-        return "sliding_attention" if (index + 1) % (found.value if found else period) else "full_attention"
+        is_last = _is_last(index, config.find(*names), period)
+        return "full_attention" if is_last else "sliding_attention"
 
     return kind
 
 
+def _is_last(index: int, told: Value | None, period: int) -> bool:
+    """Whether a layer is the last of its period, which the configuration may tell."""
+    return (index + 1) % (period if told is None else as_count(told.origin, told.value)) == 0
+
+
 def _qwen(config: Config, index: int) -> str:
-    uses, first = config.read("use_sliding_window", default=False), config.find("max_window_layers")
-    return "sliding_attention" if uses.value and first is not None and index >= first.value else "full_attention"
+    uses = config.read("use_sliding_window", default=False)
+    config.find("max_window_layers")
+    if not uses.value:
+        return "full_attention"
+    return "sliding_attention" if index >= config.read("max_window_layers").value else "full_attention"
 
 
 def _qwen3_next(config: Config, index: int) -> str:
-    found = config.find("full_attention_interval")
-    return "linear_attention" if (index + 1) % (found.value if found else 4) else "full_attention"
+    is_last = _is_last(index, config.find("full_attention_interval"), 4)
+    return "full_attention" if is_last else "linear_attention"
 
 
 # ---- Families --------------------------------------------------------------------------------------------------------
@@ -161,6 +179,9 @@ USUAL: dict[str, Any] = {
 }
 OF_BIAS = key("attention_bias", default=False)
 BIASES = {"qkv_bias": OF_BIAS, "out_bias": OF_BIAS}
+HEADS = {"num_kv_heads": asked("num_key_value_heads")}
+WIDTH = {"head_dim": asked("head_dim")}
+MOSTLY = key("attention_bias", default=True)
 PAIRED = {"rope": rope(pairs="interleaved")}
 
 
@@ -180,7 +201,7 @@ def family(
 
 def _latent(place: Place) -> Value:
     kv_rank, rope_dim = (place.config.read(name) for name in ("kv_lora_rank", "qk_rope_head_dim"))
-    q_rank = place.config.find("q_lora_rank") or NOTHING  # without it queries are projected at once
+    q_rank = place.config.asked("q_lora_rank") or NOTHING  # without one queries are projected at once
     origins = [each.origin for each in (kv_rank, rope_dim, q_rank) if each.value is not None]
     return Value(Latent(kv_rank.value, rope_dim.value, q_rank.value), ", ".join(origins))
 
@@ -198,6 +219,7 @@ def _pairs_of_latents(place: Place) -> Value:
 def _tempered_by_rope(place: Place) -> Value:
     """The temperature that Mistral keeps among the parameters of RoPE."""
     values = place.config.section("rope_parameters")
+    values.find("max_position_embeddings")  # said of the model, too
     scale, length = values.find("llama_4_scaling_beta"), values.find("original_max_position_embeddings")
     if scale is None or length is None:
         return NOTHING
@@ -206,9 +228,11 @@ def _tempered_by_rope(place: Place) -> Value:
 
 def _rotates(config: Config, index: int) -> Value:
     """Whether a layer rotates anything: the last of each period does not."""
-    told, period = config.find("no_rope_layers"), config.read("no_rope_layer_interval", default=4)
-    if told is None:
-        return Value(bool((index + 1) % period.value), period.origin)
+    told, period = config.find("no_rope_layers"), config.find("no_rope_layer_interval")
+    if told is None or not told.value:
+        return Value(not _is_last(index, period, 4), period.origin if period else "every fourth: this family's default")
+    if index >= len(told.value):
+        raise ValueError(f"no_rope_layers must be one for each layer, got {len(told.value)}")
     return Value(bool(told.value[index]), f"no_rope_layers[{index}]")
 
 
@@ -265,30 +289,36 @@ OF_LATENTS = {"head_dim", "qk_head_dim", "num_key_value_heads"}
 """Keys that configurations of latents have and their layers do not read."""
 
 FAMILIES: dict[str, Family] = {
-    "llama": family(BIASES, rope=rope(theta=1e4), says_nothing={"mlp_bias"}),
-    "mistral": family(window_size=optional("sliding_window"), rope=rope(theta=1e4)),
-    "mixtral": family(window_size=optional("sliding_window")),
-    "ministral3": family(window_size=optional("sliding_window"), temperature=_tempered_by_rope),
-    "qwen2": family(qkv_bias=True, window_size=SLIDING, kind=_qwen),
-    "qwen2_moe": family(qkv_bias=key("qkv_bias", default=True), window_size=SLIDING, kind=_qwen),
-    "qwen2_vl_text": family(qkv_bias=True, window_size=SLIDING, kind=_qwen),
-    "qwen3": family(BIASES, qk_norm=norm(), window_size=SLIDING, kind=_qwen),
+    "llama": family(BIASES, rope=rope(theta=1e4)),
+    "mistral": family(HEADS, window_size=asked("sliding_window"), rope=rope(theta=1e4)),
+    "mixtral": family(HEADS, window_size=optional("sliding_window")),
+    "ministral3": family(HEADS, WIDTH, window_size=optional("sliding_window"), temperature=_tempered_by_rope),
+    "qwen2": family(HEADS, qkv_bias=True, window_size=SLIDING, kind=_qwen),
+    "qwen2_moe": family(HEADS, qkv_bias=key("qkv_bias", default=True), window_size=SLIDING, kind=_qwen),
+    "qwen2_vl": family(HEADS, qkv_bias=True, window_size=SLIDING, kind=_qwen),
+    "qwen2_vl_text": family(HEADS, qkv_bias=True, window_size=SLIDING, kind=_qwen),
+    "qwen3": family(HEADS, WIDTH, BIASES, qk_norm=norm(), window_size=SLIDING, kind=_qwen),
     "qwen3_moe": family(
+        HEADS,
         BIASES,
         qk_norm=norm(),
-        window_size=where("use_sliding_window", optional("sliding_window"), default=False),
+        window_size=where("use_sliding_window", asked("sliding_window"), default=False),
         says_nothing={"max_window_layers"},
     ),
-    "qwen3_vl_text": family(BIASES, qk_norm=norm()),
-    "gemma": family(BIASES, rope=rope(theta=1e4)),
+    "qwen3_vl_text": family(HEADS, WIDTH, BIASES, qk_norm=norm()),
+    "gemma": family(HEADS, WIDTH, BIASES, rope=rope(theta=1e4)),
     "gemma2": family(
+        HEADS,
+        WIDTH,
         BIASES,
         scale=key("query_pre_attn_scalar", power=-0.5),
-        soft_cap=optional("attn_logit_softcapping"),
-        window_size=SLIDING,
+        soft_cap=asked("attn_logit_softcapping"),
+        window_size=only("sliding_attention", asked("sliding_window", "sliding_window_size")),
         kind=every(2),
     ),
     "gemma3_text": family(
+        HEADS,
+        WIDTH,
         BIASES,
         scale=key("query_pre_attn_scalar", power=-0.5),
         soft_cap=optional("attn_logit_softcapping"),
@@ -297,10 +327,10 @@ FAMILIES: dict[str, Family] = {
         rope=rope(theta=1e6, local_theta=1e4),
         kind=every(6, "sliding_window_pattern", "_sliding_window_pattern"),
     ),
-    "gpt_neox": family(qkv_bias=OF_BIAS, out_bias=OF_BIAS),
-    "gpt_oss": family(BIASES, sinks=True, window_size=SLIDING, kind=every(2)),
-    "glm": family(PAIRED, qkv_bias=OF_BIAS),
-    "glm4": family(PAIRED, qkv_bias=OF_BIAS),
+    "gpt_neox": family(qkv_bias=MOSTLY, out_bias=MOSTLY),
+    "gpt_oss": family(HEADS, WIDTH, qkv_bias=MOSTLY, out_bias=MOSTLY, sinks=True, window_size=SLIDING, kind=every(2)),
+    "glm": family(HEADS, WIDTH, PAIRED, qkv_bias=MOSTLY),
+    "glm4": family(HEADS, WIDTH, PAIRED, qkv_bias=MOSTLY),
     "cohere": family(
         BIASES, PAIRED, qk_norm=where("use_qk_norm", norm("layer", per_head=True, eps="layer_norm_eps"), default=False)
     ),
@@ -313,7 +343,7 @@ FAMILIES: dict[str, Family] = {
     "phi": family(
         qkv_bias=True, out_bias=True, qk_norm=where("qk_layernorm", norm("layer", bias=True, eps="layer_norm_eps"))
     ),
-    "phi3": family(window_size=optional("sliding_window")),
+    "phi3": family(window_size=optional("sliding_window"), says_nothing={"attention_bias"}),
     "persimmon": family(
         num_kv_heads=None,
         qkv_bias=True,
@@ -342,9 +372,10 @@ FAMILIES: dict[str, Family] = {
         rope=None,
         alibi=Alibi(),
     ),
-    "smollm3": family(BIASES, rope=_smollm3, window_size=SLIDING, kind=_kind_of_smollm3, says_nothing={"mlp_bias"}),
-    "qwen3_next": family(BIASES, qk_norm=norm(weight="1+w"), gate=Gate(), kind=_qwen3_next),
+    "smollm3": family(HEADS, BIASES, rope=_smollm3, window_size=SLIDING, kind=_kind_of_smollm3),
+    "qwen3_next": family(HEADS, WIDTH, BIASES, qk_norm=norm(weight="1+w"), gate=Gate(), kind=_qwen3_next),
     "afmoe": family(
+        WIDTH,
         BIASES,
         qk_norm=norm(),
         gate=Gate(),
@@ -352,18 +383,23 @@ FAMILIES: dict[str, Family] = {
         rope=only("sliding_attention", rope()),
         kind=every(4, "global_attn_every_n_layers"),
     ),
-    "granite": family(BIASES, scale=key("attention_multiplier"), says_nothing={"mlp_bias"}),
-    "starcoder2": family(qkv_bias=key("use_bias"), out_bias=key("use_bias"), window_size=optional("sliding_window")),
+    "granite": family(BIASES, scale=key("attention_multiplier")),
+    "starcoder2": family(
+        HEADS, qkv_bias=key("use_bias"), out_bias=key("use_bias"), window_size=optional("sliding_window")
+    ),
     "olmo": family(BIASES, clip_qkv=optional("clip_qkv")),
     "olmo2": family(BIASES, qk_norm=norm(over="width")),
     "olmo3": family(BIASES, qk_norm=norm(over="width"), window_size=SLIDING, kind=every(4)),
     "stablelm": family(
+        HEADS,
         qkv_bias=key("use_qkv_bias"),
         qk_norm=where("qk_layernorm", norm("layer", per_head=True, eps="layer_norm_eps")),
     ),
     "llama4_text": family(
+        HEADS,
+        WIDTH,
         BIASES,
-        chunk_size=only("chunked_attention", optional("attention_chunk_size")),
+        chunk_size=only("chunked_attention", asked("attention_chunk_size")),
         kind=lambda config, index: "chunked_attention" if _rotates(config, index).value else "full_attention",
         more=_llama4,
     ),

@@ -55,7 +55,11 @@ def read_rope(
         factor = values.find("factor")
         scaling = ProportionalScaling(part, *(() if factor is None else (factor.value,)))
         return Value(Rope(base.value, scaling=scaling, **fields), ", ".join(origins))
-    if part != 1.0:
+    if part != 1.0 and "rotary_dim" in fields:  # said twice
+        whole = config.read("head_dim").value
+        if int(whole * part) != fields["rotary_dim"]:
+            raise ValueError(f"{fields['rotary_dim']} features must be {part} of head_dim, got head_dim={whole}")
+    elif part != 1.0:
         fields["rotary_dim"] = int(head_dim * part)
         origins.append(f"{share.origin} {part}" if share else f"{part} of a head: this family's default")
     sections = values.find("mrope_section")

@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from mha_spec import AttentionSpec
+from mha_spec.rules import as_count
 from parity.files.tensor_file import parse_json
-from parity.models.config import Config, Value
+from parity.models.config import Config, MissingKey, Value
 from parity.models.families import FAMILIES, Family, Place
 
 LARGEST = 1 << 24  # bytes of a config.json
+
+KINDS = {"full_attention": None, "sliding_attention": "window_size", "chunked_attention": "chunk_size"}
+"""Layers of attention, as `layer_types` names them, and the field that they must have."""
 
 NOT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent")
 """Layers that `layer_types` names and that are not attention over keys."""
@@ -56,16 +60,17 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
 
     Raises:
         OSError: if the file cannot be read.
+        TypeError: if the number of layers is not an integer.
         ValueError: if the family is not known, a key is missing, or one that could speak of attention is not
             understood.
     """
     values = config if isinstance(config, Mapping) else read_config(config)
     family = _family(values)
     read = Config(values)
-    count = read.read("num_hidden_layers", "n_layer").value
+    count = as_count("num_hidden_layers", read.read("num_hidden_layers", "n_layer").value)
     told = read.find("layer_types")
-    if told is not None and len(told.value) != count:
-        raise ValueError(f"layer_types must be one for each of {count} layers, got {len(told.value)}")
+    if told is not None and (not isinstance(told.value, list | tuple) or len(told.value) != count):
+        raise ValueError(f"layer_types must be one for each of {count} layers, got layer_types={told.value!r}")
     layers = []
     for index in range(count):
         kind = family.kind(read, index)
@@ -99,7 +104,7 @@ def read_config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 def _family(values: Mapping[str, Any]) -> Family:
     name = values.get("model_type")
-    if name in FAMILIES:
+    if name in FAMILIES and "text_config" not in values:
         return FAMILIES[name]
     parts = [part for part in values if part.endswith("_config") and isinstance(values[part], Mapping)]
     known = [part for part in parts if values[part].get("model_type") in FAMILIES]
@@ -118,11 +123,22 @@ def _ruled(rule: Any, place: Place) -> Value:
 def _layer(family: Family, place: Place) -> ModelLayer:
     if place.kind in NOT_ATTENTION:
         return ModelLayer(place.layer, place.kind, None, {})
+    if place.kind not in KINDS:
+        raise ValueError(
+            f"layer {place.layer} must be one of {', '.join((*KINDS, *NOT_ATTENTION))}, got {place.kind!r}"
+        )
     try:
         found = {name: _ruled(rule, place) for name, rule in family.fields.items()}
         found |= family.more(place)
         held = {name: each for name, each in found.items() if each.value is not None}
         spec = AttentionSpec(**{name: each.value for name, each in held.items()})
+    except MissingKey:
+        raise
     except (TypeError, ValueError) as error:
         raise ValueError(f"layer {place.layer} must be one that AttentionSpec has: {error}") from error
+    needed = KINDS[place.kind]
+    if needed is not None and getattr(spec, needed) is None:
+        raise ValueError(
+            f"layer {place.layer} must have a {needed} to be of kind {place.kind!r}, got none in this family"
+        )
     return ModelLayer(place.layer, place.kind, spec, {name: each.origin for name, each in held.items()})
