@@ -8,164 +8,28 @@ Source: the modules of transformers 5.23, with which layers of these specificati
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from mha_spec import Alibi, Gate, Latent, Norm, Temperature
-from mha_spec.rules import as_count
-from parity.models.config import Config, MissingKey, Value
-from parity.models.rope import read_rope
+from parity.models.config import Config, Value
+from parity.models.rules import (
+    NOTHING,
+    SLIDING,
+    Family,
+    Place,
+    Rule,
+    asked,
+    every,
+    is_last,
+    key,
+    norm,
+    only,
+    optional,
+    rope,
+    where,
+)
 
-NOTHING = Value(None, "")
-
-
-class Place(NamedTuple):
-    """A layer of a model.
-
-    Attributes:
-        config: of the model.
-        layer: which of its layers it is, from 0.
-        kind: `full_attention`, `sliding_attention`, …
-    """
-
-    config: Config
-    layer: int
-    kind: str
-
-
-Rule = Callable[[Place], Value]
-
-
-@dataclass(frozen=True)
-class Family:
-    """What the configurations of a family mean.
-
-    Attributes:
-        fields: the fields of `AttentionSpec`, each a value or a rule.
-        kind: of each layer, where `layer_types` does not say it.
-        more: fields that depend on one another.
-        says_nothing: keys of this family that say nothing of what an attention layer computes.
-    """
-
-    fields: Mapping[str, Any]
-    kind: Callable[[Config, int], str] = lambda config, index: "full_attention"
-    says_nothing: frozenset[str] = frozenset()
-    more: Callable[[Place], Mapping[str, Value]] = lambda place: {}
-
-
-# ---- Rules -----------------------------------------------------------------------------------------------------------
-
-
-def key(*names: str, default: Any = None, power: float = 1.0) -> Rule:
-    """The value of a key, or a power of it; the family's default, where there is one."""
-
-    def rule(place: Place) -> Value:
-        found = place.config.read(*names, default=default)
-        return found if power == 1.0 else Value(found.value**power, f"{found.origin} ** {power}")
-
-    return rule
-
-
-def optional(*names: str) -> Rule:
-    """The value of a key, if it is there."""
-    return lambda place: place.config.find(*names) or NOTHING
-
-
-def asked(*names: str) -> Rule:
-    """The value of a key that must be there, if only to say None: without it transformers has a number of its own."""
-    return lambda place: place.config.asked(*names) or NOTHING
-
-
-def rope(*, theta: float | None = None, of: str | None = None, **options: Any) -> Rule:
-    """RoPE; `of` is the key that has how many features it is about, where they are not those of a head."""
-
-    def rule(place: Place) -> Value:
-        fields = dict(options)
-        size = head_dim(place) if of is None else place.config.read(of).value
-        if of is not None:
-            fields |= {"rotary_dim": size, "rotated": "last"}
-        return read_rope(place.config, size, layer_type=place.kind, theta=theta, **fields)
-
-    return rule
-
-
-def head_dim(place: Place) -> int:
-    """Features of a head."""
-    found = place.config.find("head_dim")
-    return found.value if found else place.config.read("hidden_size").value // heads(place)
-
-
-def heads(place: Place) -> int:
-    """The number of query heads."""
-    return place.config.read("num_attention_heads").value
-
-
-def only(kind: str, rule: Rule) -> Rule:
-    """What layers of a kind have; its keys count as read in the others, too."""
-
-    def in_kind(place: Place) -> Value:
-        if place.kind == kind:
-            return rule(place)
-        with suppress(MissingKey):  # it is not asked for here
-            rule(place)
-        return NOTHING
-
-    return in_kind
-
-
-def where(name: str, rule: Rule, *, default: bool | None = None) -> Rule:
-    """What layers have if a key is true."""
-
-    def if_true(place: Place) -> Value:
-        found, then = place.config.read(name, default=default), rule(place)
-        return Value(then.value, f"{found.origin}, {then.origin}") if found.value else NOTHING
-
-    return if_true
-
-
-def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
-    """A norm with the model's own eps."""
-
-    def rule(place: Place) -> Value:
-        found = place.config.read(eps)
-        return Value(Norm(*args, eps=found.value, **fields), f"{found.origin}; else as every layer of this family")
-
-    return rule
-
-
-SLIDING = only("sliding_attention", asked("sliding_window"))
-
-
-def every(period: int, *names: str) -> Callable[[Config, int], str]:
-    """All layers but the last of each period have a window; keys may say another period."""
-
-    def kind(config: Config, index: int) -> str:
-        is_last = _is_last(index, config.find(*names), period)
-        return "full_attention" if is_last else "sliding_attention"
-
-    return kind
-
-
-def _is_last(index: int, told: Value | None, period: int) -> bool:
-    """Whether a layer is the last of its period, which the configuration may tell."""
-    return (index + 1) % (period if told is None else as_count(told.origin, told.value)) == 0
-
-
-def _qwen(config: Config, index: int) -> str:
-    uses = config.read("use_sliding_window", default=False)
-    config.find("max_window_layers")
-    if not uses.value:
-        return "full_attention"
-    return "sliding_attention" if index >= config.read("max_window_layers").value else "full_attention"
-
-
-def _qwen3_next(config: Config, index: int) -> str:
-    is_last = _is_last(index, config.find("full_attention_interval"), 4)
-    return "full_attention" if is_last else "linear_attention"
-
-
-# ---- Families --------------------------------------------------------------------------------------------------------
+# ---- What layers are in most families --------------------------------------------------------------------------------
 
 USUAL: dict[str, Any] = {
     "d_model": key("hidden_size"),
@@ -177,11 +41,11 @@ USUAL: dict[str, Any] = {
     "out_bias": False,
     "rope": rope(),
 }
-OF_BIAS = key("attention_bias", default=False)
-BIASES = {"qkv_bias": OF_BIAS, "out_bias": OF_BIAS}
+
+SOME_BIAS, MOST_BIAS = (key("attention_bias", default=default) for default in (False, True))
+BIASES = {"qkv_bias": SOME_BIAS, "out_bias": SOME_BIAS}
 HEADS = {"num_kv_heads": asked("num_key_value_heads")}
 WIDTH = {"head_dim": asked("head_dim")}
-MOSTLY = key("attention_bias", default=True)
 PAIRED = {"rope": rope(pairs="interleaved")}
 
 
@@ -197,6 +61,22 @@ def family(
     for each in others:
         held |= each
     return Family(held | fields, kind, frozenset(says_nothing), more)
+
+
+# ---- Rules of some families ------------------------------------------------------------------------------------------
+
+
+def _qwen(config: Config, index: int) -> str:
+    uses = config.read("use_sliding_window", default=False)
+    config.find("max_window_layers")
+    if not uses.value:
+        return "full_attention"
+    return "sliding_attention" if index >= config.read("max_window_layers").value else "full_attention"
+
+
+def _qwen3_next(config: Config, index: int) -> str:
+    last = is_last(index, config.find("full_attention_interval"), 4)
+    return "full_attention" if last else "linear_attention"
 
 
 def _latent(place: Place) -> Value:
@@ -230,7 +110,7 @@ def _rotates(config: Config, index: int) -> Value:
     """Whether a layer rotates anything: the last of each period does not."""
     told, period = config.find("no_rope_layers"), config.find("no_rope_layer_interval")
     if told is None or not told.value:
-        return Value(not _is_last(index, period, 4), period.origin if period else "every fourth: this family's default")
+        return Value(not is_last(index, period, 4), period.origin if period else "every fourth: this family's default")
     if index >= len(told.value):
         raise ValueError(f"no_rope_layers must be one for each layer, got {len(told.value)}")
     return Value(bool(told.value[index]), f"no_rope_layers[{index}]")
@@ -244,6 +124,24 @@ def _smollm3(place: Place) -> Value:
 def _kind_of_smollm3(config: Config, index: int) -> str:
     has_window = config.read("use_sliding_window", default=False).value and "sliding_window" in config
     return "sliding_attention" if has_window and not _rotates(config, index).value else "full_attention"
+
+
+def _exaone4(place: Place) -> Value:
+    """With windows in some layers, only these rotate anything."""
+    window, turned = place.config.find("sliding_window"), rope()(place)
+    rotates = window is None or place.kind == "sliding_attention"
+    return Value(turned.value if rotates else None, turned.origin + (f", {window.origin}" if window else ""))
+
+
+def _kind_of_exaone4(config: Config, index: int) -> str:
+    """As `every`, in models with windows."""
+    if config.asked("sliding_window") is None:
+        return "full_attention"
+    return every(4, "sliding_window_pattern")(config, index)
+
+
+def _kind_of_ministral(config: Config, index: int) -> str:
+    return "full_attention" if config.asked("sliding_window") is None else "sliding_attention"
 
 
 def _scale_of_gpt2(place: Place) -> Value:
@@ -276,14 +174,16 @@ def _llama4(place: Place) -> dict[str, Value]:
     return found
 
 
+# ---- Families --------------------------------------------------------------------------------------------------------
+
 LATENTS: dict[str, Any] = {
     "num_kv_heads": None,
     "head_dim": _sum("qk_nope_head_dim", "qk_rope_head_dim"),
     "value_head_dim": key("v_head_dim"),
     "latent": _latent,
     "rope": _pairs_of_latents,
-    "qkv_bias": OF_BIAS,
-    "out_bias": OF_BIAS,
+    "qkv_bias": SOME_BIAS,
+    "out_bias": SOME_BIAS,
 }
 OF_LATENTS = {"head_dim", "qk_head_dim", "num_key_value_heads"}
 """Keys that configurations of latents have and their layers do not read."""
@@ -327,10 +227,12 @@ FAMILIES: dict[str, Family] = {
         rope=rope(theta=1e6, local_theta=1e4),
         kind=every(6, "sliding_window_pattern", "_sliding_window_pattern"),
     ),
-    "gpt_neox": family(qkv_bias=MOSTLY, out_bias=MOSTLY),
-    "gpt_oss": family(HEADS, WIDTH, qkv_bias=MOSTLY, out_bias=MOSTLY, sinks=True, window_size=SLIDING, kind=every(2)),
-    "glm": family(HEADS, WIDTH, PAIRED, qkv_bias=MOSTLY),
-    "glm4": family(HEADS, WIDTH, PAIRED, qkv_bias=MOSTLY),
+    "gpt_neox": family(qkv_bias=MOST_BIAS, out_bias=MOST_BIAS),
+    "gpt_oss": family(
+        HEADS, WIDTH, qkv_bias=MOST_BIAS, out_bias=MOST_BIAS, sinks=True, window_size=SLIDING, kind=every(2)
+    ),
+    "glm": family(HEADS, WIDTH, PAIRED, qkv_bias=MOST_BIAS),
+    "glm4": family(HEADS, WIDTH, PAIRED, qkv_bias=MOST_BIAS),
     "cohere": family(
         BIASES, PAIRED, qk_norm=where("use_qk_norm", norm("layer", per_head=True, eps="layer_norm_eps"), default=False)
     ),
@@ -383,6 +285,32 @@ FAMILIES: dict[str, Family] = {
         rope=only("sliding_attention", rope()),
         kind=every(4, "global_attn_every_n_layers"),
     ),
+    "arcee": family(BIASES),
+    "apertus": family(BIASES, qk_norm=norm()),
+    "seed_oss": family(
+        HEADS,
+        WIDTH,
+        qkv_bias=key("attention_bias"),
+        out_bias=key("attention_out_bias"),
+        dropout=key("attention_dropout"),
+        output_dropout=key("residual_dropout"),
+    ),
+    "helium": family(HEADS, WIDTH, PAIRED, qkv_bias=SOME_BIAS),
+    "nemotron": family(BIASES),
+    "ernie4_5": family(HEADS, WIDTH, PAIRED, qkv_bias=key("use_bias"), out_bias=key("use_bias")),
+    "exaone4": family(
+        HEADS,
+        qk_norm=norm(),
+        window_size=SLIDING,
+        rope=_exaone4,
+        kind=_kind_of_exaone4,
+        says_nothing={"sliding_window_pattern"},
+    ),
+    "glm4_moe": family(HEADS, qkv_bias=SOME_BIAS, qk_norm=where("use_qk_norm", norm())),
+    "dots1": family(HEADS, BIASES, qk_norm=norm(), window_size=SLIDING, says_nothing={"max_window_layers"}),
+    "olmoe": family(BIASES, qk_norm=norm(over="width")),
+    "ministral": family(HEADS, window_size=SLIDING, kind=_kind_of_ministral),
+    "granitemoe": family(BIASES, scale=key("attention_multiplier")),
     "granite": family(BIASES, scale=key("attention_multiplier")),
     "starcoder2": family(
         HEADS, qkv_bias=key("use_bias"), out_bias=key("use_bias"), window_size=optional("sliding_window")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from mha_spec import AttentionSpec
 from mha_spec.rules import as_count
 from parity.files.tensor_file import parse_json
 from parity.models.config import Config, MissingKey, Value
-from parity.models.families import FAMILIES, Family, Place
+from parity.models.families import FAMILIES
+from parity.models.rules import Family, Place
 
 LARGEST = 1 << 24  # bytes of a config.json
 
@@ -73,8 +75,12 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
         raise ValueError(f"layer_types must be one for each of {count} layers, got layer_types={told.value!r}")
     layers = []
     for index in range(count):
-        kind = family.kind(read, index)
-        kind = kind if told is None else told.value[index]
+        if told is None:
+            kind = family.kind(read, index)
+        else:
+            kind = told.value[index]
+            with suppress(TypeError, ValueError):  # other keys that say it, too, count as read
+                family.kind(read, index)
         layers.append(_layer(family, Place(read, index, kind)))
     unread = list(read.unread(family.says_nothing))
     if unread:

@@ -1,0 +1,144 @@
+"""What reads a field of a specification from a configuration: a rule for each way that fields are said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mha_spec import Norm
+from mha_spec.rules import as_count
+from parity.models.config import Config, MissingKey, Value
+from parity.models.rope import read_rope
+
+NOTHING = Value(None, "")
+
+
+class Place(NamedTuple):
+    """A layer of a model.
+
+    Attributes:
+        config: of the model.
+        layer: which of its layers it is, from 0.
+        kind: `full_attention`, `sliding_attention`, …
+    """
+
+    config: Config
+    layer: int
+    kind: str
+
+
+Rule = Callable[[Place], Value]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the configurations of a family mean.
+
+    Attributes:
+        fields: the fields of `AttentionSpec`, each a value or a rule.
+        kind: of each layer, where `layer_types` does not say it.
+        more: fields that depend on one another.
+        says_nothing: keys of this family that say nothing of what an attention layer computes.
+    """
+
+    fields: Mapping[str, Any]
+    kind: Callable[[Config, int], str] = lambda config, index: "full_attention"
+    says_nothing: frozenset[str] = frozenset()
+    more: Callable[[Place], Mapping[str, Value]] = lambda place: {}
+
+
+def key(*names: str, default: Any = None, power: float = 1.0) -> Rule:
+    """The value of a key, or a power of it; the family's default, where there is one."""
+
+    def rule(place: Place) -> Value:
+        found = place.config.read(*names, default=default)
+        return found if power == 1.0 else Value(found.value**power, f"{found.origin} ** {power}")
+
+    return rule
+
+
+def optional(*names: str) -> Rule:
+    """The value of a key, if it is there."""
+    return lambda place: place.config.find(*names) or NOTHING
+
+
+def asked(*names: str) -> Rule:
+    """The value of a key that must be there, if only to say None: without it transformers has a number of its own."""
+    return lambda place: place.config.asked(*names) or NOTHING
+
+
+def rope(*, theta: float | None = None, of: str | None = None, **options: Any) -> Rule:
+    """RoPE; `of` is the key that has how many features it is about, where they are not those of a head."""
+
+    def rule(place: Place) -> Value:
+        fields = dict(options)
+        size = head_dim(place) if of is None else place.config.read(of).value
+        if of is not None:
+            fields |= {"rotary_dim": size, "rotated": "last"}
+        return read_rope(place.config, size, layer_type=place.kind, theta=theta, **fields)
+
+    return rule
+
+
+def head_dim(place: Place) -> int:
+    """Features of a head."""
+    found = place.config.find("head_dim")
+    return found.value if found else place.config.read("hidden_size").value // heads(place)
+
+
+def heads(place: Place) -> int:
+    """The number of query heads."""
+    return place.config.read("num_attention_heads").value
+
+
+def only(kind: str, rule: Rule) -> Rule:
+    """What layers of a kind have; its keys count as read in the others, too."""
+
+    def in_kind(place: Place) -> Value:
+        if place.kind == kind:
+            return rule(place)
+        with suppress(MissingKey):  # it is not asked for here
+            rule(place)
+        return NOTHING
+
+    return in_kind
+
+
+def where(name: str, rule: Rule, *, default: bool | None = None) -> Rule:
+    """What layers have if a key is true."""
+
+    def if_true(place: Place) -> Value:
+        found, then = place.config.read(name, default=default), rule(place)
+        return Value(then.value, f"{found.origin}, {then.origin}") if found.value else NOTHING
+
+    return if_true
+
+
+def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
+    """A norm with the model's own eps."""
+
+    def rule(place: Place) -> Value:
+        found = place.config.read(eps)
+        return Value(Norm(*args, eps=found.value, **fields), f"{found.origin}; else as every layer of this family")
+
+    return rule
+
+
+SLIDING = only("sliding_attention", asked("sliding_window"))
+
+
+def every(period: int, *names: str) -> Callable[[Config, int], str]:
+    """All layers but the last of each period have a window; keys may say another period."""
+
+    def kind(config: Config, index: int) -> str:
+        last = is_last(index, config.find(*names), period)
+        return "full_attention" if last else "sliding_attention"
+
+    return kind
+
+
+def is_last(index: int, told: Value | None, period: int) -> bool:
+    """Whether a layer is the last of its period, which the configuration may tell."""
+    return (index + 1) % (period if told is None else as_count(told.origin, told.value)) == 0
