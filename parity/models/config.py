@@ -15,7 +15,7 @@ ABOUT_ATTENTION = re.compile(
 SAYS_NOTHING = re.compile(
     r"(output|router?|routed|mlp|lm_head|residual|embedding|embd|expert|moe|mtp|logit|final|linear|first_k|tie)_.*|"
     r"_?attn_implementation.*|max_position_embeddings|chunk_size_feed_forward|cross_attention_hidden_size|"
-    r"scale_emb|scale_depth"
+    r"scale_emb|scale_depth|max_window_layers"
 )
 """Those of all families that say nothing of what an attention layer computes."""
 
@@ -41,9 +41,10 @@ class Config:
         where: what the names of its keys begin with in messages: nothing, or `rope_parameters.`.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
+    def __init__(self, values: Mapping[str, Any], where: str = "", defaults: Mapping[str, Any] | None = None) -> None:
         self.where = where
         self._values = dict(values)
+        self._defaults = {name: value for name, value in (defaults or {}).items() if name not in values}
         self._read: set[str] = set()
         self._sections: dict[str, Config] = {}
 
@@ -56,14 +57,17 @@ class Config:
         Raises:
             MissingKey: if none of them is there.
         """
-        if self._values.keys().isdisjoint(names):
+        if self._values.keys().isdisjoint(names) and self._defaults.keys().isdisjoint(names):
             self.read(*names)
         return self.find(*names)
 
     def find(self, *names: str) -> Value | None:
         """The value of the first of these keys that is there, or None; all of them count as read."""
         self._read.update(names)
-        return next((Value(self._values[name], f"{self.where}{name}") for name in names if name in self), None)
+        for name in names:
+            if name in self:
+                return Value(self._values[name], f"{self.where}{name}")
+        return next((_default(name, self._defaults[name]) for name in names if name in self._defaults), None)
 
     def read(self, *names: str, default: Any = None) -> Value:
         """The value of the first of these keys that is there, or what this family's models have without it.
@@ -76,7 +80,7 @@ class Config:
             return found
         if default is None:
             raise MissingKey(f"the configuration must have {self.where}{' or '.join(names)}, and it is not there")
-        return Value(default, f"{names[0]} is not there: this family's default")
+        return _default(names[0], default)
 
     def pass_over(self, kind: type) -> None:
         """Count as read what is of a kind: it is said of layers that are not there."""
@@ -110,3 +114,7 @@ class Config:
                 yield f"{self.where}{name}={value!r}"
         for section in self._sections.values():
             yield from section.unread(says_nothing)
+
+
+def _default(name: str, value: Any) -> Value:
+    return Value(value, f"{name} is not there: this family's default")

@@ -53,6 +53,7 @@ def family(
     *others: Mapping[str, Any],
     kind: Callable[[Config, int], str] = Family.kind,
     says_nothing: Iterable[str] = (),
+    defaults: Mapping[str, Any] | None = None,
     more: Callable[[Place], Mapping[str, Value]] = Family.more,
     **fields: Any,
 ) -> Family:
@@ -60,7 +61,7 @@ def family(
     held = dict(USUAL)
     for each in others:
         held |= each
-    return Family(held | fields, kind, frozenset(says_nothing), more)
+    return Family(held | fields, kind, frozenset(says_nothing), defaults or {}, more)
 
 
 # ---- Rules of some families ------------------------------------------------------------------------------------------
@@ -188,6 +189,10 @@ LATENTS: dict[str, Any] = {
 OF_LATENTS = {"head_dim", "qk_head_dim", "num_key_value_heads"}
 """Keys that configurations of latents have and their layers do not read."""
 
+OF_GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
+OF_GEMMA3 |= {"rms_norm_eps": 1e-6, "sliding_window": 4096, "hidden_size": 2304, "num_hidden_layers": 26}
+"""What its configurations leave out, those of the larger models nearly everything."""
+
 FAMILIES: dict[str, Family] = {
     "llama": family(BIASES, rope=rope(theta=1e4)),
     "mistral": family(HEADS, window_size=asked("sliding_window"), rope=rope(theta=1e4)),
@@ -203,7 +208,6 @@ FAMILIES: dict[str, Family] = {
         BIASES,
         qk_norm=norm(),
         window_size=where("use_sliding_window", asked("sliding_window"), default=False),
-        says_nothing={"max_window_layers"},
     ),
     "qwen3_vl_text": family(HEADS, WIDTH, BIASES, qk_norm=norm()),
     "gemma": family(HEADS, WIDTH, BIASES, rope=rope(theta=1e4)),
@@ -226,6 +230,7 @@ FAMILIES: dict[str, Family] = {
         window_size=SLIDING,
         rope=rope(theta=1e6, local_theta=1e4),
         kind=every(6, "sliding_window_pattern", "_sliding_window_pattern"),
+        defaults=OF_GEMMA3,
     ),
     "gpt_neox": family(qkv_bias=MOST_BIAS, out_bias=MOST_BIAS),
     "gpt_oss": family(
@@ -241,9 +246,12 @@ FAMILIES: dict[str, Family] = {
         window_size=SLIDING,
         rope=only("sliding_attention", rope(pairs="interleaved")),
         kind=every(4, "sliding_window_pattern", "_sliding_window_pattern"),
+        says_nothing={"position_embedding_type"},
     ),
     "phi": family(
-        qkv_bias=True, out_bias=True, qk_norm=where("qk_layernorm", norm("layer", bias=True, eps="layer_norm_eps"))
+        qkv_bias=True,
+        out_bias=True,
+        qk_norm=where("qk_layernorm", norm("layer", bias=True, eps="layer_norm_eps"), default=False),
     ),
     "phi3": family(window_size=optional("sliding_window"), says_nothing={"attention_bias"}),
     "persimmon": family(
@@ -266,6 +274,7 @@ FAMILIES: dict[str, Family] = {
         says_nothing={"reorder_and_upcast_attn", "n_positions"},
     ),
     "bloom": family(
+        d_model=key("hidden_size", "n_embed"),
         num_heads=key("n_head", "num_attention_heads"),
         num_kv_heads=None,
         head_dim=None,
@@ -273,6 +282,13 @@ FAMILIES: dict[str, Family] = {
         out_bias=True,
         rope=None,
         alibi=Alibi(),
+        says_nothing={
+            "attention_softmax_in_fp32",
+            "bias_dropout_fusion",
+            "offset_alibi",
+            "skip_bias_add",
+            "skip_bias_add_qkv",
+        },
     ),
     "smollm3": family(HEADS, BIASES, rope=_smollm3, window_size=SLIDING, kind=_kind_of_smollm3),
     "qwen3_next": family(HEADS, WIDTH, BIASES, qk_norm=norm(weight="1+w"), gate=Gate(), kind=_qwen3_next),
@@ -306,8 +322,8 @@ FAMILIES: dict[str, Family] = {
         kind=_kind_of_exaone4,
         says_nothing={"sliding_window_pattern"},
     ),
-    "glm4_moe": family(HEADS, qkv_bias=SOME_BIAS, qk_norm=where("use_qk_norm", norm())),
-    "dots1": family(HEADS, BIASES, qk_norm=norm(), window_size=SLIDING, says_nothing={"max_window_layers"}),
+    "glm4_moe": family(HEADS, qkv_bias=SOME_BIAS, qk_norm=where("use_qk_norm", norm(), default=False)),
+    "dots1": family(HEADS, BIASES, qk_norm=norm(), window_size=SLIDING),
     "olmoe": family(BIASES, qk_norm=norm(over="width")),
     "ministral": family(HEADS, window_size=SLIDING, kind=_kind_of_ministral),
     "granitemoe": family(BIASES, scale=key("attention_multiplier")),
@@ -320,8 +336,8 @@ FAMILIES: dict[str, Family] = {
     "olmo3": family(BIASES, qk_norm=norm(over="width"), window_size=SLIDING, kind=every(4)),
     "stablelm": family(
         HEADS,
-        qkv_bias=key("use_qkv_bias"),
-        qk_norm=where("qk_layernorm", norm("layer", per_head=True, eps="layer_norm_eps")),
+        qkv_bias=key("use_qkv_bias", default=False),
+        qk_norm=where("qk_layernorm", norm("layer", per_head=True, eps="layer_norm_eps"), default=False),
     ),
     "llama4_text": family(
         HEADS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mha_spec import Norm
@@ -41,11 +41,13 @@ class Family:
         kind: of each layer, where `layer_types` does not say it.
         more: fields that depend on one another.
         says_nothing: keys of this family that say nothing of what an attention layer computes.
+        defaults: what keys are when they are not there.
     """
 
     fields: Mapping[str, Any]
     kind: Callable[[Config, int], str] = lambda config, index: "full_attention"
     says_nothing: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     more: Callable[[Place], Mapping[str, Value]] = lambda place: {}
 
 

@@ -68,7 +68,7 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
     """
     values = config if isinstance(config, Mapping) else read_config(config)
     family = _family(values)
-    read = Config(values)
+    read = Config(values, defaults=family.defaults)
     count = as_count("num_hidden_layers", read.read("num_hidden_layers", "n_layer").value)
     told = read.find("layer_types")
     if told is not None and (not isinstance(told.value, list | tuple) or len(told.value) != count):
