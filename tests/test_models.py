@@ -223,15 +223,18 @@ def test_a_key_that_is_not_there_means_what_it_means_to_transformers(family):
     whole = specs_of(filled(values))
     assert [layer.spec for layer in whole] == [layer.spec for layer in specs_of(values)]
     asked = 0
-    for key in values.keys() - {"model_type", "transformers_version"}:
-        rest = {name: value for name, value in values.items() if name != key}
-        try:
-            found = specs_of(rest)
-        except ValueError:
-            asked += 1
-            continue
-        expected = specs_of(filled(rest))
-        assert [layer.spec for layer in found] == [layer.spec for layer in expected], key
+    for said in (values, older(values)):
+        for key in set(names_in(said)) - {"model_type", "transformers_version"}:
+            try:
+                found = specs_of(changed(said, key))
+            except ValueError:
+                asked += 1
+                continue
+            try:
+                expected = specs_of(filled(changed(said, key)))
+            except KeyError:  # transformers would rather not
+                continue
+            assert [layer.spec for layer in found] == [layer.spec for layer in expected], key
     assert asked >= 3 or FAMILIES[family].defaults
 
 
@@ -420,6 +423,14 @@ REFUSED = {
     "no parameters": (
         {"model_type": "ministral3", "rope_parameters": None, "head_dim": 8},
         "the configuration must have rope_theta or rotary_emb_base",
+    ),
+    "two bases": (
+        {"rope_theta": 1e4},
+        "rope_theta must be said once, or the same twice, got rope_parameters.rope_theta=500000.0 and",
+    ),
+    "RoPE of other layers": (
+        {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+        "the configuration must have rope_parameters.full_attention",
     ),
     "layers": ({"layer_types": ["full_attention"]}, "layer_types must be one for each of 3 layers, got layer_types="),
     "word for layers": ({"layer_types": 3}, "layer_types must be one for each of 3 layers, got layer_types=3"),

@@ -82,9 +82,11 @@ class Config:
             raise MissingKey(f"the configuration must have {self.where}{' or '.join(names)}, and it is not there")
         return _default(names[0], default)
 
-    def pass_over(self, kind: type) -> None:
-        """Count as read what is of a kind: it is said of layers that are not there."""
-        self._read.update(name for name, value in self._values.items() if isinstance(value, kind))
+    def pass_over(self, kind: type) -> bool:
+        """Count as read what is of a kind, of layers that are not there; whether anything is."""
+        names = [name for name, value in self._values.items() if isinstance(value, kind)]
+        self._read.update(names)
+        return bool(names)
 
     def section(self, name: str) -> Config:
         """A part of it, the same one each time.

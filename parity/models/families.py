@@ -47,6 +47,7 @@ BIASES = {"qkv_bias": SOME_BIAS, "out_bias": SOME_BIAS}
 HEADS = {"num_kv_heads": asked("num_key_value_heads")}
 WIDTH = {"head_dim": asked("head_dim")}
 PAIRED = {"rope": rope(pairs="interleaved")}
+IN_PART = {"rope": rope(fraction=0.5)}
 
 
 def family(
@@ -101,9 +102,10 @@ def _tempered_by_rope(place: Place) -> Value:
     """The temperature that Mistral keeps among the parameters of RoPE."""
     values = place.config.section("rope_parameters")
     values.find("max_position_embeddings")  # said of the model, too
-    scale, length = values.find("llama_4_scaling_beta"), values.find("original_max_position_embeddings")
-    if scale is None or length is None:
+    scale = values.find("llama_4_scaling_beta")
+    if scale is None:
         return NOTHING
+    length = values.read("original_max_position_embeddings")
     return Value(Temperature(length.value, scale.value), f"{scale.origin}, {length.origin}")
 
 
@@ -200,8 +202,8 @@ FAMILIES: dict[str, Family] = {
     "ministral3": family(HEADS, WIDTH, window_size=optional("sliding_window"), temperature=_tempered_by_rope),
     "qwen2": family(HEADS, qkv_bias=True, window_size=SLIDING, kind=_qwen),
     "qwen2_moe": family(HEADS, qkv_bias=key("qkv_bias", default=True), window_size=SLIDING, kind=_qwen),
-    "qwen2_vl": family(HEADS, qkv_bias=True, window_size=SLIDING, kind=_qwen),
-    "qwen2_vl_text": family(HEADS, qkv_bias=True, window_size=SLIDING, kind=_qwen),
+    "qwen2_vl": family(HEADS, rope=rope(sections=(16, 24, 24)), qkv_bias=True, window_size=SLIDING, kind=_qwen),
+    "qwen2_vl_text": family(HEADS, rope=rope(sections=(16, 24, 24)), qkv_bias=True, window_size=SLIDING, kind=_qwen),
     "qwen3": family(HEADS, WIDTH, BIASES, qk_norm=norm(), window_size=SLIDING, kind=_qwen),
     "qwen3_moe": family(
         HEADS,
@@ -209,7 +211,9 @@ FAMILIES: dict[str, Family] = {
         qk_norm=norm(),
         window_size=where("use_sliding_window", asked("sliding_window"), default=False),
     ),
-    "qwen3_vl_text": family(HEADS, WIDTH, BIASES, qk_norm=norm()),
+    "qwen3_vl_text": family(
+        HEADS, WIDTH, BIASES, qk_norm=norm(), rope=rope(sections=(24, 20, 20), section_order="interleaved")
+    ),
     "gemma": family(HEADS, WIDTH, BIASES, rope=rope(theta=1e4)),
     "gemma2": family(
         HEADS,
@@ -232,12 +236,12 @@ FAMILIES: dict[str, Family] = {
         kind=every(6, "sliding_window_pattern", "_sliding_window_pattern"),
         defaults=OF_GEMMA3,
     ),
-    "gpt_neox": family(qkv_bias=MOST_BIAS, out_bias=MOST_BIAS),
+    "gpt_neox": family(rope=rope(fraction=0.25), qkv_bias=MOST_BIAS, out_bias=MOST_BIAS),
     "gpt_oss": family(
         HEADS, WIDTH, qkv_bias=MOST_BIAS, out_bias=MOST_BIAS, sinks=True, window_size=SLIDING, kind=every(2)
     ),
-    "glm": family(HEADS, WIDTH, PAIRED, qkv_bias=MOST_BIAS),
-    "glm4": family(HEADS, WIDTH, PAIRED, qkv_bias=MOST_BIAS),
+    "glm": family(HEADS, WIDTH, rope=rope(pairs="interleaved", fraction=0.5), qkv_bias=MOST_BIAS),
+    "glm4": family(HEADS, WIDTH, rope=rope(pairs="interleaved", fraction=0.5), qkv_bias=MOST_BIAS),
     "cohere": family(
         BIASES, PAIRED, qk_norm=where("use_qk_norm", norm("layer", per_head=True, eps="layer_norm_eps"), default=False)
     ),
@@ -249,12 +253,14 @@ FAMILIES: dict[str, Family] = {
         says_nothing={"position_embedding_type"},
     ),
     "phi": family(
+        IN_PART,
         qkv_bias=True,
         out_bias=True,
         qk_norm=where("qk_layernorm", norm("layer", bias=True, eps="layer_norm_eps"), default=False),
     ),
     "phi3": family(window_size=optional("sliding_window"), says_nothing={"attention_bias"}),
     "persimmon": family(
+        IN_PART,
         num_kv_heads=None,
         qkv_bias=True,
         out_bias=True,
@@ -291,7 +297,9 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "smollm3": family(HEADS, BIASES, rope=_smollm3, window_size=SLIDING, kind=_kind_of_smollm3),
-    "qwen3_next": family(HEADS, WIDTH, BIASES, qk_norm=norm(weight="1+w"), gate=Gate(), kind=_qwen3_next),
+    "qwen3_next": family(
+        HEADS, WIDTH, BIASES, rope=rope(fraction=0.25), qk_norm=norm(weight="1+w"), gate=Gate(), kind=_qwen3_next
+    ),
     "afmoe": family(
         WIDTH,
         BIASES,
@@ -312,7 +320,7 @@ FAMILIES: dict[str, Family] = {
         output_dropout=key("residual_dropout"),
     ),
     "helium": family(HEADS, WIDTH, PAIRED, qkv_bias=SOME_BIAS),
-    "nemotron": family(BIASES),
+    "nemotron": family(BIASES, IN_PART),
     "ernie4_5": family(HEADS, WIDTH, PAIRED, qkv_bias=key("use_bias"), out_bias=key("use_bias")),
     "exaone4": family(
         HEADS,
@@ -322,7 +330,7 @@ FAMILIES: dict[str, Family] = {
         kind=_kind_of_exaone4,
         says_nothing={"sliding_window_pattern"},
     ),
-    "glm4_moe": family(HEADS, qkv_bias=SOME_BIAS, qk_norm=where("use_qk_norm", norm(), default=False)),
+    "glm4_moe": family(HEADS, IN_PART, qkv_bias=SOME_BIAS, qk_norm=where("use_qk_norm", norm(), default=False)),
     "dots1": family(HEADS, BIASES, qk_norm=norm(), window_size=SLIDING),
     "olmoe": family(BIASES, qk_norm=norm(over="width")),
     "ministral": family(HEADS, window_size=SLIDING, kind=_kind_of_ministral),
@@ -336,6 +344,7 @@ FAMILIES: dict[str, Family] = {
     "olmo3": family(BIASES, qk_norm=norm(over="width"), window_size=SLIDING, kind=every(4)),
     "stablelm": family(
         HEADS,
+        rope=rope(fraction=0.25),
         qkv_bias=key("use_qkv_bias", default=False),
         qk_norm=where("qk_layernorm", norm("layer", per_head=True, eps="layer_norm_eps"), default=False),
     ),

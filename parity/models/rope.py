@@ -39,7 +39,7 @@ def read_rope(
         theta: this family's base where the configuration has none; None where it must have one.
         fraction: the share of features that are rotated where the configuration does not say.
         local_theta: the base of layers with a window, in families where they have one of their own and no scaling.
-        fields: of `Rope`, what the family has besides.
+        fields: of `Rope`, what the family has besides; `sections` are those where the configuration has none.
 
     Raises:
         ValueError: if a key is missing, or the kind of scaling unknown.
@@ -48,7 +48,7 @@ def read_rope(
     base = _base(config, values, theta, local_theta if is_local else None)
     kind = values.find("rope_type", "type")
     word: Any = "default" if kind is None else KINDS.get(kind.value, kind.value)
-    share = values.find("partial_rotary_factor") or config.find("partial_rotary_factor", "rotary_pct")
+    share = _once(values.find("partial_rotary_factor"), config.find("partial_rotary_factor", "rotary_pct"))
     part = share.value if share is not None else fraction
     origins = [base.origin] + ([] if kind is None or word == "default" else [f"{kind.origin} {kind.value}"])
     if word == "proportional":
@@ -62,12 +62,13 @@ def read_rope(
     elif part != 1.0:
         fields["rotary_dim"] = int(head_dim * part)
         origins.append(f"{share.origin} {part}" if share else f"{part} of a head: this family's default")
-    sections = values.find("mrope_section")
+    sections = values.find("mrope_section") if "sections" in fields else None
     if sections is not None:
+        values.find("mrope_interleaved")  # these families have one order
         fields["sections"] = tuple(sections.value)
         origins.append(sections.origin)
-        if (order := values.find("mrope_interleaved")) is not None and order.value:
-            fields["section_order"] = "interleaved"
+    elif "sections" in fields:
+        origins.append("mrope_section is not there: this family's default")
     if word == "default":
         for held in (values, config):  # transformers reads neither
             held.find("factor", "original_max_position_embeddings")
@@ -81,10 +82,8 @@ def _parameters(config: Config, layer_type: str, local_theta: float | None) -> t
     """What is said of the RoPE of a layer, and whether it is that of a window's layer in a family's older words."""
     if "rope_parameters" in config:
         values = config.section("rope_parameters")
-        if layer_type not in values:
-            return values, False
-        values.pass_over(Mapping)
-        return values.section(layer_type), False
+        is_by_type = values.pass_over(Mapping)
+        return (values.section(layer_type) if is_by_type else values), False
     is_local = local_theta is not None and layer_type == "sliding_attention"
     if is_local or "rope_scaling" not in config:
         config.find("rope_scaling")
@@ -96,7 +95,20 @@ def _base(config: Config, values: Config, theta: float | None, local_theta: floa
     if local_theta is not None:
         config.find("rope_theta")
         return config.read("rope_local_base_freq", default=local_theta)
-    return values.find("rope_theta") or config.read("rope_theta", "rotary_emb_base", default=theta)
+    said = _once(values.find("rope_theta"), config.find("rope_theta", "rotary_emb_base"))
+    return said or config.read("rope_theta", "rotary_emb_base", default=theta)
+
+
+def _once(own: Value | None, of_model: Value | None) -> Value | None:
+    """What is said among the parameters of RoPE, or else of the model.
+
+    Raises:
+        ValueError: if both are there, and differ.
+    """
+    if own is not None and of_model is not None and own.value != of_model.value:
+        both = f"{own.origin}={own.value} and {of_model.origin}={of_model.value}"
+        raise ValueError(f"{of_model.origin} must be said once, or the same twice, got {both}")
+    return own or of_model
 
 
 # ---- Scaling ---------------------------------------------------------------------------------------------------------
