@@ -21,7 +21,7 @@ import transformers
 from released import SIZES, Released, check_near
 
 import mha_torch
-from mha_spec import Llama3Scaling, Norm, Rope, YarnScaling
+from mha_spec import Llama3Scaling, Norm, ProportionalScaling, Rope, YarnScaling
 from parity import Alibi, AttentionSpec, load_into, specs_of
 from parity.cli.main import main
 from parity.models.families import FAMILIES
@@ -370,6 +370,12 @@ def test_yarn_of_deepseek_has_both_numbers_or_none():
     assert scaling_of(**both) == YarnScaling(4.0, 64, **both)
     assert scaling_of(mscale=0.7) == YarnScaling(4.0, 64)
     assert scaling_of(factor=None) == YarnScaling(8.0, 64)  # from the two lengths
+
+
+def test_proportional_rope_is_that_of_a_whole_head():
+    rope = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    assert specs_of({**LLAMA, "rope_parameters": rope})[0].spec.rope == Rope(scaling=ProportionalScaling(0.25))
+    assert specs_of({**LLAMA, "rope_parameters": {**rope, "factor": 2.0}})[0].spec.rope.scaling.factor == 2.0
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the specifications."""
-    from parity.models.specs import read_config, specs_of
+    from parity.models.config import read_config
+    from parity.models.specs import specs_of
     from parity.reporting.console import console
     from parity.reporting.json import write_json
     from parity.reporting.models import print_layers

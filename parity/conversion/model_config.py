@@ -10,11 +10,9 @@ from typing import Any
 
 from mha_spec import Rope
 from parity.files import TensorFile
-from parity.files.tensor_file import parse_json
+from parity.models.config import read_config
 
 HEADS = ("num_heads", "num_kv_heads", "head_dim", "rope")
-
-MAX_CONFIG = 1 << 24  # bytes
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,11 @@ def heads_beside(file: TensorFile) -> Beside:
     if file.format == "gguf":
         return _beside("GGUF", *_in_gguf(file))
     path = Path(file.path)
-    config = (path if path.is_dir() else path.parent) / "config.json"
     try:
-        if config.stat().st_size > MAX_CONFIG:
-            return Beside()
-        content = parse_json(config.read_bytes())
+        config = read_config((path if path.is_dir() else path.parent) / "config.json")
     except (OSError, ValueError, RecursionError):
         return Beside()
-    return _beside("config.json", *_in_config(content)) if isinstance(content, dict) else Beside()
+    return _beside("config.json", *_in_config(config))
 
 
 def _in_gguf(file: TensorFile) -> tuple[dict[str, Any], list[str]]:

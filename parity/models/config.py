@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from parity.files.tensor_file import parse_json
 
 ABOUT_ATTENTION = re.compile(
     r"attn|attention|rope|rotary|theta|yarn|mscale|window|chunk|softcap|alibi|relative|clip_qkv|lora_rank|temperature|"
@@ -21,6 +25,26 @@ SAYS_NOTHING = re.compile(
 
 SAYS_NOTHING_IF_EMPTY = {"add_cross_attention", "pruned_heads", "use_bidirectional_attention"}
 """Those that say something where they are neither false nor empty."""
+
+
+LARGEST = 1 << 24  # bytes of a config.json
+
+
+def read_config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The values of a config.json, or of that in a folder.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is not a configuration.
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    if path.stat().st_size > LARGEST:
+        raise ValueError(f"a configuration must have at most {LARGEST} bytes, got {path}")
+    values = parse_json(path.read_bytes())
+    if not isinstance(values, Mapping):
+        raise ValueError(f"a configuration must hold values by name, got {path}")
+    return values
 
 
 class MissingKey(ValueError):

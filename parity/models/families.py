@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mha_spec import Alibi, Gate, Latent, Norm, Temperature
+from mha_spec import Alibi, Gate, Latent, Temperature
 from parity.models.config import Config, Value
 from parity.models.rules import (
     NOTHING,
@@ -55,25 +55,21 @@ def family(
     kind: Callable[[Config, int], str] = Family.kind,
     says_nothing: Iterable[str] = (),
     defaults: Mapping[str, Any] | None = None,
-    more: Callable[[Place], Mapping[str, Value]] = Family.more,
     **fields: Any,
 ) -> Family:
     """A family whose fields are the usual ones but for these."""
     held = dict(USUAL)
     for each in others:
         held |= each
-    return Family(held | fields, kind, frozenset(says_nothing), defaults or {}, more)
+    return Family(held | fields, kind, frozenset(says_nothing), defaults or {})
 
 
 # ---- Rules of some families ------------------------------------------------------------------------------------------
 
 
 def _qwen(config: Config, index: int) -> str:
-    uses = config.read("use_sliding_window", default=False)
-    config.find("max_window_layers")
-    if not uses.value:
-        return "full_attention"
-    return "sliding_attention" if index >= config.read("max_window_layers").value else "full_attention"
+    uses = config.read("use_sliding_window", default=False).value
+    return "sliding_attention" if uses and index >= config.read("max_window_layers").value else "full_attention"
 
 
 def _qwen3_next(config: Config, index: int) -> str:
@@ -119,9 +115,14 @@ def _rotates(config: Config, index: int) -> Value:
     return Value(bool(told.value[index]), f"no_rope_layers[{index}]")
 
 
-def _smollm3(place: Place) -> Value:
-    rotates, turned = _rotates(place.config, place.layer), rope()(place)
-    return Value(turned.value if rotates.value else None, f"{turned.origin}, {rotates.origin}")
+def _where_rotated(rule: Rule, *, rotated: bool = True) -> Rule:
+    """What layers have that rotate, or those that do not; its keys count as read in the others, too."""
+
+    def in_some(place: Place) -> Value:
+        rotates, found = _rotates(place.config, place.layer), rule(place)
+        return Value(found.value, f"{found.origin}, {rotates.origin}") if rotates.value == rotated else NOTHING
+
+    return in_some
 
 
 def _kind_of_smollm3(config: Config, index: int) -> str:
@@ -161,20 +162,9 @@ def _scale_of_gpt2(place: Place) -> Value:
     return Value(factor / (place.layer + 1 if by_layer.value else 1), f"{by_root.origin}, {by_layer.origin}")
 
 
-def _llama4(place: Place) -> dict[str, Value]:
-    """Rotated layers have chunks and norms, the others a temperature."""
-    config = place.config
-    rotates = _rotates(config, place.layer)
-    has_norm, tunes = config.read("use_qk_norm"), config.read("attn_temperature_tuning")
-    length, scale = config.read("floor_scale"), config.read("attn_scale")
-    eps, turned = config.read("rms_norm_eps"), rope(pairs="interleaved")(place)
-    found = {"rope": Value(turned.value, f"{turned.origin}, {rotates.origin}")} if rotates.value else {"rope": NOTHING}
-    if rotates.value and has_norm.value:
-        found["qk_norm"] = Value(Norm(weight=None, after_rope=True, eps=eps.value), f"use_qk_norm, {eps.origin}")
-    if tunes.value and not rotates.value:
-        origin = "attn_temperature_tuning, floor_scale, attn_scale"
-        found["temperature"] = Value(Temperature(length.value, scale.value, first_position=1), origin)
-    return found
+def _temperature_of_llama4(place: Place) -> Value:
+    length, scale = (place.config.read(name) for name in ("floor_scale", "attn_scale"))
+    return Value(Temperature(length.value, scale.value, first_position=1), f"{length.origin}, {scale.origin}")
 
 
 # ---- Families --------------------------------------------------------------------------------------------------------
@@ -202,8 +192,10 @@ FAMILIES: dict[str, Family] = {
     "ministral3": family(HEADS, WIDTH, window_size=optional("sliding_window"), temperature=_tempered_by_rope),
     "qwen2": family(HEADS, qkv_bias=True, window_size=SLIDING, kind=_qwen),
     "qwen2_moe": family(HEADS, qkv_bias=key("qkv_bias", default=True), window_size=SLIDING, kind=_qwen),
-    "qwen2_vl": family(HEADS, rope=rope(sections=(16, 24, 24)), qkv_bias=True, window_size=SLIDING, kind=_qwen),
-    "qwen2_vl_text": family(HEADS, rope=rope(sections=(16, 24, 24)), qkv_bias=True, window_size=SLIDING, kind=_qwen),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_vl_text"),
+        family(HEADS, rope=rope(sections=(16, 24, 24)), qkv_bias=True, window_size=SLIDING, kind=_qwen),
+    ),
     "qwen3": family(HEADS, WIDTH, BIASES, qk_norm=norm(), window_size=SLIDING, kind=_qwen),
     "qwen3_moe": family(
         HEADS,
@@ -240,8 +232,9 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": family(
         HEADS, WIDTH, qkv_bias=MOST_BIAS, out_bias=MOST_BIAS, sinks=True, window_size=SLIDING, kind=every(2)
     ),
-    "glm": family(HEADS, WIDTH, rope=rope(pairs="interleaved", fraction=0.5), qkv_bias=MOST_BIAS),
-    "glm4": family(HEADS, WIDTH, rope=rope(pairs="interleaved", fraction=0.5), qkv_bias=MOST_BIAS),
+    **dict.fromkeys(
+        ("glm", "glm4"), family(HEADS, WIDTH, rope=rope(pairs="interleaved", fraction=0.5), qkv_bias=MOST_BIAS)
+    ),
     "cohere": family(
         BIASES, PAIRED, qk_norm=where("use_qk_norm", norm("layer", per_head=True, eps="layer_norm_eps"), default=False)
     ),
@@ -296,7 +289,7 @@ FAMILIES: dict[str, Family] = {
             "skip_bias_add_qkv",
         },
     ),
-    "smollm3": family(HEADS, BIASES, rope=_smollm3, window_size=SLIDING, kind=_kind_of_smollm3),
+    "smollm3": family(HEADS, BIASES, rope=_where_rotated(rope()), window_size=SLIDING, kind=_kind_of_smollm3),
     "qwen3_next": family(
         HEADS, WIDTH, BIASES, rope=rope(fraction=0.25), qk_norm=norm(weight="1+w"), gate=Gate(), kind=_qwen3_next
     ),
@@ -332,15 +325,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": family(HEADS, IN_PART, qkv_bias=SOME_BIAS, qk_norm=where("use_qk_norm", norm(), default=False)),
     "dots1": family(HEADS, BIASES, qk_norm=norm(), window_size=SLIDING),
-    "olmoe": family(BIASES, qk_norm=norm(over="width")),
     "ministral": family(HEADS, window_size=SLIDING, kind=_kind_of_ministral),
-    "granitemoe": family(BIASES, scale=key("attention_multiplier")),
-    "granite": family(BIASES, scale=key("attention_multiplier")),
+    **dict.fromkeys(("granite", "granitemoe"), family(BIASES, scale=key("attention_multiplier"))),
     "starcoder2": family(
         HEADS, qkv_bias=key("use_bias"), out_bias=key("use_bias"), window_size=optional("sliding_window")
     ),
     "olmo": family(BIASES, clip_qkv=optional("clip_qkv")),
-    "olmo2": family(BIASES, qk_norm=norm(over="width")),
+    **dict.fromkeys(("olmo2", "olmoe"), family(BIASES, qk_norm=norm(over="width"))),
     "olmo3": family(BIASES, qk_norm=norm(over="width"), window_size=SLIDING, kind=every(4)),
     "stablelm": family(
         HEADS,
@@ -354,13 +345,13 @@ FAMILIES: dict[str, Family] = {
         BIASES,
         chunk_size=only("chunked_attention", asked("attention_chunk_size")),
         kind=lambda config, index: "chunked_attention" if _rotates(config, index).value else "full_attention",
-        more=_llama4,
+        rope=_where_rotated(rope(pairs="interleaved")),
+        qk_norm=_where_rotated(where("use_qk_norm", norm(weight=None, after_rope=True))),
+        temperature=_where_rotated(where("attn_temperature_tuning", _temperature_of_llama4), rotated=False),
     ),
     "hunyuan_v1_dense": family(BIASES, qk_norm=norm(after_rope=True)),
     "deepseek_v2": family(LATENTS, rope=rope(of="qk_rope_head_dim", pairs="interleaved"), says_nothing=OF_LATENTS),
-    "deepseek_v3": family(LATENTS, says_nothing=OF_LATENTS),
-    "glm4_moe_lite": family(LATENTS, says_nothing=OF_LATENTS),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu"), family(LATENTS, says_nothing=OF_LATENTS)),
     "minicpm3": family(LATENTS, rope=rope(of="qk_rope_head_dim"), says_nothing=OF_LATENTS),
     "mistral4": family(LATENTS, temperature=_tempered_by_rope, says_nothing=OF_LATENTS),
-    "youtu": family(LATENTS, says_nothing=OF_LATENTS),
 }

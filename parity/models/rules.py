@@ -39,7 +39,6 @@ class Family:
     Attributes:
         fields: the fields of `AttentionSpec`, each a value or a rule.
         kind: of each layer, where `layer_types` does not say it.
-        more: fields that depend on one another.
         says_nothing: keys of this family that say nothing of what an attention layer computes.
         defaults: what keys are when they are not there.
     """
@@ -48,7 +47,6 @@ class Family:
     kind: Callable[[Config, int], str] = lambda config, index: "full_attention"
     says_nothing: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    more: Callable[[Place], Mapping[str, Value]] = lambda place: {}
 
 
 def key(*names: str, default: Any = None, power: float = 1.0) -> Rule:

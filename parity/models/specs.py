@@ -7,17 +7,13 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mha_spec import AttentionSpec
 from mha_spec.rules import as_count
-from parity.files.tensor_file import parse_json
-from parity.models.config import Config, MissingKey, Value
+from parity.models.config import Config, MissingKey, Value, read_config
 from parity.models.families import FAMILIES
 from parity.models.rules import Family, Place
-
-LARGEST = 1 << 24  # bytes of a config.json
 
 KINDS = {"full_attention": None, "sliding_attention": "window_size", "chunked_attention": "chunk_size"}
 """Layers of attention, as `layer_types` names them, and the field that they must have."""
@@ -91,23 +87,6 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
     return layers
 
 
-def read_config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The values of a config.json, or of that in a folder.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is not a configuration.
-    """
-    path = Path(path)
-    path = path / "config.json" if path.is_dir() else path
-    if path.stat().st_size > LARGEST:
-        raise ValueError(f"a configuration must have at most {LARGEST} bytes, got {path}")
-    values = parse_json(path.read_bytes())
-    if not isinstance(values, Mapping):
-        raise ValueError(f"a configuration must hold values by name, got {path}")
-    return values
-
-
 def _family(values: Mapping[str, Any]) -> Family:
     name = values.get("model_type")
     if name in FAMILIES and "text_config" not in values:
@@ -135,7 +114,6 @@ def _layer(family: Family, place: Place) -> ModelLayer:
         )
     try:
         found = {name: _ruled(rule, place) for name, rule in family.fields.items()}
-        found |= family.more(place)
         held = {name: each for name, each in found.items() if each.value is not None}
         spec = AttentionSpec(**{name: each.value for name, each in held.items()})
     except MissingKey:
