@@ -29,9 +29,11 @@ if TYPE_CHECKING:
         weight_shapes,
     )
     from parity.diagnosis.diagnose import Diagnosis, diagnose
-    from parity.foreign import load_into, save, spec_of, weights_of
+    from parity.foreign import from_module, load_into, save, spec_of, weights_of
+    from parity.foreign.transformers import from_transformers
     from parity.models.specs import ModelLayer, specs_of
     from parity.running.report import Report
+    from parity.running.models import run_model
     from parity.running.run import run_cases
     from parity.testing.assertion import assert_parity
 
@@ -63,6 +65,8 @@ __all__ = [
     "diagnose",
     "examine",
     "first_difference",
+    "from_module",
+    "from_transformers",
     "load",
     "load_cache",
     "load_into",
@@ -73,6 +77,7 @@ __all__ = [
     "random_case",
     "random_weights",
     "run_cases",
+    "run_model",
     "save",
     "save_cache",
     "save_tensors",
@@ -99,13 +104,15 @@ _MODULES = {
     "parity.conformance.examine": ["examine"],
     "parity.conversion.convert": ["convert", "convert_file", "load"],
     "parity.diagnosis.diagnose": ["Diagnosis", "diagnose"],
-    "parity.foreign": ["load_into", "save", "spec_of", "weights_of"],
+    "parity.foreign": ["from_module", "load_into", "save", "spec_of", "weights_of"],
+    "parity.foreign.transformers": ["from_transformers"],
     "parity.conversion.layouts": ["LAYOUTS", "Layout"],
     "parity.conversion.not_carried": ["NotCarriedWarning"],
     "parity.models.specs": ["ModelLayer", "specs_of"],
     "parity.backends.numerics": ["numerics_lock"],
     "parity.core.problem": ["Problem", "make_problem"],
     "parity.running.report": ["Report"],
+    "parity.running.models": ["run_model"],
     "parity.running.run": ["run_cases"],
     "parity.core.cases": ["CASES", "Case", "random_case"],
     "parity.core.stages": ["STAGES"],

@@ -22,6 +22,7 @@ from parity.conversion.not_carried import NotCarriedWarning
 from parity.conversion.prefixes import either, fitting_prefixes, join, numbered
 from parity.core.weights import Weights, is_finite, is_floating, weight_shapes
 from parity.files import TensorFile, open_tensors
+from parity.models.specs import ModelLayer
 
 
 @contextmanager
@@ -62,6 +63,7 @@ class Layer:
         sources: the full names of its tensors, and those after the prefix.
         dropped: what it computed that its file does not say: see `parity.conversion.layouts.layout.CARRIED`.
         written: what is written of it in another layout, if it is not the same.
+        model: the layer of the model that it is, by the configuration beside the file.
     """
 
     file: TensorCache
@@ -74,6 +76,7 @@ class Layer:
     sources: dict[str, str]
     dropped: tuple[str, ...] = ()
     written: AttentionSpec | None = None
+    model: ModelLayer | None = None
 
     @property
     def to_spec(self) -> AttentionSpec:
@@ -98,6 +101,10 @@ class Layer:
     def load(self) -> tuple[Weights, AttentionSpec]:
         """Its canonical weights, and its specification."""
         return {name: np.array(self.read(name), order="C") for name in weight_shapes(self.spec)}, self.spec
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Its tensors by their names after the prefix."""
+        return {short: self._tensor(short) for short in self.sources.values()}
 
     @cached_property
     def form(self) -> tuple[Tensor, ...]:
@@ -202,7 +209,9 @@ def layers_under(
             if not each:
                 raise ValueError(f"prefix must be that of a layer in {path}, got prefix={prefix!r} of {words}")
         layers += [
-            Layer(file, concrete, numbers, i, layout, spec, origin, held, known.dropped) for i, spec, origin in each
+            Layer(file, concrete, numbers, i, layout, spec, origin, held, known.dropped, model=known.layer_at(label))
+            for i, spec, origin in each
+            for label in [concrete if i is None else f"{concrete}[{i}]"]
         ]
     if known.beside.not_carried:
         warnings.warn(
