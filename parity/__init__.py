@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from parity.foreign import from_module, load_into, save, spec_of, weights_of
     from parity.foreign.transformers import from_transformers
     from parity.models.specs import ModelLayer, specs_of
-    from parity.running.report import Report
     from parity.running.models import run_model
+    from parity.running.report import Report
     from parity.running.run import run_cases
     from parity.testing.assertion import assert_parity
 

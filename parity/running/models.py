@@ -141,7 +141,8 @@ def _with_own_module(report: Report, layer: Layer, case: Case, weights: Weights,
     problem = make_problem(case, "float32", weights)
     positions = case.positions() if _has_sections(case.spec) else None
     try:
-        ran = skeleton.run(layer.model, layer.tensors(), problem.inputs["query"], positions)
+        keys = problem.inputs.get("key")
+        ran = skeleton.run(layer.model, layer.tensors(), problem.inputs["query"], keys=keys, positions=positions)
     except RuntimeError as error:
         return _skipped(report, case, str(error))
     problem = replace(problem, inputs={**problem.inputs, "query": ran.given})
