@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mha_spec import Norm
+from mha_spec import Norm, Temperature
 from mha_spec.rules import as_count
 from parity.models.config import Config, MissingKey, Value
 from parity.models.rope import read_rope
@@ -163,3 +163,14 @@ def every(period: int, *names: str) -> Callable[[Config, int], str]:
 def is_last(index: int, told: Value | None, period: int) -> bool:
     """Whether a layer is the last of its period, which the configuration may tell."""
     return (index + 1) % (period if told is None else as_count(told.origin, told.value)) == 0
+
+
+def tempered_by_rope(place: Place) -> Value:
+    """The temperature that Mistral keeps among the parameters of RoPE."""
+    values = place.config.section("rope_parameters")
+    values.find("max_position_embeddings")  # said of the model, too
+    scale = values.find("llama_4_scaling_beta")
+    if scale is None:
+        return NOTHING
+    length = values.read("original_max_position_embeddings")
+    return Value(Temperature(length.value, scale.value), f"{scale.origin}, {length.origin}")
