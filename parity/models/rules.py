@@ -43,7 +43,7 @@ class Stack:
         count: the key that has how many layers there are; the first that is there.
         path: what the names of a layer's weights begin with in checkpoints, after what comes before all layers.
         layout: of these weights.
-        is_causal: whether no token sees a later one.
+        is_causal: whether no token sees a later one, or what reads it.
     """
 
     fields: Mapping[str, Any]
@@ -52,7 +52,7 @@ class Stack:
     count: tuple[str, ...] = ("num_hidden_layers", "n_layer")
     path: str = "layers.{i}.self_attn"
     layout: str = "transformers.LLaMA"
-    is_causal: bool = True
+    is_causal: bool | Callable[[Config], bool] = True
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,13 @@ class Family:
         stacks: of its layers.
         says_nothing: keys of this family that say nothing of what an attention layer computes.
         defaults: what keys are when they are not there.
+        fixed: keys that may be there with one value only: with another, layers would be others.
     """
 
     stacks: tuple[Stack, ...]
     says_nothing: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
 def key(*names: str, default: Any = None, power: float = 1.0) -> Rule:
@@ -145,6 +147,11 @@ def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
         return Value(Norm(*args, eps=found.value, **fields), f"{found.origin}; else as every layer of this family")
 
     return rule
+
+
+def of_kind(kind: str) -> Callable[[Config, int], str]:
+    """All layers of a stack are of one kind."""
+    return lambda config, index: kind
 
 
 SLIDING = only("sliding_attention", asked("sliding_window"))

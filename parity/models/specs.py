@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
     values = config if isinstance(config, Mapping) else read_config(config)
     family = _family(values)
     read = Config(values, defaults=family.defaults)
+    _check_fixed(family, read)
     layers = [layer for stack in family.stacks for layer in _layers(stack, read)]
     unread = list(read.unread(family.says_nothing))
     if unread:
@@ -86,6 +88,26 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
             f"{', '.join(unread)}"
         )
     return layers
+
+
+PART_ALONE = re.compile("Encoder|Decoder|CausalLM|Audio|TokenClassification")
+"""In the class of a model that has only some of the stacks of its family."""
+
+
+def _check_fixed(family: Family, read: Config) -> None:
+    """Refuse keys with a value that makes other layers, and models of which only a part is there."""
+    for name, value in family.fixed.items():
+        section, _, leaf = name.rpartition(".")
+        if section and section not in read:
+            continue
+        found = (read.section(section) if section else read).find(leaf)
+        if found is not None and found.value != value:
+            raise ValueError(f"{name} must be {value!r} in models of this family, got {name}={found.value!r}")
+    classes = read.find("architectures")
+    if classes is None or len({stack.part for stack in family.stacks}) == 1:
+        return
+    if any(PART_ALONE.search(str(each)) for each in classes.value):
+        raise ValueError(f"architectures must be those of a whole model, got architectures={classes.value!r}")
 
 
 def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
@@ -146,4 +168,5 @@ def _layer(stack: Stack, place: Place) -> ModelLayer:
         )
     origins = {name: each.origin for name, each in held.items()}
     path = stack.path.replace("{i}", str(place.layer))
-    return ModelLayer(place.layer, place.kind, spec, origins, stack.part, stack.is_causal, path, stack.layout)
+    is_causal = stack.is_causal(place.config) if callable(stack.is_causal) else stack.is_causal
+    return ModelLayer(place.layer, place.kind, spec, origins, stack.part, is_causal, path, stack.layout)

@@ -27,14 +27,28 @@ PAIRED = {"rope": rope(pairs="interleaved")}
 IN_PART = {"rope": rope(fraction=0.5)}
 
 
+PLAIN: dict[str, Any] = {
+    "path": "encoder.layers.{i}.self_attn",
+    "layout": "canonical",
+    "is_causal": False,
+    "num_kv_heads": None,
+    "head_dim": None,
+    "qkv_bias": True,
+    "out_bias": True,
+    "rope": None,
+}
+"""As many key/value heads as query heads, which together are as wide as the model; biases; no positions."""
+
+
 def family(
     *others: Mapping[str, Any],
     says_nothing: Iterable[str] = (),
     defaults: Mapping[str, Any] | None = None,
+    fixed: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Family:
     """A family of one stack, as `stack` has it."""
-    return Family((stack(*others, **fields),), frozenset(says_nothing), defaults or {})
+    return Family((stack(*others, **fields),), frozenset(says_nothing), defaults or {}, fixed or {})
 
 
 def stack(*others: Mapping[str, Any], **fields: Any) -> Stack:
