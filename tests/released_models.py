@@ -37,6 +37,7 @@ class Model:
         output: the module whose output is that of attention, under its attention modules, where it is not theirs.
         input: the module whose input is that of attention, likewise.
         class_name: its class in transformers.
+        dtype: of its weights.
     """
 
     family: str
@@ -46,6 +47,7 @@ class Model:
     output: str = ""
     input: str = ""
     class_name: str = "AutoModel"
+    dtype: torch.dtype = torch.float64
 
     def config(self) -> Any:
         """Its configuration."""
@@ -62,7 +64,7 @@ def check_model(model: Model, folder: Path) -> None:
     config = model.config()
     config._attn_implementation = "eager"
     kind = getattr(transformers, model.class_name)
-    released = (kind.from_config(config) if model.class_name == "AutoModel" else kind(config)).double().eval()
+    released = (kind.from_config(config) if model.class_name == "AutoModel" else kind(config)).to(model.dtype).eval()
     _draw(released)
     layers = [layer for layer in specs_of(config.to_dict()) if layer.spec is not None]
     seen = _run(released, model, layers)
@@ -121,7 +123,7 @@ def _keep_input(into: dict[str, Any]) -> Any:
 
 def _keep_output(into: dict[str, Any]) -> Any:
     def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        into.setdefault("output", []).append(output[0] if isinstance(output, tuple) else output)
+        into.setdefault("output", []).append(output[0] if isinstance(output, tuple | list) else output)
 
     return keep
 
@@ -177,11 +179,11 @@ def _check(
     assert layer.spec is not None
     assert (kv is not None) == (layer.kind == "cross_attention"), what
     ours = mha_torch.MultiHeadAttention(layer.spec, dtype=torch.float64).eval()
-    load_into(ours, {name: weight.detach().numpy() for name, weight in weights.items()})
+    load_into(ours, {name: weight.detach().double().numpy() for name, weight in weights.items()})
     positions = positions_of(layer.spec, x.shape[1])
     given = {"positions": positions.expand(-1, *positions.shape[1:])} if positions.ndim == 3 else {}
     with torch.no_grad():
-        found, _ = ours(x, kv, is_causal=layer.is_causal, **given)
+        found, _ = ours(x.double(), None if kv is None else kv.double(), is_causal=layer.is_causal, **given)
     check_near(found.numpy(), output.reshape(found.shape).numpy(), what)
 
 
@@ -200,20 +202,31 @@ SEPARATE = {
 """What the projections are called in a layout."""
 
 PACKED = {
-    "transformers.ModernBERT": ("Wqkv", "Wo"),
+    "transformers.ModernBERT": ("Wqkv", "Wo", "rows"),
+    "transformers.MPT": ("Wqkv", "out_proj", "rows"),
+    "transformers.GPT2": ("c_attn", "c_proj", "columns"),
+    "transformers.Phi3": ("qkv_proj", "o_proj", "rows"),
+    "transformers.GPT-NeoX": ("query_key_value", "dense", "groups"),
+    "transformers.Falcon": ("query_key_value", "dense", "groups"),
+    "transformers.GPTBigCode": ("c_attn", "c_proj", "groups"),
+    "transformers.CodeGen": ("qkv_proj", "out_proj", "four"),
 }
-"""What the projections are called in a layout that has one for queries, keys and values."""
+"""What the projections are called in a layout that has one for queries, keys and values, and how it is made of them:
+rows or columns of each in turn; the queries of a head of keys, that head and its values; queries, values and keys of a
+fourth of all heads."""
 
 
 def canonical(layout: str, tensors: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
     """The canonical weights of a layer, from its tensors in a layout."""
-    names = {"q_norm": "q_norm", "k_norm": "k_norm", "relative_bias": "relative_bias"}
+    names = {"q_norm": "q_norm", "k_norm": "k_norm", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
+    names |= {"relative_bias": "relative_bias"}
     if layout in SEPARATE:
         names |= dict(zip(SEPARATE[layout], ("q_proj", "k_proj", "v_proj", "out_proj"), strict=True))
     else:
-        qkv, out = PACKED[layout]
+        qkv, out, packing = PACKED[layout]
         names |= {out: "out_proj", **{f"{each}_proj": f"{each}_proj" for each in "qkv"}}
-        tensors = _unpacked(layout, qkv, tensors, spec)
+        tensors = {name: each.T if packing == "columns" and each.ndim == 2 else each for name, each in tensors.items()}
+        tensors = _unpacked(tensors, qkv, packing, spec)
     found = {}
     for name, tensor in tensors.items():
         kind, _, leaf = name.rpartition(".")
@@ -223,13 +236,21 @@ def canonical(layout: str, tensors: Mapping[str, Tensor], spec: AttentionSpec) -
     return found
 
 
-def _unpacked(layout: str, qkv: str, tensors: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
+def _unpacked(tensors: Mapping[str, Tensor], qkv: str, packing: str, spec: AttentionSpec) -> dict[str, Tensor]:
     """The same with three projections in place of one."""
     found = dict(tensors)
     for leaf in ("weight", "bias"):
         packed = found.pop(f"{qkv}.{leaf}", None)
         if packed is None:
             continue
-        parts = packed.split((spec.q_width, spec.k_width, spec.v_width))
+        if packing == "four":
+            q, v, k = packed.unflatten(0, (4, 3, -1)).unbind(1)
+            parts = [part.flatten(0, 1) for part in (q, k, v)]
+        elif packing == "groups":
+            group = spec.num_heads // spec.num_kv_heads
+            heads = packed.unflatten(0, (spec.num_kv_heads, group + 2, spec.head_dim))
+            parts = [part.flatten(0, 2) for part in heads.split((group, 1, 1), 1)]
+        else:
+            parts = packed.split((spec.q_width, spec.k_width, spec.v_width))
         found |= {f"{each}_proj.{leaf}": part for each, part in zip("qkv", parts, strict=True)}
     return found

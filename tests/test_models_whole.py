@@ -1,6 +1,7 @@
 """Whole models of released families, each attention layer beside ours: encoders, those with decoders, and decoders."""
 
 import pytest
+import torch
 from released_models import LEFT_OUT, Model, check_model
 
 BERT = {"output": "output.dense"}
@@ -55,7 +56,42 @@ ENCODER_DECODERS = {
     "whisper": Model("whisper", {**BART, "num_mel_bins": 8, "max_source_positions": 10}, "mel"),
     **{name: Model(name, T5, "pairs") for name in ("t5", "mt5", "umt5")},
 }
-MODELS = {**TEXT, **IMAGES, **SPEECH, **ENCODER_DECODERS}
+GPT = dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers"), LEFT_OUT)
+GPT |= {"n_embd": 32, "n_head": 4, "n_layer": 2}
+LIKE_GPT = {
+    "gpt2": Model("gpt2", {**GPT, "scale_attn_by_inverse_layer_idx": True}),
+    "gpt2, unscaled": Model("gpt2", {**GPT, "scale_attn_weights": False}),
+    "openai-gpt": Model("openai-gpt", GPT),
+    "gpt_neo": Model(
+        "gpt_neo",
+        {"num_attention_heads": LEFT_OUT, "num_hidden_layers": LEFT_OUT, "num_heads": 4, "num_layers": 3}
+        | {"attention_types": [[["global"], 1], [["local"], 2]], "window_size": 3},
+    ),
+    "gpt_neox": Model("gpt_neox", {"rotary_pct": 0.5, "attention_bias": False}),
+    "gptj": Model("gptj", {**GPT, "rotary_dim": 4}),
+    "codegen": Model("codegen", {**GPT, "rotary_dim": 4}),
+    "gpt_bigcode": Model("gpt_bigcode", GPT),
+    "gpt_bigcode, heads": Model("gpt_bigcode", {**GPT, "multi_query": False, "scale_attn_weights": False}),
+    "bloom": Model("bloom", {"num_attention_heads": LEFT_OUT, "n_head": 4}, output="dense"),
+    "persimmon": Model("persimmon", {"qk_layernorm": True}),
+    "falcon, one head": Model("falcon", {"multi_query": True, "bias": True}),
+    "falcon, groups": Model("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon, ALiBi": Model("falcon", {"alibi": True, "multi_query": False}),
+    "mpt": Model(
+        "mpt",
+        dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers"), LEFT_OUT)
+        | {"d_model": 48, "n_heads": 6, "n_layers": 2, "attn_config": {"clip_qkv": 1.5, "softmax_scale": 0.3}},
+    ),
+    "opt": Model("opt", {"enable_bias": False, "ffn_dim": 24}),
+    "biogpt": Model("biogpt"),
+    "xglm": Model(
+        "xglm",
+        dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers"), LEFT_OUT)
+        | {"d_model": 32, "attention_heads": 4, "num_layers": 2, "ffn_dim": 24},
+        dtype=torch.float32,
+    ),
+}
+MODELS = {**TEXT, **IMAGES, **SPEECH, **ENCODER_DECODERS, **LIKE_GPT}
 
 
 @pytest.mark.parametrize("name", MODELS)
