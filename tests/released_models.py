@@ -36,6 +36,7 @@ class Model:
             checkpoint.
         output: the module whose output is that of attention, under its attention modules, where it is not theirs.
         input: the module whose input is that of attention, likewise.
+        attention: its attention function.
         class_name: its class in transformers.
         dtype: of its weights.
     """
@@ -46,6 +47,7 @@ class Model:
     module: Mapping[str, str] = field(default_factory=dict)
     output: str = ""
     input: str = ""
+    attention: str = "eager"
     class_name: str = "AutoModel"
     dtype: torch.dtype = torch.float64
 
@@ -62,7 +64,7 @@ LEFT_OUT = object()
 def check_model(model: Model, folder: Path) -> None:
     """Our layers of the specifications give what the released ones give, with weights from their checkpoint."""
     config = model.config()
-    config._attn_implementation = "eager"
+    config._attn_implementation = model.attention
     kind = getattr(transformers, model.class_name)
     released = (kind.from_config(config) if model.class_name == "AutoModel" else kind(config)).to(model.dtype).eval()
     _draw(released)

@@ -76,7 +76,8 @@ LIKE_GPT = {
     "persimmon": Model("persimmon", {"qk_layernorm": True}),
     "falcon, one head": Model("falcon", {"multi_query": True, "bias": True}),
     "falcon, groups": Model("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "falcon, ALiBi": Model("falcon", {"alibi": True, "multi_query": False}),
+    # Its eager attention adds the slopes a second time, after the model has added them to the mask.
+    "falcon, ALiBi": Model("falcon", {"alibi": True, "multi_query": False}, attention="sdpa"),
     "mpt": Model(
         "mpt",
         dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers"), LEFT_OUT)
