@@ -19,7 +19,7 @@ from parity.conversion.layouts.detection import DoesNotFit, find_tensors, stack_
 from parity.conversion.layouts.views import lay_out, read_out
 from parity.conversion.metadata import ENTRY, Known, sources, what_is_known
 from parity.conversion.not_carried import NotCarriedWarning
-from parity.conversion.prefixes import either, fitting_prefixes, join, numbered
+from parity.conversion.prefixes import either, fitting_prefixes, numbered
 from parity.core.weights import Weights, is_finite, is_floating, weight_shapes
 from parity.files import TensorFile, open_tensors
 from parity.models.specs import ModelLayer
@@ -127,7 +127,11 @@ class Layer:
         return lay_out(name, read, self.to_spec, target)
 
     def _tensor(self, name: str) -> np.ndarray:
-        return self.file.read_finite(join(self.prefix, name), self.index)
+        return self.file.read_finite(self._names[name], self.index)
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        return {short: name for name, short in self.sources.items()}
 
 
 class TensorCache:
@@ -191,6 +195,7 @@ def layers_under(
         raise ValueError(_no_layer(file, prefix, layout, path))
     layers = []
     for concrete, (numbers, held) in found.items():
+        held.update(_shared(file, concrete, held, known))
         infos = {short: file.infos[name] for name, short in held.items()}
         try:
             each = _identify({short: info.shape for short, info in infos.items()}, concrete, layout, known)
@@ -221,6 +226,16 @@ def layers_under(
             stacklevel=3,
         )
     return layers
+
+
+def _shared(file: TensorCache, prefix: str, held: Mapping[str, str], known: Known) -> dict[str, str]:
+    """The tensors that a layer of the model takes from elsewhere, as it has none of its own."""
+    layer = known.layer_at(prefix)
+    if layer is None:
+        return {}
+    before = prefix.removesuffix(layer.path)
+    wanted = {f"{before}{path}": short for short, path in layer.shared.items() if short not in held.values()}
+    return {name: short for name, short in wanted.items() if name in file.infos}
 
 
 def _identify(

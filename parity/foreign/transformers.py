@@ -175,8 +175,11 @@ class Skeleton:
         """Give memory to what runs before an attention module is done: all but embeddings of words and other layers."""
         layers, block = _layers_and_block(at)
         embeddings = self._model.get_input_embeddings()
+        has_come = False
         for name, module in root.named_modules():
-            is_before = "norm" in type(module).__name__.lower() or f"{name}.".startswith(f"{at}.")
+            is_inside = f"{name}.".startswith(f"{at}.")
+            is_before = "norm" in type(module).__name__.lower() or is_inside or not has_come
+            has_come |= is_inside
             is_needed = is_before if f"{name}.".startswith(f"{block}.") else not f"{name}.".startswith(f"{layers}.")
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             if is_needed and module is not embeddings and any(each.is_meta for each in own):
