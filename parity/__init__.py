@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from parity.diagnosis.diagnose import Diagnosis, diagnose
     from parity.foreign import from_module, load_into, save, spec_of, weights_of
-    from parity.foreign.transformers import from_transformers
+    from parity.foreign.live import from_transformers
     from parity.models.specs import ModelLayer, specs_of
     from parity.running.models import run_model
     from parity.running.report import Report
@@ -105,7 +105,7 @@ _MODULES = {
     "parity.conversion.convert": ["convert", "convert_file", "load"],
     "parity.diagnosis.diagnose": ["Diagnosis", "diagnose"],
     "parity.foreign": ["from_module", "load_into", "save", "spec_of", "weights_of"],
-    "parity.foreign.transformers": ["from_transformers"],
+    "parity.foreign.live": ["from_transformers"],
     "parity.conversion.layouts": ["LAYOUTS", "Layout"],
     "parity.conversion.not_carried": ["NotCarriedWarning"],
     "parity.models.specs": ["ModelLayer", "specs_of"],

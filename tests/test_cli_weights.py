@@ -140,6 +140,7 @@ def test_convert_writes_what_it_did_as_json(source, tmp_path):
     arguments = convert(source, tmp_path / "b.npz", "--to", "W_q", "--json", str(tmp_path / "r.json"))
     assert main(arguments) == 0
     content = json.loads((tmp_path / "r.json").read_text())
+    assert content.pop("path") == str(tmp_path / "b.npz")
     others = {"heads_from", "left_out", "unconverted", "optimizer_state", "not_carried"}
     assert content.keys() == {"format", "source", "layers", "spec", "kept", "dropped", *others}
     assert not any(content[name] for name in others)

@@ -18,6 +18,7 @@ from test_models import older
 from test_models_whole import MODELS
 
 from parity import convert_file, from_transformers, load_into, run_model, specs_of
+from parity.cli.main import main
 from parity.conversion.layers import open_layers
 from parity.models.families import FAMILIES
 
@@ -165,3 +166,194 @@ def test_a_live_module_is_its_layer(name, tmp_path):
         found, held = from_transformers(module, released.config, layer.index)
         assert found == spec
         assert same_bits(held, weights)
+
+
+# ---- The command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gemma") / "model"
+    saved("gemma3_text", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama") / "model"
+    saved("llama", folder)
+    return folder
+
+
+def said(capsys, *arguments, status=0):
+    """What a command prints."""
+    assert main(list(map(str, arguments))) == status
+    captured = capsys.readouterr()
+    return captured.out + captured.err
+
+
+def test_run_takes_a_model(gemma, capsys, tmp_path):
+    report = tmp_path / "r.json"
+    out = said(
+        capsys,
+        *("run", "--model", gemma, "--backends", "torch", "--layers", "1,4-5"),
+        *("--against", "transformers", "--json", report),
+    )
+    assert "torch and transformers agree with the float64 reference: 6 cases" in out
+    results = json.loads(report.read_text())["results"]
+    assert {each["case"] for each in results} == {f"layer-{n}-{how}" for n in (1, 4, 5) for how in ("causal", "decode")}
+    assert "layers must be among [0, 1, 2, 3, 4, 5], got [9]" in said(
+        capsys, "run", "--model", gemma, "--layers", "9", status=2
+    )
+    assert "must be numbers and ranges of them" in refused(capsys, "run", "--model", gemma, "--layers", "3-1")
+    assert "--layers must come with --model" in said(capsys, "run", "--layers", "1", status=2)
+    assert "--model must not be combined with" in said(capsys, "run", "--model", gemma, "--cases", "all", status=2)
+
+
+def refused(capsys, *arguments):
+    """What a command says of arguments that argparse refuses."""
+    with pytest.raises(SystemExit):
+        main(list(map(str, arguments)))
+    return capsys.readouterr().err
+
+
+def test_a_mistake_in_a_layer_of_a_model_is_found(gemma, capsys, tmp_path):
+    from safetensors.numpy import save_file
+
+    tensors = load_file(gemma / "model.safetensors")
+    name = "layers.4.self_attn.q_proj.weight"
+    tensors[name] = np.ascontiguousarray(
+        tensors[name].reshape(4, 8, -1)[::-1].reshape(32, -1)
+    )  # heads in another order
+    (tmp_path / "b").mkdir()
+    save_file(tensors, tmp_path / "b" / "model.safetensors")
+    (tmp_path / "b" / "config.json").write_text((gemma / "config.json").read_text())
+    out = said(capsys, "verify", gemma, tmp_path / "b", status=1)
+    assert "layers.4.self_attn and layers.4.self_attn differ first at q" in out
+    assert "do NOT hold the same attention in all 6 layers: 5 the same, bit for bit" in " ".join(out.split())
+    out = said(capsys, "diagnose", gemma, tmp_path / "b", status=1)
+    assert "layers.4.self_attn and layers.4.self_attn are the first of 6 layers that differ" in out
+
+
+def test_what_a_target_does_not_carry_is_refused_or_dropped(gemma, llama, capsys, tmp_path):
+    target = tmp_path / "a.safetensors"
+    out = said(capsys, "convert", llama, target, "--to", "flax.nnx", status=2)
+    assert "flax.nnx cannot hold this layer" in out
+    assert "say nothing of rope=Rope(theta=10000.0); --drop rope leaves it out" in out
+    assert not target.exists()
+    said(capsys, "convert", llama, target, "--to", "flax.nnx", "--drop", "rope")
+    assert "hold the same attention in all 2 layers: 2 the same, bit for bit" in said(capsys, "verify", llama, target)
+    out = said(capsys, "convert", gemma, tmp_path / "b.npz", "--to", "meta.LLaMA", status=2)
+    assert "it has no names for ['k_norm.weight', 'q_norm.weight']" in out
+    out = said(capsys, "convert", gemma, tmp_path / "b.npz", "--to", "canonical", "--drop", "ropes", status=2)
+    assert "--drop must name some of rope, rope.scaling, " in out
+
+
+def test_scaling_of_rope_is_not_lost_on_the_way(llama, capsys, tmp_path):
+    folder = tmp_path / "scaled"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
+    config = json.loads((llama / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    target = tmp_path / "m.safetensors"
+    out = said(capsys, "convert", folder, target, "--to", "meta.LLaMA", status=2)
+    assert "say nothing of rope.scaling=LinearScaling(factor=4.0); --drop rope.scaling leaves it out" in out
+    said(capsys, "convert", folder, target, "--to", "meta.LLaMA", "--drop", "rope.scaling")
+    with open_layers(target) as layers:
+        assert layers[0].spec.rope == replace(specs_of(folder)[0].spec.rope, scaling=None)
+        assert layers[0].dropped == ("rope.scaling",)
+
+
+def test_biases_are_filled_only_when_asked(llama, capsys, tmp_path):
+    config = json.loads((llama / "config.json").read_text()) | {"num_key_value_heads": 4}
+    folder = tmp_path / "heads"
+    folder.mkdir()
+    tensors = load_file(llama / "model.safetensors")
+    tensors = {
+        name: np.concatenate([x, x]) if "k_proj" in name or "v_proj" in name else x for name, x in tensors.items()
+    }
+    np.savez(folder / "model.npz", **tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    target = tmp_path / "g.safetensors"
+    told = ("convert", folder / "model.npz", target, "--to", "transformers.GPT2", "--drop", "rope")
+    assert "all projections must have a bias" in said(capsys, *told, status=2)
+    said(capsys, *told, "--fill-bias")
+    written = load_file(target)
+    assert not written["layers.0.self_attn.c_attn.bias"].any()
+    assert written["layers.0.self_attn.c_attn.weight"].any()
+
+
+def test_inspect_lists_equal_layers_once(tmp_path, capsys):
+    folder = tmp_path / "shards"
+    config = transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 12}, num_key_value_heads=2)
+    transformers.LlamaModel(config).save_pretrained(folder, max_shard_size="30KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    (folder / "config.json").unlink()
+    out = said(capsys, "inspect", folder, "--num-heads", "4")
+    assert [line.split()[:3] for line in out.splitlines() if line.startswith(" layers.{i}.self_attn ")] == [
+        ["layers.{i}.self_attn", "12", "transformers.LLaMA"]
+    ]
+
+
+def test_shards_are_found_by_the_name_that_they_were_written_to(llama, capsys, tmp_path):
+    target = tmp_path / "s.safetensors"
+    out = said(capsys, "convert", llama, target, "--to", "mha_jax", "--max-shard-gib", "0.00001")
+    assert f"wrote {target}.index.json" in out
+    assert "bit for bit" in said(capsys, "verify", llama, target)
+
+
+def test_a_folder_that_is_there_gets_the_weights(llama, capsys, tmp_path):
+    (tmp_path / "there").mkdir()
+    said(capsys, "convert", llama, tmp_path / "there", "--to", "canonical")
+    assert "bit for bit" in said(capsys, "verify", llama, tmp_path / "there")
+
+
+def test_one_from_is_that_of_the_file_that_does_not_say_it(llama, capsys, tmp_path):
+    said(capsys, "convert", llama, tmp_path / "j.safetensors", "--to", "mha_jax")
+    bare = tmp_path / "bare.safetensors"
+    bare.write_bytes((llama / "model.safetensors").read_bytes())
+    told = ("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn", "--num-heads", "4")
+    out = said(capsys, "verify", bare, tmp_path / "j.safetensors", *told, status=2)
+    assert "rope=None and Rope(theta=10000.0); rope=Rope(…), or --rope-theta, says it of both" in out
+    out = said(capsys, "verify", bare, tmp_path / "j.safetensors", *told, "--rope-theta", "1e4")
+    assert "bit for bit" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("transformers.Qwen2", "transformers.LLaMA"),
+        ("flax.nn", "flax.nnx"),
+        ("transformers.BLOOM", "transformers.GPT-NeoX"),
+    ],
+)
+def test_a_layout_that_is_not_known_has_a_nearest(name, nearest, capsys):
+    out = said(capsys, "layouts", name, status=2)
+    assert out.endswith(f"; {nearest} is the nearest\n")
+
+
+def test_long_prefixes_are_whole_at_any_width(llama, capsys, tmp_path, monkeypatch):
+    prefix = "a_model_of_some_length.with_a_decoder_of_layers.layers.{i}.self_attention_of_a_layer"
+    said(
+        capsys,
+        "convert",
+        llama,
+        tmp_path / "p.npz",
+        "--to",
+        "canonical",
+        "--prefix",
+        "layers.{i}.self_attn",
+        "--to-prefix",
+        prefix,
+    )
+    for width in (100, 160):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert f" {prefix} " in said(capsys, "inspect", tmp_path / "p.npz")
+
+
+def test_layers_that_are_not_attention_are_passed_over(capsys, tmp_path):
+    saved("qwen3_next", tmp_path / "model")
+    out = said(capsys, "convert", tmp_path / "model", tmp_path / "c.safetensors", "--to", "canonical")
+    assert out.startswith("1 attention layer,")
+    assert "bit for bit" in said(capsys, "verify", tmp_path / "model", tmp_path / "c.safetensors")

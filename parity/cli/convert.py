@@ -25,7 +25,7 @@ PAGE = Page(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     parser.add_argument("source", metavar="SRC", help="a file, or a folder of shards")
-    parser.add_argument("target", metavar="DST", help="a file; its suffix decides the format")
+    parser.add_argument("target", metavar="DST", help="a file, whose suffix decides the format; or a folder")
     parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="from the file's metadata by default")
     parser.add_argument("--to", required=True, metavar="LAYOUT", help="see `mha-parity layouts`")
     parser.add_argument(
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
             on_tensor=on_tensor,
             **layer_options(options),
         )
-    print_conversion(converted, options.to, options.target, console())
+    print_conversion(converted, options.to, console())
     for what, names in (
         ("left out, since they are not tensors", converted.left_out),
         (f"kept in {converted.source}, since --prefix does not name them", converted.unconverted),

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     elif len(options.files) <= 2 and _are_traces(options.files):
         diagnosis = _diagnose_traces(options.files, out)
     elif len(options.files) == 2:
-        (weights, spec), (other, other_spec) = _two_layers(options)
+        (weights, spec), (other, other_spec) = _two_layers(options, out)
         diagnosis = diagnose_weights(weights, spec, other, other_spec)
     else:
         raise ValueError(
@@ -71,13 +71,23 @@ def run(options: argparse.Namespace) -> int:
     return 0 if diagnosis.kind == "none" else 1
 
 
-def _two_layers(options: argparse.Namespace) -> list[Any]:
-    """The weights and specifications of one layer in each of two files."""
+def _two_layers(options: argparse.Namespace, out: Console) -> list[Any]:
+    """The weights and specifications of one layer in each of two files: of many, the first that differs."""
+    from parity.conversion.verify import verify
+
+    layers: list[Any] = []
     with pairs_of_layers(options) as pairs:
-        if len(pairs) > 1:
-            raise ValueError(f"--prefix must be that of one layer, got one of {len(pairs)}: {pairs[0][0].label}, …")
-        ((one, other),) = pairs
-        return [one.load(), other.load()]
+        for one, other in pairs:
+            these = [one.load(), other.load()]
+            differs = not all(each.passed for each in verify(*these[0], *these[1]))
+            if differs and len(pairs) > 1:
+                out.print(
+                    f"{one.label} and {other.label} are the first of {len(pairs)} layers that differ", soft_wrap=True
+                )
+            layers = these if differs or not layers else layers
+            if differs:
+                break
+    return layers
 
 
 def _are_traces(files: Sequence[str]) -> bool:

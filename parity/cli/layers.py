@@ -70,6 +70,7 @@ def in_flags(options: argparse.Namespace) -> Iterator[None]:
 def pairs_of_layers(options: argparse.Namespace) -> Iterator[list[tuple[Any, Any]]]:
     """The layers of two open files that belong together; what is given once is said of both."""
     from parity.conversion.layers import open_layers
+    from parity.conversion.metadata import tells_layout
 
     def each(flag: str, values: list[str]) -> list[str | None]:
         if len(values) > 2:
@@ -77,6 +78,9 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[list[tuple[Any, Any
         return [values[0], values[-1]] if values else [None, None]
 
     layouts, prefixes = each("--from", options.layouts), each("--prefix", options.prefix)
+    if len(options.layouts) == 1:  # it is of the file that does not say it itself, or of both
+        tell = [tells_layout(path) for path in options.files]
+        layouts = [None if told and not all(tell) else layouts[0] for told in tell]
     with ExitStack() as stack:
         with in_flags(options):
             one, other = (

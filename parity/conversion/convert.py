@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from parity.conversion.metadata import ENTRY, Heads, metadata_of, sources, what_
 from parity.conversion.prefixes import fitting_prefixes, join
 from parity.core.weights import Weights
 from parity.files import open_tensors, write_tensors
+from parity.files.reading import SUFFIXES
 
 
 def convert(
@@ -137,6 +139,7 @@ class Converted:
         unconverted: prefixes of other layers in the source's layout, which are in the target as they were.
         optimizer_state: names of an optimizer's tensors for the layers, which are in the target in the old layout.
         not_carried: what the source says of RoPE that is not read from it: the specification then has none.
+        path: what was written: the file, or the index of its shards.
     """
 
     source: str
@@ -149,6 +152,7 @@ class Converted:
     unconverted: list[str] = field(default_factory=list)
     optimizer_state: list[str] = field(default_factory=list)
     not_carried: list[str] = field(default_factory=list)
+    path: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
@@ -178,7 +182,8 @@ def convert_file(
     has none.
 
     Args:
-        source_path, target_path: files, or folders of shards; a suffix decides the format of the target.
+        source_path: a file, or a folder of shards.
+        target_path: a file, whose suffix decides the format; or a folder that is there, for a `model.safetensors`.
         source: layout of the layers; from the file's metadata, or the model's family, when absent.
         target: layout to write.
         prefix: what the names of a layer begin with, without the last dot; `{i}` stands for its number. From the
@@ -200,7 +205,7 @@ def convert_file(
             stacked, the target is the source, what is there is not of the target's format, or the target does not
             carry what layers compute.
     """
-    target_layout = find_layout(target, "target")
+    target_layout, target_path = find_layout(target, "target"), _file_in(target_path)
     if unknown := sorted(set(drop) - {*CARRIED}):
         raise ValueError(f"drop must name some of {', '.join(CARRIED)}, got {', '.join(unknown)}")
     with open_tensors(source_path) as file:
@@ -218,16 +223,12 @@ def convert_file(
             written = [_written(layer, target_layout, drop, fill_bias=fill_bias) for layer in group]
             layers += [replace(layer, written=spec) for layer, spec in zip(group, written, strict=True)]
             plan.take(*_targets(layers[-len(group) :], of, to))
-        kept, dropped = [], []
+        rest = [name for name in file.infos if name not in plan.own]
+        kept, dropped = (rest, []) if keep_rest else ([], rest)
         for name, info in file.infos.items():
             plan.add_layers(plan.prefixes_of.get(name, ()))
-            if name in plan.own:
-                continue
-            if keep_rest:
-                kept.append(name)
+            if keep_rest and name not in plan.own:
                 plan.add(name, info.shape, info.dtype, partial(cache.read, name))
-            else:
-                dropped.append(name)
 
         def read(name: str) -> np.ndarray:
             on_tensor(name)
@@ -236,7 +237,7 @@ def convert_file(
         specs = list(dict.fromkeys(layer.spec for layer in layers))
         lost = {name for layer in layers for name in (*layer.dropped, *_lost(layer, target_layout))}
         ignored = {each for _, layout in found for each in (*layout.ignored, *known.ignored)} if kept else ()
-        write_tensors(
+        written_to = write_tensors(
             target_path,
             plan.infos,
             read,
@@ -259,7 +260,14 @@ def convert_file(
                 name for name in kept if name.rpartition(".")[2] in OPTIMIZER_STATE and file.infos[name].shape in shapes
             ],
             not_carried=list(known.beside.not_carried),
+            path=str(written_to),
         )
+
+
+def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """A file to write; in a folder that is there, the one of its weights."""
+    is_folder = os.path.isdir(path) and Path(path).suffix not in SUFFIXES
+    return Path(path) / "model.safetensors" if is_folder else path
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from parity.conversion.layouts import LAYOUTS, Layout, find_layout, find_spec
 from parity.conversion.model_config import HEADS, Beside, beside
 from parity.conversion.prefixes import either, fitting_prefixes, numbered
 from parity.core.weights import FORMAT, read_spec
-from parity.files import TensorFile
+from parity.files import TensorFile, open_tensors
 from parity.files.tensor_file import parse_json
 from parity.models.specs import ModelLayer
 
@@ -121,6 +121,12 @@ def _own_specs(file: TensorFile) -> dict[str, AttentionSpec]:
             raise ValueError(f"{file.path} must hold specs by name in its metadata, got {metadata['specs'][:80]!r}")
         return {label: read_spec(file.path, {**metadata, "spec": json.dumps(each)}) for label, each in held.items()}
     return {"": read_spec(file.path, metadata)} if "spec" in metadata else {}
+
+
+def tells_layout(path: str | os.PathLike[str]) -> bool:
+    """Whether a file was written here, and says where its layers are, and in which layout."""
+    with open_tensors(path) as file:
+        return _is_ours(file.metadata) and "layout" in file.metadata
 
 
 # ---- Where layers are, and in which layout ---------------------------------------------------------------------------

@@ -27,7 +27,10 @@ class _Console(Console):
 def console() -> Console:
     """Standard output: colour and tables on a terminal, plain lines in a pipe."""
     terminal = _Console(highlight=False)
-    return terminal if terminal.is_terminal else _Console(highlight=False, width=PIPE_WIDTH)
+    if terminal.is_terminal:
+        return terminal
+    told = os.environ.get("COLUMNS", "")
+    return _Console(highlight=False, width=max(PIPE_WIDTH, int(told) if told.isdigit() else 0))
 
 
 def begin_table(out: Console, title: str, **options: Any) -> Table:

@@ -84,7 +84,7 @@ def print_inspection(path: str, file: TensorFile, found: list[Found], out: Conso
     out.print(table)
     table = begin_table(out, "Attention layers" if found else "No attention layer that a layout fits")
     for column in ("prefix", "layers", "layout", "heads"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "prefix")  # one copies it from here
     for layer in found:
         count = f"{layer.layers}, stacked" if layer.is_stacked else str(layer.layers)
         table.add_row(Text(layer.prefix), count, layer.layout, Text(layer.heads))
@@ -92,13 +92,12 @@ def print_inspection(path: str, file: TensorFile, found: list[Found], out: Conso
         out.print(table)
 
 
-def print_conversion(converted: Converted, layout: str, path: str, out: Console) -> None:
+def print_conversion(converted: Converted, layout: str, out: Console) -> None:
     """Print what became of a file's tensors.
 
     Args:
         converted: what was done.
         layout: the one that it was converted to.
-        path: the file that was written.
         out: where to.
     """
     layers, spec = converted.layers, converted.spec
@@ -108,7 +107,7 @@ def print_conversion(converted: Converted, layout: str, path: str, out: Console)
         heads += f" (from {converted.heads_from}{theta})"
     out.print(
         f"{counted(len(layers), 'attention layer')}{heads}: {converted.source} -> {layout}; "
-        f"other tensors: {len(converted.kept)} kept, {len(converted.dropped)} dropped; wrote {path}",
+        f"other tensors: {len(converted.kept)} kept, {len(converted.dropped)} dropped; wrote {converted.path}",
         soft_wrap=True,
     )
 

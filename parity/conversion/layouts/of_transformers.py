@@ -79,7 +79,7 @@ _TABLE = [
                 "transformers.LLaMA",
                 ("q_proj", "k_proj", "v_proj", "o_proj"),
                 beside(("q_norm", "k_norm", "gate_proj", "sinks")),
-                "also Mistral, Qwen, Gemma",
+                "also Mistral, Qwen2, Qwen3, Gemma, OLMo",
                 "llama",
             ),
             (
