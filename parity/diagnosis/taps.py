@@ -1,0 +1,213 @@
+"""Which layer of a tapped model goes wrong, at which stage, and why: against the reference, or beside another tap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from mha_spec import AttentionSpec
+from parity.core.compare import Comparison, compare, first_difference
+from parity.core.problem import Problem
+from parity.core.trace import Reference
+from parity.core.weights import Weights, check_weights
+from parity.diagnosis.diagnose import Diagnosis, diagnose
+from parity.diagnosis.replay import Replay
+from parity.diagnosis.tapped import Sequences, sequences_of
+from parity.models.specs import ModelLayer
+from parity.tapping.record import Tapped, TappedLayer
+
+
+@dataclass(frozen=True)
+class LayerVerdict:
+    """A layer alone: what it gave for what it got, against the float64 reference.
+
+    Attributes:
+        layer: `layer 17 (sliding_attention)`.
+        name: of the module.
+        index: which layer it is.
+        comparisons: of each stage that was seen.
+        diagnosis: of a layer that differs.
+        not_judged: why it was not judged; empty if it was.
+    """
+
+    layer: str
+    name: str
+    index: int
+    comparisons: list[Comparison] = field(default_factory=list)
+    diagnosis: Diagnosis | None = None
+    not_judged: str = ""
+
+    @property
+    def difference(self) -> Comparison | None:
+        """Where it goes wrong, if it does."""
+        return first_difference(self.comparisons)
+
+    @property
+    def passed(self) -> bool:
+        """Whether it was judged, and every stage is within its budget."""
+        return not self.not_judged and self.difference is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them."""
+        return {
+            "layer": self.layer,
+            "name": self.name,
+            "index": self.index,
+            "passed": self.passed,
+            "not_judged": self.not_judged,
+            "comparisons": [comparison.to_dict() for comparison in self.comparisons],
+            "diagnosis": self.diagnosis.to_dict() if self.diagnosis else None,
+        }
+
+    def __str__(self) -> str:
+        difference = self.difference
+        if self.not_judged:
+            return f"{self.layer}: not judged, {self.not_judged}"
+        if difference is None:
+            return f"{self.layer}: ok"
+        told = f"\n{self.diagnosis}" if self.diagnosis else ""
+        return f"{self.layer}, stage {difference.stage}: {difference.worse_ratio:.2g} times its budget{told}"
+
+
+@dataclass(frozen=True)
+class TapVerdict:
+    """Every layer of a recording, each alone."""
+
+    layers: list[LayerVerdict]
+
+    @property
+    def first(self) -> LayerVerdict | None:
+        """The first layer that goes wrong by itself."""
+        return next((layer for layer in self.layers if layer.difference is not None), None)
+
+    @property
+    def passed(self) -> bool:
+        """Whether some layer was judged, and none goes wrong."""
+        return self.first is None and any(layer.passed for layer in self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them."""
+        return {"passed": self.passed, "layers": [layer.to_dict() for layer in self.layers]}
+
+    def __str__(self) -> str:
+        wrong = [layer for layer in self.layers if layer.difference is not None]
+        lines = [str(layer) for layer in self.layers if layer.not_judged]
+        lines += [str(wrong[0])] if wrong else []
+        lines += [f"and {len(wrong) - 1} more: {', '.join(layer.layer for layer in wrong[1:])}"] if wrong[1:] else []
+        judged = sum(not layer.not_judged for layer in self.layers)
+        lines += [] if wrong else [f"{judged} layers agree with the reference, each for its own input"]
+        return "\n".join(lines)
+
+
+def judge_tap(
+    tapped: Tapped,
+    specs: Sequence[ModelLayer] | Mapping[int, AttentionSpec],
+    weights: Mapping[int, Mapping[str, Any]],
+    *,
+    is_causal: bool = True,
+) -> TapVerdict:
+    """Judge each layer of a recording alone, by what the float64 reference gives for the layer's own input.
+
+    Prompt and steps are joined, padding is left out. A layer that differs is diagnosed.
+
+    Args:
+        tapped: the recording.
+        specs: what each layer should be, by its index, or as `parity.specs_of` gives them.
+        weights: the canonical weights that each layer should have, by its index.
+        is_causal: whether tokens should not see later ones.
+
+    Returns:
+        A verdict on each layer that was tapped, in order.
+
+    Raises:
+        TypeError, ValueError: if weights are not those of their spec, or the calls of a layer do not follow each other.
+    """
+    by_index = dict(specs) if isinstance(specs, Mapping) else {each.index: each.spec for each in specs}
+    held = {
+        index: check_weights(weights[index], spec)
+        for index, spec in by_index.items()
+        if spec is not None and index in weights
+    }
+    return TapVerdict([_judge_layer(layer, by_index, held, is_causal) for layer in tapped.layers])
+
+
+def _judge_layer(
+    layer: TappedLayer, specs: Mapping[int, AttentionSpec | None], weights: Mapping[int, Weights], is_causal: bool
+) -> LayerVerdict:
+    verdict = LayerVerdict(layer.title, layer.name, layer.index)
+    spec = specs.get(layer.index)
+    if reason := _why_not(layer, spec, layer.index in weights):
+        return replace(verdict, not_judged=reason)
+    for sequences in sequences_of(layer):  # the first that differs tells
+        problem = sequences.problem(layer, spec, weights[layer.index], is_causal=is_causal)
+        comparisons, diagnosis = _judge(sequences, problem, layer.module)
+        verdict = replace(verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis)
+        if diagnosis is not None:
+            break
+    return verdict
+
+
+def _why_not(layer: TappedLayer, spec: AttentionSpec | None, has_weights: bool) -> str:
+    if spec is None:
+        return "it has no attention over keys, or no spec"
+    if not has_weights:
+        return "it has no weights"
+    if not any("output" in call.values for call in layer.calls):
+        return "it was not called"
+    if any("key_input" in call.values for call in layer.calls):
+        return "it attends to another sequence"
+    if layer.training and (spec.dropout or spec.output_dropout):
+        return "it was called in training mode, with dropout"
+    return ""
+
+
+def _judge(sequences: Sequences, problem: Problem, backend: str) -> tuple[list[Comparison], Diagnosis | None]:
+    """The stages of some sequences, and what explains what differs."""
+    stepped = sequences.must_be_stepped(problem.spec)
+    joined, by_step = (_in_our_order(each, problem, sequences) for each in (sequences.stages, sequences.stages_by_step))
+    observed = by_step if stepped else joined
+    problem_by_step = sequences.problem_by_step(problem)
+    comparisons = _compared(observed, problem_by_step if stepped else problem, backend)
+    if first_difference(comparisons) is None:
+        return comparisons, None
+    with np.errstate(all="ignore"):
+        diagnosis = diagnose(observed, problem_by_step if stepped else problem)
+        if diagnosis.kind == "unknown" and not stepped and len(sequences.chunks) > 1:
+            again = diagnose(by_step, problem_by_step)
+            diagnosis = again if again.kind == "structure" else diagnosis
+    return comparisons, diagnosis
+
+
+def _compared(observed: Mapping[str, np.ndarray], problem: Problem, backend: str) -> list[Comparison]:
+    """Each stage against the reference: from the layer's input, and from the stages that were seen before it."""
+    reference, replay = Reference(problem), Replay(problem, observed, "ieee")
+    found = []
+    for stage, expected in reference.accumulated.items():
+        if stage not in observed:
+            continue
+        same = reference.same_precision(local=False)[stage]
+        about = {"case": problem.case.name, "backend": backend, "dtype": problem.dtype, "stage": stage}
+        comparison = compare(observed[stage], expected, same, **about)
+        local = comparison.ratio if stage in replay.malformed else replay.verdict(stage, ()).ratio
+        failed = not comparison.passed or local > 1.0
+        reason = comparison.reason or ("wrong for what it was made of" if local > 1.0 else "")
+        found.append(
+            replace(
+                comparison,
+                status="failed" if failed else "passed",
+                local_ratio=local,
+                reason=reason if failed else "",
+            )
+        )
+    return found
+
+
+def _in_our_order(observed: dict[str, np.ndarray], problem: Problem, sequences: Sequences) -> dict[str, np.ndarray]:
+    """The stages with features of queries and keys in the order of the reference.
+
+    Some layers turn interleaved pairs and leave them in halves. Scores are the same, for queries and keys do it alike.
+    """
+    return observed
