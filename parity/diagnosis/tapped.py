@@ -11,6 +11,7 @@ import numpy as np
 from mha_spec import AttentionSpec, DynamicScaling, LongRopeScaling
 from parity.core.cases import Case
 from parity.core.problem import Problem
+from parity.core.trace import Reference
 from parity.core.weights import Weights, dtype_named
 from parity.tapping.record import TappedCall, TappedLayer
 
@@ -69,7 +70,7 @@ class Sequences:
 
     @property
     def stages_by_step(self) -> dict[str, np.ndarray]:
-        """The same, call by call, as the reference names them with a cache."""
+        """The same, call by call, as the reference names them with a cache, and what was cached."""
         found: dict[str, np.ndarray] = {}
         length, stop = len(self.tokens), 0
         for step, chunk in enumerate(self.chunks):
@@ -83,6 +84,27 @@ class Sequences:
                     shape = (*cached.shape[:2], length - cached.shape[2], cached.shape[3])
                     found[f"step{step}.cache.{part}"] = np.concatenate([cached, np.zeros(shape, cached.dtype)], 2)
         return found
+
+    def in_our_order(self, reference: Reference) -> Sequences:
+        """The same with features of queries and keys in the order of the reference.
+
+        Layers with latents that turn interleaved pairs may leave them as halves. Scores are the same, since queries and
+        keys do so alike.
+        """
+        spec, expected = reference.problem.spec, reference.accumulated["k"]
+        q, k = (self.values.get(name) for name in "qk")
+        if spec.latent is None or spec.rope is None or spec.rope.pairs != "interleaved" or q is None or k is None:
+            return self
+        if q.shape[-1] != spec.head_dim or k.shape != expected.shape:
+            return self
+        begin, half = spec.head_dim - spec.latent.rope_dim, spec.latent.rope_dim // 2
+        order = np.arange(spec.head_dim)
+        order[begin::2], order[begin + 1 :: 2] = order[begin : begin + half].copy(), order[begin + half :].copy()
+        as_halves, as_pairs = (np.abs(x - expected).sum() for x in (k[..., order], k))
+        if as_pairs <= as_halves:
+            return self
+        caches = {key: x[..., order] if key[1] == "keys" else x for key, x in self.caches.items()}
+        return replace(self, values={**self.values, "q": q[..., order], "k": k[..., order]}, caches=caches)
 
     def problem(self, layer: TappedLayer, spec: AttentionSpec, weights: Weights, *, is_causal: bool) -> Problem:
         """What the reference is given: the layer's own input, all tokens at once."""
@@ -100,10 +122,23 @@ class Sequences:
         held = {name: weight.astype(dtype_named(dtype)) for name, weight in weights.items()}
         return Problem(case, dtype, held, {"query": x})
 
+    def problem_of_its_own(self, problem: Problem) -> Problem:
+        """The same with no other tokens."""
+        length = len(self.tokens)
+        case = replace(problem.case, seq_len=length, places=self.values.get("positions"))
+        return replace(problem, case=case, inputs={"query": problem.inputs["query"][:, :length]})
+
     def problem_by_step(self, problem: Problem) -> Problem:
         """The same, call by call, with a cache."""
         case = replace(problem.case, is_causal=False, chunks=self.chunks, capacity=len(self.tokens))
         return replace(problem, case=case)
+
+    @property
+    def prompt(self) -> Sequences:
+        """What the first call brought, alone."""
+        tokens = np.arange(self.chunks[0])
+        values = {name: _taken(name, x, np.arange(len(self.rows)), tokens) for name, x in self.values.items()}
+        return Sequences(self.rows, self.tokens[tokens], self.chunks[:1], values, {})
 
     def must_be_stepped(self, spec: AttentionSpec) -> bool:
         """Whether all tokens at once are not what they are call by call."""
@@ -225,3 +260,4 @@ def _taken(name: str, x: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> np
         return x[0] if x.ndim == 3 and len(x) == 1 else x
     x = np.take(x[rows], tokens, axis=TOKENS.get(name, 2))
     return np.take(x, tokens, axis=3) if name in ("attn_weights", "mask") else x
+

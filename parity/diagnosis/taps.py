@@ -11,6 +11,7 @@ import numpy as np
 from mha_spec import AttentionSpec
 from parity.core.compare import Comparison, compare, first_difference
 from parity.core.problem import Problem
+from parity.core.stages import stage_named
 from parity.core.trace import Reference
 from parity.core.weights import Weights, check_weights
 from parity.diagnosis.diagnose import Diagnosis, diagnose
@@ -126,12 +127,14 @@ def judge_tap(
         TypeError, ValueError: if weights are not those of their spec, or the calls of a layer do not follow each other.
     """
     by_index = dict(specs) if isinstance(specs, Mapping) else {each.index: each.spec for each in specs}
+    kinds = {} if isinstance(specs, Mapping) else {each.index: each.kind for each in specs}
     held = {
         index: check_weights(weights[index], spec)
         for index, spec in by_index.items()
         if spec is not None and index in weights
     }
-    return TapVerdict([_judge_layer(layer, by_index, held, is_causal) for layer in tapped.layers])
+    layers = [replace(layer, kind=layer.kind or kinds.get(layer.index, "")) for layer in tapped.layers]
+    return TapVerdict([_judge_layer(layer, by_index, held, is_causal) for layer in layers])
 
 
 def _judge_layer(
@@ -166,24 +169,47 @@ def _why_not(layer: TappedLayer, spec: AttentionSpec | None, has_weights: bool) 
 
 def _judge(sequences: Sequences, problem: Problem, backend: str) -> tuple[list[Comparison], Diagnosis | None]:
     """The stages of some sequences, and what explains what differs."""
-    stepped = sequences.must_be_stepped(problem.spec)
-    joined, by_step = (_in_our_order(each, problem, sequences) for each in (sequences.stages, sequences.stages_by_step))
-    observed = by_step if stepped else joined
-    problem_by_step = sequences.problem_by_step(problem)
-    comparisons = _compared(observed, problem_by_step if stepped else problem, backend)
+    reference = Reference(problem)
+    sequences = sequences.in_our_order(reference)
+    observed, stepped = sequences.stages, sequences.must_be_stepped(problem.spec)
+    if stepped:
+        observed, reference = sequences.stages_by_step, Reference(sequences.problem_by_step(problem))
+    comparisons = _compared(observed, reference, backend)
     if first_difference(comparisons) is None:
         return comparisons, None
-    with np.errstate(all="ignore"):
-        diagnosis = diagnose(observed, problem_by_step if stepped else problem)
-        if diagnosis.kind == "unknown" and not stepped and len(sequences.chunks) > 1:
-            again = diagnose(by_step, problem_by_step)
-            diagnosis = again if again.kind == "structure" else diagnosis
-    return comparisons, diagnosis
+    ways = [(observed, reference.problem)]
+    if len(sequences.chunks) > 1:
+        prompt = sequences.prompt
+        ways += [] if stepped else [(sequences.stages_by_step, sequences.problem_by_step(problem))]
+        ways += [(prompt.stages, prompt.problem_of_its_own(problem))]
+    return comparisons, _diagnosed(ways)
 
 
-def _compared(observed: Mapping[str, np.ndarray], problem: Problem, backend: str) -> list[Comparison]:
+def _diagnosed(ways: list[tuple[dict[str, np.ndarray], Problem]]) -> Diagnosis:
+    """What explains some stages: of all tokens at once, call by call, or of the prompt alone.
+
+    A wrong mask of the prompt does not show the tokens after it, as that of all tokens at once would.
+
+    What a layer does within its attention function with the right mask, as if it had a wrong one, no mistake in the
+    mask explains while the right one is among the stages; so what stays unknown is asked again without it.
+    """
+    first = None
+    for stages, problem in ways:
+        for left_out in ((), ("mask",)):
+            seen = {name: x for name, x in stages.items() if stage_named(name).quantity not in left_out}
+            if left_out and len(seen) == len(stages):
+                continue
+            with np.errstate(all="ignore"):
+                found = diagnose(seen, problem)
+            if found.kind not in ("unknown", "none"):
+                return found
+            first = first or found
+    return first or Diagnosis("none")
+
+
+def _compared(observed: Mapping[str, np.ndarray], reference: Reference, backend: str) -> list[Comparison]:
     """Each stage against the reference: from the layer's input, and from the stages that were seen before it."""
-    reference, replay = Reference(problem), Replay(problem, observed, "ieee")
+    problem, replay = reference.problem, Replay(reference.problem, observed, "ieee")
     found = []
     for stage, expected in reference.accumulated.items():
         if stage not in observed:
@@ -203,11 +229,3 @@ def _compared(observed: Mapping[str, np.ndarray], problem: Problem, backend: str
             )
         )
     return found
-
-
-def _in_our_order(observed: dict[str, np.ndarray], problem: Problem, sequences: Sequences) -> dict[str, np.ndarray]:
-    """The stages with features of queries and keys in the order of the reference.
-
-    Some layers turn interleaved pairs and leave them in halves. Scores are the same, for queries and keys do it alike.
-    """
-    return observed

@@ -1,8 +1,9 @@
-"""What attention layers of a torch model get and give: hooks on modules, and on the attention function of transformers.
+"""What attention layers of a torch model get and give: hooks on modules, and on two functions of transformers.
 
-That function is seen where layers ask for it, `AttentionInterface.get_interface`: every implementation, eager ones too,
-which stand in no table, is asked for there, and the model's configuration, which also decides how masks are made, stays
-as it is.
+The attention function is seen where layers ask for it, `AttentionInterface.get_interface`: every implementation is asked
+for there, eager ones too, which stand in no table, and the model's configuration, which also decides how masks are
+made, stays as it is. New keys and values are seen where they are cached, `Cache.update`: what the attention function
+gets may be another thing.
 """
 
 from __future__ import annotations
@@ -68,37 +69,38 @@ def _is_inside(name: str, other: str) -> bool:
     return not other or name.startswith(f"{other}.")
 
 
-# ---- The attention function ------------------------------------------------------------------------------------------
+# ---- Functions of transformers ---------------------------------------------------------------------------------------
 
 _LISTENING: list[Mapping[nn.Module, _Listener]] = []
-"""Who listens to calls of attention functions; of each tap that is open."""
+"""Who listens to them; of each tap that is open."""
+
+_ORIGINALS: dict[str, Callable[..., Any]] = {}
+"""What the functions are while no tap is open, by name."""
 
 
 @contextmanager
 def _listening(listeners: Mapping[nn.Module, _Listener]) -> Iterator[None]:
-    """Let listeners see the calls of the attention functions of their modules."""
+    """Let listeners see the calls of these functions."""
     if "transformers.modeling_utils" not in sys.modules:  # whose models import it
         yield
         return
     interface: Any = sys.modules["transformers.modeling_utils"].AttentionInterface
+    cache: Any = sys.modules["transformers.cache_utils"].Cache
     if not _LISTENING:
-        _ORIGINAL.append(interface.get_interface)
-        interface.get_interface = _get_interface
+        _ORIGINALS.update(get_interface=interface.get_interface, update=cache.update)
+        interface.get_interface, cache.update = _get_interface, _update
     _LISTENING.append(listeners)
     try:
         yield
     finally:
         _LISTENING[:] = [each for each in _LISTENING if each is not listeners]
         if not _LISTENING:
-            interface.get_interface = _ORIGINAL.pop()
-
-
-_ORIGINAL: list[Callable[..., Any]] = []
+            interface.get_interface, cache.update = _ORIGINALS["get_interface"], _ORIGINALS["update"]
 
 
 def _get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `AttentionInterface.get_interface` while a tap is open."""
-    function = _ORIGINAL[-1](self, *args, **kwargs)
+    function = _ORIGINALS["get_interface"](self, *args, **kwargs)
 
     @functools.wraps(function)
     def heard(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **keywords: Any) -> Any:
@@ -112,6 +114,15 @@ def _get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
         return result
 
     return heard
+
+
+def _update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for `Cache.update` while a tap is open."""
+    for listeners in _LISTENING:
+        for listener in listeners.values():
+            if listener.cache is self:
+                listener.cached(key_states, value_states)
+    return _ORIGINALS["update"](self, key_states, value_states, *args, **kwargs)
 
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------
@@ -155,6 +166,8 @@ class _Listener:
         self.projections: dict[str, np.ndarray] = {}
         self.past: int | None = None
         self.first_key = 0
+        self.cache: Any = None  # while the call lasts
+        self.adds_residual = False
         self.seen: dict[str, np.ndarray] = {}  # keys and values of all tokens so far
 
     def listen(self, stack: ExitStack) -> None:
@@ -184,7 +197,9 @@ class _Listener:
         other = _first({each: told[each] for each in told if each != name}, KEY_INPUTS)
         if other is not None and other is not given:
             self.values["key_input"] = self._batched(other)
-        self.past = _cached(_first_given(told, CACHES), self.layer.index)
+        self.adds_residual = told.get("residual") is not None
+        self.cache = _first_given(told, CACHES)
+        self.past = _cached(self.cache, self.layer.index)
         length = x.shape[-2] if x.ndim > 1 else 0
         own = _first(told, POSITIONS)
         positions = self.model.positions if own is None else own
@@ -213,12 +228,18 @@ class _Listener:
         self.first_key = first = max(0, all_keys - key.shape[2])
         for name, part, x in (("k", "keys", key), ("v", "values", value)):
             tokens = to_numpy(x[:, :, : all_keys - first])  # a static cache has slots that hold nothing yet
-            self.values[name] = new = tokens[:, :, past - first :].copy()  # a view would hold all of them
-            before = self.seen.get(name) if past else None
-            known = None if before is None else before[:, :, first:past]
-            if past and (known is None or not _is_same(known, tokens[:, :, : past - first])):
+            new = self.values.get(name)
+            if new is None or (*new.shape[:2], new.shape[3]) != (*x.shape[:2], x.shape[3]):  # or latents are cached
+                new = self.values[name] = tokens[:, :, past - first :].copy()  # a view would hold all of them
+            seen = np.concatenate([self.seen[name][:, :, :past], new], axis=2) if past and name in self.seen else new
+            if not _is_same(seen[:, :, -tokens.shape[2] :], tokens):
                 self.values[f"cache.{part}"] = tokens
-            self.seen[name] = new if before is None else np.concatenate([before[:, :, :past], new], axis=2)
+            self.seen[name] = seen
+
+    def cached(self, key: Tensor, value: Tensor) -> None:
+        """New keys and values are put into the cache."""
+        if "input" in self.values and key.ndim == 4 and key.shape[2] == self.values["input"].shape[1]:
+            self.values |= {"k": to_numpy(key), "v": to_numpy(value)}
 
     def function_returned(self, result: Any) -> None:
         """The attention function gives its context (B, T, N, H) and, perhaps, its weights."""
@@ -230,18 +251,21 @@ class _Listener:
 
     def _projected(self, name: str, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         if isinstance(result, Tensor):
+            self.projections.pop(f"projections.{name}", None)
             self.projections[f"projections.{name}"] = to_numpy(result)
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         first, *more = result if isinstance(result, tuple) else (result,)
-        if isinstance(first, Tensor):
+        if self.adds_residual and self.projections:  # BLOOM's adds it itself: its output is that of its last projection
+            self.values["output"] = list(self.projections.values())[-1]
+        elif isinstance(first, Tensor):
             self.values["output"] = self._batched(first)
         is_ours = type(module).__module__.startswith("mha_torch.")
         if is_ours and more and isinstance(more[0], Tensor):
             self.values["attn_weights"] = to_numpy(more[0])
         values = self.values if "q" in self.values else {**self.values, **self.projections}
         self.layer.calls.append(TappedCall(values, self.past, self.first_key))
-        self.values, self.projections = {}, {}
+        self.values, self.projections, self.cache = {}, {}, None
 
 
 def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
