@@ -7,7 +7,8 @@ Source: the modules of transformers 5.23, with which layers of these specificati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mha_spec import Alibi, Gate, Latent, Temperature
@@ -18,6 +19,7 @@ from parity.models.rules import (
     Family,
     Place,
     Rule,
+    Stack,
     asked,
     every,
     is_last,
@@ -52,16 +54,24 @@ IN_PART = {"rope": rope(fraction=0.5)}
 
 def family(
     *others: Mapping[str, Any],
-    kind: Callable[[Config, int], str] = Family.kind,
     says_nothing: Iterable[str] = (),
     defaults: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Family:
-    """A family whose fields are the usual ones but for these."""
+    """A family of one stack, as `stack` has it."""
+    return Family((stack(*others, **fields),), frozenset(says_nothing), defaults or {})
+
+
+def stack(*others: Mapping[str, Any], **fields: Any) -> Stack:
+    """Layers whose fields are the usual ones but for these; fields of `Stack` are its own."""
     held = dict(USUAL)
-    for each in others:
+    for each in (*others, fields):
         held |= each
-    return Family(held | fields, kind, frozenset(says_nothing), defaults or {})
+    own = {name: held.pop(name) for name in OF_STACK & held.keys()}
+    return Stack(held, **own)
+
+
+OF_STACK = {each.name for each in dataclasses.fields(Stack)} - {"fields"}
 
 
 # ---- Rules of some families ------------------------------------------------------------------------------------------
@@ -75,6 +85,12 @@ def _qwen(config: Config, index: int) -> str:
 def _qwen3_next(config: Config, index: int) -> str:
     last = is_last(index, config.find("full_attention_interval"), 4)
     return "full_attention" if last else "linear_attention"
+
+
+def _gate_with_bias(place: Place) -> Value:
+    """A gate that is packed with the queries, and has a bias where they have."""
+    bias = SOME_BIAS(place)
+    return Value(Gate(bias=bias.value), f"every layer of this family; {bias.origin}")
 
 
 def _latent(place: Place) -> Value:
@@ -170,6 +186,7 @@ def _temperature_of_llama4(place: Place) -> Value:
 # ---- Families --------------------------------------------------------------------------------------------------------
 
 LATENTS: dict[str, Any] = {
+    "layout": "transformers.DeepSeek",
     "num_kv_heads": None,
     "head_dim": _sum("qk_nope_head_dim", "qk_rope_head_dim"),
     "value_head_dim": key("v_head_dim"),
@@ -228,7 +245,13 @@ FAMILIES: dict[str, Family] = {
         kind=every(6, "sliding_window_pattern", "_sliding_window_pattern"),
         defaults=OF_GEMMA3,
     ),
-    "gpt_neox": family(rope=rope(fraction=0.25), qkv_bias=MOST_BIAS, out_bias=MOST_BIAS),
+    "gpt_neox": family(
+        path="layers.{i}.attention",
+        layout="transformers.GPT-NeoX",
+        rope=rope(fraction=0.25),
+        qkv_bias=MOST_BIAS,
+        out_bias=MOST_BIAS,
+    ),
     "gpt_oss": family(
         HEADS, WIDTH, qkv_bias=MOST_BIAS, out_bias=MOST_BIAS, sinks=True, window_size=SLIDING, kind=every(2)
     ),
@@ -247,19 +270,23 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi": family(
         IN_PART,
+        layout="transformers.Phi",
         qkv_bias=True,
         out_bias=True,
         qk_norm=where("qk_layernorm", norm("layer", bias=True, eps="layer_norm_eps"), default=False),
     ),
-    "phi3": family(window_size=optional("sliding_window"), says_nothing={"attention_bias"}),
+    "phi3": family(layout="transformers.Phi3", window_size=optional("sliding_window"), says_nothing={"attention_bias"}),
     "persimmon": family(
         IN_PART,
+        layout="transformers.GPT-NeoX",
         num_kv_heads=None,
         qkv_bias=True,
         out_bias=True,
         qk_norm=where("qk_layernorm", norm("layer", bias=True, eps="layer_norm_eps")),
     ),
     "gpt2": family(
+        path="h.{i}.attn",
+        layout="transformers.GPT2",
         d_model=key("n_embd"),
         num_heads=key("n_head"),
         num_kv_heads=None,
@@ -273,6 +300,8 @@ FAMILIES: dict[str, Family] = {
         says_nothing={"reorder_and_upcast_attn", "n_positions"},
     ),
     "bloom": family(
+        path="h.{i}.self_attention",
+        layout="transformers.GPT-NeoX",
         d_model=key("hidden_size", "n_embed"),
         num_heads=key("n_head", "num_attention_heads"),
         num_kv_heads=None,
@@ -291,7 +320,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "smollm3": family(HEADS, BIASES, rope=_where_rotated(rope()), window_size=SLIDING, kind=_kind_of_smollm3),
     "qwen3_next": family(
-        HEADS, WIDTH, BIASES, rope=rope(fraction=0.25), qk_norm=norm(weight="1+w"), gate=Gate(), kind=_qwen3_next
+        HEADS,
+        WIDTH,
+        BIASES,
+        layout="transformers.Qwen3-Next",
+        rope=rope(fraction=0.25),
+        qk_norm=norm(weight="1+w"),
+        gate=_gate_with_bias,
+        kind=_qwen3_next,
     ),
     "afmoe": family(
         WIDTH,
@@ -335,6 +371,7 @@ FAMILIES: dict[str, Family] = {
     "olmo3": family(BIASES, qk_norm=norm(over="width"), window_size=SLIDING, kind=every(4)),
     "stablelm": family(
         HEADS,
+        layout="transformers.StableLM",
         rope=rope(fraction=0.25),
         qkv_bias=key("use_qkv_bias", default=False),
         qk_norm=where("qk_layernorm", norm("layer", per_head=True, eps="layer_norm_eps"), default=False),
@@ -349,7 +386,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm=_where_rotated(where("use_qk_norm", norm(weight=None, after_rope=True))),
         temperature=_where_rotated(where("attn_temperature_tuning", _temperature_of_llama4), rotated=False),
     ),
-    "hunyuan_v1_dense": family(BIASES, qk_norm=norm(after_rope=True)),
+    "hunyuan_v1_dense": family(BIASES, layout="transformers.HunYuan", qk_norm=norm(after_rope=True)),
     "deepseek_v2": family(LATENTS, rope=rope(of="qk_rope_head_dim", pairs="interleaved"), says_nothing=OF_LATENTS),
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu"), family(LATENTS, says_nothing=OF_LATENTS)),
     "minicpm3": family(LATENTS, rope=rope(of="qk_rope_head_dim"), says_nothing=OF_LATENTS),

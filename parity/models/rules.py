@@ -33,18 +33,39 @@ Rule = Callable[[Place], Value]
 
 
 @dataclass(frozen=True)
-class Family:
-    """What the configurations of a family mean.
+class Stack:
+    """Attention layers of a model that follow each other: all of a decoder, or those of one part of a model.
 
     Attributes:
         fields: the fields of `AttentionSpec`, each a value or a rule.
         kind: of each layer, where `layer_types` does not say it.
-        says_nothing: keys of this family that say nothing of what an attention layer computes.
-        defaults: what keys are when they are not there.
+        part: what it is a part of, in models with several stacks: `encoder`, `decoder`.
+        count: the key that has how many layers there are; the first that is there.
+        path: what the names of a layer's weights begin with in checkpoints, after what comes before all layers.
+        layout: of these weights.
+        is_causal: whether no token sees a later one.
     """
 
     fields: Mapping[str, Any]
     kind: Callable[[Config, int], str] = lambda config, index: "full_attention"
+    part: str = ""
+    count: tuple[str, ...] = ("num_hidden_layers", "n_layer")
+    path: str = "layers.{i}.self_attn"
+    layout: str = "transformers.LLaMA"
+    is_causal: bool = True
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the configurations of a family mean.
+
+    Attributes:
+        stacks: of its layers.
+        says_nothing: keys of this family that say nothing of what an attention layer computes.
+        defaults: what keys are when they are not there.
+    """
+
+    stacks: tuple[Stack, ...]
     says_nothing: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 

@@ -13,9 +13,14 @@ from mha_spec import AttentionSpec
 from mha_spec.rules import as_count
 from parity.models.config import Config, MissingKey, Value, read_config
 from parity.models.families import FAMILIES
-from parity.models.rules import Family, Place
+from parity.models.rules import Family, Place, Stack
 
-KINDS = {"full_attention": None, "sliding_attention": "window_size", "chunked_attention": "chunk_size"}
+KINDS = {
+    "full_attention": None,
+    "sliding_attention": "window_size",
+    "chunked_attention": "chunk_size",
+    "cross_attention": None,
+}
 """Layers of attention, as `layer_types` names them, and the field that they must have."""
 
 NOT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent")
@@ -32,17 +37,25 @@ class ModelLayer:
         spec: what it computes; None where it is not attention over keys.
         origins: where the fields of the spec come from, by name: keys, or this family. What is not there is what
             `AttentionSpec` has without it.
+        part: what it is a layer of, in models with several stacks of them: `encoder`, `decoder`.
+        is_causal: whether no token sees a later one.
+        path: what the names of its weights begin with in checkpoints, after what comes before all layers.
+        layout: of these weights, a name of `parity.LAYOUTS`.
     """
 
     index: int
     kind: str
     spec: AttentionSpec | None
     origins: Mapping[str, str]
+    part: str = ""
+    is_causal: bool = True
+    path: str = ""
+    layout: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON can have it."""
         spec = None if self.spec is None else json.loads(self.spec.to_json())
-        return {"index": self.index, "kind": self.kind, "spec": spec, "origins": dict(self.origins)}
+        return {**vars(self), "spec": spec, "origins": dict(self.origins)}
 
 
 def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLayer]:
@@ -65,19 +78,7 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
     values = config if isinstance(config, Mapping) else read_config(config)
     family = _family(values)
     read = Config(values, defaults=family.defaults)
-    count = as_count("num_hidden_layers", read.read("num_hidden_layers", "n_layer").value)
-    told = read.find("layer_types")
-    if told is not None and (not isinstance(told.value, list | tuple) or len(told.value) != count):
-        raise ValueError(f"layer_types must be one for each of {count} layers, got layer_types={told.value!r}")
-    layers = []
-    for index in range(count):
-        if told is None:
-            kind = family.kind(read, index)
-        else:
-            kind = told.value[index]
-            with suppress(TypeError, ValueError):  # other keys that say it, too, count as read
-                family.kind(read, index)
-        layers.append(_layer(family, Place(read, index, kind)))
+    layers = [layer for stack in family.stacks for layer in _layers(stack, read)]
     unread = list(read.unread(family.says_nothing))
     if unread:
         raise ValueError(
@@ -87,9 +88,27 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
     return layers
 
 
+def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
+    """The layers of a stack, in order."""
+    count = as_count(stack.count[0], read.read(*stack.count).value)
+    told = read.find("layer_types")
+    if told is not None and (not isinstance(told.value, list | tuple) or len(told.value) != count):
+        raise ValueError(f"layer_types must be one for each of {count} layers, got layer_types={told.value!r}")
+    layers = []
+    for index in range(count):
+        if told is None:
+            kind = stack.kind(read, index)
+        else:
+            kind = told.value[index]
+            with suppress(TypeError, ValueError):  # other keys that say it, too, count as read
+                stack.kind(read, index)
+        layers.append(_layer(stack, Place(read, index, kind)))
+    return layers
+
+
 def _family(values: Mapping[str, Any]) -> Family:
     name = values.get("model_type")
-    if name in FAMILIES and "text_config" not in values:
+    if isinstance(name, str) and name in FAMILIES and "text_config" not in values:
         return FAMILIES[name]
     parts = [part for part in values if part.endswith("_config") and isinstance(values[part], Mapping)]
     known = [part for part in parts if values[part].get("model_type") in FAMILIES]
@@ -105,15 +124,15 @@ def _ruled(rule: Any, place: Place) -> Value:
     return found
 
 
-def _layer(family: Family, place: Place) -> ModelLayer:
+def _layer(stack: Stack, place: Place) -> ModelLayer:
     if place.kind in NOT_ATTENTION:
-        return ModelLayer(place.layer, place.kind, None, {})
+        return ModelLayer(place.layer, place.kind, None, {}, stack.part)
     if place.kind not in KINDS:
         raise ValueError(
             f"layer {place.layer} must be one of {', '.join((*KINDS, *NOT_ATTENTION))}, got {place.kind!r}"
         )
     try:
-        found = {name: _ruled(rule, place) for name, rule in family.fields.items()}
+        found = {name: _ruled(rule, place) for name, rule in stack.fields.items()}
         held = {name: each for name, each in found.items() if each.value is not None}
         spec = AttentionSpec(**{name: each.value for name, each in held.items()})
     except MissingKey:
@@ -125,4 +144,6 @@ def _layer(family: Family, place: Place) -> ModelLayer:
         raise ValueError(
             f"layer {place.layer} must have a {needed} to be of kind {place.kind!r}, got none in this family"
         )
-    return ModelLayer(place.layer, place.kind, spec, {name: each.origin for name, each in held.items()})
+    origins = {name: each.origin for name, each in held.items()}
+    path = stack.path.replace("{i}", str(place.layer))
+    return ModelLayer(place.layer, place.kind, spec, origins, stack.part, stack.is_causal, path, stack.layout)
