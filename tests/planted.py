@@ -179,7 +179,7 @@ def seeing(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., None]:
     def another(mask, module, position_ids, hidden_states, **_):
         queries = torch.arange(mask.shape[3] - hidden_states.shape[1], mask.shape[3])
         distance = queries[:, None] - torch.arange(mask.shape[3])
-        seen = change(distance, torch.tensor(module.sliding_window or 0) if hasattr(module, "sliding_window") else 0)
+        seen = change(distance, module.config.get_text_config().to_dict().get("sliding_window"))
         return torch.where(seen, 0.0, torch.finfo(mask.dtype).min).expand_as(mask).contiguous()
 
     return told("attention_mask", another)
@@ -217,6 +217,11 @@ def has_bias(spec: AttentionSpec) -> bool:
 
 def has_window(spec: AttentionSpec) -> bool:
     return spec.window_size is not None
+
+
+def is_plain(spec: AttentionSpec) -> bool:
+    """Whether scores are nothing but products, scaled and masked."""
+    return spec.soft_cap is None and not spec.sinks
 
 
 QK, K = ("q", "k"), ("k",)
@@ -263,13 +268,9 @@ MISTAKES = {
     "theta": Planted(("rope-theta-1000000",), QK, at(lambda p: p, 1e6)),
     "other theta": Planted(("rope-theta-500000",), QK, at(lambda p: p, 5e5)),
     "restarted": Planted(("cache-position-restarted",), QK, at(lambda p: p - p[:, :1])),
-    "one further in steps": Planted(
-        ("cache-position-off-by-one",), QK, at(lambda p: p + (p[:, :1] > 0).to(p.dtype))
-    ),
+    "one further in steps": Planted(("cache-position-off-by-one",), QK, at(lambda p: p + (p[:, :1] > 0).to(p.dtype))),
     "no scale": Planted(("scale-missing",), SEEN, attribute("scaling", lambda m: 1.0), has_plain_scale),
-    "scale twice": Planted(
-        ("scale-squared",), SEEN, attribute("scaling", lambda m: 1.0 / m.head_dim), has_plain_scale
-    ),
+    "scale twice": Planted(("scale-squared",), SEEN, attribute("scaling", lambda m: 1.0 / m.head_dim), has_plain_scale),
     "scale of width": Planted(
         ("scale-by-d-model",), SEEN, attribute("scaling", lambda m: m.config.hidden_size**-0.5), has_plain_scale
     ),
@@ -286,22 +287,15 @@ MISTAKES = {
         ("sinks-ignored",), SEEN, function(lambda scores, mask: (scores + mask).softmax(-1)), lambda s: s.sinks
     ),
     "tiled": Planted(("kv-heads-tiled",), SEEN, function(tiled), lambda s: is_shared(s) and is_plain(s)),
-    "mask ignored": Planted(
-        ("mask-ignored",), SEEN, function(lambda scores, mask: scores.softmax(-1)), lambda s: is_plain(s)
-    ),
+    "mask ignored": Planted(("mask-ignored",), SEEN, function(lambda scores, mask: scores.softmax(-1)), is_plain),
     "mask too late": Planted(
         ("mask-after-softmax",),
         SEEN,
         function(lambda scores, mask: scores.softmax(-1) * (mask == 0)),
-        lambda s: is_plain(s),
-    ),
-    "not itself": Planted(
-        ("causal-excludes-self",), SEEN, seeing(lambda d, w: (d > 0) | (d == d[0, 0]) & (d >= 0) & (d < 1)), None
+        is_plain,
     ),
     "the next, too": Planted(("causal-off-by-one",), SEEN, seeing(lambda d, w: d >= -1), lambda s: not has_window(s)),
-    "window narrow": Planted(
-        ("window-one-too-narrow",), SEEN, seeing(lambda d, w: (d >= 0) & (d < w - 1)), has_window
-    ),
+    "window narrow": Planted(("window-one-too-narrow",), SEEN, seeing(lambda d, w: (d >= 0) & (d < w - 1)), has_window),
     "window wide": Planted(("window-one-too-wide",), SEEN, seeing(lambda d, w: (d >= 0) & (d < w + 1)), has_window),
     "no window": Planted(("window-ignored",), SEEN, seeing(lambda d, w: d >= 0), has_window),
     "combined innermost": Planted(
@@ -312,9 +306,3 @@ MISTAKES = {
     "keys rolled": Planted(("cache-keys-rolled",), ("cache.keys",), cached(lambda k, v: (k.roll(1, 2), v))),
     "stale slot": Planted(("cache-slot-stale",), ("cache.keys",), cached(stale)),
 }
-del MISTAKES["not itself"]  # a first token that sees nothing is 0 to us and the mean of all to them
-
-
-def is_plain(spec: AttentionSpec) -> bool:
-    """Whether scores are nothing but products, scaled and masked."""
-    return spec.soft_cap is None and not spec.sinks

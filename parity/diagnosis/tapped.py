@@ -13,13 +13,10 @@ from parity.core.cases import Case
 from parity.core.problem import Problem
 from parity.core.trace import Reference
 from parity.core.weights import Weights, dtype_named
-from parity.tapping.record import TappedCall, TappedLayer
+from parity.tapping.record import TappedCall, TappedLayer, is_hidden
 
 TOKENS = {"input": 1, "q": 2, "k": 2, "v": 2, "context": 2, "output": 1}
 """The axis of tokens of what is joined along it."""
-
-HIDDEN = 0.5
-"""The share of a dtype's lowest number from which on what is added to a score hides its key."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,14 @@ class Sequences:
     chunks: tuple[int, ...]
     values: dict[str, np.ndarray]
     caches: dict[tuple[int, str], np.ndarray]
+
+    @property
+    def places(self) -> np.ndarray:
+        """Where the tokens of each sequence stand, (rows, T): their positions, or, where these say less, 0, 1, …"""
+        positions = self.values.get("positions")
+        if positions is None or positions.ndim != 2 or any(len(set(row)) < len(row) for row in positions.tolist()):
+            positions = np.arange(len(self.tokens))[None]
+        return np.broadcast_to(positions, (len(self.rows), len(self.tokens)))
 
     @property
     def stages(self) -> dict[str, np.ndarray]:
@@ -154,7 +159,16 @@ def sequences_of(layer: TappedLayer) -> list[Sequences]:
     """
     if not any("input" in call.values and "output" in call.values for call in layer.calls):
         raise ValueError(f"{layer.name} must be called while it is tapped, got {len(layer.calls)} calls with an output")
-    return [each for calls in _runs(layer) for each in _by_padding(calls)]
+    return [each for of_prompt in sequences_by_prompt(layer) for each in of_prompt]
+
+
+def sequences_by_prompt(layer: TappedLayer) -> list[list[Sequences]]:
+    """The same, those of each prompt and its steps together: all sequences of a batch.
+
+    Raises:
+        ValueError: if a call does not follow the one before it.
+    """
+    return [list(_by_padding(calls)) for calls in _runs(layer)]
 
 
 def _runs(layer: TappedLayer) -> list[list[TappedCall]]:
@@ -195,7 +209,8 @@ def _by_padding(calls: list[TappedCall]) -> Iterator[Sequences]:
         if f"cache.{part}" in call.values
     }
     patterns, which = np.unique(is_real, axis=0, return_inverse=True)
-    for number, pattern in enumerate(patterns):
+    for number in np.argsort(-patterns.sum(axis=1), kind="stable"):  # those without padding tell more, and come first
+        pattern = patterns[number]
         rows, tokens = np.flatnonzero(which.reshape(-1) == number), np.flatnonzero(pattern)
         if not tokens.size:
             continue
@@ -239,9 +254,7 @@ def _placed(calls: list[TappedCall], name: str, total: int, fill: float) -> np.n
         if x is None:  # one token without a mask, which sees all that there is
             found[:, :, start:stop, call.first_key : stop] = False
             continue
-        if name == "mask" and x.dtype != bool:
-            lowest = float(np.finfo(np.float32).min if x.dtype.name == "bfloat16" else np.finfo(x.dtype).min)
-            x = x <= np.array(HIDDEN * lowest, x.dtype)
+        x = is_hidden(x) if name == "mask" else x
         found[:, :, start:stop, call.first_key : stop] = x[..., : stop - call.first_key]
     return found
 
@@ -260,4 +273,3 @@ def _taken(name: str, x: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> np
         return x[0] if x.ndim == 3 and len(x) == 1 else x
     x = np.take(x[rows], tokens, axis=TOKENS.get(name, 2))
     return np.take(x, tokens, axis=3) if name in ("attn_weights", "mask") else x
-

@@ -105,7 +105,7 @@ class TapVerdict:
 
 def judge_tap(
     tapped: Tapped,
-    specs: Sequence[ModelLayer] | Mapping[int, AttentionSpec],
+    specs: Sequence[ModelLayer] | Mapping[int, AttentionSpec | None],
     weights: Mapping[int, Mapping[str, Any]],
     *,
     is_causal: bool = True,
@@ -142,20 +142,21 @@ def _judge_layer(
 ) -> LayerVerdict:
     verdict = LayerVerdict(layer.title, layer.name, layer.index)
     spec = specs.get(layer.index)
-    if reason := _why_not(layer, spec, layer.index in weights):
+    if spec is None:
+        return replace(verdict, not_judged="it has no attention over keys, or no spec")
+    if reason := _why_not(layer, spec, has_weights=layer.index in weights):
         return replace(verdict, not_judged=reason)
-    for sequences in sequences_of(layer):  # the first that differs tells
+    for sequences in sequences_of(layer):
         problem = sequences.problem(layer, spec, weights[layer.index], is_causal=is_causal)
-        comparisons, diagnosis = _judge(sequences, problem, layer.module)
+        is_explained = verdict.diagnosis is not None and verdict.diagnosis.kind != "unknown"
+        comparisons, diagnosis = _judge(sequences, problem, layer.module, diagnoses=not is_explained)
+        if verdict.diagnosis is not None and (diagnosis is None or diagnosis.kind == "unknown"):
+            diagnosis = verdict.diagnosis  # that of the first that differ, if none is explained
         verdict = replace(verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis)
-        if diagnosis is not None:
-            break
     return verdict
 
 
-def _why_not(layer: TappedLayer, spec: AttentionSpec | None, has_weights: bool) -> str:
-    if spec is None:
-        return "it has no attention over keys, or no spec"
+def _why_not(layer: TappedLayer, spec: AttentionSpec, *, has_weights: bool) -> str:
     if not has_weights:
         return "it has no weights"
     if not any("output" in call.values for call in layer.calls):
@@ -167,15 +168,17 @@ def _why_not(layer: TappedLayer, spec: AttentionSpec | None, has_weights: bool) 
     return ""
 
 
-def _judge(sequences: Sequences, problem: Problem, backend: str) -> tuple[list[Comparison], Diagnosis | None]:
-    """The stages of some sequences, and what explains what differs."""
+def _judge(
+    sequences: Sequences, problem: Problem, backend: str, *, diagnoses: bool
+) -> tuple[list[Comparison], Diagnosis | None]:
+    """The stages of some sequences, and, if that is asked, what explains what differs."""
     reference = Reference(problem)
     sequences = sequences.in_our_order(reference)
     observed, stepped = sequences.stages, sequences.must_be_stepped(problem.spec)
     if stepped:
         observed, reference = sequences.stages_by_step, Reference(sequences.problem_by_step(problem))
     comparisons = _compared(observed, reference, backend)
-    if first_difference(comparisons) is None:
+    if first_difference(comparisons) is None or not diagnoses:
         return comparisons, None
     ways = [(observed, reference.problem)]
     if len(sequences.chunks) > 1:
@@ -215,8 +218,15 @@ def _compared(observed: Mapping[str, np.ndarray], reference: Reference, backend:
         if stage not in observed:
             continue
         same = reference.same_precision(local=False)[stage]
-        about = {"case": problem.case.name, "backend": backend, "dtype": problem.dtype, "stage": stage}
-        comparison = compare(observed[stage], expected, same, **about)
+        comparison = compare(
+            observed[stage],
+            expected,
+            same,
+            case=problem.case.name,
+            backend=backend,
+            dtype=problem.dtype,
+            stage=stage,
+        )
         local = comparison.ratio if stage in replay.malformed else replay.verdict(stage, ()).ratio
         failed = not comparison.passed or local > 1.0
         reason = comparison.reason or ("wrong for what it was made of" if local > 1.0 else "")

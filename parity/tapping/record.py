@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from parity.core.weights import FORMAT, load_tensors, save_tensors
@@ -31,8 +32,8 @@ VALUES = {
 }
 """What a call may hold, with the axes of each, in the model's own dtypes.
 
-`positions` may have an axis more before these, for rows and columns; `is_real` is False of padding, where the model was
-told of some. `mask` is what the attention function got: True where a key is hidden, or numbers added to the scores.
+`positions` may have an axis more before these, for rows and columns. `is_real` is False of padding, where the model was
+told of some; of tokens that see nothing, where it was given a whole mask instead. `mask` is what the attention function got: True where a key is hidden, or numbers added to the scores.
 `k` and `v` are those of the call's own tokens. `cache.keys` and `cache.values` are all that the attention function got,
 and are there only if they are not the keys and values of the calls so far. Outputs of projections go by
 `projections.<name>`, where the attention function was not seen.
@@ -88,7 +89,7 @@ class Tapped:
 
     Attributes:
         layers: those that were tapped, in the model's order.
-        config: the model's configuration, as transformers has it; empty if there is none.
+        config: the model's configuration, as transformers has it and JSON can say it; empty if there is none.
         model: name of its class.
     """
 
@@ -111,7 +112,7 @@ class Tapped:
             for number, call in enumerate(layer.calls):
                 tensors |= {f"{place}/{number}/{name}": value for name, value in call.values.items()}
         told = {"layers": layers, "config": self.config, "model": self.model}
-        metadata = {"format": FORMAT, "kind": "tap", "tap": json.dumps(told, sort_keys=True, default=str)}
+        metadata = {"format": FORMAT, "kind": "tap", "tap": json.dumps(told, sort_keys=True)}
         save_tensors(path, tensors, metadata)
 
 
@@ -159,9 +160,7 @@ def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None, inside:
         found = innermost
     else:
         fits = {
-            pattern: [
-                name for name in modules if fnmatchcase(name, pattern) or fnmatchcase(classes[name], pattern)
-            ]
+            pattern: [name for name in modules if fnmatchcase(name, pattern) or fnmatchcase(classes[name], pattern)]
             for pattern in patterns
         }
         if missing := [pattern for pattern, names in fits.items() if not names]:
@@ -172,6 +171,14 @@ def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None, inside:
     if not found:
         raise ValueError("model must have modules whose class is named …Attention…, or layers must name some")
     return found
+
+
+def is_hidden(mask: np.ndarray) -> np.ndarray:
+    """Where a mask hides a key: itself, or where what it adds to the scores is near the lowest number of its dtype."""
+    if mask.dtype == np.bool_:
+        return mask
+    lowest = float(ml_dtypes.finfo(mask.dtype).min)
+    return mask.astype(np.float64) <= 0.5 * lowest
 
 
 def kinds_of(config: Mapping[str, Any]) -> list[str]:

@@ -1,15 +1,15 @@
 """What attention layers of a torch model get and give: hooks on modules, and on two functions of transformers.
 
-The attention function is seen where layers ask for it, `AttentionInterface.get_interface`: every implementation is asked
-for there, eager ones too, which stand in no table, and the model's configuration, which also decides how masks are
-made, stays as it is. New keys and values are seen where they are cached, `Cache.update`: what the attention function
-gets may be another thing.
+The attention function is seen where layers ask for it, `AttentionInterface.get_interface`, which gives all of them,
+eager ones too, that stand in no table. So the model's configuration, by which masks are made, stays as it is. New keys
+and values are seen where they are cached, `Cache.update`: the attention function may get others.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from parity.core.arrays import to_numpy
-from parity.tapping.record import Tapped, TappedCall, TappedLayer, chosen, kinds_of
+from parity.tapping.record import Tapped, TappedCall, TappedLayer, chosen, is_hidden, kinds_of
 
 POSITIONS = ("position_ids", "positions")
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
@@ -36,8 +36,8 @@ def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None) -> Iterator[Ta
         raise ValueError("model must not be compiled, for hooks do not see what a compiled one computes")
     inside = {name: [each for each in modules if each != name and _is_inside(each, name)] for name in modules}
     names = chosen(modules, patterns, inside)
-    config = getattr(model, "config", None)
-    told = config.to_dict() if hasattr(config, "to_dict") else {}
+    config: Any = getattr(model, "config", None)
+    told = json.loads(json.dumps(config.to_dict(), default=str)) if hasattr(config, "to_dict") else {}
     kinds = kinds_of(told)
     tapped = Tapped([], told, type(model).__name__)
     with ExitStack() as stack:
@@ -134,6 +134,7 @@ class _ModelState:
     def __init__(self) -> None:
         self.positions: Tensor | None = None
         self.padding: Tensor | None = None
+        self.has_other_mask = False
 
     def listen(self, module: nn.Module, stack: ExitStack) -> None:
         """Listen to a module, if it is one that tells."""
@@ -144,9 +145,9 @@ class _ModelState:
 
     def _model_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mask = _arguments(module, args, kwargs).get("attention_mask")
-        self.positions, self.padding = None, None
-        if isinstance(mask, Tensor) and mask.ndim == 2:
-            self.padding = mask
+        is_padding = isinstance(mask, Tensor) and mask.ndim == 2
+        self.positions, self.padding = None, mask if is_padding else None
+        self.has_other_mask = mask is not None and not is_padding  # as with a static cache
 
     def _rotary_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positions = _first(_arguments(module, args, kwargs), POSITIONS)
@@ -220,6 +221,11 @@ class _Listener:
         self.values["q"] = to_numpy(query)
         if isinstance(mask, Tensor):
             self.values["mask"] = to_numpy(~mask if mask.dtype == torch.bool else mask)
+            if self.model.has_other_mask:
+                sees = (~is_hidden(self.values["mask"])).any(axis=(1, 3))
+                self.values |= (
+                    {} if sees.all() else {"is_real": np.broadcast_to(sees, (len(query), sees.shape[1])).copy()}
+                )
         length, past = query.shape[-2], self.past or 0
         if "key_input" in self.values or key.ndim != 4 or key.shape[2] < length:
             self.values |= {"k": to_numpy(key), "v": to_numpy(value)}
