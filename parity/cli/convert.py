@@ -7,7 +7,7 @@ import argparse
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, in_flags, layer_options
 from parity.cli.messages import warn
-from parity.cli.options import add_json_option
+from parity.cli.options import add_json_option, name_list
 
 MOST_GIB = 2**20  # of a shard: a pebibyte
 
@@ -32,6 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to-prefix", metavar="P", help="of the layers that are written; without {i}, they are stacked on an axis"
     )
     parser.add_argument("--rest", choices=("keep", "drop"), default="keep", help="all other tensors; kept by default")
+    parser.add_argument(
+        "--drop",
+        type=name_list,
+        default=[],
+        metavar="A,B",
+        help="what layers compute that is left out where the target does not carry it: rope, rope.scaling, soft_cap …",
+    )
+    parser.add_argument("--fill-bias", action="store_true", help="add biases of zeros where the target must have some")
     parser.add_argument("--max-shard-gib", type=float, metavar="G", help="divide the target into files of that size")
     parser.add_argument("--force", action="store_true", help="replace DST, if it is of the same format")
     add_layer_options(parser, "a layer")
@@ -59,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
             to_prefix=options.to_prefix,
             keep_rest=options.rest == "keep",
             max_shard_bytes=None if gib is None else max(1, int(gib * 2**30)),
+            drop=options.drop,
+            fill_bias=options.fill_bias,
             force=options.force,
             on_tensor=on_tensor,
             **layer_options(options),

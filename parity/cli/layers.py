@@ -7,9 +7,12 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parity.cli.options import flag_of
+
+if TYPE_CHECKING:
+    from parity.conversion.layers import Layer
 
 HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
@@ -50,6 +53,7 @@ def layer_options(options: argparse.Namespace) -> dict[str, Any]:
 def in_flags(options: argparse.Namespace) -> Iterator[None]:
     """What is refused is said in the words of the command line: `--to-prefix a` and not `to_prefix='a'`."""
     flags = {"source": "--from", "layout": "--from", "target": "--to", "prefix": "--prefix", "to_prefix": "--to-prefix"}
+    flags["drop"] = "--drop"
     heads = {name: flag_of(name) for name in HEADS if getattr(options, name) is not None}
     try:
         yield
@@ -83,4 +87,13 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[list[tuple[Any, Any
         if places[0] != places[1] and not len(one) == len(other) == 1:
             counts = " and ".join(f"{len(layers)} ({layers[0].label}, …)" for layers in (one, other))
             raise ValueError(f"both files must have layers of the same numbers to be compared, got {counts}")
-        yield list(zip(one, other, strict=True))
+        yield [(_restored(each, beside), _restored(beside, each)) for each, beside in zip(one, other, strict=True)]
+
+
+def _restored(layer: Layer, other: Layer) -> Layer:
+    """A layer with what its file was told to leave out, if the other one's says it."""
+    from dataclasses import replace
+
+    from parity.conversion.layouts.layout import with_dropped
+
+    return replace(layer, spec=with_dropped(layer.spec, other.spec, layer.dropped))

@@ -9,7 +9,7 @@ from typing import Any
 from parity.conversion.layers import TensorCache, layers_under
 from parity.conversion.layouts import LAYOUTS
 from parity.conversion.layouts.detection import DoesNotFit
-from parity.conversion.metadata import known_heads
+from parity.conversion.metadata import what_is_known
 from parity.conversion.prefixes import numbered, possible_prefixes
 from parity.files import TensorFile, open_tensors
 
@@ -48,7 +48,7 @@ def find_layers(file: TensorFile, **heads: Any) -> list[Found]:
         file: an open file.
         heads: num_heads, num_kv_heads, head_dim, rope, as far as they are known.
     """
-    found, known = [], known_heads(file, heads)
+    found, known = [], what_is_known(file, heads)
     for layout in LAYOUTS.values():
         groups: dict[str, list[str]] = {}
         prefixes = possible_prefixes(file.infos, layout)

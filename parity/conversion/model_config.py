@@ -1,4 +1,4 @@
-"""What lies beside the tensors of a model and describes its heads: GGUF's own values, Hugging Face's config.json."""
+"""What lies beside the tensors of a model and describes its layers: GGUF's own values, Hugging Face's config.json."""
 
 from __future__ import annotations
 
@@ -11,29 +11,39 @@ from typing import Any
 from mha_spec import Rope
 from parity.files import TensorFile
 from parity.models.config import read_config
+from parity.models.specs import ModelLayer, known_parts, specs_of
 
 HEADS = ("num_heads", "num_kv_heads", "head_dim", "rope")
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What lies beside the tensors of a model and describes its heads.
+    """What lies beside the tensors of a model and describes its layers.
 
     Attributes:
-        heads: those of `HEADS` that it has.
+        heads: those of `HEADS` that it has, of a model whose family is not known.
         origin: where they were read.
         not_carried: what it says of RoPE that is not read from it: `rope` is then left out of the heads.
+        layers: of a model whose family is known, those of all its parts.
     """
 
     heads: dict[str, Any] = field(default_factory=dict)
     origin: str = ""
     not_carried: tuple[str, ...] = ()
+    layers: tuple[ModelLayer, ...] = ()
 
 
-def heads_beside(file: TensorFile) -> Beside:
-    """What a file that is not a checkpoint of ours says of the heads, and where; nothing where nothing does.
+def beside(file: TensorFile, *, with_layers: bool = True) -> Beside:
+    """What lies beside the tensors of a file that is not a checkpoint of ours; nothing where nothing does.
 
     Who asks must see whether the shapes agree: a config.json may be that of another model.
+
+    Args:
+        file: open.
+        with_layers: read the configuration of a model whose family is known; otherwise the number of its heads alone.
+
+    Raises:
+        ValueError: if the family is known, and the configuration is not understood.
     """
     if file.format == "gguf":
         return _beside("GGUF", *_in_gguf(file))
@@ -42,7 +52,13 @@ def heads_beside(file: TensorFile) -> Beside:
         config = read_config((path if path.is_dir() else path.parent) / "config.json")
     except (OSError, ValueError, RecursionError):
         return Beside()
-    return _beside("config.json", *_in_config(config))
+    parts = known_parts(config) if with_layers else []
+    if not parts:
+        return _beside("config.json", *_in_config(config))
+    try:
+        return Beside(origin="config.json", layers=tuple(layer for part in parts for layer in specs_of(part)))
+    except ValueError as error:
+        raise ValueError(f"config.json beside {file.path} must be understood: {error}") from None
 
 
 def _in_gguf(file: TensorFile) -> tuple[dict[str, Any], list[str]]:

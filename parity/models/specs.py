@@ -88,6 +88,12 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
     return layers
 
 
+def known_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A configuration, or those of the parts of a model, as far as their families are known."""
+    parts = [part for name, part in config.items() if name.endswith("_config") and isinstance(part, Mapping)]
+    return [each for each in (parts or [config]) if each.get("model_type") in FAMILIES]
+
+
 def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
     """The layers of a stack, in order."""
     count = as_count(stack.count[0], read.read(*stack.count).value)

@@ -34,7 +34,7 @@ def print_layouts(layouts: Iterable[Layout], out: Console) -> None:
 
 def print_layout(layout: Layout, out: Console) -> None:
     """Print the tensors of a layout, and of each its axes, outermost first."""
-    from parity.conversion.layouts.layout import RULES
+    from parity.conversion.layouts.layout import CARRIED, RULES
 
     letters = {"n": "heads", "h": "head_dim", "d": "input", "e": "output"}
     out.print(Text(f"{layout.about} ({layout.source})"), soft_wrap=True)
@@ -46,14 +46,24 @@ def print_layout(layout: Layout, out: Console) -> None:
             axes = [" x ".join(letters[letter] for letter in group) or "1" for group in tensor.groups()]
             table.add_row(tensor.name, ", ".join(tensor.parts), f"[{' | '.join(axes)}]".replace("[", "\\["))
         out.print(table)
-    of_group = {"q": "queries", "k": "key", "v": "value"}
+    if layout.others:
+        table = begin_table(out, "where a layer has them")
+        for column in ("tensor", "holds", "axes"):
+            table.add_column(column, overflow="fold")
+        for tensor in layout.others:
+            table.add_row(tensor.name, tensor.holds, "as they are" if tensor.axes == "..." else "transposed")
+        out.print(table)
+    of_group = {"q": "queries", "k": "key", "v": "value", "g": "gate"}
     for holds in dict.fromkeys(tensor.holds for tensor in layout.tensors if len(tensor.parts) > 1):
-        by_group = "each group's " + ", then its ".join(of_group[projection] for projection in holds)
+        by_group = "each head's " if "g" in holds else "each group's "
+        by_group += ", then its ".join(of_group[projection] for projection in holds)
         by_projection = "all " + ", then all ".join(holds)
         out.print(f"heads in a packed tensor: {by_group if layout.grouped else by_projection}")
     out.print(f"RoPE pairs: {'(i, i + H/2)' if layout.rope == 'half' else '(2 i, 2 i + 1)'}")
     for rule in layout.rules:
         out.print(f"rule: {RULES[rule].words}")
+    lost = [name for name in CARRIED if name not in layout.carries]
+    out.print(f"not carried: {', '.join(lost)}" if lost else "carried: all that a specification says", soft_wrap=True)
     for prefix in layout.prefixes:
         out.print(Text(f"prefix: {prefix}"))
 

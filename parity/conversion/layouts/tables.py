@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from parity.conversion.layouts.layout import Layout, Tensor
+from collections.abc import Iterable
+from dataclasses import replace
+
+from parity.conversion.layouts.layout import CARRIED, Layout, Tensor
 
 ROWS, COLUMNS = "(n h) d", "d (n h)"  # (out, in) as torch keeps it, and (in, out)
 
@@ -40,6 +43,27 @@ def packed(
     )
 
 
+SCORES = ("sinks", "relative_bias")
+NORMS = ("q_norm", "k_norm", "v_norm", "q_a_norm", "kv_a_norm")
+NARROW = ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")  # of latents
+EVERYTHING = ("gate_proj", *NARROW, *NORMS, *SCORES)
+"""What only some layers have beside q, k, v and out, by its canonical name."""
+
+
+def beside(same: Iterable[str] = (), *, leaf: str = "weight", axes: str = "...", **renamed: str) -> tuple[Tensor, ...]:
+    """The tensors of what only some layers have, each by its canonical name or one of its own."""
+    found: list[Tensor] = []
+    for ours, theirs in (dict.fromkeys(same) | renamed).items():
+        theirs = theirs or ours
+        if ours in SCORES:
+            found.append(Tensor(theirs, ours, "whole", "..."))
+            continue
+        of_weight = ("weight", "...") if ours in NORMS else (leaf, axes)
+        found.append(Tensor(f"{theirs}.{of_weight[0]}", f"{ours}.weight", "whole", of_weight[1]))
+        found.append(Tensor(f"{theirs}.bias", f"{ours}.bias", "whole", "..."))
+    return tuple(found)
+
+
 def with_and_without_out(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], ...]:
     """The form that has an output projection, and the one that has none."""
     return tensors, tuple(tensor for tensor in tensors if tensor.holds != "out")
@@ -50,12 +74,16 @@ _EINSUM = {"leaf": "kernel", "heads": "d n h", "biases": "n h", "back": "n h e"}
 _TORCH_OUT = (Tensor("out_proj.weight", "out", "weight", "e (n h)"), Tensor("out_proj.bias", "out", "bias", "e"))
 _TORCH_BIAS = Tensor("in_proj_bias", "qkv", "bias", "(n h)")
 
+_OF_JAX = beside(EVERYTHING, leaf="kernel", axes="d e")
+
 _TABLE = [
     Layout(
         "canonical",
         "the form in which weights meet here; that of mha_torch's modules",
         "parity/core/weights.py",
         with_and_without_out(separate("q_proj", "k_proj", "v_proj", "out_proj")),
+        others=beside(EVERYTHING),
+        carries=CARRIED,
     ),
     Layout(
         "mha_jax",
@@ -64,13 +92,17 @@ _TABLE = [
         with_and_without_out(
             separate("q_proj", "k_proj", "v_proj", "out_proj", leaf="kernel", heads=COLUMNS, back="(n h) e")
         ),
+        others=_OF_JAX,
+        carries=CARRIED,
     ),
     Layout(
         "mha_jax.qkv_proj",
         "the same with one projection for q, k and v",
         "mha_jax.MultiHeadAttention, fused_qkv=True",
         with_and_without_out(packed("qkv_proj", "out_proj", leaf="kernel", rows=COLUMNS, columns="(n h) e")),
+        others=_OF_JAX,
         rules=("one width",),
+        carries=CARRIED,
     ),
     Layout(
         "torch.nn.MultiheadAttention",
@@ -80,7 +112,7 @@ _TABLE = [
             (Tensor("in_proj_weight", "qkv", "weight", ROWS), _TORCH_BIAS, *_TORCH_OUT),
             (*(Tensor(f"{p}_proj_weight", p, "weight", ROWS) for p in "qkv"), _TORCH_BIAS, *_TORCH_OUT),
         ),
-        rules=("no groups", "out_proj", "square", "biases or none"),
+        rules=("no groups", "out_proj", "square", "biases or none", "one head_dim"),
         prefixes=tuple(
             f"{stack}layers.{{i}}.{attention}"
             for stack in ("", "encoder.", "decoder.")
@@ -92,7 +124,9 @@ _TABLE = [
         "one Linear for q, k and v",
         "mha_torch.MultiHeadAttention, fused_qkv=True",
         with_and_without_out(packed("qkv_proj", "out_proj")),
+        others=beside(EVERYTHING),
         rules=("one width",),
+        carries=CARRIED,
     ),
     Layout(
         "W_q",
@@ -139,7 +173,7 @@ _TABLE = [
             about,
             source,
             (separate("query", "key", "value", "out", **_EINSUM),),
-            rules=("out_proj", *rules),
+            rules=("out_proj", "one head_dim", *rules),
         )
         for name, about, source, rules in (
             (
@@ -162,7 +196,7 @@ _TABLE = [
             about,
             source,
             (separate("query", "key", "value", "attention_output", **_EINSUM),),
-            rules=("out_proj", *rules),
+            rules=("out_proj", "one head_dim", *rules),
         )
         for name, about, source, rules in (
             (
@@ -184,7 +218,7 @@ _TABLE = [
         "four Linears query_proj, key_proj, value_proj, output_proj",
         "equinox/nn/_attention.py",
         (separate("query_proj", "key_proj", "value_proj", "output_proj"),),
-        rules=("no groups", "out_proj"),
+        rules=("no groups", "out_proj", "one head_dim"),
     ),
     Layout(
         "transformers.BERT",
@@ -222,9 +256,10 @@ _TABLE = [
     ),
     Layout(
         "transformers.GPT-NeoX",
-        "query_key_value holds q, k, v of one head, then of the next",
+        "query_key_value holds q, k, v of one head, then of the next; also BLOOM, Persimmon",
         "transformers/models/gpt_neox/modeling_gpt_neox.py",
         (packed("query_key_value", "dense"),),
+        others=beside(q_norm="q_layernorm", k_norm="k_layernorm"),
         grouped=True,
         rules=("no groups", "out_proj", "one width", "square", "biases or none"),
         ignored=("bias", "masked_bias", "rotary_emb.inv_freq"),
@@ -239,13 +274,90 @@ _TABLE = [
         rules=("out_proj", "one width", "square", "biases or none"),
         prefixes=("transformer.h.{i}.self_attention", "h.{i}.self_attention"),
     ),
+    *(
+        Layout(
+            name,
+            f"{words[0]}, {words[1]}, {words[2]}, {words[3]}, and what models have beside them; {whose}",
+            f"transformers/models/{file}/modeling_{file}.py",
+            (separate(*words),),
+            others=others,
+            rules=("out_proj",),
+            ignored=("rotary_emb.inv_freq",),
+            prefixes=("model.layers.{i}.self_attn", "layers.{i}.self_attn"),
+            needs_spec=words[3] == "o_proj" and file != "llama",  # without norms they are transformers.LLaMA
+        )
+        for name, words, others, whose, file in (
+            (
+                "transformers.LLaMA",
+                ("q_proj", "k_proj", "v_proj", "o_proj"),
+                beside(("q_norm", "k_norm", "gate_proj", "sinks")),
+                "also Mistral, Qwen, Gemma",
+                "llama",
+            ),
+            (
+                "transformers.Phi",
+                ("q_proj", "k_proj", "v_proj", "dense"),
+                beside(q_norm="q_layernorm", k_norm="k_layernorm"),
+                "of Phi 1 and 2",
+                "phi",
+            ),
+            (
+                "transformers.HunYuan",
+                ("q_proj", "k_proj", "v_proj", "o_proj"),
+                beside(q_norm="query_layernorm", k_norm="key_layernorm"),
+                "of HunYuan",
+                "hunyuan_v1_dense",
+            ),
+            (
+                "transformers.StableLM",
+                ("q_proj", "k_proj", "v_proj", "o_proj"),
+                beside(q_norm="q_layernorm.norms.{n}", k_norm="k_layernorm.norms.{n}"),
+                "norms with weights for each head",
+                "stablelm",
+            ),
+        )
+    ),
     Layout(
-        "transformers.LLaMA",
-        "q_proj, k_proj, v_proj, o_proj; also Mistral, Qwen2, Gemma",
-        "transformers/models/llama/modeling_llama.py",
-        (separate("q_proj", "k_proj", "v_proj", "o_proj"),),
+        "transformers.Phi3",
+        "qkv_proj and o_proj",
+        "transformers/models/phi3/modeling_phi3.py",
+        (packed("qkv_proj", "o_proj"),),
+        rules=("out_proj", "one width"),
+        prefixes=("model.layers.{i}.self_attn", "layers.{i}.self_attn"),
+    ),
+    Layout(
+        "transformers.Qwen3-Next",
+        "q_proj holds the queries of a head, then its gate; k_proj, v_proj, o_proj",
+        "transformers/models/qwen3_next/modeling_qwen3_next.py",
+        (
+            (
+                Tensor("q_proj.weight", "qg", "weight", ROWS),
+                Tensor("q_proj.bias", "qg", "bias", "(n h)"),
+                *(tensor for tensor in separate("q_proj", "k_proj", "v_proj", "o_proj") if tensor.holds != "q"),
+            ),
+        ),
+        others=beside(("q_norm", "k_norm")),
+        grouped=True,
+        needs_spec=True,
         rules=("out_proj",),
-        ignored=("rotary_emb.inv_freq",),
+        prefixes=("model.layers.{i}.self_attn", "layers.{i}.self_attn"),
+    ),
+    Layout(
+        "transformers.DeepSeek",
+        "the projections of latents: kv_a_proj_with_mqa, kv_b_proj, o_proj, and q_a_proj, q_b_proj or q_proj",
+        "transformers/models/deepseek_v3/modeling_deepseek_v3.py",
+        tuple(
+            tuple(tensor for tensor in separate("q_proj", "", "", "o_proj") if tensor.holds in held)
+            for held in (("q", "out"), ("out",))
+        ),
+        others=beside(
+            ("q_a_proj", "q_b_proj", "kv_b_proj"),
+            kv_a_proj="kv_a_proj_with_mqa",
+            q_a_norm="q_a_layernorm",
+            kv_a_norm="kv_a_layernorm",
+        ),
+        needs_spec=True,
+        rules=("out_proj",),
         prefixes=("model.layers.{i}.self_attn", "layers.{i}.self_attn"),
     ),
     Layout(
@@ -255,6 +367,7 @@ _TABLE = [
         (separate("wq", "wk", "wv", "wo"),),
         rope="interleaved",
         rules=("out_proj", "even", "whole halves"),
+        carries=("rope",),
         ignored=("inner_attention.rope.freqs",),
         prefixes=("layers.{i}.attention",),
     ),
@@ -268,6 +381,7 @@ _TABLE = [
             rules=("out_proj", *rules),
             ignored=("attn_norm.*", "ffn_*"),
             prefixes=("blk.{i}",),
+            carries=("rope",),
         )
         for name, words, rope, rules in (
             ("gguf.LLaMA", "interleaved RoPE pairs; also Mistral", "interleaved", ("even", "whole halves")),
@@ -287,11 +401,15 @@ _TABLE = [
             )
         ),
         padded=True,
-        rules=("one width", "whole halves"),
+        rules=("one width", "whole halves", "one head_dim"),
+        carries=CARRIED,
     ),
 ]
 
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _TABLE}
+LAYOUTS: dict[str, Layout] = {
+    layout.name: replace(layout, carries=CARRIED) if layout.name.startswith("transformers.") else layout
+    for layout in _TABLE  # what no weight shows is in the config.json of models of transformers
+}
 """Every layout by its name."""
 
 ALIASES = {"mha_torch": "canonical"}
