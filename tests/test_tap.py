@@ -4,13 +4,17 @@ import os
 import random
 from functools import cache
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
+from flax import linen, nnx
 from planted import MISTAKES, planted
 from released import Released
 
+import mha_jax
 import mha_torch
 import parity
 from parity import AttentionSpec, Rope, specs_of
@@ -494,3 +498,114 @@ def test_what_cannot_be_tapped_or_judged_is_refused():
     verdict = parity.judge_tap(none, specs, weights)
     assert not verdict.passed
     assert "layer 0 (full_attention): not judged, it was not called" in str(verdict)
+
+
+# ---- Flax ------------------------------------------------------------------------------------------------------------
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x, mask):
+        for _ in range(2):
+            x = x + linen.MultiHeadDotProductAttention(4, qkv_features=32, name=None)(x, mask=mask)
+        return x
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, kind, count=2):
+        self.layers = nnx.List([kind() for _ in range(count)])
+
+    def __call__(self, x, **keywords):
+        for layer in self.layers:
+            found = layer(x, **keywords)
+            x = x + (found[0] if isinstance(found, tuple) else found)
+        return x
+
+
+FULL = AttentionSpec(32, 4)
+
+
+def judged_in_flax(tapped, weights, *, is_causal=True):
+    return parity.judge_tap(tapped, dict.fromkeys(weights, FULL), weights, is_causal=is_causal)
+
+
+def test_linen_modules_are_intercepted(rng):
+    x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))
+    mask = linen.make_causal_mask(x[..., 0])
+    model = LinenBlock()
+    variables = model.init(jax.random.key(0), x, mask)
+    expected, sow = model.apply(variables, x, mask), linen.Module.sow
+    with parity.tap(model) as tapped:
+        found = model.apply(variables, x, mask)
+    assert np.array_equal(found, expected)
+    assert linen.Module.sow is sow
+    names = [f"MultiHeadDotProductAttention_{place}" for place in range(2)]
+    assert [(layer.name, layer.index, len(layer.calls)) for layer in tapped.layers] == [
+        (names[0], 0, 1),
+        (names[1], 1, 1),
+    ]
+    weights = {
+        place: parity.weights_of(linen.MultiHeadDotProductAttention(4, qkv_features=32).bind({"params": params}))
+        for place, params in enumerate(variables["params"][name] for name in names)
+    }
+    verdict = judged_in_flax(tapped, weights)
+    assert verdict.passed, str(verdict)
+    assert [each.stage for each in verdict.layers[1].comparisons] == ["mask", "q", "k", "v", "context", "output"]
+    weights[1] = {**weights[1], "k_proj.weight": weights[1]["k_proj.weight"].T.copy()}
+    first = judged_in_flax(tapped, weights).first
+    assert (first.index, first.difference.stage) == (1, "k")
+    assert first.diagnosis.explanations[0].hypotheses == ("k_proj-transposed",)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # which stays without a capture
+def test_nnx_modules_are_intercepted(rng):
+    rngs = nnx.Rngs(0)
+    model = NnxBlock(lambda: nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs))
+    x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))
+    mask = nnx.make_causal_mask(x[..., 0])
+    call, expected = nnx.MultiHeadAttention.__call__, model(x, mask=mask)
+    with parity.tap(model) as tapped:
+        found = model(x, mask=mask, sow_weights=True)
+    assert nnx.MultiHeadAttention.__call__ is call
+    assert np.allclose(found, expected, atol=1e-6)  # with weights it takes another path of its own
+    assert [layer.name for layer in tapped.layers] == ["layers.0", "layers.1"]
+    weights = {place: parity.weights_of(layer) for place, layer in enumerate(model.layers)}
+    verdict = judged_in_flax(tapped, weights)
+    assert verdict.passed, str(verdict)
+    stages = ["mask", "q", "k", "v", "attn_weights", "context", "output"]
+    assert [each.stage for each in verdict.layers[1].comparisons] == stages
+    with parity.tap(model) as again:
+        assert np.array_equal(model(x, mask=mask), expected)
+    assert judged_in_flax(again, weights).passed
+
+
+def test_our_own_nnx_modules_and_torchs_beside_them(rng):
+    weights = [parity.random_weights(FULL, seed) for seed in (1, 2)]
+    ours = NnxBlock(lambda: mha_jax.MultiHeadAttention(FULL, rngs=nnx.Rngs(0)))
+    theirs = torch.nn.ModuleList([mha_torch.MultiHeadAttention(FULL) for _ in weights])
+    for place, each in enumerate(weights):
+        parity.load_into(ours.layers[place], each)
+        parity.load_into(theirs[place], each)
+    x = rng.standard_normal((2, 6, 32), dtype=np.float32)
+    with parity.tap(ours) as one:
+        ours(jnp.asarray(x), is_causal=True, need_weights=True)
+    with parity.tap(theirs) as other, torch.no_grad():
+        y = torch.from_numpy(x)
+        for layer in theirs:
+            y = y + layer(y, is_causal=True, need_weights=True)[0]
+    for tapped in (one, other):
+        verdict = judged_in_flax(tapped, dict(enumerate(weights)))
+        assert verdict.passed, str(verdict)
+        assert [each.stage for each in verdict.layers[1].comparisons] == ["attn_weights", "output"]
+    difference = parity.judge_taps(one, other)
+    assert difference.agrees, str(difference)
+    assert difference.layers[1].errors.keys() == {"input", "attn_weights", "output"}
+
+
+def test_a_compiled_flax_model_is_refused(rng):
+    model = NnxBlock(lambda: nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0)))
+    x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))
+    call = nnx.MultiHeadAttention.__call__
+    with pytest.raises(TypeError, match=r"model must not be compiled .* under jax.disable_jit\(\)"), parity.tap(model):
+        jax.jit(lambda x: model(x))(x)
+    assert nnx.MultiHeadAttention.__call__ is call

@@ -36,7 +36,7 @@ VALUES = {
 told of some; of tokens that see nothing, where it was given a whole mask instead. `mask` is what the attention function
 got: True where a key is hidden, or numbers added to the scores. `k` and `v` are those of the call's own tokens.
 `cache.keys` and `cache.values` are all that the attention function got, and are there only if they are not the keys and
-values of the calls so far. Outputs of projections go by `projections.<name>`, where the attention function was not seen.
+values of the calls so far. Outputs of projections go by `projections.<name>`, where no attention function was seen.
 """
 
 

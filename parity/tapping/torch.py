@@ -223,9 +223,8 @@ class _Listener:
             self.values["mask"] = to_numpy(~mask if mask.dtype == torch.bool else mask)
             if self.model.has_other_mask:
                 sees = (~is_hidden(self.values["mask"])).any(axis=(1, 3))
-                self.values |= (
-                    {} if sees.all() else {"is_real": np.broadcast_to(sees, (len(query), sees.shape[1])).copy()}
-                )
+                shape = (query.shape[0], query.shape[2])
+                self.values |= {} if sees.all() else {"is_real": np.broadcast_to(sees, shape).copy()}
         length, past = query.shape[-2], self.past or 0
         if "key_input" in self.values or key.ndim != 4 or key.shape[2] < length:
             self.values |= {"k": to_numpy(key), "v": to_numpy(value)}
