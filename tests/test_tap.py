@@ -1,7 +1,9 @@
 """Live models tapped: nothing changes, everything is judged right, and a mistake in one layer is found and named."""
 
+import json
 import os
 import random
+import re
 from functools import cache
 
 import jax
@@ -18,6 +20,7 @@ import mha_jax
 import mha_torch
 import parity
 from parity import AttentionSpec, Rope, specs_of
+from parity.cli.main import main
 from parity.core.stages import stage_named
 from parity.models.families import FAMILIES
 
@@ -609,3 +612,82 @@ def test_a_compiled_flax_model_is_refused(rng):
     with pytest.raises(TypeError, match=r"model must not be compiled .* under jax.disable_jit\(\)"), parity.tap(model):
         jax.jit(lambda x: model(x))(x)
     assert nnx.MultiHeadAttention.__call__ is call
+
+
+# ---- On a command line -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory):
+    """A model's folder, and recordings of it as it is and with a mistake in layer 4."""
+    folder = tmp_path_factory.mktemp("recordings")
+    model = of_six_layers("gemma2")
+    model.save_pretrained(folder / "model")
+    with parity.tap(model) as tapped:
+        generate(model)
+    tapped.save(folder / "right.safetensors")
+    with planted(MISTAKES["window wide"], model, model.model.layers[4].self_attn), parity.tap(model) as tapped:
+        generate(model)
+    tapped.save(folder / "wrong.safetensors")
+    return {name: str(folder / name) for name in ("model", "right.safetensors", "wrong.safetensors")}.values()
+
+
+def test_a_recording_is_diagnosed_by_its_model(recordings, tmp_path, capsys):
+    model, right, wrong = recordings
+    assert main(["diagnose", wrong, "--weights", model, "--json", str(tmp_path / "told.json")]) == 1
+    out = capsys.readouterr().out
+    assert "layer 4 (sliding_attention), stage mask: inf times its budget" in out
+    assert "mistake   window-one-too-wide" in out
+    (told,) = json.loads((tmp_path / "told.json").read_text())["recordings"]
+    assert [layer["passed"] for layer in told["layers"]] == [True] * 4 + [False, True]
+    assert main(["diagnose", right, "--weights", model]) == 0
+    assert "6 layers agree with the reference, each for its own input" in capsys.readouterr().out
+
+
+def test_recordings_are_compared_as_traces_are(recordings, tmp_path, capsys):
+    model, right, wrong = recordings
+    page, told = tmp_path / "page.html", tmp_path / "told.json"
+    assert main(["compare", right, wrong, "--weights", model, "--html", str(page), "--json", str(told)]) == 1
+    assert "do NOT agree with the float64 reference: 6 cases" in capsys.readouterr().out
+    found = json.loads(told.read_text())
+    assert {each["case"] for each in found["results"] if each["status"] == "failed"} == {"layer 4 (sliding_attention)"}
+    strips = re.findall(r'<svg class="heat layers".*?</svg>', page.read_text("utf-8"))
+    assert [strip.count("<path") for strip in strips] == [6, 6]
+    assert ["beyond the budget: none" in strip for strip in strips] == [True, False]
+    assert "beyond the budget: layer 4 (sliding_attention), mask ∞" in strips[1]
+    assert main(["compare", right, "--weights", model]) == 0
+
+
+def test_two_recordings_are_compared_without_a_model(recordings, tmp_path, capsys):
+    _, right, wrong = recordings
+    told = tmp_path / "told.json"
+    for command in ("compare", "diagnose"):
+        assert main([command, right, wrong, "--json", str(told)]) == 1
+        out = capsys.readouterr().out
+        assert "layer 4 (sliding_attention), stage mask: " in out
+        assert ("attn_weights" in out) == (command == "compare")
+        assert json.loads(told.read_text())["layers"][4]["stage"] == "mask"
+
+
+def test_tokens_after_another_one_are_left_out(recordings):
+    _, right, wrong = map(str, recordings)
+    difference = parity.judge_taps(parity.load_tap(right), parity.load_tap(wrong))
+    assert difference.left_out > 0
+    assert difference.layers[0].errors["output"] == 0.0
+    assert f"{difference.left_out} tokens were left out" in str(difference)
+
+
+def test_what_the_commands_refuse(recordings, tmp_path, capsys):
+    model, right, wrong = recordings
+    parity.save(tmp_path / "layer.safetensors", parity.random_weights(FULL), FULL)
+    refused = {
+        "--weights must name the folder of the model that": ["compare", right],
+        "recordings must be one or two, and nothing else": ["diagnose", right, str(tmp_path / "layer.safetensors")],
+        "recordings must be one or two, and nothing else with them, got": ["compare", right, right],
+        "--html must come with --weights": ["compare", right, wrong, "--html", str(tmp_path / "page.html")],
+        "--weights must come with recordings": ["compare", str(tmp_path), "--weights", model],
+        "recordings must come with --weights alone": ["diagnose", right, "--not-causal"],
+    }
+    for message, arguments in refused.items():
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err

@@ -68,11 +68,14 @@ class TapDifference:
         layers: those that both have, in the order of the first.
         alone: names of the modules that only one of them has, or that one never called.
         unit: of rounding, of the coarser of their dtypes.
+        left_out: how many tokens that both have were not compared: those from the first on that was another one, as
+            where each went on with what it had generated.
     """
 
     layers: list[LayerDifference]
     alone: list[str]
     unit: float
+    left_out: int = 0
 
     @property
     def differs_before(self) -> bool:
@@ -87,15 +90,18 @@ class TapDifference:
     @property
     def agrees(self) -> bool:
         """Whether no layer makes a difference grow, and both were given the same."""
-        return bool(self.layers) and self.first is None and not self.differs_before
+        return bool(self.layers) and self.first is None and not self.differs_before and not self.left_out
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
         layers = [{**asdict(layer), "stage": layer.stage} for layer in self.layers]
-        return {"agrees": self.agrees, "alone": self.alone, "layers": finite(layers)}
+        told = {"agrees": self.agrees, "alone": self.alone, "left_out": self.left_out}
+        return {**told, "layers": finite(layers)}
 
     def __str__(self) -> str:
         lines = [f"only one of them called {', '.join(self.alone)}"] if self.alone else []
+        if self.left_out:
+            lines.append(f"{self.left_out} tokens were left out: from there on the two were given other tokens")
         if self.differs_before:
             error = self.layers[0].errors["input"]
             lines.append(
@@ -129,7 +135,8 @@ def judge_taps(one: Tapped, other: Tapped) -> TapDifference:
         raise ValueError("taps must have layers in common that both called, got none")
     dtypes = {each.calls[0].values["input"].dtype.name for pair in pairs for each in pair}
     unit = max(map(unit_of_rounding, dtypes))
-    return TapDifference([_difference(*pair, unit) for pair in pairs], alone, unit)
+    same, left_out = _same_tokens(*pairs[0], GROWTH * unit)
+    return TapDifference([_difference(*pair, unit, same) for pair in pairs], alone, unit, left_out)
 
 
 def _pairs(one: Tapped, other: Tapped) -> tuple[list[tuple[TappedLayer, TappedLayer]], list[str]]:
@@ -151,15 +158,37 @@ def _was_called(layer: TappedLayer) -> bool:
     return any({"input", "output"} <= call.values.keys() for call in layer.calls)
 
 
-def _difference(one: TappedLayer, other: TappedLayer, unit: float) -> LayerDifference:
+Which = tuple[int, int]
+"""Which prompt, and which sequence of its batch."""
+
+
+def _same_tokens(one: TappedLayer, other: TappedLayer, allowed: float) -> tuple[dict[Which, int], int]:
+    """How many tokens of each sequence the first layer was given in both, and how many came after another one.
+
+    All, if the first already is another: then nothing is to be learnt by leaving some out.
+    """
+    counts: dict[Which, int] = {}
+    left_out = 0
+    for which, a, b, places_a, places_b in _common(one, other):
+        x, y = a.tokens("input", places_a).astype(np.float64), b.tokens("input", places_b).astype(np.float64)
+        if x.shape == y.shape and x.size:
+            away = np.sqrt(np.mean((x - y) ** 2, axis=1)) > allowed * np.sqrt(np.mean(x**2))
+            if away.any() and not away[0]:
+                counts[which] = int(away.argmax())
+                left_out += len(away) - counts[which]
+    return counts, left_out
+
+
+def _difference(one: TappedLayer, other: TappedLayer, unit: float, same: dict[Which, int]) -> LayerDifference:
     squares: dict[str, list[tuple[float, float, int]]] = {}
     count = 0
-    for a, b, row_a, row_b, places_a, places_b in _common(one, other):
+    for which, a, b, places_a, places_b in _common(one, other):
+        places_a, places_b = places_a[: same.get(which)], places_b[: same.get(which)]
         count += len(places_a)
         for name in ("input", *STAGES):
-            if name in a.values and name in b.values:
-                x, y = _tokens(a, name, row_a, places_a), _tokens(b, name, row_b, places_b)
-                squares.setdefault(name, []).append(_squares(x, y))
+            if name in a.values and name in b.values and len(places_a):
+                found = _squares(a.tokens(name, places_a), b.tokens(name, places_b))
+                squares.setdefault(name, []).append(found)
     if not count:
         raise ValueError(f"taps must have tokens at the same positions, got none of {one.name}")
     errors = {name: _share(found) for name, found in squares.items()}
@@ -168,27 +197,42 @@ def _difference(one: TappedLayer, other: TappedLayer, unit: float) -> LayerDiffe
     return LayerDifference(one.title, (one.name, other.name), count, errors, grows)
 
 
-def _common(
-    one: TappedLayer, other: TappedLayer
-) -> Iterator[tuple[Sequences, Sequences, int, int, np.ndarray, np.ndarray]]:
-    """Each sequence of both: where it is in each, and the places of the tokens that both have."""
-    for of_one, of_other in zip(sequences_by_prompt(one), sequences_by_prompt(other), strict=False):
+@dataclass(frozen=True)
+class _Row:
+    """One sequence of some that were recorded together."""
+
+    sequences: Sequences
+    row: int
+
+    @property
+    def values(self) -> dict[str, np.ndarray]:
+        return self.sequences.values
+
+    @property
+    def places(self) -> np.ndarray:
+        return self.sequences.places[self.row]
+
+    def tokens(self, name: str, places: np.ndarray) -> np.ndarray:
+        """Some of its tokens."""
+        x = self.values[name][self.row]
+        if name in ("mask", "attn_weights"):
+            return x[:, places][:, :, places]
+        return np.take(x, places, axis=1 if x.ndim == 3 else 0)
+
+
+def _common(one: TappedLayer, other: TappedLayer) -> Iterator[tuple[Which, _Row, _Row, np.ndarray, np.ndarray]]:
+    """Each sequence that both have: which it is, where it is in each, and the places of the tokens that both have."""
+    prompts = zip(sequences_by_prompt(one), sequences_by_prompt(other), strict=False)
+    for prompt, both in enumerate(prompts):
         rows, others = (
-            {int(row): (each, i) for each in found for i, row in enumerate(each.rows)} for found in (of_one, of_other)
+            {int(row): _Row(each, place) for each in found for place, row in enumerate(each.rows)} for found in both
         )
         if rows.keys() != others.keys():
             raise ValueError(f"taps must have batches of one size, got {len(rows)} and {len(others)}")
-        for row, (a, i) in rows.items():
-            b, j = others[row]
-            _, places_a, places_b = np.intersect1d(a.places[i], b.places[j], return_indices=True)
-            yield a, b, i, j, places_a, places_b
-
-
-def _tokens(sequences: Sequences, name: str, row: int, places: np.ndarray) -> np.ndarray:
-    x = sequences.values[name][row]
-    if name in ("mask", "attn_weights"):
-        return x[:, places][:, :, places]
-    return np.take(x, places, axis=1 if x.ndim == 3 else 0)
+        for number, a in rows.items():
+            b = others[number]
+            _, places_a, places_b = np.intersect1d(a.places, b.places, return_indices=True)
+            yield (prompt, number), a, b, places_a, places_b
 
 
 def _squares(x: np.ndarray, y: np.ndarray) -> tuple[float, float, int]:
