@@ -51,6 +51,11 @@ class LayerVerdict:
         """Whether it was judged, and every stage is within its budget."""
         return not self.not_judged and self.difference is None
 
+    @property
+    def is_rounding(self) -> bool:
+        """Whether it is just beyond its budget, and no mistake explains that."""
+        return self.diagnosis is not None and self.diagnosis.kind == "rounding"
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
         return {
@@ -80,9 +85,14 @@ class TapVerdict:
     layers: list[LayerVerdict]
 
     @property
+    def wrong(self) -> list[LayerVerdict]:
+        """The layers that go wrong by themselves, those last that only round more than they should."""
+        return sorted((layer for layer in self.layers if layer.difference is not None), key=lambda x: x.is_rounding)
+
+    @property
     def first(self) -> LayerVerdict | None:
-        """The first layer that goes wrong by itself."""
-        return next((layer for layer in self.layers if layer.difference is not None), None)
+        """The first of them: where to begin."""
+        return next(iter(self.wrong), None)
 
     @property
     def passed(self) -> bool:
@@ -94,7 +104,7 @@ class TapVerdict:
         return {"passed": self.passed, "layers": [layer.to_dict() for layer in self.layers]}
 
     def __str__(self) -> str:
-        wrong = [layer for layer in self.layers if layer.difference is not None]
+        wrong = self.wrong
         lines = [str(layer) for layer in self.layers if layer.not_judged]
         lines += [str(wrong[0])] if wrong else []
         lines += [f"and {len(wrong) - 1} more: {', '.join(layer.layer for layer in wrong[1:])}"] if wrong[1:] else []
