@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from parity.diagnosis.diagnose import Diagnosis, diagnose
     from parity.diagnosis.tap_pairs import TapDifference, judge_taps
     from parity.diagnosis.taps import TapVerdict, judge_tap
-    from parity.foreign import load_into, save, spec_of, weights_of
+    from parity.foreign import from_module, load_into, save, spec_of, weights_of
+    from parity.foreign.transformers import from_transformers
     from parity.models.specs import ModelLayer, specs_of
+    from parity.running.models import run_model
     from parity.running.report import Report
     from parity.running.run import run_cases
     from parity.tapping import tap
@@ -70,6 +72,8 @@ __all__ = [
     "diagnose",
     "examine",
     "first_difference",
+    "from_module",
+    "from_transformers",
     "judge_tap",
     "judge_taps",
     "load",
@@ -83,6 +87,7 @@ __all__ = [
     "random_case",
     "random_weights",
     "run_cases",
+    "run_model",
     "save",
     "save_cache",
     "save_tensors",
@@ -112,13 +117,15 @@ _MODULES = {
     "parity.diagnosis.diagnose": ["Diagnosis", "diagnose"],
     "parity.diagnosis.tap_pairs": ["TapDifference", "judge_taps"],
     "parity.diagnosis.taps": ["TapVerdict", "judge_tap"],
-    "parity.foreign": ["load_into", "save", "spec_of", "weights_of"],
+    "parity.foreign": ["from_module", "load_into", "save", "spec_of", "weights_of"],
+    "parity.foreign.transformers": ["from_transformers"],
     "parity.conversion.layouts": ["LAYOUTS", "Layout"],
     "parity.conversion.not_carried": ["NotCarriedWarning"],
     "parity.models.specs": ["ModelLayer", "specs_of"],
     "parity.backends.numerics": ["numerics_lock"],
     "parity.core.problem": ["Problem", "make_problem"],
     "parity.running.report": ["Report"],
+    "parity.running.models": ["run_model"],
     "parity.running.run": ["run_cases"],
     "parity.tapping": ["tap"],
     "parity.tapping.record": ["Tapped", "load_tap"],

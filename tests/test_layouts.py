@@ -32,7 +32,7 @@ def layers(draw, layout):
     """A layer that the layout can hold, told by its rules."""
     rules = set(layout.rules)
     sizes = st.integers(1, 6)
-    num_kv_heads = draw(st.integers(1, 3))
+    num_kv_heads = draw(st.integers(1, 3)) * (4 if "four blocks" in rules else 1)
     num_heads = num_kv_heads * (1 if "no groups" in rules else draw(st.integers(1, 3)))
     rope = draw(st.sampled_from([None, Rope(500.0)]))
     head_dim = draw(sizes) * (2 if rope or "even" in rules else 1)

@@ -19,6 +19,7 @@ import test_released_scores
 import torch
 import transformers
 from released import SIZES, Released, check_near
+from test_models_whole import MODELS
 
 import mha_torch
 from mha_spec import Llama3Scaling, Norm, ProportionalScaling, Rope, YarnScaling
@@ -41,6 +42,7 @@ NOT_OF_THE_CONFIGURATION = {
     "GPT-NeoX",  # is given the heads of keys that others have, which it does not know
     "Persimmon",
     "Llama 4, chunked",  # chunks where the model has none
+    "Whisper",  # is given its width and heads, too
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -51,16 +53,20 @@ LLAMA3 = {
 }
 
 
+BASES = {"modernbert": ("global_rope_theta", "local_rope_theta")}
+
+
 def older(values):
     """The same configuration as it was said before transformers 5."""
     values = json.loads(json.dumps(values))
     rope = values.pop("rope_parameters", None)
     if rope is None:
         return values
+    base, base_of_windows = BASES.get(values["model_type"], ("rope_theta", "rope_local_base_freq"))
     if all(isinstance(each, dict) for each in rope.values()):  # layers with a window had a base of their own
-        values["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        values[base_of_windows] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
-    values["rope_theta"] = rope.pop("rope_theta")
+    values[base] = rope.pop("rope_theta")
     values["partial_rotary_factor"] = rope.pop("partial_rotary_factor", 1.0)
     if rope["rope_type"] != "default" or "mrope_section" in rope:
         values["rope_scaling"] = rope
@@ -83,7 +89,7 @@ def test_a_configuration_says_what_the_released_layer_is(name):
     if values is None:
         assert name.partition("-")[2] in {
             *NOT_OF_THE_CONFIGURATION,
-            *("Gemma 4", "Gemma 3n", "Whisper", "MiMo-V2", "MiMo-V2, wide values", "Kimi Linear", "LongCat"),
+            *("Gemma 4", "Gemma 3n", "MiMo-V2", "MiMo-V2, wide values", "Kimi Linear", "LongCat"),
         }
         return
     assert specs_of(values)[0].spec == expected
@@ -176,7 +182,8 @@ def test_a_layer_of_the_specification_gives_what_the_released_one_gives(name):
 def test_every_family_is_in_one_of_these_tests():
     tested = {values["model_type"] for name in RELEASED for values, _ in [config_of(name)] if values is not None}
     tested |= {"gemma3_text" if family == "gemma3" else family for family, _, _ in OTHERS.values()}
-    assert tested | {"gpt_neox", "persimmon", "gpt2", "bloom", "qwen2_vl"} == set(FAMILIES)
+    tested |= {model.family for model in MODELS.values()}
+    assert tested | {"qwen2_vl"} == set(FAMILIES)
 
 
 def test_families_with_names_of_their_own():
@@ -215,11 +222,15 @@ def test_a_key_that_is_not_there_means_what_it_means_to_transformers(family):
     values = configuration().to_dict()
     if family == "glm4_moe":
         values["head_dim"] = 128  # which is 42 without it, of which a half cannot be rotated
+    if family == "gpt_neo":
+        values |= {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]}
     if values.get("layer_types"):  # one of each kind is enough
         values |= {"num_hidden_layers": 6, "layer_types": values["layer_types"][:6]}
         values |= {name: None for name in ("no_rope_layers", "moe_layers", "mlp_layer_types") if name in values}
     else:
-        values["n_layer" if "n_layer" in values else "num_hidden_layers"] = 2
+        counts = {name for stack in FAMILIES[family].stacks for name in stack.count}
+        values |= dict.fromkeys(counts & values.keys(), 2)
+        values = {name: value for name, value in values.items() if name not in ("out_features", "out_indices")}
     whole = specs_of(filled(values))
     assert [layer.spec for layer in whole] == [layer.spec for layer in specs_of(values)]
     asked = 0
@@ -458,7 +469,7 @@ def test_what_says_nothing_of_attention_is_passed_over(key):
 def test_the_page_lists_the_families():
     page = (Path(__file__).parents[1] / "docs" / "configurations.md").read_text("utf-8")
     listed = page.partition("by `model_type`:")[2].partition(".\n")[0]
-    assert re.findall(r"`(\w+)`", listed) == sorted(FAMILIES)
+    assert re.findall(r"`([\w-]+)`", listed) == sorted(FAMILIES)
 
 
 # ---- Files and the command -------------------------------------------------------------------------------------------

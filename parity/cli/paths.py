@@ -14,7 +14,7 @@ REPORTS = ("json", "junit", "html")
 STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 PATHS = ("source", "target", "file", "files", "traces", "weights", "input", "key_input", "tokens_file", "join")
-PATHS += ("save_traces", "plot", *REPORTS)
+PATHS += ("model", "save_traces", "plot", *REPORTS)
 """Options and positional arguments that are paths."""
 
 

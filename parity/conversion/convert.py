@@ -13,7 +13,7 @@ import numpy as np
 from mha_spec import AttentionSpec, Rope
 from parity.conversion.layers import Layer, TensorCache, layers_under, open_layers
 from parity.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
-from parity.conversion.layouts.detection import tensors_for
+from parity.conversion.layouts.detection import DoesNotFit, tensors_for
 from parity.conversion.layouts.layout import CARRIED, check_carried, lost_in, without
 from parity.conversion.layouts.views import shapes_in
 from parity.conversion.metadata import ENTRY, Heads, metadata_of, sources, what_is_known
@@ -347,14 +347,14 @@ def _written(layer: Layer, target: Layout, drop: Collection[str], *, fill_bias: 
         ValueError: if the target cannot hold it, or does not carry it all.
     """
     spec = without(layer.spec, [name for name in lost_in(target, layer.spec) if name in drop])
+    try:
+        tensors_for(spec, target)
+    except DoesNotFit:
+        if not fill_bias:
+            raise
+        spec = replace(spec, qkv_bias=True, out_bias=spec.out_proj)
+        tensors_for(spec, target)
     check_carried(spec, target, () if layer.heads_from == "config.json" else ("rope",))
-    if fill_bias:
-        with_biases = replace(spec, qkv_bias=True, out_bias=spec.out_proj)
-        try:
-            tensors_for(spec, target)
-        except ValueError:
-            return with_biases
-    tensors_for(spec, target)
     return spec
 
 

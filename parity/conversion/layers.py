@@ -19,9 +19,10 @@ from parity.conversion.layouts.detection import DoesNotFit, find_tensors, stack_
 from parity.conversion.layouts.views import lay_out, read_out
 from parity.conversion.metadata import ENTRY, Known, sources, what_is_known
 from parity.conversion.not_carried import NotCarriedWarning
-from parity.conversion.prefixes import either, fitting_prefixes, join, numbered
+from parity.conversion.prefixes import either, fitting_prefixes, numbered
 from parity.core.weights import Weights, is_finite, is_floating, weight_shapes
 from parity.files import TensorFile, open_tensors
+from parity.models.specs import ModelLayer
 
 
 @contextmanager
@@ -62,6 +63,7 @@ class Layer:
         sources: the full names of its tensors, and those after the prefix.
         dropped: what it computed that its file does not say: see `parity.conversion.layouts.layout.CARRIED`.
         written: what is written of it in another layout, if it is not the same.
+        model: the layer of the model that it is, by the configuration beside the file.
     """
 
     file: TensorCache
@@ -74,6 +76,7 @@ class Layer:
     sources: dict[str, str]
     dropped: tuple[str, ...] = ()
     written: AttentionSpec | None = None
+    model: ModelLayer | None = None
 
     @property
     def to_spec(self) -> AttentionSpec:
@@ -99,6 +102,10 @@ class Layer:
         """Its canonical weights, and its specification."""
         return {name: np.array(self.read(name), order="C") for name in weight_shapes(self.spec)}, self.spec
 
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Its tensors by their names after the prefix."""
+        return {short: self._tensor(short) for short in self.sources.values()}
+
     @cached_property
     def form(self) -> tuple[Tensor, ...]:
         """The tensors of the layout that it is in."""
@@ -120,7 +127,11 @@ class Layer:
         return lay_out(name, read, self.to_spec, target)
 
     def _tensor(self, name: str) -> np.ndarray:
-        return self.file.read_finite(join(self.prefix, name), self.index)
+        return self.file.read_finite(self._names[name], self.index)
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        return {short: name for name, short in self.sources.items()}
 
 
 class TensorCache:
@@ -184,6 +195,7 @@ def layers_under(
         raise ValueError(_no_layer(file, prefix, layout, path))
     layers = []
     for concrete, (numbers, held) in found.items():
+        held.update(_shared(file, concrete, held, known))
         infos = {short: file.infos[name] for name, short in held.items()}
         try:
             each = _identify({short: info.shape for short, info in infos.items()}, concrete, layout, known)
@@ -202,7 +214,9 @@ def layers_under(
             if not each:
                 raise ValueError(f"prefix must be that of a layer in {path}, got prefix={prefix!r} of {words}")
         layers += [
-            Layer(file, concrete, numbers, i, layout, spec, origin, held, known.dropped) for i, spec, origin in each
+            Layer(file, concrete, numbers, i, layout, spec, origin, held, known.dropped, model=known.layer_at(label))
+            for i, spec, origin in each
+            for label in [concrete if i is None else f"{concrete}[{i}]"]
         ]
     if known.beside.not_carried:
         warnings.warn(
@@ -212,6 +226,16 @@ def layers_under(
             stacklevel=3,
         )
     return layers
+
+
+def _shared(file: TensorCache, prefix: str, held: Mapping[str, str], known: Known) -> dict[str, str]:
+    """The tensors that a layer of the model takes from elsewhere, as it has none of its own."""
+    layer = known.layer_at(prefix)
+    if layer is None:
+        return {}
+    before = prefix.removesuffix(layer.path)
+    wanted = {f"{before}{path}": short for short, path in layer.shared.items() if short not in held.values()}
+    return {name: short for name, short in wanted.items() if name in file.infos}
 
 
 def _identify(

@@ -138,6 +138,10 @@ class Sequences:
         case = replace(problem.case, is_causal=False, chunks=self.chunks, capacity=len(self.tokens))
         return replace(problem, case=case)
 
+    def without(self, name: str) -> Sequences:
+        """The same without one of the values."""
+        return replace(self, values={each: x for each, x in self.values.items() if each != name})
+
     @property
     def prompt(self) -> Sequences:
         """What the first call brought, alone."""

@@ -13,7 +13,7 @@ from parity.core.compare import Comparison, compare, first_difference
 from parity.core.problem import Problem
 from parity.core.stages import stage_named
 from parity.core.trace import Reference
-from parity.core.weights import Weights, check_weights
+from parity.core.weights import check_weights
 from parity.diagnosis.diagnose import Diagnosis, diagnose
 from parity.diagnosis.replay import Replay
 from parity.diagnosis.tapped import Sequences, sequences_of
@@ -113,13 +113,11 @@ class TapVerdict:
         return "\n".join(lines)
 
 
-def judge_tap(
-    tapped: Tapped,
-    specs: Sequence[ModelLayer] | Mapping[int, AttentionSpec | None],
-    weights: Mapping[int, Mapping[str, Any]],
-    *,
-    is_causal: bool = True,
-) -> TapVerdict:
+Specs = Sequence[ModelLayer] | Mapping[int, AttentionSpec | None]
+LayerWeights = Mapping[int, Mapping[str, Any]] | Mapping[str, Mapping[str, Any]]
+
+
+def judge_tap(tapped: Tapped, specs: Specs, weights: LayerWeights, *, is_causal: bool | None = None) -> TapVerdict:
     """Judge each layer of a recording alone, by what the float64 reference gives for the layer's own input.
 
     Prompt and steps are joined, padding is left out. A layer that differs is diagnosed.
@@ -127,8 +125,9 @@ def judge_tap(
     Args:
         tapped: the recording.
         specs: what each layer should be, by its index, or as `parity.specs_of` gives them.
-        weights: the canonical weights that each layer should have, by its index.
-        is_causal: whether tokens should not see later ones.
+        weights: the canonical weights that each layer should have, by its index, or by the name of its module, as
+            models with an encoder and a decoder need it.
+        is_causal: whether tokens should not see later ones; as `specs` say when absent, else true.
 
     Returns:
         A verdict on each layer that was tapped, in order.
@@ -136,43 +135,63 @@ def judge_tap(
     Raises:
         TypeError, ValueError: if weights are not those of their spec, or the calls of a layer do not follow each other.
     """
-    by_index = dict(specs) if isinstance(specs, Mapping) else {each.index: each.spec for each in specs}
-    kinds = {} if isinstance(specs, Mapping) else {each.index: each.kind for each in specs}
-    held = {
-        index: check_weights(weights[index], spec)
-        for index, spec in by_index.items()
-        if spec is not None and index in weights
-    }
-    layers = [replace(layer, kind=layer.kind or kinds.get(layer.index, "")) for layer in tapped.layers]
-    return TapVerdict([_judge_layer(layer, by_index, held, is_causal) for layer in layers])
+    return TapVerdict([_judge_layer(layer, specs, weights, is_causal) for layer in tapped.layers])
 
 
-def _judge_layer(
-    layer: TappedLayer, specs: Mapping[int, AttentionSpec | None], weights: Mapping[int, Weights], is_causal: bool
-) -> LayerVerdict:
+def _judge_layer(layer: TappedLayer, specs: Specs, weights: LayerWeights, is_causal: bool | None) -> LayerVerdict:
+    if isinstance(specs, Mapping):
+        known = ModelLayer(layer.index, "", specs.get(layer.index), {})
+    else:
+        known = _known(layer, specs)
+    layer = replace(layer, kind=layer.kind or known.kind)
     verdict = LayerVerdict(layer.title, layer.name, layer.index)
-    spec = specs.get(layer.index)
-    if spec is None:
+    if known.spec is None:
         return replace(verdict, not_judged="it has no attention over keys, or no spec")
-    if reason := _why_not(layer, spec, has_weights=layer.index in weights):
+    held = _held(layer, weights)
+    if reason := _why_not(layer, known.spec, has_weights=held is not None):
         return replace(verdict, not_judged=reason)
+    checked = check_weights(held or {}, known.spec)
+    causal = known.is_causal if is_causal is None else is_causal
     for sequences in sequences_of(layer):
-        problem = sequences.problem(layer, spec, weights[layer.index], is_causal=is_causal)
+        if known.path and not f".{layer.name}".endswith(f".{known.path}"):
+            sequences = sequences.without("output")  # the module is a part of the layer, as of BERT's
+        problem = sequences.problem(layer, known.spec, checked, is_causal=causal)
         is_explained = verdict.diagnosis is not None and verdict.diagnosis.kind != "unknown"
         comparisons, diagnosis = _judge(sequences, problem, layer.module, diagnoses=not is_explained)
         if verdict.diagnosis is not None and (diagnosis is None or diagnosis.kind == "unknown"):
             diagnosis = verdict.diagnosis  # that of the first that differ, if none is explained
         verdict = replace(verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis)
+    if not verdict.comparisons:
+        return replace(verdict, not_judged="nothing was seen of it but its input")
     return verdict
 
 
+def _known(layer: TappedLayer, specs: Sequence[ModelLayer]) -> ModelLayer:
+    """What a layer should be: of several with its index that at the longest part of its name."""
+    of_index = [each for each in specs if each.index == layer.index]
+    if len(of_index) > 1:
+        of_index = sorted((each for each in of_index if _is_at(layer.name, each.path)), key=lambda x: len(x.path))
+    return of_index[-1] if of_index else ModelLayer(layer.index, "", None, {})
+
+
+def _held(layer: TappedLayer, weights: LayerWeights) -> Mapping[str, Any] | None:
+    """The weights of a layer, by its name, which may lack its beginning or its end, or by its index."""
+    found = [each for name, each in weights.items() if isinstance(name, str) and _is_at(layer.name, name)]
+    return found[0] if len(found) == 1 else dict(weights.items()).get(layer.index)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def _is_at(name: str, other: str) -> bool:
+    """Whether one name has all parts of the other, one after the other."""
+    return bool(other) and (f".{other}." in f".{name}." or f".{name}." in f".{other}.")
+
+
 def _why_not(layer: TappedLayer, spec: AttentionSpec, *, has_weights: bool) -> str:
-    if not has_weights:
-        return "it has no weights"
     if not any("output" in call.values for call in layer.calls):
         return "it was not called"
     if any("key_input" in call.values for call in layer.calls):
         return "it attends to another sequence"
+    if not has_weights:
+        return "it has no weights"
     if layer.training and (spec.dropout or spec.output_dropout):
         return "it was called in training mode, with dropout"
     return ""

@@ -28,6 +28,7 @@ def read_rope(
     theta: float | None,
     fraction: float = 1.0,
     local_theta: float | None = None,
+    names: tuple[str, str] = ("rope_theta", "rope_local_base_freq"),
     **fields: Any,
 ) -> Value:
     """How a layer rotates.
@@ -39,13 +40,14 @@ def read_rope(
         theta: this family's base where the configuration has none; None where it must have one.
         fraction: the share of features that are rotated where the configuration does not say.
         local_theta: the base of layers with a window, in families where they have one of their own and no scaling.
+        names: the keys of both bases, before there were `rope_parameters`.
         fields: of `Rope`, what the family has besides; `sections` are those where the configuration has none.
 
     Raises:
         ValueError: if a key is missing, or the kind of scaling unknown.
     """
     values, is_local = _parameters(config, layer_type, local_theta)
-    base = _base(config, values, theta, local_theta if is_local else None)
+    base = _base(config, values, theta, local_theta if is_local else None, names)
     kind = values.find("rope_type", "type")
     word: Any = "default" if kind is None else KINDS.get(kind.value, kind.value)
     share = _once(values.find("partial_rotary_factor"), config.find("partial_rotary_factor", "rotary_pct"))
@@ -91,12 +93,15 @@ def _parameters(config: Config, layer_type: str, local_theta: float | None) -> t
     return config.section("rope_scaling"), False
 
 
-def _base(config: Config, values: Config, theta: float | None, local_theta: float | None) -> Value:
+def _base(
+    config: Config, values: Config, theta: float | None, local_theta: float | None, names: tuple[str, str]
+) -> Value:
+    of_model, of_windows = (names[0], "rotary_emb_base"), names[1]
     if local_theta is not None:
-        config.find("rope_theta")
-        return config.read("rope_local_base_freq", default=local_theta)
-    said = _once(values.find("rope_theta"), config.find("rope_theta", "rotary_emb_base"))
-    return said or config.read("rope_theta", "rotary_emb_base", default=theta)
+        config.find(*of_model)
+        return config.read(of_windows, default=local_theta)
+    said = _once(values.find("rope_theta"), config.find(*of_model))
+    return said or config.read(*of_model, default=theta)
 
 
 def _once(own: Value | None, of_model: Value | None) -> Value | None:

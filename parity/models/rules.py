@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mha_spec import Norm
+from mha_spec import Norm, Temperature
 from mha_spec.rules import as_count
 from parity.models.config import Config, MissingKey, Value
 from parity.models.rope import read_rope
@@ -43,7 +43,8 @@ class Stack:
         count: the key that has how many layers there are; the first that is there.
         path: what the names of a layer's weights begin with in checkpoints, after what comes before all layers.
         layout: of these weights.
-        is_causal: whether no token sees a later one.
+        is_causal: whether no token sees a later one, or what reads it.
+        shared: names of weights after a layer's own path, and the path of the one that all of them take.
     """
 
     fields: Mapping[str, Any]
@@ -52,7 +53,8 @@ class Stack:
     count: tuple[str, ...] = ("num_hidden_layers", "n_layer")
     path: str = "layers.{i}.self_attn"
     layout: str = "transformers.LLaMA"
-    is_causal: bool = True
+    is_causal: bool | Callable[[Config], bool] = True
+    shared: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,13 @@ class Family:
         stacks: of its layers.
         says_nothing: keys of this family that say nothing of what an attention layer computes.
         defaults: what keys are when they are not there.
+        fixed: keys that may be there with one value only: with another, layers would be others.
     """
 
     stacks: tuple[Stack, ...]
     says_nothing: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
 def key(*names: str, default: Any = None, power: float = 1.0) -> Rule:
@@ -147,6 +151,11 @@ def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
     return rule
 
 
+def of_kind(kind: str) -> Callable[[Config, int], str]:
+    """All layers of a stack are of one kind."""
+    return lambda config, index: kind
+
+
 SLIDING = only("sliding_attention", asked("sliding_window"))
 
 
@@ -163,3 +172,14 @@ def every(period: int, *names: str) -> Callable[[Config, int], str]:
 def is_last(index: int, told: Value | None, period: int) -> bool:
     """Whether a layer is the last of its period, which the configuration may tell."""
     return (index + 1) % (period if told is None else as_count(told.origin, told.value)) == 0
+
+
+def tempered_by_rope(place: Place) -> Value:
+    """The temperature that Mistral keeps among the parameters of RoPE."""
+    values = place.config.section("rope_parameters")
+    values.find("max_position_embeddings")  # said of the model, too
+    scale = values.find("llama_4_scaling_beta")
+    if scale is None:
+        return NOTHING
+    length = values.read("original_max_position_embeddings")
+    return Value(Temperature(length.value, scale.value), f"{scale.origin}, {length.origin}")

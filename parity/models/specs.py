@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mha_spec import AttentionSpec
@@ -41,6 +42,7 @@ class ModelLayer:
         is_causal: whether no token sees a later one.
         path: what the names of its weights begin with in checkpoints, after what comes before all layers.
         layout: of these weights, a name of `parity.LAYOUTS`.
+        shared: names of weights that it takes from elsewhere where it has none of its own, each with its path.
     """
 
     index: int
@@ -51,11 +53,12 @@ class ModelLayer:
     is_causal: bool = True
     path: str = ""
     layout: str = ""
+    shared: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON can have it."""
         spec = None if self.spec is None else json.loads(self.spec.to_json())
-        return {**vars(self), "spec": spec, "origins": dict(self.origins)}
+        return {**vars(self), "spec": spec, "origins": dict(self.origins), "shared": dict(self.shared)}
 
 
 def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLayer]:
@@ -78,6 +81,7 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
     values = config if isinstance(config, Mapping) else read_config(config)
     family = _family(values)
     read = Config(values, defaults=family.defaults)
+    _check_fixed(family, read)
     layers = [layer for stack in family.stacks for layer in _layers(stack, read)]
     unread = list(read.unread(family.says_nothing))
     if unread:
@@ -92,6 +96,26 @@ def known_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """A configuration, or those of the parts of a model, as far as their families are known."""
     parts = [part for name, part in config.items() if name.endswith("_config") and isinstance(part, Mapping)]
     return [each for each in (parts or [config]) if each.get("model_type") in FAMILIES]
+
+
+PART_ALONE = re.compile("Encoder|Decoder|CausalLM|Audio|TokenClassification")
+"""In the class of a model that has only some of the stacks of its family."""
+
+
+def _check_fixed(family: Family, read: Config) -> None:
+    """Refuse keys with a value that makes other layers, and models of which only a part is there."""
+    for name, value in family.fixed.items():
+        section, _, leaf = name.rpartition(".")
+        if section and section not in read:
+            continue
+        found = (read.section(section) if section else read).find(leaf)
+        if found is not None and found.value != value:
+            raise ValueError(f"{name} must be {value!r} in models of this family, got {name}={found.value!r}")
+    classes = read.find("architectures")
+    if classes is None or len({stack.part for stack in family.stacks}) == 1:
+        return
+    if any(PART_ALONE.search(str(each)) for each in classes.value):
+        raise ValueError(f"architectures must be those of a whole model, got architectures={classes.value!r}")
 
 
 def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
@@ -152,4 +176,5 @@ def _layer(stack: Stack, place: Place) -> ModelLayer:
         )
     origins = {name: each.origin for name, each in held.items()}
     path = stack.path.replace("{i}", str(place.layer))
-    return ModelLayer(place.layer, place.kind, spec, origins, stack.part, stack.is_causal, path, stack.layout)
+    is_causal = stack.is_causal(place.config) if callable(stack.is_causal) else stack.is_causal
+    return ModelLayer(place.layer, place.kind, spec, origins, stack.part, is_causal, path, stack.layout, stack.shared)

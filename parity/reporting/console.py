@@ -37,8 +37,8 @@ def begin_table(out: Console, title: str, **options: Any) -> Table:
 
 
 @contextmanager
-def progress_bar(total: int) -> Iterator[Any]:
-    """A bar on standard error that shows what runs now; only on a terminal.
+def progress_bar(total: int | None) -> Iterator[Any]:
+    """A bar on standard error that shows what runs now; only on a terminal. Without a total it shows how many did.
 
     Yields:
         A function to call before each item, with what it is.

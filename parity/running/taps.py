@@ -6,10 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from mha_spec import AttentionSpec
 from parity.conversion.layers import open_layers
 from parity.core.weights import Weights
 from parity.diagnosis.taps import TapVerdict, judge_tap
+from parity.models.config import read_config
+from parity.models.specs import ModelLayer, known_parts, specs_of
 from parity.running.report import Report, SkippedCase
 from parity.tapping.record import load_tap
 
@@ -29,25 +30,20 @@ def compare_with(weights: str | os.PathLike[str], paths: Sequence[str]) -> dict[
     return {path: judge_tap(load_tap(path), specs, held) for path in paths}
 
 
-def layers_in(folder: str | os.PathLike[str]) -> tuple[dict[int, AttentionSpec], dict[int, Weights]]:
-    """The specification and the weights of each attention layer of a model, by its number.
+def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[str, Weights]]:
+    """The specification of each layer of a model, and the weights of those with attention, by their names there.
 
     Args:
         folder: of a model of Hugging Face whose family is known, its config.json and its weights.
 
     Raises:
         OSError: if the folder cannot be read.
-        ValueError: if its layers cannot be told, or several have one number, as those of an encoder and a decoder.
+        ValueError: if its family is not known, or its layers cannot be told.
     """
-    specs: dict[int, AttentionSpec] = {}
-    weights: dict[int, Weights] = {}
+    config = read_config(folder)
+    specs = [layer for part in known_parts(config) or [config] for layer in specs_of(part)]
     with open_layers(folder) as layers:
-        for number, layer in enumerate(layers):
-            index = layer.place[-1] if layer.place else number
-            if index in specs:
-                raise ValueError(f"{folder} must have one layer of each number, got several of {index}")
-            weights[index], specs[index] = layer.load()
-    return specs, weights
+        return specs, {layer.label: layer.load()[0] for layer in layers}
 
 
 def report_of(verdicts: Mapping[str, TapVerdict]) -> Report:

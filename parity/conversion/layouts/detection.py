@@ -80,10 +80,10 @@ def tensors_for(spec: AttentionSpec, layout: Layout) -> list[tuple[Tensor, ...]]
     """The tensors in which a layout holds a layer, in each of its forms that can.
 
     Raises:
-        ValueError: if none can.
+        DoesNotFit: if none can.
     """
     if broken := broken_rules(spec, layout):
-        raise ValueError(f"{layout.name} cannot hold this layer: {broken}")
+        raise DoesNotFit(f"{layout.name} cannot hold this layer: {broken}")
     wanted = spec.weight_shapes.keys()
     found, nameless = [], set(wanted)
     for form in layout.forms:
@@ -93,8 +93,10 @@ def tensors_for(spec: AttentionSpec, layout: Layout) -> list[tuple[Tensor, ...]]
         if held == wanted and not any(_packs_two_sizes(tensor, spec) for tensor in tensors):
             found.append(tensors)
     if not found:
-        what = f"it has no names for {shorten(sorted(nameless))}" if nameless else "it packs what differs here"
-        raise ValueError(f"{layout.name} cannot hold this layer: {what}, got spec={spec}")
+        what = (
+            f"it has no names for {shorten(sorted(nameless))}" if nameless else "it packs what is not of one size here"
+        )
+        raise DoesNotFit(f"{layout.name} cannot hold this layer: {what}")
     return found
 
 
@@ -112,8 +114,7 @@ def find_tensors(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, lay
     """The tensors of a layout that names and shapes are, of a layer that is known.
 
     Raises:
-        ValueError: if the layout cannot hold such a layer.
-        DoesNotFit: if they are not those of the layer.
+        DoesNotFit: if they are not those of the layer, or the layout cannot hold it.
     """
     given = {name: tuple(shape) for name, shape in shapes.items() if not layout.ignores(name)}
     forms = tensors_for(spec, layout)

@@ -180,6 +180,7 @@ RULES: dict[str, Rule] = {
         ("head_dim", "value_head_dim"),
         lambda spec: spec.value_head_dim == spec.head_dim,
     ),
+    "four blocks": Rule("num_heads must be divisible by 4", ("num_heads",), lambda spec: spec.num_heads % 4 == 0),
     "even": Rule("head_dim must be even", ("head_dim",), lambda spec: spec.head_dim % 2 == 0),
     "whole halves": Rule(
         "RoPE must rotate the pairs (i, i + H/2) of whole heads",

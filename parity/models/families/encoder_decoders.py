@@ -1,0 +1,114 @@
+"""Encoders with decoders: the layers of the encoder, those of the decoder, and those between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mha_spec import RelativeBias
+from parity.models.config import Value
+from parity.models.families.usual import PLAIN, stack
+from parity.models.rules import Family, Place, Rule, Stack, key, of_kind
+
+SAYS_NOTHING = {"scale_embedding", "scale_decoder_outputs", "max_source_positions", "max_target_positions"}
+
+
+def family_of(*stacks: Stack, fixed: Mapping[str, Any] | None = None) -> Family:
+    """A family of several stacks, of which a configuration must have all: it is not that of an encoder alone."""
+    whole = {"is_encoder_decoder": True, "is_decoder": False, "add_cross_attention": False}
+    return Family(stacks, frozenset(SAYS_NOTHING), fixed={**whole, **(fixed or {})})
+
+
+# ---- BART ------------------------------------------------------------------------------------------------------------
+
+
+def _bart(dropout: float = 0.0, **fields: Any) -> tuple[Stack, Stack, Stack]:
+    """Heads and layers of encoder and decoder; each has the width of the model."""
+
+    def part(name: str, **others: Any) -> Stack:
+        own: dict[str, Any] = {
+            "part": name,
+            "count": (f"{name}_layers",),
+            "path": f"{name}.layers.{{i}}.self_attn",
+            "d_model": key("d_model"),
+            "num_heads": key(f"{name}_attention_heads"),
+            "dropout": key("attention_dropout", default=dropout),
+        }
+        return stack(PLAIN, own, fields, others)
+
+    return (
+        part("encoder"),
+        part("decoder", is_causal=True),
+        part("decoder", kind=of_kind("cross_attention"), path="decoder.layers.{i}.encoder_attn"),
+    )
+
+
+# ---- T5 --------------------------------------------------------------------------------------------------------------
+
+
+def _relative_bias(bidirectional: bool) -> Rule:
+    """In all layers of a stack: where only the first one has weights for it, the others take its."""
+
+    def rule(place: Place) -> Value:
+        buckets = place.config.read("relative_attention_num_buckets", default=32)
+        farthest = place.config.read("relative_attention_max_distance", default=128)
+        bias = RelativeBias(buckets.value, farthest.value, bidirectional=bidirectional)
+        return Value(bias, f"{buckets.origin}, {farthest.origin}")
+
+    return rule
+
+
+def _of_first(part: str) -> dict[str, str]:
+    name = "relative_attention_bias.weight"
+    return {name: f"{part}.block.0.layer.0.SelfAttention.{name}"}
+
+
+def _t5() -> tuple[Stack, Stack, Stack]:
+    fields: dict[str, Any] = {
+        "layout": "transformers.T5",
+        "d_model": key("d_model", "hidden_size"),
+        "num_heads": key("num_heads", "num_attention_heads"),
+        "head_dim": key("d_kv"),
+        "qkv_bias": False,
+        "out_bias": False,
+        "scale": 1.0,
+        "dropout": key("dropout_rate", default=0.1),
+    }
+    of_decoder: dict[str, Any] = {"part": "decoder", "count": ("num_decoder_layers", "num_layers")}
+    return (
+        stack(
+            PLAIN,
+            fields,
+            part="encoder",
+            count=("num_layers",),
+            path="encoder.block.{i}.layer.0.SelfAttention",
+            shared=_of_first("encoder"),
+            relative_bias=_relative_bias(bidirectional=True),
+        ),
+        stack(
+            PLAIN,
+            fields,
+            of_decoder,
+            path="decoder.block.{i}.layer.0.SelfAttention",
+            shared=_of_first("decoder"),
+            is_causal=True,
+            relative_bias=_relative_bias(bidirectional=False),
+        ),
+        stack(
+            PLAIN,
+            fields,
+            of_decoder,
+            kind=of_kind("cross_attention"),
+            path="decoder.block.{i}.layer.1.EncDecAttention",
+        ),
+    )
+
+
+ENCODER_DECODERS: dict[str, Family] = {
+    **dict.fromkeys(("bart", "mbart", "pegasus", "marian", "blenderbot", "blenderbot-small"), family_of(*_bart())),
+    **dict.fromkeys(("m2m_100", "plbart"), family_of(*_bart(0.1))),
+    "mvp": family_of(*_bart(), fixed={"use_prompt": False}),
+    "speech_to_text": family_of(*_bart()),
+    "whisper": family_of(*_bart(qkv_bias=(True, False, True))),
+    **dict.fromkeys(("t5", "mt5", "umt5"), family_of(*_t5())),
+}

@@ -1,0 +1,135 @@
+"""Encoders of text, images and speech."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mha_spec import RelativeBias
+from parity.models.config import Config, Value
+from parity.models.families.usual import PLAIN, SOME_BIAS, family
+from parity.models.rules import Family, Place, key, optional, rope
+
+# ---- Text ------------------------------------------------------------------------------------------------------------
+
+DROPPED: dict[str, Any] = {
+    "dropout": key("attention_probs_dropout_prob", default=0.1),
+    "output_dropout": key("hidden_dropout_prob", default=0.1),
+}
+
+
+def is_decoder(config: Config) -> bool:
+    """Whether a model that may be either is a decoder."""
+    found: bool = config.read("is_decoder", default=False).value
+    return found
+
+
+BERT: dict[str, Any] = {
+    **PLAIN,
+    **DROPPED,
+    "path": "encoder.layer.{i}.attention",
+    "layout": "transformers.BERT",
+    "is_causal": is_decoder,
+}
+ABSOLUTE = {"position_embedding_type": "absolute"}
+"""Distances were something that scores depend on in models with another one."""
+
+
+def _relative_bias_of_mpnet(place: Place) -> Value:
+    return Value(RelativeBias(), "every layer of this family")
+
+
+def _kind_of_modernbert(config: Config, index: int) -> str:
+    """The first layer of each period sees everything; the others have a window."""
+    period = config.find("global_attn_every_n_layers")
+    return "sliding_attention" if index % (3 if period is None else period.value) else "full_attention"
+
+
+def _window_of_modernbert(place: Place) -> Value:
+    """Half of it lies before a token and half behind, beside its own place."""
+    whole = place.config.read("local_attention", default=128)
+    if place.kind != "sliding_attention":
+        return Value(None, "")
+    return Value(whole.value // 2 + 1, f"{whole.origin} // 2 + 1")
+
+
+TEXT: dict[str, Family] = {
+    **dict.fromkeys(
+        ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "data2vec-text", "xlm-roberta-xl", "xmod"),
+        family(BERT, fixed=ABSOLUTE, says_nothing={"ln_before_adapter"}),
+    ),
+    "distilbert": family(
+        PLAIN,
+        path="transformer.layer.{i}.attention",
+        layout="transformers.DistilBERT",
+        count=("n_layers", "num_hidden_layers"),
+        d_model=key("dim", "hidden_size"),
+        num_heads=key("n_heads", "num_attention_heads"),
+        dropout=key("attention_dropout", default=0.1),
+    ),
+    "albert": family(
+        BERT,
+        path="encoder.albert_layer_groups.0.albert_layers.0.attention",
+        layout="transformers.ALBERT",
+        is_causal=False,
+        dropout=key("attention_probs_dropout_prob", default=0.0),
+        output_dropout=key("hidden_dropout_prob", default=0.0),
+        fixed={**ABSOLUTE, "num_hidden_groups": 1, "inner_group_num": 1},
+    ),
+    "mpnet": family(
+        BERT,
+        layout="transformers.MPNet",
+        shared={"relative_attention_bias.weight": "encoder.relative_attention_bias.weight"},
+        is_causal=False,
+        relative_bias=_relative_bias_of_mpnet,
+        fixed={"relative_attention_num_buckets": 32},  # its module takes no other
+    ),
+    "modernbert": family(
+        PLAIN,
+        path="layers.{i}.attn",
+        layout="transformers.ModernBERT",
+        kind=_kind_of_modernbert,
+        qkv_bias=SOME_BIAS,
+        out_bias=SOME_BIAS,
+        window_size=_window_of_modernbert,
+        rope=rope(theta=160_000.0, local_theta=10_000.0, names=("global_rope_theta", "local_rope_theta")),
+        output_dropout=key("attention_dropout", default=0.0),
+        says_nothing={"norm_bias", "decoder_bias", "classifier_bias", "deterministic_flash_attn"},
+    ),
+}
+
+# ---- Images ----------------------------------------------------------------------------------------------------------
+
+VIT: dict[str, Any] = {
+    **PLAIN,
+    "path": "encoder.layer.{i}.attention",
+    "layout": "transformers.ViT",
+    "head_dim": optional("head_dim"),
+    "qkv_bias": key("qkv_bias", default=True),
+    "dropout": key("attention_probs_dropout_prob", default=0.0),
+}
+CLIP: dict[str, Any] = {**PLAIN, "dropout": key("attention_dropout", default=0.0)}
+
+IMAGES: dict[str, Family] = {
+    **dict.fromkeys(("vit", "deit", "dinov2", "dinov2_with_registers", "vit_msn", "ijepa"), family(VIT)),
+    **dict.fromkeys(
+        ("clip_vision_model", "siglip_vision_model", "siglip_text_model"),
+        family(CLIP, says_nothing={"vision_use_head"}),
+    ),
+    "clip_text_model": family(CLIP, is_causal=True),
+}
+
+# ---- Speech ----------------------------------------------------------------------------------------------------------
+
+SPEECH: dict[str, Family] = {
+    **dict.fromkeys(
+        ("wav2vec2", "hubert", "unispeech", "unispeech-sat", "data2vec-audio"),
+        family(
+            PLAIN,
+            path="encoder.layers.{i}.attention",
+            dropout=key("attention_dropout", default=0.1),
+            says_nothing={"conv_bias", "contrastive_logits_temperature"},
+        ),
+    ),
+}
+
+ENCODERS: dict[str, Family] = {**TEXT, **IMAGES, **SPEECH}
