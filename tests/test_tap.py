@@ -275,6 +275,27 @@ def test_an_encoder_and_a_decoder_are_told_apart_by_their_names():
     assert verdict.passed, str(verdict)
 
 
+def test_of_berts_layers_the_context_is_the_last_stage():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=64)).eval()
+    model.set_attn_implementation("eager")
+    with parity.tap(model) as tapped, torch.no_grad():
+        model(**prompts(padded=2))
+    assert [layer.name for layer in tapped.layers] == [f"encoder.layer.{place}.attention.self" for place in range(2)]
+    weights = {
+        place: parity.from_transformers(layer.attention, model.config, place)[1]
+        for place, layer in enumerate(model.encoder.layer)
+    }
+    verdict = parity.judge_tap(tapped, specs_of(model.config.to_dict()), weights)
+    assert verdict.passed, str(verdict)
+    judged = {comparison.stage for layer in verdict.layers for comparison in layer.comparisons}
+    assert judged == {"mask", "q", "k", "v", "attn_weights", "context"}
+    weights[1] = {**weights[1], "v_proj.weight": weights[1]["v_proj.weight"].T.copy()}
+    first = parity.judge_tap(tapped, specs_of(model.config.to_dict()), weights).first
+    assert (first.index, first.difference.stage) == (1, "v")
+
+
 # ---- Mistakes --------------------------------------------------------------------------------------------------------
 
 
