@@ -239,7 +239,9 @@ def test_a_layout_is_shown_with_every_tensor_its_rules_and_its_pairing(name, cap
     assert all(f"rule: {RULES[rule].words}" in out for rule in layout.rules)
     assert all(f"prefix: {prefix}" in out for prefix in layout.prefixes)
     assert f"RoPE pairs: {'(i, i + H/2)' if layout.rope == 'half' else '(2 i, 2 i + 1)'}" in out
-    assert ("heads in a packed tensor: " in out) == any(tensor.holds in ("qkv", "qg") for tensor in layout.tensors)
+    assert ("heads in a packed tensor: " in out) == any(
+        tensor.holds in ("qkv", "qvk", "qg") for tensor in layout.tensors
+    )
     assert all(tensor.name in out and tensor.holds in out for tensor in layout.others)
     assert ("carried: all that a specification says" in out) == layout.name.startswith(CARRYING)
 

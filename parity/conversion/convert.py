@@ -210,21 +210,20 @@ def convert_file(
             raise ValueError(f"prefix must be one of {', '.join(of for of, _ in found)} with to_prefix, got none")
         if keep_rest and any(ENTRY.fullmatch(of) for of, _ in found):
             raise ValueError(f"prefix must be that of a whole stack where the rest is kept, got prefix={prefix!r}")
-        layers, plan, to = [], _Plan(target_path, target_layout), ""
+        plan, layers, to = _Plan(target_path, target_layout), [], ""
         for of, layout in found:
-            group = [
-                replace(layer, written=_written(layer, target_layout, drop, fill_bias=fill_bias))
-                for layer in layers_under(cache, of, layout, known, source_path)
-            ]
             entry = ENTRY.fullmatch(of)
             to = to_prefix if to_prefix is not None else str(entry[1]) if entry else of
-            plan.take(*_targets(group, of, to))
-            layers += group
+            group = layers_under(cache, of, layout, known, source_path)
+            written = [_written(layer, target_layout, drop, fill_bias=fill_bias) for layer in group]
+            layers += [replace(layer, written=spec) for layer, spec in zip(group, written, strict=True)]
+            plan.take(*_targets(layers[-len(group) :], of, to))
         kept, dropped = [], []
         for name, info in file.infos.items():
-            if name in plan.prefixes_of:
-                plan.add_layers(plan.prefixes_of[name])
-            elif keep_rest:
+            plan.add_layers(plan.prefixes_of.get(name, ()))
+            if name in plan.own:
+                continue
+            if keep_rest:
                 kept.append(name)
                 plan.add(name, info.shape, info.dtype, partial(cache.read, name))
             else:
@@ -236,11 +235,12 @@ def convert_file(
 
         specs = list(dict.fromkeys(layer.spec for layer in layers))
         lost = {name for layer in layers for name in (*layer.dropped, *_lost(layer, target_layout))}
+        ignored = {each for _, layout in found for each in (*layout.ignored, *known.ignored)} if kept else ()
         write_tensors(
             target_path,
             plan.infos,
             read,
-            metadata_of(target_layout, plan.specs, None if len(found) > 1 else to, lost),
+            metadata_of(target_layout, plan.specs, None if len(found) > 1 else to, lost, ignored),
             max_shard_bytes=max_shard_bytes,
             overwrite=force,
             source=source_path,
@@ -297,6 +297,12 @@ class _Plan:
             for prefix, group in self.layers.items()
             for index, layer in enumerate(group)
         }
+
+    @cached_property
+    def own(self) -> set[str]:
+        """The names of tensors in the source that are those of one layer, and not lent to it."""
+        layers = [layer for group in self.layers.values() for layer in group]
+        return {name for layer in layers for name, short in layer.sources.items() if name == join(layer.prefix, short)}
 
     @cached_property
     def prefixes_of(self) -> dict[str, list[str]]:

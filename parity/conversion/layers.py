@@ -184,7 +184,7 @@ def layers_under(
     found: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {}
     for name in file.infos:
         match = expression.fullmatch(name)
-        if match and not layout.ignores(match[match.lastindex or 0]):
+        if match and not layout.ignores(match[match.lastindex or 0], known.ignored):
             numbers = match.groups()[1:-1]
             found.setdefault(match[1], (numbers, {}))[1][name] = match.groups()[-1]
     for concrete in list(found):  # layers of the model that are not attention

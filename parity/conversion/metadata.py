@@ -36,6 +36,7 @@ class Known:
         spec: of every layer, if the caller or the file's own metadata say it.
         specs: of each layer by its label, in the file's own metadata.
         dropped: what layers computed that the file does not say, by its own metadata.
+        ignored: names (with wildcards) under the prefix of a layer that are none of its weights, likewise.
         beside: what others tell of the model, where the caller says nothing of its heads.
     """
 
@@ -43,6 +44,7 @@ class Known:
     spec: AttentionSpec | None = None
     specs: Mapping[str, AttentionSpec] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     beside: Beside = field(default_factory=Beside)
 
     @cached_property
@@ -91,8 +93,8 @@ def what_is_known(file: TensorFile, said: Heads) -> Known:
     if saved is not None and any(value not in (None, told[name]) for name, value in said.items()):
         saved = None  # the caller knows better
     if spec is not None or own:
-        dropped = tuple(json.loads(file.metadata.get("dropped", "[]"))) if own else ()
-        return Known(merged, spec or saved, own if spec is None and "" not in own else {}, dropped)
+        dropped, ignored = (_names(file, what) if own else () for what in ("dropped", "ignored"))
+        return Known(merged, spec or saved, own if spec is None and "" not in own else {}, dropped, ignored)
     has_counts = any(count is not None for count in counts)
     found = beside(file, with_layers=not has_counts)
     heads = {name: value for name, value in found.heads.items() if said.get(name) is None}
@@ -100,6 +102,14 @@ def what_is_known(file: TensorFile, said: Heads) -> Known:
         heads = {name: value for name, value in heads.items() if name == "rope"}  # counts of two origins do not mix
     not_carried = found.not_carried if said.get("rope") is None else ()
     return Known(merged, beside=replace(found, heads=heads, not_carried=not_carried))
+
+
+def _names(file: TensorFile, what: str) -> tuple[str, ...]:
+    """A list of names in the metadata of a file of ours."""
+    names = parse_json(file.metadata.get(what, "[]").encode())
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{file.path} must hold a list of names as {what} in its metadata, got {names!r}")
+    return tuple(names)
 
 
 def _own_specs(file: TensorFile) -> dict[str, AttentionSpec]:
@@ -195,7 +205,11 @@ def _first(file: TensorFile, prefix: str) -> int:
 
 
 def metadata_of(
-    layout: Layout, specs: Mapping[str, AttentionSpec], prefix: str | None, dropped: Collection[str] = ()
+    layout: Layout,
+    specs: Mapping[str, AttentionSpec],
+    prefix: str | None,
+    dropped: Collection[str] = (),
+    ignored: Collection[str] = (),
 ) -> dict[str, str]:
     """What is written of layers beside their tensors.
 
@@ -204,6 +218,7 @@ def metadata_of(
         specs: theirs, by their labels.
         prefix: of all of them, `{i}` standing for numbers; None where there are several.
         dropped: what they computed that the file does not say.
+        ignored: names (with wildcards) under the prefix of a layer that are none of its weights.
     """
     different = list(dict.fromkeys(specs.values()))
     # transformers 4 refuses files of another format than "pt"; `load_weights` knows canonical ones by ours.
@@ -217,8 +232,8 @@ def metadata_of(
         metadata["head_dim"] = str(spec.head_dim)
     else:
         metadata["specs"] = json.dumps({label: json.loads(spec.to_json()) for label, spec in specs.items()})
-    if dropped:
-        metadata["dropped"] = json.dumps(sorted(dropped))
+    found = {"dropped": dropped, "ignored": ignored}
+    metadata |= {what: json.dumps(sorted(names)) for what, names in found.items() if names}
     return metadata
 
 

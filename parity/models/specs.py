@@ -94,8 +94,10 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
 
 def known_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """A configuration, or those of the parts of a model, as far as their families are known."""
+    if config.get("model_type") in FAMILIES and "text_config" not in config:
+        return [config]
     parts = [part for name, part in config.items() if name.endswith("_config") and isinstance(part, Mapping)]
-    return [each for each in (parts or [config]) if each.get("model_type") in FAMILIES]
+    return [part for part in parts if part.get("model_type") in FAMILIES]
 
 
 PART_ALONE = re.compile("Encoder|Decoder|CausalLM|Audio|TokenClassification")
@@ -138,10 +140,10 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
 
 def _family(values: Mapping[str, Any]) -> Family:
     name = values.get("model_type")
-    if isinstance(name, str) and name in FAMILIES and "text_config" not in values:
-        return FAMILIES[name]
-    parts = [part for part in values if part.endswith("_config") and isinstance(values[part], Mapping)]
-    known = [part for part in parts if values[part].get("model_type") in FAMILIES]
+    parts = known_parts(values) if isinstance(name, str) else []
+    if parts == [values]:
+        return FAMILIES[str(name)]
+    known = [part for part, held in values.items() if any(held is each for each in parts)]
     if known:
         raise ValueError(f"config must be that of one part of the model, got several: pass its {' or '.join(known)}")
     raise ValueError(f"model_type must be one of {', '.join(sorted(FAMILIES))}, got model_type={name!r}")

@@ -58,6 +58,7 @@ def print_layout(layout: Layout, out: Console) -> None:
         by_group = "each head's " if "g" in holds else "each group's "
         by_group += ", then its ".join(of_group[projection] for projection in holds)
         by_projection = "all " + ", then all ".join(holds)
+        by_projection = f"in each of {layout.blocks} blocks {by_projection}" if layout.blocks > 1 else by_projection
         out.print(f"heads in a packed tensor: {by_group if layout.grouped else by_projection}")
     out.print(f"RoPE pairs: {'(i, i + H/2)' if layout.rope == 'half' else '(2 i, 2 i + 1)'}")
     for rule in layout.rules:

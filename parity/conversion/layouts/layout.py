@@ -134,9 +134,9 @@ class Layout:
         """The tensors of all forms."""
         return list(dict.fromkeys(tensor for form in self.forms for tensor in form))
 
-    def ignores(self, name: str) -> bool:
-        """Whether a name under the prefix of a layer is not a weight."""
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored))
+    def ignores(self, name: str, others: Iterable[str] = ()) -> bool:
+        """Whether a name under the prefix of a layer is not a weight, by the layout or by other patterns."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored, *others))
 
     def to_dict(self) -> dict[str, Any]:
         """The layout as JSON takes it."""

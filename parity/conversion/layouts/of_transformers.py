@@ -14,7 +14,7 @@ _TABLE = [
         "transformers/models/bert/modeling_bert.py",
         (separate("self.query", "self.key", "self.value", "output.dense"),),
         rules=("no groups", "out_proj", "one width", "square", "biases"),
-        ignored=("output.LayerNorm.*",),
+        ignored=("output.LayerNorm.*", "self_attn_layer_norm.*"),
         prefixes=("bert.encoder.layer.{i}.attention", "encoder.layer.{i}.attention"),
     ),
     Layout(
