@@ -728,3 +728,25 @@ def test_what_the_commands_refuse(recordings, tmp_path, capsys):
     for message, arguments in refused.items():
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
+
+
+def test_steps_of_an_nnx_module_with_its_cache(rng):
+    model = NnxBlock(lambda: nnx.MultiHeadAttention(4, 32, decode=True, rngs=nnx.Rngs(0)), count=1)
+    model.layers[0].init_cache((2, 6, 32))
+    x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))
+    with parity.tap(model) as tapped:
+        for place in range(6):
+            model(x[:, place : place + 1])
+    assert [call.past for call in tapped.layers[0].calls] == list(range(6))
+    verdict = judged_in_flax(tapped, {0: parity.weights_of(model.layers[0])})
+    assert verdict.passed, str(verdict)
+    assert [each.stage for each in verdict.layers[0].comparisons] == ["mask", "q", "k", "v", "context", "output"]
+
+
+def test_a_beam_search_differs_at_the_cache():
+    model = of_six_layers("llama")
+    specs = specs_of(model.config.to_dict())
+    with parity.tap(model) as tapped:
+        generate(model, num_beams=3)
+    verdict = parity.judge_tap(tapped, specs, weights_in(model, tapped, specs))
+    assert stage_named(verdict.first.difference.stage).quantity == "cache.keys"
