@@ -30,9 +30,14 @@ PAGE = Page(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     parser.add_argument(
-        "files", nargs="+", metavar="WHAT", help="a trace; two traces or weight files; or PKG.MODULE:CALLABLE"
+        "files",
+        nargs="+",
+        metavar="WHAT",
+        help="a trace; two traces or weight files; one or two recordings; or PKG.MODULE:CALLABLE",
     )
-    parser.add_argument("--weights", metavar="FILE", help="with a function: the weights that it should have")
+    parser.add_argument(
+        "--weights", metavar="FILE", help="with a function: the weights that it should have; with recordings: the model"
+    )
     parser.add_argument("--framework", choices=("torch", "jax"), help="of a function, where it cannot be inferred")
     parser.add_argument("--not-causal", action="store_true", help="with a function: every token sees every other")
     parser.add_argument(
@@ -44,12 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what explains a difference."""
+    from parity.cli import taps
     from parity.diagnosis.diagnose import diagnose, diagnose_weights
     from parity.reporting.console import console
     from parity.reporting.diagnosis import print_diagnosis
     from parity.reporting.json import write_json
 
     out = console()
+    if taps.are_taps(options.files):
+        if options.framework or options.not_causal or options.layouts:
+            raise ValueError(f"recordings must come with --weights alone, got {' '.join(options.files)} with more")
+        return taps.diagnose(options)
     of_function = {"--weights": options.weights, "--framework": options.framework, "--not-causal": options.not_causal}
     is_function = len(options.files) == 1 and ":" in options.files[0] and not Path(options.files[0]).exists()
     if not is_function and (given := [flag for flag, value in of_function.items() if value]):

@@ -81,7 +81,12 @@ def _check_folder(flag: str, path: str) -> None:
 
 def is_trace(path: str) -> bool:
     """Whether a file is a trace."""
+    return kind_of(path) == "trace"
+
+
+def kind_of(path: str) -> str:
+    """What a file says that it holds: `trace`, `tap`, or nothing."""
     from parity.files import open_tensors
 
     with open_tensors(path) as file:
-        return file.metadata.get("kind") == "trace"
+        return str(file.metadata.get("kind", ""))
