@@ -175,6 +175,7 @@ _TABLE = [
             f"attn_q, attn_k, attn_v, attn_output, with {words}",
             "ggml-org/llama.cpp, convert_hf_to_gguf.py",
             (separate("attn_q", "attn_k", "attn_v", "attn_output"),),
+            others=beside(q_norm="attn_q_norm", k_norm="attn_k_norm") if rope == "half" else (),
             rope=rope,
             rules=("out_proj", *rules),
             ignored=("attn_norm.*", "ffn_*"),
@@ -183,7 +184,12 @@ _TABLE = [
         )
         for name, words, rope, rules in (
             ("gguf.LLaMA", "interleaved RoPE pairs; also Mistral", "interleaved", ("even", "whole halves")),
-            ("gguf.Qwen2", "RoPE pairs (i, i + H/2), which llama.cpp leaves as they are; also Gemma", "half", ()),
+            (
+                "gguf.Qwen2",
+                "RoPE pairs (i, i + H/2), which llama.cpp leaves as they are; also Qwen3, Gemma",
+                "half",
+                (),
+            ),
         )
     ),
     Layout(
