@@ -137,6 +137,7 @@ class Converted:
         unconverted: prefixes of other layers in the source's layout, which are in the target as they were.
         optimizer_state: names of an optimizer's tensors for the layers, which are in the target in the old layout.
         not_carried: what the source says of RoPE that is not read from it: the specification then has none.
+        dequantised: names of the source's tensors that are quantised there, and written as what they stand for.
     """
 
     source: str
@@ -149,6 +150,7 @@ class Converted:
     unconverted: list[str] = field(default_factory=list)
     optimizer_state: list[str] = field(default_factory=list)
     not_carried: list[str] = field(default_factory=list)
+    dequantised: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
@@ -223,11 +225,9 @@ def convert_file(
             plan.add_layers(plan.prefixes_of.get(name, ()))
             if name in plan.own:
                 continue
+            (kept if keep_rest else dropped).append(name)
             if keep_rest:
-                kept.append(name)
                 plan.add(name, info.shape, info.dtype, partial(cache.read, name))
-            else:
-                dropped.append(name)
 
         def read(name: str) -> np.ndarray:
             on_tensor(name)
@@ -259,6 +259,7 @@ def convert_file(
                 name for name in kept if name.rpartition(".")[2] in OPTIMIZER_STATE and file.infos[name].shape in shapes
             ],
             not_carried=list(known.beside.not_carried),
+            dequantised=[name for name in file.quantised if name not in dropped],
         )
 
 
