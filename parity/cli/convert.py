@@ -78,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
         ("left out, since they are not tensors", converted.left_out),
         (f"kept in {converted.source}, since --prefix does not name them", converted.unconverted),
         ("kept in the old layout, which an optimizer will take for the new one", converted.optimizer_state),
+        ("quantised in the source, and written as the float32 values that it stands for", converted.dequantised),
     ):
         if names:
             some = f"{', '.join(names[:6])}{', …' if len(names) > 6 else ''}"

@@ -140,6 +140,7 @@ class Converted:
         optimizer_state: names of an optimizer's tensors for the layers, which are in the target in the old layout.
         not_carried: what the source says of RoPE that is not read from it: the specification then has none.
         path: what was written: the file, or the index of its shards.
+        dequantised: names of the source's tensors that are quantised there, and written as what they stand for.
     """
 
     source: str
@@ -153,6 +154,7 @@ class Converted:
     optimizer_state: list[str] = field(default_factory=list)
     not_carried: list[str] = field(default_factory=list)
     path: str = ""
+    dequantised: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
@@ -261,6 +263,7 @@ def convert_file(
             ],
             not_carried=list(known.beside.not_carried),
             path=str(written_to),
+            dequantised=[name for name in file.quantised if name not in dropped],
         )
 
 

@@ -98,6 +98,11 @@ class Layer:
         """That of its tensors."""
         return self.file.infos[next(iter(self.sources))].dtype
 
+    @property
+    def quantised(self) -> list[str]:
+        """The types of those of its tensors that are quantised in the file."""
+        return sorted({self.file.quantised[name] for name in self.sources if name in self.file.quantised})
+
     def load(self) -> tuple[Weights, AttentionSpec]:
         """Its canonical weights, and its specification."""
         return {name: np.array(self.read(name), order="C") for name in weight_shapes(self.spec)}, self.spec
@@ -139,6 +144,7 @@ class TensorCache:
 
     def __init__(self, file: TensorFile) -> None:
         self.infos = file.infos
+        self.quantised = file.quantised
         self._file = file
         self._held: dict[tuple[str, int | None], np.ndarray] = {}
 

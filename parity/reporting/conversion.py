@@ -74,7 +74,8 @@ def print_inspection(path: str, file: TensorFile, found: list[Found], out: Conso
     grouped: dict[tuple[str, str, str], int] = {}
     for name, info in file.infos.items():
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "{i}", name)
-        key = (pattern, " x ".join(map(str, info.shape)) or "scalar", info.dtype.name)
+        dtype = f"{file.quantised[name]}, read as {info.dtype}" if name in file.quantised else info.dtype.name
+        key = (pattern, " x ".join(map(str, info.shape)) or "scalar", dtype)
         grouped[key] = grouped.get(key, 0) + 1
     table = begin_table(out, f"{path}: {file.format}, {len(file.infos)} tensors")
     for column in ("tensor", "shape", "dtype", "how many"):
