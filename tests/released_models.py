@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from released import check_near, positions_of
+from released import check_near
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -56,6 +56,15 @@ class Model:
         options = {name: value for name, value in {**SMALL, **self.options}.items() if value is not LEFT_OUT}
         return transformers.AutoConfig.for_model(self.family, **options)
 
+
+AXES = torch.stack(
+    [
+        torch.arange(11) // 6,
+        torch.arange(11) // 6 + torch.arange(11) % 6 // 3,
+        torch.arange(11) // 6 + torch.arange(11) % 3,
+    ]
+)[:, None]
+"""Positions of 11 patches, in frames of 2 x 3: (3, 1, 11)."""
 
 LEFT_OUT = object()
 """Of an option of `SMALL`: not given."""
@@ -151,6 +160,8 @@ def _inputs(released: nn.Module, model: Model) -> dict[str, Tensor]:
     if model.inputs == "mel":
         mel = values(2, config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": mel, "decoder_input_ids": tokens(7)}
+    if model.inputs == "places":  # on three axes
+        return {"inputs_embeds": values(2, 11, config.hidden_size), "position_ids": AXES.expand(-1, 2, -1)}
     return {"input_ids": tokens(11)}
 
 
@@ -182,8 +193,7 @@ def _check(
     assert (kv is not None) == (layer.kind == "cross_attention"), what
     ours = mha_torch.MultiHeadAttention(layer.spec, dtype=torch.float64).eval()
     load_into(ours, {name: weight.detach().double().numpy() for name, weight in weights.items()})
-    positions = positions_of(layer.spec, x.shape[1])
-    given = {"positions": positions.expand(-1, *positions.shape[1:])} if positions.ndim == 3 else {}
+    given = {} if layer.spec.rope is None or layer.spec.rope.sections is None else {"positions": AXES}
     with torch.no_grad():
         found, _ = ours(x.double(), None if kv is None else kv.double(), is_causal=layer.is_causal, **given)
     check_near(found.numpy(), output.reshape(found.shape).numpy(), what)
@@ -200,6 +210,11 @@ SEPARATE = {
     "transformers.MPNet": ("attn.q", "attn.k", "attn.v", "attn.o"),
     "transformers.ViT": ("attention.query", "attention.key", "attention.value", "output.dense"),
     "transformers.T5": ("q", "k", "v", "o"),
+    "transformers.LFM2": ("q_proj", "k_proj", "v_proj", "out_proj"),
+    "transformers.HunYuan": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.Gemma4": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.ModernBERT-decoder": ("q_proj", "k_proj", "v_proj", "Wo"),
+    **dict.fromkeys(("transformers.DeepSeek", "transformers.LongCat"), ("q_proj", "", "", "o_proj")),
 }
 """What the projections are called in a layout."""
 
@@ -218,10 +233,16 @@ rows or columns of each in turn; the queries of a head of keys, that head and it
 fourth of all heads."""
 
 
+BESIDE = {"q_norm": "q_norm", "k_norm": "k_norm", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
+BESIDE |= {"query_layernorm": "q_norm", "key_layernorm": "k_norm", "relative_bias": "relative_bias", "sinks": "sinks"}
+BESIDE |= {"q_a_layernorm": "q_a_norm", "kv_a_layernorm": "kv_a_norm", "kv_a_proj_with_mqa": "kv_a_proj"}
+BESIDE |= {name: name for name in ("q_a_proj", "q_b_proj", "kv_b_proj")}
+"""What else is called so in every layout that has it."""
+
+
 def canonical(layout: str, tensors: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
     """The canonical weights of a layer, from its tensors in a layout."""
-    names = {"q_norm": "q_norm", "k_norm": "k_norm", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
-    names |= {"relative_bias": "relative_bias"}
+    names = dict(BESIDE)
     if layout in SEPARATE:
         names |= dict(zip(SEPARATE[layout], ("q_proj", "k_proj", "v_proj", "out_proj"), strict=True))
     else:

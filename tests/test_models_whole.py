@@ -92,7 +92,110 @@ LIKE_GPT = {
         dtype=torch.float32,
     ),
 }
-MODELS = {**TEXT, **IMAGES, **SPEECH, **ENCODER_DECODERS, **LIKE_GPT}
+KV = {"num_key_value_heads": 2}
+WIDE = {**KV, "head_dim": 16}
+NORMED = {**WIDE, "rms_norm_eps": 0.01}
+MOE = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2}
+MOE |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "expert_ffn_hidden_size": 16}
+TWO = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+LATER = {"rope_type": "default", "rope_theta": 5e3}
+HALF = {**LATER, "partial_rotary_factor": 0.5}
+SECTIONS = {**LATER, "mrope_section": [4, 2, 2]}
+OF_EACH = {"rope_parameters": {"sliding_attention": LATER, "full_attention": {**LATER, "rope_theta": 7e3}}}
+LIKE_LLAMA = {
+    "aria_text": Model("aria_text", {**WIDE, "attention_bias": True, "moe_num_experts": 4}),
+    "eurobert": Model("eurobert", {**WIDE, "attention_bias": True}),
+    "voxtral_realtime_text": Model("voxtral_realtime_text", {**WIDE, "sliding_window": 3}),
+    "qwen2_5_vl_text": Model(
+        "qwen2_5_vl_text", {**KV, "rope_parameters": {**LATER, "mrope_section": [2, 1, 1]}}, "places"
+    ),
+    "qwen3_vl_moe_text": Model("qwen3_vl_moe_text", {**NORMED, **MOE, "rope_parameters": SECTIONS}, "places"),
+    "mellum": Model("mellum", {**NORMED, **MOE, **TWO, **OF_EACH}),
+    "flint": Model("flint", {**NORMED, **MOE, **TWO}),
+    "cwm": Model("cwm", {**WIDE, **TWO}),
+    "vaultgemma": Model("vaultgemma", {**WIDE, **TWO, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 3.0}),
+    "gemma4_text": Model("gemma4_text", {**NORMED, **TWO, "hidden_size_per_layer_input": 0}),
+    "gemma4_text, one projection": Model(
+        "gemma4_text",
+        {**NORMED, **TWO, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+        | {"global_head_dim": 24, "num_global_key_value_heads": 1},
+    ),
+    "jais2": Model("jais2", {**WIDE, "attention_bias": False}),
+    "solar_open": Model("solar_open", {**WIDE, **MOE, "attention_bias": True, "rope_parameters": HALF}),
+    "phimoe": Model("phimoe", {**KV, **MOE, "attention_bias": True, "sliding_window": 3}),
+    "minimax_m2": Model("minimax_m2", {**NORMED, **MOE, "rotary_dim": 8}),
+    "hy_v3": Model("hy_v3", {**NORMED, **MOE, "attention_bias": True}),
+    "exaone_moe": Model("exaone_moe", {**KV, **MOE, **TWO, "rms_norm_eps": 0.01}),
+    "kolibri1": Model("kolibri1", {**NORMED, **MOE, **TWO}),
+    "granitemoeshared": Model("granitemoeshared", {**KV, **MOE, "attention_multiplier": 0.2}),
+    "granite_docling_text": Model("granite_docling_text", {**KV, "attention_multiplier": 0.2}),
+    "flex_olmo": Model("flex_olmo", {**KV, **MOE, "attention_bias": True, "rms_norm_eps": 0.01}),
+    "hyperclovax": Model("hyperclovax", {**WIDE, "attention_multiplier": 0.2, "attention_bias": True}),
+    "ernie4_5_moe": Model("ernie4_5_moe", {**KV, **MOE, "use_bias": True, "moe_num_experts": 4, "moe_k": 2}),
+    "glm4v_text": Model("glm4v_text", {**KV, "rope_parameters": {**LATER, "mrope_section": [2, 1, 1]}}, "places"),
+    "glm_ocr_text": Model("glm_ocr_text", {**WIDE, "rope_parameters": SECTIONS}, "places"),
+    "glm4v_moe_text": Model(
+        "glm4v_moe_text",
+        {**WIDE, **MOE, "attention_bias": False, "rope_parameters": {**HALF, "mrope_section": [2, 1, 1]}},
+        "places",
+    ),
+    "glm_image_text": Model(
+        "glm_image_text", {**WIDE, "rope_parameters": {**HALF, "mrope_section": [2, 1, 1]}}, "places"
+    ),
+    "modernbert-decoder": Model(
+        "modernbert-decoder", {"num_hidden_layers": 4, "local_attention": 6, "attention_bias": True}
+    ),
+    "hunyuan_v1_moe": Model("hunyuan_v1_moe", {**NORMED, **MOE, "attention_bias": True, "moe_topk": [2, 2]}),
+}
+RANKS = {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+WITH_LATENTS = {
+    "axk1": Model("axk1", {**RANKS, **MOE, "num_key_value_heads": 4, "attention_bias": True}),
+    "kimi_linear": Model(
+        "kimi_linear",
+        {**RANKS, **MOE, "num_key_value_heads": 4, "q_lora_rank": None}
+        | {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 8, "linear_num_heads": 2},
+    ),
+    "longcat_flash": Model(
+        "longcat_flash",
+        {**RANKS, **MOE, "num_key_value_heads": 4, "head_dim": 8, "num_hidden_layers": LEFT_OUT, "num_layers": 2}
+        | {"ffn_hidden_size": 24, "zero_expert_num": 2},
+    ),
+}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+LINEAR |= {f"linear_{each}_{size}": 4 for each in ("num_key", "num_value") for size in ("heads",)}
+LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+HYBRIDS = {
+    "qwen3_5_text": Model(
+        "qwen3_5_text",
+        {**NORMED, **LINEAR, "rope_parameters": {**HALF, "mrope_section": [2, 1, 1]}},
+        "places",
+    ),
+    "qwen3_5_moe_text": Model("qwen3_5_moe_text", {**NORMED, **LINEAR, **MOE, "attention_bias": True}),
+    "qwen3_next": Model("qwen3_next", {**NORMED, **LINEAR, **MOE, "attention_bias": True}),
+    "minimax": Model("minimax", {**WIDE, **MOE, "layer_types": LINEAR["layer_types"]}),
+    "lfm2": Model("lfm2", {**KV, "full_attn_idxs": [1], "norm_eps": 0.01}),
+    "lfm2_moe": Model("lfm2_moe", {**KV, **MOE, "layer_types": ["conv", "full_attention"], "norm_eps": 0.01}),
+    "jamba": Model("jamba", {**KV, **MOE, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8}),
+    "bamba": Model("bamba", {**KV, **MAMBA, "attn_layer_indices": [1], "attention_bias": True}),
+    "granitemoehybrid": Model(
+        "granitemoehybrid", {**KV, **MAMBA, **MOE, "layer_types": LINEAR["layer_types"], "attention_multiplier": 0.2}
+    ),
+    "granitemoehybrid, RoPE": Model(
+        "granitemoehybrid",
+        {**KV, **MAMBA, **MOE, "layer_types": LINEAR["layer_types"], "position_embedding_type": "rope"},
+    ),
+    "nemotron_h": Model(
+        "nemotron_h",
+        {**WIDE, **MOE, "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1}
+        | {"moe_shared_expert_intermediate_size": 16},
+    ),
+    "falcon_h1": Model("falcon_h1", {**WIDE, **MAMBA, "key_multiplier": 0.4, "mamba_d_ssm": 64}),
+    "recurrent_gemma": Model("recurrent_gemma", {**KV, "attention_window_size": 3, "num_hidden_layers": 3}),
+    "olmo_hybrid": Model("olmo_hybrid", {**KV, **LINEAR, "attention_bias": True, "rms_norm_eps": 0.01}),
+}
+MODELS = {**TEXT, **IMAGES, **SPEECH, **ENCODER_DECODERS, **LIKE_GPT, **LIKE_LLAMA, **WITH_LATENTS, **HYBRIDS}
 
 
 @pytest.mark.parametrize("name", MODELS)

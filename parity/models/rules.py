@@ -40,7 +40,7 @@ class Stack:
         fields: the fields of `AttentionSpec`, each a value or a rule.
         kind: of each layer, where `layer_types` does not say it.
         part: what it is a part of, in models with several stacks: `encoder`, `decoder`.
-        count: the key that has how many layers there are; the first that is there.
+        count: the key that has how many layers there are, or a word for each; the first that is there.
         path: what the names of a layer's weights begin with in checkpoints, after what comes before all layers.
         layout: of these weights.
         is_causal: whether no token sees a later one, or what reads it.
@@ -152,6 +152,27 @@ def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
 def of_kind(kind: str) -> Callable[[Config, int], str]:
     """All layers of a stack are of one kind."""
     return lambda config, index: kind
+
+
+def told_kind(config: Config, index: int) -> str:
+    """Of layers that only `layer_types` can say.
+
+    Raises:
+        MissingKey: if it is asked for: there is no `layer_types`.
+    """
+    config.read("layer_types")
+    return "full_attention"
+
+
+def first_of(period: int, *names: str) -> Callable[[Config, int], str]:
+    """All layers but the first of each period have a window; keys may say another period."""
+
+    def kind(config: Config, index: int) -> str:
+        told = config.find(*names)
+        count = period if told is None else as_count(told.origin, told.value)
+        return "sliding_attention" if index % count else "full_attention"
+
+    return kind
 
 
 SLIDING = only("sliding_attention", asked("sliding_window"))

@@ -24,7 +24,7 @@ KINDS = {
 }
 """Layers of attention, as `layer_types` names them, and the field that they must have."""
 
-NOT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent")
+NOT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "moe", "mlp")
 """Layers that `layer_types` names and that are not attention over keys."""
 
 
@@ -112,7 +112,8 @@ def _check_fixed(family: Family, read: Config) -> None:
 
 def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
     """The layers of a stack, in order."""
-    count = as_count(stack.count[0], read.read(*stack.count).value)
+    found = read.read(*stack.count)
+    count = as_count(found.origin, len(found.value) if isinstance(found.value, list | tuple) else found.value)
     told = read.find("layer_types")
     if told is not None and (not isinstance(told.value, list | tuple) or len(told.value) != count):
         raise ValueError(f"layer_types must be one for each of {count} layers, got layer_types={told.value!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mha_spec import Gate, Temperature
 from parity.models.config import Config, Value
-from parity.models.families.usual import BIASES, HEADS, IN_PART, MOST_BIAS, PAIRED, SOME_BIAS, WIDTH, family
+from parity.models.families.usual import BIASES, HEADS, IN_PART, MOST_BIAS, PAIRED, PLAIN, SOME_BIAS, WIDTH, family
 from parity.models.rules import (
     NOTHING,
     SLIDING,
@@ -13,6 +13,7 @@ from parity.models.rules import (
     Rule,
     asked,
     every,
+    first_of,
     is_last,
     key,
     norm,
@@ -20,6 +21,7 @@ from parity.models.rules import (
     optional,
     rope,
     tempered_by_rope,
+    told_kind,
     where,
 )
 
@@ -77,20 +79,57 @@ def _temperature_of_llama4(place: Place) -> Value:
     return Value(Temperature(length.value, scale.value, first_position=1), f"{length.origin}, {scale.origin}")
 
 
+def _rope_of_minimax_m2(place: Place) -> Value:
+    """Of some features, which older configurations count."""
+    count = place.config.find("rotary_dim")
+    if count is None:
+        return rope()(place)
+    found = rope(fraction=count.value / place.config.read("head_dim").value)(place)
+    return Value(found.value, f"{found.origin}, {count.origin}")
+
+
+def _of_gemma4(name: str, of_full: str) -> Rule:
+    """A size that layers without a window have of their own, said of all of them or of each."""
+
+    def rule(place: Place) -> Value:
+        usual, shared = place.config.read(name), place.config.find("attention_k_eq_v")
+        each, own = place.config.find("per_layer_config"), place.config.find(of_full)
+        if place.kind != "full_attention":
+            return usual
+        if each is not None:
+            of_layer = each.value.get(place.layer, each.value.get(str(place.layer), {}))
+            return Value(of_layer[name], f"{each.origin}.{place.layer}.{name}") if name in of_layer else usual
+        if name == "num_key_value_heads":
+            return own if own is not None and shared is not None and shared.value else usual
+        return place.config.read(of_full)
+
+    return rule
+
+
+def _window_of_modernbert_decoder(place: Place) -> Value:
+    whole = place.config.read("local_attention", default=128)
+    place.config.find("sliding_window")
+    return Value(whole.value // 2, f"{whole.origin} // 2") if place.kind == "sliding_attention" else NOTHING
+
+
 OF_GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
 OF_GEMMA3 |= {"rms_norm_eps": 1e-6, "sliding_window": 4096, "hidden_size": 2304, "num_hidden_layers": 26}
 """What its configurations leave out, those of the larger models nearly everything."""
 
 
 DECODERS: dict[str, Family] = {
-    "llama": family(BIASES, rope=rope(theta=1e4)),
-    "mistral": family(HEADS, window_size=asked("sliding_window"), rope=rope(theta=1e4)),
+    **dict.fromkeys(("llama", "aria_text"), family(BIASES, rope=rope(theta=1e4))),
+    "eurobert": family(BIASES, is_causal=False),
+    **dict.fromkeys(
+        ("mistral", "voxtral_realtime_text"),
+        family(HEADS, window_size=asked("sliding_window"), rope=rope(theta=1e4)),
+    ),
     "mixtral": family(HEADS, window_size=optional("sliding_window")),
     "ministral3": family(HEADS, WIDTH, window_size=optional("sliding_window"), temperature=tempered_by_rope),
     "qwen2": family(HEADS, qkv_bias=True, window_size=SLIDING, kind=_qwen),
     "qwen2_moe": family(HEADS, qkv_bias=key("qkv_bias", default=True), window_size=SLIDING, kind=_qwen),
     **dict.fromkeys(
-        ("qwen2_vl", "qwen2_vl_text"),
+        ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
         family(HEADS, rope=rope(sections=(16, 24, 24)), qkv_bias=True, window_size=SLIDING, kind=_qwen),
     ),
     "qwen3": family(HEADS, WIDTH, BIASES, qk_norm=norm(), window_size=SLIDING, kind=_qwen),
@@ -100,18 +139,33 @@ DECODERS: dict[str, Family] = {
         qk_norm=norm(),
         window_size=where("use_sliding_window", asked("sliding_window"), default=False),
     ),
-    "qwen3_vl_text": family(
-        HEADS, WIDTH, BIASES, qk_norm=norm(), rope=rope(sections=(24, 20, 20), section_order="interleaved")
+    **dict.fromkeys(
+        ("qwen3_vl_text", "qwen3_vl_moe_text"),
+        family(HEADS, WIDTH, BIASES, qk_norm=norm(), rope=rope(sections=(24, 20, 20), section_order="interleaved")),
     ),
-    "gemma": family(HEADS, WIDTH, BIASES, rope=rope(theta=1e4)),
-    "gemma2": family(
+    "mellum": family(HEADS, BIASES, qk_norm=norm(), window_size=SLIDING),
+    "flint": family(
         HEADS,
-        WIDTH,
         BIASES,
-        scale=key("query_pre_attn_scalar", power=-0.5),
-        soft_cap=asked("attn_logit_softcapping"),
-        window_size=only("sliding_attention", asked("sliding_window", "sliding_window_size")),
-        kind=every(2),
+        qk_norm=norm(),
+        sinks=True,
+        window_size=SLIDING,
+        rope=only("sliding_attention", rope()),
+        kind=told_kind,
+    ),
+    "cwm": family(HEADS, WIDTH, window_size=SLIDING, kind=first_of(4)),
+    "gemma": family(HEADS, WIDTH, BIASES, rope=rope(theta=1e4)),
+    **dict.fromkeys(
+        ("gemma2", "vaultgemma"),
+        family(
+            HEADS,
+            WIDTH,
+            BIASES,
+            scale=key("query_pre_attn_scalar", power=-0.5),
+            soft_cap=asked("attn_logit_softcapping"),
+            window_size=only("sliding_attention", asked("sliding_window", "sliding_window_size")),
+            kind=every(2),
+        ),
     ),
     "gemma3_text": family(
         HEADS,
@@ -152,7 +206,24 @@ DECODERS: dict[str, Family] = {
         rope=only("sliding_attention", rope()),
         kind=every(4, "global_attn_every_n_layers"),
     ),
+    "gemma4_text": family(
+        BIASES,
+        head_dim=_of_gemma4("head_dim", "global_head_dim"),
+        num_kv_heads=_of_gemma4("num_key_value_heads", "num_global_key_value_heads"),
+        layout="transformers.Gemma4",
+        scale=1.0,
+        qk_norm=norm(),
+        v_norm=norm(weight=None),
+        window_size=SLIDING,
+        kind=every(6),
+        fixed={"num_kv_shared_layers": 0},
+    ),
     "arcee": family(BIASES),
+    "jais2": family(qkv_bias=MOST_BIAS, out_bias=MOST_BIAS),
+    "solar_open": family(HEADS, WIDTH, qkv_bias=SOME_BIAS),
+    "phimoe": family(HEADS, BIASES, window_size=optional("sliding_window")),
+    "minimax_m2": family(HEADS, WIDTH, qk_norm=norm(over="width"), rope=_rope_of_minimax_m2),
+    "hy_v3": family(HEADS, WIDTH, BIASES, qk_norm=norm()),
     "apertus": family(BIASES, qk_norm=norm()),
     "seed_oss": family(
         HEADS,
@@ -164,24 +235,57 @@ DECODERS: dict[str, Family] = {
     ),
     "helium": family(HEADS, WIDTH, PAIRED, qkv_bias=SOME_BIAS),
     "nemotron": family(BIASES, IN_PART),
+    "hyperclovax": family(BIASES, scale=optional("attention_multiplier")),
+    "kolibri1": family(HEADS, qk_norm=norm(), window_size=SLIDING, rope=_exaone4, kind=every(5)),
+    "ernie4_5_moe": family(
+        HEADS, PAIRED, qkv_bias=key("use_bias", default=False), out_bias=key("use_bias", default=False)
+    ),
+    **dict.fromkeys(
+        ("glm4v_text", "glm_ocr_text"),
+        family(HEADS, rope=rope(pairs="interleaved", sections=(8, 12, 12)), qkv_bias=True),
+    ),
+    **dict.fromkeys(
+        ("glm4v_moe_text", "glm_image_text"),
+        family(HEADS, rope=rope(pairs="interleaved", sections=(8, 12, 12)), qkv_bias=MOST_BIAS),
+    ),
+    "modernbert-decoder": family(
+        PLAIN,
+        is_causal=True,
+        path="layers.{i}.attn",
+        layout="transformers.ModernBERT-decoder",
+        kind=first_of(3, "global_attn_every_n_layers"),
+        qkv_bias=SOME_BIAS,
+        out_bias=SOME_BIAS,
+        window_size=_window_of_modernbert_decoder,
+        rope=rope(theta=160_000.0, local_theta=10_000.0, names=("global_rope_theta", "local_rope_theta")),
+        dropout=key("attention_dropout", default=0.0),
+        output_dropout=key("attention_dropout", default=0.0),
+        says_nothing={"norm_bias", "decoder_bias", "classifier_bias"},
+    ),
     "ernie4_5": family(HEADS, WIDTH, PAIRED, qkv_bias=key("use_bias"), out_bias=key("use_bias")),
-    "exaone4": family(
-        HEADS,
-        qk_norm=norm(),
-        window_size=SLIDING,
-        rope=_exaone4,
-        kind=_kind_of_exaone4,
-        says_nothing={"sliding_window_pattern"},
+    **dict.fromkeys(
+        ("exaone4", "exaone_moe"),
+        family(
+            HEADS,
+            qk_norm=norm(),
+            window_size=SLIDING,
+            rope=_exaone4,
+            kind=_kind_of_exaone4,
+            says_nothing={"sliding_window_pattern"},
+        ),
     ),
     "glm4_moe": family(HEADS, IN_PART, qkv_bias=SOME_BIAS, qk_norm=where("use_qk_norm", norm(), default=False)),
     "dots1": family(HEADS, BIASES, qk_norm=norm(), window_size=SLIDING),
     "ministral": family(HEADS, window_size=SLIDING, kind=_kind_of_ministral),
-    **dict.fromkeys(("granite", "granitemoe"), family(BIASES, scale=key("attention_multiplier"))),
+    **dict.fromkeys(
+        ("granite", "granitemoe", "granitemoeshared", "granite_docling_text"),
+        family(BIASES, scale=key("attention_multiplier")),
+    ),
     "starcoder2": family(
         HEADS, qkv_bias=key("use_bias"), out_bias=key("use_bias"), window_size=optional("sliding_window")
     ),
     "olmo": family(BIASES, clip_qkv=optional("clip_qkv")),
-    **dict.fromkeys(("olmo2", "olmoe"), family(BIASES, qk_norm=norm(over="width"))),
+    **dict.fromkeys(("olmo2", "olmoe", "flex_olmo"), family(BIASES, qk_norm=norm(over="width"))),
     "olmo3": family(BIASES, qk_norm=norm(over="width"), window_size=SLIDING, kind=every(4)),
     "stablelm": family(
         HEADS,
@@ -200,5 +304,8 @@ DECODERS: dict[str, Family] = {
         qk_norm=_where_rotated(where("use_qk_norm", norm(weight=None, after_rope=True))),
         temperature=_where_rotated(where("attn_temperature_tuning", _temperature_of_llama4), rotated=False),
     ),
-    "hunyuan_v1_dense": family(BIASES, layout="transformers.HunYuan", qk_norm=norm(after_rope=True)),
+    **dict.fromkeys(
+        ("hunyuan_v1_dense", "hunyuan_v1_moe"),
+        family(BIASES, layout="transformers.HunYuan", qk_norm=norm(after_rope=True)),
+    ),
 }

@@ -7,7 +7,7 @@ from typing import Any
 from mha_spec import RelativeBias
 from parity.models.config import Config, Value
 from parity.models.families.usual import PLAIN, SOME_BIAS, family
-from parity.models.rules import Family, Place, key, optional, rope
+from parity.models.rules import Family, Place, first_of, key, optional, rope
 
 # ---- Text ------------------------------------------------------------------------------------------------------------
 
@@ -36,12 +36,6 @@ ABSOLUTE = {"position_embedding_type": "absolute"}
 
 def _relative_bias_of_mpnet(place: Place) -> Value:
     return Value(RelativeBias(), "every layer of this family")
-
-
-def _kind_of_modernbert(config: Config, index: int) -> str:
-    """The first layer of each period sees everything; the others have a window."""
-    period = config.find("global_attn_every_n_layers")
-    return "sliding_attention" if index % (3 if period is None else period.value) else "full_attention"
 
 
 def _window_of_modernbert(place: Place) -> Value:
@@ -86,7 +80,7 @@ TEXT: dict[str, Family] = {
         PLAIN,
         path="layers.{i}.attn",
         layout="transformers.ModernBERT",
-        kind=_kind_of_modernbert,
+        kind=first_of(3, "global_attn_every_n_layers"),
         qkv_bias=SOME_BIAS,
         out_bias=SOME_BIAS,
         window_size=_window_of_modernbert,
