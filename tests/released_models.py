@@ -57,13 +57,8 @@ class Model:
         return transformers.AutoConfig.for_model(self.family, **options)
 
 
-AXES = torch.stack(
-    [
-        torch.arange(11) // 6,
-        torch.arange(11) // 6 + torch.arange(11) % 6 // 3,
-        torch.arange(11) // 6 + torch.arange(11) % 3,
-    ]
-)[:, None]
+PLACES = torch.arange(11)
+AXES = torch.stack([PLACES // 6, PLACES // 6 + PLACES % 6 // 3, PLACES // 6 + PLACES % 3])[:, None]
 """Positions of 11 patches, in frames of 2 x 3: (3, 1, 11)."""
 
 LEFT_OUT = object()
@@ -74,6 +69,7 @@ def check_model(model: Model, folder: Path) -> None:
     """Our layers of the specifications give what the released ones give, with weights from their checkpoint."""
     config = model.config()
     config._attn_implementation = model.attention
+    config._experts_implementation = "eager"  # the others have no float64
     kind = getattr(transformers, model.class_name)
     released = (kind.from_config(config) if model.class_name == "AutoModel" else kind(config)).to(model.dtype).eval()
     _draw(released)
@@ -210,6 +206,8 @@ SEPARATE = {
     "transformers.MPNet": ("attn.q", "attn.k", "attn.v", "attn.o"),
     "transformers.ViT": ("attention.query", "attention.key", "attention.value", "output.dense"),
     "transformers.T5": ("q", "k", "v", "o"),
+    "transformers.Flint": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.Qwen3-Next": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "transformers.LFM2": ("q_proj", "k_proj", "v_proj", "out_proj"),
     "transformers.HunYuan": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "transformers.Gemma4": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -236,6 +234,7 @@ fourth of all heads."""
 BESIDE = {"q_norm": "q_norm", "k_norm": "k_norm", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
 BESIDE |= {"query_layernorm": "q_norm", "key_layernorm": "k_norm", "relative_bias": "relative_bias", "sinks": "sinks"}
 BESIDE |= {"q_a_layernorm": "q_a_norm", "kv_a_layernorm": "kv_a_norm", "kv_a_proj_with_mqa": "kv_a_proj"}
+BESIDE |= {"softmax_offset": "sinks"}
 BESIDE |= {name: name for name in ("q_a_proj", "q_b_proj", "kv_b_proj")}
 """What else is called so in every layout that has it."""
 
@@ -256,7 +255,40 @@ def canonical(layout: str, tensors: Mapping[str, Tensor], spec: AttentionSpec) -
         ours = names.get(kind or leaf)
         if ours is not None:
             found[f"{ours}.{leaf}" if kind else ours] = tensor
-    return found
+    return found | OWN.get(layout, lambda found, spec: {})(found, spec)
+
+
+def _gates(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
+    """Of Qwen3-Next: q_proj has the queries of a head, and then its gate."""
+    parts = {}
+    for leaf in ("weight", "bias"):
+        if f"q_proj.{leaf}" in found:
+            q, gate = found[f"q_proj.{leaf}"].unflatten(0, (spec.num_heads, 2, spec.head_dim)).unbind(1)
+            parts |= {f"q_proj.{leaf}": q.flatten(0, 1), f"gate_proj.{leaf}": gate.flatten(0, 1)}
+    return parts
+
+
+def _scaled_latents(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
+    """Of LongCat: its latents are multiplied by numbers that follow from their widths; to us by their norms."""
+    assert spec.latent is not None
+    assert spec.latent.q_rank is not None
+    widths = {"q_a_norm.weight": spec.latent.q_rank, "kv_a_norm.weight": spec.latent.kv_rank}
+    return {name: found[name] * (spec.d_model / width) ** 0.5 for name, width in widths.items()}
+
+
+def _keys_as_values(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
+    """Of Gemma 4: values are made as keys are where there is no other projection."""
+    names = ("weight", "bias")
+    held = {f"v_proj.{leaf}": found[f"k_proj.{leaf}"] for leaf in names if f"k_proj.{leaf}" in found}
+    return {} if "v_proj.weight" in found else held
+
+
+OWN = {
+    "transformers.Qwen3-Next": _gates,
+    "transformers.LongCat": _scaled_latents,
+    "transformers.Gemma4": _keys_as_values,
+}
+"""What some layouts need beside names and packing."""
 
 
 def _unpacked(tensors: Mapping[str, Tensor], qkv: str, packing: str, spec: AttentionSpec) -> dict[str, Tensor]:

@@ -100,15 +100,13 @@ MOE |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "exp
 TWO = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 LATER = {"rope_type": "default", "rope_theta": 5e3}
 HALF = {**LATER, "partial_rotary_factor": 0.5}
+HALF_SECTIONS, SHORT_SECTIONS = ({**rope, "mrope_section": [2, 1, 1]} for rope in (HALF, LATER))
 SECTIONS = {**LATER, "mrope_section": [4, 2, 2]}
 OF_EACH = {"rope_parameters": {"sliding_attention": LATER, "full_attention": {**LATER, "rope_theta": 7e3}}}
 LIKE_LLAMA = {
     "aria_text": Model("aria_text", {**WIDE, "attention_bias": True, "moe_num_experts": 4}),
     "eurobert": Model("eurobert", {**WIDE, "attention_bias": True}),
-    "voxtral_realtime_text": Model("voxtral_realtime_text", {**WIDE, "sliding_window": 3}),
-    "qwen2_5_vl_text": Model(
-        "qwen2_5_vl_text", {**KV, "rope_parameters": {**LATER, "mrope_section": [2, 1, 1]}}, "places"
-    ),
+    "qwen2_5_vl_text": Model("qwen2_5_vl_text", {**KV, "rope_parameters": SHORT_SECTIONS}, "places"),
     "qwen3_vl_moe_text": Model("qwen3_vl_moe_text", {**NORMED, **MOE, "rope_parameters": SECTIONS}, "places"),
     "mellum": Model("mellum", {**NORMED, **MOE, **TWO, **OF_EACH}),
     "flint": Model("flint", {**NORMED, **MOE, **TWO}),
@@ -121,7 +119,7 @@ LIKE_LLAMA = {
         | {"global_head_dim": 24, "num_global_key_value_heads": 1},
     ),
     "jais2": Model("jais2", {**WIDE, "attention_bias": False}),
-    "solar_open": Model("solar_open", {**WIDE, **MOE, "attention_bias": True, "rope_parameters": HALF}),
+    "solar_open": Model("solar_open", {**WIDE, **MOE, "attention_bias": True}),
     "phimoe": Model("phimoe", {**KV, **MOE, "attention_bias": True, "sliding_window": 3}),
     "minimax_m2": Model("minimax_m2", {**NORMED, **MOE, "rotary_dim": 8}),
     "hy_v3": Model("hy_v3", {**NORMED, **MOE, "attention_bias": True}),
@@ -132,16 +130,14 @@ LIKE_LLAMA = {
     "flex_olmo": Model("flex_olmo", {**KV, **MOE, "attention_bias": True, "rms_norm_eps": 0.01}),
     "hyperclovax": Model("hyperclovax", {**WIDE, "attention_multiplier": 0.2, "attention_bias": True}),
     "ernie4_5_moe": Model("ernie4_5_moe", {**KV, **MOE, "use_bias": True, "moe_num_experts": 4, "moe_k": 2}),
-    "glm4v_text": Model("glm4v_text", {**KV, "rope_parameters": {**LATER, "mrope_section": [2, 1, 1]}}, "places"),
+    "glm4v_text": Model("glm4v_text", {**KV, "rope_parameters": SHORT_SECTIONS}, "places"),
     "glm_ocr_text": Model("glm_ocr_text", {**WIDE, "rope_parameters": SECTIONS}, "places"),
     "glm4v_moe_text": Model(
         "glm4v_moe_text",
-        {**WIDE, **MOE, "attention_bias": False, "rope_parameters": {**HALF, "mrope_section": [2, 1, 1]}},
+        {**WIDE, **MOE, "attention_bias": False, "rope_parameters": HALF_SECTIONS},
         "places",
     ),
-    "glm_image_text": Model(
-        "glm_image_text", {**WIDE, "rope_parameters": {**HALF, "mrope_section": [2, 1, 1]}}, "places"
-    ),
+    "glm_image_text": Model("glm_image_text", {**WIDE, "rope_parameters": HALF_SECTIONS}, "places"),
     "modernbert-decoder": Model(
         "modernbert-decoder", {"num_hidden_layers": 4, "local_attention": 6, "attention_bias": True}
     ),
@@ -149,7 +145,9 @@ LIKE_LLAMA = {
 }
 RANKS = {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 WITH_LATENTS = {
-    "axk1": Model("axk1", {**RANKS, **MOE, "num_key_value_heads": 4, "attention_bias": True}),
+    "axk1": Model(
+        "axk1", {**RANKS, **MOE, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4, "attention_bias": True}
+    ),
     "kimi_linear": Model(
         "kimi_linear",
         {**RANKS, **MOE, "num_key_value_heads": 4, "q_lora_rank": None}
@@ -168,10 +166,14 @@ MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_gr
 HYBRIDS = {
     "qwen3_5_text": Model(
         "qwen3_5_text",
-        {**NORMED, **LINEAR, "rope_parameters": {**HALF, "mrope_section": [2, 1, 1]}},
+        {**NORMED, **LINEAR, "rope_parameters": HALF_SECTIONS},
         "places",
     ),
-    "qwen3_5_moe_text": Model("qwen3_5_moe_text", {**NORMED, **LINEAR, **MOE, "attention_bias": True}),
+    "qwen3_5_moe_text": Model(
+        "qwen3_5_moe_text",
+        {**NORMED, **LINEAR, **MOE, "attention_bias": True, "rope_parameters": HALF_SECTIONS},
+        "places",
+    ),
     "qwen3_next": Model("qwen3_next", {**NORMED, **LINEAR, **MOE, "attention_bias": True}),
     "minimax": Model("minimax", {**WIDE, **MOE, "layer_types": LINEAR["layer_types"]}),
     "lfm2": Model("lfm2", {**KV, "full_attn_idxs": [1], "norm_eps": 0.01}),

@@ -126,6 +126,10 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
             with suppress(TypeError, ValueError):  # other keys that say it, too, count as read
                 stack.kind(read, index)
         layers.append(_layer(stack, Place(read, index, kind)))
+    if all(layer.spec is None for layer in layers):  # what the others would have counts as read
+        for rule in stack.fields.values():
+            with suppress(TypeError, ValueError):
+                _ruled(rule, Place(read, 0, "full_attention"))
     return layers
 
 

@@ -14,6 +14,7 @@ from parity.models.rules import (
     asked,
     every,
     first_of,
+    head_dim,
     is_last,
     key,
     norm,
@@ -106,6 +107,17 @@ def _of_gemma4(name: str, of_full: str) -> Rule:
     return rule
 
 
+def _kind_of_gemma4(config: Config, index: int) -> str:
+    """As `every`, and the last layer of all has no window."""
+    is_end = index + 1 == config.read("num_hidden_layers").value
+    return "full_attention" if is_end else every(6)(config, index)
+
+
+def _scale_of_hyperclovax(place: Place) -> Value:
+    told = place.config.find("attention_multiplier")
+    return told or Value(head_dim(place) ** -0.5, "attention_multiplier is not there: 1 / sqrt(H)")
+
+
 def _window_of_modernbert_decoder(place: Place) -> Value:
     whole = place.config.read("local_attention", default=128)
     place.config.find("sliding_window")
@@ -120,10 +132,7 @@ OF_GEMMA3 |= {"rms_norm_eps": 1e-6, "sliding_window": 4096, "hidden_size": 2304,
 DECODERS: dict[str, Family] = {
     **dict.fromkeys(("llama", "aria_text"), family(BIASES, rope=rope(theta=1e4))),
     "eurobert": family(BIASES, is_causal=False),
-    **dict.fromkeys(
-        ("mistral", "voxtral_realtime_text"),
-        family(HEADS, window_size=asked("sliding_window"), rope=rope(theta=1e4)),
-    ),
+    "mistral": family(HEADS, window_size=asked("sliding_window"), rope=rope(theta=1e4)),
     "mixtral": family(HEADS, window_size=optional("sliding_window")),
     "ministral3": family(HEADS, WIDTH, window_size=optional("sliding_window"), temperature=tempered_by_rope),
     "qwen2": family(HEADS, qkv_bias=True, window_size=SLIDING, kind=_qwen),
@@ -143,11 +152,13 @@ DECODERS: dict[str, Family] = {
         ("qwen3_vl_text", "qwen3_vl_moe_text"),
         family(HEADS, WIDTH, BIASES, qk_norm=norm(), rope=rope(sections=(24, 20, 20), section_order="interleaved")),
     ),
-    "mellum": family(HEADS, BIASES, qk_norm=norm(), window_size=SLIDING),
+    "mellum": family(HEADS, WIDTH, BIASES, qk_norm=norm(), window_size=SLIDING),
     "flint": family(
         HEADS,
+        WIDTH,
         BIASES,
         qk_norm=norm(),
+        layout="transformers.Flint",
         sinks=True,
         window_size=SLIDING,
         rope=only("sliding_attention", rope()),
@@ -215,7 +226,7 @@ DECODERS: dict[str, Family] = {
         qk_norm=norm(),
         v_norm=norm(weight=None),
         window_size=SLIDING,
-        kind=every(6),
+        kind=_kind_of_gemma4,
         fixed={"num_kv_shared_layers": 0},
     ),
     "arcee": family(BIASES),
@@ -235,18 +246,17 @@ DECODERS: dict[str, Family] = {
     ),
     "helium": family(HEADS, WIDTH, PAIRED, qkv_bias=SOME_BIAS),
     "nemotron": family(BIASES, IN_PART),
-    "hyperclovax": family(BIASES, scale=optional("attention_multiplier")),
+    "granite_docling_text": family(HEADS, BIASES, scale=key("attention_multiplier")),
+    "hyperclovax": family(BIASES, scale=_scale_of_hyperclovax),
     "kolibri1": family(HEADS, qk_norm=norm(), window_size=SLIDING, rope=_exaone4, kind=every(5)),
     "ernie4_5_moe": family(
         HEADS, PAIRED, qkv_bias=key("use_bias", default=False), out_bias=key("use_bias", default=False)
     ),
-    **dict.fromkeys(
-        ("glm4v_text", "glm_ocr_text"),
-        family(HEADS, rope=rope(pairs="interleaved", sections=(8, 12, 12)), qkv_bias=True),
-    ),
+    "glm4v_text": family(HEADS, rope=rope(pairs="interleaved", sections=(8, 12, 12)), qkv_bias=True),
+    "glm_ocr_text": family(HEADS, rope=rope(pairs="interleaved", sections=(8, 12, 12))),
     **dict.fromkeys(
         ("glm4v_moe_text", "glm_image_text"),
-        family(HEADS, rope=rope(pairs="interleaved", sections=(8, 12, 12)), qkv_bias=MOST_BIAS),
+        family(HEADS, rope=rope(sections=(8, 12, 12), fraction=0.5), qkv_bias=MOST_BIAS),
     ),
     "modernbert-decoder": family(
         PLAIN,
@@ -278,7 +288,7 @@ DECODERS: dict[str, Family] = {
     "dots1": family(HEADS, BIASES, qk_norm=norm(), window_size=SLIDING),
     "ministral": family(HEADS, window_size=SLIDING, kind=_kind_of_ministral),
     **dict.fromkeys(
-        ("granite", "granitemoe", "granitemoeshared", "granite_docling_text"),
+        ("granite", "granitemoe", "granitemoeshared"),
         family(BIASES, scale=key("attention_multiplier")),
     ),
     "starcoder2": family(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mha_spec import Gate
+from mha_spec.rules import as_count
 from parity.models.config import Config, Value
 from parity.models.families.usual import BIASES, HEADS, IN_PART, SOME_BIAS, WIDTH, family
 from parity.models.rules import NOTHING, Family, Place, Rule, head_dim, is_last, key, norm, rope, told_kind
@@ -31,7 +32,7 @@ def _kind_of_lfm2(config: Config, index: int) -> str:
 
 def _kind_of_jamba(config: Config, index: int) -> str:
     period, offset = config.read("attn_layer_period", default=8), config.read("attn_layer_offset", default=4)
-    return FULL if index % period.value == offset.value else "mamba"
+    return FULL if index % as_count(period.origin, period.value) == offset.value else "mamba"
 
 
 def _kind_of_bamba(config: Config, index: int) -> str:
@@ -42,10 +43,10 @@ def _kind_of_bamba(config: Config, index: int) -> str:
 def _kind_of_nemotron_h(config: Config, index: int) -> str:
     """A word for each layer, or a letter."""
     words, letters = config.find("layers_block_type"), config.find("hybrid_override_pattern")
-    if words is None and letters is None:
-        config.read("layers_block_type")
-    each = words or letters
-    told = None if each is None else each.value[index]
+    each = words or letters or config.read("layers_block_type")
+    if index >= len(each.value):
+        raise ValueError(f"{each.origin} must have a word for each layer, got {len(each.value)}")
+    told: str = each.value[index]
     return KINDS_OF_NEMOTRON_H.get(told, told)
 
 
@@ -55,7 +56,7 @@ KINDS_OF_NEMOTRON_H = {"M": "mamba", "E": "moe", "-": "mlp", "*": FULL, "attenti
 def _kind_of_recurrent_gemma(config: Config, index: int) -> str:
     """A pattern that is repeated."""
     pattern = config.read("block_types", default=("recurrent", "recurrent", "attention")).value
-    return "sliding_attention" if pattern[index % len(pattern)] == "attention" else "recurrent"
+    return "sliding_attention" if pattern[index % as_count("block_types", len(pattern))] == "attention" else "recurrent"
 
 
 def _where_said(rule: Rule) -> Rule:
@@ -100,7 +101,11 @@ HYBRIDS: dict[str, Family] = {
         ("qwen3_5_text", "qwen3_5_moe_text"),
         family(OF_QWEN3_NEXT, rope=rope(fraction=0.25, sections=(11, 11, 10), section_order="interleaved")),
     ),
-    "minimax": family(HEADS, kind=lambda config, index: LINEAR if index % 2 else FULL, says_nothing=OF_MAMBA),
+    "minimax": family(
+        HEADS,
+        kind=lambda config, index: LINEAR if index % 2 else FULL,
+        says_nothing={"full_attn_alpha_factor", "full_attn_beta_factor"},
+    ),
     **dict.fromkeys(
         ("lfm2", "lfm2_moe"),
         family(
@@ -113,7 +118,7 @@ HYBRIDS: dict[str, Family] = {
     ),
     "jamba": _mamba(_kind_of_jamba, HEADS, rope=None),
     "bamba": _mamba(_kind_of_bamba, HEADS, BIASES, IN_PART),
-    "granitemoehybrid": _mamba(None, BIASES, scale=key("attention_multiplier"), rope=_where_said(rope())),
+    "granitemoehybrid": _mamba(told_kind, BIASES, scale=key("attention_multiplier"), rope=_where_said(rope())),
     "nemotron_h": _mamba(
         _kind_of_nemotron_h,
         HEADS,
@@ -121,6 +126,7 @@ HYBRIDS: dict[str, Family] = {
         path="layers.{i}.mixer",
         count=("layers_block_type", "num_hidden_layers"),
         rope=None,
+        fixed={"attention_bias": False},  # transformers reads it in no layer
     ),
     "falcon_h1": _mamba(None, HEADS, BIASES, scale=_multiplied_scale),
     "recurrent_gemma": family(

@@ -34,7 +34,7 @@ def _kind_of_kimi_linear(config: Config, index: int) -> str:
     full, linear = (config.section("linear_attn_config").find(f"{name}_layers") for name in ("full_attn", "kda"))
     if full is None or linear is None or (index + 1 in full.value) == (index + 1 in linear.value):
         raise ValueError(
-            f"linear_attn_config must say one kind of each layer, got full_attn_layers={full} and {linear}"
+            f"linear_attn_config must say one kind of each layer, got full_attn_layers={full} and kda_layers={linear}"
         )
     return "full_attention" if index + 1 in full.value else "linear_attention"
 
