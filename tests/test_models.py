@@ -22,7 +22,7 @@ from released import SIZES, Released, check_near
 from test_models_whole import MODELS
 
 import mha_torch
-from mha_spec import Llama3Scaling, Norm, ProportionalScaling, Rope, YarnScaling
+from mha_spec import Llama3Scaling, Norm, ProportionalScaling, RelativeBias, Rope, YarnScaling
 from parity import Alibi, AttentionSpec, load_into, specs_of
 from parity.cli.main import main
 from parity.models.families import FAMILIES
@@ -315,6 +315,48 @@ def test_gemma3_has_two_bases_in_both_dialects():
     assert [layer.kind for layer in specs_of(without)] == [*["sliding_attention"] * 5, "full_attention"]
 
 
+def test_an_encoder_and_its_decoder():
+    values = transformers.T5Config(num_layers=3, num_decoder_layers=2, d_model=32, d_kv=12, num_heads=4).to_dict()
+    layers = specs_of(values)
+    assert [(layer.part, layer.index, layer.kind, layer.is_causal) for layer in layers] == [
+        *(("encoder", index, "full_attention", False) for index in range(3)),
+        *(("decoder", index, "full_attention", True) for index in range(2)),
+        *(("decoder", index, "cross_attention", False) for index in range(2)),
+    ]
+    assert [layer.spec.relative_bias for layer in layers] == [
+        *[RelativeBias(32, 128)] * 3,
+        *[RelativeBias(32, 128, bidirectional=False)] * 2,
+        *[None] * 2,
+    ]
+    assert {layer.layout for layer in layers} == {"transformers.T5"}
+    assert [layer.path for layer in layers][2:6:3] == [
+        "encoder.block.2.layer.0.SelfAttention",
+        "decoder.block.0.layer.1.EncDecAttention",
+    ]
+    del values["num_decoder_layers"]
+    assert [layer.part for layer in specs_of(values)] == ["encoder"] * 3 + ["decoder"] * 6
+
+
+def test_a_model_that_may_be_a_decoder():
+    values = transformers.BertConfig(num_hidden_layers=1).to_dict()
+    assert [layer.is_causal for layer in specs_of(values)] == [False]
+    assert [layer.is_causal for layer in specs_of({**values, "is_decoder": True})] == [True]
+
+
+def test_layers_that_take_turns():
+    values = transformers.NemotronHConfig(
+        layers_block_type=["linear_attention", "mlp", "full_attention", "moe"]
+    ).to_dict()
+    kinds = ["linear_attention", "mlp", "full_attention", "moe"]
+    assert [layer.kind for layer in specs_of(values)] == kinds
+    former = {**values, "layers_block_type": None, "num_hidden_layers": 4, "hybrid_override_pattern": "M-*E"}
+    assert [layer.kind for layer in specs_of(former)] == ["mamba", "mlp", "full_attention", "moe"]
+    assert specs_of(former)[2].spec == specs_of(values)[2].spec
+    kimi = {**transformers.KimiLinearConfig(num_hidden_layers=3).to_dict(), "layer_types": None}
+    kimi["linear_attn_config"] = {"full_attn_layers": [2], "kda_layers": [1, 3], "num_heads": 2, "head_dim": 8}
+    assert [layer.spec is None for layer in specs_of(kimi)] == [True, False, True]
+
+
 SAID = {  # what a configuration says of RoPE, norms and scores, none of it the default of its family
     "llama3": {**LLAMA, "num_hidden_layers": 1},
     "yarn": {
@@ -406,6 +448,7 @@ def test_proportional_rope_is_that_of_a_whole_head():
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
+MPT = {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 1}
 REFUSED = {
     "family": ({"model_type": "speech"}, r"model_type must be one of afmoe, .*, got model_type='speech'"),
     "no family": ({"model_type": None}, "got model_type=None"),
@@ -465,6 +508,52 @@ REFUSED = {
         "the configuration must have rope_parameters.full_attention",
     ),
     "layers": ({"layer_types": ["full_attention"]}, "layer_types must be one for each of 3 layers, got layer_types="),
+    "distances": (
+        {**transformers.BertConfig().to_dict(), "position_embedding_type": "relative_key"},
+        "position_embedding_type must be 'absolute' in models of this family, got position_embedding_type='relative_key",
+    ),
+    "another attention": (
+        {**MPT, "attn_config": {"qk_ln": True}},
+        "attn_config.qk_ln must be False in models of this family, got attn_config.qk_ln=True",
+    ),
+    "slopes": (
+        {**MPT, "attn_config": {"alibi_bias_max": 16}},
+        "attn_config.alibi_bias_max must be 8 in models of this family",
+    ),
+    "biases by distance": (
+        {**transformers.MPNetConfig().to_dict(), "relative_attention_num_buckets": 16},
+        "relative_attention_num_buckets must be 32 in models of this family",
+    ),
+    "shared keys": (
+        {**transformers.Gemma4TextConfig().to_dict(), "num_kv_shared_layers": 4},
+        "num_kv_shared_layers must be 0 in models of this family, got num_kv_shared_layers=4",
+    ),
+    "decoder alone": (
+        {**transformers.BartConfig().to_dict(), "is_decoder": True, "is_encoder_decoder": False},
+        "is_encoder_decoder must be True in models of this family, got is_encoder_decoder=False",
+    ),
+    "encoder alone": (
+        {**transformers.T5Config().to_dict(), "architectures": ["T5EncoderModel"]},
+        r"architectures must be those of a whole model, got architectures=\['T5EncoderModel'\]",
+    ),
+    "cross-attention": (
+        {**transformers.BertConfig().to_dict(), "add_cross_attention": True},
+        "add_cross_attention=True",
+    ),
+    "letters": (
+        {**transformers.NemotronHConfig().to_dict(), "layers_block_type": None, "num_hidden_layers": 3}
+        | {"hybrid_override_pattern": "M*"},
+        "hybrid_override_pattern must have a word for each layer, got 2",
+    ),
+    "kinds of GPT-Neo": (
+        {**transformers.GPTNeoConfig().to_dict(), "attention_layers": ["far"] * 24},
+        "layer 0 must be one of global, local, got 'far'",
+    ),
+    "kinds of Kimi": (
+        {**transformers.KimiLinearConfig(num_hidden_layers=2).to_dict(), "layer_types": None}
+        | {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [2]}},
+        "linear_attn_config must say one kind of each layer, got layer 0|full_attn_layers",
+    ),
     "word for layers": ({"layer_types": 3}, "layer_types must be one for each of 3 layers, got layer_types=3"),
 }
 
@@ -498,6 +587,19 @@ def test_a_folder_and_its_file_say_the_same(tmp_path):
         specs_of(tmp_path)
     with pytest.raises(OSError, match="nowhere"):
         specs_of(tmp_path / "nowhere" / "config.json")
+
+
+def test_the_command_tells_the_parts_of_a_model_apart(tmp_path, capsys):
+    values = transformers.T5Config(num_layers=3, num_decoder_layers=2).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert main(["spec", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    for title in (
+        "t5, encoder, layers 0 to 2 of 3: full_attention",
+        "t5, decoder, layers 0 to 1 of 2: full_attention",
+        "t5, decoder, layers 0 to 1 of 2: cross_attention",
+    ):
+        assert title in out
 
 
 def test_the_command_prints_each_kind_of_layer_and_writes_json(tmp_path, capsys):
