@@ -510,7 +510,7 @@ REFUSED = {
     "layers": ({"layer_types": ["full_attention"]}, "layer_types must be one for each of 3 layers, got layer_types="),
     "distances": (
         {**transformers.BertConfig().to_dict(), "position_embedding_type": "relative_key"},
-        "position_embedding_type must be 'absolute' in models of this family, got position_embedding_type='relative_key",
+        "position_embedding_type must be 'absolute' in models of this family, got position_embedding_type='relative",
     ),
     "another attention": (
         {**MPT, "attn_config": {"qk_ln": True}},
