@@ -31,7 +31,7 @@ class Model:
         family: its `model_type`.
         options: of its configuration, beside those of `SMALL`, of which None takes one away.
         inputs: what it is called with: `tokens`, `pairs` of them for encoder and decoder, `pixels`, `wave`,
-            `mel` or `frames`.
+            `mel`, `frames` or `bins`.
         module: the path of its attention modules in memory, by the part of the model, where it is not that of the
             checkpoint.
         output: the module whose output is that of attention, under its attention modules, where it is not theirs.
@@ -130,7 +130,9 @@ def _keep_input(into: dict[str, Any]) -> Any:
 
 def _keep_output(into: dict[str, Any]) -> Any:
     def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        into.setdefault("output", []).append(output[0] if isinstance(output, tuple | list) else output)
+        first, *others = output if isinstance(output, tuple | list) else (output,)
+        biases = [each for each in others if isinstance(each, nn.Parameter)]  # GPT-NeoX-Japanese adds it outside
+        into.setdefault("output", []).append(sum(biases, start=first))
 
     return keep
 
@@ -148,7 +150,9 @@ def _inputs(released: nn.Module, model: Model) -> dict[str, Tensor]:
     if model.inputs == "pairs":
         return {"input_ids": tokens(11), "decoder_input_ids": tokens(7)}
     if model.inputs == "pixels":
-        return {"pixel_values": values(2, 3, config.image_size, config.image_size)}
+        return {"pixel_values": values(2, 3, 6, 6)}
+    if model.inputs == "bins":
+        return {"input_values": values(2, config.max_length, config.num_mel_bins)}
     if model.inputs == "wave":
         return {"input_values": values(2, 4000)}
     if model.inputs == "frames":
@@ -222,6 +226,7 @@ PACKED = {
     "transformers.GPT2": ("c_attn", "c_proj", "columns"),
     "transformers.Phi3": ("qkv_proj", "o_proj", "rows"),
     "transformers.GPT-NeoX": ("query_key_value", "dense", "groups"),
+    "transformers.GPT-NeoX-Japanese": ("query_key_value", "dense", "groups"),
     "transformers.Falcon": ("query_key_value", "dense", "groups"),
     "transformers.GPTBigCode": ("c_attn", "c_proj", "groups"),
     "transformers.CodeGen": ("qkv_proj", "out_proj", "four"),
@@ -234,7 +239,7 @@ fourth of all heads."""
 BESIDE = {"q_norm": "q_norm", "k_norm": "k_norm", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
 BESIDE |= {"query_layernorm": "q_norm", "key_layernorm": "k_norm", "relative_bias": "relative_bias", "sinks": "sinks"}
 BESIDE |= {"q_a_layernorm": "q_a_norm", "kv_a_layernorm": "kv_a_norm", "kv_a_proj_with_mqa": "kv_a_proj"}
-BESIDE |= {"softmax_offset": "sinks"}
+BESIDE |= {"softmax_offset": "sinks", "dense_bias": "out_proj.bias"}
 BESIDE |= {name: name for name in ("q_a_proj", "q_b_proj", "kv_b_proj")}
 """What else is called so in every layout that has it."""
 

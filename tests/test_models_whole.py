@@ -10,6 +10,12 @@ CONV = {"conv_dim": (8, 8), "conv_stride": (5, 40), "conv_kernel": (10, 40), "nu
 CONV |= {"num_conv_pos_embedding_groups": 2}
 TEXT = {
     **{name: Model(name, **BERT) for name in ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie")},
+    **{name: Model(name, **BERT) for name in ("layoutlm", "rembert", "roc_bert", "bert-generation")},
+    **{name: Model(name, input="self", **BERT) for name in ("megatron-bert", "roberta-prelayernorm", "esm")},
+    "splinter": Model("splinter", {"question_token_id": 3}, **BERT),
+    "esm, RoPE": Model("esm", {"position_embedding_type": "rotary"}, input="self", **BERT),
+    "nomic_bert": Model("nomic_bert", {"head_dim": 12}, module={"": "layers.{i}.self_attn"}),
+    "gte": Model("gte", module={"": "layers.{i}.self_attn"}),
     "bert, decoder": Model("bert", {"is_decoder": True}, **BERT),
     "data2vec-text": Model("data2vec-text", **BERT),
     "xlm-roberta-xl": Model("xlm-roberta-xl", input="self", **BERT),
@@ -29,12 +35,25 @@ IMAGES = {
         for name in ("dinov2", "dinov2_with_registers")
     },
     **{name: Model(name, VIT, "pixels") for name in ("clip_vision_model", "siglip_vision_model")},
+    **{name: Model(name, VIT, "pixels") for name in ("chinese_clip_vision_model", "aimv2_vision_model")},
+    "beit": Model("beit", VIT, "pixels", module={"": "layers.{i}.attention"}),
+    "data2vec-vision": Model("data2vec-vision", VIT, "pixels", **BERT),
+    "yolos": Model(
+        "yolos", {"image_size": [6, 6], "patch_size": 2, "qkv_bias": False}, "pixels", output="output.dense"
+    ),
+    "audio-spectrogram-transformer": Model(
+        "audio-spectrogram-transformer",
+        {"num_mel_bins": 16, "max_length": 32, "patch_size": 8, "frequency_stride": 8, "time_stride": 8},
+        "bins",
+        module={"": "layers.{i}.attention"},
+    ),
     "clip_text_model": Model("clip_text_model"),
     "siglip_text_model": Model("siglip_text_model", class_name="SiglipTextModel"),
 }
 SPEECH = {
     name: Model(name, CONV, "wave") for name in ("wav2vec2", "hubert", "unispeech", "unispeech-sat", "data2vec-audio")
 }
+SPEECH["sew"] = Model("sew", {**CONV, "squeeze_factor": 1}, "wave")
 BART = {"hidden_size": LEFT_OUT, "num_attention_heads": LEFT_OUT, "num_hidden_layers": LEFT_OUT, "d_model": 32}
 BART |= {"encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 8}
 BART |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "decoder_start_token_id": 1}
@@ -55,6 +74,12 @@ ENCODER_DECODERS = {
     "speech_to_text": Model("speech_to_text", {**BART, "conv_channels": 8, "input_feat_per_channel": 8}, "frames"),
     "whisper": Model("whisper", {**BART, "num_mel_bins": 8, "max_source_positions": 10}, "mel"),
     **{name: Model(name, T5, "pairs") for name in ("t5", "mt5", "umt5")},
+    "switch_transformers": Model(
+        "switch_transformers", {**T5, "num_experts": 2, "num_sparse_encoder_layers": 1}, "pairs"
+    ),
+    "nllb-moe": Model(
+        "nllb-moe", {**BART, "num_experts": 2, "encoder_sparse_step": 2, "decoder_sparse_step": 1}, "pairs"
+    ),
 }
 GPT = dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers"), LEFT_OUT)
 GPT |= {"n_embd": 32, "n_head": 4, "n_layer": 2}
@@ -68,6 +93,7 @@ LIKE_GPT = {
         | {"attention_types": [[["global"], 1], [["local"], 2]], "window_size": 3},
     ),
     "gpt_neox": Model("gpt_neox", {"rotary_pct": 0.5, "attention_bias": False}),
+    "gpt_neox_japanese": Model("gpt_neox_japanese", {"intermediate_multiple_size": 1}),
     "gptj": Model("gptj", {**GPT, "rotary_dim": 4}),
     "codegen": Model("codegen", {**GPT, "rotary_dim": 4}),
     "gpt_bigcode": Model("gpt_bigcode", GPT),
@@ -128,6 +154,10 @@ LIKE_LLAMA = {
     "granitemoeshared": Model("granitemoeshared", {**KV, **MOE, "attention_multiplier": 0.2}),
     "granite_docling_text": Model("granite_docling_text", {**KV, "attention_multiplier": 0.2}),
     "flex_olmo": Model("flex_olmo", {**KV, **MOE, "attention_bias": True, "rms_norm_eps": 0.01}),
+    "granite_swa": Model("granite_swa", {**KV, **TWO, "layer_rope_theta": [7e3, 0], "attention_multiplier": 0.2}),
+    "granitemoe_swa": Model(
+        "granitemoe_swa", {**KV, **MOE, **TWO, "layer_rope_theta": [0, 7e3], "attention_bias": True}
+    ),
     "hyperclovax": Model("hyperclovax", {**WIDE, "attention_multiplier": 0.2, "attention_bias": True}),
     "ernie4_5_moe": Model("ernie4_5_moe", {**KV, **MOE, "use_bias": True, "moe_num_experts": 4, "moe_k": 2}),
     "glm4v_text": Model("glm4v_text", {**KV, "rope_parameters": SHORT_SECTIONS}, "places"),

@@ -139,6 +139,28 @@ def where(name: str, rule: Rule, *, default: bool | None = None) -> Rule:
     return if_true
 
 
+def positioned(word: str, rule: Rule, *, others: tuple[str, ...]) -> Rule:
+    """RoPE in models that ask for it by a word; its keys count as read in the others, too.
+
+    Raises:
+        ValueError: if there is another word.
+    """
+
+    def if_asked(place: Place) -> Value:
+        told = place.config.find("position_embedding_type")
+        if told is not None and told.value not in (word, *others):
+            raise ValueError(f"position_embedding_type must be one of {(word, *others)}, got {told.value!r}")
+        with suppress(MissingKey):
+            found = rule(place)
+            if told is not None and told.value == word:
+                return Value(found.value, f"{told.origin} {word}, {found.origin}")
+        if told is not None and told.value == word:
+            return rule(place)
+        return NOTHING
+
+    return if_asked
+
+
 def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
     """A norm with the model's own eps."""
 

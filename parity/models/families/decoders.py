@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from mha_spec import Gate, Temperature
 from parity.models.config import Config, Value
 from parity.models.families.usual import BIASES, HEADS, IN_PART, MOST_BIAS, PAIRED, PLAIN, SOME_BIAS, WIDTH, family
@@ -111,6 +113,18 @@ def _kind_of_gemma4(config: Config, index: int) -> str:
     """As `every`, and the last layer of all has no window."""
     is_end = index + 1 == config.read("num_hidden_layers").value
     return "full_attention" if is_end else every(6)(config, index)
+
+
+def _rope_of_each_layer(place: Place) -> Value:
+    """A base for each layer, 0 where nothing is rotated; without them that of all."""
+    bases, turned = place.config.find("layer_rope_theta"), rope()(place)
+    if bases is None:
+        return turned
+    if place.layer >= len(bases.value):
+        raise ValueError(f"layer_rope_theta must be one for each layer, got {len(bases.value)}")
+    base = bases.value[place.layer]
+    origin = f"{bases.origin}[{place.layer}], {turned.origin}"
+    return Value(dataclasses.replace(turned.value, theta=base) if base else None, origin)
 
 
 def _scale_of_hyperclovax(place: Place) -> Value:
@@ -247,6 +261,18 @@ DECODERS: dict[str, Family] = {
     "helium": family(HEADS, WIDTH, PAIRED, qkv_bias=SOME_BIAS),
     "nemotron": family(BIASES, IN_PART),
     "granite_docling_text": family(HEADS, BIASES, scale=key("attention_multiplier")),
+    **dict.fromkeys(
+        ("granite_swa", "granitemoe_swa"),
+        family(
+            HEADS,
+            BIASES,
+            scale=key("attention_multiplier"),
+            sinks=True,
+            window_size=SLIDING,
+            rope=_rope_of_each_layer,
+            kind=first_of(4),
+        ),
+    ),
     "hyperclovax": family(BIASES, scale=_scale_of_hyperclovax),
     "kolibri1": family(HEADS, qk_norm=norm(), window_size=SLIDING, rope=_exaone4, kind=every(5)),
     "ernie4_5_moe": family(

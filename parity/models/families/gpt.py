@@ -68,6 +68,12 @@ def _some_of_a_head(place: Place) -> Value:
     )
 
 
+def _in_the_last_layer(place: Place) -> Value:
+    """The only one with a bias."""
+    is_last = place.layer + 1 == place.config.read("num_hidden_layers").value
+    return Value(is_last, "num_hidden_layers: the last layer alone has one")
+
+
 def _kind_of_gpt_neo(config: Config, index: int) -> str:
     """`global` or `local`, said layer by layer or as a pattern and how often it comes."""
     told, pattern = config.find("attention_layers"), config.read("attention_types", default=[[["global", "local"], 12]])
@@ -176,6 +182,13 @@ GPT_LIKE: dict[str, Family] = {
         window_size=only("sliding_attention", key("window_size", default=256)),
         dropout=key("attention_dropout", default=0.0),
         output_dropout=key("resid_dropout", default=0.0),
+    ),
+    "gpt_neox_japanese": family(
+        path="layers.{i}.attention",
+        layout="transformers.GPT-NeoX-Japanese",
+        out_bias=_in_the_last_layer,
+        rope=rope(),
+        dropout=key("attention_dropout", default=0.1),
     ),
     "gptj": family(
         NAMES,

@@ -9,7 +9,7 @@ from mha_spec import Gate
 from mha_spec.rules import as_count
 from parity.models.config import Config, Value
 from parity.models.families.usual import BIASES, HEADS, IN_PART, SOME_BIAS, WIDTH, family
-from parity.models.rules import NOTHING, Family, Place, Rule, head_dim, is_last, key, norm, rope, told_kind
+from parity.models.rules import NOTHING, Family, Place, head_dim, is_last, key, norm, positioned, rope, told_kind
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
@@ -57,17 +57,6 @@ def _kind_of_recurrent_gemma(config: Config, index: int) -> str:
     """A pattern that is repeated."""
     pattern = config.read("block_types", default=("recurrent", "recurrent", "attention")).value
     return "sliding_attention" if pattern[index % as_count("block_types", len(pattern))] == "attention" else "recurrent"
-
-
-def _where_said(rule: Rule) -> Rule:
-    """Positions that a key asks for by name; its keys count as read otherwise, too."""
-
-    def if_rope(place: Place) -> Value:
-        told = place.config.find("position_embedding_type")
-        place.config.find("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
-        return rule(place) if told is not None and told.value == "rope" else NOTHING
-
-    return if_rope
 
 
 def _multiplied_scale(place: Place) -> Value:
@@ -118,7 +107,9 @@ HYBRIDS: dict[str, Family] = {
     ),
     "jamba": _mamba(_kind_of_jamba, HEADS, rope=None),
     "bamba": _mamba(_kind_of_bamba, HEADS, BIASES, IN_PART),
-    "granitemoehybrid": _mamba(told_kind, BIASES, scale=key("attention_multiplier"), rope=_where_said(rope())),
+    "granitemoehybrid": _mamba(
+        told_kind, BIASES, scale=key("attention_multiplier"), rope=positioned("rope", rope(), others=("nope",))
+    ),
     "nemotron_h": _mamba(
         _kind_of_nemotron_h,
         HEADS,
