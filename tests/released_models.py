@@ -4,7 +4,7 @@ What a layer is, whether it is causal, where its weights lie in a checkpoint and
 from the configuration. Nothing is downloaded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ LEFT_OUT = object()
 """Of an option of `SMALL`: not given."""
 
 
-def check_model(model: Model, folder: Path) -> None:
+def check_model(model: Model, folder: Path, read: Callable[[Any], list[ModelLayer]] = specs_of) -> None:
     """Our layers of the specifications give what the released ones give, with weights from their checkpoint."""
     config = model.config()
     config._attn_implementation = model.attention
@@ -73,7 +73,7 @@ def check_model(model: Model, folder: Path) -> None:
     kind = getattr(transformers, model.class_name)
     released = (kind.from_config(config) if model.class_name == "AutoModel" else kind(config)).to(model.dtype).eval()
     _draw(released)
-    layers = [layer for layer in specs_of(config.to_dict()) if layer.spec is not None]
+    layers = [layer for layer in read(config.to_dict()) if layer.spec is not None]
     seen = _run(released, model, layers)
     released.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")

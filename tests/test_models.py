@@ -357,6 +357,47 @@ def test_layers_that_take_turns():
     assert [layer.spec is None for layer in specs_of(kimi)] == [True, False, True]
 
 
+AS_RELEASED = {  # keys that configurations of released models have, and transformers' own do not
+    "bert": {"pooler_num_attention_heads": 12, "pooler_size_per_head": 128, "position_embedding_type": "absolute"},
+    "albert": {"down_scale_factor": 1, "net_structure_type": 0, "gap_size": 0},
+    "t5": {"n_positions": 512, "output_past": True},
+    "bart": {"static_position_embeddings": False, "add_bias_logits": False, "extra_pos_embeddings": 2},
+    "gptj": {"rotary": True, "scale_attn_weights": True},
+    "codegen": {"scale_attn_weights": True},
+    "gpt_bigcode": {"pre_allocate_kv_cache": True},
+    "clip_text_model": {"temperature": 1.0, "pruned_heads": {}, "add_cross_attention": False},
+    "modernbert": {"position_embedding_type": "absolute", "repad_logits_with_grad": False},
+    "minimax_m2": {"use_qk_norm": True, "qk_norm_type": "per_layer", "attn_type_list": [1] * 62},
+    "longcat_flash": {"attention_method": "MLA", "mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    "lfm2": {"num_heads": 32, "block_mlp_init_scale": 1.0, "block_out_init_scale": 1.0},
+    "glm4v_text": {**TURNED_IN_PART, "attention_bias": True},
+}
+
+
+@pytest.mark.parametrize("family", AS_RELEASED)
+def test_keys_of_released_models_change_nothing(family):
+    values = transformers.AutoConfig.for_model(family).to_dict()
+    values |= TURNED_IN_PART if family == "glm4v_text" else {}
+    assert specs_of({**values, **AS_RELEASED[family]}) == specs_of(values)
+
+
+def test_numbers_of_rotated_features():
+    values = transformers.MiniMaxM2Config(num_hidden_layers=1).to_dict()
+    values["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6}
+    assert specs_of({**values, "rotary_dim": 64})[0].spec.rope == Rope(5e6, rotary_dim=64)
+    bamba = transformers.BambaConfig(num_hidden_layers=1, attn_layer_indices=[0]).to_dict()
+    former = {**changed(bamba, "rope_parameters"), "rope_theta": 1e4, "attn_rotary_emb": 32}
+    assert specs_of(bamba)[0].spec.rope == Rope(rotary_dim=64)
+    assert specs_of(former)[0].spec.rope == Rope(rotary_dim=32)
+
+
+def test_older_words_for_layers():
+    values = transformers.GraniteMoeHybridConfig(num_hidden_layers=2, position_embedding_type="nope").to_dict()
+    layers = specs_of({**values, "layer_types": ["mamba", "attention"]})
+    assert [layer.kind for layer in layers] == ["mamba", "full_attention"]
+    assert layers[1].spec.rope is None
+
+
 SAID = {  # what a configuration says of RoPE, norms and scores, none of it the default of its family
     "llama3": {**LLAMA, "num_hidden_layers": 1},
     "yarn": {

@@ -1,8 +1,13 @@
 """Whole models of released families, each attention layer beside ours: encoders, those with decoders, and decoders."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from released_models import LEFT_OUT, Model, check_model
+
+from mha_spec import Alibi, Norm, RelativeBias, Rope
+from parity import specs_of
 
 BERT = {"output": "output.dense"}
 VIT = {"image_size": 6, "patch_size": 2}
@@ -233,3 +238,30 @@ MODELS = {**TEXT, **IMAGES, **SPEECH, **ENCODER_DECODERS, **LIKE_GPT, **LIKE_LLA
 @pytest.mark.parametrize("name", MODELS)
 def test_each_layer_of_a_model_is_what_its_configuration_says(name, tmp_path):
     check_model(MODELS[name], tmp_path)
+
+
+def other_spec(**fields):
+    """A layer whose specification is another."""
+    return lambda layer: replace(layer, spec=replace(layer.spec, **fields))
+
+
+WRONG = {
+    "causal": ("bert", lambda layer: replace(layer, is_causal=True)),
+    "not causal": ("bert, decoder", lambda layer: replace(layer, is_causal=False)),
+    "scale": ("whisper", other_spec(scale=0.3)),
+    "window": ("modernbert", other_spec(window_size=3)),
+    "relative bias": ("t5", other_spec(relative_bias=RelativeBias(8, 7))),
+    "slopes": ("bloom", other_spec(alibi=Alibi(4.0))),
+    "eps": ("qwen3_next", other_spec(qk_norm=Norm(weight="1+w", eps=1e-6))),
+    "pairs": ("gptj", other_spec(rope=Rope(rotary_dim=4))),
+    "axes": ("qwen2_5_vl_text", other_spec(rope=Rope(5e3, sections=(1, 1, 2)))),
+    "path": ("opt", lambda layer: replace(layer, path=f"decoder.{layer.path}s")),
+    "packing": ("gpt_bigcode", lambda layer: replace(layer, layout="transformers.ModernBERT")),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_another_specification_path_or_layout_is_seen(name, tmp_path):
+    of, wrong = WRONG[name]
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        check_model(MODELS[of], tmp_path, lambda values: [wrong(each) for each in specs_of(values) if each.spec])

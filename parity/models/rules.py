@@ -92,15 +92,22 @@ def asked(*names: str) -> Rule:
     return lambda place: place.config.asked(*names) or NOTHING
 
 
-def rope(*, theta: float | None = None, of: str | None = None, **options: Any) -> Rule:
-    """RoPE; `of` is the key that has how many features it is about, where they are not those of a head."""
+def rope(*, theta: float | None = None, of: str | None = None, count: str | None = None, **options: Any) -> Rule:
+    """RoPE; `of` is the key that has how many features it is about, where they are not those of a head.
+
+    `count` is a key that may have how many of them are rotated, where no key has their share.
+    """
 
     def rule(place: Place) -> Value:
         fields = dict(options)
         size = head_dim(place) if of is None else place.config.read(of).value
         if of is not None:
             fields |= {"rotary_dim": size, "rotated": "last"}
-        return read_rope(place.config, size, layer_type=place.kind, theta=theta, **fields)
+        told = None if count is None else place.config.find(count)
+        if told is not None:
+            fields["fraction"] = told.value / size
+        found = read_rope(place.config, size, layer_type=place.kind, theta=theta, **fields)
+        return found if told is None else Value(found.value, f"{found.origin}, {told.origin}")
 
     return rule
 

@@ -24,6 +24,9 @@ KINDS = {
 }
 """Layers of attention, as `layer_types` names them, and the field that they must have."""
 
+OLDER_KINDS = {"attention": "full_attention"}
+"""What `layer_types` called some of them once."""
+
 NOT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "moe", "mlp")
 """Layers that `layer_types` names and that are not attention over keys."""
 
@@ -122,7 +125,8 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
         if told is None:
             kind = stack.kind(read, index)
         else:
-            kind = told.value[index]
+            kind = str(told.value[index])
+            kind = OLDER_KINDS.get(kind, kind)
             with suppress(TypeError, ValueError):  # other keys that say it, too, count as read
                 stack.kind(read, index)
         layers.append(_layer(stack, Place(read, index, kind)))

@@ -82,13 +82,14 @@ def _temperature_of_llama4(place: Place) -> Value:
     return Value(Temperature(length.value, scale.value, first_position=1), f"{length.origin}, {scale.origin}")
 
 
-def _rope_of_minimax_m2(place: Place) -> Value:
-    """Of some features, which older configurations count."""
-    count = place.config.find("rotary_dim")
-    if count is None:
-        return rope()(place)
-    found = rope(fraction=count.value / place.config.read("head_dim").value)(place)
-    return Value(found.value, f"{found.origin}, {count.origin}")
+def _kind_of_minimax_m2(config: Config, index: int) -> str:
+    """Numbers for kinds of attention: 1 is that over all keys."""
+    told = config.find("attn_type_list")
+    if told is None:
+        return "full_attention"
+    if index >= len(told.value):
+        raise ValueError(f"attn_type_list must be one for each layer, got {len(told.value)}")
+    return "full_attention" if told.value[index] == 1 else f"attn_type_list {told.value[index]}"
 
 
 def _of_gemma4(name: str, of_full: str) -> Rule:
@@ -247,7 +248,15 @@ DECODERS: dict[str, Family] = {
     "jais2": family(qkv_bias=MOST_BIAS, out_bias=MOST_BIAS),
     "solar_open": family(HEADS, WIDTH, qkv_bias=SOME_BIAS),
     "phimoe": family(HEADS, BIASES, window_size=optional("sliding_window")),
-    "minimax_m2": family(HEADS, WIDTH, qk_norm=norm(over="width"), rope=_rope_of_minimax_m2),
+    "minimax_m2": family(
+        HEADS,
+        WIDTH,
+        qk_norm=norm(over="width"),
+        rope=rope(count="rotary_dim"),
+        kind=_kind_of_minimax_m2,
+        fixed={"use_qk_norm": True, "qk_norm_type": "per_layer"},
+        says_nothing={"layernorm_full_attention_beta", "layernorm_linear_attention_beta", "use_routing_bias"},
+    ),
     "hy_v3": family(HEADS, WIDTH, BIASES, qk_norm=norm()),
     "apertus": family(BIASES, qk_norm=norm()),
     "seed_oss": family(
@@ -278,8 +287,12 @@ DECODERS: dict[str, Family] = {
     "ernie4_5_moe": family(
         HEADS, PAIRED, qkv_bias=key("use_bias", default=False), out_bias=key("use_bias", default=False)
     ),
-    "glm4v_text": family(HEADS, rope=rope(pairs="interleaved", sections=(8, 12, 12)), qkv_bias=True),
-    "glm_ocr_text": family(HEADS, rope=rope(pairs="interleaved", sections=(8, 12, 12))),
+    "glm4v_text": family(
+        HEADS, rope=rope(pairs="interleaved", sections=(8, 12, 12)), qkv_bias=True, fixed={"attention_bias": True}
+    ),
+    "glm_ocr_text": family(
+        HEADS, rope=rope(pairs="interleaved", sections=(8, 12, 12)), fixed={"attention_bias": False}
+    ),
     **dict.fromkeys(
         ("glm4v_moe_text", "glm_image_text"),
         family(HEADS, rope=rope(sections=(8, 12, 12), fraction=0.5), qkv_bias=MOST_BIAS),

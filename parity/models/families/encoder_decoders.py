@@ -11,6 +11,7 @@ from parity.models.families.usual import PLAIN, stack
 from parity.models.rules import Family, Place, Rule, Stack, key, of_kind
 
 SAYS_NOTHING = {"scale_embedding", "scale_decoder_outputs", "max_source_positions", "max_target_positions"}
+SAYS_NOTHING |= {"static_position_embeddings", "add_bias_logits", "n_positions"}
 
 
 def family_of(*stacks: Stack, fixed: Mapping[str, Any] | None = None) -> Family:

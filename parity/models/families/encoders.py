@@ -52,13 +52,14 @@ def _window_of_modernbert(place: Place) -> Value:
     return Value(whole.value // 2 + 1, f"{whole.origin} // 2 + 1")
 
 
+OF_BERT = {"ln_before_adapter", "pooler_num_attention_heads", "pooler_size_per_head"}
 LIKE_BERT = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "data2vec-text", "xlm-roberta-xl")
 LIKE_BERT += ("xmod", "bert-generation", "roc_bert", "megatron-bert", "roberta-prelayernorm")
 
 TEXT: dict[str, Family] = {
     **dict.fromkeys(
         LIKE_BERT,
-        family(BERT, fixed=ABSOLUTE, says_nothing={"ln_before_adapter"}),
+        family(BERT, fixed=ABSOLUTE, says_nothing=OF_BERT),
     ),
     **dict.fromkeys(
         ("layoutlm", "splinter"),
@@ -100,6 +101,7 @@ TEXT: dict[str, Family] = {
         layout="transformers.ALBERT",
         is_causal=False,
         fixed={**ABSOLUTE, "num_hidden_groups": 1, "inner_group_num": 1},
+        says_nothing={"down_scale_factor"},
     ),
     "mpnet": family(
         BERT,
@@ -118,6 +120,7 @@ TEXT: dict[str, Family] = {
         window_size=_window_of_modernbert,
         rope=rope(theta=160_000.0, local_theta=10_000.0, names=("global_rope_theta", "local_rope_theta")),
         output_dropout=key("attention_dropout", default=0.0),
+        fixed=ABSOLUTE,
         says_nothing={"norm_bias", "decoder_bias", "classifier_bias", "deterministic_flash_attn"},
     ),
 }

@@ -197,6 +197,7 @@ GPT_LIKE: dict[str, Family] = {
         rope=_some_of_a_head,
         dropout=key("attn_pdrop", default=0.0),
         output_dropout=key("resid_pdrop", default=0.0),
+        fixed={"rotary": True, "scale_attn_weights": True},
         says_nothing={"n_positions"},
     ),
     "codegen": family(
@@ -206,6 +207,7 @@ GPT_LIKE: dict[str, Family] = {
         rope=_some_of_a_head,
         dropout=key("attn_pdrop", default=0.0),
         output_dropout=key("resid_pdrop", default=0.0),
+        fixed={"rotary": True, "scale_attn_weights": True},
         says_nothing={"n_positions"},
     ),
     "gpt_bigcode": family(
@@ -224,6 +226,7 @@ GPT_LIKE: dict[str, Family] = {
             "num_key_value_heads",
             "attention_softmax_in_fp32",
             "scale_attention_softmax_in_fp32",
+            "pre_allocate_kv_cache",
         },
     ),
     "openai-gpt": family(

@@ -8,8 +8,8 @@ from typing import Any
 from mha_spec import Gate
 from mha_spec.rules import as_count
 from parity.models.config import Config, Value
-from parity.models.families.usual import BIASES, HEADS, IN_PART, SOME_BIAS, WIDTH, family
-from parity.models.rules import NOTHING, Family, Place, head_dim, is_last, key, norm, positioned, rope, told_kind
+from parity.models.families.usual import BIASES, HEADS, SOME_BIAS, WIDTH, family
+from parity.models.rules import NOTHING, Family, Place, asked, head_dim, is_last, key, norm, positioned, rope, told_kind
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
@@ -102,18 +102,19 @@ HYBRIDS: dict[str, Family] = {
             layout="transformers.LFM2",
             qk_norm=norm(eps="norm_eps"),
             kind=_kind_of_lfm2,
-            says_nothing={"conv_bias", "use_expert_bias"},
+            num_heads=key("num_attention_heads", "num_heads"),
+            says_nothing={"conv_bias", "use_expert_bias", "block_mlp_init_scale", "block_out_init_scale"},
         ),
     ),
     "jamba": _mamba(_kind_of_jamba, HEADS, rope=None),
-    "bamba": _mamba(_kind_of_bamba, HEADS, BIASES, IN_PART),
+    "bamba": _mamba(_kind_of_bamba, HEADS, BIASES, rope=rope(fraction=0.5, count="attn_rotary_emb")),
     "granitemoehybrid": _mamba(
         told_kind, BIASES, scale=key("attention_multiplier"), rope=positioned("rope", rope(), others=("nope",))
     ),
     "nemotron_h": _mamba(
         _kind_of_nemotron_h,
         HEADS,
-        WIDTH,
+        head_dim=asked("head_dim", "attention_head_dim"),
         path="layers.{i}.mixer",
         count=("layers_block_type", "num_hidden_layers"),
         rope=None,

@@ -67,7 +67,8 @@ WITH_LATENTS: dict[str, Family] = {
         LATENTS,
         rope=None,
         kind=_kind_of_kimi_linear,
-        says_nothing=OF_LATENTS | {"short_conv_kernel_size", "num_heads"},
+        fixed={"mla_use_nope": True},
+        says_nothing=OF_LATENTS | {"short_conv_kernel_size", "num_heads", "rope_theta"},
     ),
     "longcat_flash": Family(
         tuple(
@@ -75,6 +76,7 @@ WITH_LATENTS: dict[str, Family] = {
             for part, more in PARTS_OF_LONGCAT.items()
         ),
         frozenset(OF_LATENTS),
+        fixed={"attention_method": "MLA", "mla_scale_q_lora": True, "mla_scale_kv_lora": True},
     ),
     "mistral4": family(LATENTS, temperature=tempered_by_rope, says_nothing=OF_LATENTS),
 }
