@@ -210,6 +210,8 @@ SEPARATE = {
     "transformers.MPNet": ("attn.q", "attn.k", "attn.v", "attn.o"),
     "transformers.ViT": ("attention.query", "attention.key", "attention.value", "output.dense"),
     "transformers.T5": ("q", "k", "v", "o"),
+    "transformers.Phi": ("q_proj", "k_proj", "v_proj", "dense"),
+    "transformers.StableLM": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "transformers.Flint": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "transformers.Qwen3-Next": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "transformers.LFM2": ("q_proj", "k_proj", "v_proj", "out_proj"),
@@ -240,7 +242,7 @@ BESIDE = {"q_norm": "q_norm", "k_norm": "k_norm", "q_layernorm": "q_norm", "k_la
 BESIDE |= {"query_layernorm": "q_norm", "key_layernorm": "k_norm", "relative_bias": "relative_bias", "sinks": "sinks"}
 BESIDE |= {"q_a_layernorm": "q_a_norm", "kv_a_layernorm": "kv_a_norm", "kv_a_proj_with_mqa": "kv_a_proj"}
 BESIDE |= {"softmax_offset": "sinks", "dense_bias": "out_proj.bias"}
-BESIDE |= {name: name for name in ("q_a_proj", "q_b_proj", "kv_b_proj")}
+BESIDE |= {name: name for name in ("q_a_proj", "q_b_proj", "kv_b_proj", "gate_proj")}
 """What else is called so in every layout that has it."""
 
 

@@ -232,7 +232,35 @@ HYBRIDS = {
     "recurrent_gemma": Model("recurrent_gemma", {**KV, "attention_window_size": 3, "num_hidden_layers": 3}),
     "olmo_hybrid": Model("olmo_hybrid", {**KV, **LINEAR, "attention_bias": True, "rms_norm_eps": 0.01}),
 }
+GROUPS = {"n_group": 1, "topk_group": 1}
+SMALL_HEADS = {**KV, **MOE, **GROUPS, "head_dim": 8, "n_shared_experts": 1}
+OF_LATENTS = {**RANKS, **MOE, **GROUPS, "num_key_value_heads": 4}
+BY_THEMSELVES = {  # whose layers are beside ours in other tests: here where they are, and what they see
+    **{
+        name: Model(name, SMALL_HEADS)
+        for name in (
+            *("apertus", "arcee", "cohere", "ernie4_5", "gemma", "glm", "glm4", "glm4_moe", "granite", "granitemoe"),
+            *("helium", "hunyuan_v1_dense", "llama", "llama4_text", "ministral3", "mistral", "mixtral", "nemotron"),
+            *("olmo", "olmo2", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss"),
+            *("stablelm", "starcoder2"),
+        )
+    },
+    **{
+        name: Model(name, {**SMALL_HEADS, **TWO})
+        for name in (
+            *("afmoe", "cohere2", "dots1", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "ministral", "olmo3"),
+            "smollm3",
+        )
+    },
+    **{
+        name: Model(name, OF_LATENTS)
+        for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "youtu")
+    },
+    "qwen2_vl_text": Model("qwen2_vl_text", {**KV, "rope_parameters": SHORT_SECTIONS}, "places"),
+    "qwen3_vl_text": Model("qwen3_vl_text", {**WIDE, "rope_parameters": SECTIONS}, "places"),
+}
 MODELS = {**TEXT, **IMAGES, **SPEECH, **ENCODER_DECODERS, **LIKE_GPT, **LIKE_LLAMA, **WITH_LATENTS, **HYBRIDS}
+MODELS |= BY_THEMSELVES
 
 
 @pytest.mark.parametrize("name", MODELS)

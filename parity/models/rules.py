@@ -157,12 +157,11 @@ def positioned(word: str, rule: Rule, *, others: tuple[str, ...]) -> Rule:
         told = place.config.find("position_embedding_type")
         if told is not None and told.value not in (word, *others):
             raise ValueError(f"position_embedding_type must be one of {(word, *others)}, got {told.value!r}")
-        with suppress(MissingKey):
-            found = rule(place)
-            if told is not None and told.value == word:
-                return Value(found.value, f"{told.origin} {word}, {found.origin}")
         if told is not None and told.value == word:
-            return rule(place)
+            found = rule(place)
+            return Value(found.value, f"{told.origin} {word}, {found.origin}")
+        with suppress(MissingKey):
+            rule(place)
         return NOTHING
 
     return if_asked

@@ -71,13 +71,14 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
         config: the values of a configuration, or the path of a config.json, or of the folder that it lies in.
 
     Returns:
-        Every layer, in order; `spec` is None for those that are not attention.
+        Every layer, in order, of models with several parts one part after the other; `spec` is None for those that are
+        not attention.
 
     Raises:
         OSError: if the file cannot be read.
         TypeError: if the number of layers is not an integer.
-        ValueError: if the family is not known, a key is missing, or one that could speak of attention is not
-            understood.
+        ValueError: if the family is not known, a key is missing, one that could speak of attention is not understood or
+            makes layers that no specification has, or it is that of one part of a model with several.
     """
     values = config if isinstance(config, Mapping) else read_config(config)
     family = _family(values)

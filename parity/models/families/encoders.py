@@ -40,10 +40,6 @@ ABSOLUTE = {"position_embedding_type": "absolute"}
 """Distances were something that scores depend on in models with another one."""
 
 
-def _relative_bias_of_mpnet(place: Place) -> Value:
-    return Value(RelativeBias(), "every layer of this family")
-
-
 def _window_of_modernbert(place: Place) -> Value:
     """Half of it lies before a token and half behind, beside its own place."""
     whole = place.config.read("local_attention", default=128)
@@ -107,7 +103,7 @@ TEXT: dict[str, Family] = {
         BERT,
         layout="transformers.MPNet",
         is_causal=False,
-        relative_bias=_relative_bias_of_mpnet,
+        relative_bias=RelativeBias(),
         fixed={"relative_attention_num_buckets": 32},  # its module takes no other
     ),
     "modernbert": family(
