@@ -29,10 +29,16 @@ if TYPE_CHECKING:
         weight_shapes,
     )
     from parity.diagnosis.diagnose import Diagnosis, diagnose
-    from parity.foreign import load_into, save, spec_of, weights_of
+    from parity.diagnosis.tap_pairs import TapDifference, judge_taps
+    from parity.diagnosis.taps import TapVerdict, judge_tap
+    from parity.foreign import from_module, load_into, save, spec_of, weights_of
+    from parity.foreign.live import from_transformers
     from parity.models.specs import ModelLayer, specs_of
+    from parity.running.models import run_model
     from parity.running.report import Report
     from parity.running.run import run_cases
+    from parity.tapping import tap
+    from parity.tapping.record import Tapped, load_tap
     from parity.testing.assertion import assert_parity
 
 __all__ = [
@@ -55,6 +61,9 @@ __all__ = [
     "RelativeBias",
     "Report",
     "Rope",
+    "TapDifference",
+    "TapVerdict",
+    "Tapped",
     "Temperature",
     "assert_parity",
     "check_weights",
@@ -63,9 +72,14 @@ __all__ = [
     "diagnose",
     "examine",
     "first_difference",
+    "from_module",
+    "from_transformers",
+    "judge_tap",
+    "judge_taps",
     "load",
     "load_cache",
     "load_into",
+    "load_tap",
     "load_tensors",
     "load_weights",
     "make_problem",
@@ -73,12 +87,14 @@ __all__ = [
     "random_case",
     "random_weights",
     "run_cases",
+    "run_model",
     "save",
     "save_cache",
     "save_tensors",
     "save_weights",
     "spec_of",
     "specs_of",
+    "tap",
     "to_jax",
     "to_numpy",
     "to_torch",
@@ -99,14 +115,20 @@ _MODULES = {
     "parity.conformance.examine": ["examine"],
     "parity.conversion.convert": ["convert", "convert_file", "load"],
     "parity.diagnosis.diagnose": ["Diagnosis", "diagnose"],
-    "parity.foreign": ["load_into", "save", "spec_of", "weights_of"],
+    "parity.diagnosis.tap_pairs": ["TapDifference", "judge_taps"],
+    "parity.diagnosis.taps": ["TapVerdict", "judge_tap"],
+    "parity.foreign": ["from_module", "load_into", "save", "spec_of", "weights_of"],
+    "parity.foreign.live": ["from_transformers"],
     "parity.conversion.layouts": ["LAYOUTS", "Layout"],
     "parity.conversion.not_carried": ["NotCarriedWarning"],
     "parity.models.specs": ["ModelLayer", "specs_of"],
     "parity.backends.numerics": ["numerics_lock"],
     "parity.core.problem": ["Problem", "make_problem"],
     "parity.running.report": ["Report"],
+    "parity.running.models": ["run_model"],
     "parity.running.run": ["run_cases"],
+    "parity.tapping": ["tap"],
+    "parity.tapping.record": ["Tapped", "load_tap"],
     "parity.core.cases": ["CASES", "Case", "random_case"],
     "parity.core.stages": ["STAGES"],
     "parity.conversion.verify": ["verify"],

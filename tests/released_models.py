@@ -72,9 +72,9 @@ def check_model(model: Model, folder: Path, read: Callable[[Any], list[ModelLaye
     config._experts_implementation = "eager"  # the others have no float64
     kind = getattr(transformers, model.class_name)
     released = (kind.from_config(config) if model.class_name == "AutoModel" else kind(config)).to(model.dtype).eval()
-    _draw(released)
+    draw(released)
     layers = [layer for layer in read(config.to_dict()) if layer.spec is not None]
-    seen = _run(released, model, layers)
+    seen = run_released(released, model, layers)
     released.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     beginnings = set()
@@ -88,7 +88,7 @@ def check_model(model: Model, folder: Path, read: Callable[[Any], list[ModelLaye
     assert len(beginnings) == 1, beginnings
 
 
-def _draw(module: nn.Module) -> None:
+def draw(module: nn.Module) -> None:
     """Parameters none of which is near 0, or near 1 in a norm."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -98,7 +98,9 @@ def _draw(module: nn.Module) -> None:
             parameter.copy_(values * 0.3 if is_matrix else values.sign() * (0.4 + 0.4 * values.abs()))
 
 
-def _run(released: nn.Module, model: Model, layers: list[ModelLayer]) -> list[tuple[Tensor, Tensor | None, Tensor]]:
+def run_released(
+    released: nn.Module, model: Model, layers: list[ModelLayer]
+) -> list[tuple[Tensor, Tensor | None, Tensor]]:
     """What each attention module was given and gave: its input, that of keys and values, and its output."""
     modules = dict(released.named_modules())
     held: list[dict[str, Any]] = [{} for _ in layers]
@@ -145,7 +147,7 @@ def _inputs(released: nn.Module, model: Model) -> dict[str, Tensor]:
         return torch.randint(3, 40, (2, length), generator=generator)
 
     def values(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(next(released.parameters()).dtype)
 
     if model.inputs == "pairs":
         return {"input_ids": tokens(11), "decoder_input_ids": tokens(7)}

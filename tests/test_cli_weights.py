@@ -140,6 +140,7 @@ def test_convert_writes_what_it_did_as_json(source, tmp_path):
     arguments = convert(source, tmp_path / "b.npz", "--to", "W_q", "--json", str(tmp_path / "r.json"))
     assert main(arguments) == 0
     content = json.loads((tmp_path / "r.json").read_text())
+    assert content.pop("path") == str(tmp_path / "b.npz")
     others = {"heads_from", "left_out", "unconverted", "optimizer_state", "not_carried"}
     assert content.keys() == {"format", "source", "layers", "spec", "kept", "dropped", *others}
     assert not any(content[name] for name in others)
@@ -228,6 +229,9 @@ def test_layouts_lists_every_one(capsys):
     assert LAYOUTS.keys() <= set(words)
 
 
+CARRYING = ("canonical", "mha_jax", "qkv_proj", "ttnn", "transformers")  # ours, and those with a config.json
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_is_shown_with_every_tensor_its_rules_and_its_pairing(name, capsys):
     assert main(["layouts", name]) == 0
@@ -236,7 +240,11 @@ def test_a_layout_is_shown_with_every_tensor_its_rules_and_its_pairing(name, cap
     assert all(f"rule: {RULES[rule].words}" in out for rule in layout.rules)
     assert all(f"prefix: {prefix}" in out for prefix in layout.prefixes)
     assert f"RoPE pairs: {'(i, i + H/2)' if layout.rope == 'half' else '(2 i, 2 i + 1)'}" in out
-    assert ("heads in a packed tensor: " in out) == any(tensor.holds == "qkv" for tensor in layout.tensors)
+    assert ("heads in a packed tensor: " in out) == any(
+        tensor.holds in ("qkv", "qvk", "qg") for tensor in layout.tensors
+    )
+    assert all(tensor.name in out and tensor.holds in out for tensor in layout.others)
+    assert ("carried: all that a specification says" in out) == layout.name.startswith(CARRYING)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ PREFIX = "model.layers.{i}.self_attn"
 
 
 def holds(layout, spec):
-    return all(RULES[rule].holds(spec) for rule in layout.rules)
+    return not layout.needs_spec and all(RULES[rule].holds(spec) for rule in layout.rules)
 
 
 PAIRS = [
@@ -280,8 +280,11 @@ def test_a_layer_that_is_not_finite_is_refused_and_nothing_is_written(tmp_path, 
 
 
 def test_unknown_names_under_the_prefix_are_refused(tmp_path):
+    tensors = checkpoint() | {"model.layers.1.self_attn.qk_norm.weight": np.ones(6, np.float32)}
+    refused_to_convert(tmp_path, tensors, r"model\.layers\.1\.self_attn: .* got unknown names \['qk_norm\.weight'\]")
     tensors = checkpoint() | {"model.layers.1.self_attn.q_norm.weight": np.ones(6, np.float32)}
-    refused_to_convert(tmp_path, tensors, r"model\.layers\.1\.self_attn: .* got unknown names \['q_norm\.weight'\]")
+    message = r"model\.layers\.1\.self_attn: what \['q_norm\.weight'\] do in .* must be told by a specification"
+    refused_to_convert(tmp_path, tensors, message)
 
 
 def test_a_layer_that_lacks_a_tensor_is_refused(tmp_path):

@@ -519,18 +519,6 @@ def test_gguf_is_read_with_the_shapes_of_numpy(tmp_path):
         }
 
 
-def test_a_quantised_tensor_is_named_by_its_type_when_it_is_read(tmp_path):
-    kinds = gguf.GGMLQuantizationType
-    write_gguf(tmp_path / "w.gguf", {"plain": np.ones(3, np.float32)}, [("q8", kinds.Q8_0), ("q4", kinds.Q4_0)])
-    with open_tensors(tmp_path / "w.gguf") as file:
-        assert file.read("plain").tolist() == [1.0, 1.0, 1.0]
-        assert file.infos["q8"].shape == (4, 256)
-        with pytest.raises(ValueError, match=r"q8 must be of one of .* got Q8_0, which is quantised"):
-            file.read("q8")
-        with pytest.raises(ValueError, match=r"got \[\('Q4_0', 'V1'\)\] for q4"):
-            write_tensors(tmp_path / "w.safetensors", {"q4": file.infos["q4"]}, file.read)
-
-
 def test_the_types_of_gguf_are_those_of_its_package():
     known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
     ours = {value: name for value, name in enumerate(gguf_format.TYPES) if name}

@@ -23,6 +23,7 @@ ROOMS = [
     ["files", "pretrained"],
     ["core"],
     ["models"],
+    ["tapping"],
     ["backends"],
     ["conversion"],
     ["foreign"],

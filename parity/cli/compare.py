@@ -8,9 +8,10 @@ from parity.cli.help import Page
 from parity.cli.reports import add_report_options, attention_maps, print_and_write
 
 PAGE = Page(
-    "judge saved traces, also from other machines",
+    "judge saved traces, also from other machines, and recordings of models",
     "Judge the traces that `run --save-traces` wrote, in another environment or on another machine, as `run` "
-    "judges its own.",
+    "judges its own; or one or two recordings of `parity.tap`, layer by layer: by the model in --weights, or two by "
+    "each other.",
     "mha-parity compare traces/torch traces/tt",
     "every stage agrees",
     "a stage does not",
@@ -19,7 +20,8 @@ PAGE = Page(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    parser.add_argument("traces", nargs="+", metavar="DIR", help="folders of traces, or single files")
+    parser.add_argument("traces", nargs="+", metavar="DIR", help="folders of traces, or single files, or recordings")
+    parser.add_argument("--weights", metavar="DIR", help="with recordings: the model that they should be of")
     parser.add_argument("--verbose", action="store_true", help="print every comparison")
     parser.set_defaults(quiet=False)
     add_report_options(parser)
@@ -27,7 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Judge the traces, print the report and write it."""
+    from parity.cli import taps
     from parity.running.run import compare_traces
 
+    if taps.are_taps(options.traces):
+        return taps.compare(options)
+    if options.weights is not None:
+        raise ValueError(f"--weights must come with recordings, got {' '.join(options.traces)}")
     maps = attention_maps(options)
     return print_and_write(options, compare_traces(options.traces, on_judged=maps), maps)

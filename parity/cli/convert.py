@@ -7,7 +7,7 @@ import argparse
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, in_flags, layer_options
 from parity.cli.messages import warn
-from parity.cli.options import add_json_option
+from parity.cli.options import add_json_option, name_list
 
 MOST_GIB = 2**20  # of a shard: a pebibyte
 
@@ -25,13 +25,21 @@ PAGE = Page(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     parser.add_argument("source", metavar="SRC", help="a file, or a folder of shards")
-    parser.add_argument("target", metavar="DST", help="a file; its suffix decides the format")
+    parser.add_argument("target", metavar="DST", help="a file, whose suffix decides the format; or a folder")
     parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="from the file's metadata by default")
     parser.add_argument("--to", required=True, metavar="LAYOUT", help="see `mha-parity layouts`")
     parser.add_argument(
         "--to-prefix", metavar="P", help="of the layers that are written; without {i}, they are stacked on an axis"
     )
     parser.add_argument("--rest", choices=("keep", "drop"), default="keep", help="all other tensors; kept by default")
+    parser.add_argument(
+        "--drop",
+        type=name_list,
+        default=[],
+        metavar="A,B",
+        help="what layers compute that is left out where the target does not carry it: rope, rope.scaling, soft_cap …",
+    )
+    parser.add_argument("--fill-bias", action="store_true", help="add biases of zeros where the target must have some")
     parser.add_argument("--max-shard-gib", type=float, metavar="G", help="divide the target into files of that size")
     parser.add_argument("--force", action="store_true", help="replace DST, if it is of the same format")
     add_layer_options(parser, "a layer")
@@ -59,15 +67,18 @@ def run(options: argparse.Namespace) -> int:
             to_prefix=options.to_prefix,
             keep_rest=options.rest == "keep",
             max_shard_bytes=None if gib is None else max(1, int(gib * 2**30)),
+            drop=options.drop,
+            fill_bias=options.fill_bias,
             force=options.force,
             on_tensor=on_tensor,
             **layer_options(options),
         )
-    print_conversion(converted, options.to, options.target, console())
+    print_conversion(converted, options.to, console())
     for what, names in (
         ("left out, since they are not tensors", converted.left_out),
         (f"kept in {converted.source}, since --prefix does not name them", converted.unconverted),
         ("kept in the old layout, which an optimizer will take for the new one", converted.optimizer_state),
+        ("quantised in the source, and written as the float32 values that it stands for", converted.dequantised),
     ):
         if names:
             some = f"{', '.join(names[:6])}{', …' if len(names) > 6 else ''}"

@@ -30,9 +30,14 @@ PAGE = Page(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     parser.add_argument(
-        "files", nargs="+", metavar="WHAT", help="a trace; two traces or weight files; or PKG.MODULE:CALLABLE"
+        "files",
+        nargs="+",
+        metavar="WHAT",
+        help="a trace; two traces or weight files; one or two recordings; or PKG.MODULE:CALLABLE",
     )
-    parser.add_argument("--weights", metavar="FILE", help="with a function: the weights that it should have")
+    parser.add_argument(
+        "--weights", metavar="FILE", help="with a function: the weights that it should have; with recordings: the model"
+    )
     parser.add_argument("--framework", choices=("torch", "jax"), help="of a function, where it cannot be inferred")
     parser.add_argument("--not-causal", action="store_true", help="with a function: every token sees every other")
     parser.add_argument(
@@ -44,12 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what explains a difference."""
+    from parity.cli import taps
     from parity.diagnosis.diagnose import diagnose, diagnose_weights
     from parity.reporting.console import console
     from parity.reporting.diagnosis import print_diagnosis
     from parity.reporting.json import write_json
 
     out = console()
+    if taps.are_taps(options.files):
+        if options.framework or options.not_causal or options.layouts:
+            raise ValueError(f"recordings must come with --weights alone, got {' '.join(options.files)} with more")
+        return taps.diagnose(options)
     of_function = {"--weights": options.weights, "--framework": options.framework, "--not-causal": options.not_causal}
     is_function = len(options.files) == 1 and ":" in options.files[0] and not Path(options.files[0]).exists()
     if not is_function and (given := [flag for flag, value in of_function.items() if value]):
@@ -59,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     elif len(options.files) <= 2 and _are_traces(options.files):
         diagnosis = _diagnose_traces(options.files, out)
     elif len(options.files) == 2:
-        (weights, spec), (other, other_spec) = _two_layers(options)
+        (weights, spec), (other, other_spec) = _two_layers(options, out)
         diagnosis = diagnose_weights(weights, spec, other, other_spec)
     else:
         raise ValueError(
@@ -71,13 +81,23 @@ def run(options: argparse.Namespace) -> int:
     return 0 if diagnosis.kind == "none" else 1
 
 
-def _two_layers(options: argparse.Namespace) -> list[Any]:
-    """The weights and specifications of one layer in each of two files."""
+def _two_layers(options: argparse.Namespace, out: Console) -> list[Any]:
+    """The weights and specifications of one layer in each of two files: of many, the first that differs."""
+    from parity.conversion.verify import verify
+
+    layers: list[Any] = []
     with pairs_of_layers(options) as pairs:
-        if len(pairs) > 1:
-            raise ValueError(f"--prefix must be that of one layer, got one of {len(pairs)}: {pairs[0][0].label}, …")
-        ((one, other),) = pairs
-        return [one.load(), other.load()]
+        for one, other in pairs:
+            these = [one.load(), other.load()]
+            differs = not all(each.passed for each in verify(*these[0], *these[1]))
+            if differs and len(pairs) > 1:
+                out.print(
+                    f"{one.label} and {other.label} are the first of {len(pairs)} layers that differ", soft_wrap=True
+                )
+            layers = these if differs or not layers else layers
+            if differs:
+                break
+    return layers
 
 
 def _are_traces(files: Sequence[str]) -> bool:

@@ -36,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
     with open_tensors(options.file) as file:
         found = find_layers(file, **layer_options(options))
         infos = {name: {"shape": list(info.shape), "dtype": info.dtype.name} for name, info in file.infos.items()}
+        for name, kind in file.quantised.items():
+            infos[name]["quantised"] = kind
         print_inspection(options.file, file, found, console())
         told = {"file_format": file.format, "metadata": dict(file.metadata), "tensors": infos}
     if options.json is not None:

@@ -7,9 +7,12 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parity.cli.options import flag_of
+
+if TYPE_CHECKING:
+    from parity.conversion.layers import Layer
 
 HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
@@ -50,6 +53,7 @@ def layer_options(options: argparse.Namespace) -> dict[str, Any]:
 def in_flags(options: argparse.Namespace) -> Iterator[None]:
     """What is refused is said in the words of the command line: `--to-prefix a` and not `to_prefix='a'`."""
     flags = {"source": "--from", "layout": "--from", "target": "--to", "prefix": "--prefix", "to_prefix": "--to-prefix"}
+    flags["drop"] = "--drop"
     heads = {name: flag_of(name) for name in HEADS if getattr(options, name) is not None}
     try:
         yield
@@ -66,6 +70,7 @@ def in_flags(options: argparse.Namespace) -> Iterator[None]:
 def pairs_of_layers(options: argparse.Namespace) -> Iterator[list[tuple[Any, Any]]]:
     """The layers of two open files that belong together; what is given once is said of both."""
     from parity.conversion.layers import open_layers
+    from parity.conversion.metadata import tells_layout
 
     def each(flag: str, values: list[str]) -> list[str | None]:
         if len(values) > 2:
@@ -73,6 +78,9 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[list[tuple[Any, Any
         return [values[0], values[-1]] if values else [None, None]
 
     layouts, prefixes = each("--from", options.layouts), each("--prefix", options.prefix)
+    if len(options.layouts) == 1:  # it is of the file that does not say it itself, or of both
+        tell = [tells_layout(path) for path in options.files]
+        layouts = [None if told and not all(tell) else layouts[0] for told in tell]
     with ExitStack() as stack:
         with in_flags(options):
             one, other = (
@@ -83,4 +91,13 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[list[tuple[Any, Any
         if places[0] != places[1] and not len(one) == len(other) == 1:
             counts = " and ".join(f"{len(layers)} ({layers[0].label}, …)" for layers in (one, other))
             raise ValueError(f"both files must have layers of the same numbers to be compared, got {counts}")
-        yield list(zip(one, other, strict=True))
+        yield [(_restored(each, beside), _restored(beside, each)) for each, beside in zip(one, other, strict=True)]
+
+
+def _restored(layer: Layer, other: Layer) -> Layer:
+    """A layer with what its file was told to leave out, if the other one's says it."""
+    from dataclasses import replace
+
+    from parity.conversion.layouts.layout import with_dropped
+
+    return replace(layer, spec=with_dropped(layer.spec, other.spec, layer.dropped))

@@ -27,6 +27,20 @@ def number_list(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"must be numbers, got {text}") from None
 
 
+def range_list(text: str) -> list[int]:
+    """The type of an option that takes numbers and ranges of them: `0,5-7`."""
+    found: list[int] = []
+    for word in name_list(text):
+        first, dash, last = word.partition("-")
+        try:
+            found += range(int(first), int(last if dash else first) + 1)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be numbers and ranges of them, such as 0,5-7, got {text}") from None
+    if not found:
+        raise argparse.ArgumentTypeError(f"must be numbers and ranges of them, such as 0,5-7, got {text}")
+    return found
+
+
 def check_names(flag: str, given: Sequence[str] | None, known: Collection[str]) -> None:
     """Refuse a name that is not known.
 

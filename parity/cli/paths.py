@@ -14,7 +14,7 @@ REPORTS = ("json", "junit", "html")
 STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 PATHS = ("source", "target", "file", "files", "traces", "weights", "input", "key_input", "tokens_file", "join")
-PATHS += ("save_traces", "plot", *REPORTS)
+PATHS += ("model", "save_traces", "plot", *REPORTS)
 """Options and positional arguments that are paths."""
 
 
@@ -81,7 +81,12 @@ def _check_folder(flag: str, path: str) -> None:
 
 def is_trace(path: str) -> bool:
     """Whether a file is a trace."""
+    return kind_of(path) == "trace"
+
+
+def kind_of(path: str) -> str:
+    """What a file says that it holds: `trace`, `tap`, or nothing."""
     from parity.files import open_tensors
 
     with open_tensors(path) as file:
-        return file.metadata.get("kind") == "trace"
+        return str(file.metadata.get("kind", ""))

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, pairs_of_layers
+from parity.cli.messages import warn
 from parity.cli.options import add_json_option
 
 PAGE = Page(
@@ -42,17 +43,23 @@ def run(options: argparse.Namespace) -> int:
     from parity.reporting.json import write_json
 
     verdicts, wrong, diagnosis = [], False, None
+    quantised: dict[str, set[str]] = {path: set() for path in options.files}
     with pairs_of_layers(options) as pairs:
         for one, other in pairs:
             layers = (*one.load(), *other.load())
             comparisons = verify(*layers)
             if len(pairs) > 1:
                 comparisons = [replace(each, case=one.label) for each in comparisons]
+            for path, layer in zip(options.files, (one, other), strict=True):
+                quantised[path].update(layer.quantised)
             verdicts.append((one.label, other.label, comparisons, same_bits(layers[0], layers[2])))
             differs = not all(each.passed for each in comparisons)
             if diagnosis is None or (differs and not wrong):
                 diagnosis = diagnose_weights(*layers)
             wrong |= differs
+    for path, kinds in quantised.items():
+        if kinds:
+            warn(f"{path} is quantised, {', '.join(sorted(kinds))}: compared is what is left of its weights")
     print_verdicts(verdicts, cast(Any, diagnosis), options.files, console())
     if options.json is not None:
         results = [each.to_dict() for _, _, comparisons, _ in verdicts for each in comparisons]

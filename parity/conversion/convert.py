@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mha_spec import AttentionSpec, Rope
-from parity.conversion.layers import ENTRY, Layer, TensorCache, layers_under, open_layers
+from parity.conversion.layers import Layer, TensorCache, layers_under, open_layers
 from parity.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
+from parity.conversion.layouts.detection import DoesNotFit, tensors_for
+from parity.conversion.layouts.layout import CARRIED, check_carried, lost_in, without
 from parity.conversion.layouts.views import shapes_in
-from parity.conversion.metadata import Heads, known_heads, metadata_of, source_layout, source_prefix
+from parity.conversion.metadata import ENTRY, Heads, metadata_of, sources, what_is_known
 from parity.conversion.prefixes import fitting_prefixes, join
 from parity.core.weights import Weights
 from parity.files import open_tensors, write_tensors
+from parity.files.reading import SUFFIXES
 
 
 def convert(
@@ -29,6 +33,7 @@ def convert(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     rope: Rope | None = None,
+    spec: AttentionSpec | None = None,
 ) -> Weights:
     """The weights of an attention layer in another layout, bit for bit.
 
@@ -38,6 +43,7 @@ def convert(
         source, target: names of layouts: see `parity.LAYOUTS`.
         num_heads, num_kv_heads, head_dim: of the layer, where the shapes leave it open.
         rope: how queries and keys are rotated; which layouts pad heads for it, and how, depends on it.
+        spec: the layer, in place of all these: of layers with norms, sinks, a gate or latents, which no shape shows.
 
     Returns:
         NumPy arrays by name. `parity.to_torch` and `parity.to_jax` make those of a framework of them.
@@ -52,6 +58,7 @@ def convert(
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "rope": rope,
+        "spec": spec,
     }
     target_layout = find_layout(target, "target")
     canonical, spec = to_canonical(weights, find_layout(source, "source"), **heads)
@@ -67,16 +74,17 @@ def load(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     rope: Rope | None = None,
+    spec: AttentionSpec | None = None,
 ) -> tuple[Weights, AttentionSpec]:
     """Canonical weights, and the specification, of one attention layer in a file.
 
     Args:
         path: of the file, or of a folder of shards.
-        layout: of the layer; from the file's metadata when absent.
+        layout: of the layer; from the file's metadata, or the model's family, when absent.
         prefix: what its names begin with, without the last dot; from the metadata when absent. One layer of a
             stack, which has a leading axis for its layers, is that of an index: `layers.self_attn[3]`.
-        num_heads, num_kv_heads, head_dim, rope: as `convert` takes them; else those of the metadata, or those of
-            a GGUF file, or a `config.json` beside the file.
+        num_heads, num_kv_heads, head_dim, rope, spec: as `convert` takes them; else those of the metadata, or those
+            of a GGUF file, or what the `config.json` beside the file says of the layer.
 
     Raises:
         OSError: if the file cannot be read.
@@ -86,7 +94,7 @@ def load(
         NotCarriedWarning: if what lies beside the tensors says of RoPE what is not read from there: scaled or partial.
     """
     heads: Heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    with open_layers(path, layout, prefix=prefix, **heads, rope=rope) as layers:
+    with open_layers(path, layout, prefix=prefix, **heads, rope=rope, spec=spec) as layers:
         if len(layers) != 1:
             some = ", ".join(layers[index].label for index in (0, -1))
             raise ValueError(f"prefix must be that of one layer, got one of {len(layers)} in {path}: {some}")
@@ -107,7 +115,7 @@ def save(
         raise TypeError("spec must be given with weights by name, got spec=None; `parity.spec_of` has that of a module")
     laid_out = {join(prefix, name): array for name, array in from_canonical(weights, spec, target).items()}
     infos = {name: (array.shape, array.dtype) for name, array in laid_out.items()}
-    write_tensors(path, infos, laid_out.__getitem__, metadata_of(target, [spec], prefix))
+    write_tensors(path, infos, laid_out.__getitem__, metadata_of(target, {prefix: spec}, prefix))
 
 
 # ---- Whole checkpoints -----------------------------------------------------------------------------------------------
@@ -131,6 +139,8 @@ class Converted:
         unconverted: prefixes of other layers in the source's layout, which are in the target as they were.
         optimizer_state: names of an optimizer's tensors for the layers, which are in the target in the old layout.
         not_carried: what the source says of RoPE that is not read from it: the specification then has none.
+        path: what was written: the file, or the index of its shards.
+        dequantised: names of the source's tensors that are quantised there, and written as what they stand for.
     """
 
     source: str
@@ -143,6 +153,8 @@ class Converted:
     unconverted: list[str] = field(default_factory=list)
     optimizer_state: list[str] = field(default_factory=list)
     not_carried: list[str] = field(default_factory=list)
+    path: str = ""
+    dequantised: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
@@ -159,6 +171,8 @@ def convert_file(
     to_prefix: str | None = None,
     keep_rest: bool = True,
     max_shard_bytes: int | None = None,
+    drop: Collection[str] = (),
+    fill_bias: bool = False,
     force: bool = False,
     on_tensor: Callable[[str], None] = lambda name: None,
     **heads: Any,
@@ -170,57 +184,66 @@ def convert_file(
     has none.
 
     Args:
-        source_path, target_path: files, or folders of shards; a suffix decides the format of the target.
-        source: layout of the layers; from the file's metadata when absent.
+        source_path: a file, or a folder of shards.
+        target_path: a file, whose suffix decides the format; or a folder that is there, for a `model.safetensors`.
+        source: layout of the layers; from the file's metadata, or the model's family, when absent.
         target: layout to write.
         prefix: what the names of a layer begin with, without the last dot; `{i}` stands for its number. From the
-            metadata when absent, or else nothing.
+            metadata when absent, or those of all attention layers of the model, or else nothing.
         to_prefix: what they shall begin with; the same when absent.
         keep_rest: write all other tensors, too, as they are; else leave them out.
         max_shard_bytes: divide the target into files of about that size.
+        drop: what layers compute that may be left out where the target does not carry it: names of
+            `parity.conversion.layouts.layout.CARRIED`, such as `rope.scaling`.
+        fill_bias: add biases of zeros where the target must have some.
         force: replace a target that is there, if it is of the same format; never the source.
         on_tensor: called with the name of each tensor before it is written.
-        heads: num_heads, num_kv_heads, head_dim, rope: as `load` takes them.
+        heads: num_heads, num_kv_heads, head_dim, rope, spec: as `load` takes them.
 
     Raises:
         OSError: if a file cannot be read or written.
         FileExistsError: if the target exists, without `force`.
         ValueError: as `convert`, or if there is no such layer, two tensors would have one name, layers cannot be
-            stacked, the target is the source, or what is there is not of the target's format.
+            stacked, the target is the source, what is there is not of the target's format, or the target does not
+            carry what layers compute.
     """
-    target_layout = find_layout(target, "target")
+    target_layout, target_path = find_layout(target, "target"), _file_in(target_path)
+    if unknown := sorted(set(drop) - {*CARRIED}):
+        raise ValueError(f"drop must name some of {', '.join(CARRIED)}, got {', '.join(unknown)}")
     with open_tensors(source_path) as file:
-        prefix = source_prefix(file, prefix)
-        entry = ENTRY.fullmatch(prefix)
-        if entry and keep_rest:
+        known, cache = what_is_known(file, heads), TensorCache(file)
+        found = sources(file, known, prefix, source, source_path, "source")
+        if to_prefix is not None and len(found) > 1:
+            raise ValueError(f"prefix must be one of {', '.join(of for of, _ in found)} with to_prefix, got none")
+        if keep_rest and any(ENTRY.fullmatch(of) for of, _ in found):
             raise ValueError(f"prefix must be that of a whole stack where the rest is kept, got prefix={prefix!r}")
-        if to_prefix is None:
-            to_prefix = str(entry[1]) if entry else prefix
-        cache = TensorCache(file)
-        layout = source_layout(file, source, source_path, "source")
-        known = known_heads(file, heads)
-        layers = layers_under(cache, prefix, layout, known, source_path)
-        plan = _Plan(target_path, target_layout, *_targets(layers, prefix, to_prefix))
-        kept, dropped = [], []
+        plan, layers, to = _Plan(target_path, target_layout), [], ""
+        for of, layout in found:
+            entry = ENTRY.fullmatch(of)
+            to = to_prefix if to_prefix is not None else str(entry[1]) if entry else of
+            group = layers_under(cache, of, layout, known, source_path)
+            written = [_written(layer, target_layout, drop, fill_bias=fill_bias) for layer in group]
+            layers += [replace(layer, written=spec) for layer, spec in zip(group, written, strict=True)]
+            plan.take(*_targets(layers[-len(group) :], of, to))
+        rest = [name for name in file.infos if name not in plan.own]
+        kept, dropped = (rest, []) if keep_rest else ([], rest)
         for name, info in file.infos.items():
-            if name in plan.prefixes_of:
-                plan.add_layers(plan.prefixes_of[name])
-            elif keep_rest:
-                kept.append(name)
+            plan.add_layers(plan.prefixes_of.get(name, ()))
+            if keep_rest and name not in plan.own:
                 plan.add(name, info.shape, info.dtype, partial(cache.read, name))
-            else:
-                dropped.append(name)
 
         def read(name: str) -> np.ndarray:
             on_tensor(name)
             return plan.makers[name]()
 
         specs = list(dict.fromkeys(layer.spec for layer in layers))
-        write_tensors(
+        lost = {name for layer in layers for name in (*layer.dropped, *_lost(layer, target_layout))}
+        ignored = {each for _, layout in found for each in (*layout.ignored, *known.ignored)} if kept else ()
+        written_to = write_tensors(
             target_path,
             plan.infos,
             read,
-            metadata_of(target_layout, specs, to_prefix),
+            metadata_of(target_layout, plan.specs, None if len(found) > 1 else to, lost, ignored),
             max_shard_bytes=max_shard_bytes,
             overwrite=force,
             source=source_path,
@@ -238,8 +261,16 @@ def convert_file(
             optimizer_state=[
                 name for name in kept if name.rpartition(".")[2] in OPTIMIZER_STATE and file.infos[name].shape in shapes
             ],
-            not_carried=list(known.not_carried),
+            not_carried=list(known.beside.not_carried),
+            path=str(written_to),
+            dequantised=[name for name in file.quantised if name not in dropped],
         )
+
+
+def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """A file to write; in a folder that is there, the one of its weights."""
+    is_folder = os.path.isdir(path) and Path(path).suffix not in SUFFIXES
+    return Path(path) / "model.safetensors" if is_folder else path
 
 
 @dataclass(frozen=True)
@@ -250,7 +281,7 @@ class _Plan:
         path: of the target.
         layout: of its layers.
         layers: those that go under each prefix of the target.
-        is_stacked: whether they are stacked there.
+        stacked: the prefixes under which they are stacked.
         infos: shape and dtype of each tensor by name.
         makers: give a tensor when it is written.
         added: the prefixes whose tensors are among them.
@@ -258,11 +289,31 @@ class _Plan:
 
     path: str | os.PathLike[str]
     layout: Layout
-    layers: dict[str, list[Layer]]
-    is_stacked: bool
+    layers: dict[str, list[Layer]] = field(default_factory=dict)
+    stacked: set[str] = field(default_factory=set)
     infos: dict[str, tuple[tuple[int, ...], np.dtype]] = field(default_factory=dict)
     makers: dict[str, Callable[[], np.ndarray]] = field(default_factory=dict)
     added: set[str] = field(default_factory=set)
+
+    def take(self, layers: dict[str, list[Layer]], is_stacked: bool) -> None:
+        """Plan for layers under prefixes of the target."""
+        self.layers.update(layers)
+        self.stacked.update(layers if is_stacked else ())
+
+    @property
+    def specs(self) -> dict[str, AttentionSpec]:
+        """What is written, by labels of the target."""
+        return {
+            f"{prefix}[{index}]" if prefix in self.stacked else prefix: layer.to_spec
+            for prefix, group in self.layers.items()
+            for index, layer in enumerate(group)
+        }
+
+    @cached_property
+    def own(self) -> set[str]:
+        """The names of tensors in the source that are those of one layer, and not lent to it."""
+        layers = [layer for group in self.layers.values() for layer in group]
+        return {name for layer in layers for name, short in layer.sources.items() if name == join(layer.prefix, short)}
 
     @cached_property
     def prefixes_of(self) -> dict[str, list[str]]:
@@ -293,12 +344,35 @@ class _Plan:
             return
         self.added.update(new)
         first = self.layers[new[0]][0]
-        for name, shape in shapes_in(self.layout, first.spec).items():
+        for name, shape in shapes_in(self.layout, first.to_spec).items():
             for prefix in new:
-                group = self.layers[prefix]
-                whole = (len(group), *shape) if self.is_stacked else shape
-                make = partial(_laid_out, group, name, self.layout, self.is_stacked)
+                group, is_stacked = self.layers[prefix], prefix in self.stacked
+                whole = (len(group), *shape) if is_stacked else shape
+                make = partial(_laid_out, group, name, self.layout, is_stacked)
                 self.add(join(prefix, name), whole, first.dtype, make)
+
+
+def _lost(layer: Layer, target: Layout) -> set[str]:
+    """What a layer computes and what is written of it does not."""
+    return lost_in(target, layer.spec).keys() - lost_in(target, layer.to_spec).keys()
+
+
+def _written(layer: Layer, target: Layout, drop: Collection[str], *, fill_bias: bool) -> AttentionSpec:
+    """What is written of a layer: without what may be left out, with biases that are added.
+
+    Raises:
+        ValueError: if the target cannot hold it, or does not carry it all.
+    """
+    spec = without(layer.spec, [name for name in lost_in(target, layer.spec) if name in drop])
+    try:
+        tensors_for(spec, target)
+    except DoesNotFit:
+        if not fill_bias:
+            raise
+        spec = replace(spec, qkv_bias=True, out_bias=spec.out_proj)
+        tensors_for(spec, target)
+    check_carried(spec, target, () if layer.heads_from == "config.json" else ("rope",))
+    return spec
 
 
 def _targets(layers: list[Layer], prefix: str, to_prefix: str) -> tuple[dict[str, list[Layer]], bool]:
@@ -325,8 +399,8 @@ def _targets(layers: list[Layer], prefix: str, to_prefix: str) -> tuple[dict[str
         numbers = [int(layer.numbers[0]) for layer in group]
         if numbers != list(range(len(group))):
             raise ValueError(f"layers must be numbered from 0 without gaps to be stacked, got {numbers}")
-        if len({(layer.spec, layer.dtype) for layer in group}) > 1:
-            raise ValueError(f"layers must be of one specification and dtype to be stacked, those of {prefix} are not")
+        if len({(*layer.to_spec.weight_shapes.items(), layer.dtype) for layer in group}) > 1:
+            raise ValueError(f"layers must be of one shape and dtype to be stacked, those of {prefix} are not")
     return targets, stacks_up or (is_stack and not takes_apart)
 
 

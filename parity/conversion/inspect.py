@@ -9,7 +9,7 @@ from typing import Any
 from parity.conversion.layers import TensorCache, layers_under
 from parity.conversion.layouts import LAYOUTS
 from parity.conversion.layouts.detection import DoesNotFit
-from parity.conversion.metadata import known_heads
+from parity.conversion.metadata import what_is_known
 from parity.conversion.prefixes import numbered, possible_prefixes
 from parity.files import TensorFile, open_tensors
 
@@ -48,7 +48,7 @@ def find_layers(file: TensorFile, **heads: Any) -> list[Found]:
         file: an open file.
         heads: num_heads, num_kv_heads, head_dim, rope, as far as they are known.
     """
-    found, known = [], known_heads(file, heads)
+    found, known = [], what_is_known(file, heads)
     for layout in LAYOUTS.values():
         groups: dict[str, list[str]] = {}
         prefixes = possible_prefixes(file.infos, layout)
@@ -57,10 +57,12 @@ def find_layers(file: TensorFile, **heads: Any) -> list[Found]:
         for prefix, members in groups.items():
             alike: dict[Any, list[str]] = {}  # layers of the same shapes, of which one is looked at
             for concrete in members:
-                infos = {name.removeprefix(concrete): i for name, i in file.infos.items() if name.startswith(concrete)}
-                alike.setdefault(tuple((name, info.shape, info.dtype) for name, info in infos.items()), []).append(
-                    concrete
-                )
+                of_model, begin = known.layer_at(concrete), f"{concrete}." if concrete else ""
+                if of_model is not None and of_model.layout != layout.name:
+                    continue
+                infos = {name.removeprefix(begin): i for name, i in file.infos.items() if name.startswith(begin)}
+                kind = tuple(sorted((name, info.shape, info.dtype.name) for name, info in infos.items()))
+                alike.setdefault(kind, []).append(concrete)
             for first, *others in alike.values():
                 is_stacked, size = False, 1
                 try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,16 +15,14 @@ import numpy as np
 
 from mha_spec import AttentionSpec
 from parity.conversion.layouts import Layout, Tensor
-from parity.conversion.layouts.detection import DoesNotFit, find_form, stack_size
+from parity.conversion.layouts.detection import DoesNotFit, find_tensors, stack_size
 from parity.conversion.layouts.views import lay_out, read_out
-from parity.conversion.metadata import KnownHeads, known_heads, source_layout, source_prefix
+from parity.conversion.metadata import ENTRY, Known, sources, what_is_known
 from parity.conversion.not_carried import NotCarriedWarning
-from parity.conversion.prefixes import either, fitting_prefixes, join
+from parity.conversion.prefixes import either, fitting_prefixes, numbered
 from parity.core.weights import Weights, is_finite, is_floating, weight_shapes
 from parity.files import TensorFile, open_tensors
-
-ENTRY = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)
-"""The prefix of one layer of a stack, such as `layers.self_attn[3]`."""
+from parity.models.specs import ModelLayer
 
 
 @contextmanager
@@ -41,11 +39,13 @@ def open_layers(
         As `load`.
     """
     with open_tensors(path) as file:
-        prefix = source_prefix(file, prefix)
-        layers = layers_under(
-            TensorCache(file), prefix, source_layout(file, layout, path), known_heads(file, heads), path
-        )
-        yield sorted(layers, key=lambda layer: layer.place)
+        known, cache = what_is_known(file, heads), TensorCache(file)
+        layers = [
+            layer
+            for each, of_layout in sources(file, known, prefix, layout, path, "layout")
+            for layer in sorted(layers_under(cache, each, of_layout, known, path), key=lambda layer: layer.place)
+        ]
+        yield layers
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,9 @@ class Layer:
         spec: the layer.
         heads_from: the file that its heads come from, if it was neither the caller nor the file itself.
         sources: the full names of its tensors, and those after the prefix.
+        dropped: what it computed that its file does not say: see `parity.conversion.layouts.layout.CARRIED`.
+        written: what is written of it in another layout, if it is not the same.
+        model: the layer of the model that it is, by the configuration beside the file.
     """
 
     file: TensorCache
@@ -71,6 +74,14 @@ class Layer:
     spec: AttentionSpec
     heads_from: str
     sources: dict[str, str]
+    dropped: tuple[str, ...] = ()
+    written: AttentionSpec | None = None
+    model: ModelLayer | None = None
+
+    @property
+    def to_spec(self) -> AttentionSpec:
+        """What is written of it in another layout."""
+        return self.written or self.spec
 
     @property
     def label(self) -> str:
@@ -87,25 +98,45 @@ class Layer:
         """That of its tensors."""
         return self.file.infos[next(iter(self.sources))].dtype
 
+    @property
+    def quantised(self) -> list[str]:
+        """The types of those of its tensors that are quantised in the file."""
+        return sorted({self.file.quantised[name] for name in self.sources if name in self.file.quantised})
+
     def load(self) -> tuple[Weights, AttentionSpec]:
         """Its canonical weights, and its specification."""
         return {name: np.array(self.read(name), order="C") for name in weight_shapes(self.spec)}, self.spec
 
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Its tensors by their names after the prefix."""
+        return {short: self._tensor(short) for short in self.sources.values()}
+
     @cached_property
     def form(self) -> tuple[Tensor, ...]:
-        """The form of the layout that it is in."""
-        return find_form(self.sources.values(), self.layout)
+        """The tensors of the layout that it is in."""
+        stacked = self.index is not None
+        shapes = {short: self.file.infos[name].shape[stacked:] for name, short in self.sources.items()}
+        return find_tensors(shapes, self.spec, self.layout)
 
     def read(self, name: str) -> np.ndarray:
         """A canonical weight."""
         return read_out(name, self._tensor, self.form, self.spec, self.layout)
 
     def write(self, name: str, target: Layout) -> np.ndarray:
-        """A tensor of another layout."""
-        return lay_out(name, self.read, self.spec, target)
+        """A tensor of another layout; biases that it has not are 0."""
+
+        def read(part: str) -> np.ndarray:
+            shapes = self.to_spec.weight_shapes
+            return self.read(part) if part in self.spec.weight_shapes else np.zeros(shapes[part], self.dtype)
+
+        return lay_out(name, read, self.to_spec, target)
 
     def _tensor(self, name: str) -> np.ndarray:
-        return self.file.read_finite(join(self.prefix, name), self.index)
+        return self.file.read_finite(self._names[name], self.index)
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        return {short: name for name, short in self.sources.items()}
 
 
 class TensorCache:
@@ -113,6 +144,7 @@ class TensorCache:
 
     def __init__(self, file: TensorFile) -> None:
         self.infos = file.infos
+        self.quantised = file.quantised
         self._file = file
         self._held: dict[tuple[str, int | None], np.ndarray] = {}
 
@@ -141,7 +173,7 @@ class TensorCache:
 
 
 def layers_under(
-    file: TensorCache, prefix: str, layout: Layout, heads: KnownHeads, path: str | os.PathLike[str]
+    file: TensorCache, prefix: str, layout: Layout, known: Known, path: str | os.PathLike[str]
 ) -> list[Layer]:
     """The attention layers whose names begin with a prefix.
 
@@ -158,20 +190,21 @@ def layers_under(
     found: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {}
     for name in file.infos:
         match = expression.fullmatch(name)
-        if match and not layout.ignores(match[match.lastindex or 0]):
+        if match and not layout.ignores(match[match.lastindex or 0], known.ignored):
             numbers = match.groups()[1:-1]
             found.setdefault(match[1], (numbers, {}))[1][name] = match.groups()[-1]
+    for concrete in list(found):  # layers of the model that are not attention
+        layer = known.layer_at(concrete)
+        if layer is not None and layer.spec is None and numbered(concrete) == prefix:
+            del found[concrete]
     if not found:
         raise ValueError(_no_layer(file, prefix, layout, path))
     layers = []
-    for concrete, (numbers, sources) in found.items():
-        infos = {short: file.infos[name] for name, short in sources.items()}
-        shapes = {short: info.shape for short, info in infos.items()}
+    for concrete, (numbers, held) in found.items():
+        held.update(_shared(file, concrete, held, known))
+        infos = {short: file.infos[name] for name, short in held.items()}
         try:
-            size = stack_size(shapes, layout)
-            if size is not None:
-                shapes = {name: shape[1:] for name, shape in shapes.items()}
-            spec, heads_from = heads.find_spec(shapes, layout)
+            each = _identify({short: info.shape for short, info in infos.items()}, concrete, layout, known)
         except DoesNotFit as error:
             if not concrete and any(fitting_prefixes({name: info.shape for name, info in file.infos.items()}, layout)):
                 raise DoesNotFit(_no_layer(file, prefix, layout, path)) from None
@@ -181,21 +214,76 @@ def layers_under(
         dtypes = sorted({info.dtype.name for info in infos.values()})
         if len(dtypes) > 1 or not is_floating(next(iter(infos.values())).dtype):
             raise ValueError(f"{concrete or path} must have one floating-point dtype, got {dtypes}")
-        indices = [None] if size is None else range(size)
         if entry:
-            if size is None or int(entry[2]) >= size:
-                words = "no stack" if size is None else f"a stack of {size}"
+            words = "no stack" if each[0][0] is None else f"a stack of {len(each)}"
+            each = [one for one in each if one[0] == int(entry[2])]
+            if not each:
                 raise ValueError(f"prefix must be that of a layer in {path}, got prefix={prefix!r} of {words}")
-            indices = [int(entry[2])]
-        layers += [Layer(file, concrete, numbers, i, layout, spec, heads_from, sources) for i in indices]
-    if heads.not_carried:
+        layers += [
+            Layer(file, concrete, numbers, i, layout, spec, origin, held, known.dropped, model=known.layer_at(label))
+            for i, spec, origin in each
+            for label in [concrete if i is None else f"{concrete}[{i}]"]
+        ]
+    if known.beside.not_carried:
         warnings.warn(
-            f"{heads.told_by} says {', '.join(heads.not_carried)}, which is not read into a specification: "
-            "RoPE is left out; pass rope=Rope(…) to parity.load, or --rope-theta for plain RoPE",
+            f"{known.beside.origin} says {', '.join(known.beside.not_carried)}, which is not read into a specification"
+            ": RoPE is left out; pass rope=Rope(…) to parity.load, or --rope-theta for plain RoPE",
             NotCarriedWarning,
             stacklevel=3,
         )
     return layers
+
+
+def _shared(file: TensorCache, prefix: str, held: Mapping[str, str], known: Known) -> dict[str, str]:
+    """The tensors that a layer of the model takes from elsewhere, as it has none of its own."""
+    layer = known.layer_at(prefix)
+    if layer is None:
+        return {}
+    before = prefix.removesuffix(layer.path)
+    wanted = {f"{before}{path}": short for short, path in layer.shared.items() if short not in held.values()}
+    return {name: short for name, short in wanted.items() if name in file.infos}
+
+
+def _identify(
+    shapes: Mapping[str, tuple[int, ...]], prefix: str, layout: Layout, known: Known
+) -> list[tuple[int | None, AttentionSpec, str]]:
+    """The layers under a prefix: the index of each, if they are a stack, its specification, and where that is from."""
+    told, wrong = known.spec_at(prefix), None
+    if told is not None:
+        try:
+            find_tensors(shapes, told[0], layout)
+            return [(None, *told)]
+        except DoesNotFit as error:
+            wrong = error
+    sizes = {shape[:1] for shape in shapes.values()}
+    if known.spec_at(f"{prefix}[0]") is not None and len(sizes) == 1:
+        inner, ((size,),) = {name: shape[1:] for name, shape in shapes.items()}, sizes
+        try:
+            return [(index, *_entry(inner, f"{prefix}[{index}]", layout, known)) for index in range(size)]
+        except DoesNotFit as error:
+            wrong = wrong or error
+    if wrong is not None:
+        raise wrong
+    size = stack_size(shapes, layout)
+    if size is not None:
+        shapes = {name: shape[1:] for name, shape in shapes.items()}
+    spec, origin = known.find_spec(shapes, layout)
+    return [(index, spec, origin) for index in ([None] if size is None else range(size))]
+
+
+def _entry(
+    shapes: Mapping[str, tuple[int, ...]], label: str, layout: Layout, known: Known
+) -> tuple[AttentionSpec, str]:
+    """What is known of a layer of a stack.
+
+    Raises:
+        DoesNotFit: if nothing is, or these are not its shapes.
+    """
+    told = known.spec_at(label)
+    if told is None:
+        raise DoesNotFit(f"the model must have a layer {label}, and its configuration has none")
+    find_tensors(shapes, told[0], layout)
+    return told
 
 
 def _no_layer(file: TensorCache, prefix: str, layout: Layout, path: str | os.PathLike[str]) -> str:

@@ -1,39 +1,170 @@
-"""What is known of layers beside their tensors, layout, prefix and heads, and what is written of it."""
+"""What is known of layers beside their tensors, layout, prefix and specification, and what is written of it."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from mha_spec import AttentionSpec
 from parity.conversion.layouts import LAYOUTS, Layout, find_layout, find_spec
-from parity.conversion.model_config import HEADS, Beside, heads_beside
-from parity.conversion.prefixes import either, fitting_prefixes
-from parity.core.weights import FORMAT, read_spec, unheld
-from parity.files import TensorFile
+from parity.conversion.model_config import HEADS, Beside, beside
+from parity.conversion.prefixes import either, fitting_prefixes, numbered
+from parity.core.weights import FORMAT, read_spec
+from parity.files import TensorFile, open_tensors
+from parity.files.tensor_file import parse_json
+from parity.models.specs import ModelLayer
 
 Heads = dict[str, Any]
-"""What a checkpoint's shapes may leave open: num_heads, num_kv_heads, head_dim, rope."""
+"""What a checkpoint's shapes may leave open: num_heads, num_kv_heads, head_dim, rope; or all of it, spec."""
+
+ENTRY = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)
+"""The prefix of one layer of a stack, such as `layers.self_attn[3]`."""
 
 
-def source_prefix(file: TensorFile, said: str | None) -> str:
-    """The prefix that the caller says, or else the metadata of a file of ours."""
-    told = file.metadata.get("prefix", "") if _is_ours(file.metadata) else ""
-    return told if said is None else said
+@dataclass(frozen=True)
+class Known:
+    """What is known of the layers of a file beside their names and shapes.
+
+    Attributes:
+        said: what the caller says of the heads, or the file's own metadata.
+        spec: of every layer, if the caller or the file's own metadata say it.
+        specs: of each layer by its label, in the file's own metadata.
+        dropped: what layers computed that the file does not say, by its own metadata.
+        ignored: names (with wildcards) under the prefix of a layer that are none of its weights, likewise.
+        beside: what others tell of the model, where the caller says nothing of its heads.
+    """
+
+    said: Heads
+    spec: AttentionSpec | None = None
+    specs: Mapping[str, AttentionSpec] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    beside: Beside = field(default_factory=Beside)
+
+    @cached_property
+    def _paths(self) -> dict[str, ModelLayer]:
+        """The model's layers by what their prefixes end with, numbered or in a stack."""
+        layers = {layer.path: layer for layer in self.beside.layers if layer.path}
+        return layers | {f"{_unnumbered(path)}[{layer.index}]": layer for path, layer in layers.items()}
+
+    def layer_at(self, label: str) -> ModelLayer | None:
+        """The layer of the model whose weights have a label, a prefix or one with an index."""
+        return next((self._paths[tail] for tail in _tails(label) if tail in self._paths), None)
+
+    def spec_at(self, label: str) -> tuple[AttentionSpec, str] | None:
+        """The specification of the layer of a label, and where it comes from, if from another file."""
+        own = self.specs.get(label, self.spec)
+        if own is not None:
+            return own, ""
+        layer = self.layer_at(label)
+        if layer is None or layer.spec is None:
+            return None
+        rope = self.said.get("rope")
+        return (layer.spec if rope is None else replace(layer.spec, rope=rope)), self.beside.origin
+
+    def find_spec(self, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> tuple[AttentionSpec, str]:
+        """The specification of a layer by its shapes, and where its heads come from, if from another file."""
+        if self.beside.heads:
+            with suppress(ValueError):  # that may be of other layers, or of another model
+                return find_spec(shapes, layout, **self.said | self.beside.heads), self.beside.origin
+        return find_spec(shapes, layout, **self.said), ""
 
 
-def source_layout(file: TensorFile, layout: str | None, path: str | os.PathLike[str], what: str = "layout") -> Layout:
-    """The layout that the caller names, or else the file's metadata.
+def what_is_known(file: TensorFile, said: Heads) -> Known:
+    """What the caller says of the layers, the file's own metadata, and what lies beside it.
 
     Raises:
-        ValueError: if there is none of that name, or neither is known.
+        ValueError: if the file's own metadata, or the configuration beside it, cannot be understood.
     """
+    said = dict(said)
+    spec, counts = said.pop("spec", None), [said.get(name) for name in HEADS[:3]]
+    if spec is not None and (given := [name for name, value in said.items() if value is not None]):
+        raise ValueError(f"{', '.join(given)} must not be said beside a spec")
+    own = _own_specs(file) if _is_ours(file.metadata) else {}
+    saved = own.get("")
+    told = {name: getattr(saved, name) for name in HEADS} if saved is not None else {}
+    merged = {name: said.get(name) if said.get(name) is not None else told.get(name) for name in (*told, *said)}
+    if saved is not None and any(value not in (None, told[name]) for name, value in said.items()):
+        saved = None  # the caller knows better
+    if spec is not None or own:
+        dropped, ignored = (_names(file, what) if own else () for what in ("dropped", "ignored"))
+        return Known(merged, spec or saved, own if spec is None and "" not in own else {}, dropped, ignored)
+    has_counts = any(count is not None for count in counts)
+    found = beside(file, with_layers=not has_counts)
+    heads = {name: value for name, value in found.heads.items() if said.get(name) is None}
+    if has_counts:
+        heads = {name: value for name, value in heads.items() if name == "rope"}  # counts of two origins do not mix
+    not_carried = found.not_carried if said.get("rope") is None else ()
+    return Known(merged, beside=replace(found, heads=heads, not_carried=not_carried))
+
+
+def _names(file: TensorFile, what: str) -> tuple[str, ...]:
+    """A list of names in the metadata of a file of ours."""
+    names = parse_json(file.metadata.get(what, "[]").encode())
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{file.path} must hold a list of names as {what} in its metadata, got {names!r}")
+    return tuple(names)
+
+
+def _own_specs(file: TensorFile) -> dict[str, AttentionSpec]:
+    """The specifications in the metadata of a file of ours: of each layer by its label, or of all under no name."""
+    metadata = {**file.metadata, "format": FORMAT}
+    if "specs" in metadata:
+        held = parse_json(metadata["specs"].encode())
+        if not isinstance(held, Mapping):
+            raise ValueError(f"{file.path} must hold specs by name in its metadata, got {metadata['specs'][:80]!r}")
+        return {label: read_spec(file.path, {**metadata, "spec": json.dumps(each)}) for label, each in held.items()}
+    return {"": read_spec(file.path, metadata)} if "spec" in metadata else {}
+
+
+def tells_layout(path: str | os.PathLike[str]) -> bool:
+    """Whether a file was written here, and says where its layers are, and in which layout."""
+    with open_tensors(path) as file:
+        return _is_ours(file.metadata) and "layout" in file.metadata
+
+
+# ---- Where layers are, and in which layout ---------------------------------------------------------------------------
+
+
+def sources(
+    file: TensorFile, known: Known, prefix: str | None, layout: str | None, path: str | os.PathLike[str], what: str
+) -> list[tuple[str, Layout]]:
+    """The prefixes of a file's layers, `{i}` standing for numbers, each with the layout of its layers.
+
+    They are those that the caller says, or the file's own metadata, or those of the model.
+
+    Args:
+        file: open.
+        known: of its layers.
+        prefix, layout: as the caller says them.
+        path: of the file, for messages.
+        what: the argument that names the layout, for messages.
+
+    Raises:
+        ValueError: if a layout is not known, or there is none of that name.
+    """
+    is_ours = _is_ours(file.metadata)
     told = layout or file.metadata.get("layout") or ("canonical" if "spec" in file.metadata else None)
+    if prefix is None and is_ours and known.specs:
+        prefixes = list(dict.fromkeys(numbered(label.partition("[")[0]) for label in known.specs))
+    elif prefix is not None or (is_ours and "prefix" in file.metadata):
+        prefixes = [file.metadata.get("prefix", "") if prefix is None else prefix]
+    else:
+        of_model = _of_model(file, known)
+        if of_model:
+            return [(each, find_layout(layout, what) if layout else LAYOUTS[name]) for each, name in of_model.items()]
+        prefixes = [""]
     if told is not None:
-        return find_layout(told, what)
+        return [(each, find_layout(told, what)) for each in prefixes]
+    layers = [known.layer_at(each.replace("{i}", str(_first(file, each)))) for each in prefixes]
+    if layers and all(layer is not None and layer.layout for layer in layers):
+        return [(each, LAYOUTS[layer.layout]) for each, layer in zip(prefixes, layers, strict=True) if layer]
     shapes = {name: info.shape for name, info in file.infos.items()}
     fitting = [
         f"{what}={each.name!r} with prefix={p!r}" for each in LAYOUTS.values() for p in fitting_prefixes(shapes, each)
@@ -44,60 +175,71 @@ def source_layout(file: TensorFile, layout: str | None, path: str | os.PathLike[
     )
 
 
-@dataclass(frozen=True)
-class KnownHeads:
-    """What is known of the heads.
+def _of_model(file: TensorFile, known: Known) -> dict[str, str]:
+    """The prefixes of the model's attention layers in a file, and the layout of each."""
+    found: dict[str, str] = {}
+    for name in file.infos:
+        prefix = name
+        while prefix := prefix.rpartition(".")[0]:
+            layer = known.layer_at(prefix)
+            if layer is not None:
+                found.setdefault(numbered(prefix), layer.layout)
+    return found
 
-    Attributes:
-        said: what the caller says, or the file's own metadata.
-        saved: the specification in the file's own metadata.
-        told: what others tell of the model.
-        told_by: who.
-        not_carried: what they say of RoPE that is not read from them, where the caller says nothing of it.
+
+def _tails(label: str) -> Iterator[str]:
+    """What a label ends with, from all of it to its last word."""
+    while label:
+        yield label
+        label = label.partition(".")[2]
+
+
+def _unnumbered(path: str) -> str:
+    """A path without its numbers."""
+    return ".".join(word for word in path.split(".") if not word.isdigit())
+
+
+def _first(file: TensorFile, prefix: str) -> int:
+    """The first number that `{i}` stands for in a prefix."""
+    pattern = re.compile(re.escape(prefix).replace(r"\{i\}", r"(\d+)") + r"\..*")
+    return min(
+        (int(match[1]) for name in file.infos if (match := pattern.fullmatch(name)) and match.lastindex), default=0
+    )
+
+
+# ---- What is written of layers ---------------------------------------------------------------------------------------
+
+
+def metadata_of(
+    layout: Layout,
+    specs: Mapping[str, AttentionSpec],
+    prefix: str | None,
+    dropped: Collection[str] = (),
+    ignored: Collection[str] = (),
+) -> dict[str, str]:
+    """What is written of layers beside their tensors.
+
+    Args:
+        layout: theirs.
+        specs: theirs, by their labels.
+        prefix: of all of them, `{i}` standing for numbers; None where there are several.
+        dropped: what they computed that the file does not say.
+        ignored: names (with wildcards) under the prefix of a layer that are none of its weights.
     """
-
-    said: Heads
-    saved: AttentionSpec | None
-    told: Heads
-    told_by: str
-    not_carried: tuple[str, ...]
-
-    def find_spec(self, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> tuple[AttentionSpec, str]:
-        """The specification of a layer, and where its heads come from, if from another file."""
-        if self.told:
-            with suppress(ValueError):  # that may be of other layers, or of another model
-                return find_spec(shapes, layout, **self.said | self.told), self.told_by
-        spec = find_spec(shapes, layout, **self.said)
-        if self.saved is not None and unheld(self.saved) == spec:
-            return self.saved, ""
-        return spec, ""
-
-
-def known_heads(file: TensorFile, said: Heads) -> KnownHeads:
-    """What the caller says of the heads, the file's own metadata, and what lies beside it."""
-    known: Heads = {}
-    saved = None
-    if "spec" in file.metadata and _is_ours(file.metadata):
-        saved = read_spec(file.path, {**file.metadata, "format": FORMAT})
-        known = {name: getattr(saved, name) for name in HEADS}
-    merged = {name: said.get(name) if said.get(name) is not None else known.get(name) for name in (*known, *said)}
-    beside = Beside() if known else heads_beside(file)
-    told = {name: value for name, value in beside.heads.items() if said.get(name) is None}
-    if any(said.get(name) is not None for name in ("num_heads", "num_kv_heads", "head_dim")):
-        told = {name: value for name, value in told.items() if name == "rope"}  # counts of two origins do not mix
-    not_carried = beside.not_carried if said.get("rope") is None else ()
-    return KnownHeads(merged, saved, told, beside.origin, not_carried)
-
-
-def metadata_of(layout: Layout, specs: Sequence[AttentionSpec], prefix: str) -> dict[str, str]:
-    """What is written of layers beside their tensors."""
+    different = list(dict.fromkeys(specs.values()))
     # transformers 4 refuses files of another format than "pt"; `load_weights` knows canonical ones by ours.
     form = FORMAT if layout.name == "canonical" and not prefix else "pt"
-    metadata = {"format": form, "mha_parity": FORMAT, "layout": layout.name, "rope": layout.rope, "prefix": prefix}
-    if len(specs) == 1:
-        (spec,) = specs
+    metadata = {"format": form, "mha_parity": FORMAT, "layout": layout.name, "rope": layout.rope}
+    if prefix is not None:
+        metadata["prefix"] = prefix
+    if len(different) == 1 and prefix is not None:
+        (spec,) = different
         metadata |= {"spec": spec.to_json(), "num_heads": str(spec.num_heads), "num_kv_heads": str(spec.num_kv_heads)}
         metadata["head_dim"] = str(spec.head_dim)
+    else:
+        metadata["specs"] = json.dumps({label: json.loads(spec.to_json()) for label, spec in specs.items()})
+    found = {"dropped": dropped, "ignored": ignored}
+    metadata |= {what: json.dumps(sorted(names)) for what, names in found.items() if names}
     return metadata
 
 

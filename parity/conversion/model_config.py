@@ -1,48 +1,106 @@
-"""What lies beside the tensors of a model and describes its heads: GGUF's own values, Hugging Face's config.json."""
+"""What lies beside the tensors of a model and describes its layers: GGUF's own values, Hugging Face's config.json."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mha_spec import Rope
 from parity.files import TensorFile
 from parity.models.config import read_config
+from parity.models.specs import ModelLayer, known_parts, specs_of
 
 HEADS = ("num_heads", "num_kv_heads", "head_dim", "rope")
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What lies beside the tensors of a model and describes its heads.
+    """What lies beside the tensors of a model and describes its layers.
 
     Attributes:
-        heads: those of `HEADS` that it has.
+        heads: those of `HEADS` that it has, of a model whose family is not known.
         origin: where they were read.
         not_carried: what it says of RoPE that is not read from it: `rope` is then left out of the heads.
+        layers: of a model whose family is known, those of all its parts.
     """
 
     heads: dict[str, Any] = field(default_factory=dict)
     origin: str = ""
     not_carried: tuple[str, ...] = ()
+    layers: tuple[ModelLayer, ...] = ()
 
 
-def heads_beside(file: TensorFile) -> Beside:
-    """What a file that is not a checkpoint of ours says of the heads, and where; nothing where nothing does.
+def beside(file: TensorFile, *, with_layers: bool = True) -> Beside:
+    """What lies beside the tensors of a file that is not a checkpoint of ours; nothing where nothing does.
 
     Who asks must see whether the shapes agree: a config.json may be that of another model.
+
+    Args:
+        file: open.
+        with_layers: read the configuration of a model whose family is known; otherwise the number of its heads alone.
+
+    Raises:
+        ValueError: if the family is known, and the configuration is not understood.
     """
     if file.format == "gguf":
-        return _beside("GGUF", *_in_gguf(file))
+        heads, not_carried = _in_gguf(file)
+        layers = _layers_of_gguf(file) if with_layers and not not_carried else ()
+        return Beside(origin="GGUF", layers=layers) if layers else _beside("GGUF", heads, not_carried)
     path = Path(file.path)
     try:
         config = read_config((path if path.is_dir() else path.parent) / "config.json")
     except (OSError, ValueError, RecursionError):
         return Beside()
-    return _beside("config.json", *_in_config(config))
+    parts = known_parts(config) if with_layers else []
+    if not parts:
+        return _beside("config.json", *_in_config(config))
+    try:
+        return Beside(origin="config.json", layers=tuple(layer for part in parts for layer in specs_of(part)))
+    except ValueError as error:
+        raise ValueError(f"config.json beside {file.path} must be understood: {error}") from None
+
+
+GGUF_LAYOUTS = {"llama": "gguf.LLaMA", "qwen2": "gguf.Qwen2", "qwen3": "gguf.Qwen2"}
+"""The layouts of the architectures whose values are read as a configuration; Mistral's is `llama`, too."""
+
+
+def _layers_of_gguf(file: TensorFile) -> tuple[ModelLayer, ...]:
+    """The layers of a model whose GGUF file says all of them.
+
+    Raises:
+        ValueError: if it says something that is not understood, or too little.
+    """
+    family = str(file.metadata.get("general.architecture"))
+    if family not in GGUF_LAYOUTS:
+        return ()
+    keys = {
+        "hidden_size": ("embedding_length", int),
+        "num_hidden_layers": ("block_count", int),
+        "num_attention_heads": ("attention.head_count", int),
+        "num_key_value_heads": ("attention.head_count_kv", int),
+        "head_dim": ("attention.key_length", int),
+        "max_position_embeddings": ("context_length", int),
+        "rms_norm_eps": ("attention.layer_norm_rms_epsilon", float),
+        "rope_theta": ("rope.freq_base", float),
+        "sliding_window": ("attention.sliding_window", int),
+    }
+    said = {name: file.metadata.get(f"{family}.{key}") for name, (key, _) in keys.items()}
+    config: dict[str, Any] = {name: keys[name][1](value) for name, value in said.items() if value is not None}
+    if "num_hidden_layers" not in config or "num_attention_heads" not in config:
+        return ()  # it is no whole model
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])  # as llama.cpp takes it
+    config.setdefault("rope_theta", 10000.0)
+    if family == "llama":
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.infos
+    layout = GGUF_LAYOUTS[family]
+    try:
+        found = specs_of({"model_type": family, **config})
+    except ValueError as error:
+        raise ValueError(f"the values of {file.path} must be understood: {error}") from None
+    return tuple(replace(layer, path=f"blk.{layer.index}", layout=layout) for layer in found)
 
 
 def _in_gguf(file: TensorFile) -> tuple[dict[str, Any], list[str]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from mha_spec import AttentionSpec
 from parity.core import reference
+from parity.core.arrays import to_numpy_by_name
 from parity.core.cases import Case
 from parity.core.compare import Comparison, compare, kept_dtype
 from parity.core.problem import Problem, make_problem
@@ -13,11 +17,13 @@ from parity.core.stages import run_steps
 from parity.core.weights import Weights, is_floating, unheld
 
 
-def verify(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec) -> list[Comparison]:
+def verify(
+    weights: Mapping[str, Any], spec: AttentionSpec, other: Mapping[str, Any], other_spec: AttentionSpec
+) -> list[Comparison]:
     """Compare two layers on probe inputs, stage by stage, in the narrower of their dtypes.
 
     Args:
-        weights, spec: canonical weights and the layer.
+        weights, spec: canonical weights, as arrays of any framework, and the layer.
         other, other_spec: those that should be the same.
 
     Returns:
@@ -46,7 +52,9 @@ def verify(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: At
     ]
 
 
-def probe(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec) -> tuple[Problem, Problem]:
+def probe(
+    weights: Mapping[str, Any], spec: AttentionSpec, other: Mapping[str, Any], other_spec: AttentionSpec
+) -> tuple[Problem, Problem]:
     """Probe inputs for two layers that should be the same, with the weights of each.
 
     Raises:
@@ -54,9 +62,13 @@ def probe(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: Att
     """
     spec, other_spec = unheld(spec), unheld(other_spec)
     if spec != other_spec:
-        told, differ = vars(spec), vars(other_spec)
-        words = ", ".join(f"{name}={told[name]} and {differ[name]}" for name in told if told[name] != differ[name])
+        told, others = vars(spec), vars(other_spec)
+        differ = [name for name in told if told[name] != others[name]]
+        words = ", ".join(f"{name}={told[name]} and {others[name]}" for name in differ)
+        if differ == ["rope"] and None in (spec.rope, other_spec.rope):
+            words += "; rope=Rope(…), or --rope-theta, says it of both"
         raise ValueError(f"the layers must be of one specification to be compared, got {words}")
+    weights, other = to_numpy_by_name(weights), to_numpy_by_name(other)
     case, dtype = probe_case("verify", spec), _narrower(weights, other)
     return make_problem(case, dtype, weights), make_problem(case, dtype, other)
 

@@ -212,8 +212,8 @@ def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Atte
     """
     if metadata.get("format") != FORMAT or "spec" not in metadata:
         raise ValueError(
-            f"{path} must hold a spec in format {FORMAT} in its metadata, got format={metadata.get('format')} "
-            f"and {sorted(metadata)}"
+            f"{path} must hold a spec in format {FORMAT} in its metadata, got format={metadata.get('format')} and "
+            f"{sorted(metadata)}; parity.load reads other layouts, `mha-parity convert --to canonical` writes this one"
         )
     try:
         return AttentionSpec.from_json(metadata["spec"])

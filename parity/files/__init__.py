@@ -7,7 +7,7 @@
 | npz | `.npz` | member by member | yes |
 | msgpack | `.msgpack` as Flax writes it | by seeking | yes |
 | orbax | a folder | tensor by tensor | yes, but all tensors are in memory |
-| gguf | `.gguf`, of plain types | by seeking | no |
+| gguf | `.gguf`; quantised tensors as float32, with the package `gguf` | by seeking | no |
 
 No file is trusted: what is not whole and sound is refused with a `ValueError` or `OSError` of one line, and nothing
 that a file says is ever executed. bfloat16 and float16 stay as they are, bit for bit.

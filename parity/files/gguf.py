@@ -1,7 +1,7 @@
 """GGUF, as llama.cpp reads it: values by key, then what is known of each tensor, then their bytes.
 
 Read here and not by the `gguf` package: that one walks through every token of a vocabulary, and on for ever where a
-damaged file says so. Tensors of plain types can be read; what is quantised is reported by its type's name.
+damaged file says so. What quantised blocks stand for is asked of it, some of them at a time; nothing here quantises.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from parity.files.tensor_file import DTYPES, Cursor, Piece, TensorFile, TensorInfo
+from parity.files.tensor_file import DTYPES, Cursor, Piece, Shape, TensorFile, TensorInfo
 
 # fmt: off
 TYPES = [  # by number; None: taken out of the format
@@ -33,7 +33,22 @@ PLAIN = {
     "I32": "int32",
     "I64": "int64",
 }
+BLOCKS = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+"""The quantised types that are read, as float32: how many values a block stands for, and its bytes."""
+
 MAX_DIMS = 4  # as ggml has it
+VALUES_AT_ONCE = 1 << 16  # that blocks are turned into: they and what is computed on the way stay near the processor
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _LIST = 8, 9
@@ -63,6 +78,36 @@ def _value(cursor: Cursor, kind: int) -> str | None:
     return None
 
 
+class _Entry(NamedTuple):
+    """What a file says of a tensor: its shape as NumPy has it, the name of its type, and where it begins."""
+
+    shape: Shape
+    kind: str
+    offset: int
+
+    def info(self, name: str, end: int) -> TensorInfo:
+        """What is known of the tensor as it is read; of one of an unknown type, that it may fill all up to an end.
+
+        Raises:
+            ValueError: if it does not end there, or before.
+        """
+        if self.kind in PLAIN:
+            info = TensorInfo.of(self.shape, DTYPES[PLAIN[self.kind]])
+            nbytes = info.nbytes
+        elif self.kind in BLOCKS:
+            info = TensorInfo.of(self.shape, np.dtype(np.float32))
+            values, length = BLOCKS[self.kind]
+            if not self.shape or self.shape[-1] % values:
+                raise ValueError(f"rows of {self.kind} must be whole blocks of {values}, got {name}.shape={self.shape}")
+            nbytes = info.nbytes // 4 // values * length
+        else:
+            nbytes = max(0, end - self.offset)
+            info = TensorInfo(self.shape, np.dtype([(self.kind, "V1")]), nbytes)
+        if self.offset + nbytes > end:
+            raise ValueError(f"tensors must lie in the file, one after the other, but {name} does not")
+        return info
+
+
 def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
     """Open a file. Shapes are NumPy's: GGUF has them the other way round."""
     cursor = Cursor(file)
@@ -71,9 +116,38 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
     if version not in (2, 3):
         raise ValueError(f"{path} must be of version 2 or 3 of GGUF and little-endian, got version {version}")
     num_tensors, num_values = cursor.unpack("<Q"), cursor.unpack("<Q")
+    metadata = _metadata(cursor, num_values)
+    entries = _entries(cursor, num_tensors)
+    alignment = int(metadata.get("general.alignment", "32"))
+    if alignment <= 0 or alignment & (alignment - 1):
+        raise ValueError(f"the alignment must be a power of two, got {alignment}")
+    data = -(-cursor.tell() // alignment) * alignment
+    entries = {name: entry._replace(offset=data + entry.offset) for name, entry in entries.items()}
+    infos: dict[str, TensorInfo] = {}
+    end = cursor.size
+    for name in sorted(entries, key=lambda name: entries[name].offset, reverse=True):
+        infos[name] = entries[name].info(name, end)  # it ends before the next one begins
+        end = entries[name].offset
+
+    def fetch(name: str) -> np.ndarray:
+        return _dequantised(path, file, name, entries[name])
+
+    return TensorFile(
+        path,
+        "gguf",
+        {name: infos[name] for name in entries},
+        metadata,
+        {name: [Piece(file, e.offset, infos[name].nbytes)] for name, e in entries.items() if e.kind in PLAIN},
+        fetch,
+        quantised={name: entry.kind for name, entry in entries.items() if entry.kind in BLOCKS},
+    )
+
+
+def _metadata(cursor: Cursor, count: int) -> dict[str, str]:
+    """Values by key, those that are no lists."""
     metadata: dict[str, str] = {}
     seen = set()
-    for _ in range(num_values):
+    for _ in range(count):
         key = _text(cursor)
         if key in seen:
             raise ValueError(f"names must differ, got {key} twice")
@@ -81,40 +155,43 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
         value = _value(cursor, cursor.unpack("<I"))
         if value is not None:
             metadata[key] = value
-    found: dict[str, tuple[tuple[int, ...], str, int]] = {}
-    for _ in range(num_tensors):
+    return metadata
+
+
+def _entries(cursor: Cursor, count: int) -> dict[str, _Entry]:
+    """What is said of each tensor; offsets count from where the bytes of all begin."""
+    entries: dict[str, _Entry] = {}
+    for _ in range(count):
         name, num_dims = _text(cursor), cursor.unpack("<I")
-        if name in found or num_dims > MAX_DIMS:
+        if name in entries or num_dims > MAX_DIMS:
             raise ValueError(f"each tensor must be there once, with at most {MAX_DIMS} axes, but {name} is not")
         shape = tuple(cursor.unpack("<Q") for _ in range(num_dims))[::-1]
         kind, offset = cursor.unpack("<I"), cursor.unpack("<Q")
-        found[name] = (shape, (TYPES[kind] if kind < len(TYPES) else None) or f"type {kind}", offset)
+        entries[name] = _Entry(shape, (TYPES[kind] if kind < len(TYPES) else None) or f"type {kind}", offset)
+    return entries
 
-    alignment = int(metadata.get("general.alignment", "32"))
-    if alignment <= 0 or alignment & (alignment - 1):
-        raise ValueError(f"the alignment must be a power of two, got {alignment}")
-    data = -(-cursor.tell() // alignment) * alignment
-    infos: dict[str, TensorInfo] = {}
-    end = cursor.size
-    for name in sorted(found, key=lambda name: found[name][2], reverse=True):  # a tensor ends before the next begins
-        shape, kind, offset = found[name]
-        if kind in PLAIN:
-            infos[name] = TensorInfo.of(shape, DTYPES[PLAIN[kind]])
-        else:
-            infos[name] = TensorInfo(shape, np.dtype([(kind, "V1")]), max(0, end - data - offset))
-        if data + offset + infos[name].nbytes > end:
-            raise ValueError(f"tensors must lie in the file, one after the other, but {name} does not")
-        end = data + offset
 
-    def fetch(name: str) -> NoReturn:
-        raise ValueError(
-            f"{name} must be of one of {sorted(PLAIN)} to be read, got {found[name][1]}, which is quantised"
-        )
+def _dequantised(path: Path, file: BinaryIO, name: str, entry: _Entry) -> np.ndarray:
+    """What a quantised tensor stands for, in float32: the bits that the `gguf` package gives."""
+    if entry.kind not in BLOCKS:
+        raise ValueError(f"{name} must be of one of {sorted([*PLAIN, *BLOCKS])} to be read, got {entry.kind}")
+    library = _gguf_library(path)
+    values, length = BLOCKS[entry.kind]
+    array = np.empty(entry.shape, np.float32)
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, VALUES_AT_ONCE):
+        part = flat[start : start + VALUES_AT_ONCE]
+        file.seek(entry.offset + start // values * length)
+        blocks = np.frombuffer(file.read(part.size // values * length), np.uint8)
+        with np.errstate(all="ignore"):  # damaged scales may be NaN; whoever wants finite values refuses them
+            part[...] = library.quants.dequantize(blocks, library.GGMLQuantizationType[entry.kind])
+    return array
 
-    infos = {name: infos[name] for name in found}
-    places = {
-        name: [Piece(file, data + offset, infos[name].nbytes)]
-        for name, (_, kind, offset) in found.items()
-        if kind in PLAIN
-    }
-    return TensorFile(path, "gguf", infos, metadata, places, fetch)
+
+def _gguf_library(path: Path) -> Any:
+    """The library, without which quantised tensors are not read."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ImportError(f"quantised tensors of {path} need the package gguf: {error}; pip install gguf") from None
+    return gguf

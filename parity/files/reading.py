@@ -44,7 +44,8 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile:
     """Open a file of named tensors: its content decides the format, or its suffix where that does not.
 
     Args:
-        path: a file; an index of shards (`*.index.json`); a folder that holds shards or an orbax checkpoint.
+        path: a file; an index of shards (`*.index.json`), which may be named without that ending; a folder that holds
+            shards or an orbax checkpoint.
 
     Raises:
         OSError: if it cannot be read.
@@ -56,6 +57,9 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile:
             weights = {name: file.read(name) for name in file.infos}
     """
     path = Path(path)
+    index = path.with_name(f"{path.name}{INDEX}")
+    if not path.exists() and index.exists():  # the name that its shards were made of
+        path = index
     if stat.S_ISDIR(path.stat().st_mode):
         with in_one_line(path, "folder"):
             return _open_folder(path)

@@ -70,6 +70,7 @@ class TensorFile:
         fetch: how the others are read.
         release: how the file is given back.
         ignored: names of what is not a tensor.
+        quantised: the types of those that are quantised, by name: what is read is what they stand for.
     """
 
     path: Path
@@ -80,6 +81,7 @@ class TensorFile:
     fetch: Callable[[str], np.ndarray] = field(repr=False, default=_closed)
     release: Callable[[], object] = field(repr=False, default=lambda: None)
     ignored: list[str] = field(default_factory=list)
+    quantised: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_names(self.infos, self.metadata)
@@ -100,7 +102,8 @@ class TensorFile:
 
         Raises:
             OSError: if the file cannot be read.
-            ValueError: if there is no such tensor, it is quantised, or the file is damaged there.
+            ValueError: if there is no such tensor, it is of a type that is not read, or the file is damaged there.
+            ImportError: if a library is missing that a quantised tensor needs.
         """
         info = self._info(name)
         with in_one_line(self.path, self.format):

@@ -115,6 +115,21 @@ def spec_of(module: Any) -> AttentionSpec:
     return _adapter_of(module).spec_of(module)
 
 
+def from_module(module: Any) -> tuple[AttentionSpec, Weights]:
+    """The specification and canonical weights of a module: `spec_of` and `weights_of`.
+
+    `parity.from_transformers` has those of transformers' modules, whose configuration says what they compute.
+
+    Args:
+        module: one that `load_into` takes.
+
+    Raises:
+        TypeError: if it is none of these.
+        ValueError: as both.
+    """
+    return spec_of(module), weights_of(module)
+
+
 def save(
     path: str | os.PathLike[str],
     weights: Any,

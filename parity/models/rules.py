@@ -44,6 +44,7 @@ class Stack:
         path: what the names of a layer's weights begin with in checkpoints, after what comes before all layers.
         layout: of these weights.
         is_causal: whether no token sees a later one, or what reads it.
+        shared: names of weights after a layer's own path, and the path of the one that all of them take.
     """
 
     fields: Mapping[str, Any]
@@ -53,6 +54,7 @@ class Stack:
     path: str = "layers.{i}.self_attn"
     layout: str = "transformers.LLaMA"
     is_causal: bool | Callable[[Config], bool] = True
+    shared: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

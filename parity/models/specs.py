@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mha_spec import AttentionSpec
@@ -45,6 +45,7 @@ class ModelLayer:
         is_causal: whether no token sees a later one.
         path: what the names of its weights begin with in checkpoints, after what comes before all layers.
         layout: of these weights, a name of `parity.LAYOUTS`.
+        shared: names of weights that it takes from elsewhere where it has none of its own, each with its path.
     """
 
     index: int
@@ -55,11 +56,12 @@ class ModelLayer:
     is_causal: bool = True
     path: str = ""
     layout: str = ""
+    shared: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON can have it."""
         spec = None if self.spec is None else json.loads(self.spec.to_json())
-        return {**vars(self), "spec": spec, "origins": dict(self.origins)}
+        return {**vars(self), "spec": spec, "origins": dict(self.origins), "shared": dict(self.shared)}
 
 
 def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLayer]:
@@ -92,6 +94,14 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
             f"{', '.join(unread)}"
         )
     return layers
+
+
+def known_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A configuration, or those of the parts of a model, as far as their families are known."""
+    if config.get("model_type") in FAMILIES and "text_config" not in config:
+        return [config]
+    parts = [part for name, part in config.items() if name.endswith("_config") and isinstance(part, Mapping)]
+    return [part for part in parts if part.get("model_type") in FAMILIES]
 
 
 PART_ALONE = re.compile("Encoder|Decoder|CausalLM|Audio|TokenClassification")
@@ -140,10 +150,10 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
 
 def _family(values: Mapping[str, Any]) -> Family:
     name = values.get("model_type")
-    if isinstance(name, str) and name in FAMILIES and "text_config" not in values:
-        return FAMILIES[name]
-    parts = [part for part in values if part.endswith("_config") and isinstance(values[part], Mapping)]
-    known = [part for part in parts if values[part].get("model_type") in FAMILIES]
+    parts = known_parts(values) if isinstance(name, str) else []
+    if parts == [values]:
+        return FAMILIES[str(name)]
+    known = [part for part, held in values.items() if any(held is each for each in parts)]
     if known:
         raise ValueError(f"config must be that of one part of the model, got several: pass its {' or '.join(known)}")
     raise ValueError(f"model_type must be one of {', '.join(sorted(FAMILIES))}, got model_type={name!r}")
@@ -179,4 +189,4 @@ def _layer(stack: Stack, place: Place) -> ModelLayer:
     origins = {name: each.origin for name, each in held.items()}
     path = stack.path.replace("{i}", str(place.layer))
     is_causal = stack.is_causal(place.config) if callable(stack.is_causal) else stack.is_causal
-    return ModelLayer(place.layer, place.kind, spec, origins, stack.part, is_causal, path, stack.layout)
+    return ModelLayer(place.layer, place.kind, spec, origins, stack.part, is_causal, path, stack.layout, stack.shared)

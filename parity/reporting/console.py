@@ -27,7 +27,10 @@ class _Console(Console):
 def console() -> Console:
     """Standard output: colour and tables on a terminal, plain lines in a pipe."""
     terminal = _Console(highlight=False)
-    return terminal if terminal.is_terminal else _Console(highlight=False, width=PIPE_WIDTH)
+    if terminal.is_terminal:
+        return terminal
+    told = os.environ.get("COLUMNS", "")
+    return _Console(highlight=False, width=max(PIPE_WIDTH, int(told) if told.isdigit() else 0))
 
 
 def begin_table(out: Console, title: str, **options: Any) -> Table:
@@ -37,8 +40,8 @@ def begin_table(out: Console, title: str, **options: Any) -> Table:
 
 
 @contextmanager
-def progress_bar(total: int) -> Iterator[Any]:
-    """A bar on standard error that shows what runs now; only on a terminal.
+def progress_bar(total: int | None) -> Iterator[Any]:
+    """A bar on standard error that shows what runs now; only on a terminal. Without a total it shows how many did.
 
     Yields:
         A function to call before each item, with what it is.

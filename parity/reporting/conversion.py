@@ -34,7 +34,7 @@ def print_layouts(layouts: Iterable[Layout], out: Console) -> None:
 
 def print_layout(layout: Layout, out: Console) -> None:
     """Print the tensors of a layout, and of each its axes, outermost first."""
-    from parity.conversion.layouts.layout import RULES
+    from parity.conversion.layouts.layout import CARRIED, RULES
 
     letters = {"n": "heads", "h": "head_dim", "d": "input", "e": "output"}
     out.print(Text(f"{layout.about} ({layout.source})"), soft_wrap=True)
@@ -46,14 +46,25 @@ def print_layout(layout: Layout, out: Console) -> None:
             axes = [" x ".join(letters[letter] for letter in group) or "1" for group in tensor.groups()]
             table.add_row(tensor.name, ", ".join(tensor.parts), f"[{' | '.join(axes)}]".replace("[", "\\["))
         out.print(table)
-    of_group = {"q": "queries", "k": "key", "v": "value"}
+    if layout.others:
+        table = begin_table(out, "where a layer has them")
+        for column in ("tensor", "holds", "axes"):
+            table.add_column(column, overflow="fold")
+        for tensor in layout.others:
+            table.add_row(tensor.name, tensor.holds, "as they are" if tensor.axes == "..." else "transposed")
+        out.print(table)
+    of_group = {"q": "queries", "k": "key", "v": "value", "g": "gate"}
     for holds in dict.fromkeys(tensor.holds for tensor in layout.tensors if len(tensor.parts) > 1):
-        by_group = "each group's " + ", then its ".join(of_group[projection] for projection in holds)
+        by_group = "each head's " if "g" in holds else "each group's "
+        by_group += ", then its ".join(of_group[projection] for projection in holds)
         by_projection = "all " + ", then all ".join(holds)
+        by_projection = f"in each of {layout.blocks} blocks {by_projection}" if layout.blocks > 1 else by_projection
         out.print(f"heads in a packed tensor: {by_group if layout.grouped else by_projection}")
     out.print(f"RoPE pairs: {'(i, i + H/2)' if layout.rope == 'half' else '(2 i, 2 i + 1)'}")
     for rule in layout.rules:
         out.print(f"rule: {RULES[rule].words}")
+    lost = [name for name in CARRIED if name not in layout.carries]
+    out.print(f"not carried: {', '.join(lost)}" if lost else "carried: all that a specification says", soft_wrap=True)
     for prefix in layout.prefixes:
         out.print(Text(f"prefix: {prefix}"))
 
@@ -63,7 +74,8 @@ def print_inspection(path: str, file: TensorFile, found: list[Found], out: Conso
     grouped: dict[tuple[str, str, str], int] = {}
     for name, info in file.infos.items():
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "{i}", name)
-        key = (pattern, " x ".join(map(str, info.shape)) or "scalar", info.dtype.name)
+        dtype = f"{file.quantised[name]}, read as {info.dtype}" if name in file.quantised else info.dtype.name
+        key = (pattern, " x ".join(map(str, info.shape)) or "scalar", dtype)
         grouped[key] = grouped.get(key, 0) + 1
     table = begin_table(out, f"{path}: {file.format}, {len(file.infos)} tensors")
     for column in ("tensor", "shape", "dtype", "how many"):
@@ -73,7 +85,7 @@ def print_inspection(path: str, file: TensorFile, found: list[Found], out: Conso
     out.print(table)
     table = begin_table(out, "Attention layers" if found else "No attention layer that a layout fits")
     for column in ("prefix", "layers", "layout", "heads"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "prefix")  # one copies it from here
     for layer in found:
         count = f"{layer.layers}, stacked" if layer.is_stacked else str(layer.layers)
         table.add_row(Text(layer.prefix), count, layer.layout, Text(layer.heads))
@@ -81,13 +93,12 @@ def print_inspection(path: str, file: TensorFile, found: list[Found], out: Conso
         out.print(table)
 
 
-def print_conversion(converted: Converted, layout: str, path: str, out: Console) -> None:
+def print_conversion(converted: Converted, layout: str, out: Console) -> None:
     """Print what became of a file's tensors.
 
     Args:
         converted: what was done.
         layout: the one that it was converted to.
-        path: the file that was written.
         out: where to.
     """
     layers, spec = converted.layers, converted.spec
@@ -97,7 +108,7 @@ def print_conversion(converted: Converted, layout: str, path: str, out: Console)
         heads += f" (from {converted.heads_from}{theta})"
     out.print(
         f"{counted(len(layers), 'attention layer')}{heads}: {converted.source} -> {layout}; "
-        f"other tensors: {len(converted.kept)} kept, {len(converted.dropped)} dropped; wrote {path}",
+        f"other tensors: {len(converted.kept)} kept, {len(converted.dropped)} dropped; wrote {converted.path}",
         soft_wrap=True,
     )
 

@@ -201,6 +201,7 @@ def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) ->
         verdict=summary_line(report).plain,
         backends=list(dict.fromkeys(comparison.backend for comparison in report.comparisons)),
         failures=list(_failures(report)),
+        layers=_layers(report),
         cases=_cases(report, maps or {}),
         skipped=skipped_reasons(report),
         environments=list(_environments(report.environment)),
@@ -235,6 +236,36 @@ def _state(comparison: Comparison, difference: Comparison) -> str:
     if comparison is difference:
         return "first"
     return "passed" if comparison.passed else "failed"
+
+
+def _layers(report: Report) -> list[dict[str, Any]]:
+    """Of each backend a strip of the layers of its model, the higher and warmer the more of its budget one uses."""
+    if not report.layers:
+        return []
+    worst: dict[str, dict[str, Comparison]] = {}
+    for (case, _, backend), comparisons in report.groups().items():
+        shown = first_difference(comparisons) or max(comparisons, key=lambda comparison: comparison.worse_ratio)
+        worst.setdefault(backend, {})[case] = shown
+    strips = []
+    for backend, of_layers in worst.items():
+        cells = []
+        for place, layer in enumerate(report.layers):
+            shown = of_layers.get(layer)
+            if shown is None:
+                cells.append({"path": "", "level": 0, "words": f"{layer}: not judged"})
+                continue
+            level = _level(shown.worse_ratio)
+            path = f"M{place} {8 - 2 * level}h1v{2 * level + 2}h-1z"
+            cells.append({"path": path, "level": level, "words": f"{layer}, {shown.stage} {_ratio(shown.worse_ratio)}"})
+        wrong = [cell["words"] for cell in cells if cell["level"] == len(HEAT)]
+        words = f"{len(cells)} layers, beyond the budget: {'; '.join(wrong) or 'none'}"
+        strips.append({"backend": backend, "cells": cells, "words": words})
+    return strips
+
+
+def _level(share: float) -> int:
+    """The colour of a share of the budget, from 0."""
+    return sum(not share <= limit for limit in HEAT)
 
 
 def _cases(report: Report, maps: Mapping[Key, AttentionMap]) -> list[dict[str, Any]]:
@@ -359,7 +390,7 @@ def _bar(ratio: float) -> str:
 def _heat(comparison: Comparison) -> dict[str, Any]:
     """A strip of cells, one for each place along the tokens: higher and warmer the more of the budget it uses."""
     shares = comparison.by_position
-    level_of = [sum(not share <= limit for limit in HEAT) for share in shares]
+    level_of = list(map(_level, shares))
     paths: dict[int, str] = {}
     start = 0
     for level, run in groupby(level_of):

@@ -33,6 +33,7 @@ class Report:
         skipped_cases: what a backend that did run cannot.
         diagnoses: what is wrong with those of the first cases that failed, by case, dtype and backend.
         missing: what a backend whose traces were read has no trace of, though another backend has.
+        layers: the names of cases that are the layers of a model, in its order.
     """
 
     comparisons: list[Comparison]
@@ -42,6 +43,7 @@ class Report:
     skipped_cases: list[SkippedCase] = field(default_factory=list)
     diagnoses: dict[tuple[str, str, str], Diagnosis] = field(default_factory=dict)
     missing: list[SkippedCase] = field(default_factory=list)
+    layers: tuple[str, ...] = ()
 
     @property
     def failed(self) -> list[Comparison]:

@@ -1,5 +1,7 @@
 """Foreign layouts of attention weights: what each tensor of a checkpoint holds, and how it is laid out."""
 
+from difflib import get_close_matches
+
 from parity.conversion.layouts.detection import find_spec
 from parity.conversion.layouts.layout import Layout, Tensor
 from parity.conversion.layouts.tables import ALIASES, LAYOUTS
@@ -20,5 +22,17 @@ def find_layout(name: str, what: str = "layout") -> Layout:
     """
     name = ALIASES.get(name, name)
     if name not in LAYOUTS:
-        raise ValueError(f"{what} must be one of {', '.join(LAYOUTS)}, got {what}={name!r}")
+        nearest = _nearest(str(name))
+        hint = f"; {nearest} is the nearest" if nearest else ""
+        raise ValueError(f"{what} must be one of {', '.join(LAYOUTS)}, got {what}={name!r}{hint}")
     return LAYOUTS[name]
+
+
+def _nearest(name: str) -> str:
+    """The layout that somebody means: of the model's family, or with nearly that name."""
+    word = name.rpartition(".")[2].lower()
+    for layout in LAYOUTS.values():
+        if word in layout.about.lower().replace(",", " ").split():
+            return layout.name
+    found = get_close_matches(name, LAYOUTS, 1)
+    return found[0] if found else ""

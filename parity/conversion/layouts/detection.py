@@ -22,12 +22,19 @@ from parity.conversion.layouts.layout import (
 USUAL = (64, 128, 32, 80, 96, 256)  # sizes of heads, told first where more than one could be
 
 
+TOLD_BY = "that of a config.json beside the file, or spec=… from Python"
+
+
 class DoesNotFit(ValueError):
     """Tensors are not those of a layout, or of no layer with these heads."""
 
 
 class HeadsUnknown(ValueError):
     """Shapes fit more than one number of heads."""
+
+
+class SpecUnknown(HeadsUnknown):
+    """Tensors are those of a layout, and what some of them do no shape shows."""
 
 
 def shorten(names: Iterable[str], most: int = 8) -> str:
@@ -62,11 +69,71 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
         raise DoesNotFit(
             f"tensors must be those of {layout.name}, got missing {shorten(gaps)} in {shorten(sorted(names))}"
         )
-    known = set().union(*(matches(tensor.name, names) for tensor in found[0]))
+    known = set().union(*(matches(tensor.name, names) for tensor in (*found[0], *layout.others)))
     unknown = sorted(name for name in names - known if not layout.ignores(name))
     if unknown:
         raise DoesNotFit(f"tensors must be those of {layout.name}, got unknown names {shorten(unknown)}")
     return found[0]
+
+
+def tensors_for(spec: AttentionSpec, layout: Layout) -> list[tuple[Tensor, ...]]:
+    """The tensors in which a layout holds a layer, in each of its forms that can.
+
+    Raises:
+        DoesNotFit: if none can.
+    """
+    if broken := broken_rules(spec, layout):
+        raise DoesNotFit(f"{layout.name} cannot hold this layer: {broken}")
+    wanted = spec.weight_shapes.keys()
+    found, nameless = [], set(wanted)
+    for form in layout.forms:
+        tensors = tuple(tensor for tensor in (*form, *layout.others) if wanted & {*tensor.parts})
+        held = {part for tensor in tensors for part in tensor.parts}
+        nameless &= wanted - held
+        if held == wanted and not any(_packs_two_sizes(tensor, spec) for tensor in tensors):
+            found.append(tensors)
+    if not found:
+        what = (
+            f"it has no names for {shorten(sorted(nameless))}" if nameless else "it packs what is not of one size here"
+        )
+        raise DoesNotFit(f"{layout.name} cannot hold this layer: {what}")
+    return found
+
+
+def _packs_two_sizes(tensor: Tensor, spec: AttentionSpec) -> bool:
+    """Whether a tensor would hold projections of inputs or of heads that are not of one size."""
+    if tensor.kind == "bias" or len(tensor.parts) == 1:
+        return False
+    words = {*tensor.holds}
+    inputs = {spec.d_in if word in ("q", "g") else spec.d_kv for word in words}
+    sizes = {spec.head_dim if word in ("q", "k") else spec.value_head_dim for word in words}
+    return len(inputs) > 1 or len(sizes) > 1
+
+
+def find_tensors(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, layout: Layout) -> tuple[Tensor, ...]:
+    """The tensors of a layout that names and shapes are, of a layer that is known.
+
+    Raises:
+        DoesNotFit: if they are not those of the layer, or the layout cannot hold it.
+    """
+    given = {name: tuple(shape) for name, shape in shapes.items() if not layout.ignores(name)}
+    forms = tensors_for(spec, layout)
+    wanted = [shapes_of(tensors, spec, layout) for tensors in forms]
+    for tensors, each in zip(forms, wanted, strict=True):
+        if each == given:
+            return tensors
+    nearest = min(wanted, key=lambda each: len(each.keys() ^ given.keys()))
+    raise DoesNotFit(f"tensors must be those of {layout.name}, got {_difference(given, nearest)}")
+
+
+def _difference(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
+    """How names and shapes are not those that are wanted, in words."""
+    missing, unknown = (sorted(one.keys() - other.keys()) for one, other in ((wanted, given), (given, wanted)))
+    words = [f"{what} {shorten(names)}" for what, names in (("missing", missing), ("unknown names", unknown)) if names]
+    if not words:
+        others = [name for name in wanted if given[name] != wanted[name]]
+        words = [f"{name}.shape={given[name]} where the layer has {wanted[name]}" for name in others[:3]]
+    return " and ".join(words)
 
 
 def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | None:
@@ -81,7 +148,7 @@ def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | N
     axes = {name: len(tensor.groups()) for tensor in form for name in matches(tensor.name, shapes)}
     if any(len(shapes[name]) != count + 1 for name, count in axes.items()):
         return None
-    sizes = sorted({shapes[name][0] for name in axes})
+    sizes = sorted({shapes[name][0] for name in (*axes, *names_of(layout.others, shapes))})
     if len(sizes) > 1 or sizes == [0]:
         raise ValueError(f"stacked tensors must be of equally many layers, at least 1, got {sizes}")
     return sizes[0]
@@ -101,14 +168,14 @@ def find_spec(
     Raises:
         ValueError: if there is none, or more than one.
     """
-    said = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    said = {name: value for name, value in said.items() if value is not None}
-    for name, value in said.items():
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            raise TypeError(f"{name} must be an integer, got {name}={value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {name}={value}")
+    said = _counts(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     form = find_form(shapes, layout)
+    if layout.needs_spec:
+        raise DoesNotFit(f"a layer in {layout.name} must be told by a specification, {TOLD_BY}")
+    if beside := names_of(layout.others, shapes):
+        raise SpecUnknown(
+            f"what {shorten(sorted(beside))} do in {layout.name} must be told by a specification, {TOLD_BY}"
+        )
     present = [tensor for tensor in form if matches(tensor.name, shapes)]
     biases = {part for tensor in present if tensor.kind == "bias" for part in tensor.parts}
     of_qkv = sorted(biases - {"out_proj.bias"})
@@ -158,6 +225,22 @@ def find_spec(
             f"{', …' if len(fitting) > 4 else ''}; {_deciding(fitting)} decides"
         )
     return fitting[0]
+
+
+def _counts(**said: int | None) -> dict[str, int]:
+    """Those that are said.
+
+    Raises:
+        TypeError: if one is not an integer.
+        ValueError: if one is below 1.
+    """
+    found = {name: value for name, value in said.items() if value is not None}
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise TypeError(f"{name} must be an integer, got {name}={value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {name}={value}")
+    return found
 
 
 def _head_rule(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> str:

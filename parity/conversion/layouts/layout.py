@@ -10,11 +10,11 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Norm, Rope
 
 TILE = 32  # rows and columns in which TTNN keeps tensors
 
@@ -25,16 +25,22 @@ LOGICAL = {"weight": "n h d", "bias": "n h", "out.weight": "e n h", "out.bias": 
 """What a projection is before it is laid out, by axis: n heads, h features of a head, d input width, e output width."""
 
 
+PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "g": "gate_proj", "out": "out_proj"}
+"""What projections are called in `Tensor.holds`, and their canonical names."""
+
+
 @dataclass(frozen=True)
 class Tensor:
     """One tensor of a layout.
 
     Attributes:
         name: its name, after the prefix of the layer; `{n}` stands for a head where each has a tensor of its own.
-        holds: the projections in it: `out`, or letters of `q`, `k` and `v` in their order there, such as `qkv` or `kv`.
-        kind: `weight` or `bias`.
+        holds: the projections in it: `out`, or letters of `q`, `k`, `v` and `g` (of the gate) in their order there,
+            such as `qkv` or `kv`. Or, of kind `whole`, the canonical name of the one weight that it is.
+        kind: `weight` or `bias`, or `whole`: a weight without heads to be laid out, such as that of a norm.
         axes: its axes, outermost first, in einops' words: n heads (of all projections in it), h features of a head, d
-            input width, e output width. In `(n h) d` the rows are the features of all heads, head by head.
+            input width, e output width. In `(n h) d` the rows are the features of all heads, head by head. Of kind
+            `whole`, `...` is as it is, and `d e` the transpose.
     """
 
     name: str
@@ -43,19 +49,30 @@ class Tensor:
     axes: str
 
     def __post_init__(self) -> None:
-        if self.holds != "out" and (not self.holds or {*self.holds} - {*"qkv"} or len({*self.holds}) < len(self.holds)):
-            raise ValueError(f"holds must be 'out' or different letters of 'qkv', got holds={self.holds!r}")
+        if self.is_whole or self.holds == "out":
+            return
+        if not self.holds or {*self.holds} - PROJECTIONS.keys() or len({*self.holds}) < len(self.holds):
+            raise ValueError(f"holds must be 'out' or different letters of 'qkvg', got holds={self.holds!r}")
         if self.is_per_head and len(self.parts) > 1:
             raise ValueError(f"a tensor of one head must hold one projection, got holds={self.holds!r}")
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is one weight without heads to be laid out."""
+        return self.kind == "whole"
+
+    @property
     def parts(self) -> list[str]:
         """The canonical names of what is in it."""
-        return [f"{projection}_proj.{self.kind}" for projection in (["out"] if self.holds == "out" else self.holds)]
+        if self.is_whole:
+            return [self.holds]
+        return [f"{PROJECTIONS[word]}.{self.kind}" for word in (["out"] if self.holds == "out" else self.holds)]
 
     @property
     def logical(self) -> str:
         """The axes of what is in it, before it is laid out."""
+        if self.is_whole:
+            return "..." if self.axes == "..." else "e d"
         return LOGICAL[f"out.{self.kind}" if self.holds == "out" else self.kind]
 
     @property
@@ -82,35 +99,44 @@ class Layout:
         about: whose it is, in a line.
         source: where that is written down.
         forms: the sets of tensors that it may consist of; the first that can hold a layer is written.
+        others: the tensors of what only some layers have beside them: norms, sinks, a gate, the projections of latents.
         grouped: in a packed tensor each key/value head follows the query heads that it serves: q q k v, q q k v; else
             all query heads come first, then all key heads, then all value heads.
+        blocks: a packed tensor is so many of them, one after the other, each with its share of the heads.
         rope: how features are paired where queries and keys are rotated by position: `half`, (i, i + H/2), as in
             canonical weights, or `interleaved`, (2 i, 2 i + 1).
         padded: heads are padded to whole tiles, with RoPE each half of its own.
         rules: what a layer must be for this layout to hold it; keys of `RULES`.
         ignored: names (with wildcards) under the prefix of a layer that are no weights, or none of attention's.
         prefixes: where whole checkpoints have such layers; `{i}` stands for a layer.
+        needs_spec: shapes alone never show such a layer, or it would be one of another layout, too.
+        carries: what a layer may have that weights do not show, names of `CARRIED`: its module computes it, or is told
+            of it by a configuration.
     """
 
     name: str
     about: str
     source: str
     forms: tuple[tuple[Tensor, ...], ...]
+    others: tuple[Tensor, ...] = ()
     grouped: bool = False
+    blocks: int = 1
     rope: str = "half"
     padded: bool = False
     rules: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     prefixes: tuple[str, ...] = ()
+    needs_spec: bool = False
+    carries: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors of all forms."""
         return list(dict.fromkeys(tensor for form in self.forms for tensor in form))
 
-    def ignores(self, name: str) -> bool:
-        """Whether a name under the prefix of a layer is not a weight."""
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored))
+    def ignores(self, name: str, others: Iterable[str] = ()) -> bool:
+        """Whether a name under the prefix of a layer is not a weight, by the layout or by other patterns."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored, *others))
 
     def to_dict(self) -> dict[str, Any]:
         """The layout as JSON takes it."""
@@ -154,24 +180,7 @@ RULES: dict[str, Rule] = {
         ("head_dim", "value_head_dim"),
         lambda spec: spec.value_head_dim == spec.head_dim,
     ),
-    "no norms": Rule(
-        "queries, keys and values must not be normalised",
-        ("qk_norm", "v_norm"),
-        lambda spec: not spec.norms,
-    ),
-    "no clipping": Rule("projections must not be clipped", ("clip_qkv",), lambda spec: spec.clip_qkv is None),
-    "equal biases": Rule(
-        "q_proj, k_proj and v_proj must all have a bias, or none",
-        ("qkv_bias",),
-        lambda spec: not isinstance(spec.qkv_bias, tuple),
-    ),
-    "no gate": Rule("there must be no gate", ("gate",), lambda spec: spec.gate is None),
-    "no sinks": Rule("there must be no sinks", ("sinks",), lambda spec: not spec.sinks),
-    "no ALiBi": Rule("there must be no ALiBi", ("alibi",), lambda spec: spec.alibi is None),
-    "no relative bias": Rule(
-        "there must be no relative bias", ("relative_bias",), lambda spec: spec.relative_bias is None
-    ),
-    "no latents": Rule("there must be no latents", ("latent",), lambda spec: spec.latent is None),
+    "four blocks": Rule("num_heads must be divisible by 4", ("num_heads",), lambda spec: spec.num_heads % 4 == 0),
     "even": Rule("head_dim must be even", ("head_dim",), lambda spec: spec.head_dim % 2 == 0),
     "whole halves": Rule(
         "RoPE must rotate the pairs (i, i + H/2) of whole heads",
@@ -186,19 +195,67 @@ def _rotates_whole_halves(rope: Rope, head_dim: int) -> bool:
     return rope.pairs == "half" and rope.rotary_dim in (None, head_dim)
 
 
-OF_ALL = (
-    *("no latents", "one head_dim", "no norms", "no clipping", "equal biases", "no gate"),
-    *("no sinks", "no ALiBi", "no relative bias"),
-)
-"""The rules of every layout: what none of them has names for yet."""
-
-
 def broken_rules(spec: AttentionSpec, layout: Layout) -> str:
     """Which rules of a layout a layer breaks, or nothing."""
-    broken = [rule for rule in map(RULES.__getitem__, (*layout.rules, *OF_ALL)) if not rule.holds(spec)]
+    broken = [rule for rule in map(RULES.__getitem__, layout.rules) if not rule.holds(spec)]
     fields = dict.fromkeys(field for rule in broken for field in rule.fields)
     got = ", ".join(f"{field}={getattr(spec, field)}" for field in fields)
     return f"{'; '.join(rule.words for rule in broken)}, got {got}" if broken else ""
+
+
+CARRIED = ("rope", "rope.scaling", "scale", "soft_cap", "window_size", "chunk_size", "alibi", "clip_qkv", "temperature")
+CARRIED += ("qk_norm", "v_norm")
+"""What a layer computes and no weight shows; of norms those that have none."""
+
+
+def lost_in(layout: Layout, spec: AttentionSpec) -> dict[str, Any]:
+    """What a layer computes and weights in a layout do not say, nor the module that takes them: names of `CARRIED`."""
+    said = {name: getattr(spec, name, None) for name in CARRIED}
+    said["rope.scaling"] = None if spec.rope is None else spec.rope.scaling
+    weightless = {name: norm is not None and norm.weight is None for name, norm in _norms_of(spec)}
+    return {
+        name: value
+        for name, value in said.items()
+        if value is not None and weightless.get(name, True) and name not in layout.carries
+    }
+
+
+def _norms_of(spec: AttentionSpec) -> list[tuple[str, Norm | None]]:
+    return [("qk_norm", spec.qk_norm), ("v_norm", spec.v_norm)]
+
+
+def check_carried(spec: AttentionSpec, layout: Layout, but_for: Collection[str] = ("rope",)) -> None:
+    """Refuse to lose what a layer computes.
+
+    Args:
+        spec: the layer.
+        layout: of its weights.
+        but_for: what may be lost: plain RoPE, which some rotate outside, if nobody but the caller said it.
+
+    Raises:
+        ValueError: if weights in the layout do not say all of it, nor the module that takes them.
+    """
+    lost = lost_in(layout, spec)
+    if set(lost) - set(but_for):
+        got = ", ".join(f"{name}={value}" for name, value in lost.items())
+        raise ValueError(
+            f"{layout.name} cannot hold this layer: weights there, and what takes them, say nothing of {got}; "
+            f"drop={','.join(lost)} leaves it out"
+        )
+
+
+def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
+    """A layer without what some names of `CARRIED` say."""
+    names = set(names)
+    changes: dict[str, Any] = dict.fromkeys(names - {"rope.scaling"})
+    if "rope.scaling" in names - {"rope"} and "rope" not in names and spec.rope is not None:
+        changes["rope"] = replace(spec.rope, scaling=None)
+    return replace(spec, **changes)
+
+
+def with_dropped(spec: AttentionSpec, other: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
+    """A layer with what another one has of some names of `CARRIED`."""
+    return replace(spec, **{field: getattr(other, field) for field in {name.partition(".")[0] for name in names}})
 
 
 # ---- Names and sizes -------------------------------------------------------------------------------------------------
@@ -212,27 +269,40 @@ def matches(pattern: str, names: Iterable[str]) -> set[str]:
     return {name for name in names if expression.fullmatch(name)}
 
 
-def names_of(present: list[Tensor], names: Iterable[str]) -> list[str]:
+def names_of(present: Iterable[Tensor], names: Iterable[str]) -> list[str]:
     """Those of names that are some tensors', in the order of the tensors."""
     return [name for tensor in present for name in matches(tensor.name, names)]
 
 
-def shapes_of(present: list[Tensor], spec: AttentionSpec, layout: Layout) -> dict[str, tuple[int, ...]]:
+def shapes_of(present: Iterable[Tensor], spec: AttentionSpec, layout: Layout) -> dict[str, tuple[int, ...]]:
     """The names and shapes of some tensors of a layout that hold a layer."""
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for tensor in present:
-        sizes = sizes_of(tensor, spec, layout)
-        names = [tensor.name.format(n=n) for n in range(sizes["n"])] if tensor.is_per_head else [tensor.name]
-        shapes |= dict.fromkeys(names, tensor.shape(sizes))
+        if tensor.is_whole:
+            shape = spec.weight_shapes[tensor.holds]
+            shape = shape if tensor.axes == "..." else shape[::-1]
+            count, shape = (shape[0], shape[1:]) if tensor.is_per_head else (1, shape)
+        else:
+            sizes = sizes_of(tensor, spec, layout)
+            count, shape = sizes["n"], tensor.shape(sizes)
+        names = [tensor.name.format(n=n) for n in range(count)] if tensor.is_per_head else [tensor.name]
+        shapes |= dict.fromkeys(names, shape)
     return shapes
 
 
 def sizes_of(tensor: Tensor, spec: AttentionSpec, layout: Layout) -> dict[str, int]:
     """The sizes of the axes in a tensor of a layout that holds a layer."""
-    heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads, "out": spec.num_heads}
-    total = heads["out"] if tensor.holds == "out" else sum(heads[projection] for projection in tensor.holds)
-    features = padded_width(spec.head_dim, spec.rope is not None) if layout.padded else spec.head_dim
-    return {"n": total, "h": features, "d": spec.d_in if "q" in tensor.holds else spec.d_kv, "e": spec.d_model}
+    total = sum(head_counts(tensor, spec))
+    size = spec.head_dim if {*tensor.holds} & {*"qk"} else spec.value_head_dim
+    features = padded_width(size, spec.rope is not None) if layout.padded else size
+    is_of_queries = tensor.holds != "out" and bool({*tensor.holds} & {*"qg"})
+    return {"n": total, "h": features, "d": spec.d_in if is_of_queries else spec.d_kv, "e": spec.d_model}
+
+
+def head_counts(tensor: Tensor, spec: AttentionSpec) -> list[int]:
+    """How many heads of each projection in it a tensor has."""
+    words = ["out"] if tensor.holds == "out" else list(tensor.holds)
+    return [spec.num_kv_heads if word in ("k", "v") else spec.num_heads for word in words]
 
 
 def padded_width(head_dim: int, rope: bool) -> int:

@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-from parity.conversion.layouts.layout import Layout, Tensor
-
-ROWS, COLUMNS = "(n h) d", "d (n h)"  # (out, in) as torch keeps it, and (in, out)
-
-
-def separate(
-    q: str,
-    k: str,
-    v: str,
-    out: str,
-    *,
-    leaf: str = "weight",
-    heads: str = ROWS,
-    biases: str = "(n h)",
-    back: str = "e (n h)",
-) -> tuple[Tensor, ...]:
-    """Four weights and their biases, by the names of their layers; `heads`, `biases` and `back` are the axes."""
-    names = {"q": q, "k": k, "v": v}
-    return (
-        *(Tensor(f"{name}.{leaf}", projection, "weight", heads) for projection, name in names.items()),
-        *(Tensor(f"{name}.bias", projection, "bias", biases) for projection, name in names.items()),
-        Tensor(f"{out}.{leaf}", "out", "weight", back),
-        Tensor(f"{out}.bias", "out", "bias", "e"),
-    )
-
-
-def packed(
-    qkv: str, out: str, *, leaf: str = "weight", rows: str = ROWS, columns: str = "e (n h)"
-) -> tuple[Tensor, ...]:
-    """One tensor for q, k and v, and one for the output."""
-    return (
-        Tensor(f"{qkv}.{leaf}", "qkv", "weight", rows),
-        Tensor(f"{qkv}.bias", "qkv", "bias", "(n h)"),
-        Tensor(f"{out}.{leaf}", "out", "weight", columns),
-        Tensor(f"{out}.bias", "out", "bias", "e"),
-    )
-
-
-def with_and_without_out(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], ...]:
-    """The form that has an output projection, and the one that has none."""
-    return tensors, tuple(tensor for tensor in tensors if tensor.holds != "out")
-
+from parity.conversion.layouts.layout import CARRIED, Layout, Tensor
+from parity.conversion.layouts.of_transformers import OF_TRANSFORMERS
+from parity.conversion.layouts.tensors import COLUMNS, EVERYTHING, ROWS, beside, packed, separate, with_and_without_out
 
 _EINSUM = {"leaf": "kernel", "heads": "d n h", "biases": "n h", "back": "n h e"}  # flax and keras keep heads as an axis
 
 _TORCH_OUT = (Tensor("out_proj.weight", "out", "weight", "e (n h)"), Tensor("out_proj.bias", "out", "bias", "e"))
 _TORCH_BIAS = Tensor("in_proj_bias", "qkv", "bias", "(n h)")
+
+_OF_JAX = beside(EVERYTHING, leaf="kernel", axes="d e")
 
 _TABLE = [
     Layout(
@@ -56,6 +19,8 @@ _TABLE = [
         "the form in which weights meet here; that of mha_torch's modules",
         "parity/core/weights.py",
         with_and_without_out(separate("q_proj", "k_proj", "v_proj", "out_proj")),
+        others=beside(EVERYTHING),
+        carries=CARRIED,
     ),
     Layout(
         "mha_jax",
@@ -64,13 +29,17 @@ _TABLE = [
         with_and_without_out(
             separate("q_proj", "k_proj", "v_proj", "out_proj", leaf="kernel", heads=COLUMNS, back="(n h) e")
         ),
+        others=_OF_JAX,
+        carries=CARRIED,
     ),
     Layout(
         "mha_jax.qkv_proj",
         "the same with one projection for q, k and v",
         "mha_jax.MultiHeadAttention, fused_qkv=True",
         with_and_without_out(packed("qkv_proj", "out_proj", leaf="kernel", rows=COLUMNS, columns="(n h) e")),
+        others=_OF_JAX,
         rules=("one width",),
+        carries=CARRIED,
     ),
     Layout(
         "torch.nn.MultiheadAttention",
@@ -80,7 +49,7 @@ _TABLE = [
             (Tensor("in_proj_weight", "qkv", "weight", ROWS), _TORCH_BIAS, *_TORCH_OUT),
             (*(Tensor(f"{p}_proj_weight", p, "weight", ROWS) for p in "qkv"), _TORCH_BIAS, *_TORCH_OUT),
         ),
-        rules=("no groups", "out_proj", "square", "biases or none"),
+        rules=("no groups", "out_proj", "square", "biases or none", "one head_dim"),
         prefixes=tuple(
             f"{stack}layers.{{i}}.{attention}"
             for stack in ("", "encoder.", "decoder.")
@@ -92,7 +61,9 @@ _TABLE = [
         "one Linear for q, k and v",
         "mha_torch.MultiHeadAttention, fused_qkv=True",
         with_and_without_out(packed("qkv_proj", "out_proj")),
+        others=beside(EVERYTHING),
         rules=("one width",),
+        carries=CARRIED,
     ),
     Layout(
         "W_q",
@@ -139,7 +110,7 @@ _TABLE = [
             about,
             source,
             (separate("query", "key", "value", "out", **_EINSUM),),
-            rules=("out_proj", *rules),
+            rules=("out_proj", "one head_dim", *rules),
         )
         for name, about, source, rules in (
             (
@@ -162,7 +133,7 @@ _TABLE = [
             about,
             source,
             (separate("query", "key", "value", "attention_output", **_EINSUM),),
-            rules=("out_proj", *rules),
+            rules=("out_proj", "one head_dim", *rules),
         )
         for name, about, source, rules in (
             (
@@ -184,70 +155,9 @@ _TABLE = [
         "four Linears query_proj, key_proj, value_proj, output_proj",
         "equinox/nn/_attention.py",
         (separate("query_proj", "key_proj", "value_proj", "output_proj"),),
-        rules=("no groups", "out_proj"),
+        rules=("no groups", "out_proj", "one head_dim"),
     ),
-    Layout(
-        "transformers.BERT",
-        "self.query, self.key, self.value, output.dense",
-        "transformers/models/bert/modeling_bert.py",
-        (separate("self.query", "self.key", "self.value", "output.dense"),),
-        rules=("no groups", "out_proj", "one width", "square", "biases"),
-        ignored=("output.LayerNorm.*",),
-        prefixes=("bert.encoder.layer.{i}.attention", "encoder.layer.{i}.attention"),
-    ),
-    Layout(
-        "transformers.ViT",
-        "attention.query, attention.key, attention.value, output.dense: files of any version",
-        "transformers/models/vit/modeling_vit.py before 5.0",
-        (separate("attention.query", "attention.key", "attention.value", "output.dense"),),
-        rules=("no groups", "out_proj", "one width", "square", "out bias"),
-        prefixes=("vit.encoder.layer.{i}.attention", "encoder.layer.{i}.attention"),
-    ),
-    Layout(
-        "transformers.ViT-5",
-        "q_proj, k_proj, v_proj, o_proj: modules of transformers 5, whose files are those of transformers.ViT",
-        "transformers/models/vit/modeling_vit.py",
-        (separate("q_proj", "k_proj", "v_proj", "o_proj"),),
-        rules=("no groups", "out_proj", "one width", "square", "out bias"),
-        prefixes=("vit.layers.{i}.attention", "layers.{i}.attention"),
-    ),
-    Layout(
-        "transformers.GPT2",
-        "Conv1D c_attn and c_proj, which keep (in, out)",
-        "transformers/models/gpt2/modeling_gpt2.py",
-        (packed("c_attn", "c_proj", rows=COLUMNS, columns="(n h) e"),),
-        rules=("no groups", "out_proj", "one width", "square", "biases"),
-        ignored=("bias", "masked_bias"),
-        prefixes=("transformer.h.{i}.attn", "h.{i}.attn"),
-    ),
-    Layout(
-        "transformers.GPT-NeoX",
-        "query_key_value holds q, k, v of one head, then of the next",
-        "transformers/models/gpt_neox/modeling_gpt_neox.py",
-        (packed("query_key_value", "dense"),),
-        grouped=True,
-        rules=("no groups", "out_proj", "one width", "square", "biases or none"),
-        ignored=("bias", "masked_bias", "rotary_emb.inv_freq"),
-        prefixes=("gpt_neox.layers.{i}.attention", "layers.{i}.attention"),
-    ),
-    Layout(
-        "transformers.Falcon",
-        "query_key_value holds the queries of a group, then its key and value head",
-        "transformers/models/falcon/modeling_falcon.py",
-        (packed("query_key_value", "dense"),),
-        grouped=True,
-        rules=("out_proj", "one width", "square", "biases or none"),
-        prefixes=("transformer.h.{i}.self_attention", "h.{i}.self_attention"),
-    ),
-    Layout(
-        "transformers.LLaMA",
-        "q_proj, k_proj, v_proj, o_proj; also Mistral, Qwen2, Gemma",
-        "transformers/models/llama/modeling_llama.py",
-        (separate("q_proj", "k_proj", "v_proj", "o_proj"),),
-        rules=("out_proj",),
-        ignored=("rotary_emb.inv_freq",),
-        prefixes=("model.layers.{i}.self_attn", "layers.{i}.self_attn"),
-    ),
+    *OF_TRANSFORMERS,
     Layout(
         "meta.LLaMA",
         "wq, wk, wv, wo, with interleaved RoPE pairs",
@@ -255,6 +165,7 @@ _TABLE = [
         (separate("wq", "wk", "wv", "wo"),),
         rope="interleaved",
         rules=("out_proj", "even", "whole halves"),
+        carries=("rope",),
         ignored=("inner_attention.rope.freqs",),
         prefixes=("layers.{i}.attention",),
     ),
@@ -264,14 +175,21 @@ _TABLE = [
             f"attn_q, attn_k, attn_v, attn_output, with {words}",
             "ggml-org/llama.cpp, convert_hf_to_gguf.py",
             (separate("attn_q", "attn_k", "attn_v", "attn_output"),),
+            others=beside(q_norm="attn_q_norm", k_norm="attn_k_norm") if rope == "half" else (),
             rope=rope,
             rules=("out_proj", *rules),
             ignored=("attn_norm.*", "ffn_*"),
             prefixes=("blk.{i}",),
+            carries=("rope",),
         )
         for name, words, rope, rules in (
             ("gguf.LLaMA", "interleaved RoPE pairs; also Mistral", "interleaved", ("even", "whole halves")),
-            ("gguf.Qwen2", "RoPE pairs (i, i + H/2), which llama.cpp leaves as they are; also Gemma", "half", ()),
+            (
+                "gguf.Qwen2",
+                "RoPE pairs (i, i + H/2), which llama.cpp leaves as they are; also Qwen3, Gemma",
+                "half",
+                (),
+            ),
         )
     ),
     Layout(
@@ -287,7 +205,8 @@ _TABLE = [
             )
         ),
         padded=True,
-        rules=("one width", "whole halves"),
+        rules=("one width", "whole halves", "one head_dim"),
+        carries=CARRIED,
     ),
 ]
 

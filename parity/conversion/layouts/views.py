@@ -12,10 +12,13 @@ import einops
 import numpy as np
 
 from mha_spec import AttentionSpec, Rope
-from parity.conversion.layouts.detection import find_form, find_spec
-from parity.conversion.layouts.layout import Layout, Tensor, broken_rules, matches, names_of, shapes_of, sizes_of
+from parity.conversion.layouts.detection import find_spec, find_tensors, tensors_for
+from parity.conversion.layouts.layout import Layout, Tensor, check_carried, head_counts, matches, shapes_of, sizes_of
 from parity.core.arrays import to_numpy_by_name
 from parity.core.weights import Weights, check_weights, is_floating, weight_shapes
+
+OF_HEADS = tuple(f"{name}_proj.{leaf}" for name in ("q", "k", "v", "out") for leaf in ("weight", "bias"))[:-1]
+"""The canonical weights that have features of heads, which a layout may order in its own way, or pad."""
 
 # ---- Canonical -> layout ---------------------------------------------------------------------------------------------
 
@@ -26,6 +29,7 @@ def from_canonical(weights: Mapping[str, Any], spec: AttentionSpec, layout: Layo
     Raises:
         TypeError, ValueError: if the weights are not those of the spec, or the layout cannot hold such a layer.
     """
+    check_carried(spec, layout)
     held = check_weights(weights, spec)
     return {name: lay_out(name, held.__getitem__, spec, layout) for name in shapes_in(layout, spec)}
 
@@ -36,7 +40,7 @@ def shapes_in(layout: Layout, spec: AttentionSpec) -> dict[str, tuple[int, ...]]
     Raises:
         ValueError: if it cannot hold such a layer.
     """
-    return shapes_of([tensor for tensor in _form_for(spec, layout) if _is_in(tensor, spec)], spec, layout)
+    return shapes_of(tensors_for(spec, layout)[0], spec, layout)
 
 
 def lay_out(name: str, read: Callable[[str], np.ndarray], spec: AttentionSpec, layout: Layout) -> np.ndarray:
@@ -48,7 +52,7 @@ def lay_out(name: str, read: Callable[[str], np.ndarray], spec: AttentionSpec, l
         spec: the layer.
         layout: the layout.
     """
-    tensor = next(tensor for tensor in _form_for(spec, layout) if matches(tensor.name, [name]))
+    tensor = next(tensor for tensor in tensors_for(spec, layout)[0] if matches(tensor.name, [name]))
     laid_out = np.empty(0)
     for part in tensor.parts:
         weight = read(part)
@@ -57,27 +61,10 @@ def lay_out(name: str, read: Callable[[str], np.ndarray], spec: AttentionSpec, l
         view = _features(_heads(_bits(laid_out), part, tensor, spec, layout), part, spec, layout)
         source = _bits(weight)
         if tensor.is_per_head:
-            source = source.reshape(-1, spec.head_dim, *weight.shape[1:])[_head_of(tensor.name, name)]
+            heads = source if tensor.is_whole else source.reshape(-1, view.shape[0], *weight.shape[1:])
+            source = heads[_head_of(tensor.name, name)]
         view[...] = source.reshape(view.shape)
     return laid_out
-
-
-def _is_in(tensor: Tensor, spec: AttentionSpec) -> bool:
-    """Whether a layer has what the tensor holds."""
-    return tensor.kind == "weight" or (spec.out_bias if tensor.holds == "out" else any(spec.qkv_biases))
-
-
-def _form_for(spec: AttentionSpec, layout: Layout) -> tuple[Tensor, ...]:
-    if broken := broken_rules(spec, layout):
-        raise ValueError(f"{layout.name} cannot hold this layer: {broken}")
-    held = {f"{name}_proj.weight" for name in ("q", "k", "v", *(["out"] if spec.out_proj else []))}
-    for form in layout.forms:
-        packs_two_widths = any({"q"} < {*tensor.holds} and tensor.kind == "weight" for tensor in form)
-        if packs_two_widths and spec.d_kv != spec.d_in:
-            continue
-        if held == {part for tensor in form if tensor.kind == "weight" for part in tensor.parts}:
-            return form
-    raise ValueError(f"{layout.name} cannot hold this layer: it has no form for {sorted(held)}")
 
 
 # ---- Layout -> canonical ---------------------------------------------------------------------------------------------
@@ -91,6 +78,7 @@ def to_canonical(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     rope: Rope | None = None,
+    spec: AttentionSpec | None = None,
 ) -> tuple[Weights, AttentionSpec]:
     """Canonical weights, and the specification of the layer, from the tensors of a layout.
 
@@ -100,13 +88,13 @@ def to_canonical(
         layout: theirs.
         num_heads, num_kv_heads, head_dim: of the layer, where the shapes leave it open.
         rope: how queries and keys are rotated, or None for no RoPE; no checkpoint's tensors show it.
+        spec: the layer, where it is known; then nothing else is said of it.
 
     Raises:
         ValueError: if names are missing or unknown, shapes do not fit, or the heads can be read in more than one way.
     """
     tensors = to_numpy_by_name(tensors)
-    form = find_form(tensors, layout)
-    held = names_of(list(form), tensors)
+    held = [name for name in tensors if not layout.ignores(name)]
     for name in held:
         if not is_floating(tensors[name].dtype):
             raise TypeError(f"{name} must be a floating-point array, got {name}.dtype={tensors[name].dtype}")
@@ -114,8 +102,9 @@ def to_canonical(
     if len(dtypes) > 1:
         raise TypeError(f"weights must have one dtype, got {dtypes}")
     shapes = {name: tensors[name].shape for name in held}
-    spec = find_spec(shapes, layout, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rope=rope)
-    read = tensors.__getitem__
+    if spec is None:
+        spec = find_spec(shapes, layout, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rope=rope)
+    form, read = find_tensors(shapes, spec, layout), tensors.__getitem__
     weights = {name: np.array(read_out(name, read, form, spec, layout), order="C") for name in weight_shapes(spec)}
     check_weights(weights, spec)
     return weights, spec
@@ -129,14 +118,14 @@ def read_out(
     Args:
         name: its canonical name.
         read: gives a tensor of the layout by its name.
-        form: the form of the layout that the tensors are in.
+        form: the tensors of the layout that there are, as `find_tensors` gives them.
         spec: the layer.
         layout: the layout.
     """
     tensor = next(tensor for tensor in form if name in tensor.parts)
     names = [tensor.name]
     if tensor.is_per_head:
-        names = [tensor.name.format(n=n) for n in range(sizes_of(tensor, spec, layout)["n"])]
+        names = list(shapes_of([tensor], spec, layout))
     arrays = [read(each) for each in names]
     heads = [_heads(_bits(array), name, tensor, spec, layout) for array in arrays]
     views = [_features(each, name, spec, layout) for each in heads]
@@ -152,24 +141,26 @@ def read_out(
 
 
 def _heads(array: np.ndarray, name: str, tensor: Tensor, spec: AttentionSpec, layout: Layout) -> np.ndarray:
-    """The heads of one canonical weight in a tensor, with what pads them."""
+    """The heads of one canonical weight in a tensor, with what pads them; of one without heads all of it."""
+    if tensor.is_whole:
+        return einops.rearrange(array, f"{tensor.axes} -> {tensor.logical}")
     sizes = sizes_of(tensor, spec, layout)
     axes = tensor.logical.replace("n ", "") if tensor.is_per_head else tensor.logical
     known = {axis: sizes[axis] for axis in axes.split() if axis in "nh"}
     heads = einops.rearrange(array, f"{tensor.axes} -> {axes}", **known)
     if len(tensor.parts) == 1:
         return heads
-    which = tensor.parts.index(name)
-    counts = [spec.num_heads if projection == "q" else spec.num_kv_heads for projection in tensor.holds]
-    if layout.grouped:  # the same division, of each group by itself
-        heads, counts = _split(heads, 0, spec.num_kv_heads, -1), [count // spec.num_kv_heads for count in counts]
+    which, counts = tensor.parts.index(name), head_counts(tensor, spec)
+    groups = min(counts) if layout.grouped else layout.blocks
+    if groups > 1:  # the same division, of each group by itself
+        heads, counts = _split(heads, 0, groups, -1), [count // groups for count in counts]
     begin, end = sum(counts[:which]), sum(counts[: which + 1])
-    return heads[:, begin:end] if layout.grouped else heads[begin:end]
+    return heads[:, begin:end] if groups > 1 else heads[begin:end]
 
 
 def _features(heads: np.ndarray, name: str, spec: AttentionSpec, layout: Layout) -> np.ndarray:
     """The features of heads in canonical order, without what pads them."""
-    if name == "out_proj.bias":
+    if name not in OF_HEADS:
         return heads
     axis = heads.ndim - (2 if name in ("q_proj.weight", "k_proj.weight", "v_proj.weight") else 1)
     if layout.padded and spec.rope is not None:

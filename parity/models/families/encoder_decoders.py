@@ -59,6 +59,11 @@ def _relative_bias(bidirectional: bool) -> Rule:
     return rule
 
 
+def _of_first(part: str) -> dict[str, str]:
+    name = "relative_attention_bias.weight"
+    return {name: f"{part}.block.0.layer.0.SelfAttention.{name}"}
+
+
 def _t5(count: tuple[str, ...] = ("num_decoder_layers", "num_layers")) -> tuple[Stack, Stack, Stack]:
     fields: dict[str, Any] = {
         "layout": "transformers.T5",
@@ -78,6 +83,7 @@ def _t5(count: tuple[str, ...] = ("num_decoder_layers", "num_layers")) -> tuple[
             part="encoder",
             count=("num_layers",),
             path="encoder.block.{i}.layer.0.SelfAttention",
+            shared=_of_first("encoder"),
             relative_bias=_relative_bias(bidirectional=True),
         ),
         stack(
@@ -85,6 +91,7 @@ def _t5(count: tuple[str, ...] = ("num_decoder_layers", "num_layers")) -> tuple[
             fields,
             of_decoder,
             path="decoder.block.{i}.layer.0.SelfAttention",
+            shared=_of_first("decoder"),
             is_causal=True,
             relative_bias=_relative_bias(bidirectional=False),
         ),

@@ -102,6 +102,7 @@ TEXT: dict[str, Family] = {
     "mpnet": family(
         BERT,
         layout="transformers.MPNet",
+        shared={"relative_attention_bias.weight": "encoder.relative_attention_bias.weight"},
         is_causal=False,
         relative_bias=RelativeBias(),
         fixed={"relative_attention_num_buckets": 32},  # its module takes no other

@@ -1,0 +1,279 @@
+"""The calls of a tapped layer as one: prompt and steps joined, padding left out, stages by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+
+from mha_spec import AttentionSpec, DynamicScaling, LongRopeScaling
+from parity.core.cases import Case
+from parity.core.problem import Problem
+from parity.core.trace import Reference
+from parity.core.weights import Weights, dtype_named
+from parity.tapping.record import TappedCall, TappedLayer, is_hidden
+
+TOKENS = {"input": 1, "q": 2, "k": 2, "v": 2, "context": 2, "output": 1}
+"""The axis of tokens of what is joined along it."""
+
+
+@dataclass(frozen=True)
+class TappedCase(Case):
+    """A case whose tokens stand where those of a recording stood.
+
+    Attributes:
+        places: positions of all tokens, (B or 1, T), or (3, B or 1, T) with sections; 0, 1, … when absent.
+    """
+
+    places: np.ndarray | None = field(default=None, compare=False)
+
+    def positions(self, step: int | None = None) -> np.ndarray:
+        """The positions of all tokens, or of those of the call of that index."""
+        if self.places is None:
+            places = np.arange(self.seq_len)[None]
+            places = np.stack([places] * 3) if self.spec.rope is not None and self.spec.rope.sections else places
+        else:
+            places = self.places
+        if step is None:
+            return places
+        start = sum(self.chunks[:step])
+        return places[..., start : start + self.chunks[step]]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What a layer saw of sequences with the same padding, from their first token on.
+
+    Attributes:
+        rows: which sequences of the batch they are.
+        tokens: which tokens of the calls are real.
+        chunks: how many of them each call brought.
+        values: what was seen, joined over the calls, by the names of `VALUES`; of real tokens only.
+        caches: by call and name, the keys and values that were attended to where they are not those of the calls.
+    """
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    chunks: tuple[int, ...]
+    values: dict[str, np.ndarray]
+    caches: dict[tuple[int, str], np.ndarray]
+
+    @property
+    def places(self) -> np.ndarray:
+        """Where the tokens of each sequence stand, (rows, T): their positions, or, where these say less, 0, 1, …"""
+        positions = self.values.get("positions")
+        if positions is None or positions.ndim != 2 or any(len(set(row)) < len(row) for row in positions.tolist()):
+            positions = np.arange(len(self.tokens))[None]
+        return np.broadcast_to(positions, (len(self.rows), len(self.tokens)))
+
+    @property
+    def stages(self) -> dict[str, np.ndarray]:
+        """What the reference computes, too, as if all tokens had come at once."""
+        return {name: x for name, x in self.values.items() if name not in ("input", "positions", "key_input")}
+
+    @property
+    def stages_by_step(self) -> dict[str, np.ndarray]:
+        """The same, call by call, as the reference names them with a cache, and what was cached."""
+        found: dict[str, np.ndarray] = {}
+        length, stop = len(self.tokens), 0
+        for step, chunk in enumerate(self.chunks):
+            start, stop = stop, stop + chunk
+            for name, x in self.stages.items():
+                axis = TOKENS.get(name, 2)
+                found[f"step{step}.{name}"] = np.take(x, np.arange(start, stop), axis)
+            for name, part in (("k", "keys"), ("v", "values")):
+                if name in self.values:
+                    cached = self.caches.get((step, part), self.values[name][:, :, :stop])
+                    shape = (*cached.shape[:2], length - cached.shape[2], cached.shape[3])
+                    found[f"step{step}.cache.{part}"] = np.concatenate([cached, np.zeros(shape, cached.dtype)], 2)
+        return found
+
+    def in_our_order(self, reference: Reference) -> Sequences:
+        """The same with features of queries and keys in the order of the reference.
+
+        Layers with latents that turn interleaved pairs may leave them as halves. Scores are the same, since queries and
+        keys do so alike.
+        """
+        spec, expected = reference.problem.spec, reference.accumulated["k"]
+        q, k = (self.values.get(name) for name in "qk")
+        if spec.latent is None or spec.rope is None or spec.rope.pairs != "interleaved" or q is None or k is None:
+            return self
+        if q.shape[-1] != spec.head_dim or k.shape != expected.shape:
+            return self
+        begin, half = spec.head_dim - spec.latent.rope_dim, spec.latent.rope_dim // 2
+        order = np.arange(spec.head_dim)
+        order[begin::2], order[begin + 1 :: 2] = order[begin : begin + half].copy(), order[begin + half :].copy()
+        as_halves, as_pairs = (np.abs(x - expected).sum() for x in (k[..., order], k))
+        if as_pairs <= as_halves:
+            return self
+        caches = {key: x[..., order] if key[1] == "keys" else x for key, x in self.caches.items()}
+        return replace(self, values={**self.values, "q": q[..., order], "k": k[..., order]}, caches=caches)
+
+    def problem(self, layer: TappedLayer, spec: AttentionSpec, weights: Weights, *, is_causal: bool) -> Problem:
+        """What the reference is given: the layer's own input, all tokens at once."""
+        x = self.values["input"]
+        dtype = x.dtype.name
+        case = TappedCase(
+            layer.title,
+            replace(spec, dropout=0.0, output_dropout=0.0),
+            "recorded",
+            batch=x.shape[0],
+            seq_len=x.shape[1],
+            is_causal=is_causal,
+            places=self.values.get("positions"),
+        )
+        held = {name: weight.astype(dtype_named(dtype)) for name, weight in weights.items()}
+        return Problem(case, dtype, held, {"query": x})
+
+    def problem_of_its_own(self, problem: Problem) -> Problem:
+        """The same with no other tokens."""
+        length = len(self.tokens)
+        case = replace(problem.case, seq_len=length, places=self.values.get("positions"))
+        return replace(problem, case=case, inputs={"query": problem.inputs["query"][:, :length]})
+
+    def problem_by_step(self, problem: Problem) -> Problem:
+        """The same, call by call, with a cache."""
+        case = replace(problem.case, is_causal=False, chunks=self.chunks, capacity=len(self.tokens))
+        return replace(problem, case=case)
+
+    def without(self, name: str) -> Sequences:
+        """The same without one of the values."""
+        return replace(self, values={each: x for each, x in self.values.items() if each != name})
+
+    @property
+    def prompt(self) -> Sequences:
+        """What the first call brought, alone."""
+        tokens = np.arange(self.chunks[0])
+        values = {name: _taken(name, x, np.arange(len(self.rows)), tokens) for name, x in self.values.items()}
+        return Sequences(self.rows, self.tokens[tokens], self.chunks[:1], values, {})
+
+    def must_be_stepped(self, spec: AttentionSpec) -> bool:
+        """Whether all tokens at once are not what they are call by call."""
+        scaling = None if spec.rope is None else spec.rope.scaling
+        return bool(self.caches) or isinstance(scaling, DynamicScaling | LongRopeScaling)
+
+
+def sequences_of(layer: TappedLayer) -> list[Sequences]:
+    """The sequences that a layer saw, of one prompt after the other, those with the same padding together.
+
+    Raises:
+        ValueError: if a call does not follow the one before it, or there is nothing to judge.
+    """
+    if not any("input" in call.values and "output" in call.values for call in layer.calls):
+        raise ValueError(f"{layer.name} must be called while it is tapped, got {len(layer.calls)} calls with an output")
+    return [each for of_prompt in sequences_by_prompt(layer) for each in of_prompt]
+
+
+def sequences_by_prompt(layer: TappedLayer) -> list[list[Sequences]]:
+    """The same, those of each prompt and its steps together: all sequences of a batch.
+
+    Raises:
+        ValueError: if a call does not follow the one before it.
+    """
+    return [list(_by_padding(calls)) for calls in _runs(layer)]
+
+
+def _runs(layer: TappedLayer) -> list[list[TappedCall]]:
+    """The calls of each prompt and its steps."""
+    runs: list[list[TappedCall]] = []
+    for call in layer.calls:
+        if not call.past:
+            runs.append([])
+        elif not runs:
+            raise ValueError(f"{layer.name} must be tapped from the first token on, got a cache of {call.past} tokens")
+        runs[-1].append(call)
+    for calls in runs:
+        for before, after in pairwise(calls):
+            expected = (before.past or 0) + before.values["input"].shape[1]
+            if after.past != expected or len(after.values["input"]) != len(before.values["input"]):
+                raise ValueError(
+                    f"{layer.name} must be called with one token after the other, got a cache of {after.past} tokens "
+                    f"after {expected}"
+                )
+    return runs
+
+
+def _by_padding(calls: list[TappedCall]) -> Iterator[Sequences]:
+    batch = calls[0].values["input"].shape[0]
+    lengths = [call.values["input"].shape[1] for call in calls]
+    is_real = np.concatenate(
+        [
+            call.values.get("is_real", np.ones((batch, length), bool))
+            for call, length in zip(calls, lengths, strict=True)
+        ],
+        axis=1,
+    )
+    joined = dict(_joined(calls, sum(lengths)))
+    caches = {
+        (step, part): _cache(call, joined, name)
+        for step, call in enumerate(calls)
+        for name, part in (("k", "keys"), ("v", "values"))
+        if f"cache.{part}" in call.values
+    }
+    patterns, which = np.unique(is_real, axis=0, return_inverse=True)
+    for number in np.argsort(-patterns.sum(axis=1), kind="stable"):  # those without padding tell more, and come first
+        pattern = patterns[number]
+        rows, tokens = np.flatnonzero(which.reshape(-1) == number), np.flatnonzero(pattern)
+        if not tokens.size:
+            continue
+        stops = np.cumsum([0, *lengths])
+        chunks = tuple(int(pattern[start:stop].sum()) for start, stop in pairwise(stops))
+        values = {name: _taken(name, x, rows, tokens) for name, x in joined.items()}
+        own = {key: x[rows][:, :, tokens[tokens < x.shape[2]]] for key, x in caches.items()}
+        yield Sequences(rows, tokens, chunks, values, own)
+
+
+def _joined(calls: list[TappedCall], total: int) -> Iterator[tuple[str, np.ndarray]]:
+    """What all calls have, as one array each: those of keys and queries with a place for every token."""
+
+    def in_all(name: str) -> bool:
+        return all(name in call.values for call in calls)
+
+    for name, axis in TOKENS.items():
+        if in_all(name):
+            yield name, np.concatenate([call.values[name] for call in calls], axis=axis)
+    if in_all("positions"):
+        batch = max(call.values["positions"].shape[-2] for call in calls)
+        parts = [call.values["positions"] for call in calls]
+        parts = [np.broadcast_to(x, (*x.shape[:-2], batch, x.shape[-1])) for x in parts]
+        yield "positions", np.concatenate(parts, axis=-1)
+    if in_all("attn_weights"):
+        yield "attn_weights", _placed(calls, "attn_weights", total, 0)
+    if all("mask" in call.values or call.values["input"].shape[1] == 1 for call in calls) and in_all("q"):
+        yield "mask", _placed(calls, "mask", total, True)
+
+
+def _placed(calls: list[TappedCall], name: str, total: int, fill: float) -> np.ndarray:
+    """What calls have of queries and keys, in one array; `fill` of keys that a call did not have."""
+    first = calls[0].values
+    batch, heads = first["q" if "q" in first else name].shape[:2]
+    dtype = np.dtype(bool) if name == "mask" else first[name].dtype
+    found = np.full((batch, heads, total, total), fill, dtype)
+    for call in calls:
+        start = call.past or 0
+        stop = start + call.values["input"].shape[1]
+        x = call.values.get(name)
+        if x is None:  # one token without a mask, which sees all that there is
+            found[:, :, start:stop, call.first_key : stop] = False
+            continue
+        x = is_hidden(x) if name == "mask" else x
+        found[:, :, start:stop, call.first_key : stop] = x[..., : stop - call.first_key]
+    return found
+
+
+def _cache(call: TappedCall, joined: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """All keys or values that a call attended to; those that its cache has dropped are as they were."""
+    cached = call.values["cache.keys" if name == "k" else "cache.values"]
+    return np.concatenate([joined[name][:, :, : call.first_key].astype(cached.dtype), cached], axis=2)
+
+
+def _taken(name: str, x: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Some sequences and tokens of what was joined."""
+    if name == "positions":
+        x = x if x.shape[-2] == 1 else np.take(x, rows, axis=-2)
+        x = x[..., tokens]
+        return x[0] if x.ndim == 3 and len(x) == 1 else x
+    x = np.take(x[rows], tokens, axis=TOKENS.get(name, 2))
+    return np.take(x, tokens, axis=3) if name in ("attn_weights", "mask") else x

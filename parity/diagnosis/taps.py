@@ -1,0 +1,270 @@
+"""Which layer of a tapped model goes wrong, at which stage, and why: against the reference, or beside another tap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from mha_spec import AttentionSpec
+from parity.core.compare import Comparison, compare, first_difference
+from parity.core.problem import Problem
+from parity.core.stages import stage_named
+from parity.core.trace import Reference
+from parity.core.weights import check_weights
+from parity.diagnosis.diagnose import Diagnosis, diagnose
+from parity.diagnosis.replay import Replay
+from parity.diagnosis.tapped import Sequences, sequences_of
+from parity.models.specs import ModelLayer
+from parity.tapping.record import Tapped, TappedLayer
+
+
+@dataclass(frozen=True)
+class LayerVerdict:
+    """A layer alone: what it gave for what it got, against the float64 reference.
+
+    Attributes:
+        layer: `layer 17 (sliding_attention)`.
+        name: of the module.
+        index: which layer it is.
+        comparisons: of each stage that was seen.
+        diagnosis: of a layer that differs.
+        not_judged: why it was not judged; empty if it was.
+    """
+
+    layer: str
+    name: str
+    index: int
+    comparisons: list[Comparison] = field(default_factory=list)
+    diagnosis: Diagnosis | None = None
+    not_judged: str = ""
+
+    @property
+    def difference(self) -> Comparison | None:
+        """Where it goes wrong, if it does."""
+        return first_difference(self.comparisons)
+
+    @property
+    def passed(self) -> bool:
+        """Whether it was judged, and every stage is within its budget."""
+        return not self.not_judged and self.difference is None
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether it is just beyond its budget, and no mistake explains that."""
+        return self.diagnosis is not None and self.diagnosis.kind == "rounding"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them."""
+        return {
+            "layer": self.layer,
+            "name": self.name,
+            "index": self.index,
+            "passed": self.passed,
+            "not_judged": self.not_judged,
+            "comparisons": [comparison.to_dict() for comparison in self.comparisons],
+            "diagnosis": self.diagnosis.to_dict() if self.diagnosis else None,
+        }
+
+    def __str__(self) -> str:
+        difference = self.difference
+        if self.not_judged:
+            return f"{self.layer}: not judged, {self.not_judged}"
+        if difference is None:
+            return f"{self.layer}: ok"
+        told = f"\n{self.diagnosis}" if self.diagnosis else ""
+        return f"{self.layer}, stage {difference.stage}: {difference.worse_ratio:.2g} times its budget{told}"
+
+
+@dataclass(frozen=True)
+class TapVerdict:
+    """Every layer of a recording, each alone."""
+
+    layers: list[LayerVerdict]
+
+    @property
+    def wrong(self) -> list[LayerVerdict]:
+        """The layers that go wrong by themselves, those last that only round more than they should."""
+        return sorted((layer for layer in self.layers if layer.difference is not None), key=lambda x: x.is_rounding)
+
+    @property
+    def first(self) -> LayerVerdict | None:
+        """The first of them: where to begin."""
+        return next(iter(self.wrong), None)
+
+    @property
+    def passed(self) -> bool:
+        """Whether some layer was judged, and none goes wrong."""
+        return self.first is None and any(layer.passed for layer in self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them."""
+        return {"passed": self.passed, "layers": [layer.to_dict() for layer in self.layers]}
+
+    def __str__(self) -> str:
+        wrong = self.wrong
+        lines = [str(layer) for layer in self.layers if layer.not_judged]
+        lines += [str(wrong[0])] if wrong else []
+        lines += [f"and {len(wrong) - 1} more: {', '.join(layer.layer for layer in wrong[1:])}"] if wrong[1:] else []
+        judged = sum(not layer.not_judged for layer in self.layers)
+        lines += [] if wrong else [f"{judged} layers agree with the reference, each for its own input"]
+        return "\n".join(lines)
+
+
+Specs = Sequence[ModelLayer] | Mapping[int, AttentionSpec | None]
+LayerWeights = Mapping[int, Mapping[str, Any]] | Mapping[str, Mapping[str, Any]]
+
+
+def judge_tap(tapped: Tapped, specs: Specs, weights: LayerWeights, *, is_causal: bool | None = None) -> TapVerdict:
+    """Judge each layer of a recording alone, by what the float64 reference gives for the layer's own input.
+
+    Prompt and steps are joined, padding is left out. A layer that differs is diagnosed.
+
+    Args:
+        tapped: the recording.
+        specs: what each layer should be, by its index, or as `parity.specs_of` gives them.
+        weights: the canonical weights that each layer should have, by its index, or by the name of its module, as
+            models with an encoder and a decoder need it.
+        is_causal: whether tokens should not see later ones; as `specs` say when absent, else true.
+
+    Returns:
+        A verdict on each layer that was tapped, in order.
+
+    Raises:
+        TypeError, ValueError: if weights are not those of their spec, or the calls of a layer do not follow each other.
+    """
+    return TapVerdict([_judge_layer(layer, specs, weights, is_causal) for layer in tapped.layers])
+
+
+def _judge_layer(layer: TappedLayer, specs: Specs, weights: LayerWeights, is_causal: bool | None) -> LayerVerdict:
+    if isinstance(specs, Mapping):
+        known = ModelLayer(layer.index, "", specs.get(layer.index), {})
+    else:
+        known = _known(layer, specs)
+    layer = replace(layer, kind=layer.kind or known.kind)
+    verdict = LayerVerdict(layer.title, layer.name, layer.index)
+    if known.spec is None:
+        return replace(verdict, not_judged="it has no attention over keys, or no spec")
+    held = _held(layer, weights)
+    if reason := _why_not(layer, known.spec, has_weights=held is not None):
+        return replace(verdict, not_judged=reason)
+    checked = check_weights(held or {}, known.spec)
+    causal = known.is_causal if is_causal is None else is_causal
+    for sequences in sequences_of(layer):
+        if known.path and not f".{layer.name}".endswith(f".{known.path}"):
+            sequences = sequences.without("output")  # the module is a part of the layer, as of BERT's
+        problem = sequences.problem(layer, known.spec, checked, is_causal=causal)
+        is_explained = verdict.diagnosis is not None and verdict.diagnosis.kind != "unknown"
+        comparisons, diagnosis = _judge(sequences, problem, layer.module, diagnoses=not is_explained)
+        if verdict.diagnosis is not None and (diagnosis is None or diagnosis.kind == "unknown"):
+            diagnosis = verdict.diagnosis  # that of the first that differ, if none is explained
+        verdict = replace(verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis)
+    if not verdict.comparisons:
+        return replace(verdict, not_judged="nothing was seen of it but its input")
+    return verdict
+
+
+def _known(layer: TappedLayer, specs: Sequence[ModelLayer]) -> ModelLayer:
+    """What a layer should be: of several with its index that at the longest part of its name."""
+    of_index = [each for each in specs if each.index == layer.index]
+    if len(of_index) > 1:
+        of_index = sorted((each for each in of_index if _is_at(layer.name, each.path)), key=lambda x: len(x.path))
+    return of_index[-1] if of_index else ModelLayer(layer.index, "", None, {})
+
+
+def _held(layer: TappedLayer, weights: LayerWeights) -> Mapping[str, Any] | None:
+    """The weights of a layer, by its name, which may lack its beginning or its end, or by its index."""
+    found = [each for name, each in weights.items() if isinstance(name, str) and _is_at(layer.name, name)]
+    return found[0] if len(found) == 1 else dict(weights.items()).get(layer.index)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def _is_at(name: str, other: str) -> bool:
+    """Whether one name has all parts of the other, one after the other."""
+    return bool(other) and (f".{other}." in f".{name}." or f".{name}." in f".{other}.")
+
+
+def _why_not(layer: TappedLayer, spec: AttentionSpec, *, has_weights: bool) -> str:
+    if not any("output" in call.values for call in layer.calls):
+        return "it was not called"
+    if any("key_input" in call.values for call in layer.calls):
+        return "it attends to another sequence"
+    if not has_weights:
+        return "it has no weights"
+    if layer.training and (spec.dropout or spec.output_dropout):
+        return "it was called in training mode, with dropout"
+    return ""
+
+
+def _judge(
+    sequences: Sequences, problem: Problem, backend: str, *, diagnoses: bool
+) -> tuple[list[Comparison], Diagnosis | None]:
+    """The stages of some sequences, and, if that is asked, what explains what differs."""
+    reference = Reference(problem)
+    sequences = sequences.in_our_order(reference)
+    observed, stepped = sequences.stages, sequences.must_be_stepped(problem.spec)
+    if stepped:
+        observed, reference = sequences.stages_by_step, Reference(sequences.problem_by_step(problem))
+    comparisons = _compared(observed, reference, backend)
+    if first_difference(comparisons) is None or not diagnoses:
+        return comparisons, None
+    ways = [(observed, reference.problem)]
+    if len(sequences.chunks) > 1:
+        prompt = sequences.prompt
+        ways += [] if stepped else [(sequences.stages_by_step, sequences.problem_by_step(problem))]
+        ways += [(prompt.stages, prompt.problem_of_its_own(problem))]
+    return comparisons, _diagnosed(ways)
+
+
+def _diagnosed(ways: list[tuple[dict[str, np.ndarray], Problem]]) -> Diagnosis:
+    """What explains some stages: of all tokens at once, call by call, or of the prompt alone.
+
+    A wrong mask of the prompt does not show the tokens after it, as that of all tokens at once would.
+
+    What a layer does within its attention function with the right mask, as if it had a wrong one, no mistake in the
+    mask explains while the right one is among the stages; so what stays unknown is asked again without it.
+    """
+    first = None
+    for stages, problem in ways:
+        for left_out in ((), ("mask",)):
+            seen = {name: x for name, x in stages.items() if stage_named(name).quantity not in left_out}
+            if left_out and len(seen) == len(stages):
+                continue
+            with np.errstate(all="ignore"):
+                found = diagnose(seen, problem)
+            if found.kind not in ("unknown", "none"):
+                return found
+            first = first or found
+    return first or Diagnosis("none")
+
+
+def _compared(observed: Mapping[str, np.ndarray], reference: Reference, backend: str) -> list[Comparison]:
+    """Each stage against the reference: from the layer's input, and from the stages that were seen before it."""
+    problem, replay = reference.problem, Replay(reference.problem, observed, "ieee")
+    found = []
+    for stage, expected in reference.accumulated.items():
+        if stage not in observed:
+            continue
+        same = reference.same_precision(local=False)[stage]
+        comparison = compare(
+            observed[stage],
+            expected,
+            same,
+            case=problem.case.name,
+            backend=backend,
+            dtype=problem.dtype,
+            stage=stage,
+        )
+        local = comparison.ratio if stage in replay.malformed else replay.verdict(stage, ()).ratio
+        failed = not comparison.passed or local > 1.0
+        reason = comparison.reason or ("wrong for what it was made of" if local > 1.0 else "")
+        found.append(
+            replace(
+                comparison,
+                status="failed" if failed else "passed",
+                local_ratio=local,
+                reason=reason if failed else "",
+            )
+        )
+    return found

@@ -1,0 +1,171 @@
+"""One attention layer of a model of transformers, run by its own module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from parity.conversion.layouts import LAYOUTS
+from parity.models.specs import ModelLayer
+
+
+class Ran(NamedTuple):
+    """What an attention module got and gave, (B, T, d_in) and (B, T, E), float32."""
+
+    given: np.ndarray
+    output: np.ndarray
+
+
+class _Done(Exception):
+    """What ends a forward pass once the module that it is about has run."""
+
+
+class Skeleton:
+    """A model without weights, of which one attention layer at a time has some, and is run as the model runs it."""
+
+    def __init__(self, config: Any) -> None:
+        """Make it on torch's meta device.
+
+        Args:
+            config: of transformers, as `AutoConfig.from_pretrained` gives it.
+
+        Raises:
+            ValueError: if transformers has no model of it.
+        """
+        from transformers import AutoModel
+
+        with torch.device("meta"):
+            self._model = AutoModel.from_config(config, attn_implementation="eager").eval()
+
+    def run(
+        self,
+        layer: ModelLayer,
+        tensors: Mapping[str, Any],
+        x: np.ndarray,
+        *,
+        keys: np.ndarray | None = None,
+        positions: np.ndarray | None = None,
+    ) -> Ran:
+        """Run a layer's own module.
+
+        Args:
+            layer: which.
+            tensors: its weights by their names in the checkpoint.
+            x: (B, T, d_model), what the layers before it give.
+            keys: (B, S, d_kv), what the encoder gives, of a layer that attends to it.
+            positions: (3, B, T), where they are not 0, 1, …
+
+        Returns:
+            What the module got, which norms before it have changed, and what it gave.
+
+        Raises:
+            RuntimeError: if the model cannot be run so.
+        """
+        root, at = self._find(layer.path)
+        attention, given = root.get_submodule(at), {"inputs_embeds": torch.from_numpy(x), "use_cache": False}
+        given |= {"position_ids": torch.from_numpy(positions)} if positions is not None else {}
+        given |= {"encoder_hidden_states": torch.from_numpy(keys)} if keys is not None else {}
+        self._fill(root, at)
+        attention.load_state_dict({each: torch.from_numpy(value) for each, value in tensors.items()}, strict=False)
+        got: list[Tensor] = []
+        gave: list[Tensor] = []
+
+        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            got[:] = [states.detach().clone()]
+
+        def stop(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            gave[:] = [output.detach().clone()]
+            raise _Done
+
+        out = next(tensor.name for tensor in LAYOUTS[layer.layout].tensors if tensor.holds == "out")
+        hooks = [
+            attention.register_forward_pre_hook(begin, with_kwargs=True),
+            attention.get_submodule(out.rpartition(".")[0]).register_forward_hook(stop),
+        ]
+        error: Exception | None = None
+        try:
+            for as_tuple in (False, True):  # what layers give depends on the family
+                with _passed_through(root, at, as_tuple=as_tuple), torch.no_grad():
+                    try:
+                        root(**given)
+                    except _Done:
+                        if got[0].shape == x.shape:
+                            return Ran(got[0].numpy(), gave[0].reshape(*x.shape[:-1], -1).numpy())
+                    except Exception as wrong:
+                        error = wrong
+        finally:
+            for hook in hooks:
+                hook.remove()
+            attention.to("meta")
+        raise RuntimeError(f"transformers must run {layer.path} by itself: {error or 'it was not called'}") from error
+
+    def _find(self, path: str) -> tuple[nn.Module, str]:
+        """The part of the model that has a layer and takes embeddings, the smallest one; and the layer's path there."""
+        found = [name for name, _ in self._model.named_modules() if f".{name}".endswith(f".{path}")]
+        if not found:
+            raise RuntimeError(f"transformers must have a module {path}, and {type(self._model).__name__} has none")
+        words = found[0].split(".")
+        for count in range(len(words) - 1, -1, -1):
+            root = self._model.get_submodule(".".join(words[:count]))
+            if "inputs_embeds" in inspect.signature(root.forward).parameters:
+                return root, ".".join(words[count:])
+        raise RuntimeError(f"transformers must run {path} on embeddings, and {type(self._model).__name__} takes none")
+
+    def _fill(self, root: nn.Module, at: str) -> None:
+        """Give memory to what runs before an attention module is done: all but embeddings of words and other layers."""
+        layers, block = _layers_and_block(at)
+        embeddings = self._model.get_input_embeddings()
+        has_come = False
+        for name, module in root.named_modules():
+            is_inside = f"{name}.".startswith(f"{at}.")
+            is_before = "norm" in type(module).__name__.lower() or is_inside or not has_come
+            has_come |= is_inside
+            is_needed = is_before if f"{name}.".startswith(f"{block}.") else not f"{name}.".startswith(f"{layers}.")
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            if is_needed and module is not embeddings and any(each.is_meta for each in own):
+                module.to_empty(device="cpu", recurse=False)
+                self._model._init_weights(module)
+
+
+def _layers_and_block(at: str) -> tuple[str, str]:
+    """Where all layers lie, and the one that an attention module is in: its path up to its number, and with it."""
+    words = at.split(".")
+    number = next(index for index, word in enumerate(words) if word.isdigit())
+    return ".".join(words[:number]), ".".join(words[: number + 1])
+
+
+class _Passes(nn.Module):
+    """A layer that gives what it gets."""
+
+    def __init__(self, layer: nn.Module, *, as_tuple: bool) -> None:
+        super().__init__()
+        self.as_tuple = as_tuple
+        for name in ("attention_type", "layer_type", "is_sliding", "layer_idx"):
+            if hasattr(layer, name):
+                setattr(self, name, getattr(layer, name))
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor]:
+        """The same."""
+        return (hidden_states,) if self.as_tuple else hidden_states
+
+
+@contextmanager
+def _passed_through(root: nn.Module, at: str, *, as_tuple: bool) -> Iterator[None]:
+    """The layers before that of an attention module give what they get."""
+    path, block = _layers_and_block(at)
+    layers: Any = root.get_submodule(path)
+    before = list(layers[: int(block.rpartition(".")[2])])
+    for index, layer in enumerate(before):
+        layers[index] = _Passes(layer, as_tuple=as_tuple)
+    try:
+        yield
+    finally:
+        for index, layer in enumerate(before):
+            layers[index] = layer

@@ -1,0 +1,41 @@
+"""What was found in recordings of live models, on a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from parity.diagnosis.tap_pairs import STAGES, TapDifference
+from parity.diagnosis.taps import TapVerdict
+from parity.reporting.console import begin_table
+
+
+def print_verdict(verdict: TapVerdict, name: str, out: Console) -> None:
+    """Print which layer goes wrong, and why.
+
+    Args:
+        verdict: on a recording.
+        name: what to call it, if there are several.
+        out: where to.
+    """
+    if name:
+        out.print(Text(name, style="bold"), soft_wrap=True)
+    out.print(Text(str(verdict), style="bold green" if verdict.passed else "red"), soft_wrap=True)
+
+
+def print_difference(difference: TapDifference, out: Console, *, with_table: bool) -> None:
+    """Print how far apart two recordings are, layer by layer, and which layer explains it."""
+    if with_table and out.width >= 80:
+        table = begin_table(out, "How far apart, as a share of the first (root mean square)")
+        stages = [each for each in ("input", *STAGES) if any(each in layer.errors for layer in difference.layers)]
+        table.add_column("layer", no_wrap=True)
+        for stage in stages:
+            table.add_column(stage, justify="right", no_wrap=True)
+        for layer in difference.layers:
+            numbers = (f"{layer.errors[stage]:.0e}" if stage in layer.errors else "—" for stage in stages)
+            table.add_row(layer.layer, *numbers, style="red" if layer.is_culprit else "")
+        out.print(table)
+    elif with_table:  # no room for columns
+        for layer in difference.layers:
+            out.print(Text(str(layer), style="red" if layer.is_culprit else "", overflow="fold"))
+    out.print(Text(str(difference), style="bold green" if difference.agrees else "red"), soft_wrap=True)

@@ -1,0 +1,165 @@
+"""The layers of a model -> results: each layer's real weights through every backend, and through its own module."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mha_spec import AttentionSpec
+from parity.conversion.layers import Layer, open_layers
+from parity.core import reference
+from parity.core.cases import Case
+from parity.core.compare import SAME_PRECISION, compare
+from parity.core.problem import make_problem
+from parity.core.stages import run_steps
+from parity.core.weights import Weights
+from parity.running.report import Report, SkippedCase
+from parity.running.run import OnJudged, run_cases
+
+if TYPE_CHECKING:
+    from parity.foreign.transformers import Skeleton
+
+AGAINST = ("transformers",)
+"""Libraries whose own modules run beside the backends."""
+
+
+def cases_of(name: str, spec: AttentionSpec, *, is_causal: bool | None = None) -> list[Case]:
+    """What a layer of a file is tried on: across, causal and cached, or all keys seen; all of these where nobody says.
+
+    Args:
+        name: what the names of the cases begin with.
+        spec: the layer.
+        is_causal: whether no token sees a later one; None where it is not known.
+    """
+    if spec.d_kv != spec.d_in:
+        return [Case(f"{name}-cross", spec, "queries over keys of another width", seq_len=6, seq_len_k=9)]
+    full = Case(f"{name}-full", spec, "every token sees every token", seq_len=9)
+    causal = [
+        Case(f"{name}-causal", spec, "no token sees a later one", seq_len=9, is_causal=True),
+        Case(f"{name}-decode", spec, "a prompt, then token by token", seq_len=7, chunks=(5, 1, 1), capacity=8),
+    ]
+    return [full] * (is_causal is not True) + causal * (is_causal is not False)
+
+
+def run_model(
+    path: str | os.PathLike[str],
+    backends: Sequence[str] | None = None,
+    dtypes: Sequence[str] = ("float32",),
+    *,
+    layers: Collection[int] | None = None,
+    against: str | None = None,
+    with_gradients: bool = False,
+    on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
+    on_judged: OnJudged = lambda trace, reference, comparisons: None,
+    **about: Any,
+) -> Report:
+    """Run the attention layers of a model on backends, each with its own weights, and judge every stage.
+
+    Memory holds the weights of one layer at a time.
+
+    Args:
+        path: of a folder with a config.json and weights, or of a file of weights.
+        backends, dtypes, with_gradients, on_case, on_judged: as `run_cases` takes them.
+        layers: the numbers of some; all when absent.
+        against: `transformers`, to judge the output of the library's own module, too, in float32.
+        about: layout, prefix, num_heads, num_kv_heads, head_dim, rope, spec, as `load` takes them.
+
+    Returns:
+        The report of all layers. The cases are named after layers: `layer-17-decode`.
+
+    Raises:
+        ModuleNotFoundError, OSError, ValueError: as `run_cases` and `load`, or if there is no layer of a number.
+    """
+    if against not in (None, *AGAINST):
+        raise ValueError(f"against must be one of {', '.join(AGAINST)}, got against={against!r}")
+    report: Report | None = None
+    with open_layers(path, about.pop("layout", None), prefix=about.pop("prefix", None), **about) as found:
+        names = names_of(found)
+        chosen = [layer for layer in found if layers is None or number_of(layer) in layers]
+        if missing := sorted(set(layers or ()) - {number_of(layer) for layer in chosen}):
+            numbers = sorted({number_of(layer) for layer in found})
+            raise ValueError(f"layers must be among {numbers}, got {missing}")
+        skeleton = _skeleton(path) if against else None
+        for layer in chosen:
+            weights, spec = layer.load()
+            is_causal = None if layer.model is None else layer.model.is_causal
+            cases = cases_of(names[layer.label], spec, is_causal=is_causal)
+            told = {"with_gradients": with_gradients, "weights": weights, "on_case": on_case, "on_judged": on_judged}
+            one = run_cases(cases, backends, dtypes, **told)
+            if skeleton is not None:
+                one = _with_own_module(one, layer, cases[0], weights, skeleton)
+            report = one if report is None else _joined(report, one)
+    if report is None:
+        raise ValueError(f"there must be an attention layer to run, got none in {path}")
+    return report
+
+
+def number_of(layer: Layer) -> int:
+    """Which layer of its model it is."""
+    if layer.model is not None:
+        return layer.model.index
+    return layer.place[-1] if layer.place else 0
+
+
+def names_of(layers: Sequence[Layer]) -> dict[str, str]:
+    """What cases of layers are called, by the layers' labels: by their numbers, where these differ."""
+    numbers = [number_of(layer) for layer in layers]
+    if len(set(numbers)) == len(numbers):
+        return {layer.label: f"layer-{number}" for layer, number in zip(layers, numbers, strict=True)}
+    return {layer.label: layer.label for layer in layers}
+
+
+def _joined(one: Report, other: Report) -> Report:
+    """Both reports as one."""
+    return replace(
+        one,
+        comparisons=one.comparisons + other.comparisons,
+        warnings=list(dict.fromkeys(one.warnings + other.warnings)),
+        skipped_cases=one.skipped_cases + other.skipped_cases,
+        diagnoses={**one.diagnoses, **other.diagnoses},
+    )
+
+
+# ---- The model's own module ------------------------------------------------------------------------------------------
+
+
+def _skeleton(path: str | os.PathLike[str]) -> Skeleton:
+    from transformers import AutoConfig
+
+    from parity.foreign.transformers import Skeleton
+
+    folder = os.fspath(path) if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
+    return Skeleton(AutoConfig.from_pretrained(folder, local_files_only=True))
+
+
+def _with_own_module(report: Report, layer: Layer, case: Case, weights: Weights, skeleton: Skeleton) -> Report:
+    """The report with the verdict on the output of the library's own module, or why there is none."""
+    if layer.model is None:
+        return _skipped(report, case, "its configuration does not say which module it is")
+    problem = make_problem(case, "float32", weights)
+    positions = case.positions() if _has_sections(case.spec) else None
+    try:
+        keys = problem.inputs.get("key")
+        ran = skeleton.run(layer.model, layer.tensors(), problem.inputs["query"], keys=keys, positions=positions)
+    except RuntimeError as error:
+        return _skipped(report, case, str(error))
+    problem = replace(problem, inputs={**problem.inputs, "query": ran.given})
+    expected = run_steps(reference.steps(problem, "float64"))["output"]
+    same = run_steps(reference.steps(problem, SAME_PRECISION["float32"]))["output"]
+    verdict = compare(
+        ran.output, expected, same, case=case.name, backend="transformers", dtype="float32", stage="output"
+    )
+    return replace(report, comparisons=[*report.comparisons, replace(verdict, library="transformers")])
+
+
+def _has_sections(spec: AttentionSpec) -> bool:
+    """Whether tokens have positions on several axes."""
+    return spec.rope is not None and bool(spec.rope.sections)
+
+
+def _skipped(report: Report, case: Case, reason: str) -> Report:
+    """The report, which says that the library's own module was not run."""
+    skipped = SkippedCase(case.name, "float32", "transformers", reason)
+    return replace(report, skipped_cases=[*report.skipped_cases, skipped])

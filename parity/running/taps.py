@@ -1,0 +1,60 @@
+"""Recordings of live models as a report: a layer is what a case is elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from parity.conversion.layers import open_layers
+from parity.core.weights import Weights
+from parity.diagnosis.taps import TapVerdict, judge_tap
+from parity.models.config import read_config
+from parity.models.specs import ModelLayer, known_parts, specs_of
+from parity.running.report import Report, SkippedCase
+from parity.tapping.record import load_tap
+
+
+def compare_with(weights: str | os.PathLike[str], paths: Sequence[str]) -> dict[str, TapVerdict]:
+    """Judge recordings, each by itself, by the model that they should be of.
+
+    Args:
+        weights: the folder of that model.
+        paths: of the files that `Tapped.save` wrote.
+
+    Raises:
+        OSError: if a file cannot be read.
+        ValueError: if it is not what it should be.
+    """
+    specs, held = layers_in(weights)
+    return {path: judge_tap(load_tap(path), specs, held) for path in paths}
+
+
+def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[str, Weights]]:
+    """The specification of each layer of a model, and the weights of those with attention, by their names there.
+
+    Args:
+        folder: of a model of Hugging Face whose family is known, its config.json and its weights.
+
+    Raises:
+        OSError: if the folder cannot be read.
+        ValueError: if its family is not known, or its layers cannot be told.
+    """
+    config = read_config(folder)
+    specs = [layer for part in known_parts(config) or [config] for layer in specs_of(part)]
+    with open_layers(folder) as layers:
+        return specs, {layer.label: layer.load()[0] for layer in layers}
+
+
+def report_of(verdicts: Mapping[str, TapVerdict]) -> Report:
+    """A report of recordings that were judged by the reference, by the names that it shall have for them."""
+    layers = dict.fromkeys(layer.layer for verdict in verdicts.values() for layer in verdict.layers)
+    report = Report([], {}, {}, layers=tuple(layers))
+    for name, verdict in verdicts.items():
+        for layer in verdict.layers:
+            report.comparisons.extend(replace(comparison, backend=name) for comparison in layer.comparisons)
+            if layer.not_judged:
+                report.skipped_cases.append(SkippedCase(layer.layer, "", name, f"{layer.layer}: {layer.not_judged}"))
+            elif layer.diagnosis is not None:
+                report.diagnoses[layer.layer, layer.comparisons[0].dtype, name] = layer.diagnosis
+    return report

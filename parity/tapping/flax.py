@@ -1,0 +1,264 @@
+"""What attention layers of a Flax model get and give: calls of nnx modules and of linen's are intercepted."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+from flax import linen, nnx
+
+from parity.core.arrays import to_numpy
+from parity.tapping.record import Tapped, TappedCall, TappedLayer, chosen
+
+HEADS = {"query": "q", "key": "k", "value": "v", "query_ln": "q", "key_ln": "k"}
+"""What the parts of Flax's attention layers are called that give heads (B, T, N, H); the later counts."""
+
+ATTENTION = "Attention"
+
+
+@contextmanager
+def tap_flax(model: Any, patterns: tuple[str, ...] | None) -> Iterator[Tapped]:
+    """Record the attention layers of a Flax model: see `parity.tap`."""
+    tapped = Tapped([], {}, type(model).__name__)
+    with ExitStack() as stack:
+        _listen_to_sow(stack)
+        if isinstance(model, nnx.Module):
+            _tap_nnx(model, patterns, tapped, stack)
+            yield tapped
+            return
+        tap = _LinenTap(patterns, tapped)
+        stack.enter_context(linen.intercept_methods(tap.intercept))
+        yield tapped
+        tap.finish()
+
+
+class _Listener:
+    """What one layer gets and gives, put together while a call lasts."""
+
+    def __init__(self, layer: TappedLayer, module: Any) -> None:
+        self.layer, self.module = layer, module
+        self.values: dict[str, np.ndarray] = {}
+        self.past: int | None = 0
+
+    def around(self, module: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the layer, and record what it gets and gives."""
+        self._called(module, function, args, kwargs)
+        _OPEN.append(self)
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            _OPEN.remove(self)
+        first, *more = result if isinstance(result, tuple) else (result,)
+        if _is_array(first):
+            self.values["output"] = _values_of(first)
+        if _is_ours(module) and more and _is_array(more[0]):
+            self.values["attn_weights"] = _values_of(more[0])
+        self.layer.calls.append(TappedCall(self.values, self.past))
+        return result
+
+    def _called(self, module: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        told = _arguments(function, args, kwargs)
+        arrays = {name: x for name, x in told.items() if _is_array(x)}
+        name, given = next(iter(arrays.items()), ("", None))
+        self.values = {} if given is None else {"input": _values_of(given)}
+        other = next((arrays[each] for each in ("inputs_k", "inputs_kv", "key") if each in arrays), None)
+        if other is not None and other is not given and _differ(other, given):
+            self.values["key_input"] = _values_of(other)
+        if _is_array(positions := told.get("positions")) and name != "positions":
+            self.values["positions"] = _values_of(positions)
+        mask: Any = told.get("mask")
+        if _is_array(mask) and mask.ndim == 4 and type(module).__module__.startswith(("mha_jax.", "flax.")):
+            shows = _values_of(mask).astype(bool)  # Flax's may be numbers
+            self.values["mask"] = shows if _is_ours(module) else ~shows
+        self.past = _cached(module, told)
+
+    def part_called(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """A part of the layer was called."""
+        if name in HEADS and _is_array(result) and result.ndim == 4:
+            self.values[HEADS[name]] = _values_of(result).swapaxes(1, 2)
+        elif name == "out" and args and _is_array(args[0]) and args[0].ndim == 4:
+            self.values["context"] = _values_of(args[0]).swapaxes(1, 2)
+
+    def sown(self, name: str, value: Any) -> None:
+        """The layer has sown a value."""
+        if _is_array(value):
+            self.values["attn_weights" if name == "attention_weights" else f"sown.{name}"] = _values_of(value)
+
+
+_OPEN: list[_Listener] = []
+"""The layers that are being called, the innermost last."""
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether arrays hold different values."""
+    return one.shape != other.shape or not np.array_equal(_values_of(one), _values_of(other))
+
+
+def _values_of(x: Any) -> np.ndarray:
+    if any(kind.__name__ == "Tracer" for kind in type(x).__mro__):
+        raise TypeError("model must not be compiled while it is tapped, got a tracer: call it under jax.disable_jit()")
+    return to_numpy(x).copy()
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "ndim") and hasattr(x, "dtype") and hasattr(x, "shape")
+
+
+def _is_ours(module: Any) -> bool:
+    return type(module).__module__.startswith("mha_jax.")
+
+
+def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    try:
+        bound = inspect.signature(function).bind_partial(*args, **kwargs)
+    except (TypeError, ValueError):
+        return {**{str(place): x for place, x in enumerate(args)}, **kwargs}
+    return {**bound.arguments, **bound.arguments.get("kwargs", {})}
+
+
+def _cached(module: Any, told: dict[str, Any]) -> int | None:
+    """How many tokens were cached before a call; None where sequences differ, or that cannot be told."""
+    lengths = getattr(told.get("cache"), "lengths", None)
+    if lengths is not None:
+        found = set(_values_of(lengths).tolist())
+        return int(found.pop()) if len(found) == 1 else None
+    if not (told.get("decode") or getattr(module, "decode", None)):
+        return 0
+    if isinstance(module, nnx.Module):
+        index = getattr(module, "cache_index", None)
+        return None if index is None else int(_values_of(index[...]))
+    has_index = module.has_variable("cache", "cache_index")
+    return int(_values_of(module.get_variable("cache", "cache_index"))) if has_index else None
+
+
+def _listen_to_sow(stack: ExitStack) -> None:
+    owners: tuple[Any, ...] = (nnx.Module, linen.Module)
+    for owner in owners:
+        original = owner.sow
+
+        def sow(
+            self: Any, collection: Any, name: str, value: Any, *args: Any, original: Any = original, **kw: Any
+        ) -> Any:
+            if _OPEN and (_OPEN[-1].module is self or _OPEN[-1].module == getattr(self, "path", None)):
+                _OPEN[-1].sown(name, value)
+            return original(self, collection, name, value, *args, **kw)
+
+        owner.sow = sow
+        stack.callback(setattr, owner, "sow", original)
+
+
+# ---- nnx -------------------------------------------------------------------------------------------------------------
+
+
+def _tap_nnx(model: nnx.Module, patterns: tuple[str, ...] | None, tapped: Tapped, stack: ExitStack) -> None:
+    """Put something around the calls of the classes of the layers and of their parts."""
+    modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+    inside = {name: [each for each in modules if each != name and _is_inside(each, name)] for name in modules}
+    order = list(modules)
+    names = sorted(chosen(modules, patterns, inside), key=lambda name: [_number(part) for part in name.split(".")])
+    listeners: dict[int, _Listener] = {}
+    parts: dict[int, tuple[_Listener, str]] = {}
+    for place, name in enumerate(names):
+        module = modules[name]
+        layer = TappedLayer(name, place, type(module).__name__)
+        tapped.layers.append(layer)
+        listener = listeners[id(module)] = _Listener(layer, module)
+        for part in (*HEADS, "out"):
+            child = getattr(module, part, None)
+            if isinstance(child, nnx.Module):
+                parts[id(child)] = (listener, part)
+    held = [modules[name] for name in order]
+    classes = {type(module) for module in held if id(module) in listeners or id(module) in parts}
+    for owner in classes:
+        _around_class(owner, listeners, parts, stack)
+
+
+def _number(part: str) -> tuple[int, str]:
+    return (int(part), "") if part.isdigit() else (-1, part)
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return not other or name.startswith(f"{other}.")
+
+
+def _around_class(
+    owner: Any, listeners: dict[int, _Listener], parts: dict[int, tuple[_Listener, str]], stack: ExitStack
+) -> None:
+    original, is_own = owner.__call__, "__call__" in vars(owner)
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(self) in listeners:
+            return listeners[id(self)].around(self, functools.partial(original, self), args, kwargs)
+        result = original(self, *args, **kwargs)
+        if id(self) in parts:
+            listener, name = parts[id(self)]
+            listener.part_called(name, args, result)
+        return result
+
+    owner.__call__ = call
+
+    def put_back() -> None:
+        if is_own:
+            owner.__call__ = original
+        else:
+            del owner.__call__
+
+    stack.callback(put_back)
+
+
+# ---- linen -----------------------------------------------------------------------------------------------------------
+
+
+class _LinenTap:
+    """Layers of linen modules, which are known as they are called."""
+
+    def __init__(self, patterns: tuple[str, ...] | None, tapped: Tapped) -> None:
+        self.patterns, self.tapped = patterns, tapped
+        self.listeners: dict[tuple[str, ...], _Listener] = {}
+        self.fitting: set[str] = set()
+
+    def intercept(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
+        """Stands around every method of a linen module."""
+        module = context.module
+        if context.method_name != "__call__" or module.is_initializing():
+            return call(*args, **kwargs)
+        path = tuple(module.path)
+        if self._is_chosen("/".join(path), type(module).__name__):
+            if path not in self.listeners:
+                layer = TappedLayer("/".join(path), len(self.listeners), type(module).__name__)
+                self.listeners[path] = _Listener(layer, path)
+            function = functools.wraps(functools.partial(type(module).__call__, module))(call)
+            return self.listeners[path].around(module, function, args, kwargs)
+        result = call(*args, **kwargs)
+        if path and path[:-1] in self.listeners and _OPEN and _OPEN[-1] is self.listeners[path[:-1]]:
+            _OPEN[-1].part_called(path[-1], args, result)
+        return result
+
+    def _is_chosen(self, name: str, kind: str) -> bool:
+        if self.patterns is None:
+            return ATTENTION in kind
+        found = {each for each in self.patterns if fnmatchcase(name, each) or fnmatchcase(kind, each)}
+        self.fitting |= found
+        return bool(found)
+
+    def finish(self) -> None:
+        """Keep the innermost layers, in the order of their first calls.
+
+        Raises:
+            ValueError: if a pattern fitted no module that was called.
+        """
+        if missing := [each for each in self.patterns or () if each not in self.fitting]:
+            raise ValueError(f"layers must be names of modules or classes that are called, got {missing}")
+        paths = list(self.listeners)
+        if self.patterns is None:
+            paths = [path for path in paths if not any(each != path and each[: len(path)] == path for each in paths)]
+        for place, path in enumerate(paths):
+            layer = self.listeners[path].layer
+            layer.index = place
+            self.tapped.layers.append(layer)

@@ -1,0 +1,189 @@
+"""A recording: what attention layers got and gave, call by call; and its file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from parity.core.weights import FORMAT, load_tensors, save_tensors
+from parity.files.tensor_file import parse_json
+
+VALUES = {
+    "input": ("B", "T", "d_in"),
+    "key_input": ("B", "S", "d_kv"),
+    "positions": ("B", "T"),
+    "is_real": ("B", "T"),
+    "mask": ("B", "N", "T", "S"),
+    "q": ("B", "N", "T", "H"),
+    "k": ("B", "K", "T", "H"),
+    "v": ("B", "K", "T", "H"),
+    "cache.keys": ("B", "K", "S", "H"),
+    "cache.values": ("B", "K", "S", "H"),
+    "attn_weights": ("B", "N", "T", "S"),
+    "context": ("B", "N", "T", "H"),
+    "output": ("B", "T", "E"),
+}
+"""What a call may hold, with the axes of each, in the model's own dtypes.
+
+`positions` may have an axis more before these, for rows and columns. `is_real` is False of padding, where the model was
+told of some; of tokens that see nothing, where it was given a whole mask instead. `mask` is what the attention function
+got: True where a key is hidden, or numbers added to the scores. `k` and `v` are those of the call's own tokens.
+`cache.keys` and `cache.values` are all that the attention function got, and are there only if they are not the keys and
+values of the calls so far. Outputs of projections go by `projections.<name>`, where no attention function was seen.
+"""
+
+
+@dataclass(frozen=True)
+class TappedCall:
+    """One call of a layer.
+
+    Attributes:
+        values: what was seen, by the names of `VALUES`.
+        past: how many tokens were cached before; None where that cannot be told.
+        first_key: which of all tokens the first key is that the call attended to: a cache of a window drops others.
+    """
+
+    values: dict[str, np.ndarray]
+    past: int | None = None
+    first_key: int = 0
+
+
+@dataclass
+class TappedLayer:
+    """The calls of one attention layer.
+
+    Attributes:
+        name: of the module, as its model has it.
+        index: which of the model's layers it is, by itself, or by its place among those tapped.
+        module: name of its class.
+        kind: what the model's configuration calls it: `sliding_attention`, …; empty if it says nothing.
+        is_causal: whether it says of itself that no token sees a later one; None if it says nothing.
+        training: whether it was called in training mode.
+        calls: in order.
+    """
+
+    name: str
+    index: int
+    module: str
+    kind: str = ""
+    is_causal: bool | None = None
+    training: bool = False
+    calls: list[TappedCall] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """What reports call it: `layer 17 (sliding_attention)`."""
+        return f"layer {self.index}" + (f" ({self.kind})" if self.kind else "")
+
+
+@dataclass
+class Tapped:
+    """What attention layers of a model got and gave.
+
+    Attributes:
+        layers: those that were tapped, in the model's order.
+        config: the model's configuration, as transformers has it and JSON can say it; empty if there is none.
+        model: name of its class.
+    """
+
+    layers: list[TappedLayer]
+    config: dict[str, Any] = field(default_factory=dict)
+    model: str = ""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the recording to a safetensors file, whole or not at all.
+
+        Raises:
+            OSError: if it cannot be written.
+            ValueError: if the path is one that `save_tensors` refuses.
+        """
+        layers, tensors = [], {}
+        for place, layer in enumerate(self.layers):
+            told = {name: value for name, value in vars(layer).items() if name != "calls"}
+            calls = [{"past": call.past, "first_key": call.first_key} for call in layer.calls]
+            layers.append({**told, "calls": calls})
+            for number, call in enumerate(layer.calls):
+                tensors |= {f"{place}/{number}/{name}": value for name, value in call.values.items()}
+        told = {"layers": layers, "config": self.config, "model": self.model}
+        metadata = {"format": FORMAT, "kind": "tap", "tap": json.dumps(told, sort_keys=True)}
+        save_tensors(path, tensors, metadata)
+
+
+def load_tap(path: str | os.PathLike[str]) -> Tapped:
+    """Read a recording that `Tapped.save` wrote.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is no recording.
+    """
+    tensors, metadata = load_tensors(path)
+    if metadata.get("kind") != "tap" or metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} must be a recording of parity.tap in format {FORMAT}, got {sorted(metadata)}")
+    try:
+        told = parse_json(metadata["tap"].encode())
+        tapped = Tapped([_read_layer(each) for each in told["layers"]], told["config"], told["model"])
+        for key, value in tensors.items():
+            place, number, name = key.split("/", 2)
+            tapped.layers[int(place)].calls[int(number)].values[name] = value
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must hold its layers and calls as they were written, got {error!r}") from None
+    return tapped
+
+
+def _read_layer(told: Mapping[str, Any]) -> TappedLayer:
+    calls = [TappedCall({}, call["past"], call["first_key"]) for call in told["calls"]]
+    return TappedLayer(**{**told, "calls": calls})
+
+
+def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None, inside: Mapping[str, list[str]]) -> list[str]:
+    """The names of the modules to tap.
+
+    Args:
+        modules: the model's, by name.
+        patterns: names of modules or classes, with `*`; those of attention when absent.
+        inside: the names of the modules in each.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    classes = {name: type(module).__name__ for name, module in modules.items()}
+    attention = [name for name in modules if "Attention" in classes[name]]
+    innermost = [name for name in attention if not any("Attention" in classes[each] for each in inside[name])]
+    if patterns is None:
+        found = innermost
+    else:
+        fits = {
+            pattern: [name for name in modules if fnmatchcase(name, pattern) or fnmatchcase(classes[name], pattern)]
+            for pattern in patterns
+        }
+        if missing := [pattern for pattern, names in fits.items() if not names]:
+            raise ValueError(
+                f"layers must be names of modules or classes of the model, such as {innermost[:3]}, got {missing}"
+            )
+        found = [name for name in modules if any(name in names for names in fits.values())]
+    if not found:
+        raise ValueError("model must have modules whose class is named …Attention…, or layers must name some")
+    return found
+
+
+def is_hidden(mask: np.ndarray) -> np.ndarray:
+    """Where a mask hides a key: itself, or where what it adds to the scores is near the lowest number of its dtype."""
+    if mask.dtype == np.bool_:
+        return mask
+    lowest = float(ml_dtypes.finfo(mask.dtype).min)
+    return mask.astype(np.float64) <= 0.5 * lowest
+
+
+def kinds_of(config: Mapping[str, Any]) -> list[str]:
+    """What a configuration calls each layer; nothing if it does not."""
+    for part in (config, *(value for value in config.values() if isinstance(value, Mapping))):
+        if isinstance(part.get("layer_types"), list | tuple):
+            return [str(kind) for kind in part["layer_types"]]
+    return []

@@ -1,0 +1,343 @@
+"""What attention layers of a torch model get and give: hooks on modules, and on two functions of transformers.
+
+The attention function is seen where layers ask for it, `AttentionInterface.get_interface`, which gives all of them,
+eager ones too, that stand in no table. So the model's configuration, by which masks are made, stays as it is. New keys
+and values are seen where they are cached, `Cache.update`: the attention function may get others.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from parity.core.arrays import to_numpy
+from parity.tapping.record import Tapped, TappedCall, TappedLayer, chosen, is_hidden, kinds_of
+
+POSITIONS = ("position_ids", "positions")
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
+KEY_INPUTS = ("key_value_states", "encoder_hidden_states", "key")
+"""What the parameters of attention layers are called, whose first tensor is the input."""
+
+
+@contextmanager
+def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None) -> Iterator[Tapped]:
+    """Record the attention layers of a torch model: see `parity.tap`."""
+    modules = dict(model.named_modules())
+    if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl for each in modules.values()):
+        raise ValueError("model must not be compiled, for hooks do not see what a compiled one computes")
+    inside = {name: [each for each in modules if each != name and _is_inside(each, name)] for name in modules}
+    names = chosen(modules, patterns, inside)
+    config: Any = getattr(model, "config", None)
+    told = json.loads(json.dumps(config.to_dict(), default=str)) if hasattr(config, "to_dict") else {}
+    kinds = kinds_of(told)
+    tapped = Tapped([], told, type(model).__name__)
+    with ExitStack() as stack:
+        model_state = _ModelState()
+        for module in modules.values():
+            model_state.listen(module, stack)
+        listeners: dict[nn.Module, _Listener] = {}
+        for place, name in enumerate(names):
+            module = modules[name]
+            index = getattr(module, "layer_idx", None)
+            index = index if isinstance(index, int) else place
+            kind = kinds[index] if index < len(kinds) else ""
+            is_causal = getattr(module, "is_causal", None)
+            layer = TappedLayer(
+                name,
+                index,
+                type(module).__name__,
+                kind,
+                is_causal if isinstance(is_causal, bool) else None,
+            )
+            tapped.layers.append(layer)
+            listeners[module] = _Listener(module, layer, model_state)
+            listeners[module].listen(stack)
+        stack.enter_context(_listening(listeners))
+        yield tapped
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return not other or name.startswith(f"{other}.")
+
+
+# ---- Functions of transformers ---------------------------------------------------------------------------------------
+
+_LISTENING: list[Mapping[nn.Module, _Listener]] = []
+"""Who listens to them; of each tap that is open."""
+
+_ORIGINALS: dict[str, Callable[..., Any]] = {}
+"""What the functions are while no tap is open, by name."""
+
+
+@contextmanager
+def _listening(listeners: Mapping[nn.Module, _Listener]) -> Iterator[None]:
+    """Let listeners see the calls of these functions."""
+    if "transformers.modeling_utils" not in sys.modules:  # whose models import it
+        yield
+        return
+    interface: Any = sys.modules["transformers.modeling_utils"].AttentionInterface
+    cache: Any = sys.modules["transformers.cache_utils"].Cache
+    if not _LISTENING:
+        _ORIGINALS.update(get_interface=interface.get_interface, update=cache.update)
+        interface.get_interface, cache.update = _get_interface, _update
+    _LISTENING.append(listeners)
+    try:
+        yield
+    finally:
+        _LISTENING[:] = [each for each in _LISTENING if each is not listeners]
+        if not _LISTENING:
+            interface.get_interface, cache.update = _ORIGINALS["get_interface"], _ORIGINALS["update"]
+
+
+def _get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for `AttentionInterface.get_interface` while a tap is open."""
+    function = _ORIGINALS["get_interface"](self, *args, **kwargs)
+
+    @functools.wraps(function)
+    def heard(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **keywords: Any) -> Any:
+        listening = [each[module] for each in _LISTENING if module in each]
+        mask = rest[0] if rest else keywords.get("attention_mask")
+        for listener in listening:
+            listener.function_called(query, key, value, mask)
+        result = function(module, query, key, value, *rest, **keywords)
+        for listener in listening:
+            listener.function_returned(result)
+        return result
+
+    return heard
+
+
+def _update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for `Cache.update` while a tap is open."""
+    for listeners in _LISTENING:
+        for listener in listeners.values():
+            if listener.cache is self:
+                listener.cached(key_states, value_states)
+    return _ORIGINALS["update"](self, key_states, value_states, *args, **kwargs)
+
+
+# ---- Modules ---------------------------------------------------------------------------------------------------------
+
+
+class _ModelState:
+    """What layers are not told themselves: where the tokens stand, and which are padding."""
+
+    def __init__(self) -> None:
+        self.positions: Tensor | None = None
+        self.padding: Tensor | None = None
+        self.has_other_mask = False
+
+    def listen(self, module: nn.Module, stack: ExitStack) -> None:
+        """Listen to a module, if it is one that tells."""
+        if any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__):
+            _pre_hook(module, self._model_called, stack)
+        elif "Rotary" in type(module).__name__:
+            _pre_hook(module, self._rotary_called, stack)
+
+    def _model_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = _arguments(module, args, kwargs).get("attention_mask")
+        is_padding = isinstance(mask, Tensor) and mask.ndim == 2
+        self.positions, self.padding = None, mask if is_padding else None
+        self.has_other_mask = mask is not None and not is_padding  # as with a static cache
+
+    def _rotary_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        positions = _first(_arguments(module, args, kwargs), POSITIONS)
+        if positions is not None:
+            self.positions = positions
+
+
+class _Listener:
+    """What one layer gets and gives.
+
+    A call is put together while it lasts, and is recorded when it has given its output.
+    """
+
+    def __init__(self, module: nn.Module, layer: TappedLayer, model: _ModelState) -> None:
+        self.module, self.layer, self.model = module, layer, model
+        self.values: dict[str, np.ndarray] = {}
+        self.projections: dict[str, np.ndarray] = {}
+        self.past: int | None = None
+        self.first_key = 0
+        self.cache: Any = None  # while the call lasts
+        self.adds_residual = False
+        self.seen: dict[str, np.ndarray] = {}  # keys and values of all tokens so far
+
+    def listen(self, stack: ExitStack) -> None:
+        """Hang hooks on the module and its projections, which the stack takes off."""
+        if isinstance(self.module, nn.MultiheadAttention):
+            _around_forward(self.module, self._called, self._returned, stack)  # with hooks it computes otherwise
+            return
+        _pre_hook(self.module, self._called, stack)
+        handle = self.module.register_forward_hook(self._returned, with_kwargs=True)
+        stack.callback(handle.remove)
+        for name, child in self.module.named_children():
+            weight = getattr(child, "weight", None)
+            if isinstance(weight, Tensor) and weight.ndim == 2:
+                handle = child.register_forward_hook(functools.partial(self._projected, name))
+                stack.callback(handle.remove)
+
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            raise RuntimeError("model must not be compiled while it is tapped: pass disable_compile=True to generate")
+        told = _arguments(module, args, kwargs)
+        name, given = next(((name, each) for name, each in told.items() if isinstance(each, Tensor)), ("", None))
+        self.values, self.projections, self.first_key = {}, {}, 0
+        self.layer.training = self.layer.training or module.training
+        if given is None:
+            return
+        self.values["input"] = x = self._batched(given)
+        other = _first({each: told[each] for each in told if each != name}, KEY_INPUTS)
+        if other is not None and other is not given:
+            self.values["key_input"] = self._batched(other)
+        self.adds_residual = told.get("residual") is not None
+        self.cache = _first_given(told, CACHES)
+        self.past = _cached(self.cache, self.layer.index)
+        length = x.shape[-2] if x.ndim > 1 else 0
+        own = _first(told, POSITIONS)
+        positions = self.model.positions if own is None else own
+        if positions is not None and positions.ndim > 1 and positions.shape[-1] == length:
+            self.values["positions"] = to_numpy(positions)
+        padding = self.model.padding
+        if padding is not None and padding.shape == (x.shape[0], (self.past or 0) + length):
+            is_real = to_numpy(padding[:, padding.shape[1] - length :]).astype(bool)
+            if not is_real.all():
+                self.values["is_real"] = is_real
+
+    def _batched(self, x: Tensor) -> np.ndarray:
+        is_batched = x.ndim != 3 or getattr(self.module, "batch_first", True)
+        return to_numpy(x if is_batched else x.transpose(0, 1))
+
+    def function_called(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> None:
+        """The attention function is given heads."""
+        self.values["q"] = to_numpy(query)
+        if isinstance(mask, Tensor):
+            self.values["mask"] = to_numpy(~mask if mask.dtype == torch.bool else mask)
+            if self.model.has_other_mask:
+                sees = (~is_hidden(self.values["mask"])).any(axis=(1, 3))
+                shape = (query.shape[0], query.shape[2])
+                self.values |= {} if sees.all() else {"is_real": np.broadcast_to(sees, shape).copy()}
+        length, past = query.shape[-2], self.past or 0
+        if "key_input" in self.values or key.ndim != 4 or key.shape[2] < length:
+            self.values |= {"k": to_numpy(key), "v": to_numpy(value)}
+            return
+        all_keys = past + length
+        self.first_key = first = max(0, all_keys - key.shape[2])
+        for name, part, x in (("k", "keys", key), ("v", "values", value)):
+            tokens = to_numpy(x[:, :, : all_keys - first])  # a static cache has slots that hold nothing yet
+            new = self.values.get(name)
+            if new is None or (*new.shape[:2], new.shape[3]) != (*x.shape[:2], x.shape[3]):  # or latents are cached
+                new = self.values[name] = tokens[:, :, past - first :].copy()  # a view would hold all of them
+            seen = np.concatenate([self.seen[name][:, :, :past], new], axis=2) if past and name in self.seen else new
+            if not _is_same(seen[:, :, -tokens.shape[2] :], tokens):
+                self.values[f"cache.{part}"] = tokens
+            self.seen[name] = seen
+
+    def cached(self, key: Tensor, value: Tensor) -> None:
+        """New keys and values are put into the cache."""
+        if "input" in self.values and key.ndim == 4 and key.shape[2] == self.values["input"].shape[1]:
+            self.values |= {"k": to_numpy(key), "v": to_numpy(value)}
+
+    def function_returned(self, result: Any) -> None:
+        """The attention function gives its context (B, T, N, H) and, perhaps, its weights."""
+        context, *more = result if isinstance(result, tuple) else (result,)
+        if isinstance(context, Tensor) and context.ndim == 4:
+            self.values["context"] = to_numpy(context.transpose(1, 2))
+        if more and isinstance(more[0], Tensor) and more[0].ndim == 4:
+            self.values["attn_weights"] = to_numpy(more[0])
+
+    def _projected(self, name: str, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        if isinstance(result, Tensor):
+            self.projections.pop(f"projections.{name}", None)
+            self.projections[f"projections.{name}"] = to_numpy(result)
+
+    def _returned(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        first, *more = result if isinstance(result, tuple) else (result,)
+        if self.adds_residual and self.projections:  # BLOOM's adds it itself: its output is that of its last projection
+            self.values["output"] = list(self.projections.values())[-1]
+        elif isinstance(first, Tensor):
+            self.values["output"] = self._batched(first)
+        is_ours = type(module).__module__.startswith("mha_torch.")
+        if is_ours and more and isinstance(more[0], Tensor):
+            self.values["attn_weights"] = to_numpy(more[0])
+        values = self.values if "q" in self.values else {**self.values, **self.projections}
+        self.layer.calls.append(TappedCall(values, self.past, self.first_key))
+        self.values, self.projections, self.cache = {}, {}, None
+
+
+def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+def _pre_hook(module: nn.Module, hook: Callable[..., None], stack: ExitStack) -> None:
+    stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+def _around_forward(
+    module: nn.Module, called: Callable[..., None], returned: Callable[..., None], stack: ExitStack
+) -> None:
+    """As hooks before and after would, but not to be seen by the module."""
+    forward, own = module.forward, module.__dict__.get("forward")
+
+    @functools.wraps(forward)
+    def heard(*args: Any, **kwargs: Any) -> Any:
+        called(module, args, kwargs)
+        result = forward(*args, **kwargs)
+        returned(module, args, kwargs, result)
+        return result
+
+    def put_back() -> None:
+        module.__dict__.pop("forward", None)
+        if own is not None:
+            module.__dict__["forward"] = own
+
+    module.__dict__["forward"] = heard
+    stack.callback(put_back)
+
+
+def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a module is called with, by name."""
+    signature = inspect.signature(module.forward)
+    try:
+        bound = signature.bind_partial(*args, **kwargs)
+    except TypeError:  # the module itself will say so
+        return dict(kwargs)
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            found |= value
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            found |= {f"{name}{place}": each for place, each in enumerate(value)}
+        else:
+            found[name] = value
+    return found
+
+
+def _first_given(told: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((told[name] for name in names if told.get(name) is not None), None)
+
+
+def _first(told: Mapping[str, Any], names: tuple[str, ...]) -> Tensor | None:
+    """The first of the names that is a tensor."""
+    return next((told[name] for name in names if isinstance(told.get(name), Tensor)), None)
+
+
+def _cached(cache: Any, index: int) -> int | None:
+    """How many tokens a cache holds of a layer; 0 without one, None where it does not say or sequences differ."""
+    if cache is None:
+        return 0
+    if hasattr(cache, "get_seq_length"):
+        return int(cache.get_seq_length(index))
+    lengths = getattr(cache, "lengths", None)
+    if isinstance(lengths, Tensor) and lengths.numel() and bool((lengths == lengths[0]).all()):
+        return int(lengths[0])
+    return None

@@ -1,0 +1,359 @@
+"""Whole folders, as transformers saves them: layers are found, read, run and converted by their config.json alone.
+
+Nothing is downloaded: models are tiny and have random weights.
+"""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import SIBLINGS
+from released import check_near
+from released_models import SMALL, Model, draw, run_released
+from safetensors.numpy import load_file
+from test_models import older
+from test_models_whole import MODELS
+
+from parity import convert_file, from_transformers, load_into, run_model, specs_of
+from parity.cli.main import main
+from parity.conversion.layers import open_layers
+from parity.models.families import FAMILIES
+
+NEAR = 2e-5  # of the largest number, for layers in float32
+
+SIZES = SMALL | {"num_key_value_heads": 2, "max_position_embeddings": 64, "moe_intermediate_size": 8}
+SIZES |= {"head_dim": 8, "sliding_window": 4, "attention_chunk_size": 4, "v_head_dim": 12, "ffn_dim": 24}
+SIZES |= {"kv_lora_rank": 8, "q_lora_rank": 6, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+SIZES |= dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 4) | {"num_experts_per_tok": 2}
+SIZES |= dict.fromkeys(("n_shared_experts", "num_shared_experts", "n_group", "topk_group", "first_k_dense_replace"), 1)
+SIZES |= {"shared_expert_intermediate_size": 8, "intermediate_size_mlp": 16, "expert_ffn_hidden_size": 8}
+SIZES |= {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+OWN = {  # what configurations of a family need beside them
+    "qwen2_vl_text": {"rope_parameters": SECTIONS},
+    "qwen3_vl_text": {"rope_parameters": SECTIONS},
+    "phi3": {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}},
+    "glm4_moe": {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
+}
+APART = {"qwen2_vl", "qwen2_5_vl"}  # whose pictures have a default of gigabytes: its text is a family of its own
+
+
+def decoder(family):
+    """A small model of a family of decoders, with some layers of each kind."""
+    values = transformers.AutoConfig.for_model(family).to_dict()
+    options = {name: value for name, value in SIZES.items() if name in values and name not in SMALL}
+    if "kv_lora_rank" in values:
+        options["num_key_value_heads"] = 4
+        options.pop("head_dim", None)  # which is that of RoPE in some of them, and that of keys in others
+    if values.get("layer_types"):
+        options |= {"num_hidden_layers": 6, "layer_types": values["layer_types"][:6]}
+    options |= {name: None for name in ("no_rope_layers", "moe_layers", "mlp_layer_types") if name in values}
+    return Model(family, options | OWN.get(family, {}), dtype=torch.float32)
+
+
+HERE = {**MODELS, **{family: None for family in FAMILIES if family not in APART | {m.family for m in MODELS.values()}}}
+
+
+def saved(name, folder):
+    """A model in a folder, in float32; and what made it."""
+    model = MODELS.get(name) or decoder(name)
+    config = model.config()
+    config._attn_implementation = model.attention
+    kind = getattr(transformers, model.class_name)
+    released = kind.from_config(config) if model.class_name == "AutoModel" else kind(config)
+    draw(released.float().eval())
+    released.save_pretrained(folder)
+    return model, released
+
+
+def layers_in(folder):
+    """Labels, weights and specifications of the layers in a folder, in the order of the configuration's."""
+    with open_layers(folder) as layers:
+        return [(layer.label, layer.model, *layer.load()) for layer in layers]
+
+
+def same_bits(one, other):
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and one[name].tobytes() == other[name].tobytes() for name in one
+    )
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_layers_of_a_folder_are_those_of_the_model(name, tmp_path):
+    model, released = saved(name, tmp_path / "model")
+    found = {layer.path: (weights, spec) for _, layer, weights, spec in layers_in(tmp_path / "model")}
+    layers = [layer for layer in specs_of(tmp_path / "model") if layer.spec is not None]
+    assert found.keys() == {layer.path for layer in layers}
+    done = set()
+    for layer, (x, kv, output) in zip(layers, run_released(released, model, layers), strict=True):
+        weights, spec = found[layer.path]
+        assert spec == layer.spec
+        if (layer.part, layer.spec, layer.is_causal) not in done:  # one of each kind is enough for JAX
+            check_siblings(layer, weights, x, kv, output, ["torch", "jax"])
+        else:
+            check_siblings(layer, weights, x, kv, output, ["torch"])
+        done.add((layer.part, layer.spec, layer.is_causal))
+
+
+def check_siblings(layer, weights, x, kv, output, names):
+    """The siblings give what the released layer gives."""
+    spec = replace(layer.spec, dropout=0.0, output_dropout=0.0)
+    for name in names:
+        sibling = SIBLINGS[name]
+        module = load_into(sibling.module("MultiHeadAttention", spec), weights)
+        given = {"is_causal": layer.is_causal, "need_weights": False}
+        if spec.rope is not None and spec.rope.sections:  # of a text: the same on each axis
+            given["positions"] = sibling.array(np.tile(np.arange(x.shape[1], dtype=np.int32), (3, 1, 1)))
+        keys = [] if kv is None else [sibling.array(kv.float().numpy())]
+        result, _ = module(sibling.array(x.float().numpy()), *keys, **given)
+        result = sibling.numpy(result)
+        check_near(result, output.reshape(result.shape).float().numpy(), f"{layer.path} of {name}", NEAR)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_folder_is_converted_and_back_bit_for_bit(name, tmp_path):
+    saved(name, tmp_path / "model")
+    layers = layers_in(tmp_path / "model")
+    there = convert_file(tmp_path / "model", tmp_path / "c.safetensors", target="canonical")
+    assert there.layers == [label for label, *_ in layers]
+    assert not there.dropped
+    assert not there.unconverted
+    with open_layers(tmp_path / "c.safetensors") as canonical:  # which says itself what each layer is
+        for layer, (label, _, weights, spec) in zip(canonical, layers, strict=True):
+            assert (layer.label, layer.spec) == (label, spec)
+            assert same_bits(layer.load()[0], weights)
+    (layout,) = {layer.layout for _, layer, *_ in layers}
+    convert_file(tmp_path / "c.safetensors", tmp_path / "b.safetensors", target=layout)
+    before, after = (load_file(tmp_path / path) for path in ("model/model.safetensors", "b.safetensors"))
+    shared = {name for name in after.keys() - before.keys() if name.endswith("relative_attention_bias.weight")}
+    ours = {name: after[name] for name in after.keys() - shared}
+    assert same_bits(ours, {name: value for name, value in before.items() if name in ours})
+    assert all("inv_freq" in name or name.endswith(".bias") for name in before.keys() - ours.keys())
+
+
+def test_both_dialects_of_a_folder_say_the_same(tmp_path):
+    for name in ("llama", "gemma3_text", "deepseek_v3", "gpt_neox"):
+        folder = tmp_path / name
+        saved(name, folder)
+        before = layers_in(folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(older(config)))
+        assert [spec for *_, spec in layers_in(folder)] == [spec for *_, spec in before]
+
+
+AGAINST = ("llama", "gemma3_text", "qwen3_next", "deepseek_v3", "llama4_text", "gpt2", "bloom", "bert", "phi3")
+
+
+@pytest.mark.parametrize("name", AGAINST)
+def test_a_model_runs_beside_its_own_modules(name, tmp_path):
+    saved(name, tmp_path)
+    report = run_model(tmp_path, ["torch"], against="transformers")
+    assert not report.failed
+    assert not report.skipped_cases
+    count = sum(layer.spec is not None for layer in specs_of(tmp_path))
+    assert sum(each.backend == "transformers" for each in report.comparisons) == count
+
+
+@pytest.mark.parametrize("name", AGAINST)
+def test_a_live_module_is_its_layer(name, tmp_path):
+    _, released = saved(name, tmp_path)
+    for label, layer, weights, spec in layers_in(tmp_path):
+        module = released.get_submodule(label)
+        found, held = from_transformers(module, released.config, layer.index)
+        assert found == spec
+        assert same_bits(held, weights)
+
+
+# ---- The command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gemma") / "model"
+    saved("gemma3_text", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama") / "model"
+    saved("llama", folder)
+    return folder
+
+
+def said(capsys, *arguments, status=0):
+    """What a command prints."""
+    assert main(list(map(str, arguments))) == status
+    captured = capsys.readouterr()
+    return captured.out + captured.err
+
+
+def test_run_takes_a_model(gemma, capsys, tmp_path):
+    report = tmp_path / "r.json"
+    out = said(
+        capsys,
+        *("run", "--model", gemma, "--backends", "torch", "--layers", "1,4-5"),
+        *("--against", "transformers", "--json", report),
+    )
+    assert "torch and transformers agree with the float64 reference: 6 cases" in out
+    results = json.loads(report.read_text())["results"]
+    assert {each["case"] for each in results} == {f"layer-{n}-{how}" for n in (1, 4, 5) for how in ("causal", "decode")}
+    assert "layers must be among [0, 1, 2, 3, 4, 5], got [9]" in said(
+        capsys, "run", "--model", gemma, "--layers", "9", status=2
+    )
+    assert "must be numbers and ranges of them" in refused(capsys, "run", "--model", gemma, "--layers", "3-1")
+    assert "--layers must come with --model" in said(capsys, "run", "--layers", "1", status=2)
+    assert "--model must not be combined with" in said(capsys, "run", "--model", gemma, "--cases", "all", status=2)
+
+
+def refused(capsys, *arguments):
+    """What a command says of arguments that argparse refuses."""
+    with pytest.raises(SystemExit):
+        main(list(map(str, arguments)))
+    return capsys.readouterr().err
+
+
+def test_a_mistake_in_a_layer_of_a_model_is_found(gemma, capsys, tmp_path):
+    from safetensors.numpy import save_file
+
+    tensors = load_file(gemma / "model.safetensors")
+    name = "layers.4.self_attn.q_proj.weight"
+    tensors[name] = np.ascontiguousarray(
+        tensors[name].reshape(4, 8, -1)[::-1].reshape(32, -1)
+    )  # heads in another order
+    (tmp_path / "b").mkdir()
+    save_file(tensors, tmp_path / "b" / "model.safetensors")
+    (tmp_path / "b" / "config.json").write_text((gemma / "config.json").read_text())
+    out = said(capsys, "verify", gemma, tmp_path / "b", status=1)
+    assert "layers.4.self_attn and layers.4.self_attn differ first at q" in out
+    assert "do NOT hold the same attention in all 6 layers: 5 the same, bit for bit" in " ".join(out.split())
+    out = said(capsys, "diagnose", gemma, tmp_path / "b", status=1)
+    assert "layers.4.self_attn and layers.4.self_attn are the first of 6 layers that differ" in out
+
+
+def test_what_a_target_does_not_carry_is_refused_or_dropped(gemma, llama, capsys, tmp_path):
+    target = tmp_path / "a.safetensors"
+    out = said(capsys, "convert", llama, target, "--to", "flax.nnx", status=2)
+    assert "flax.nnx cannot hold this layer" in out
+    assert "say nothing of rope=Rope(theta=10000.0); --drop rope leaves it out" in out
+    assert not target.exists()
+    said(capsys, "convert", llama, target, "--to", "flax.nnx", "--drop", "rope")
+    assert "hold the same attention in all 2 layers: 2 the same, bit for bit" in said(capsys, "verify", llama, target)
+    out = said(capsys, "convert", gemma, tmp_path / "b.npz", "--to", "meta.LLaMA", status=2)
+    assert "it has no names for ['k_norm.weight', 'q_norm.weight']" in out
+    out = said(capsys, "convert", gemma, tmp_path / "b.npz", "--to", "canonical", "--drop", "ropes", status=2)
+    assert "--drop must name some of rope, rope.scaling, " in out
+
+
+def test_scaling_of_rope_is_not_lost_on_the_way(llama, capsys, tmp_path):
+    folder = tmp_path / "scaled"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
+    config = json.loads((llama / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    target = tmp_path / "m.safetensors"
+    out = said(capsys, "convert", folder, target, "--to", "meta.LLaMA", status=2)
+    assert "say nothing of rope.scaling=LinearScaling(factor=4.0); --drop rope.scaling leaves it out" in out
+    said(capsys, "convert", folder, target, "--to", "meta.LLaMA", "--drop", "rope.scaling")
+    with open_layers(target) as layers:
+        assert layers[0].spec.rope == replace(specs_of(folder)[0].spec.rope, scaling=None)
+        assert layers[0].dropped == ("rope.scaling",)
+
+
+def test_biases_are_filled_only_when_asked(llama, capsys, tmp_path):
+    config = json.loads((llama / "config.json").read_text()) | {"num_key_value_heads": 4}
+    folder = tmp_path / "heads"
+    folder.mkdir()
+    tensors = load_file(llama / "model.safetensors")
+    tensors = {
+        name: np.concatenate([x, x]) if "k_proj" in name or "v_proj" in name else x for name, x in tensors.items()
+    }
+    np.savez(folder / "model.npz", **tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    target = tmp_path / "g.safetensors"
+    told = ("convert", folder / "model.npz", target, "--to", "transformers.GPT2", "--drop", "rope")
+    assert "all projections must have a bias" in said(capsys, *told, status=2)
+    said(capsys, *told, "--fill-bias")
+    written = load_file(target)
+    assert not written["layers.0.self_attn.c_attn.bias"].any()
+    assert written["layers.0.self_attn.c_attn.weight"].any()
+
+
+def test_inspect_lists_equal_layers_once(tmp_path, capsys):
+    folder = tmp_path / "shards"
+    config = transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 12}, num_key_value_heads=2)
+    transformers.LlamaModel(config).save_pretrained(folder, max_shard_size="30KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    (folder / "config.json").unlink()
+    out = said(capsys, "inspect", folder, "--num-heads", "4")
+    assert [line.split()[:3] for line in out.splitlines() if line.startswith(" layers.{i}.self_attn ")] == [
+        ["layers.{i}.self_attn", "12", "transformers.LLaMA"]
+    ]
+
+
+def test_shards_are_found_by_the_name_that_they_were_written_to(llama, capsys, tmp_path):
+    target = tmp_path / "s.safetensors"
+    out = said(capsys, "convert", llama, target, "--to", "mha_jax", "--max-shard-gib", "0.00001")
+    assert f"wrote {target}.index.json" in out
+    assert "bit for bit" in said(capsys, "verify", llama, target)
+
+
+def test_a_folder_that_is_there_gets_the_weights(llama, capsys, tmp_path):
+    (tmp_path / "there").mkdir()
+    said(capsys, "convert", llama, tmp_path / "there", "--to", "canonical")
+    assert "bit for bit" in said(capsys, "verify", llama, tmp_path / "there")
+
+
+def test_one_from_is_that_of_the_file_that_does_not_say_it(llama, capsys, tmp_path):
+    said(capsys, "convert", llama, tmp_path / "j.safetensors", "--to", "mha_jax")
+    bare = tmp_path / "bare.safetensors"
+    bare.write_bytes((llama / "model.safetensors").read_bytes())
+    told = ("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn", "--num-heads", "4")
+    out = said(capsys, "verify", bare, tmp_path / "j.safetensors", *told, status=2)
+    assert "rope=None and Rope(theta=10000.0); rope=Rope(…), or --rope-theta, says it of both" in out
+    out = said(capsys, "verify", bare, tmp_path / "j.safetensors", *told, "--rope-theta", "1e4")
+    assert "bit for bit" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("transformers.Qwen2", "transformers.LLaMA"),
+        ("flax.nn", "flax.nnx"),
+        ("transformers.BLOOM", "transformers.GPT-NeoX"),
+    ],
+)
+def test_a_layout_that_is_not_known_has_a_nearest(name, nearest, capsys):
+    out = said(capsys, "layouts", name, status=2)
+    assert out.endswith(f"; {nearest} is the nearest\n")
+
+
+def test_long_prefixes_are_whole_at_any_width(llama, capsys, tmp_path, monkeypatch):
+    prefix = "a_model_of_some_length.with_a_decoder_of_layers.layers.{i}.self_attention_of_a_layer"
+    said(
+        capsys,
+        "convert",
+        llama,
+        tmp_path / "p.npz",
+        "--to",
+        "canonical",
+        "--prefix",
+        "layers.{i}.self_attn",
+        "--to-prefix",
+        prefix,
+    )
+    for width in (100, 160):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert f" {prefix} " in said(capsys, "inspect", tmp_path / "p.npz")
+
+
+def test_layers_that_are_not_attention_are_passed_over(capsys, tmp_path):
+    saved("qwen3_next", tmp_path / "model")
+    out = said(capsys, "convert", tmp_path / "model", tmp_path / "c.safetensors", "--to", "canonical")
+    assert out.startswith("1 attention layer,")
+    assert "bit for bit" in said(capsys, "verify", tmp_path / "model", tmp_path / "c.safetensors")

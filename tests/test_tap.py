@@ -1,0 +1,752 @@
+"""Live models tapped: nothing changes, everything is judged right, and a mistake in one layer is found and named."""
+
+import json
+import os
+import random
+import re
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import linen, nnx
+from planted import MISTAKES, planted
+
+import mha_jax
+import mha_torch
+import parity
+from parity import AttentionSpec, Rope, specs_of
+from parity.cli.main import main
+from parity.core.stages import stage_named
+from parity.models.families import FAMILIES
+
+TRIALS = int(os.environ.get("PARITY_TAP_TRIALS", "24"))
+"""How many mistakes are planted, one after the other; 200 take a minute and a half."""
+
+# ---- Models ----------------------------------------------------------------------------------------------------------
+
+COMMON = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "vocab_size": 64,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": 16,
+    "sliding_window": 5,
+    "use_sliding_window": True,
+    "max_window_layers": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+OWN = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"), LATENT),
+    "helium": {"head_dim": 8},
+    "phi3": {"head_dim": None},
+    "bloom": {"n_head": 4, "n_layer": 4},
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 4},
+}
+MODELS = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+NOT_HERE = {  # whose sizes go by names of their own
+    *("bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    *("biogpt", "codegen", "falcon", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt", "opt", "xglm"),
+}
+GENERATED = sorted(family for family in FAMILIES.keys() & MODELS.keys() - NOT_HERE if len(FAMILIES[family].stacks) == 1)
+"""Families of decoders."""
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+KINDS = ["sliding_attention", "full_attention"] * 3
+SIX = {**COMMON, "num_hidden_layers": 6, "head_dim": 8, "rope_parameters": ROPE, "use_sliding_window": False}
+SIX_LAYERS = {
+    "llama": ("llama", {}),
+    "llama, biases": ("llama", {"num_key_value_heads": 4, "attention_bias": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {}),
+    "gemma2": ("gemma2", {"layer_types": KINDS, "attn_logit_softcapping": 2.0}),
+    "gpt_oss": ("gpt_oss", {"layer_types": KINDS}),
+}
+
+
+def made(family, options, *, seed=0, implementation="eager"):
+    """A model of a family, tiny, with random weights in its attention layers, none of them near 0 or 1 in a norm."""
+    configuration = type(transformers.AutoConfig.for_model(family))
+    known = configuration().to_dict().keys()
+    told = {name: value for name, value in options.items() if name in known and value is not None}
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(configuration(**told), attn_implementation=implementation)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "attn" not in name and "attention" not in name:
+                continue
+            if parameter.ndim == 2 and parameter.shape[0] > 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+            else:
+                parameter.copy_(torch.randn_like(parameter).sign() * (0.4 + 0.4 * torch.rand_like(parameter)))
+    return model.eval()
+
+
+def of_six_layers(name, *, seed=0, implementation="eager"):
+    family, options = SIX_LAYERS[name]
+    return made(family, SIX | options, seed=seed, implementation=implementation)
+
+
+def weights_in(model, tapped, specs):
+    """Canonical weights of each layer that was tapped and has attention."""
+    modules = dict(model.named_modules())
+    return {
+        layer.index: parity.from_transformers(modules[layer.name], model.config, layer.index)[1]
+        for layer in tapped.layers
+        if specs[layer.index].spec is not None
+    }
+
+
+def prompts(length=7, *, padded=0):
+    """Two, the first with padding on its left."""
+    tokens = torch.randint(3, 64, (2, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[0, :padded] = 0
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+def generate(model, count=6, **options):
+    told = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count, "pad_token_id": 0, **options}
+    return model.generate(**prompts(padded=2), **told, output_logits=True, return_dict_in_generate=True)
+
+
+def hooks_in(model):
+    names = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+    return [(len(getattr(module, name))) for module in model.modules() for name in names]
+
+
+# ---- Nothing changes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_results_are_the_same_bit_for_bit_and_nothing_stays(implementation):
+    from transformers.cache_utils import Cache
+    from transformers.modeling_utils import AttentionInterface
+
+    model = of_six_layers("llama", implementation=implementation)
+    functions, hooks = (AttentionInterface.get_interface, Cache.update), hooks_in(model)
+    expected = generate(model)
+    with parity.tap(model) as tapped:
+        found = generate(model)
+        assert hooks_in(model) != hooks
+    assert torch.equal(found.sequences, expected.sequences)
+    assert all(torch.equal(one, other) for one, other in zip(found.logits, expected.logits, strict=True))
+    assert [len(layer.calls) for layer in tapped.layers] == [6] * 6
+    assert hooks_in(model) == hooks
+    assert (AttentionInterface.get_interface, Cache.update) == functions
+    generate(model)
+    assert [len(layer.calls) for layer in tapped.layers] == [6] * 6
+
+
+def test_nothing_stays_after_an_exception_and_taps_may_overlap():
+    from transformers.modeling_utils import AttentionInterface
+
+    model = of_six_layers("llama")
+    function, hooks = AttentionInterface.get_interface, hooks_in(model)
+    with pytest.raises(IndexError), parity.tap(model):
+        model(torch.tensor([[64]]))  # which is in no vocabulary
+    assert hooks_in(model) == hooks
+    assert AttentionInterface.get_interface is function
+    one, other = parity.tap(model), parity.tap(model, layers="*.1.self_attn")
+    first, second = one.__enter__(), other.__enter__()
+    model(**prompts())
+    one.__exit__(None, None, None)  # before the one that was opened later
+    model(**prompts())
+    other.__exit__(None, None, None)
+    assert [len(layer.calls) for layer in first.layers] == [1] * 6
+    assert [len(layer.calls) for layer in second.layers] == [2]
+    assert second.layers[0].index == 1
+    assert set(second.layers[0].calls[1].values) >= {"q", "k", "v", "context"}
+    assert hooks_in(model) == hooks
+    assert AttentionInterface.get_interface is function
+
+
+def test_what_is_recorded():
+    model = of_six_layers("gemma2")
+    with parity.tap(model) as tapped:
+        generate(model)
+    layer = tapped.layers[2]
+    assert (layer.name, layer.index, layer.title) == ("model.layers.2.self_attn", 2, "layer 2 (sliding_attention)")
+    prompt, step = layer.calls[0], layer.calls[-1]
+    shapes = {name: x.shape for name, x in prompt.values.items()}
+    assert shapes == {
+        "input": (2, 7, 32),
+        "positions": (2, 7),
+        "is_real": (2, 7),
+        "mask": (2, 1, 7, 7),
+        "q": (2, 4, 7, 8),
+        "k": (2, 2, 7, 8),
+        "v": (2, 2, 7, 8),
+        "context": (2, 4, 7, 8),
+        "attn_weights": (2, 4, 7, 7),
+        "output": (2, 7, 32),
+    }
+    assert (prompt.past, step.past, step.first_key) == (0, 11, 7)  # a window of 5 keeps 4 of 11
+    assert step.values["k"].shape == (2, 2, 1, 8)
+    assert step.values["attn_weights"].shape == (2, 4, 1, 5)
+    assert "cache.keys" not in step.values
+    for name, x in prompt.values.items():
+        assert x.dtype == {"positions": np.int64, "is_real": bool}.get(name, np.float32), name
+
+
+# ---- Families --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", GENERATED)
+def test_each_layer_of_a_family_is_judged_right_while_it_generates(family):
+    model = made(family, COMMON | OWN.get(family, {}))
+    with parity.tap(model) as tapped:
+        generate(model)
+    specs = specs_of(model.config.to_dict())
+    verdict = parity.judge_tap(tapped, specs, weights_in(model, tapped, specs))
+    assert all(layer.passed for layer in verdict.layers), str(verdict)
+    assert [layer.index for layer in verdict.layers] == [layer.index for layer in specs if layer.spec is not None]
+    judged = {comparison.stage for layer in verdict.layers for comparison in layer.comparisons}
+    seen = {"mask", "q", "k", "v", "attn_weights", "context", "output"}
+    assert judged == ({"k", "v", "output"} if family == "bloom" else seen)  # which asks for no attention function
+    tokens = sum(comparison.shape[1] for comparison in verdict.layers[-1].comparisons if comparison.stage == "output")
+    assert tokens == 12 + 10  # 7 of a prompt and 5 that were fed back; with 2 of padding less
+
+
+def test_there_are_thirty_families():
+    assert len(GENERATED) >= 30
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}])
+def test_sdpa_and_a_static_cache(options):
+    for name in ("llama", "mistral"):
+        model = of_six_layers(name, implementation="sdpa")
+        with parity.tap(model) as tapped:
+            generate(model, **options)
+        specs = specs_of(model.config.to_dict())
+        verdict = parity.judge_tap(tapped, specs, weights_in(model, tapped, specs))
+        assert verdict.passed, str(verdict)
+        assert {"q", "k", "v", "context", "output"} <= {each.stage for each in verdict.layers[3].comparisons}
+
+
+def test_an_encoder_and_a_decoder_are_told_apart_by_their_names():
+    sizes = {"d_model": 32, "vocab_size": 64, "pad_token_id": 0, "max_position_embeddings": 64}
+    layers = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 48))}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    torch.manual_seed(0)
+    model = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes, **layers, **heads)).eval()
+    modules, tokens = dict(model.named_modules()), prompts()["input_ids"]
+    with parity.tap(model) as tapped, torch.no_grad():
+        model(input_ids=tokens, decoder_input_ids=tokens[:, :4], use_cache=False)
+    weights = {
+        layer.name: parity.from_transformers(modules[layer.name], model.config, layer.index, path=layer.name)[1]
+        for layer in tapped.layers
+    }
+    verdict = parity.judge_tap(tapped, specs_of(model.config.to_dict()), weights)
+    judged = {layer.name.removeprefix("model."): layer.not_judged for layer in verdict.layers}
+    assert judged == {
+        **{f"encoder.layers.{place}.self_attn": "" for place in range(2)},
+        **{f"decoder.layers.{place}.self_attn": "" for place in range(2)},
+        **{f"decoder.layers.{place}.encoder_attn": "it attends to another sequence" for place in range(2)},
+    }
+    assert verdict.passed, str(verdict)
+
+
+def test_of_berts_layers_the_context_is_the_last_stage():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=64)).eval()
+    model.set_attn_implementation("eager")
+    with parity.tap(model) as tapped, torch.no_grad():
+        model(**prompts(padded=2))
+    assert [layer.name for layer in tapped.layers] == [f"encoder.layer.{place}.attention.self" for place in range(2)]
+    weights = {
+        place: parity.from_transformers(layer.attention, model.config, place)[1]
+        for place, layer in enumerate(model.encoder.layer)
+    }
+    verdict = parity.judge_tap(tapped, specs_of(model.config.to_dict()), weights)
+    assert verdict.passed, str(verdict)
+    judged = {comparison.stage for layer in verdict.layers for comparison in layer.comparisons}
+    assert judged == {"mask", "q", "k", "v", "attn_weights", "context"}
+    weights[1] = {**weights[1], "v_proj.weight": weights[1]["v_proj.weight"].T.copy()}
+    first = parity.judge_tap(tapped, specs_of(model.config.to_dict()), weights).first
+    assert (first.index, first.difference.stage) == (1, "v")
+
+
+# ---- Mistakes --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def trials():
+    """Models, layers and mistakes, in an order of chance."""
+    rng = random.Random(0)
+    found = []
+    for name in SIX_LAYERS:
+        layers = specs_of(of_six_layers(name).config.to_dict())
+        for what, mistake in MISTAKES.items():
+            if fitting := [layer.index for layer in layers if mistake.fits(layer.spec)]:
+                found.append((name, what, rng.choice(fitting)))
+    rng.shuffle(found)
+    return (found * (1 + TRIALS // len(found)))[:TRIALS]
+
+
+def judged(model, mistake=None, layer=0):
+    specs = specs_of(model.config.to_dict())
+    module = model.model.layers[layer].self_attn
+    with parity.tap(model) as tapped:
+        pass
+    weights = weights_in(model, tapped, specs)
+    if mistake is None:
+        with parity.tap(model) as tapped:
+            generate(model)
+    else:
+        with planted(mistake, model, module), parity.tap(model) as tapped:
+            generate(model)
+    return parity.judge_tap(tapped, specs, weights)
+
+
+def test_a_mistake_in_one_layer_of_six_is_found_with_its_stage_and_its_name():
+    missed = []
+    for seed, (name, what, layer) in enumerate(trials()):
+        mistake = MISTAKES[what]
+        verdict = judged(of_six_layers(name, seed=seed), mistake, layer)
+        wrong = [each.index for each in verdict.layers if each.difference is not None]
+        first = verdict.first
+        names = [each for found in first.diagnosis.explanations for each in found.hypotheses] if first else []
+        stage = stage_named(first.difference.stage).quantity if first else ""
+        if wrong != [layer] or len(names) != 1 or names[0] not in mistake.names or stage not in mistake.stages:
+            missed.append((name, what, layer, wrong, stage, names))
+    assert len(missed) <= 0.05 * TRIALS, missed
+    print(f"{TRIALS - len(missed)} of {TRIALS} found")
+
+
+@pytest.mark.parametrize("name", SIX_LAYERS)
+def test_none_is_named_where_none_is_planted(name):
+    verdict = judged(of_six_layers(name, seed=1))
+    assert verdict.passed
+    assert verdict.first is None
+    assert str(verdict) == "6 layers agree with the reference, each for its own input"
+
+
+def test_what_a_verdict_says():
+    verdict = judged(of_six_layers("gemma2"), MISTAKES["window wide"], 4)
+    assert str(verdict).startswith("layer 4 (sliding_attention), stage mask: ")
+    assert "the sliding window is one too wide" in str(verdict)
+    told = verdict.to_dict()
+    assert [layer["passed"] for layer in told["layers"]] == [True] * 4 + [False, True]
+    assert told["layers"][4]["diagnosis"]["explanations"][0]["hypotheses"] == ["window-one-too-wide"]
+
+
+# ---- Two recordings --------------------------------------------------------------------------------------------------
+
+
+def in_steps(model, tokens, first):
+    """A prompt, then token by token."""
+    found = model(tokens[:, :first], use_cache=True)
+    for place in range(first, tokens.shape[1]):
+        found = model(tokens[:, place : place + 1], past_key_values=found.past_key_values, use_cache=True)
+
+
+@pytest.mark.parametrize("name", SIX_LAYERS)
+def test_a_prompt_agrees_with_the_same_in_steps(name):
+    model, tokens = of_six_layers(name), prompts(12)["input_ids"]
+    with parity.tap(model) as one:
+        model(tokens)
+    with parity.tap(model) as other:
+        in_steps(model, tokens, 4)
+    assert [len(layer.calls) for layer in other.layers] == [9] * 6
+    difference = parity.judge_taps(one, other)
+    assert difference.agrees, str(difference)
+    assert not difference.alone
+    assert all(layer.tokens == 24 for layer in difference.layers)
+    assert all({"q", "k", "v", "mask", "attn_weights"} <= layer.errors.keys() for layer in difference.layers)
+
+
+@pytest.mark.parametrize("what", ["no RoPE", "k and v", "tiled", "mask ignored", "restarted"])
+def test_the_layer_that_explains_a_difference_is_found_without_weights(what):
+    model, tokens = of_six_layers("llama"), prompts(12)["input_ids"]
+    with parity.tap(model) as one:
+        model(tokens)
+    with planted(MISTAKES[what], model, model.model.layers[3].self_attn), parity.tap(model) as other:
+        in_steps(model, tokens, 4)
+    difference = parity.judge_taps(one, other)
+    assert difference.first is not None
+    assert difference.first.layer == "layer 3"
+    assert difference.first.stage in MISTAKES[what].stages
+    assert not difference.agrees
+    assert str(difference).startswith(f"layer 3, stage {difference.first.stage}: ")
+
+
+def test_what_two_recordings_must_have_in_common():
+    model = of_six_layers("llama")
+    with parity.tap(model) as one:
+        model(prompts(12)["input_ids"])
+    with parity.tap(model) as other:
+        model(prompts(12)["input_ids"].flip(1))
+    difference = parity.judge_taps(one, other)
+    assert difference.differs_before
+    assert not difference.agrees
+    assert "what layer 0 is given differs already" in str(difference)
+    with parity.tap(model) as none:
+        pass
+    with pytest.raises(ValueError, match="taps must have layers in common that both called"):
+        parity.judge_taps(one, none)
+    with parity.tap(model) as less:
+        model(prompts(12)["input_ids"][:1])
+    with pytest.raises(ValueError, match="taps must have batches of one size, got 2 and 1"):
+        parity.judge_taps(one, less)
+
+
+# ---- Files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_holds_the_recording(tmp_path):
+    model = of_six_layers("gpt_oss")
+    with parity.tap(model) as tapped:
+        generate(model)
+    tapped.save(tmp_path / "tap.safetensors")
+    read = parity.load_tap(tmp_path / "tap.safetensors")
+    assert read.config == tapped.config
+    assert read.model == "GptOssForCausalLM"
+    for one, other in zip(tapped.layers, read.layers, strict=True):
+        assert (one.name, one.index, one.kind, one.is_causal) == (other.name, other.index, other.kind, other.is_causal)
+        for a, b in zip(one.calls, other.calls, strict=True):
+            assert (a.past, a.first_key, a.values.keys()) == (b.past, b.first_key, b.values.keys())
+            assert all(np.array_equal(a.values[name], b.values[name]) for name in a.values)
+    specs = specs_of(read.config)
+    assert parity.judge_tap(read, specs, weights_in(model, read, specs)).passed
+    parity.save_tensors(tmp_path / "other.safetensors", {"x": np.zeros(2)}, {"format": "1"})
+    with pytest.raises(ValueError, match=r"other.safetensors must be a recording of parity\.tap in format 1"):
+        parity.load_tap(tmp_path / "other.safetensors")
+    parity.save_tensors(tmp_path / "none.safetensors", {"0/0/q": np.zeros(2)}, {"format": "1", "kind": "tap"})
+    with pytest.raises(ValueError, match="must hold its layers and calls as they were written"):
+        parity.load_tap(tmp_path / "none.safetensors")
+
+
+# ---- Other modules ---------------------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    """Our layer in a model of somebody's own."""
+
+    def __init__(self, spec):
+        super().__init__()
+        self.attn = mha_torch.MultiHeadAttention(spec)
+        self.out = torch.nn.Linear(spec.d_model, spec.d_model)
+
+    def forward(self, x):
+        return x + self.out(self.attn(x, is_causal=True)[0])
+
+
+def test_our_own_modules():
+    torch.manual_seed(0)
+    spec = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
+    model = torch.nn.Sequential(Block(spec), Block(spec)).eval()
+    with parity.tap(model) as tapped, torch.no_grad():
+        model(torch.randn(2, 6, 32))
+    assert [(layer.name, layer.index) for layer in tapped.layers] == [("0.attn", 0), ("1.attn", 1)]
+    weights = {index: parity.weights_of(model[index].attn) for index in range(2)}
+    verdict = parity.judge_tap(tapped, dict.fromkeys(range(2), spec), weights)
+    assert verdict.passed
+    assert [each.stage for each in verdict.layers[0].comparisons] == ["output"]
+    weights[1] = {**weights[1], "q_proj.weight": weights[1]["q_proj.weight"].T.copy()}
+    verdict = parity.judge_tap(tapped, dict.fromkeys(range(2), spec), weights)
+    assert verdict.first.index == 1
+    assert verdict.first.diagnosis.explanations[0].hypotheses == ("q_proj-transposed",)
+
+
+def test_torch_layers_are_seen_also_on_their_fast_path():
+    torch.manual_seed(0)
+    module = torch.nn.MultiheadAttention(32, 4).eval()  # (T, B, E)
+    model, x = torch.nn.Sequential(), torch.randn(6, 2, 32)
+    model.add_module("attention", module)
+    with torch.no_grad():
+        expected, _ = module(x, x, x, need_weights=False)
+        with parity.tap(model) as tapped:
+            found, _ = module(x, x, x, need_weights=False)
+    assert torch.equal(found, expected)
+    assert "forward" not in vars(module)
+    assert tapped.layers[0].calls[0].values["input"].shape == (2, 6, 32)
+    specs, weights = {0: parity.spec_of(module)}, {0: parity.weights_of(module)}
+    assert parity.judge_tap(tapped, specs, weights, is_causal=False).passed
+    assert not parity.judge_tap(tapped, specs, weights, is_causal=True).passed
+
+
+def test_layers_are_chosen_by_name_and_by_class():
+    model = of_six_layers("llama")
+    with parity.tap(model, layers=["model.layers.[12].self_attn", "LlamaMLP"]) as tapped:
+        model(**prompts())
+    names = [layer.name for layer in tapped.layers]
+    assert names[:3] == ["model.layers.0.mlp", "model.layers.1.self_attn", "model.layers.1.mlp"]
+    assert len(names) == 8
+    assert {"projections.gate_proj", "projections.up_proj", "projections.down_proj"} <= set(
+        tapped.layers[0].calls[0].values
+    )
+    with pytest.raises(ValueError, match=r"layers must be names of modules or classes .*got \['nothing'\]"):
+        parity.tap(model, layers="nothing").__enter__()
+    with pytest.raises(ValueError, match="model must have modules whose class is named …Attention…"):
+        parity.tap(torch.nn.Linear(2, 2)).__enter__()
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_tapped_or_judged_is_refused():
+    with pytest.raises(TypeError, match="model must be a module of torch or Flax, got dict"):
+        parity.tap({})
+    model = of_six_layers("llama")
+    with pytest.raises(ValueError, match="model must not be compiled"):
+        parity.tap(torch.compile(model, backend="eager")).__enter__()
+    specs, tokens = specs_of(model.config.to_dict()), prompts(6)["input_ids"]
+    found = model(tokens, use_cache=True)
+    with parity.tap(model) as late:
+        model(tokens[:, :1], past_key_values=found.past_key_values, use_cache=True)
+    weights = weights_in(model, late, specs)
+    with pytest.raises(ValueError, match="must be tapped from the first token on, got a cache of 6 tokens"):
+        parity.judge_tap(late, specs, weights)
+    with parity.tap(model) as cropped:
+        found = model(tokens, use_cache=True)
+        found.past_key_values.crop(-3)
+        model(tokens[:, :1], past_key_values=found.past_key_values, use_cache=True)
+    with pytest.raises(ValueError, match="one token after the other, got a cache of 3 tokens after 6"):
+        parity.judge_tap(cropped, specs, weights)
+    with parity.tap(model) as none:
+        pass
+    verdict = parity.judge_tap(none, specs, weights)
+    assert not verdict.passed
+    assert "layer 0 (full_attention): not judged, it was not called" in str(verdict)
+
+
+# ---- Flax ------------------------------------------------------------------------------------------------------------
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x, mask):
+        for _ in range(2):
+            x = x + linen.MultiHeadDotProductAttention(4, qkv_features=32, name=None)(x, mask=mask)
+        return x
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, kind, count=2):
+        self.layers = nnx.List([kind() for _ in range(count)])
+
+    def __call__(self, x, **keywords):
+        for layer in self.layers:
+            found = layer(x, **keywords)
+            x = x + (found[0] if isinstance(found, tuple) else found)
+        return x
+
+
+FULL = AttentionSpec(32, 4)
+
+
+def judged_in_flax(tapped, weights, *, is_causal=True):
+    return parity.judge_tap(tapped, dict.fromkeys(weights, FULL), weights, is_causal=is_causal)
+
+
+def test_linen_modules_are_intercepted(rng):
+    x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))
+    mask = linen.make_causal_mask(x[..., 0])
+    model = LinenBlock()
+    variables = model.init(jax.random.key(0), x, mask)
+    expected, sow = model.apply(variables, x, mask), linen.Module.sow
+    with parity.tap(model) as tapped:
+        found = model.apply(variables, x, mask)
+    assert np.array_equal(found, expected)
+    assert linen.Module.sow is sow
+    names = [f"MultiHeadDotProductAttention_{place}" for place in range(2)]
+    assert [(layer.name, layer.index, len(layer.calls)) for layer in tapped.layers] == [
+        (names[0], 0, 1),
+        (names[1], 1, 1),
+    ]
+    weights = {
+        place: parity.weights_of(linen.MultiHeadDotProductAttention(4, qkv_features=32).bind({"params": params}))
+        for place, params in enumerate(variables["params"][name] for name in names)
+    }
+    verdict = judged_in_flax(tapped, weights)
+    assert verdict.passed, str(verdict)
+    assert [each.stage for each in verdict.layers[1].comparisons] == ["mask", "q", "k", "v", "context", "output"]
+    weights[1] = {**weights[1], "k_proj.weight": weights[1]["k_proj.weight"].T.copy()}
+    first = judged_in_flax(tapped, weights).first
+    assert (first.index, first.difference.stage) == (1, "k")
+    assert first.diagnosis.explanations[0].hypotheses == ("k_proj-transposed",)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # which stays without a capture
+def test_nnx_modules_are_intercepted(rng):
+    rngs = nnx.Rngs(0)
+    model = NnxBlock(lambda: nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs))
+    x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))
+    mask = nnx.make_causal_mask(x[..., 0])
+    call, expected = nnx.MultiHeadAttention.__call__, model(x, mask=mask)
+    with parity.tap(model) as tapped:
+        found = model(x, mask=mask, sow_weights=True)
+    assert nnx.MultiHeadAttention.__call__ is call
+    assert np.allclose(found, expected, atol=1e-6)  # with weights it takes another path of its own
+    assert [layer.name for layer in tapped.layers] == ["layers.0", "layers.1"]
+    weights = {place: parity.weights_of(layer) for place, layer in enumerate(model.layers)}
+    verdict = judged_in_flax(tapped, weights)
+    assert verdict.passed, str(verdict)
+    stages = ["mask", "q", "k", "v", "attn_weights", "context", "output"]
+    assert [each.stage for each in verdict.layers[1].comparisons] == stages
+    with parity.tap(model) as again:
+        assert np.array_equal(model(x, mask=mask), expected)
+    assert judged_in_flax(again, weights).passed
+
+
+def test_our_own_nnx_modules_and_torchs_beside_them(rng):
+    weights = [parity.random_weights(FULL, seed) for seed in (1, 2)]
+    ours = NnxBlock(lambda: mha_jax.MultiHeadAttention(FULL, rngs=nnx.Rngs(0)))
+    theirs = torch.nn.ModuleList([mha_torch.MultiHeadAttention(FULL) for _ in weights])
+    for place, each in enumerate(weights):
+        parity.load_into(ours.layers[place], each)
+        parity.load_into(theirs[place], each)
+    x = rng.standard_normal((2, 6, 32), dtype=np.float32)
+    with parity.tap(ours) as one:
+        ours(jnp.asarray(x), is_causal=True, need_weights=True)
+    with parity.tap(theirs) as other, torch.no_grad():
+        y = torch.from_numpy(x)
+        for layer in theirs:
+            y = y + layer(y, is_causal=True, need_weights=True)[0]
+    for tapped in (one, other):
+        verdict = judged_in_flax(tapped, dict(enumerate(weights)))
+        assert verdict.passed, str(verdict)
+        assert [each.stage for each in verdict.layers[1].comparisons] == ["attn_weights", "output"]
+    difference = parity.judge_taps(one, other)
+    assert difference.agrees, str(difference)
+    assert difference.layers[1].errors.keys() == {"input", "attn_weights", "output"}
+
+
+def test_a_compiled_flax_model_is_refused(rng):
+    model = NnxBlock(lambda: nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0)))
+    x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))
+    call = nnx.MultiHeadAttention.__call__
+    with pytest.raises(TypeError, match=r"model must not be compiled .* under jax.disable_jit\(\)"), parity.tap(model):
+        jax.jit(lambda x: model(x))(x)
+    assert nnx.MultiHeadAttention.__call__ is call
+
+
+# ---- On a command line -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory):
+    """A model's folder, and recordings of it as it is and with a mistake in layer 4."""
+    folder = tmp_path_factory.mktemp("recordings")
+    model = of_six_layers("gemma2")
+    model.save_pretrained(folder / "model")
+    with parity.tap(model) as tapped:
+        generate(model)
+    tapped.save(folder / "right.safetensors")
+    with planted(MISTAKES["window wide"], model, model.model.layers[4].self_attn), parity.tap(model) as tapped:
+        generate(model)
+    tapped.save(folder / "wrong.safetensors")
+    return {name: str(folder / name) for name in ("model", "right.safetensors", "wrong.safetensors")}.values()
+
+
+def test_a_recording_is_diagnosed_by_its_model(recordings, tmp_path, capsys):
+    model, right, wrong = recordings
+    assert main(["diagnose", wrong, "--weights", model, "--json", str(tmp_path / "told.json")]) == 1
+    out = capsys.readouterr().out
+    assert "layer 4 (sliding_attention), stage mask: inf times its budget" in out
+    assert "mistake   window-one-too-wide" in out
+    (told,) = json.loads((tmp_path / "told.json").read_text())["recordings"]
+    assert [layer["passed"] for layer in told["layers"]] == [True] * 4 + [False, True]
+    assert main(["diagnose", right, "--weights", model]) == 0
+    assert "6 layers agree with the reference, each for its own input" in capsys.readouterr().out
+
+
+def test_recordings_are_compared_as_traces_are(recordings, tmp_path, capsys):
+    model, right, wrong = recordings
+    page, told = tmp_path / "page.html", tmp_path / "told.json"
+    assert main(["compare", right, wrong, "--weights", model, "--html", str(page), "--json", str(told)]) == 1
+    assert "do NOT agree with the float64 reference: 6 cases" in capsys.readouterr().out
+    found = json.loads(told.read_text())
+    assert {each["case"] for each in found["results"] if each["status"] == "failed"} == {"layer 4 (sliding_attention)"}
+    strips = re.findall(r'<svg class="heat layers".*?</svg>', page.read_text("utf-8"))
+    assert [strip.count("<path") for strip in strips] == [6, 6]
+    assert ["beyond the budget: none" in strip for strip in strips] == [True, False]
+    assert "beyond the budget: layer 4 (sliding_attention), mask ∞" in strips[1]
+    assert main(["compare", right, "--weights", model]) == 0
+
+
+def test_two_recordings_are_compared_without_a_model(recordings, tmp_path, capsys):
+    _, right, wrong = recordings
+    told = tmp_path / "told.json"
+    for command in ("compare", "diagnose"):
+        assert main([command, right, wrong, "--json", str(told)]) == 1
+        out = capsys.readouterr().out
+        assert "layer 4 (sliding_attention), stage mask: " in out
+        assert ("attn_weights" in out) == (command == "compare")
+        assert json.loads(told.read_text())["layers"][4]["stage"] == "mask"
+
+
+def test_tokens_after_another_one_are_left_out(recordings):
+    _, right, wrong = map(str, recordings)
+    difference = parity.judge_taps(parity.load_tap(right), parity.load_tap(wrong))
+    assert difference.left_out > 0
+    assert difference.layers[0].errors["output"] == 0.0
+    assert f"{difference.left_out} tokens were left out" in str(difference)
+
+
+def test_what_the_commands_refuse(recordings, tmp_path, capsys):
+    model, right, wrong = recordings
+    parity.save(tmp_path / "layer.safetensors", parity.random_weights(FULL), FULL)
+    refused = {
+        "--weights must name the folder of the model that": ["compare", right],
+        "recordings must be one or two, and nothing else": ["diagnose", right, str(tmp_path / "layer.safetensors")],
+        "recordings must be one or two, and nothing else with them, got": ["compare", right, right],
+        "--html must come with --weights": ["compare", right, wrong, "--html", str(tmp_path / "page.html")],
+        "--weights must come with recordings": ["compare", str(tmp_path), "--weights", model],
+        "recordings must come with --weights alone": ["diagnose", right, "--not-causal"],
+    }
+    for message, arguments in refused.items():
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_steps_of_an_nnx_module_with_its_cache(rng):
+    model = NnxBlock(lambda: nnx.MultiHeadAttention(4, 32, decode=True, rngs=nnx.Rngs(0)), count=1)
+    model.layers[0].init_cache((2, 6, 32))
+    x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))
+    with parity.tap(model) as tapped:
+        for place in range(6):
+            model(x[:, place : place + 1])
+    assert [call.past for call in tapped.layers[0].calls] == list(range(6))
+    verdict = judged_in_flax(tapped, {0: parity.weights_of(model.layers[0])})
+    assert verdict.passed, str(verdict)
+    assert [each.stage for each in verdict.layers[0].comparisons] == ["mask", "q", "k", "v", "context", "output"]
+
+
+def test_a_beam_search_differs_at_the_cache():
+    model = of_six_layers("llama")
+    specs = specs_of(model.config.to_dict())
+    with parity.tap(model) as tapped:
+        generate(model, num_beams=3)
+    verdict = parity.judge_tap(tapped, specs, weights_in(model, tapped, specs))
+    assert stage_named(verdict.first.difference.stage).quantity == "cache.keys"
