@@ -4,14 +4,14 @@ What a layer is, whether it is causal, where its weights lie in a checkpoint and
 from the configuration. Nothing is downloaded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from released import check_near, positions_of
+from released import check_near
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -31,7 +31,7 @@ class Model:
         family: its `model_type`.
         options: of its configuration, beside those of `SMALL`, of which None takes one away.
         inputs: what it is called with: `tokens`, `pairs` of them for encoder and decoder, `pixels`, `wave`,
-            `mel` or `frames`.
+            `mel`, `frames` or `bins`.
         module: the path of its attention modules in memory, by the part of the model, where it is not that of the
             checkpoint.
         output: the module whose output is that of attention, under its attention modules, where it is not theirs.
@@ -57,18 +57,23 @@ class Model:
         return transformers.AutoConfig.for_model(self.family, **options)
 
 
+PLACES = torch.arange(11)
+AXES = torch.stack([PLACES // 6, PLACES // 6 + PLACES % 6 // 3, PLACES // 6 + PLACES % 3])[:, None]
+"""Positions of 11 patches, in frames of 2 x 3: (3, 1, 11)."""
+
 LEFT_OUT = object()
 """Of an option of `SMALL`: not given."""
 
 
-def check_model(model: Model, folder: Path) -> None:
+def check_model(model: Model, folder: Path, read: Callable[[Any], list[ModelLayer]] = specs_of) -> None:
     """Our layers of the specifications give what the released ones give, with weights from their checkpoint."""
     config = model.config()
     config._attn_implementation = model.attention
+    config._experts_implementation = "eager"  # the others have no float64
     kind = getattr(transformers, model.class_name)
     released = (kind.from_config(config) if model.class_name == "AutoModel" else kind(config)).to(model.dtype).eval()
     draw(released)
-    layers = [layer for layer in specs_of(config.to_dict()) if layer.spec is not None]
+    layers = [layer for layer in read(config.to_dict()) if layer.spec is not None]
     seen = run_released(released, model, layers)
     released.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -127,7 +132,9 @@ def _keep_input(into: dict[str, Any]) -> Any:
 
 def _keep_output(into: dict[str, Any]) -> Any:
     def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        into.setdefault("output", []).append(output[0] if isinstance(output, tuple | list) else output)
+        first, *others = output if isinstance(output, tuple | list) else (output,)
+        biases = [each for each in others if isinstance(each, nn.Parameter)]  # GPT-NeoX-Japanese adds it outside
+        into.setdefault("output", []).append(sum(biases, start=first))
 
     return keep
 
@@ -145,7 +152,9 @@ def _inputs(released: nn.Module, model: Model) -> dict[str, Tensor]:
     if model.inputs == "pairs":
         return {"input_ids": tokens(11), "decoder_input_ids": tokens(7)}
     if model.inputs == "pixels":
-        return {"pixel_values": values(2, 3, config.image_size, config.image_size)}
+        return {"pixel_values": values(2, 3, 6, 6)}
+    if model.inputs == "bins":
+        return {"input_values": values(2, config.max_length, config.num_mel_bins)}
     if model.inputs == "wave":
         return {"input_values": values(2, 4000)}
     if model.inputs == "frames":
@@ -153,6 +162,8 @@ def _inputs(released: nn.Module, model: Model) -> dict[str, Tensor]:
     if model.inputs == "mel":
         mel = values(2, config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": mel, "decoder_input_ids": tokens(7)}
+    if model.inputs == "places":  # on three axes
+        return {"inputs_embeds": values(2, 11, config.hidden_size), "position_ids": AXES.expand(-1, 2, -1)}
     return {"input_ids": tokens(11)}
 
 
@@ -184,8 +195,7 @@ def _check(
     assert (kv is not None) == (layer.kind == "cross_attention"), what
     ours = mha_torch.MultiHeadAttention(layer.spec, dtype=torch.float64).eval()
     load_into(ours, {name: weight.detach().double().numpy() for name, weight in weights.items()})
-    positions = positions_of(layer.spec, x.shape[1])
-    given = {"positions": positions.expand(-1, *positions.shape[1:])} if positions.ndim == 3 else {}
+    given = {} if layer.spec.rope is None or layer.spec.rope.sections is None else {"positions": AXES}
     with torch.no_grad():
         found, _ = ours(x.double(), None if kv is None else kv.double(), is_causal=layer.is_causal, **given)
     check_near(found.numpy(), output.reshape(found.shape).numpy(), what)
@@ -202,6 +212,15 @@ SEPARATE = {
     "transformers.MPNet": ("attn.q", "attn.k", "attn.v", "attn.o"),
     "transformers.ViT": ("attention.query", "attention.key", "attention.value", "output.dense"),
     "transformers.T5": ("q", "k", "v", "o"),
+    "transformers.Phi": ("q_proj", "k_proj", "v_proj", "dense"),
+    "transformers.StableLM": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.Flint": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.Qwen3-Next": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.LFM2": ("q_proj", "k_proj", "v_proj", "out_proj"),
+    "transformers.HunYuan": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.Gemma4": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.ModernBERT-decoder": ("q_proj", "k_proj", "v_proj", "Wo"),
+    **dict.fromkeys(("transformers.DeepSeek", "transformers.LongCat"), ("q_proj", "", "", "o_proj")),
 }
 """What the projections are called in a layout."""
 
@@ -211,6 +230,7 @@ PACKED = {
     "transformers.GPT2": ("c_attn", "c_proj", "columns"),
     "transformers.Phi3": ("qkv_proj", "o_proj", "rows"),
     "transformers.GPT-NeoX": ("query_key_value", "dense", "groups"),
+    "transformers.GPT-NeoX-Japanese": ("query_key_value", "dense", "groups"),
     "transformers.Falcon": ("query_key_value", "dense", "groups"),
     "transformers.GPTBigCode": ("c_attn", "c_proj", "groups"),
     "transformers.CodeGen": ("qkv_proj", "out_proj", "four"),
@@ -220,10 +240,17 @@ rows or columns of each in turn; the queries of a head of keys, that head and it
 fourth of all heads."""
 
 
+BESIDE = {"q_norm": "q_norm", "k_norm": "k_norm", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
+BESIDE |= {"query_layernorm": "q_norm", "key_layernorm": "k_norm", "relative_bias": "relative_bias", "sinks": "sinks"}
+BESIDE |= {"q_a_layernorm": "q_a_norm", "kv_a_layernorm": "kv_a_norm", "kv_a_proj_with_mqa": "kv_a_proj"}
+BESIDE |= {"softmax_offset": "sinks", "dense_bias": "out_proj.bias"}
+BESIDE |= {name: name for name in ("q_a_proj", "q_b_proj", "kv_b_proj", "gate_proj")}
+"""What else is called so in every layout that has it."""
+
+
 def canonical(layout: str, tensors: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
     """The canonical weights of a layer, from its tensors in a layout."""
-    names = {"q_norm": "q_norm", "k_norm": "k_norm", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
-    names |= {"relative_bias": "relative_bias"}
+    names = dict(BESIDE)
     if layout in SEPARATE:
         names |= dict(zip(SEPARATE[layout], ("q_proj", "k_proj", "v_proj", "out_proj"), strict=True))
     else:
@@ -237,7 +264,40 @@ def canonical(layout: str, tensors: Mapping[str, Tensor], spec: AttentionSpec) -
         ours = names.get(kind or leaf)
         if ours is not None:
             found[f"{ours}.{leaf}" if kind else ours] = tensor
-    return found
+    return found | OWN.get(layout, lambda found, spec: {})(found, spec)
+
+
+def _gates(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
+    """Of Qwen3-Next: q_proj has the queries of a head, and then its gate."""
+    parts = {}
+    for leaf in ("weight", "bias"):
+        if f"q_proj.{leaf}" in found:
+            q, gate = found[f"q_proj.{leaf}"].unflatten(0, (spec.num_heads, 2, spec.head_dim)).unbind(1)
+            parts |= {f"q_proj.{leaf}": q.flatten(0, 1), f"gate_proj.{leaf}": gate.flatten(0, 1)}
+    return parts
+
+
+def _scaled_latents(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
+    """Of LongCat: its latents are multiplied by numbers that follow from their widths; to us by their norms."""
+    assert spec.latent is not None
+    assert spec.latent.q_rank is not None
+    widths = {"q_a_norm.weight": spec.latent.q_rank, "kv_a_norm.weight": spec.latent.kv_rank}
+    return {name: found[name] * (spec.d_model / width) ** 0.5 for name, width in widths.items()}
+
+
+def _keys_as_values(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
+    """Of Gemma 4: values are made as keys are where there is no other projection."""
+    names = ("weight", "bias")
+    held = {f"v_proj.{leaf}": found[f"k_proj.{leaf}"] for leaf in names if f"k_proj.{leaf}" in found}
+    return {} if "v_proj.weight" in found else held
+
+
+OWN = {
+    "transformers.Qwen3-Next": _gates,
+    "transformers.LongCat": _scaled_latents,
+    "transformers.Gemma4": _keys_as_values,
+}
+"""What some layouts need beside names and packing."""
 
 
 def _unpacked(tensors: Mapping[str, Tensor], qkv: str, packing: str, spec: AttentionSpec) -> dict[str, Tensor]:

@@ -19,10 +19,10 @@ import test_released_scores
 import torch
 import transformers
 from released import SIZES, Released, check_near
-from test_models_whole import MODELS
+from test_models_whole import ALL
 
 import mha_torch
-from mha_spec import Llama3Scaling, Norm, ProportionalScaling, Rope, YarnScaling
+from mha_spec import Llama3Scaling, Norm, ProportionalScaling, RelativeBias, Rope, YarnScaling
 from parity import Alibi, AttentionSpec, load_into, specs_of
 from parity.cli.main import main
 from parity.models.families import FAMILIES
@@ -43,6 +43,8 @@ NOT_OF_THE_CONFIGURATION = {
     "Persimmon",
     "Llama 4, chunked",  # chunks where the model has none
     "Whisper",  # is given its width and heads, too
+    "Kimi Linear",  # is of the other kind there
+    "LongCat",  # has a number of layers that is made of another
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -53,6 +55,8 @@ LLAMA3 = {
 }
 
 
+ONE_DIALECT = {"gemma4_text"}
+"""Families that came later than `rope_parameters`."""
 BASES = {"modernbert": ("global_rope_theta", "local_rope_theta")}
 
 
@@ -89,12 +93,12 @@ def test_a_configuration_says_what_the_released_layer_is(name):
     if values is None:
         assert name.partition("-")[2] in {
             *NOT_OF_THE_CONFIGURATION,
-            *("Gemma 4", "Gemma 3n", "MiMo-V2", "MiMo-V2, wide values", "Kimi Linear", "LongCat"),
+            *("Gemma 3n", "MiMo-V2", "MiMo-V2, wide values"),
         }
         return
     assert specs_of(values)[0].spec == expected
-    is_of_mistral = "llama_4_scaling_beta" in values["rope_parameters"]  # which has one dialect
-    if not is_of_mistral:
+    has_one_dialect = "llama_4_scaling_beta" in values["rope_parameters"] or values["model_type"] in ONE_DIALECT
+    if not has_one_dialect:
         assert specs_of(older(values))[0].spec == expected
 
 
@@ -180,10 +184,8 @@ def test_a_layer_of_the_specification_gives_what_the_released_one_gives(name):
 
 
 def test_every_family_is_in_one_of_these_tests():
-    tested = {values["model_type"] for name in RELEASED for values, _ in [config_of(name)] if values is not None}
-    tested |= {"gemma3_text" if family == "gemma3" else family for family, _, _ in OTHERS.values()}
-    tested |= {model.family for model in MODELS.values()}
-    assert tested | {"qwen2_vl"} == set(FAMILIES)
+    tested = {model.family for model in ALL.values()}
+    assert tested | {"qwen2_vl", "qwen2_5_vl"} == set(FAMILIES)
 
 
 def test_families_with_names_of_their_own():
@@ -211,7 +213,22 @@ def test_families_with_names_of_their_own():
     assert plain == AttentionSpec(32, 4, dropout=0.1, output_dropout=0.1)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen2_vl"}))
+TURNED_IN_PART = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+OF_EACH_KIND = {  # what a family's defaults lack to be those of a model with layers of each kind
+    "glm4_moe": {"head_dim": 128},  # which is 42 without it, of which a half cannot be rotated
+    "glm4v_text": TURNED_IN_PART,
+    "glm4v_moe_text": {**TURNED_IN_PART, "head_dim": 128},
+    "glm_image_text": TURNED_IN_PART,
+    "glm_ocr_text": {**TURNED_IN_PART, "head_dim": 128},
+    "gpt_neo": {"attention_types": [[["global", "local"], 3]], "attention_layers": ["global", "local"] * 3},
+    "gemma4_text": {"per_layer_config": {"5": {"head_dim": 512}}},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 3, "position_embedding_type": "rope"},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]},
+}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen2_vl", "qwen2_5_vl"}))
 def test_a_key_that_is_not_there_means_what_it_means_to_transformers(family):
     """Or it is asked for. (RoPE was said in other words before, in which a missing base is asked for.)"""
     configuration = type(transformers.AutoConfig.for_model(family))
@@ -220,21 +237,17 @@ def test_a_key_that_is_not_there_means_what_it_means_to_transformers(family):
         return configuration(**{name: value for name, value in values.items() if name != "model_type"}).to_dict()
 
     values = configuration().to_dict()
-    if family == "glm4_moe":
-        values["head_dim"] = 128  # which is 42 without it, of which a half cannot be rotated
-    if family == "gpt_neo":
-        values |= {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]}
-    if values.get("layer_types"):  # one of each kind is enough
-        values |= {"num_hidden_layers": 6, "layer_types": values["layer_types"][:6]}
+    counts = {name for stack in FAMILIES[family].stacks for name in stack.count}
+    values |= {name: 6 for name in counts if isinstance(values.get(name), int)}
+    values = {name: value for name, value in values.items() if name not in ("out_features", "out_indices")}
+    if values.get("layer_types"):  # six are enough
+        values["layer_types"] = values["layer_types"][:6]
         values |= {name: None for name in ("no_rope_layers", "moe_layers", "mlp_layer_types") if name in values}
-    else:
-        counts = {name for stack in FAMILIES[family].stacks for name in stack.count}
-        values |= dict.fromkeys(counts & values.keys(), 2)
-        values = {name: value for name, value in values.items() if name not in ("out_features", "out_indices")}
+    values |= OF_EACH_KIND.get(family, {})
     whole = specs_of(filled(values))
     assert [layer.spec for layer in whole] == [layer.spec for layer in specs_of(values)]
     asked = 0
-    for said in (values, older(values)):
+    for said in (values, *([] if family in ONE_DIALECT else [older(values)])):
         for key in set(names_in(said)) - {"model_type", "transformers_version"}:
             try:
                 found = specs_of(changed(said, key))
@@ -298,6 +311,89 @@ def test_gemma3_has_two_bases_in_both_dialects():
     assert specs_of(little)[0].origins["num_heads"] == "num_attention_heads is not there: this family's default"
     without = {name: value for name, value in older(values).items() if name != "layer_types"}
     assert [layer.kind for layer in specs_of(without)] == [*["sliding_attention"] * 5, "full_attention"]
+
+
+def test_an_encoder_and_its_decoder():
+    values = transformers.T5Config(num_layers=3, num_decoder_layers=2, d_model=32, d_kv=12, num_heads=4).to_dict()
+    layers = specs_of(values)
+    assert [(layer.part, layer.index, layer.kind, layer.is_causal) for layer in layers] == [
+        *(("encoder", index, "full_attention", False) for index in range(3)),
+        *(("decoder", index, "full_attention", True) for index in range(2)),
+        *(("decoder", index, "cross_attention", False) for index in range(2)),
+    ]
+    assert [layer.spec.relative_bias for layer in layers] == [
+        *[RelativeBias(32, 128)] * 3,
+        *[RelativeBias(32, 128, bidirectional=False)] * 2,
+        *[None] * 2,
+    ]
+    assert {layer.layout for layer in layers} == {"transformers.T5"}
+    assert [layer.path for layer in layers][2:6:3] == [
+        "encoder.block.2.layer.0.SelfAttention",
+        "decoder.block.0.layer.1.EncDecAttention",
+    ]
+    del values["num_decoder_layers"]
+    assert [layer.part for layer in specs_of(values)] == ["encoder"] * 3 + ["decoder"] * 6
+
+
+def test_a_model_that_may_be_a_decoder():
+    values = transformers.BertConfig(num_hidden_layers=1).to_dict()
+    assert [layer.is_causal for layer in specs_of(values)] == [False]
+    assert [layer.is_causal for layer in specs_of({**values, "is_decoder": True})] == [True]
+
+
+def test_layers_that_take_turns():
+    values = transformers.NemotronHConfig(
+        layers_block_type=["linear_attention", "mlp", "full_attention", "moe"]
+    ).to_dict()
+    kinds = ["linear_attention", "mlp", "full_attention", "moe"]
+    assert [layer.kind for layer in specs_of(values)] == kinds
+    former = {**values, "layers_block_type": None, "num_hidden_layers": 4, "hybrid_override_pattern": "M-*E"}
+    assert [layer.kind for layer in specs_of(former)] == ["mamba", "mlp", "full_attention", "moe"]
+    assert specs_of(former)[2].spec == specs_of(values)[2].spec
+    kimi = {**transformers.KimiLinearConfig(num_hidden_layers=3).to_dict(), "layer_types": None}
+    kimi["linear_attn_config"] = {"full_attn_layers": [2], "kda_layers": [1, 3], "num_heads": 2, "head_dim": 8}
+    assert [layer.spec is None for layer in specs_of(kimi)] == [True, False, True]
+
+
+AS_RELEASED = {  # keys that configurations of released models have, and transformers' own do not
+    "bert": {"pooler_num_attention_heads": 12, "pooler_size_per_head": 128, "position_embedding_type": "absolute"},
+    "albert": {"down_scale_factor": 1, "net_structure_type": 0, "gap_size": 0},
+    "t5": {"n_positions": 512, "output_past": True},
+    "bart": {"static_position_embeddings": False, "add_bias_logits": False, "extra_pos_embeddings": 2},
+    "gptj": {"rotary": True, "scale_attn_weights": True},
+    "codegen": {"scale_attn_weights": True},
+    "gpt_bigcode": {"pre_allocate_kv_cache": True},
+    "clip_text_model": {"temperature": 1.0, "pruned_heads": {}, "add_cross_attention": False},
+    "modernbert": {"position_embedding_type": "absolute", "repad_logits_with_grad": False},
+    "minimax_m2": {"use_qk_norm": True, "qk_norm_type": "per_layer", "attn_type_list": [1] * 62},
+    "longcat_flash": {"attention_method": "MLA", "mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    "lfm2": {"num_heads": 32, "block_mlp_init_scale": 1.0, "block_out_init_scale": 1.0},
+    "glm4v_text": {**TURNED_IN_PART, "attention_bias": True},
+}
+
+
+@pytest.mark.parametrize("family", AS_RELEASED)
+def test_keys_of_released_models_change_nothing(family):
+    values = transformers.AutoConfig.for_model(family).to_dict()
+    values |= TURNED_IN_PART if family == "glm4v_text" else {}
+    assert specs_of({**values, **AS_RELEASED[family]}) == specs_of(values)
+
+
+def test_numbers_of_rotated_features():
+    values = transformers.MiniMaxM2Config(num_hidden_layers=1).to_dict()
+    values["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6}
+    assert specs_of({**values, "rotary_dim": 64})[0].spec.rope == Rope(5e6, rotary_dim=64)
+    bamba = transformers.BambaConfig(num_hidden_layers=1, attn_layer_indices=[0]).to_dict()
+    former = {**changed(bamba, "rope_parameters"), "rope_theta": 1e4, "attn_rotary_emb": 32}
+    assert specs_of(bamba)[0].spec.rope == Rope(rotary_dim=64)
+    assert specs_of(former)[0].spec.rope == Rope(rotary_dim=32)
+
+
+def test_older_words_for_layers():
+    values = transformers.GraniteMoeHybridConfig(num_hidden_layers=2, position_embedding_type="nope").to_dict()
+    layers = specs_of({**values, "layer_types": ["mamba", "attention"]})
+    assert [layer.kind for layer in layers] == ["mamba", "full_attention"]
+    assert layers[1].spec.rope is None
 
 
 SAID = {  # what a configuration says of RoPE, norms and scores, none of it the default of its family
@@ -391,6 +487,7 @@ def test_proportional_rope_is_that_of_a_whole_head():
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
+MPT = {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 1}
 REFUSED = {
     "family": ({"model_type": "speech"}, r"model_type must be one of afmoe, .*, got model_type='speech'"),
     "no family": ({"model_type": None}, "got model_type=None"),
@@ -450,6 +547,52 @@ REFUSED = {
         "the configuration must have rope_parameters.full_attention",
     ),
     "layers": ({"layer_types": ["full_attention"]}, "layer_types must be one for each of 3 layers, got layer_types="),
+    "distances": (
+        {**transformers.BertConfig().to_dict(), "position_embedding_type": "relative_key"},
+        "position_embedding_type must be 'absolute' in models of this family, got position_embedding_type='relative",
+    ),
+    "another attention": (
+        {**MPT, "attn_config": {"qk_ln": True}},
+        "attn_config.qk_ln must be False in models of this family, got attn_config.qk_ln=True",
+    ),
+    "slopes": (
+        {**MPT, "attn_config": {"alibi_bias_max": 16}},
+        "attn_config.alibi_bias_max must be 8 in models of this family",
+    ),
+    "biases by distance": (
+        {**transformers.MPNetConfig().to_dict(), "relative_attention_num_buckets": 16},
+        "relative_attention_num_buckets must be 32 in models of this family",
+    ),
+    "shared keys": (
+        {**transformers.Gemma4TextConfig().to_dict(), "num_kv_shared_layers": 4},
+        "num_kv_shared_layers must be 0 in models of this family, got num_kv_shared_layers=4",
+    ),
+    "decoder alone": (
+        {**transformers.BartConfig().to_dict(), "is_decoder": True, "is_encoder_decoder": False},
+        "is_encoder_decoder must be True in models of this family, got is_encoder_decoder=False",
+    ),
+    "encoder alone": (
+        {**transformers.T5Config().to_dict(), "architectures": ["T5EncoderModel"]},
+        r"architectures must be those of a whole model, got architectures=\['T5EncoderModel'\]",
+    ),
+    "cross-attention": (
+        {**transformers.BertConfig().to_dict(), "add_cross_attention": True},
+        "add_cross_attention=True",
+    ),
+    "letters": (
+        {**transformers.NemotronHConfig().to_dict(), "layers_block_type": None, "num_hidden_layers": 3}
+        | {"hybrid_override_pattern": "M*"},
+        "hybrid_override_pattern must have a word for each layer, got 2",
+    ),
+    "kinds of GPT-Neo": (
+        {**transformers.GPTNeoConfig().to_dict(), "attention_layers": ["far"] * 24},
+        "layer 0 must be one of global, local, got 'far'",
+    ),
+    "kinds of Kimi": (
+        {**transformers.KimiLinearConfig(num_hidden_layers=2).to_dict(), "layer_types": None}
+        | {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [2]}},
+        "linear_attn_config must say one kind of each layer, got layer 0|full_attn_layers",
+    ),
     "word for layers": ({"layer_types": 3}, "layer_types must be one for each of 3 layers, got layer_types=3"),
 }
 
@@ -483,6 +626,19 @@ def test_a_folder_and_its_file_say_the_same(tmp_path):
         specs_of(tmp_path)
     with pytest.raises(OSError, match="nowhere"):
         specs_of(tmp_path / "nowhere" / "config.json")
+
+
+def test_the_command_tells_the_parts_of_a_model_apart(tmp_path, capsys):
+    values = transformers.T5Config(num_layers=3, num_decoder_layers=2).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert main(["spec", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    for title in (
+        "t5, encoder, layers 0 to 2 of 3: full_attention, not causal",
+        "t5, decoder, layers 0 to 1 of 2: full_attention",
+        "t5, decoder, layers 0 to 1 of 2: cross_attention",
+    ):
+        assert title in out
 
 
 def test_the_command_prints_each_kind_of_layer_and_writes_json(tmp_path, capsys):

@@ -1,8 +1,13 @@
 """Whole models of released families, each attention layer beside ours: encoders, those with decoders, and decoders."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from released_models import LEFT_OUT, Model, check_model
+
+from mha_spec import Alibi, Norm, RelativeBias, Rope
+from parity import specs_of
 
 BERT = {"output": "output.dense"}
 VIT = {"image_size": 6, "patch_size": 2}
@@ -10,6 +15,12 @@ CONV = {"conv_dim": (8, 8), "conv_stride": (5, 40), "conv_kernel": (10, 40), "nu
 CONV |= {"num_conv_pos_embedding_groups": 2}
 TEXT = {
     **{name: Model(name, **BERT) for name in ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie")},
+    **{name: Model(name, **BERT) for name in ("layoutlm", "rembert", "roc_bert", "bert-generation")},
+    **{name: Model(name, input="self", **BERT) for name in ("megatron-bert", "roberta-prelayernorm", "esm")},
+    "splinter": Model("splinter", {"question_token_id": 3}, **BERT),
+    "esm, RoPE": Model("esm", {"position_embedding_type": "rotary"}, input="self", **BERT),
+    "nomic_bert": Model("nomic_bert", {"head_dim": 12}, module={"": "layers.{i}.self_attn"}),
+    "gte": Model("gte", module={"": "layers.{i}.self_attn"}),
     "bert, decoder": Model("bert", {"is_decoder": True}, **BERT),
     "data2vec-text": Model("data2vec-text", **BERT),
     "xlm-roberta-xl": Model("xlm-roberta-xl", input="self", **BERT),
@@ -29,12 +40,25 @@ IMAGES = {
         for name in ("dinov2", "dinov2_with_registers")
     },
     **{name: Model(name, VIT, "pixels") for name in ("clip_vision_model", "siglip_vision_model")},
+    **{name: Model(name, VIT, "pixels") for name in ("chinese_clip_vision_model", "aimv2_vision_model")},
+    "beit": Model("beit", VIT, "pixels", module={"": "layers.{i}.attention"}),
+    "data2vec-vision": Model("data2vec-vision", VIT, "pixels", **BERT),
+    "yolos": Model(
+        "yolos", {"image_size": [6, 6], "patch_size": 2, "qkv_bias": False}, "pixels", output="output.dense"
+    ),
+    "audio-spectrogram-transformer": Model(
+        "audio-spectrogram-transformer",
+        {"num_mel_bins": 16, "max_length": 32, "patch_size": 8, "frequency_stride": 8, "time_stride": 8},
+        "bins",
+        module={"": "layers.{i}.attention"},
+    ),
     "clip_text_model": Model("clip_text_model"),
     "siglip_text_model": Model("siglip_text_model", class_name="SiglipTextModel"),
 }
 SPEECH = {
     name: Model(name, CONV, "wave") for name in ("wav2vec2", "hubert", "unispeech", "unispeech-sat", "data2vec-audio")
 }
+SPEECH["sew"] = Model("sew", {**CONV, "squeeze_factor": 1}, "wave")
 BART = {"hidden_size": LEFT_OUT, "num_attention_heads": LEFT_OUT, "num_hidden_layers": LEFT_OUT, "d_model": 32}
 BART |= {"encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 8}
 BART |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "decoder_start_token_id": 1}
@@ -55,6 +79,12 @@ ENCODER_DECODERS = {
     "speech_to_text": Model("speech_to_text", {**BART, "conv_channels": 8, "input_feat_per_channel": 8}, "frames"),
     "whisper": Model("whisper", {**BART, "num_mel_bins": 8, "max_source_positions": 10}, "mel"),
     **{name: Model(name, T5, "pairs") for name in ("t5", "mt5", "umt5")},
+    "switch_transformers": Model(
+        "switch_transformers", {**T5, "num_experts": 2, "num_sparse_encoder_layers": 1}, "pairs"
+    ),
+    "nllb-moe": Model(
+        "nllb-moe", {**BART, "num_experts": 2, "encoder_sparse_step": 2, "decoder_sparse_step": 1}, "pairs"
+    ),
 }
 GPT = dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers"), LEFT_OUT)
 GPT |= {"n_embd": 32, "n_head": 4, "n_layer": 2}
@@ -68,6 +98,7 @@ LIKE_GPT = {
         | {"attention_types": [[["global"], 1], [["local"], 2]], "window_size": 3},
     ),
     "gpt_neox": Model("gpt_neox", {"rotary_pct": 0.5, "attention_bias": False}),
+    "gpt_neox_japanese": Model("gpt_neox_japanese", {"intermediate_multiple_size": 1}),
     "gptj": Model("gptj", {**GPT, "rotary_dim": 4}),
     "codegen": Model("codegen", {**GPT, "rotary_dim": 4}),
     "gpt_bigcode": Model("gpt_bigcode", GPT),
@@ -92,9 +123,173 @@ LIKE_GPT = {
         dtype=torch.float32,
     ),
 }
-MODELS = {**TEXT, **IMAGES, **SPEECH, **ENCODER_DECODERS, **LIKE_GPT}
+KV = {"num_key_value_heads": 2}
+WIDE = {**KV, "head_dim": 16}
+NORMED = {**WIDE, "rms_norm_eps": 0.01}
+MOE = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2}
+MOE |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "expert_ffn_hidden_size": 16}
+TWO = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+LATER = {"rope_type": "default", "rope_theta": 5e3}
+HALF = {**LATER, "partial_rotary_factor": 0.5}
+HALF_SECTIONS, SHORT_SECTIONS = ({**rope, "mrope_section": [2, 1, 1]} for rope in (HALF, LATER))
+SECTIONS = {**LATER, "mrope_section": [4, 2, 2]}
+OF_EACH = {"rope_parameters": {"sliding_attention": LATER, "full_attention": {**LATER, "rope_theta": 7e3}}}
+LIKE_LLAMA = {
+    "aria_text": Model("aria_text", {**WIDE, "attention_bias": True, "moe_num_experts": 4}),
+    "eurobert": Model("eurobert", {**WIDE, "attention_bias": True}),
+    "qwen2_5_vl_text": Model("qwen2_5_vl_text", {**KV, "rope_parameters": SHORT_SECTIONS}, "places"),
+    "qwen3_vl_moe_text": Model("qwen3_vl_moe_text", {**NORMED, **MOE, "rope_parameters": SECTIONS}, "places"),
+    "mellum": Model("mellum", {**NORMED, **MOE, **TWO, **OF_EACH}),
+    "flint": Model("flint", {**NORMED, **MOE, **TWO}),
+    "cwm": Model("cwm", {**WIDE, **TWO}),
+    "vaultgemma": Model("vaultgemma", {**WIDE, **TWO, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 3.0}),
+    "gemma4_text": Model("gemma4_text", {**NORMED, **TWO, "hidden_size_per_layer_input": 0}),
+    "gemma4_text, one projection": Model(
+        "gemma4_text",
+        {**NORMED, **TWO, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+        | {"global_head_dim": 24, "num_global_key_value_heads": 1},
+    ),
+    "jais2": Model("jais2", {**WIDE, "attention_bias": False}),
+    "solar_open": Model("solar_open", {**WIDE, **MOE, "attention_bias": True}),
+    "phimoe": Model("phimoe", {**KV, **MOE, "attention_bias": True, "sliding_window": 3}),
+    "minimax_m2": Model("minimax_m2", {**NORMED, **MOE, "rotary_dim": 8}),
+    "hy_v3": Model("hy_v3", {**NORMED, **MOE, "attention_bias": True}),
+    "exaone_moe": Model("exaone_moe", {**KV, **MOE, **TWO, "rms_norm_eps": 0.01}),
+    "kolibri1": Model("kolibri1", {**NORMED, **MOE, **TWO}),
+    "granitemoeshared": Model("granitemoeshared", {**KV, **MOE, "attention_multiplier": 0.2}),
+    "granite_docling_text": Model("granite_docling_text", {**KV, "attention_multiplier": 0.2}),
+    "flex_olmo": Model("flex_olmo", {**KV, **MOE, "attention_bias": True, "rms_norm_eps": 0.01}),
+    "granite_swa": Model("granite_swa", {**KV, **TWO, "layer_rope_theta": [7e3, 0], "attention_multiplier": 0.2}),
+    "granitemoe_swa": Model(
+        "granitemoe_swa", {**KV, **MOE, **TWO, "layer_rope_theta": [0, 7e3], "attention_bias": True}
+    ),
+    "hyperclovax": Model("hyperclovax", {**WIDE, "attention_multiplier": 0.2, "attention_bias": True}),
+    "ernie4_5_moe": Model("ernie4_5_moe", {**KV, **MOE, "use_bias": True, "moe_num_experts": 4, "moe_k": 2}),
+    "glm4v_text": Model("glm4v_text", {**KV, "rope_parameters": SHORT_SECTIONS}, "places"),
+    "glm_ocr_text": Model("glm_ocr_text", {**WIDE, "rope_parameters": SECTIONS}, "places"),
+    "glm4v_moe_text": Model(
+        "glm4v_moe_text",
+        {**WIDE, **MOE, "attention_bias": False, "rope_parameters": HALF_SECTIONS},
+        "places",
+    ),
+    "glm_image_text": Model("glm_image_text", {**WIDE, "rope_parameters": HALF_SECTIONS}, "places"),
+    "modernbert-decoder": Model(
+        "modernbert-decoder", {"num_hidden_layers": 4, "local_attention": 6, "attention_bias": True}
+    ),
+    "hunyuan_v1_moe": Model("hunyuan_v1_moe", {**NORMED, **MOE, "attention_bias": True, "moe_topk": [2, 2]}),
+}
+RANKS = {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+WITH_LATENTS = {
+    "axk1": Model(
+        "axk1", {**RANKS, **MOE, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4, "attention_bias": True}
+    ),
+    "kimi_linear": Model(
+        "kimi_linear",
+        {**RANKS, **MOE, "num_key_value_heads": 4, "q_lora_rank": None}
+        | {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 8, "linear_num_heads": 2},
+    ),
+    "longcat_flash": Model(
+        "longcat_flash",
+        {**RANKS, **MOE, "num_key_value_heads": 4, "head_dim": 8, "num_hidden_layers": LEFT_OUT, "num_layers": 2}
+        | {"ffn_hidden_size": 24, "zero_expert_num": 2},
+    ),
+}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+LINEAR |= {f"linear_{each}_{size}": 4 for each in ("num_key", "num_value") for size in ("heads",)}
+LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+HYBRIDS = {
+    "qwen3_5_text": Model(
+        "qwen3_5_text",
+        {**NORMED, **LINEAR, "rope_parameters": HALF_SECTIONS},
+        "places",
+    ),
+    "qwen3_5_moe_text": Model(
+        "qwen3_5_moe_text",
+        {**NORMED, **LINEAR, **MOE, "attention_bias": True, "rope_parameters": HALF_SECTIONS},
+        "places",
+    ),
+    "qwen3_next": Model("qwen3_next", {**NORMED, **LINEAR, **MOE, "attention_bias": True}),
+    "minimax": Model("minimax", {**WIDE, **MOE, "layer_types": LINEAR["layer_types"]}),
+    "lfm2": Model("lfm2", {**KV, "full_attn_idxs": [1], "norm_eps": 0.01}),
+    "lfm2_moe": Model("lfm2_moe", {**KV, **MOE, "layer_types": ["conv", "full_attention"], "norm_eps": 0.01}),
+    "jamba": Model("jamba", {**KV, **MOE, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8}),
+    "bamba": Model("bamba", {**KV, **MAMBA, "attn_layer_indices": [1], "attention_bias": True}),
+    "granitemoehybrid": Model(
+        "granitemoehybrid", {**KV, **MAMBA, **MOE, "layer_types": LINEAR["layer_types"], "attention_multiplier": 0.2}
+    ),
+    "granitemoehybrid, RoPE": Model(
+        "granitemoehybrid",
+        {**KV, **MAMBA, **MOE, "layer_types": LINEAR["layer_types"], "position_embedding_type": "rope"},
+    ),
+    "nemotron_h": Model(
+        "nemotron_h",
+        {**WIDE, **MOE, "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1}
+        | {"moe_shared_expert_intermediate_size": 16},
+    ),
+    "falcon_h1": Model("falcon_h1", {**WIDE, **MAMBA, "key_multiplier": 0.4, "mamba_d_ssm": 64}),
+    "recurrent_gemma": Model("recurrent_gemma", {**KV, "attention_window_size": 3, "num_hidden_layers": 3}),
+    "olmo_hybrid": Model("olmo_hybrid", {**KV, **LINEAR, "attention_bias": True, "rms_norm_eps": 0.01}),
+}
+GROUPS = {"n_group": 1, "topk_group": 1}
+SMALL_HEADS = {**KV, **MOE, **GROUPS, "head_dim": 8, "n_shared_experts": 1}
+OF_LATENTS = {**RANKS, **MOE, **GROUPS, "num_key_value_heads": 4}
+BY_THEMSELVES = {  # whose layers are beside ours in other tests: here where they are, and what they see
+    **{
+        name: Model(name, SMALL_HEADS)
+        for name in (
+            *("apertus", "arcee", "cohere", "ernie4_5", "gemma", "glm", "glm4", "glm4_moe", "granite", "granitemoe"),
+            *("helium", "hunyuan_v1_dense", "llama", "llama4_text", "ministral3", "mistral", "mixtral", "nemotron"),
+            *("olmo", "olmo2", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss"),
+            *("stablelm", "starcoder2"),
+        )
+    },
+    **{
+        name: Model(name, {**SMALL_HEADS, **TWO})
+        for name in (
+            *("afmoe", "cohere2", "dots1", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "ministral", "olmo3"),
+            "smollm3",
+        )
+    },
+    **{
+        name: Model(name, OF_LATENTS)
+        for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "youtu")
+    },
+    "qwen2_vl_text": Model("qwen2_vl_text", {**KV, "rope_parameters": SHORT_SECTIONS}, "places"),
+    "qwen3_vl_text": Model("qwen3_vl_text", {**WIDE, "rope_parameters": SECTIONS}, "places"),
+}
+MODELS = {**TEXT, **IMAGES, **SPEECH, **ENCODER_DECODERS, **LIKE_GPT, **LIKE_LLAMA, **WITH_LATENTS, **HYBRIDS}
+ALL = MODELS | BY_THEMSELVES
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 def test_each_layer_of_a_model_is_what_its_configuration_says(name, tmp_path):
-    check_model(MODELS[name], tmp_path)
+    check_model(ALL[name], tmp_path)
+
+
+def other_spec(**fields):
+    """A layer whose specification is another."""
+    return lambda layer: replace(layer, spec=replace(layer.spec, **fields))
+
+
+WRONG = {
+    "causal": ("bert", lambda layer: replace(layer, is_causal=True)),
+    "not causal": ("bert, decoder", lambda layer: replace(layer, is_causal=False)),
+    "scale": ("whisper", other_spec(scale=0.3)),
+    "window": ("modernbert", other_spec(window_size=3)),
+    "relative bias": ("t5", other_spec(relative_bias=RelativeBias(8, 7))),
+    "slopes": ("bloom", other_spec(alibi=Alibi(4.0))),
+    "eps": ("qwen3_next", other_spec(qk_norm=Norm(weight="1+w", eps=1e-6))),
+    "pairs": ("gptj", other_spec(rope=Rope(rotary_dim=4))),
+    "axes": ("qwen2_5_vl_text", other_spec(rope=Rope(5e3, sections=(1, 1, 2)))),
+    "path": ("opt", lambda layer: replace(layer, path=f"decoder.{layer.path}s")),
+    "packing": ("gpt_bigcode", lambda layer: replace(layer, layout="transformers.ModernBERT")),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_another_specification_path_or_layout_is_seen(name, tmp_path):
+    of, wrong = WRONG[name]
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        check_model(MODELS[of], tmp_path, lambda values: [wrong(each) for each in specs_of(values) if each.spec])

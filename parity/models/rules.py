@@ -40,7 +40,7 @@ class Stack:
         fields: the fields of `AttentionSpec`, each a value or a rule.
         kind: of each layer, where `layer_types` does not say it.
         part: what it is a part of, in models with several stacks: `encoder`, `decoder`.
-        count: the key that has how many layers there are; the first that is there.
+        count: the key that has how many layers there are, or a word for each; the first that is there.
         path: what the names of a layer's weights begin with in checkpoints, after what comes before all layers.
         layout: of these weights.
         is_causal: whether no token sees a later one, or what reads it.
@@ -94,15 +94,22 @@ def asked(*names: str) -> Rule:
     return lambda place: place.config.asked(*names) or NOTHING
 
 
-def rope(*, theta: float | None = None, of: str | None = None, **options: Any) -> Rule:
-    """RoPE; `of` is the key that has how many features it is about, where they are not those of a head."""
+def rope(*, theta: float | None = None, of: str | None = None, count: str | None = None, **options: Any) -> Rule:
+    """RoPE; `of` is the key that has how many features it is about, where they are not those of a head.
+
+    `count` is a key that may have how many of them are rotated, where no key has their share.
+    """
 
     def rule(place: Place) -> Value:
         fields = dict(options)
         size = head_dim(place) if of is None else place.config.read(of).value
         if of is not None:
             fields |= {"rotary_dim": size, "rotated": "last"}
-        return read_rope(place.config, size, layer_type=place.kind, theta=theta, **fields)
+        told = None if count is None else place.config.find(count)
+        if told is not None:
+            fields["fraction"] = told.value / size
+        found = read_rope(place.config, size, layer_type=place.kind, theta=theta, **fields)
+        return found if told is None else Value(found.value, f"{found.origin}, {told.origin}")
 
     return rule
 
@@ -141,6 +148,27 @@ def where(name: str, rule: Rule, *, default: bool | None = None) -> Rule:
     return if_true
 
 
+def positioned(word: str, rule: Rule, *, others: tuple[str, ...]) -> Rule:
+    """RoPE in models that ask for it by a word; its keys count as read in the others, too.
+
+    Raises:
+        ValueError: if there is another word.
+    """
+
+    def if_asked(place: Place) -> Value:
+        told = place.config.find("position_embedding_type")
+        if told is not None and told.value not in (word, *others):
+            raise ValueError(f"position_embedding_type must be one of {(word, *others)}, got {told.value!r}")
+        if told is not None and told.value == word:
+            found = rule(place)
+            return Value(found.value, f"{told.origin} {word}, {found.origin}")
+        with suppress(MissingKey):
+            rule(place)
+        return NOTHING
+
+    return if_asked
+
+
 def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
     """A norm with the model's own eps."""
 
@@ -154,6 +182,27 @@ def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
 def of_kind(kind: str) -> Callable[[Config, int], str]:
     """All layers of a stack are of one kind."""
     return lambda config, index: kind
+
+
+def told_kind(config: Config, index: int) -> str:
+    """Of layers that only `layer_types` can say.
+
+    Raises:
+        MissingKey: if it is asked for: there is no `layer_types`.
+    """
+    config.read("layer_types")
+    return "full_attention"
+
+
+def first_of(period: int, *names: str) -> Callable[[Config, int], str]:
+    """All layers but the first of each period have a window; keys may say another period."""
+
+    def kind(config: Config, index: int) -> str:
+        told = config.find(*names)
+        count = period if told is None else as_count(told.origin, told.value)
+        return "sliding_attention" if index % count else "full_attention"
+
+    return kind
 
 
 SLIDING = only("sliding_attention", asked("sliding_window"))

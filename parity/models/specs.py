@@ -24,7 +24,10 @@ KINDS = {
 }
 """Layers of attention, as `layer_types` names them, and the field that they must have."""
 
-NOT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent")
+OLDER_KINDS = {"attention": "full_attention"}
+"""What `layer_types` called some of them once."""
+
+NOT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "moe", "mlp")
 """Layers that `layer_types` names and that are not attention over keys."""
 
 
@@ -70,13 +73,14 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
         config: the values of a configuration, or the path of a config.json, or of the folder that it lies in.
 
     Returns:
-        Every layer, in order; `spec` is None for those that are not attention.
+        Every layer, in order, of models with several parts one part after the other; `spec` is None for those that are
+        not attention.
 
     Raises:
         OSError: if the file cannot be read.
         TypeError: if the number of layers is not an integer.
-        ValueError: if the family is not known, a key is missing, or one that could speak of attention is not
-            understood.
+        ValueError: if the family is not known, a key is missing, one that could speak of attention is not understood or
+            makes layers that no specification has, or it is that of one part of a model with several.
     """
     values = config if isinstance(config, Mapping) else read_config(config)
     family = _family(values)
@@ -122,7 +126,8 @@ def _check_fixed(family: Family, read: Config) -> None:
 
 def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
     """The layers of a stack, in order."""
-    count = as_count(stack.count[0], read.read(*stack.count).value)
+    found = read.read(*stack.count)
+    count = as_count(found.origin, len(found.value) if isinstance(found.value, list | tuple) else found.value)
     told = read.find("layer_types")
     if told is not None and (not isinstance(told.value, list | tuple) or len(told.value) != count):
         raise ValueError(f"layer_types must be one for each of {count} layers, got layer_types={told.value!r}")
@@ -131,10 +136,15 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
         if told is None:
             kind = stack.kind(read, index)
         else:
-            kind = told.value[index]
+            kind = str(told.value[index])
+            kind = OLDER_KINDS.get(kind, kind)
             with suppress(TypeError, ValueError):  # other keys that say it, too, count as read
                 stack.kind(read, index)
         layers.append(_layer(stack, Place(read, index, kind)))
+    if all(layer.spec is None for layer in layers):  # what the others would have counts as read
+        for rule in stack.fields.values():
+            with suppress(TypeError, ValueError):
+                _ruled(rule, Place(read, 0, "full_attention"))
     return layers
 
 

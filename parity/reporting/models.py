@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -19,10 +20,13 @@ def print_layers(model_type: str, layers: Sequence[ModelLayer], out: Console) ->
     """Print a table for all layers that are the same: fields, values, and where they come from."""
     alike: dict[object, list[ModelLayer]] = {}
     for layer in layers:
-        alike.setdefault((layer.kind, layer.spec), []).append(layer)
+        alike.setdefault((layer.part, layer.kind, layer.is_causal, layer.spec), []).append(layer)
+    counts = Counter(layer.part for layer in layers if layer.kind != "cross_attention")
     for same in alike.values():
         first = same[0]
-        title = f"{model_type}, {_numbers(layer.index for layer in same)} of {len(layers)}: {first.kind}"
+        where = f"{model_type}, {first.part}, " if first.part else f"{model_type}, "
+        title = f"{where}{_numbers(layer.index for layer in same)} of {counts[first.part]}: {first.kind}"
+        title += "" if first.is_causal or first.kind == "cross_attention" else ", not causal"
         if first.spec is None:
             out.print(Text(f"{title}, which is not attention over keys", style="bold"))
             continue

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from mha_spec import Gate, Temperature
 from parity.models.config import Config, Value
-from parity.models.families.usual import BIASES, HEADS, IN_PART, MOST_BIAS, PAIRED, SOME_BIAS, WIDTH, family
+from parity.models.families.usual import BIASES, HEADS, IN_PART, MOST_BIAS, PAIRED, PLAIN, SOME_BIAS, WIDTH, family
 from parity.models.rules import (
     NOTHING,
     SLIDING,
@@ -13,6 +15,8 @@ from parity.models.rules import (
     Rule,
     asked,
     every,
+    first_of,
+    head_dim,
     is_last,
     key,
     norm,
@@ -20,6 +24,7 @@ from parity.models.rules import (
     optional,
     rope,
     tempered_by_rope,
+    told_kind,
     where,
 )
 
@@ -77,20 +82,78 @@ def _temperature_of_llama4(place: Place) -> Value:
     return Value(Temperature(length.value, scale.value, first_position=1), f"{length.origin}, {scale.origin}")
 
 
+def _kind_of_minimax_m2(config: Config, index: int) -> str:
+    """Numbers for kinds of attention: 1 is that over all keys."""
+    told = config.find("attn_type_list")
+    if told is None:
+        return "full_attention"
+    if index >= len(told.value):
+        raise ValueError(f"attn_type_list must be one for each layer, got {len(told.value)}")
+    return "full_attention" if told.value[index] == 1 else f"attn_type_list {told.value[index]}"
+
+
+def _of_gemma4(name: str, of_full: str) -> Rule:
+    """A size that layers without a window have of their own, said of all of them or of each."""
+
+    def rule(place: Place) -> Value:
+        usual, shared = place.config.read(name), place.config.find("attention_k_eq_v")
+        each, own = place.config.find("per_layer_config"), place.config.find(of_full)
+        if place.kind != "full_attention":
+            return usual
+        if each is not None:
+            of_layer = each.value.get(place.layer, each.value.get(str(place.layer), {}))
+            return Value(of_layer[name], f"{each.origin}.{place.layer}.{name}") if name in of_layer else usual
+        if name == "num_key_value_heads":
+            return own if own is not None and shared is not None and shared.value else usual
+        return place.config.read(of_full)
+
+    return rule
+
+
+def _kind_of_gemma4(config: Config, index: int) -> str:
+    """As `every`, and the last layer of all has no window."""
+    is_end = index + 1 == config.read("num_hidden_layers").value
+    return "full_attention" if is_end else every(6)(config, index)
+
+
+def _rope_of_each_layer(place: Place) -> Value:
+    """A base for each layer, 0 where nothing is rotated; without them that of all."""
+    bases, turned = place.config.find("layer_rope_theta"), rope()(place)
+    if bases is None:
+        return turned
+    if place.layer >= len(bases.value):
+        raise ValueError(f"layer_rope_theta must be one for each layer, got {len(bases.value)}")
+    base = bases.value[place.layer]
+    origin = f"{bases.origin}[{place.layer}], {turned.origin}"
+    return Value(dataclasses.replace(turned.value, theta=base) if base else None, origin)
+
+
+def _scale_of_hyperclovax(place: Place) -> Value:
+    told = place.config.find("attention_multiplier")
+    return told or Value(head_dim(place) ** -0.5, "attention_multiplier is not there: 1 / sqrt(H)")
+
+
+def _window_of_modernbert_decoder(place: Place) -> Value:
+    whole = place.config.read("local_attention", default=128)
+    place.config.find("sliding_window")
+    return Value(whole.value // 2, f"{whole.origin} // 2") if place.kind == "sliding_attention" else NOTHING
+
+
 OF_GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
 OF_GEMMA3 |= {"rms_norm_eps": 1e-6, "sliding_window": 4096, "hidden_size": 2304, "num_hidden_layers": 26}
 """What its configurations leave out, those of the larger models nearly everything."""
 
 
 DECODERS: dict[str, Family] = {
-    "llama": family(BIASES, rope=rope(theta=1e4)),
+    **dict.fromkeys(("llama", "aria_text"), family(BIASES, rope=rope(theta=1e4))),
+    "eurobert": family(BIASES, is_causal=False),
     "mistral": family(HEADS, window_size=asked("sliding_window"), rope=rope(theta=1e4)),
     "mixtral": family(HEADS, window_size=optional("sliding_window")),
     "ministral3": family(HEADS, WIDTH, window_size=optional("sliding_window"), temperature=tempered_by_rope),
     "qwen2": family(HEADS, qkv_bias=True, window_size=SLIDING, kind=_qwen),
     "qwen2_moe": family(HEADS, qkv_bias=key("qkv_bias", default=True), window_size=SLIDING, kind=_qwen),
     **dict.fromkeys(
-        ("qwen2_vl", "qwen2_vl_text"),
+        ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
         family(HEADS, rope=rope(sections=(16, 24, 24)), qkv_bias=True, window_size=SLIDING, kind=_qwen),
     ),
     "qwen3": family(HEADS, WIDTH, BIASES, qk_norm=norm(), window_size=SLIDING, kind=_qwen),
@@ -100,18 +163,35 @@ DECODERS: dict[str, Family] = {
         qk_norm=norm(),
         window_size=where("use_sliding_window", asked("sliding_window"), default=False),
     ),
-    "qwen3_vl_text": family(
-        HEADS, WIDTH, BIASES, qk_norm=norm(), rope=rope(sections=(24, 20, 20), section_order="interleaved")
+    **dict.fromkeys(
+        ("qwen3_vl_text", "qwen3_vl_moe_text"),
+        family(HEADS, WIDTH, BIASES, qk_norm=norm(), rope=rope(sections=(24, 20, 20), section_order="interleaved")),
     ),
-    "gemma": family(HEADS, WIDTH, BIASES, rope=rope(theta=1e4)),
-    "gemma2": family(
+    "mellum": family(HEADS, WIDTH, BIASES, qk_norm=norm(), window_size=SLIDING),
+    "flint": family(
         HEADS,
         WIDTH,
         BIASES,
-        scale=key("query_pre_attn_scalar", power=-0.5),
-        soft_cap=asked("attn_logit_softcapping"),
-        window_size=only("sliding_attention", asked("sliding_window", "sliding_window_size")),
-        kind=every(2),
+        qk_norm=norm(),
+        layout="transformers.Flint",
+        sinks=True,
+        window_size=SLIDING,
+        rope=only("sliding_attention", rope()),
+        kind=told_kind,
+    ),
+    "cwm": family(HEADS, WIDTH, window_size=SLIDING, kind=first_of(4)),
+    "gemma": family(HEADS, WIDTH, BIASES, rope=rope(theta=1e4)),
+    **dict.fromkeys(
+        ("gemma2", "vaultgemma"),
+        family(
+            HEADS,
+            WIDTH,
+            BIASES,
+            scale=key("query_pre_attn_scalar", power=-0.5),
+            soft_cap=asked("attn_logit_softcapping"),
+            window_size=only("sliding_attention", asked("sliding_window", "sliding_window_size")),
+            kind=every(2),
+        ),
     ),
     "gemma3_text": family(
         HEADS,
@@ -152,7 +232,32 @@ DECODERS: dict[str, Family] = {
         rope=only("sliding_attention", rope()),
         kind=every(4, "global_attn_every_n_layers"),
     ),
+    "gemma4_text": family(
+        BIASES,
+        head_dim=_of_gemma4("head_dim", "global_head_dim"),
+        num_kv_heads=_of_gemma4("num_key_value_heads", "num_global_key_value_heads"),
+        layout="transformers.Gemma4",
+        scale=1.0,
+        qk_norm=norm(),
+        v_norm=norm(weight=None),
+        window_size=SLIDING,
+        kind=_kind_of_gemma4,
+        fixed={"num_kv_shared_layers": 0},
+    ),
     "arcee": family(BIASES),
+    "jais2": family(qkv_bias=MOST_BIAS, out_bias=MOST_BIAS),
+    "solar_open": family(HEADS, WIDTH, qkv_bias=SOME_BIAS),
+    "phimoe": family(HEADS, BIASES, window_size=optional("sliding_window")),
+    "minimax_m2": family(
+        HEADS,
+        WIDTH,
+        qk_norm=norm(over="width"),
+        rope=rope(count="rotary_dim"),
+        kind=_kind_of_minimax_m2,
+        fixed={"use_qk_norm": True, "qk_norm_type": "per_layer"},
+        says_nothing={"layernorm_full_attention_beta", "layernorm_linear_attention_beta", "use_routing_bias"},
+    ),
+    "hy_v3": family(HEADS, WIDTH, BIASES, qk_norm=norm()),
     "apertus": family(BIASES, qk_norm=norm()),
     "seed_oss": family(
         HEADS,
@@ -164,24 +269,72 @@ DECODERS: dict[str, Family] = {
     ),
     "helium": family(HEADS, WIDTH, PAIRED, qkv_bias=SOME_BIAS),
     "nemotron": family(BIASES, IN_PART),
+    "granite_docling_text": family(HEADS, BIASES, scale=key("attention_multiplier")),
+    **dict.fromkeys(
+        ("granite_swa", "granitemoe_swa"),
+        family(
+            HEADS,
+            BIASES,
+            scale=key("attention_multiplier"),
+            sinks=True,
+            window_size=SLIDING,
+            rope=_rope_of_each_layer,
+            kind=first_of(4),
+        ),
+    ),
+    "hyperclovax": family(BIASES, scale=_scale_of_hyperclovax),
+    "kolibri1": family(HEADS, qk_norm=norm(), window_size=SLIDING, rope=_exaone4, kind=every(5)),
+    "ernie4_5_moe": family(
+        HEADS, PAIRED, qkv_bias=key("use_bias", default=False), out_bias=key("use_bias", default=False)
+    ),
+    "glm4v_text": family(
+        HEADS, rope=rope(pairs="interleaved", sections=(8, 12, 12)), qkv_bias=True, fixed={"attention_bias": True}
+    ),
+    "glm_ocr_text": family(
+        HEADS, rope=rope(pairs="interleaved", sections=(8, 12, 12)), fixed={"attention_bias": False}
+    ),
+    **dict.fromkeys(
+        ("glm4v_moe_text", "glm_image_text"),
+        family(HEADS, rope=rope(sections=(8, 12, 12), fraction=0.5), qkv_bias=MOST_BIAS),
+    ),
+    "modernbert-decoder": family(
+        PLAIN,
+        is_causal=True,
+        path="layers.{i}.attn",
+        layout="transformers.ModernBERT-decoder",
+        kind=first_of(3, "global_attn_every_n_layers"),
+        qkv_bias=SOME_BIAS,
+        out_bias=SOME_BIAS,
+        window_size=_window_of_modernbert_decoder,
+        rope=rope(theta=160_000.0, local_theta=10_000.0, names=("global_rope_theta", "local_rope_theta")),
+        dropout=key("attention_dropout", default=0.0),
+        output_dropout=key("attention_dropout", default=0.0),
+        says_nothing={"norm_bias", "decoder_bias", "classifier_bias"},
+    ),
     "ernie4_5": family(HEADS, WIDTH, PAIRED, qkv_bias=key("use_bias"), out_bias=key("use_bias")),
-    "exaone4": family(
-        HEADS,
-        qk_norm=norm(),
-        window_size=SLIDING,
-        rope=_exaone4,
-        kind=_kind_of_exaone4,
-        says_nothing={"sliding_window_pattern"},
+    **dict.fromkeys(
+        ("exaone4", "exaone_moe"),
+        family(
+            HEADS,
+            qk_norm=norm(),
+            window_size=SLIDING,
+            rope=_exaone4,
+            kind=_kind_of_exaone4,
+            says_nothing={"sliding_window_pattern"},
+        ),
     ),
     "glm4_moe": family(HEADS, IN_PART, qkv_bias=SOME_BIAS, qk_norm=where("use_qk_norm", norm(), default=False)),
     "dots1": family(HEADS, BIASES, qk_norm=norm(), window_size=SLIDING),
     "ministral": family(HEADS, window_size=SLIDING, kind=_kind_of_ministral),
-    **dict.fromkeys(("granite", "granitemoe"), family(BIASES, scale=key("attention_multiplier"))),
+    **dict.fromkeys(
+        ("granite", "granitemoe", "granitemoeshared"),
+        family(BIASES, scale=key("attention_multiplier")),
+    ),
     "starcoder2": family(
         HEADS, qkv_bias=key("use_bias"), out_bias=key("use_bias"), window_size=optional("sliding_window")
     ),
     "olmo": family(BIASES, clip_qkv=optional("clip_qkv")),
-    **dict.fromkeys(("olmo2", "olmoe"), family(BIASES, qk_norm=norm(over="width"))),
+    **dict.fromkeys(("olmo2", "olmoe", "flex_olmo"), family(BIASES, qk_norm=norm(over="width"))),
     "olmo3": family(BIASES, qk_norm=norm(over="width"), window_size=SLIDING, kind=every(4)),
     "stablelm": family(
         HEADS,
@@ -200,5 +353,8 @@ DECODERS: dict[str, Family] = {
         qk_norm=_where_rotated(where("use_qk_norm", norm(weight=None, after_rope=True))),
         temperature=_where_rotated(where("attn_temperature_tuning", _temperature_of_llama4), rotated=False),
     ),
-    "hunyuan_v1_dense": family(BIASES, layout="transformers.HunYuan", qk_norm=norm(after_rope=True)),
+    **dict.fromkeys(
+        ("hunyuan_v1_dense", "hunyuan_v1_moe"),
+        family(BIASES, layout="transformers.HunYuan", qk_norm=norm(after_rope=True)),
+    ),
 }

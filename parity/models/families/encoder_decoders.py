@@ -11,6 +11,7 @@ from parity.models.families.usual import PLAIN, stack
 from parity.models.rules import Family, Place, Rule, Stack, key, of_kind
 
 SAYS_NOTHING = {"scale_embedding", "scale_decoder_outputs", "max_source_positions", "max_target_positions"}
+SAYS_NOTHING |= {"static_position_embeddings", "add_bias_logits", "n_positions"}
 
 
 def family_of(*stacks: Stack, fixed: Mapping[str, Any] | None = None) -> Family:
@@ -22,7 +23,7 @@ def family_of(*stacks: Stack, fixed: Mapping[str, Any] | None = None) -> Family:
 # ---- BART ------------------------------------------------------------------------------------------------------------
 
 
-def _bart(dropout: float = 0.0, **fields: Any) -> tuple[Stack, Stack, Stack]:
+def _bart(dropout: float = 0.0, cross: str = "encoder_attn", **fields: Any) -> tuple[Stack, Stack, Stack]:
     """Heads and layers of encoder and decoder; each has the width of the model."""
 
     def part(name: str, **others: Any) -> Stack:
@@ -39,7 +40,7 @@ def _bart(dropout: float = 0.0, **fields: Any) -> tuple[Stack, Stack, Stack]:
     return (
         part("encoder"),
         part("decoder", is_causal=True),
-        part("decoder", kind=of_kind("cross_attention"), path="decoder.layers.{i}.encoder_attn"),
+        part("decoder", kind=of_kind("cross_attention"), path=f"decoder.layers.{{i}}.{cross}"),
     )
 
 
@@ -63,7 +64,7 @@ def _of_first(part: str) -> dict[str, str]:
     return {name: f"{part}.block.0.layer.0.SelfAttention.{name}"}
 
 
-def _t5() -> tuple[Stack, Stack, Stack]:
+def _t5(count: tuple[str, ...] = ("num_decoder_layers", "num_layers")) -> tuple[Stack, Stack, Stack]:
     fields: dict[str, Any] = {
         "layout": "transformers.T5",
         "d_model": key("d_model", "hidden_size"),
@@ -74,7 +75,7 @@ def _t5() -> tuple[Stack, Stack, Stack]:
         "scale": 1.0,
         "dropout": key("dropout_rate", default=0.1),
     }
-    of_decoder: dict[str, Any] = {"part": "decoder", "count": ("num_decoder_layers", "num_layers")}
+    of_decoder: dict[str, Any] = {"part": "decoder", "count": count}
     return (
         stack(
             PLAIN,
@@ -107,8 +108,10 @@ def _t5() -> tuple[Stack, Stack, Stack]:
 ENCODER_DECODERS: dict[str, Family] = {
     **dict.fromkeys(("bart", "mbart", "pegasus", "marian", "blenderbot", "blenderbot-small"), family_of(*_bart())),
     **dict.fromkeys(("m2m_100", "plbart"), family_of(*_bart(0.1))),
+    "nllb-moe": family_of(*_bart(0.1, cross="cross_attention")),
     "mvp": family_of(*_bart(), fixed={"use_prompt": False}),
     "speech_to_text": family_of(*_bart()),
     "whisper": family_of(*_bart(qkv_bias=(True, False, True))),
     **dict.fromkeys(("t5", "mt5", "umt5"), family_of(*_t5())),
+    "switch_transformers": family_of(*_t5(("num_decoder_layers",))),
 }

@@ -7,13 +7,19 @@ from typing import Any
 from mha_spec import RelativeBias
 from parity.models.config import Config, Value
 from parity.models.families.usual import PLAIN, SOME_BIAS, family
-from parity.models.rules import Family, Place, key, optional, rope
+from parity.models.rules import Family, Place, first_of, key, optional, positioned, rope
 
 # ---- Text ------------------------------------------------------------------------------------------------------------
 
 DROPPED: dict[str, Any] = {
     "dropout": key("attention_probs_dropout_prob", default=0.1),
     "output_dropout": key("hidden_dropout_prob", default=0.1),
+}
+
+
+UNDROPPED: dict[str, Any] = {
+    "dropout": key("attention_probs_dropout_prob", default=0.0),
+    "output_dropout": key("hidden_dropout_prob", default=0.0),
 }
 
 
@@ -34,16 +40,6 @@ ABSOLUTE = {"position_embedding_type": "absolute"}
 """Distances were something that scores depend on in models with another one."""
 
 
-def _relative_bias_of_mpnet(place: Place) -> Value:
-    return Value(RelativeBias(), "every layer of this family")
-
-
-def _kind_of_modernbert(config: Config, index: int) -> str:
-    """The first layer of each period sees everything; the others have a window."""
-    period = config.find("global_attn_every_n_layers")
-    return "sliding_attention" if index % (3 if period is None else period.value) else "full_attention"
-
-
 def _window_of_modernbert(place: Place) -> Value:
     """Half of it lies before a token and half behind, beside its own place."""
     whole = place.config.read("local_attention", default=128)
@@ -52,10 +48,38 @@ def _window_of_modernbert(place: Place) -> Value:
     return Value(whole.value // 2 + 1, f"{whole.origin} // 2 + 1")
 
 
+OF_BERT = {"ln_before_adapter", "pooler_num_attention_heads", "pooler_size_per_head"}
+LIKE_BERT = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "data2vec-text", "xlm-roberta-xl")
+LIKE_BERT += ("xmod", "bert-generation", "roc_bert", "megatron-bert", "roberta-prelayernorm")
+
 TEXT: dict[str, Family] = {
     **dict.fromkeys(
-        ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "data2vec-text", "xlm-roberta-xl", "xmod"),
-        family(BERT, fixed=ABSOLUTE, says_nothing={"ln_before_adapter"}),
+        LIKE_BERT,
+        family(BERT, fixed=ABSOLUTE, says_nothing=OF_BERT),
+    ),
+    **dict.fromkeys(
+        ("layoutlm", "splinter"),
+        family(BERT, is_causal=False, fixed=ABSOLUTE, says_nothing={"max_2d_position_embeddings"}),
+    ),
+    "rembert": family(BERT, UNDROPPED),
+    "esm": family(BERT, rope=positioned("rotary", rope(theta=1e4), others=("absolute",))),
+    "nomic_bert": family(
+        PLAIN,
+        path="encoder.layers.{i}.attn",
+        layout="transformers.MPT",
+        head_dim=optional("head_dim"),
+        qkv_bias=False,
+        out_bias=False,
+        rope=rope(),
+        dropout=key("attention_probs_dropout_prob", default=0.0),
+    ),
+    "gte": family(
+        PLAIN,
+        path="encoder.layer.{i}.attention",
+        layout="transformers.Phi3",
+        head_dim=optional("head_dim"),
+        rope=rope(),
+        dropout=key("attention_probs_dropout_prob", default=0.0),
     ),
     "distilbert": family(
         PLAIN,
@@ -68,31 +92,32 @@ TEXT: dict[str, Family] = {
     ),
     "albert": family(
         BERT,
+        UNDROPPED,
         path="encoder.albert_layer_groups.0.albert_layers.0.attention",
         layout="transformers.ALBERT",
         is_causal=False,
-        dropout=key("attention_probs_dropout_prob", default=0.0),
-        output_dropout=key("hidden_dropout_prob", default=0.0),
         fixed={**ABSOLUTE, "num_hidden_groups": 1, "inner_group_num": 1},
+        says_nothing={"down_scale_factor"},
     ),
     "mpnet": family(
         BERT,
         layout="transformers.MPNet",
         shared={"relative_attention_bias.weight": "encoder.relative_attention_bias.weight"},
         is_causal=False,
-        relative_bias=_relative_bias_of_mpnet,
+        relative_bias=RelativeBias(),
         fixed={"relative_attention_num_buckets": 32},  # its module takes no other
     ),
     "modernbert": family(
         PLAIN,
         path="layers.{i}.attn",
         layout="transformers.ModernBERT",
-        kind=_kind_of_modernbert,
+        kind=first_of(3, "global_attn_every_n_layers"),
         qkv_bias=SOME_BIAS,
         out_bias=SOME_BIAS,
         window_size=_window_of_modernbert,
         rope=rope(theta=160_000.0, local_theta=10_000.0, names=("global_rope_theta", "local_rope_theta")),
         output_dropout=key("attention_dropout", default=0.0),
+        fixed=ABSOLUTE,
         says_nothing={"norm_bias", "decoder_bias", "classifier_bias", "deterministic_flash_attn"},
     ),
 }
@@ -109,11 +134,33 @@ VIT: dict[str, Any] = {
 }
 CLIP: dict[str, Any] = {**PLAIN, "dropout": key("attention_dropout", default=0.0)}
 
+LIKE_VIT = ("vit", "deit", "dinov2", "dinov2_with_registers", "vit_msn", "ijepa", "yolos")
+LIKE_VIT += ("audio-spectrogram-transformer",)
+
 IMAGES: dict[str, Family] = {
-    **dict.fromkeys(("vit", "deit", "dinov2", "dinov2_with_registers", "vit_msn", "ijepa"), family(VIT)),
     **dict.fromkeys(
-        ("clip_vision_model", "siglip_vision_model", "siglip_text_model"),
+        LIKE_VIT,
+        family(VIT, says_nothing={"use_mid_position_embeddings"}),
+    ),
+    **dict.fromkeys(
+        ("clip_vision_model", "siglip_vision_model", "siglip_text_model", "chinese_clip_vision_model"),
         family(CLIP, says_nothing={"vision_use_head"}),
+    ),
+    **dict.fromkeys(
+        ("beit", "data2vec-vision"),
+        family(
+            VIT,
+            qkv_bias=(True, False, True),
+            fixed={"use_relative_position_bias": False, "use_shared_relative_position_bias": False},
+            says_nothing={"use_absolute_position_embeddings", "layer_scale_init_value", "use_auxiliary_head"},
+        ),
+    ),
+    "aimv2_vision_model": family(
+        CLIP,
+        path="encoder.layers.{i}.attention",
+        qkv_bias=key("qkv_bias", default=False),
+        out_bias=key("qkv_bias", default=False),
+        says_nothing={"use_head"},
     ),
     "clip_text_model": family(CLIP, is_causal=True),
 }
@@ -122,7 +169,7 @@ IMAGES: dict[str, Family] = {
 
 SPEECH: dict[str, Family] = {
     **dict.fromkeys(
-        ("wav2vec2", "hubert", "unispeech", "unispeech-sat", "data2vec-audio"),
+        ("wav2vec2", "hubert", "unispeech", "unispeech-sat", "data2vec-audio", "sew"),
         family(
             PLAIN,
             path="encoder.layers.{i}.attention",

@@ -68,6 +68,12 @@ def _some_of_a_head(place: Place) -> Value:
     )
 
 
+def _in_the_last_layer(place: Place) -> Value:
+    """The only one with a bias."""
+    is_last = place.layer + 1 == place.config.read("num_hidden_layers").value
+    return Value(is_last, "num_hidden_layers: the last layer alone has one")
+
+
 def _kind_of_gpt_neo(config: Config, index: int) -> str:
     """`global` or `local`, said layer by layer or as a pattern and how often it comes."""
     told, pattern = config.find("attention_layers"), config.read("attention_types", default=[[["global", "local"], 12]])
@@ -177,6 +183,13 @@ GPT_LIKE: dict[str, Family] = {
         dropout=key("attention_dropout", default=0.0),
         output_dropout=key("resid_dropout", default=0.0),
     ),
+    "gpt_neox_japanese": family(
+        path="layers.{i}.attention",
+        layout="transformers.GPT-NeoX-Japanese",
+        out_bias=_in_the_last_layer,
+        rope=rope(),
+        dropout=key("attention_dropout", default=0.1),
+    ),
     "gptj": family(
         NAMES,
         path="h.{i}.attn",
@@ -184,6 +197,7 @@ GPT_LIKE: dict[str, Family] = {
         rope=_some_of_a_head,
         dropout=key("attn_pdrop", default=0.0),
         output_dropout=key("resid_pdrop", default=0.0),
+        fixed={"rotary": True, "scale_attn_weights": True},
         says_nothing={"n_positions"},
     ),
     "codegen": family(
@@ -193,6 +207,7 @@ GPT_LIKE: dict[str, Family] = {
         rope=_some_of_a_head,
         dropout=key("attn_pdrop", default=0.0),
         output_dropout=key("resid_pdrop", default=0.0),
+        fixed={"rotary": True, "scale_attn_weights": True},
         says_nothing={"n_positions"},
     ),
     "gpt_bigcode": family(
@@ -211,6 +226,7 @@ GPT_LIKE: dict[str, Family] = {
             "num_key_value_heads",
             "attention_softmax_in_fp32",
             "scale_attention_softmax_in_fp32",
+            "pre_allocate_kv_cache",
         },
     ),
     "openai-gpt": family(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mha_spec import Latent
-from parity.models.config import Value
-from parity.models.families.usual import SOME_BIAS, family
+from parity.models.config import Config, Value
+from parity.models.families.usual import SOME_BIAS, family, stack
 from parity.models.rules import NOTHING, Family, Place, Rule, key, rope, tempered_by_rope
 
 
@@ -27,6 +27,18 @@ def _pairs_of_latents(place: Place) -> Value:
     return Value(found.value, f"{found.origin}, {paired.origin}")
 
 
+def _kind_of_kimi_linear(config: Config, index: int) -> str:
+    """Numbers of the layers of both kinds, from 1; without them, every fourth but the first."""
+    if "linear_attn_config" not in config:
+        return "full_attention" if index and index % 4 == 0 else "linear_attention"
+    full, linear = (config.section("linear_attn_config").find(f"{name}_layers") for name in ("full_attn", "kda"))
+    if full is None or linear is None or (index + 1 in full.value) == (index + 1 in linear.value):
+        raise ValueError(
+            f"linear_attn_config must say one kind of each layer, got full_attn_layers={full} and kda_layers={linear}"
+        )
+    return "full_attention" if index + 1 in full.value else "linear_attention"
+
+
 LATENTS: dict[str, Any] = {
     "layout": "transformers.DeepSeek",
     "num_kv_heads": None,
@@ -41,9 +53,30 @@ OF_LATENTS = {"head_dim", "qk_head_dim", "num_key_value_heads"}
 """Keys that configurations of latents have and their layers do not read."""
 
 
+PARTS_OF_LONGCAT = {
+    part: {"path": f"layers.{{i}}.self_attn.{number}", "rope": rope(of="qk_rope_head_dim", pairs="interleaved")}
+    for number, part in enumerate(("first", "second"))
+}
+"""Each of its layers has two attention layers."""
+
 WITH_LATENTS: dict[str, Family] = {
     "deepseek_v2": family(LATENTS, rope=rope(of="qk_rope_head_dim", pairs="interleaved"), says_nothing=OF_LATENTS),
-    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu"), family(LATENTS, says_nothing=OF_LATENTS)),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu", "axk1"), family(LATENTS, says_nothing=OF_LATENTS)),
     "minicpm3": family(LATENTS, rope=rope(of="qk_rope_head_dim"), says_nothing=OF_LATENTS),
+    "kimi_linear": family(
+        LATENTS,
+        rope=None,
+        kind=_kind_of_kimi_linear,
+        fixed={"mla_use_nope": True},
+        says_nothing=OF_LATENTS | {"short_conv_kernel_size", "num_heads", "rope_theta"},
+    ),
+    "longcat_flash": Family(
+        tuple(
+            stack(LATENTS, part=part, layout="transformers.LongCat", count=("num_layers",), **more)
+            for part, more in PARTS_OF_LONGCAT.items()
+        ),
+        frozenset(OF_LATENTS),
+        fixed={"attention_method": "MLA", "mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    ),
     "mistral4": family(LATENTS, temperature=tempered_by_rope, says_nothing=OF_LATENTS),
 }
