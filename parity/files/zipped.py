@@ -266,28 +266,41 @@ def write_torch(path: Path, tensors: Tensors) -> None:
                 member.write(raw(tensors.read(name)))
 
 
+LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""What files begin with that torch.save wrote before 1.6: one pickle after the other, and the bytes of all tensors."""
+
+
 def open_torch(path: Path, file: BinaryIO) -> TensorFile:
-    """Open what `torch.save` wrote, mapped and with `weights_only`: nothing in it is executed."""
-    torch = torch_library(path)
+    """Open what `torch.save` wrote, with `weights_only`: nothing in it is executed. It is mapped, unless it is legacy."""
     if not zipfile.is_zipfile(file):
-        raise ValueError(
-            f"{path} must be a zip archive, as torch.save writes since 1.6, but it is something else or cut off"
-        )
+        file.seek(0)
+        if file.read(len(LEGACY)) == LEGACY:
+            return _tensors_in(path, _load(path, mmap=False), None)
+        raise ValueError(f"{path} must be a file that torch.save wrote, but it is something else or cut off")
     archive = open_zip(file)
     if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
         raise ValueError("members of an archive of torch's must not be compressed, but they are")
+    return _tensors_in(path, _load(path, mmap=True), archive)
+
+
+def _load(path: Path, *, mmap: bool) -> Any:
+    """What is in a file of torch's."""
     try:
-        tree = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch_library(path).load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:  # its text tells how to load it nevertheless
         reason = re.search(r"WeightsUnpickler error: (.*)", str(error))
         what = reason[1] if reason else "what is in it cannot be determined"
         raise ValueError(f"{path} must hold tensors and nothing that is executed: {what}") from None
+
+
+def _tensors_in(path: Path, tree: Any, archive: zipfile.ZipFile | None) -> TensorFile:
+    torch = torch_library(path)
     leaves = flatten({"": tree} if isinstance(tree, torch.Tensor) else tree)
     found = {name: leaf.detach() for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
     infos = {name: _info(name, tensor) for name, tensor in found.items()}
     # A storage that is said to be longer than it is goes on in the next one.
-    sizes = {member.file_size for member in archive.infolist()}
-    if not {tensor.untyped_storage().nbytes() for tensor in found.values()} <= sizes | {0}:
+    sizes = set() if archive is None else {member.file_size for member in archive.infolist()}
+    if archive is not None and not {tensor.untyped_storage().nbytes() for tensor in found.values()} <= sizes | {0}:
         raise ValueError("each storage must be as long as the member that holds it, but one is not")
 
     def fetch(name: str) -> np.ndarray:
@@ -298,7 +311,8 @@ def open_torch(path: Path, file: BinaryIO) -> TensorFile:
         return tensor.numpy().copy().view(dtype)
 
     ignored = [name for name in leaves if name not in found]
-    return TensorFile(path, "torch", infos, _metadata(archive), fetch=fetch, ignored=ignored)
+    metadata = {} if archive is None else _metadata(archive)
+    return TensorFile(path, "torch", infos, metadata, fetch=fetch, ignored=ignored)
 
 
 def torch_library(path: Path) -> Any:

@@ -19,7 +19,7 @@ ABOUT_ATTENTION = re.compile(
 SAYS_NOTHING = re.compile(
     r"(output|router?|routed|mlp|lm_head|residual|embedding|embd|expert|moe|mtp|logit|final|linear|first_k|tie)_.*|"
     r"_?attn_implementation.*|max_position_embeddings|chunk_size_feed_forward|cross_attention_hidden_size|"
-    r"scale_emb|scale_depth|max_window_layers|temperature"
+    r"scale_emb|scale_depth|max_window_layers|temperature|top_k"
 )
 """Those of all families that say nothing of what an attention layer computes."""
 
