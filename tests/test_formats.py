@@ -27,6 +27,7 @@ import safetensors.torch
 import torch
 from flax import nnx
 
+from parity import to_numpy
 from parity.files import gguf as gguf_format
 from parity.files import msgpack as msgpack_format
 from parity.files import open_tensors, write_tensors
@@ -1395,6 +1396,19 @@ def test_nothing_in_a_file_of_torch_is_executed(tmp_path, name, how):
         torch.save(content, tmp_path / name, _use_new_zipfile_serialization=how == "archive")
     refuses(tmp_path / name, "must hold tensors and nothing that is executed: .*open" if how == "archive" else "")
     assert os.listdir(tmp_path) == [name]
+
+
+def test_a_file_of_torch_from_before_archives_is_read(tmp_path):
+    tensors = {"a.weight": torch.randn(3, 2), "a.bias": torch.randn(3).bfloat16()}
+    torch.save(tensors, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    with open_tensors(tmp_path / "old.bin") as file:
+        assert {name: file.read(name).tobytes() for name in file.infos} == {
+            name: to_numpy(tensor).tobytes() for name, tensor in tensors.items()
+        }
+    whole = (tmp_path / "old.bin").read_bytes()
+    for cut in (1, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "old.bin").write_bytes(whole[:cut])
+        refuses(tmp_path / "old.bin")
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])

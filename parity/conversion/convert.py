@@ -17,7 +17,7 @@ from parity.conversion.layouts import Layout, find_layout, from_canonical, to_ca
 from parity.conversion.layouts.detection import DoesNotFit, tensors_for
 from parity.conversion.layouts.layout import CARRIED, check_carried, lost_in, without
 from parity.conversion.layouts.views import shapes_in
-from parity.conversion.metadata import ENTRY, Heads, metadata_of, sources, what_is_known
+from parity.conversion.metadata import ENTRY, Heads, concrete_prefix, metadata_of, sources, what_is_known
 from parity.conversion.prefixes import fitting_prefixes, join
 from parity.core.weights import Weights
 from parity.files import open_tensors, write_tensors
@@ -243,7 +243,14 @@ def convert_file(
             target_path,
             plan.infos,
             read,
-            metadata_of(target_layout, plan.specs, None if len(found) > 1 else to, lost, ignored),
+            metadata_of(
+                target_layout,
+                plan.specs,
+                None if len(found) > 1 else to,
+                lost,
+                ignored,
+                has_others=any((at := concrete_prefix(to, name)) and at[0] not in plan.layers for name in kept),
+            ),
             max_shard_bytes=max_shard_bytes,
             overwrite=force,
             source=source_path,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +16,9 @@ from mha_spec import AttentionSpec
 from parity.conversion.layouts import Layout, Tensor
 from parity.conversion.layouts.detection import DoesNotFit, find_tensors, stack_size
 from parity.conversion.layouts.views import lay_out, read_out
-from parity.conversion.metadata import ENTRY, Known, sources, what_is_known
+from parity.conversion.metadata import ENTRY, Known, concrete_prefix, sources, what_is_known
 from parity.conversion.not_carried import NotCarriedWarning
-from parity.conversion.prefixes import either, fitting_prefixes, numbered
+from parity.conversion.prefixes import either, fitting_prefixes
 from parity.core.weights import Weights, is_finite, is_floating, weight_shapes
 from parity.files import TensorFile, open_tensors
 from parity.models.specs import ModelLayer
@@ -185,18 +184,14 @@ def layers_under(
     """
     entry = ENTRY.fullmatch(prefix)
     begin = entry[1] if entry else prefix
-    pattern = "".join(r"(\d+)" if part == "{i}" else re.escape(part) for part in re.split(r"(\{i\})", begin))
-    expression = re.compile(rf"({pattern})\.(.+)" if begin else r"()(.+)")
     found: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {}
     for name in file.infos:
-        match = expression.fullmatch(name)
-        if match and not layout.ignores(match[match.lastindex or 0], known.ignored):
-            numbers = match.groups()[1:-1]
-            found.setdefault(match[1], (numbers, {}))[1][name] = match.groups()[-1]
-    for concrete in list(found):  # layers of the model that are not attention
-        layer = known.layer_at(concrete)
-        if layer is not None and layer.spec is None and numbered(concrete) == prefix:
-            del found[concrete]
+        match = concrete_prefix(begin, name)
+        if match and not layout.ignores(match[2], known.ignored):
+            found.setdefault(match[0], (match[1], {}))[1][name] = match[2]
+    if "{i}" in begin:
+        attention = {concrete: held for concrete, held in found.items() if not known.is_other(concrete)}
+        found = attention or found
     if not found:
         raise ValueError(_no_layer(file, prefix, layout, path))
     layers = []

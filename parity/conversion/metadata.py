@@ -50,12 +50,19 @@ class Known:
     @cached_property
     def _paths(self) -> dict[str, ModelLayer]:
         """The model's layers by what their prefixes end with, numbered or in a stack."""
-        layers = {layer.path: layer for layer in self.beside.layers if layer.path}
+        layers = {layer.path: layer for layer in reversed(self.beside.layers) if layer.path}  # the first of ALBERT's
         return layers | {f"{_unnumbered(path)}[{layer.index}]": layer for path, layer in layers.items()}
 
     def layer_at(self, label: str) -> ModelLayer | None:
         """The layer of the model whose weights have a label, a prefix or one with an index."""
         return next((self._paths[tail] for tail in _tails(label) if tail in self._paths), None)
+
+    def is_other(self, prefix: str) -> bool:
+        """Whether what has a prefix is a layer of the model, or of a file of ours, that is not attention."""
+        if self.specs:
+            return prefix not in self.specs and f"{prefix}[0]" not in self.specs
+        layer = self.layer_at(prefix)
+        return layer is not None and layer.spec is None
 
     def spec_at(self, label: str) -> tuple[AttentionSpec, str] | None:
         """The specification of the layer of a label, and where it comes from, if from another file."""
@@ -182,7 +189,7 @@ def _of_model(file: TensorFile, known: Known) -> dict[str, str]:
         prefix = name
         while prefix := prefix.rpartition(".")[0]:
             layer = known.layer_at(prefix)
-            if layer is not None:
+            if layer is not None and layer.spec is not None:
                 found.setdefault(numbered(prefix), layer.layout)
     return found
 
@@ -207,6 +214,13 @@ def _first(file: TensorFile, prefix: str) -> int:
     )
 
 
+def concrete_prefix(pattern: str, name: str) -> tuple[str, tuple[str, ...], str] | None:
+    """What a name begins with if it is under a prefix, the numbers that `{i}` stands for there, and the rest of it."""
+    parts = (r"(\d+)" if part == "{i}" else re.escape(part) for part in re.split(r"(\{i\})", pattern))
+    match = re.fullmatch(rf"({''.join(parts)})\.(.+)" if pattern else r"()(.+)", name)
+    return None if match is None else (match[1], match.groups()[1:-1], match.groups()[-1])
+
+
 # ---- What is written of layers ---------------------------------------------------------------------------------------
 
 
@@ -216,6 +230,8 @@ def metadata_of(
     prefix: str | None,
     dropped: Collection[str] = (),
     ignored: Collection[str] = (),
+    *,
+    has_others: bool = False,
 ) -> dict[str, str]:
     """What is written of layers beside their tensors.
 
@@ -225,6 +241,7 @@ def metadata_of(
         prefix: of all of them, `{i}` standing for numbers; None where there are several.
         dropped: what they computed that the file does not say.
         ignored: names (with wildcards) under the prefix of a layer that are none of its weights.
+        has_others: there are layers of other kinds under such prefixes: each label is then said.
     """
     different = list(dict.fromkeys(specs.values()))
     # transformers 4 refuses files of another format than "pt"; `load_weights` knows canonical ones by ours.
@@ -232,7 +249,7 @@ def metadata_of(
     metadata = {"format": form, "mha_parity": FORMAT, "layout": layout.name, "rope": layout.rope}
     if prefix is not None:
         metadata["prefix"] = prefix
-    if len(different) == 1 and prefix is not None:
+    if len(different) == 1 and prefix is not None and not has_others:
         (spec,) = different
         metadata |= {"spec": spec.to_json(), "num_heads": str(spec.num_heads), "num_kv_heads": str(spec.num_kv_heads)}
         metadata["head_dim"] = str(spec.head_dim)

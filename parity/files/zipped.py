@@ -271,7 +271,7 @@ LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def open_torch(path: Path, file: BinaryIO) -> TensorFile:
-    """Open what `torch.save` wrote, with `weights_only`: nothing in it is executed. It is mapped, unless it is legacy."""
+    """Open what `torch.save` wrote, with `weights_only`: nothing in it is executed. It is mapped, but for old ones."""
     if not zipfile.is_zipfile(file):
         file.seek(0)
         if file.read(len(LEGACY)) == LEGACY:

@@ -68,7 +68,9 @@ class Skeleton:
             RuntimeError: if the model cannot be run so.
         """
         root, at = self._find(layer.path)
-        attention, given = root.get_submodule(at), {"inputs_embeds": torch.from_numpy(x), "use_cache": False}
+        width = getattr(self._model.get_input_embeddings(), "embedding_dim", x.shape[-1])  # ALBERT's are narrower
+        given: dict[str, Any] = {"inputs_embeds": torch.from_numpy(x[..., :width].copy()), "use_cache": False}
+        attention = root.get_submodule(at)
         given |= {"position_ids": torch.from_numpy(positions)} if positions is not None else {}
         given |= {"encoder_hidden_states": torch.from_numpy(keys)} if keys is not None else {}
         self._fill(root, at)

@@ -167,8 +167,9 @@ def _ruled(rule: Any, place: Place) -> Value:
 
 
 def _layer(stack: Stack, place: Place) -> ModelLayer:
+    path = stack.path.replace("{i}", str(place.layer))
     if place.kind in NOT_ATTENTION:
-        return ModelLayer(place.layer, place.kind, None, {}, stack.part)
+        return ModelLayer(place.layer, place.kind, None, {}, stack.part, path=path)
     if place.kind not in KINDS:
         raise ValueError(
             f"layer {place.layer} must be one of {', '.join((*KINDS, *NOT_ATTENTION))}, got {place.kind!r}"
@@ -187,6 +188,5 @@ def _layer(stack: Stack, place: Place) -> ModelLayer:
             f"layer {place.layer} must have a {needed} to be of kind {place.kind!r}, got none in this family"
         )
     origins = {name: each.origin for name, each in held.items()}
-    path = stack.path.replace("{i}", str(place.layer))
     is_causal = stack.is_causal(place.config) if callable(stack.is_causal) else stack.is_causal
     return ModelLayer(place.layer, place.kind, spec, origins, stack.part, is_causal, path, stack.layout, stack.shared)

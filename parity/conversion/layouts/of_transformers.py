@@ -14,7 +14,7 @@ _TABLE = [
         "transformers/models/bert/modeling_bert.py",
         (separate("self.query", "self.key", "self.value", "output.dense"),),
         rules=("no groups", "out_proj", "one width", "square", "biases"),
-        ignored=("output.LayerNorm.*", "self_attn_layer_norm.*"),
+        ignored=("output.LayerNorm.*", "self_attn_layer_norm.*", "LayerNorm.*", "ln.*"),
         prefixes=("bert.encoder.layer.{i}.attention", "encoder.layer.{i}.attention"),
     ),
     Layout(
@@ -54,6 +54,21 @@ _TABLE = [
         prefixes=("gpt_neox.layers.{i}.attention", "layers.{i}.attention"),
     ),
     Layout(
+        "transformers.GPT-NeoX-Japanese",
+        "query_key_value as in GPT-NeoX, dense without a bias, and the bias of its output, dense_bias, by itself",
+        "transformers/models/gpt_neox_japanese/modeling_gpt_neox_japanese.py",
+        (
+            (
+                *(tensor for tensor in packed("query_key_value", "dense") if tensor.name != "dense.bias"),
+                Tensor("dense_bias", "out", "bias", "e"),
+            ),
+        ),
+        grouped=True,
+        rules=("no groups", "out_proj", "one width", "square"),
+        prefixes=("gpt_neox_japanese.layers.{i}.attention", "layers.{i}.attention"),
+        needs_spec=True,
+    ),
+    Layout(
         "transformers.Falcon",
         "query_key_value holds the queries of a group, then its key and value head",
         "transformers/models/falcon/modeling_falcon.py",
@@ -72,15 +87,16 @@ _TABLE = [
             rules=("out_proj",),
             ignored=("rotary_emb.inv_freq",),
             prefixes=("model.layers.{i}.self_attn", "layers.{i}.self_attn"),
-            needs_spec=words[3] == "o_proj" and file != "llama",  # without norms they are transformers.LLaMA
+            needs_spec=needs_spec,
         )
-        for name, words, others, whose, file in (
+        for name, words, others, whose, file, needs_spec in (
             (
                 "transformers.LLaMA",
                 ("q_proj", "k_proj", "v_proj", "o_proj"),
                 beside(("q_norm", "k_norm", "gate_proj", "sinks")),
                 "also Mistral, Qwen2, Qwen3, Gemma, OLMo",
                 "llama",
+                False,
             ),
             (
                 "transformers.Phi",
@@ -88,6 +104,7 @@ _TABLE = [
                 beside(q_norm="q_layernorm", k_norm="k_layernorm"),
                 "of Phi 1 and 2",
                 "phi",
+                False,
             ),
             (
                 "transformers.HunYuan",
@@ -95,6 +112,7 @@ _TABLE = [
                 beside(q_norm="query_layernorm", k_norm="key_layernorm"),
                 "of HunYuan",
                 "hunyuan_v1_dense",
+                True,
             ),
             (
                 "transformers.StableLM",
@@ -102,6 +120,39 @@ _TABLE = [
                 beside(q_norm="q_layernorm.norms.{n}", k_norm="k_layernorm.norms.{n}"),
                 "norms with weights for each head",
                 "stablelm",
+                True,
+            ),
+            (
+                "transformers.Gemma4",
+                ("q_proj", "k_proj", "v_proj", "o_proj"),
+                beside(("q_norm", "k_norm")),
+                "of Gemma 4, where keys and values have projections of their own",
+                "gemma4",
+                True,
+            ),
+            (
+                "transformers.LFM2",
+                ("q_proj", "k_proj", "v_proj", "out_proj"),
+                beside(q_norm="q_layernorm", k_norm="k_layernorm"),
+                "of LFM2",
+                "lfm2",
+                True,
+            ),
+            (
+                "transformers.Flint",
+                ("q_proj", "k_proj", "v_proj", "o_proj"),
+                beside(("q_norm", "k_norm"), sinks="softmax_offset"),
+                "of Flint",
+                "flint",
+                True,
+            ),
+            (
+                "transformers.ModernBERT-decoder",
+                ("q_proj", "k_proj", "v_proj", "Wo"),
+                (),
+                "of ModernBERT's decoder",
+                "modernbert_decoder",
+                False,
             ),
         )
     ),
