@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mha_spec import Alibi, Gate, Latent, LinearScaling, Norm, RelativeBias, Rope, Temperature
 from parity import AttentionSpec, random_weights
+from parity.conversion.layouts.detection import tensors_for
 from parity.conversion.layouts.layout import RULES, Layout, Tensor, check_carried, without
 from parity.conversion.layouts.tables import LAYOUTS
 from parity.conversion.layouts.views import from_canonical, to_canonical
@@ -38,6 +39,8 @@ def layers(draw, layout):
     head_dim = draw(sizes) * (2 if rope or "even" in rules else 1)
     d_model, d_in = [num_heads * head_dim] * 2 if "square" in rules else (draw(sizes), draw(sizes))
     qkv_bias, out_bias = (True, True) if "biases" in rules else (draw(st.booleans()), draw(st.booleans()))
+    qkv_bias &= "no biases" not in rules
+    out_bias &= not rules & {"no biases", "no out bias"}
     spec = AttentionSpec(
         d_model,
         num_heads,
@@ -90,7 +93,7 @@ def tensors_of(layout, spec=None):
 
 
 def example(layout):
-    """A layer that the layout can hold: four heads, two groups and all biases if there may be."""
+    """A layer that the layout can hold: four heads, two groups, and all biases if there may be."""
     rules = set(layout.rules)
     square = "square" in rules
     return AttentionSpec(
@@ -99,7 +102,10 @@ def example(layout):
         num_kv_heads=4 if "no groups" in rules else 2,
         head_dim=4,
         d_in=16 if square else 10,
+        qkv_bias="no biases" not in rules,
+        out_bias=not rules & {"no biases", "no out bias"},
         out_proj="no out_proj" not in rules,
+        scale=1.0 if "scale told" in rules else None,
     )
 
 
@@ -255,7 +261,7 @@ def numbered(spec):
     return weights
 
 
-@pytest.mark.parametrize("name", ["meta.LLaMA", "gguf.LLaMA"])
+@pytest.mark.parametrize("name", ["meta.LLaMA", "gguf.LLaMA", "torchtitan.LLaMA"])
 @pytest.mark.parametrize("leaf", ["weight", "bias"])
 def test_interleaved_pairs_are_features_i_and_i_plus_half(name, leaf):
     spec = AttentionSpec(12, 2, head_dim=6, rope=Rope(500.0))
@@ -320,6 +326,12 @@ ALL_BIASES, OUT_BIAS = "all projections must have a bias, got", "out_proj must h
 SQUARE = "d_in, d_model and num_heads \\* head_dim must be equal"
 HALVES = r"RoPE must rotate the pairs \(i, i \+ H/2\) of whole heads, got rope=.*interleaved"
 HALVES_OF_WHOLE = r"RoPE must rotate the pairs \(i, i \+ H/2\) of whole heads, got rope=.*rotary_dim=2"
+NO_BIASES, NO_OUT_BIAS = "no projection may have a bias", "out_proj must have no bias"
+VALUES, SCALE = "value_head_dim must equal head_dim", "scale must be told, 1.0 where the weights of queries hold it"
+NORMS, NORMS_1W = (
+    f"norms must be of kind 'rms' with weight='{weight}', got .*qk_norm=Norm" for weight in ("w", "1\\+w")
+)
+NO_LAYER_NORMS = "norms must be of kind 'rms' with weight='w', got .*kind='layer'"
 NOT_HELD = {
     "torch.nn.MultiheadAttention": [GROUPS, OUT, SQUARE, BIASES],
     "qkv_proj": [WIDTHS],
@@ -339,6 +351,17 @@ NOT_HELD = {
     "meta.LLaMA": [OUT, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
     "gguf.LLaMA": [OUT, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
     "gguf.Qwen2": [OUT],
+    "maxtext": [OUT, VALUES, NORMS, NO_LAYER_NORMS, SCALE],
+    "maxtext.LLaMA-3.1": [OUT, VALUES, NORMS, SCALE, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
+    "tunix.LLaMA": [OUT, VALUES, NORMS, NO_OUT_BIAS],
+    "tunix.Gemma": [OUT, VALUES, NORMS_1W, WIDTHS, NO_BIASES],
+    "keras_hub.LLaMA": [OUT, VALUES, NORMS, NO_LAYER_NORMS],
+    "keras_hub.Gemma": [OUT, VALUES, NORMS_1W, NO_BIASES],
+    "keras_hub.BLOOM": [GROUPS, OUT, VALUES, ALL_BIASES],
+    "torchtitan.LLaMA": [OUT, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
+    "torchtitan.Qwen3": [OUT, NORMS, NO_LAYER_NORMS],
+    "megatron": [OUT, WIDTHS, VALUES],
+    "megatron.gate": [OUT, WIDTHS, VALUES],
     "ttnn": [WIDTHS, HALVES, HALVES_OF_WHOLE],
 }
 CHANGES = {
@@ -350,6 +373,13 @@ CHANGES = {
     ALL_BIASES: {"qkv_bias": False, "out_bias": False},
     OUT_BIAS: {"out_bias": False},
     WIDTHS: {"d_kv": 9},
+    NO_BIASES: {"qkv_bias": True},
+    NO_OUT_BIAS: {"out_bias": True},
+    VALUES: {"value_head_dim": 2},
+    SCALE: {"scale": None},
+    NORMS: {"qk_norm": Norm(weight="1+w")},
+    NORMS_1W: {"qk_norm": Norm()},
+    NO_LAYER_NORMS: {"qk_norm": Norm("layer")},
     "head_dim must be even": {"head_dim": 3},
     HALVES: {"rope": Rope(pairs="interleaved"), "head_dim": 4},
     HALVES_OF_WHOLE: {"rope": Rope(rotary_dim=2), "head_dim": 4},
@@ -437,7 +467,13 @@ NORMED = replace(MHA, d_in=12, qk_norm=Norm("layer", bias=True))
 LATENTS = AttentionSpec(
     12, 2, head_dim=6, value_head_dim=4, latent=Latent(5, 2, 3), rope=Rope(rotary_dim=2, rotated="last")
 )
-SPECS = {"transformers.Qwen3-Next": replace(GQA, d_kv=7, qkv_bias=False, gate=Gate()), "transformers.DeepSeek": LATENTS}
+OF_ONE_WIDTH = replace(GQA, d_kv=7)
+PLAIN = replace(OF_ONE_WIDTH, qkv_bias=False, out_bias=False)
+SPECS = {
+    "transformers.Qwen3-Next": replace(GQA, d_kv=7, qkv_bias=False, gate=Gate()),
+    "transformers.DeepSeek": LATENTS,
+    "megatron.gate": replace(OF_ONE_WIDTH, gate=Gate(bias=True)),
+}
 TOLD = {
     "canonical, everything": ("canonical", replace(GQA, gate=Gate(bias=True), qk_norm=Norm(), sinks=True)),
     "canonical, relative bias": ("canonical", replace(MHA, relative_bias=RelativeBias(), qkv_bias=(True, False, True))),
@@ -455,6 +491,31 @@ TOLD = {
     "Qwen3-Next, biases": ("transformers.Qwen3-Next", replace(GQA, gate=Gate(bias=True))),
     "DeepSeek": ("transformers.DeepSeek", LATENTS),
     "DeepSeek, whole queries": ("transformers.DeepSeek", replace(LATENTS, latent=Latent(5, 2))),
+    "ViT, BEiT's biases": ("transformers.ViT", replace(MHA, qkv_bias=(True, False, True))),
+    "ViT-5, BEiT's biases": ("transformers.ViT-5", replace(MHA, qkv_bias=(True, False, True))),
+    "maxtext": ("maxtext", replace(GQA, scale=1.0)),
+    "maxtext, everything": (
+        "maxtext",
+        replace(PLAIN, scale=0.5, qk_norm=Norm(), v_norm=Norm(), sinks=True, soft_cap=30.0, window_size=3, rope=Rope()),
+    ),
+    "maxtext.LLaMA-3.1": ("maxtext.LLaMA-3.1", replace(PLAIN, scale=1.0, rope=Rope(500.0))),
+    "tunix, Qwen3": ("tunix.LLaMA", replace(PLAIN, qk_norm=Norm(), rope=Rope())),
+    "tunix, Gemma 3": (
+        "tunix.Gemma",
+        replace(PLAIN, qk_norm=Norm(weight="1+w"), rope=Rope(), scale=0.3, window_size=3),
+    ),
+    "tunix, Gemma 3 without groups": (
+        "tunix.Gemma",
+        replace(MHA, qkv_bias=False, out_bias=False, qk_norm=Norm(weight="1+w")),
+    ),
+    "keras_hub, Qwen3": ("keras_hub.LLaMA", replace(PLAIN, qk_norm=Norm(), rope=Rope())),
+    "keras_hub, gpt-oss": ("keras_hub.LLaMA", replace(OF_ONE_WIDTH, sinks=True, rope=Rope())),
+    "keras_hub, Gemma 3": ("keras_hub.Gemma", replace(PLAIN, qk_norm=Norm(weight="1+w"), soft_cap=30.0, rope=Rope())),
+    "torchtitan, Qwen3": ("torchtitan.Qwen3", replace(PLAIN, qk_norm=Norm(), rope=Rope())),
+    "torchtitan, gpt-oss": ("torchtitan.Qwen3", replace(OF_ONE_WIDTH, sinks=True, window_size=3, rope=Rope())),
+    "megatron, norms": ("megatron", replace(OF_ONE_WIDTH, qk_norm=Norm("layer", bias=True), sinks=True)),
+    "megatron.gate": ("megatron.gate", replace(PLAIN, gate=Gate(), qk_norm=Norm(weight="1+w"))),
+    "megatron.gate, biases": ("megatron.gate", SPECS["megatron.gate"]),
 }
 
 
@@ -493,6 +554,13 @@ def test_a_gate_lies_beside_the_queries_of_its_head():
     assert laid_out["q_proj.weight"][:, 0].tolist() == [0, 1, 10, 11, 2, 3, 12, 13]
 
 
+@pytest.mark.parametrize("name", ["transformers.Qwen3-Next", "megatron.gate"])
+def test_a_gate_of_one_number_for_each_head_does_not_lie_beside_queries(name):
+    spec = replace(PLAIN, gate=Gate(per_head=True))
+    with pytest.raises(ValueError, match=f"^{name} cannot hold this layer: it packs what is not of one size here"):
+        from_canonical(random_weights(spec), spec, LAYOUTS[name])
+
+
 @pytest.mark.parametrize("name", ["canonical", "W_q", "W_Q", "w_q", "W_query"])
 @pytest.mark.parametrize("spec", [replace(GQA, d_kv=9), replace(GQA, out_proj=False), replace(GQA, out_bias=False)])
 def test_layouts_of_four_linears_hold_any_layer(name, spec):
@@ -527,7 +595,7 @@ def test_tensors_of_a_layer_that_a_layout_cannot_hold_are_refused_with_the_rule(
         to_canonical(tensors, LAYOUTS[name], **told(spec))
 
 
-@pytest.mark.parametrize("name", ["meta.LLaMA", "gguf.LLaMA"])
+@pytest.mark.parametrize("name", ["meta.LLaMA", "gguf.LLaMA", "torchtitan.LLaMA"])
 def test_an_odd_head_dim_cannot_be_interleaved_pairs(name):
     tensors, spec = tensors_of(LAYOUTS[name], replace(GQA, head_dim=6, value_head_dim=6))
     with pytest.raises(ValueError, match="head_dim must be even"):
@@ -543,7 +611,7 @@ def every(kind, *projections):
     return [
         pytest.param(layout, tensor.name.format(n=1), id=f"{name}-{tensor.name}")
         for name, layout in SHOWN.items()
-        for tensor in layout.forms[0]
+        for tensor in tensors_for(example(layout), layout)[0]
         if tensor.kind == kind and (not projections or (tensor.holds in projections and not tensor.is_per_head))
     ]
 
@@ -583,6 +651,8 @@ def test_an_unknown_name_is_refused(layout, name):
         ("transformers.LLaMA", "rotary_emb.inv_freq"),
         ("meta.LLaMA", "inner_attention.rope.freqs"),
         ("gguf.LLaMA", "ffn_up.weight"),
+        ("megatron", "linear_qkv.layer_norm_weight"),
+        ("megatron", "linear_proj._extra_state"),
     ],
 )
 def test_what_lies_beside_the_weights_of_a_layer_is_passed_over(layout, name):
@@ -711,7 +781,11 @@ def test_heads_that_the_shapes_do_not_tell_are_asked_for(name):
         to_canonical(tensors, LAYOUTS[name])
 
 
-@pytest.mark.parametrize("name", ["flax.nnx", "flax.linen", "keras.MultiHeadAttention", "keras.GroupQueryAttention"])
+KERNELS = ["flax.nnx", "flax.linen", "keras.MultiHeadAttention", "keras.GroupQueryAttention"]
+KERNELS += ["tunix.LLaMA", "tunix.Gemma", "keras_hub.LLaMA", "keras_hub.Gemma", "keras_hub.BLOOM"]
+
+
+@pytest.mark.parametrize("name", KERNELS)
 def test_kernels_whose_heads_are_an_axis_tell_them(name):
     tensors, spec = tensors_of(LAYOUTS[name])
     _, found = to_canonical(tensors, LAYOUTS[name])

@@ -237,20 +237,12 @@ def convert_file(
             return plan.makers[name]()
 
         specs = list(dict.fromkeys(layer.spec for layer in layers))
-        lost = {name for layer in layers for name in (*layer.dropped, *_lost(layer, target_layout))}
-        ignored = {each for _, layout in found for each in (*layout.ignored, *known.ignored)} if kept else ()
+        ignored = {each for _, layout in found for each in (*layout.ignored, *known.ignored)}
         written_to = write_tensors(
             target_path,
             plan.infos,
             read,
-            metadata_of(
-                target_layout,
-                plan.specs,
-                None if len(found) > 1 else to,
-                lost,
-                ignored,
-                has_others=any((at := concrete_prefix(to, name)) and at[0] not in plan.layers for name in kept),
-            ),
+            plan.metadata(None if len(found) > 1 else to, kept, ignored),
             max_shard_bytes=max_shard_bytes,
             overwrite=force,
             source=source_path,
@@ -315,6 +307,20 @@ class _Plan:
             for prefix, group in self.layers.items()
             for index, layer in enumerate(group)
         }
+
+    def metadata(self, prefix: str | None, kept: Collection[str], ignored: Collection[str]) -> dict[str, str]:
+        """What is written of the layers beside their tensors.
+
+        Args:
+            prefix: of all of them; None where there are several.
+            kept: the names of the other tensors.
+            ignored: names (with wildcards) under the prefix of a layer in the source that are none of its weights.
+        """
+        layers = [layer for group in self.layers.values() for layer in group]
+        lost = {name for layer in layers for name in (*layer.dropped, *_lost(layer, self.layout))}
+        under = [concrete_prefix(prefix or "", name) for name in kept]
+        has_others = any(at is not None and at[0] not in self.layers for at in under)
+        return metadata_of(self.layout, self.specs, prefix, lost, ignored if kept else (), has_others=has_others)
 
     @cached_property
     def own(self) -> set[str]:

@@ -36,7 +36,7 @@ def print_layout(layout: Layout, out: Console) -> None:
     """Print the tensors of a layout, and of each its axes, outermost first."""
     from parity.conversion.layouts.layout import CARRIED, RULES
 
-    letters = {"n": "heads", "h": "head_dim", "d": "input", "e": "output"}
+    letters = {"p": "projections", "n": "heads", "h": "head_dim", "d": "input", "e": "output"}
     out.print(Text(f"{layout.about} ({layout.source})"), soft_wrap=True)
     for number, form in enumerate(layout.forms):
         table = begin_table(out, layout.name if number == 0 else "or")
@@ -55,7 +55,7 @@ def print_layout(layout: Layout, out: Console) -> None:
         out.print(table)
     of_group = {"q": "queries", "k": "key", "v": "value", "g": "gate"}
     for holds in dict.fromkeys(tensor.holds for tensor in layout.tensors if len(tensor.parts) > 1):
-        by_group = "each head's " if "g" in holds else "each group's "
+        by_group = "each head's " if holds == "qg" else "each group's "
         by_group += ", then its ".join(of_group[projection] for projection in holds)
         by_projection = "all " + ", then all ".join(holds)
         by_projection = f"in each of {layout.blocks} blocks {by_projection}" if layout.blocks > 1 else by_projection

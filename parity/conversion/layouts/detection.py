@@ -13,6 +13,7 @@ from parity.conversion.layouts.layout import (
     Layout,
     Tensor,
     broken_rules,
+    head_counts,
     matches,
     names_of,
     padded_width,
@@ -101,12 +102,16 @@ def tensors_for(spec: AttentionSpec, layout: Layout) -> list[tuple[Tensor, ...]]
 
 
 def _packs_two_sizes(tensor: Tensor, spec: AttentionSpec) -> bool:
-    """Whether a tensor would hold projections of inputs or of heads that are not of one size."""
+    """Whether a tensor would hold projections of inputs or heads that differ in size, or in number on an axis."""
+    if tensor.has_projection_axis and len({*head_counts(tensor, spec)}) > 1:
+        return True
     if tensor.kind == "bias" or len(tensor.parts) == 1:
         return False
     words = {*tensor.holds}
     inputs = {spec.d_in if word in ("q", "g") else spec.d_kv for word in words}
-    sizes = {spec.head_dim if word in ("q", "k") else spec.value_head_dim for word in words}
+    sizes = {spec.head_dim if word in ("q", "k") else spec.value_head_dim for word in words - {"g"}}
+    if "g" in words and spec.gate is not None:
+        sizes.add(1 if spec.gate.per_head else spec.value_head_dim)
     return len(inputs) > 1 or len(sizes) > 1
 
 
@@ -123,7 +128,18 @@ def find_tensors(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, lay
         if each == given:
             return tensors
     nearest = min(wanted, key=lambda each: len(each.keys() ^ given.keys()))
+    if any(count := _scanned(given, each) for each in wanted):
+        raise DoesNotFit(f"layers must be stacked on the first axis, got {count} on the second in {layout.name}")
     raise DoesNotFit(f"tensors must be those of {layout.name}, got {_difference(given, nearest)}")
+
+
+def _scanned(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> int:
+    """How many layers are stacked on the second axis, where MaxText scans by default; 0 if none are."""
+    if given.keys() != wanted.keys() or any(len(shape) < 2 for shape in given.values()):
+        return 0
+    counts = {shape[1] for shape in given.values()}
+    alike = all((shape[0], *shape[2:]) == wanted[name] for name, shape in given.items())
+    return counts.pop() if alike and len(counts) == 1 else 0
 
 
 def _difference(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
@@ -272,7 +288,7 @@ def _rows_of(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Features of all heads that a tensor holds, padded ones too; of each head's own tensors together."""
     names = matches(tensor.name, shapes)
     groups = zip(shapes[min(names)], tensor.groups(), strict=False)
-    return len(names) * math.prod(size for size, group in groups if {"n", "h"} & {*group})
+    return len(names) * math.prod(size for size, group in groups if {"p", "n", "h"} & {*group})
 
 
 def _deciding(specs: list[AttentionSpec]) -> str:

@@ -39,8 +39,9 @@ class Tensor:
             such as `qkv` or `kv`. Or, of kind `whole`, the canonical name of the one weight that it is.
         kind: `weight` or `bias`, or `whole`: a weight without heads to be laid out, such as that of a norm.
         axes: its axes, outermost first, in einops' words: n heads (of all projections in it), h features of a head, d
-            input width, e output width. In `(n h) d` the rows are the features of all heads, head by head. Of kind
-            `whole`, `...` is as it is, and `d e` the transpose.
+            input width, e output width. In `(n h) d` the rows are the features of all heads, head by head. In `p n d h`
+            the projections in it, of equally many heads, are an axis. Of kind `whole`, `...` is as it is, and `d e` the
+            transpose.
     """
 
     name: str
@@ -74,6 +75,11 @@ class Tensor:
         if self.is_whole:
             return "..." if self.axes == "..." else "e d"
         return LOGICAL[f"out.{self.kind}" if self.holds == "out" else self.kind]
+
+    @property
+    def has_projection_axis(self) -> bool:
+        """Whether the projections in it are an axis."""
+        return "p" in self.axes.split()
 
     @property
     def is_per_head(self) -> bool:
@@ -175,6 +181,21 @@ RULES: dict[str, Rule] = {
         "all projections must have a bias", ("qkv_bias", "out_bias"), lambda spec: spec.qkv_bias and spec.out_bias
     ),
     "out bias": Rule("out_proj must have a bias", ("out_bias",), lambda spec: spec.out_bias),
+    "no out bias": Rule("out_proj must have no bias", ("out_bias",), lambda spec: not spec.out_bias),
+    "no biases": Rule(
+        "no projection may have a bias",
+        ("qkv_bias", "out_bias"),
+        lambda spec: not (any(spec.qkv_biases) or spec.out_bias),
+    ),
+    "rms norms, w": Rule(
+        "norms must be of kind 'rms' with weight='w'", ("qk_norm", "v_norm"), lambda spec: _has_rms_norms(spec, "w")
+    ),
+    "rms norms, 1+w": Rule(
+        "norms must be of kind 'rms' with weight='1+w'", ("qk_norm", "v_norm"), lambda spec: _has_rms_norms(spec, "1+w")
+    ),
+    "scale told": Rule(
+        "scale must be told, 1.0 where the weights of queries hold it", ("scale",), lambda spec: spec.scale is not None
+    ),
     "one head_dim": Rule(
         "value_head_dim must equal head_dim",
         ("head_dim", "value_head_dim"),
@@ -193,6 +214,11 @@ RULES: dict[str, Rule] = {
 
 def _rotates_whole_halves(rope: Rope, head_dim: int) -> bool:
     return rope.pairs == "half" and rope.rotary_dim in (None, head_dim)
+
+
+def _has_rms_norms(spec: AttentionSpec, weight: str) -> bool:
+    norms = [norm for _, norm in _norms_of(spec) if norm is not None]
+    return all(norm.kind == "rms" and norm.weight in (weight, None) for norm in norms)
 
 
 def broken_rules(spec: AttentionSpec, layout: Layout) -> str:
@@ -296,7 +322,8 @@ def sizes_of(tensor: Tensor, spec: AttentionSpec, layout: Layout) -> dict[str, i
     size = spec.head_dim if {*tensor.holds} & {*"qk"} else spec.value_head_dim
     features = padded_width(size, spec.rope is not None) if layout.padded else size
     is_of_queries = tensor.holds != "out" and bool({*tensor.holds} & {*"qg"})
-    return {"n": total, "h": features, "d": spec.d_in if is_of_queries else spec.d_kv, "e": spec.d_model}
+    counts = {"p": len(tensor.holds), "n": total // len(tensor.holds)} if tensor.has_projection_axis else {"n": total}
+    return {**counts, "h": features, "d": spec.d_in if is_of_queries else spec.d_kv, "e": spec.d_model}
 
 
 def head_counts(tensor: Tensor, spec: AttentionSpec) -> list[int]:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from parity.conversion.layouts.layout import CARRIED, Layout, Tensor
+from parity.conversion.layouts.of_others import OF_OTHERS
 from parity.conversion.layouts.of_transformers import OF_TRANSFORMERS
-from parity.conversion.layouts.tensors import COLUMNS, EVERYTHING, ROWS, beside, packed, separate, with_and_without_out
-
-_EINSUM = {"leaf": "kernel", "heads": "d n h", "biases": "n h", "back": "n h e"}  # flax and keras keep heads as an axis
+from parity.conversion.layouts.tensors import (
+    COLUMNS,
+    EINSUM,
+    EVERYTHING,
+    ROWS,
+    beside,
+    packed,
+    separate,
+    with_and_without_out,
+)
 
 _TORCH_OUT = (Tensor("out_proj.weight", "out", "weight", "e (n h)"), Tensor("out_proj.bias", "out", "bias", "e"))
 _TORCH_BIAS = Tensor("in_proj_bias", "qkv", "bias", "(n h)")
@@ -109,7 +117,7 @@ _TABLE = [
             name,
             about,
             source,
-            (separate("query", "key", "value", "out", **_EINSUM),),
+            (separate("query", "key", "value", "out", **EINSUM),),
             rules=("out_proj", "one head_dim", *rules),
         )
         for name, about, source, rules in (
@@ -132,7 +140,7 @@ _TABLE = [
             name,
             about,
             source,
-            (separate("query", "key", "value", "attention_output", **_EINSUM),),
+            (separate("query", "key", "value", "attention_output", **EINSUM),),
             rules=("out_proj", "one head_dim", *rules),
         )
         for name, about, source, rules in (
@@ -158,6 +166,7 @@ _TABLE = [
         rules=("no groups", "out_proj", "one head_dim"),
     ),
     *OF_TRANSFORMERS,
+    *OF_OTHERS,
     Layout(
         "meta.LLaMA",
         "wq, wk, wv, wo, with interleaved RoPE pairs",

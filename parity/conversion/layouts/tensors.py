@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from parity.conversion.layouts.layout import Tensor
 
 ROWS, COLUMNS = "(n h) d", "d (n h)"  # (out, in) as torch keeps it, and (in, out)
+
+EINSUM: dict[str, Any] = {"leaf": "kernel", "heads": "d n h", "biases": "n h", "back": "n h e"}
+"""The keywords of `separate` where heads are an axis, as in Flax and Keras."""
 
 
 def separate(

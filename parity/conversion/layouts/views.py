@@ -147,6 +147,7 @@ def _heads(array: np.ndarray, name: str, tensor: Tensor, spec: AttentionSpec, la
     sizes = sizes_of(tensor, spec, layout)
     axes = tensor.logical.replace("n ", "") if tensor.is_per_head else tensor.logical
     known = {axis: sizes[axis] for axis in axes.split() if axis in "nh"}
+    axes = axes.replace("n", "(p n)") if tensor.has_projection_axis else axes
     heads = einops.rearrange(array, f"{tensor.axes} -> {axes}", **known)
     if len(tensor.parts) == 1:
         return heads
