@@ -165,6 +165,20 @@ def test_a_model_runs_beside_its_own_modules(name, tmp_path):
     assert sum(each.backend == "transformers" for each in report.comparisons) == count
 
 
+def test_layers_of_an_encoder_and_a_decoder_run(tmp_path):
+    saved("t5", tmp_path)
+    report = run_model(tmp_path, ["torch"], against="transformers")
+    assert not report.failed
+    kinds = {each.case.rpartition("-")[2] for each in report.comparisons}
+    assert kinds == {"full", "causal", "decode", "cross"}
+    assert {each.case for each in report.comparisons if each.backend == "transformers"} >= {
+        "encoder.block.0.layer.0.SelfAttention-full",
+        "decoder.block.0.layer.0.SelfAttention-causal",
+    }
+    for each in report.skipped_cases:  # of T5 the first layers give the bias to the others
+        assert each.reason.startswith("transformers must run ")
+
+
 @pytest.mark.parametrize("name", AGAINST)
 def test_a_live_module_is_its_layer(name, tmp_path):
     _, released = saved(name, tmp_path)

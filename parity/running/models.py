@@ -25,16 +25,17 @@ AGAINST = ("transformers",)
 """Libraries whose own modules run beside the backends."""
 
 
-def cases_of(name: str, spec: AttentionSpec, *, is_causal: bool | None = None) -> list[Case]:
+def cases_of(name: str, spec: AttentionSpec, *, is_causal: bool | None = None, is_cross: bool = False) -> list[Case]:
     """What a layer of a file is tried on: across, causal and cached, or all keys seen; all of these where nobody says.
 
     Args:
         name: what the names of the cases begin with.
         spec: the layer.
         is_causal: whether no token sees a later one; None where it is not known.
+        is_cross: its keys come from elsewhere, as they must where they have another width.
     """
-    if spec.d_kv != spec.d_in:
-        return [Case(f"{name}-cross", spec, "queries over keys of another width", seq_len=6, seq_len_k=9)]
+    if is_cross or spec.d_kv != spec.d_in:
+        return [Case(f"{name}-cross", spec, "queries over keys from elsewhere", seq_len=6, seq_len_k=9)]
     full = Case(f"{name}-full", spec, "every token sees every token", seq_len=9)
     causal = [
         Case(f"{name}-causal", spec, "no token sees a later one", seq_len=9, is_causal=True),
@@ -84,8 +85,9 @@ def run_model(
         skeleton = _skeleton(path) if against else None
         for layer in chosen:
             weights, spec = layer.load()
-            is_causal = None if layer.model is None else layer.model.is_causal
-            cases = cases_of(names[layer.label], spec, is_causal=is_causal)
+            of = {} if layer.model is None else {"is_causal": layer.model.is_causal}
+            is_cross = layer.model is not None and layer.model.kind == "cross_attention"
+            cases = cases_of(names[layer.label], spec, is_cross=is_cross, **of)
             told = {"with_gradients": with_gradients, "weights": weights, "on_case": on_case, "on_judged": on_judged}
             one = run_cases(cases, backends, dtypes, **told)
             if skeleton is not None:
