@@ -489,7 +489,8 @@ def test_proportional_rope_is_that_of_a_whole_head():
 
 MPT = {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 1}
 REFUSED = {
-    "family": ({"model_type": "speech"}, r"model_type must be one of afmoe, .*, got model_type='speech'"),
+    "family": ({"model_type": "speech"}, "got model_type='speech'.*what these keys mean: .*num_attention_heads"),
+    "near": ({"model_type": "llama5"}, "got model_type='llama5', near llama"),
     "no family": ({"model_type": None}, "got model_type=None"),
     "part": (
         {"model_type": "seen", "text_config": {"model_type": "llama"}, "vision_config": {"model_type": "seen"}},

@@ -8,11 +8,12 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from mha_spec import AttentionSpec
 from mha_spec.rules import as_count
-from parity.models.config import Config, MissingKey, Value, read_config
+from parity.models.config import ABOUT_ATTENTION, SAYS_NOTHING, Config, MissingKey, Value, read_config
 from parity.models.families import FAMILIES
 from parity.models.rules import Family, Place, Stack
 
@@ -156,7 +157,13 @@ def _family(values: Mapping[str, Any]) -> Family:
     known = [part for part, held in values.items() if any(held is each for each in parts)]
     if known:
         raise ValueError(f"config must be that of one part of the model, got several: pass its {' or '.join(known)}")
-    raise ValueError(f"model_type must be one of {', '.join(sorted(FAMILIES))}, got model_type={name!r}")
+    near = " or ".join(get_close_matches(str(name), FAMILIES, 3))
+    read = [key for key in values if ABOUT_ATTENTION.search(key) and not SAYS_NOTHING.fullmatch(key)]
+    raise ValueError(
+        f"model_type must be that of one of the {len(FAMILIES)} families that docs/configurations.md lists, "
+        f"got model_type={name!r}{f', near {near}' if near else ''}; a family would have to say what these keys mean: "
+        f"{', '.join(sorted(read)) or 'none, for nothing here is about attention'}"
+    )
 
 
 def _ruled(rule: Any, place: Place) -> Value:
