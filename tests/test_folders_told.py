@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from parity.cli.main import main
 from parity.conversion.layers import open_layers
+from parity.conversion.prefixes import names_under
 
 TEXT = {**SMALL, "max_position_embeddings": 16, "projection_dim": 8}
 VISION = TEXT | {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
@@ -57,6 +58,16 @@ def test_layers_are_paired_whatever_the_order_of_the_parts_in_a_file(tmp_path, c
     (tmp_path / "b" / "config.json").write_bytes((tmp_path / "a" / "config.json").read_bytes())
     assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "in all 6 layers: 6 the same, bit for bit" in " ".join(capsys.readouterr().out.split())
+
+
+def test_names_are_found_under_each_of_their_prefixes():
+    found = names_under(["a.b.c", "a.b", "c", "a.bb.c", "a.b.d"], ["", "a", "a.b", "b"])
+    assert found == {
+        "": ["a.b.c", "a.b", "c", "a.bb.c", "a.b.d"],
+        "a": ["a.b.c", "a.b", "a.bb.c", "a.b.d"],
+        "a.b": ["a.b.c", "a.b.d"],
+        "b": [],
+    }
 
 
 # ---- What the caller says besides ------------------------------------------------------------------------------------
