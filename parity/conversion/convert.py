@@ -259,7 +259,7 @@ def convert_file(
             optimizer_state=[
                 name for name in kept if name.rpartition(".")[2] in OPTIMIZER_STATE and file.infos[name].shape in shapes
             ],
-            not_carried=list(known.beside.not_carried),
+            not_carried=list(known.beside.not_carried) if any(layer.model is None for layer in layers) else [],
             path=str(written_to),
         )
 

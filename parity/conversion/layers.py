@@ -218,7 +218,7 @@ def layers_under(
             for i, spec, origin in each
             for label in [concrete if i is None else f"{concrete}[{i}]"]
         ]
-    if known.beside.not_carried:
+    if known.beside.not_carried and any(layer.model is None for layer in layers):
         warnings.warn(
             f"{known.beside.origin} says {', '.join(known.beside.not_carried)}, which is not read into a specification"
             ": RoPE is left out; pass rope=Rope(…) to parity.load, or --rope-theta for plain RoPE",
@@ -252,6 +252,8 @@ def _identify(
     sizes = {shape[:1] for shape in shapes.values()}
     if known.spec_at(f"{prefix}[0]") is not None and len(sizes) == 1:
         inner, ((size,),) = {name: shape[1:] for name, shape in shapes.items()}, sizes
+        if known.layer_at(f"{prefix}[{size}]") is not None:
+            raise DoesNotFit(f"a stack must be of all layers that config.json tells of, got {size} of them")
         try:
             return [(index, *_entry(inner, f"{prefix}[{index}]", layout, known)) for index in range(size)]
         except DoesNotFit as error:

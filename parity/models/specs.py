@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,7 +82,10 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
     family = _family(values)
     read = Config(values, defaults=family.defaults)
     _check_fixed(family, read)
-    layers = [layer for stack in family.stacks for layer in _layers(stack, read)]
+    try:
+        layers = [layer for stack in family.stacks for layer in _layers(stack, read)]
+    except (ArithmeticError, LookupError) as error:  # heads of no features, numbers that no float holds
+        raise ValueError(f"a configuration must be that of a model, got values that are not: {error!r}") from error
     unread = list(read.unread(family.says_nothing))
     if unread:
         raise ValueError(
@@ -92,13 +95,39 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
     return layers
 
 
-def known_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A configuration, or those of the parts of a model, as far as their families are known."""
-    if config.get("model_type") in FAMILIES and "text_config" not in config:
-        return [config]
-    parts = [part for name, part in config.items() if name.endswith("_config") and isinstance(part, Mapping)]
-    return [part for part in parts if part.get("model_type") in FAMILIES]
+SECTION = "_config"
+"""What the keys end with under which a configuration has those of the parts of its model: `text_config`."""
 
+
+def known_parts(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The configurations of the parts of a model whose families are known, by their keys; under no name its own."""
+    if _is_known(config) and "text_config" not in config:
+        return {"": config}
+    return {name: config[name] for name in sections_of(config) if _is_known(config[name])}
+
+
+def sections_of(config: Mapping[str, Any]) -> list[str]:
+    """The keys under which a configuration has those of the parts of its model, of families known or not."""
+    return [
+        name
+        for name, part in config.items()
+        if name.endswith(SECTION) and isinstance(part, Mapping) and part.get("model_type")
+    ]
+
+
+def sections_named(label: str, sections: Iterable[str]) -> set[str]:
+    """Those parts of a model whose names are in the name of a layer: that of `text_config` in `text_model.layers.0`."""
+    words = label.split(".")
+    return {name for name in sections if any(word.startswith(name.removesuffix(SECTION)) for word in words)}
+
+
+def _is_known(config: Mapping[str, Any]) -> bool:
+    name = config.get("model_type")
+    return isinstance(name, str) and name in FAMILIES
+
+
+MOST_LAYERS = 10_000
+"""No model has more; a few bytes shall not ask for more memory than there is."""
 
 PART_ALONE = re.compile("Encoder|Decoder|CausalLM|Audio|TokenClassification")
 """In the class of a model that has only some of the stacks of its family."""
@@ -123,6 +152,8 @@ def _check_fixed(family: Family, read: Config) -> None:
 def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
     """The layers of a stack, in order."""
     count = as_count(stack.count[0], read.read(*stack.count).value)
+    if count > MOST_LAYERS:
+        raise ValueError(f"{stack.count[0]} must be at most {MOST_LAYERS}, got {count}")
     told = read.find("layer_types")
     if told is not None and (not isinstance(told.value, list | tuple) or len(told.value) != count):
         raise ValueError(f"layer_types must be one for each of {count} layers, got layer_types={told.value!r}")
@@ -139,11 +170,9 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
 
 
 def _family(values: Mapping[str, Any]) -> Family:
-    name = values.get("model_type")
-    parts = known_parts(values) if isinstance(name, str) else []
-    if parts == [values]:
+    name, known = values.get("model_type"), known_parts(values)
+    if "" in known:
         return FAMILIES[str(name)]
-    known = [part for part, held in values.items() if any(held is each for each in parts)]
     if known:
         raise ValueError(f"config must be that of one part of the model, got several: pass its {' or '.join(known)}")
     raise ValueError(f"model_type must be one of {', '.join(sorted(FAMILIES))}, got model_type={name!r}")
