@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from mha_spec import Rope
-from parity import from_transformers, load, specs_of
+from parity import from_transformers, load, run_model, specs_of
 from parity.cli.main import main
 from parity.conversion.layers import open_layers
 from parity.conversion.prefixes import names_under
@@ -76,6 +76,30 @@ def test_layers_of_a_part_that_is_not_known_are_not_those_of_another(tmp_path):
 
     rewritten(tmp_path / "model.safetensors", names=twice)
     assert specs_in(tmp_path).keys() == {f"text_model.layers.{i}.self_attn" for i in (0, 1)}
+
+
+def test_each_part_of_a_model_runs_beside_its_own_module(tmp_path):
+    text = GROUPED | {"model_type": "llama", "num_key_value_heads": 4}
+    vision = VISION | {"model_type": "clip_vision_model"}
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=5)
+    saved(transformers.LlavaForConditionalGeneration(config), tmp_path)
+    report = run_model(tmp_path, ["torch"], against="transformers")
+    assert not report.failed
+    assert not report.skipped_cases
+
+
+def test_a_module_that_is_given_its_mask_is_not_run_without_one(tmp_path):
+    config = transformers.CLIPTextConfig(**TEXT)
+    saved(transformers.CLIPTextModel(config), tmp_path)
+    report = run_model(tmp_path, ["torch"], against="transformers")
+    assert not report.failed
+    assert {each.backend for each in report.skipped_cases} == {"transformers"}
+
+
+def test_a_model_that_transformers_cannot_make_is_refused_in_a_line(tmp_path):
+    saved(transformers.SiglipTextModel(transformers.SiglipTextConfig(**TEXT)), tmp_path)
+    with pytest.raises(ValueError, match=r"^transformers must have a model of SiglipTextConfig, and has none$"):
+        run_model(tmp_path, ["torch"], against="transformers")
 
 
 def test_two_models_in_one_file_are_told_apart_by_the_caller(tmp_path):
