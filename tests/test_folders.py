@@ -13,7 +13,7 @@ import transformers
 from conftest import SIBLINGS
 from released import check_near
 from released_models import AXES, SMALL, Model, draw, run_released
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from test_models import older
 from test_models_whole import MODELS
 
@@ -153,9 +153,10 @@ def test_both_dialects_of_a_folder_say_the_same(tmp_path):
 
 
 AGAINST = ("llama", "gemma3_text", "qwen3_next", "deepseek_v3", "llama4_text", "gpt2", "bloom", "bert", "phi3")
+BESIDE = ("xlm-roberta-xl", "mpnet")  # norms before queries in the module; weights that another module has
 
 
-@pytest.mark.parametrize("name", AGAINST)
+@pytest.mark.parametrize("name", [*AGAINST, *BESIDE])
 def test_a_model_runs_beside_its_own_modules(name, tmp_path):
     saved(name, tmp_path)
     report = run_model(tmp_path, ["torch"], against="transformers")
@@ -239,8 +240,6 @@ def refused(capsys, *arguments):
 
 
 def test_a_mistake_in_a_layer_of_a_model_is_found(gemma, capsys, tmp_path):
-    from safetensors.numpy import save_file
-
     tensors = load_file(gemma / "model.safetensors")
     name = "layers.4.self_attn.q_proj.weight"
     tensors[name] = np.ascontiguousarray(
@@ -299,6 +298,7 @@ def test_biases_are_filled_only_when_asked(llama, capsys, tmp_path):
     target = tmp_path / "g.safetensors"
     told = ("convert", folder / "model.npz", target, "--to", "transformers.GPT2", "--drop", "rope")
     assert "all projections must have a bias" in said(capsys, *told, status=2)
+    assert "say nothing of rope=" in said(capsys, *told[:-2], "--fill-bias", status=2)
     said(capsys, *told, "--fill-bias")
     written = load_file(target)
     assert not written["layers.0.self_attn.c_attn.bias"].any()
@@ -378,3 +378,51 @@ def test_layers_that_are_not_attention_are_passed_over(capsys, tmp_path):
     out = said(capsys, "convert", tmp_path / "model", tmp_path / "c.safetensors", "--to", "canonical")
     assert out.startswith("1 attention layer,")
     assert "bit for bit" in said(capsys, "verify", tmp_path / "model", tmp_path / "c.safetensors")
+
+
+# ---- What released checkpoints have beside their layers --------------------------------------------------------------
+
+
+def with_tensors(folder, target, more):
+    """A copy of a model with tensors more."""
+    target.mkdir()
+    save_file(load_file(folder / "model.safetensors") | more, target / "model.safetensors")
+    (target / "config.json").write_text((folder / "config.json").read_text())
+    return target
+
+
+def test_layers_beyond_the_last_are_left_as_they_are(llama, capsys, tmp_path):
+    tensors = load_file(llama / "model.safetensors")
+    more = {name.replace("layers.1.", "layers.2."): x for name, x in tensors.items() if "layers.1." in name}
+    folder = with_tensors(llama, tmp_path / "more", more)
+    assert [label for label, *_ in layers_in(folder)] == ["layers.0.self_attn", "layers.1.self_attn"]
+    out = said(capsys, "convert", folder, tmp_path / "c.safetensors", "--to", "canonical")
+    assert out.startswith("2 attention layers")
+    assert "bit for bit" in said(capsys, "verify", folder, tmp_path / "c.safetensors")
+
+
+def test_a_bias_that_no_layer_of_t5_takes_is_passed_over(tmp_path):
+    saved("t5", tmp_path / "model")
+    name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    folder = with_tensors(tmp_path / "model", tmp_path / "more", {name: np.ones((8, 4), np.float32)})
+    before, after = layers_in(tmp_path / "model"), layers_in(folder)
+    assert all(same_bits(one[2], other[2]) for one, other in zip(before, after, strict=True))
+    convert_file(folder, tmp_path / "c.safetensors", target="canonical")
+    assert [label for label, *_ in layers_in(tmp_path / "c.safetensors")] == [label for label, *_ in before]
+
+
+def test_a_configuration_that_is_cut_off_is_no_absent_one(llama, capsys, tmp_path):
+    folder = with_tensors(llama, tmp_path / "cut", {})
+    whole = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(whole[: len(whole) // 2])
+    told = ("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn", "--num-heads", "4")
+    out = said(capsys, "convert", folder, tmp_path / "c.npz", "--to", "canonical", *told, status=2)
+    assert "config.json must be a configuration, or not be there" in out
+
+
+def test_weights_are_not_written_beside_others(llama, capsys, tmp_path):
+    target = tmp_path / "there"
+    target.mkdir()
+    (target / "model-00001-of-00002.safetensors").touch()
+    out = said(capsys, "convert", llama, target, "--to", "canonical", status=2)
+    assert "a folder to write into must hold no other weights, got model-00001-of-00002.safetensors" in out

@@ -87,11 +87,24 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[list[tuple[Any, Any
                 stack.enter_context(open_layers(path, layout, prefix=prefix, **layer_options(options)))
                 for path, layout, prefix in zip(options.files, layouts, prefixes, strict=True)
             )
+        other = _in_order_of(one, other)
         places = [[layer.place for layer in layers] for layers in (one, other)]
         if places[0] != places[1] and not len(one) == len(other) == 1:
             counts = " and ".join(f"{len(layers)} ({layers[0].label}, …)" for layers in (one, other))
             raise ValueError(f"both files must have layers of the same numbers to be compared, got {counts}")
         yield [(_restored(each, beside), _restored(beside, each)) for each, beside in zip(one, other, strict=True)]
+
+
+def _in_order_of(layers: list[Layer], others: list[Layer]) -> list[Layer]:
+    """The other layers in the order of the first ones, by their labels or by the model's; else as they are.
+
+    The parts of a model lie in each file in an order of its own.
+    """
+    for name_of in (lambda layer: layer.label, lambda layer: layer.model and layer.model.path):
+        held = {name_of(layer): layer for layer in others}
+        if len(held) == len(others) == len(layers) and held.keys() == {name_of(layer) for layer in layers}:
+            return [held[name_of(layer)] for layer in layers]
+    return others
 
 
 def _restored(layer: Layer, other: Layer) -> Layer:

@@ -238,6 +238,8 @@ def convert_file(
 
         specs = list(dict.fromkeys(layer.spec for layer in layers))
         ignored = {each for _, layout in found for each in (*layout.ignored, *known.ignored)}
+        ignored |= {each for layer in layers if layer.model is not None for each in layer.model.ignored}
+        ignored -= {tensor.name for tensor in (*target_layout.tensors, *target_layout.others)}
         written_to = write_tensors(
             target_path,
             plan.infos,
@@ -260,16 +262,24 @@ def convert_file(
             optimizer_state=[
                 name for name in kept if name.rpartition(".")[2] in OPTIMIZER_STATE and file.infos[name].shape in shapes
             ],
-            not_carried=list(known.beside.not_carried),
+            not_carried=list(known.beside.not_carried) if any(layer.model is None for layer in layers) else [],
             path=str(written_to),
             dequantised=[name for name in file.quantised if name not in dropped],
         )
 
 
 def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """A file to write; in a folder that is there, the one of its weights."""
-    is_folder = os.path.isdir(path) and Path(path).suffix not in SUFFIXES
-    return Path(path) / "model.safetensors" if is_folder else path
+    """A file to write; in a folder that is there, the one of its weights.
+
+    Raises:
+        ValueError: if other weights are there already: the folder could not be opened afterwards.
+    """
+    if not os.path.isdir(path) or Path(path).suffix in SUFFIXES:
+        return path
+    name = "model.safetensors"
+    if others := sorted(each for each in os.listdir(path) if Path(each).suffix in SUFFIXES and each != name):
+        raise ValueError(f"a folder to write into must hold no other weights, got {others[0]} in {os.fspath(path)}")
+    return Path(path) / name
 
 
 @dataclass(frozen=True)

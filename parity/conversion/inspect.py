@@ -10,7 +10,7 @@ from parity.conversion.layers import TensorCache, layers_under
 from parity.conversion.layouts import LAYOUTS
 from parity.conversion.layouts.detection import DoesNotFit
 from parity.conversion.metadata import what_is_known
-from parity.conversion.prefixes import numbered, possible_prefixes
+from parity.conversion.prefixes import names_under, numbered, possible_prefixes
 from parity.files import TensorFile, open_tensors
 
 
@@ -54,13 +54,14 @@ def find_layers(file: TensorFile, **heads: Any) -> list[Found]:
         prefixes = possible_prefixes(file.infos, layout)
         for concrete in prefixes:
             groups.setdefault(numbered(concrete), []).append(concrete)
+        under = names_under(file.infos, prefixes)
         for prefix, members in groups.items():
             alike: dict[Any, list[str]] = {}  # layers of the same shapes, of which one is looked at
             for concrete in members:
                 of_model, begin = known.layer_at(concrete), f"{concrete}." if concrete else ""
                 if of_model is not None and of_model.layout != layout.name:
                     continue
-                infos = {name.removeprefix(begin): i for name, i in file.infos.items() if name.startswith(begin)}
+                infos = {name.removeprefix(begin): file.infos[name] for name in under[concrete]}
                 kind = tuple(sorted((name, info.shape, info.dtype.name) for name, info in infos.items()))
                 alike.setdefault(kind, []).append(concrete)
             for first, *others in alike.values():

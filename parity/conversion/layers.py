@@ -196,7 +196,7 @@ def layers_under(
         raise ValueError(_no_layer(file, prefix, layout, path))
     layers = []
     for concrete, (numbers, held) in found.items():
-        held.update(_shared(file, concrete, held, known))
+        held = _of_model(file, concrete, held, known)
         infos = {short: file.infos[name] for name, short in held.items()}
         try:
             each = _identify({short: info.shape for short, info in infos.items()}, concrete, layout, known)
@@ -219,7 +219,7 @@ def layers_under(
             for i, spec, origin in each
             for label in [concrete if i is None else f"{concrete}[{i}]"]
         ]
-    if known.beside.not_carried:
+    if known.beside.not_carried and any(layer.model is None for layer in layers):
         warnings.warn(
             f"{known.beside.origin} says {', '.join(known.beside.not_carried)}, which is not read into a specification"
             ": RoPE is left out; pass rope=Rope(…) to parity.load, or --rope-theta for plain RoPE",
@@ -229,14 +229,15 @@ def layers_under(
     return layers
 
 
-def _shared(file: TensorCache, prefix: str, held: Mapping[str, str], known: Known) -> dict[str, str]:
-    """The tensors that a layer of the model takes from elsewhere, as it has none of its own."""
+def _of_model(file: TensorCache, prefix: str, held: Mapping[str, str], known: Known) -> dict[str, str]:
+    """The tensors of a layer: of a model's with those that it takes from elsewhere, without those that say nothing."""
     layer = known.layer_at(prefix)
     if layer is None:
-        return {}
-    before = prefix.removesuffix(layer.path)
-    wanted = {f"{before}{path}": short for short, path in layer.shared.items() if short not in held.values()}
-    return {name: short for name, short in wanted.items() if name in file.infos}
+        return dict(held)
+    before, own = prefix.removesuffix(layer.path), set(held.values())
+    lent = {f"{before}{path}": short for short, path in layer.shared.items() if short not in own}
+    found = {name: short for name, short in held.items() if short not in layer.ignored}
+    return found | {name: short for name, short in lent.items() if name in file.infos}
 
 
 def _identify(
@@ -253,6 +254,8 @@ def _identify(
     sizes = {shape[:1] for shape in shapes.values()}
     if known.spec_at(f"{prefix}[0]") is not None and len(sizes) == 1:
         inner, ((size,),) = {name: shape[1:] for name, shape in shapes.items()}, sizes
+        if known.layer_at(f"{prefix}[{size}]") is not None:
+            raise DoesNotFit(f"a stack must be of all layers that config.json tells of, got {size} of them")
         try:
             return [(index, *_entry(inner, f"{prefix}[{index}]", layout, known)) for index in range(size)]
         except DoesNotFit as error:

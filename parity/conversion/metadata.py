@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Rope
 from parity.conversion.layouts import LAYOUTS, Layout, find_layout, find_spec
+from parity.conversion.layouts.layout import CARRIED
 from parity.conversion.model_config import HEADS, Beside, beside
 from parity.conversion.prefixes import either, fitting_prefixes, numbered
 from parity.core.weights import FORMAT, read_spec
 from parity.files import TensorFile, open_tensors
 from parity.files.tensor_file import parse_json
-from parity.models.specs import ModelLayer
+from parity.models.specs import ModelLayer, sections_named
 
 Heads = dict[str, Any]
 """What a checkpoint's shapes may leave open: num_heads, num_kv_heads, head_dim, rope; or all of it, spec."""
@@ -48,32 +49,57 @@ class Known:
     beside: Beside = field(default_factory=Beside)
 
     @cached_property
-    def _paths(self) -> dict[str, ModelLayer]:
-        """The model's layers by what their prefixes end with, numbered or in a stack."""
-        layers = {layer.path: layer for layer in reversed(self.beside.layers) if layer.path}  # the first of ALBERT's
-        return layers | {f"{_unnumbered(path)}[{layer.index}]": layer for path, layer in layers.items()}
+    def _paths(self) -> dict[str, dict[str, ModelLayer]]:
+        """The model's layers by what their prefixes end with, numbered or in a stack, and then by their parts."""
+        found: dict[str, dict[str, ModelLayer]] = {}
+        for section, layers in self.beside.parts.items():
+            for layer in layers:
+                if not layer.path or (layer.spec is not None and self._contradicted(layer.spec)):
+                    continue  # the caller knows better
+                for path in (layer.path, f"{_unnumbered(layer.path)}[{layer.index}]"):
+                    found.setdefault(path, {}).setdefault(section, layer)  # the first of those that share their weights
+        return found
 
     def layer_at(self, label: str) -> ModelLayer | None:
-        """The layer of the model whose weights have a label, a prefix or one with an index."""
-        return next((self._paths[tail] for tail in _tails(label) if tail in self._paths), None)
+        """The layer of the model whose weights have a label, a prefix or one with an index.
+
+        Of layers that end alike it is that of the part that the label names; nothing is known where it names none.
+        """
+        named = sections_named(label, self.beside.sections)
+        for tail in (tail for tail in _tails(label) if tail in self._paths):
+            found = [layer for section, layer in self._paths[tail].items() if not named or section in named]
+            if found:
+                return found[0] if len(found) == 1 else None
+        return None
 
     def is_other(self, prefix: str) -> bool:
-        """Whether what has a prefix is a layer of the model, or of a file of ours, that is not attention."""
+        """Whether what has a prefix is none of the attention layers that are known of a model, or of a file of ours."""
         if self.specs:
             return prefix not in self.specs and f"{prefix}[0]" not in self.specs
         layer = self.layer_at(prefix)
-        return layer is not None and layer.spec is None
+        return layer is None or layer.spec is None  # beyond the last one there may be some that predict more tokens
 
     def spec_at(self, label: str) -> tuple[AttentionSpec, str] | None:
         """The specification of the layer of a label, and where it comes from, if from another file."""
-        own = self.specs.get(label, self.spec)
-        if own is not None:
-            return own, ""
+        if label in self.specs:
+            self._check_counts(self.specs[label], label)
+            nobody_rotates = all(each.rope is None for each in self.specs.values())
+            return _with_rope(self.specs[label], self.said.get("rope"), label, may_have_none=nobody_rotates), ""
+        if self.spec is not None:
+            return self.spec, ""
         layer = self.layer_at(label)
         if layer is None or layer.spec is None:
             return None
-        rope = self.said.get("rope")
-        return (layer.spec if rope is None else replace(layer.spec, rope=rope)), self.beside.origin
+        return _with_rope(layer.spec, self.said.get("rope"), label), self.beside.origin
+
+    def _check_counts(self, spec: AttentionSpec, label: str) -> None:
+        if wrong := self._contradicted(spec):
+            got, told = (", ".join(f"{name}={of[name]}" for name in wrong) for of in (self.said, vars(spec)))
+            raise ValueError(f"{wrong[0]} must be what the file's metadata say of {label}, {told}, got {got}")
+
+    def _contradicted(self, spec: AttentionSpec) -> list[str]:
+        """The counts of a layer of which the caller says other ones."""
+        return [name for name in HEADS[:3] if self.said.get(name) not in (None, getattr(spec, name))]
 
     def find_spec(self, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> tuple[AttentionSpec, str]:
         """The specification of a layer by its shapes, and where its heads come from, if from another file."""
@@ -97,18 +123,43 @@ def what_is_known(file: TensorFile, said: Heads) -> Known:
     saved = own.get("")
     told = {name: getattr(saved, name) for name in HEADS} if saved is not None else {}
     merged = {name: said.get(name) if said.get(name) is not None else told.get(name) for name in (*told, *said)}
-    if saved is not None and any(value not in (None, told[name]) for name, value in said.items()):
+    if saved is not None and any(said.get(name) not in (None, told[name]) for name in HEADS[:3]):
         saved = None  # the caller knows better
+    elif saved is not None:
+        saved = _with_rope(saved, said.get("rope"), str(file.path), may_have_none=True)
     if spec is not None or own:
         dropped, ignored = (_names(file, what) if own else () for what in ("dropped", "ignored"))
+        if unknown := sorted({*dropped} - {*CARRIED}):
+            raise ValueError(f"{file.path} must name some of {', '.join(CARRIED)} as dropped, got {', '.join(unknown)}")
         return Known(merged, spec or saved, own if spec is None and "" not in own else {}, dropped, ignored)
     has_counts = any(count is not None for count in counts)
-    found = beside(file, with_layers=not has_counts)
+    found = beside(file, is_told=has_counts)
     heads = {name: value for name, value in found.heads.items() if said.get(name) is None}
     if has_counts:
         heads = {name: value for name, value in heads.items() if name == "rope"}  # counts of two origins do not mix
     not_carried = found.not_carried if said.get("rope") is None else ()
     return Known(merged, beside=replace(found, heads=heads, not_carried=not_carried))
+
+
+def _with_rope(spec: AttentionSpec, rope: Rope | None, label: str, *, may_have_none: bool = False) -> AttentionSpec:
+    """A layer with the RoPE that the caller says, if any.
+
+    Args:
+        spec: what is known of the layer.
+        rope: which may have another base than the layer's, and nothing else.
+        label: of the layer, for messages.
+        may_have_none: RoPE may not have been said when the spec was written.
+
+    Raises:
+        ValueError: if it is known to rotate in another way, or not at all.
+    """
+    if rope is None or (spec.rope is None and may_have_none):
+        return spec if rope is None else replace(spec, rope=rope)
+    if spec.rope is None or replace(spec.rope, theta=rope.theta) != rope:
+        raise ValueError(
+            f"rope must not be said of {label}, which has {spec.rope or 'none'} by what is known, got rope={rope}"
+        )
+    return replace(spec, rope=rope)
 
 
 def _names(file: TensorFile, what: str) -> tuple[str, ...]:
@@ -183,15 +234,31 @@ def sources(
 
 
 def _of_model(file: TensorFile, known: Known) -> dict[str, str]:
-    """The prefixes of the model's attention layers in a file, and the layout of each."""
+    """The prefixes of the model's attention layers in a file, and the layout of each.
+
+    Raises:
+        ValueError: if several in the file could be one of them: it holds more than the model.
+    """
     found: dict[str, str] = {}
-    for name in file.infos:
-        prefix = name
-        while prefix := prefix.rpartition(".")[0]:
-            layer = known.layer_at(prefix)
-            if layer is not None and layer.spec is not None:
-                found.setdefault(numbered(prefix), layer.layout)
+    places: dict[int, str] = {}  # of each layer of the model
+    for prefix in _all_prefixes(file.infos):
+        layer = known.layer_at(prefix)
+        if layer is None or layer.spec is None:
+            continue
+        found.setdefault(numbered(prefix), layer.layout)
+        if (first := places.setdefault(id(layer), prefix)) != prefix:
+            both = either([f"prefix={numbered(each)!r}" for each in (first, prefix)])
+            raise ValueError(f"prefix must tell which layers of {file.path} are those of config.json: {both}")
     return found
+
+
+def _all_prefixes(names: Iterable[str]) -> Iterator[str]:
+    """Whatever names begin with, up to a dot, each once."""
+    seen: set[str] = set()
+    for prefix in names:
+        while (prefix := prefix.rpartition(".")[0]) and prefix not in seen:
+            seen.add(prefix)
+            yield prefix
 
 
 def _tails(label: str) -> Iterator[str]:

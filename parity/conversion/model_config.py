@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from mha_spec import Rope
 from parity.files import TensorFile
 from parity.models.config import read_config
-from parity.models.specs import ModelLayer, known_parts, specs_of
+from parity.models.specs import ModelLayer, known_parts, sections_of, specs_of
 
 HEADS = ("num_heads", "num_kv_heads", "head_dim", "rope")
 
@@ -24,43 +24,55 @@ class Beside:
         heads: those of `HEADS` that it has, of a model whose family is not known.
         origin: where they were read.
         not_carried: what it says of RoPE that is not read from it: `rope` is then left out of the heads.
-        layers: of a model whose family is known, those of all its parts.
+        parts: of a model, the layers of those of its parts whose families are known, by the keys of their
+            configurations; under no name those of a model that is one.
+        sections: the keys of all its parts.
     """
 
     heads: dict[str, Any] = field(default_factory=dict)
     origin: str = ""
     not_carried: tuple[str, ...] = ()
-    layers: tuple[ModelLayer, ...] = ()
+    parts: Mapping[str, Sequence[ModelLayer]] = field(default_factory=dict)
+    sections: tuple[str, ...] = ()
 
 
-def beside(file: TensorFile, *, with_layers: bool = True) -> Beside:
+def beside(file: TensorFile, *, is_told: bool = False) -> Beside:
     """What lies beside the tensors of a file that is not a checkpoint of ours; nothing where nothing does.
 
     Who asks must see whether the shapes agree: a config.json may be that of another model.
 
     Args:
         file: open.
-        with_layers: read the configuration of a model whose family is known; otherwise the number of its heads alone.
+        is_told: the caller says how many heads there are: of a model whose family is known, what its configuration
+            says of RoPE is told, too, for layers that have other numbers of them.
 
     Raises:
-        ValueError: if the family is known, and the configuration is not understood.
+        ValueError: if the family is known, and the configuration is not understood, unless the caller tells.
     """
     if file.format == "gguf":
         heads, not_carried = _in_gguf(file)
-        layers = _layers_of_gguf(file) if with_layers and not not_carried else ()
-        return Beside(origin="GGUF", layers=layers) if layers else _beside("GGUF", heads, not_carried)
+        layers = () if is_told or not_carried else _layers_of_gguf(file)
+        return Beside(origin="GGUF", parts={"": layers}) if layers else _beside("GGUF", heads, not_carried)
     path = Path(file.path)
+    path = (path if path.is_dir() else path.parent) / "config.json"
     try:
-        config = read_config((path if path.is_dir() else path.parent) / "config.json")
-    except (OSError, ValueError, RecursionError):
+        config = read_config(path)
+    except OSError:
         return Beside()
-    parts = known_parts(config) if with_layers else []
+    except (ValueError, RecursionError) as error:  # cut off, or something else: nobody says what of the model is in it
+        raise ValueError(f"{path} must be a configuration, or not be there: {error}") from None
+    parts = known_parts(config)
+    plain = _beside("config.json", *_in_config(config))
     if not parts:
-        return _beside("config.json", *_in_config(config))
+        return plain
     try:
-        return Beside(origin="config.json", layers=tuple(layer for part in parts for layer in specs_of(part)))
+        layers = {name: specs_of(part) for name, part in parts.items()}
     except ValueError as error:
+        if is_told:
+            return plain
         raise ValueError(f"config.json beside {file.path} must be understood: {error}") from None
+    known = plain if is_told else Beside()
+    return replace(known, origin="config.json", parts=layers, sections=tuple(sections_of(config)))
 
 
 GGUF_LAYOUTS = {"llama": "gguf.LLaMA", "qwen2": "gguf.Qwen2", "qwen3": "gguf.Qwen2"}

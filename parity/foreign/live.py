@@ -9,7 +9,7 @@ from mha_spec import AttentionSpec
 from parity.conversion.layouts import LAYOUTS, to_canonical
 from parity.conversion.layouts.detection import DoesNotFit
 from parity.core.weights import Weights
-from parity.models.specs import ModelLayer, known_parts, specs_of
+from parity.models.specs import ModelLayer, known_parts, sections_named, sections_of, specs_of
 
 
 def from_transformers(
@@ -35,7 +35,9 @@ def from_transformers(
     index = getattr(module, "layer_idx", None) if layer_idx is None else layer_idx
     if isinstance(index, bool) or not isinstance(index, int):
         raise TypeError(f"layer_idx must be the number of a layer, got layer_idx={index!r}")
-    layers = [layer for part in known_parts(values) or [values] for layer in specs_of(part)]
+    parts = known_parts(values) or {"": values}
+    named = sections_named(path or "", sections_of(values))
+    layers = [layer for name, part in parts.items() if not named or name in named for layer in specs_of(part)]
     of_index = [layer for layer in layers if layer.index == index and (path is None or _ends(path, layer))]
     tensors = module.state_dict()
     found: dict[AttentionSpec, Weights] = {}

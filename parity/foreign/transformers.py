@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from parity.conversion.layouts import LAYOUTS
 from parity.models.specs import ModelLayer
@@ -40,12 +41,18 @@ class Skeleton:
         """
         from transformers import AutoModel
 
-        with torch.device("meta"):
-            self._model = AutoModel.from_config(config, attn_implementation="eager").eval()
+        try:
+            with torch.device("meta"):
+                self._model = AutoModel.from_config(config, attn_implementation="eager").eval()
+        except ValueError as error:  # which lists all that there are
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            raise ValueError(f"transformers must have a model of {type(config).__name__}, and has none") from None
 
     def run(
         self,
         layer: ModelLayer,
+        label: str,
         tensors: Mapping[str, Any],
         x: np.ndarray,
         *,
@@ -56,6 +63,7 @@ class Skeleton:
 
         Args:
             layer: which.
+            label: what the names of its weights begin with.
             tensors: its weights by their names in the checkpoint.
             x: (B, T, d_model), what the layers before it give.
             keys: (B, S, d_kv), what the encoder gives, of a layer that attends to it.
@@ -67,7 +75,7 @@ class Skeleton:
         Raises:
             RuntimeError: if the model cannot be run so.
         """
-        root, at = self._find(layer.path)
+        root, at = self._find(layer, label)
         width = getattr(self._model.get_input_embeddings(), "embedding_dim", x.shape[-1])  # ALBERT's are narrower
         given: dict[str, Any] = {"inputs_embeds": torch.from_numpy(x[..., :width].copy()), "use_cache": False}
         attention = root.get_submodule(at)
@@ -75,21 +83,24 @@ class Skeleton:
         given |= {"encoder_hidden_states": torch.from_numpy(keys)} if keys is not None else {}
         self._fill(root, at)
         attention.load_state_dict({each: torch.from_numpy(value) for each, value in tensors.items()}, strict=False)
+        for short, path in layer.shared.items():  # which other modules hold
+            for name, parameter in self._model.named_parameters():
+                if short in tensors and f".{name}".endswith(f".{path}") and not parameter.is_meta:
+                    parameter.data.copy_(torch.from_numpy(tensors[short]))
         got: list[Tensor] = []
         gave: list[Tensor] = []
 
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            states = args[0] if args else kwargs["hidden_states"]
             got[:] = [states.detach().clone()]
 
         def stop(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             gave[:] = [output.detach().clone()]
             raise _Done
 
-        out = next(tensor.name for tensor in LAYOUTS[layer.layout].tensors if tensor.holds == "out")
         hooks = [
-            attention.register_forward_pre_hook(begin, with_kwargs=True),
-            attention.get_submodule(out.rpartition(".")[0]).register_forward_hook(stop),
+            _part_of(attention, layer, "q").register_forward_pre_hook(begin, with_kwargs=True),
+            _part_of(attention, layer, "out").register_forward_hook(stop),
         ]
         error: Exception | None = None
         try:
@@ -108,15 +119,22 @@ class Skeleton:
             attention.to("meta")
         raise RuntimeError(f"transformers must run {layer.path} by itself: {error or 'it was not called'}") from error
 
-    def _find(self, path: str) -> tuple[nn.Module, str]:
+    def _find(self, layer: ModelLayer, label: str) -> tuple[nn.Module, str]:
         """The part of the model that has a layer and takes embeddings, the smallest one; and the layer's path there."""
+        path = layer.path
         found = [name for name, _ in self._model.named_modules() if f".{name}".endswith(f".{path}")]
-        if not found:
-            raise RuntimeError(f"transformers must have a module {path}, and {type(self._model).__name__} has none")
+        if len(found) > 1:  # in another part of the model
+            found = [name for name in found if f".{label}".endswith(f".{name}")] or [
+                name for name in found if name.split(".")[0] in label.split(".")
+            ]
+        if len(found) != 1:
+            count = "several" if found else "none"
+            raise RuntimeError(f"transformers must have a module {path}, and {type(self._model).__name__} has {count}")
         words = found[0].split(".")
         for count in range(len(words) - 1, -1, -1):
             root = self._model.get_submodule(".".join(words[:count]))
-            if "inputs_embeds" in inspect.signature(root.forward).parameters:
+            makes_mask = isinstance(root, PreTrainedModel) or not layer.is_causal  # CLIP's encoder is given one
+            if makes_mask and "inputs_embeds" in inspect.signature(root.forward).parameters:
                 return root, ".".join(words[count:])
         raise RuntimeError(f"transformers must run {path} on embeddings, and {type(self._model).__name__} takes none")
 
@@ -134,6 +152,13 @@ class Skeleton:
             if is_needed and module is not embeddings and any(each.is_meta for each in own):
                 module.to_empty(device="cpu", recurse=False)
                 self._model._init_weights(module)
+
+
+def _part_of(attention: nn.Module, layer: ModelLayer, what: str) -> nn.Module:
+    """What projects queries, which norms may come before, or the output; else all of the attention module."""
+    names = [tensor.name for tensor in LAYOUTS[layer.layout].tensors if tensor.holds == what or what == tensor.holds[0]]
+    modules = dict(attention.named_modules())
+    return next((modules[path] for name in names if (path := name.rpartition(".")[0]) in modules), attention)
 
 
 def _layers_and_block(at: str) -> tuple[str, str]:

@@ -45,6 +45,7 @@ class Stack:
         layout: of these weights.
         is_causal: whether no token sees a later one, or what reads it.
         shared: names of weights after a layer's own path, and the path of the one that all of them take.
+        ignored: names after a layer's own path that released checkpoints have, and that say nothing.
     """
 
     fields: Mapping[str, Any]
@@ -55,6 +56,7 @@ class Stack:
     layout: str = "transformers.LLaMA"
     is_causal: bool | Callable[[Config], bool] = True
     shared: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -47,6 +47,7 @@ class ModelLayer:
         path: what the names of its weights begin with in checkpoints, after what comes before all layers.
         layout: of these weights, a name of `parity.LAYOUTS`.
         shared: names of weights that it takes from elsewhere where it has none of its own, each with its path.
+        ignored: names that released checkpoints have beside its weights, and that say nothing.
     """
 
     index: int
@@ -58,6 +59,7 @@ class ModelLayer:
     path: str = ""
     layout: str = ""
     shared: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON can have it."""
@@ -87,7 +89,10 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
     family = _family(values)
     read = Config(values, defaults=family.defaults)
     _check_fixed(family, read)
-    layers = [layer for stack in family.stacks for layer in _layers(stack, read)]
+    try:
+        layers = [layer for stack in family.stacks for layer in _layers(stack, read)]
+    except (ArithmeticError, LookupError) as error:  # heads of no features, numbers that no float holds
+        raise ValueError(f"a configuration must be that of a model, got values that are not: {error!r}") from error
     unread = list(read.unread(family.says_nothing))
     if unread:
         raise ValueError(
@@ -97,13 +102,39 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
     return layers
 
 
-def known_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A configuration, or those of the parts of a model, as far as their families are known."""
-    if config.get("model_type") in FAMILIES and "text_config" not in config:
-        return [config]
-    parts = [part for name, part in config.items() if name.endswith("_config") and isinstance(part, Mapping)]
-    return [part for part in parts if part.get("model_type") in FAMILIES]
+SECTION = "_config"
+"""What the keys end with under which a configuration has those of the parts of its model: `text_config`."""
 
+
+def known_parts(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The configurations of the parts of a model whose families are known, by their keys; under no name its own."""
+    if _is_known(config) and "text_config" not in config:
+        return {"": config}
+    return {name: config[name] for name in sections_of(config) if _is_known(config[name])}
+
+
+def sections_of(config: Mapping[str, Any]) -> list[str]:
+    """The keys under which a configuration has those of the parts of its model, of families known or not."""
+    return [
+        name
+        for name, part in config.items()
+        if name.endswith(SECTION) and isinstance(part, Mapping) and part.get("model_type")
+    ]
+
+
+def sections_named(label: str, sections: Iterable[str]) -> set[str]:
+    """Those parts of a model whose names are in the name of a layer: that of `text_config` in `text_model.layers.0`."""
+    words = label.split(".")
+    return {name for name in sections if any(word.startswith(name.removesuffix(SECTION)) for word in words)}
+
+
+def _is_known(config: Mapping[str, Any]) -> bool:
+    name = config.get("model_type")
+    return isinstance(name, str) and name in FAMILIES
+
+
+MOST_LAYERS = 10_000
+"""No model has more; a few bytes shall not ask for more memory than there is."""
 
 PART_ALONE = re.compile("Encoder|Decoder|CausalLM|Audio|TokenClassification")
 """In the class of a model that has only some of the stacks of its family."""
@@ -129,6 +160,8 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
     """The layers of a stack, in order."""
     found = read.read(*stack.count)
     count = as_count(found.origin, len(found.value) if isinstance(found.value, list | tuple) else found.value)
+    if count > MOST_LAYERS:
+        raise ValueError(f"{found.origin} must be at most {MOST_LAYERS}, got {count}")
     told = read.find("layer_types")
     if told is not None and (not isinstance(told.value, list | tuple) or len(told.value) != count):
         raise ValueError(f"layer_types must be one for each of {count} layers, got layer_types={told.value!r}")
@@ -150,11 +183,9 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
 
 
 def _family(values: Mapping[str, Any]) -> Family:
-    name = values.get("model_type")
-    parts = known_parts(values) if isinstance(name, str) else []
-    if parts == [values]:
+    name, known = values.get("model_type"), known_parts(values)
+    if "" in known:
         return FAMILIES[str(name)]
-    known = [part for part, held in values.items() if any(held is each for each in parts)]
     if known:
         raise ValueError(f"config must be that of one part of the model, got several: pass its {' or '.join(known)}")
     near = " or ".join(get_close_matches(str(name), FAMILIES, 3))
@@ -196,4 +227,6 @@ def _layer(stack: Stack, place: Place) -> ModelLayer:
         )
     origins = {name: each.origin for name, each in held.items()}
     is_causal = stack.is_causal(place.config) if callable(stack.is_causal) else stack.is_causal
-    return ModelLayer(place.layer, place.kind, spec, origins, stack.part, is_causal, path, stack.layout, stack.shared)
+    return ModelLayer(
+        place.layer, place.kind, spec, origins, stack.part, is_causal, path, stack.layout, stack.shared, stack.ignored
+    )

@@ -82,7 +82,7 @@ def run_model(
         if missing := sorted(set(layers or ()) - {number_of(layer) for layer in chosen}):
             numbers = sorted({number_of(layer) for layer in found})
             raise ValueError(f"layers must be among {numbers}, got {missing}")
-        skeleton = _skeleton(path) if against else None
+        skeleton = _skeleton(path) if against and any(layer.model for layer in chosen) else None
         for layer in chosen:
             weights, spec = layer.load()
             of = {} if layer.model is None else {"is_causal": layer.model.is_causal}
@@ -144,7 +144,9 @@ def _with_own_module(report: Report, layer: Layer, case: Case, weights: Weights,
     positions = case.positions() if _has_sections(case.spec) else None
     try:
         keys = problem.inputs.get("key")
-        ran = skeleton.run(layer.model, layer.tensors(), problem.inputs["query"], keys=keys, positions=positions)
+        ran = skeleton.run(
+            layer.model, layer.label, layer.tensors(), problem.inputs["query"], keys=keys, positions=positions
+        )
     except RuntimeError as error:
         return _skipped(report, case, str(error))
     problem = replace(problem, inputs={**problem.inputs, "query": ran.given})

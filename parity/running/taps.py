@@ -41,7 +41,7 @@ def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[st
         ValueError: if its family is not known, or its layers cannot be told.
     """
     config = read_config(folder)
-    specs = [layer for part in known_parts(config) or [config] for layer in specs_of(part)]
+    specs = [layer for part in known_parts(config).values() or [config] for layer in specs_of(part)]
     with open_layers(folder) as layers:
         return specs, {layer.label: layer.load()[0] for layer in layers}
 

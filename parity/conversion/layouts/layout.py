@@ -274,14 +274,18 @@ def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
     """A layer without what some names of `CARRIED` say."""
     names = set(names)
     changes: dict[str, Any] = dict.fromkeys(names - {"rope.scaling"})
-    if "rope.scaling" in names - {"rope"} and "rope" not in names and spec.rope is not None:
+    if "rope.scaling" in names and "rope" not in names and spec.rope is not None:
         changes["rope"] = replace(spec.rope, scaling=None)
     return replace(spec, **changes)
 
 
 def with_dropped(spec: AttentionSpec, other: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
     """A layer with what another one has of some names of `CARRIED`."""
-    return replace(spec, **{field: getattr(other, field) for field in {name.partition(".")[0] for name in names}})
+    names = set(names)
+    changes = {name: getattr(other, name) for name in names - {"rope.scaling"}}
+    if "rope.scaling" in names and "rope" not in names and spec.rope is not None and other.rope is not None:
+        changes["rope"] = replace(spec.rope, scaling=other.rope.scaling)  # its base is compared
+    return replace(spec, **changes)
 
 
 # ---- Names and sizes -------------------------------------------------------------------------------------------------

@@ -316,5 +316,19 @@ _TABLE = [
     ),
 ]
 
-OF_TRANSFORMERS = [replace(layout, carries=CARRIED) for layout in _TABLE]
-"""What no weight shows is in the config.json of these models."""
+CARRYING: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("BERT", "ViT", "ViT-5", "DistilBERT", "ALBERT"), ()),
+    **dict.fromkeys(("GPT2", "GPTBigCode", "MPNet", "T5"), ("scale",)),
+    "MPT": ("scale", "alibi", "clip_qkv"),
+    "CodeGen": ("rope",),
+    "GPT-NeoX": ("rope", "rope.scaling", "alibi"),
+    "GPT-NeoX-Japanese": ("rope", "rope.scaling"),
+    "Falcon": ("rope", "rope.scaling", "alibi"),
+    "ModernBERT": ("rope", "rope.scaling", "window_size"),
+    "ModernBERT-decoder": ("rope", "rope.scaling", "window_size"),
+}
+"""What the modules of some layouts compute or are told; the others are those of many families, which have all of it."""
+
+OF_TRANSFORMERS = [
+    replace(layout, carries=CARRYING.get(layout.name.removeprefix("transformers."), CARRIED)) for layout in _TABLE
+]

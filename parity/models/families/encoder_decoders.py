@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mha_spec import RelativeBias
@@ -101,6 +102,7 @@ def _t5(count: tuple[str, ...] = ("num_decoder_layers", "num_layers")) -> tuple[
             of_decoder,
             kind=of_kind("cross_attention"),
             path="decoder.block.{i}.layer.1.EncDecAttention",
+            ignored=("relative_attention_bias.weight",),
         ),
     )
 
@@ -112,6 +114,7 @@ ENCODER_DECODERS: dict[str, Family] = {
     "mvp": family_of(*_bart(), fixed={"use_prompt": False}),
     "speech_to_text": family_of(*_bart()),
     "whisper": family_of(*_bart(qkv_bias=(True, False, True))),
-    **dict.fromkeys(("t5", "mt5", "umt5"), family_of(*_t5())),
+    **dict.fromkeys(("t5", "mt5"), family_of(*_t5())),
+    "umt5": family_of(*(replace(stack, shared={}) for stack in _t5())),  # each layer has a bias of its own
     "switch_transformers": family_of(*_t5(("num_decoder_layers",))),
 }

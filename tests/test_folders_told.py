@@ -1,0 +1,252 @@
+"""What a config.json, a file's own metadata and the caller say of layers, where it could be of others."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from released_models import SMALL
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from mha_spec import Rope
+from parity import from_transformers, load, run_model, specs_of
+from parity.cli.main import main
+from parity.conversion.layers import open_layers
+from parity.conversion.prefixes import names_under
+
+TEXT = {**SMALL, "max_position_embeddings": 16, "projection_dim": 8}
+VISION = TEXT | {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
+
+
+def specs_in(folder, *args, **told):
+    with open_layers(folder, *args, **told) as layers:
+        return {layer.label: layer.spec for layer in layers}
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    return model
+
+
+def llama(folder):
+    return saved(transformers.LlamaModel(transformers.LlamaConfig(**GROUPED)), folder)
+
+
+def gemma2(folder):
+    return saved(transformers.Gemma2Model(transformers.Gemma2Config(**GROUPED, sliding_window=4)), folder)
+
+
+def converted(path, target):
+    assert main(["convert", str(path), str(target), "--to", "canonical"]) == 0
+    return target
+
+
+def rewritten(path, change=lambda metadata: {}, names=lambda tensors: tensors):
+    """A file with other metadata, or other tensors."""
+    with safe_open(path, "np") as file:
+        metadata = file.metadata()
+    save_file(names(load_file(path)), path, metadata=metadata | change(metadata))
+
+
+# ---- Several parts, several models -----------------------------------------------------------------------------------
+
+
+def test_parts_whose_layers_end_alike_have_their_own_heads(tmp_path):
+    config = transformers.CLIPConfig(text_config=TEXT, vision_config=VISION)
+    model = saved(transformers.CLIPModel(config), tmp_path)
+    with open_layers(tmp_path) as layers:
+        found = {(layer.label.split(".")[0], layer.spec.num_heads, layer.model.is_causal) for layer in layers}
+    assert found == {("text_model", 4, True), ("vision_model", 2, False)}
+    for part, heads in (("text_model", 4), ("vision_model", 2)):
+        path = f"{part}.encoder.layers.1.self_attn"
+        assert from_transformers(model.get_submodule(path), config, 1, path=path)[0].num_heads == heads
+
+
+def test_layers_of_a_part_that_is_not_known_are_not_those_of_another(tmp_path):
+    llama(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    parts = {"model_type": "of two", "text_config": config, "vision_config": {"model_type": "nobody's"}}
+    (tmp_path / "config.json").write_text(json.dumps(parts))
+
+    def twice(tensors):
+        return {f"{part}.{name}": x for part in ("text_model", "vision_model") for name, x in tensors.items()}
+
+    rewritten(tmp_path / "model.safetensors", names=twice)
+    assert specs_in(tmp_path).keys() == {f"text_model.layers.{i}.self_attn" for i in (0, 1)}
+
+
+def test_each_part_of_a_model_runs_beside_its_own_module(tmp_path):
+    text = GROUPED | {"model_type": "llama", "num_key_value_heads": 4}
+    vision = VISION | {"model_type": "clip_vision_model"}
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=5)
+    saved(transformers.LlavaForConditionalGeneration(config), tmp_path)
+    report = run_model(tmp_path, ["torch"], against="transformers")
+    assert not report.failed
+    assert not report.skipped_cases
+
+
+def test_a_module_that_is_given_its_mask_is_not_run_without_one(tmp_path):
+    config = transformers.CLIPTextConfig(**TEXT)
+    saved(transformers.CLIPTextModel(config), tmp_path)
+    report = run_model(tmp_path, ["torch"], against="transformers")
+    assert not report.failed
+    assert {each.backend for each in report.skipped_cases} == {"transformers"}
+
+
+def test_a_model_that_transformers_cannot_make_is_refused_in_a_line(tmp_path):
+    saved(transformers.SiglipTextModel(transformers.SiglipTextConfig(**TEXT)), tmp_path)
+    with pytest.raises(ValueError, match=r"^transformers must have a model of SiglipTextConfig, and has none$"):
+        run_model(tmp_path, ["torch"], against="transformers")
+
+
+def test_two_models_in_one_file_are_told_apart_by_the_caller(tmp_path):
+    llama(tmp_path)
+    rewritten(
+        tmp_path / "model.safetensors",
+        names=lambda tensors: {f"{who}.{name}": x for who in ("one", "other") for name, x in tensors.items()},
+    )
+    with pytest.raises(ValueError, match=r"^prefix must tell which .*'one\.layers.* or prefix='other\.layers"):
+        specs_in(tmp_path)
+    assert len(specs_in(tmp_path, prefix="other.layers.{i}.self_attn")) == 2
+
+
+def test_a_stack_of_some_layers_is_not_that_of_the_first_ones(tmp_path):
+    options = GROUPED | {"num_hidden_layers": 6, "sliding_window": 4}
+    saved(transformers.Gemma3TextModel(transformers.Gemma3TextConfig(**options)), tmp_path)
+
+    def stacked(tensors, layers):
+        names = [name.removeprefix("layers.0.") for name in tensors if name.startswith("layers.0.self_attn")]
+        return {f"layers.{name}": np.stack([tensors[f"layers.{i}.{name}"] for i in layers]) for name in names}
+
+    whole = specs_in(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    save_file(stacked(tensors, [5]), path)
+    with pytest.raises(ValueError, match=r"a stack must be of all layers that config\.json tells of, got 1"):
+        specs_in(tmp_path, "transformers.LLaMA", prefix="layers.self_attn")
+    save_file(stacked(tensors, range(6)), path)
+    found = specs_in(tmp_path, "transformers.LLaMA", prefix="layers.self_attn")
+    assert list(found.values()) == list(whole.values())
+
+
+def test_layers_are_paired_whatever_the_order_of_the_parts_in_a_file(tmp_path, capsys):
+    options = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 8))}
+    options |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "d_model": 32, "vocab_size": 40}
+    model = saved(transformers.BartModel(transformers.BartConfig(**options)), tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    torch.save(model.state_dict(), tmp_path / "b" / "pytorch_model.bin")  # the encoder first
+    (tmp_path / "b" / "config.json").write_bytes((tmp_path / "a" / "config.json").read_bytes())
+    assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "in all 6 layers: 6 the same, bit for bit" in " ".join(capsys.readouterr().out.split())
+
+
+def test_names_are_found_under_each_of_their_prefixes():
+    found = names_under(["a.b.c", "a.b", "c", "a.bb.c", "a.b.d"], ["", "a", "a.b", "b"])
+    assert found == {
+        "": ["a.b.c", "a.b", "c", "a.bb.c", "a.b.d"],
+        "a": ["a.b.c", "a.b", "a.bb.c", "a.b.d"],
+        "a.b": ["a.b.c", "a.b.d"],
+        "b": [],
+    }
+
+
+def test_the_first_of_layers_that_share_their_weights_stands_for_them(tmp_path):
+    saved(transformers.AlbertModel(transformers.AlbertConfig(**SMALL, embedding_size=16)), tmp_path)
+    with open_layers(tmp_path) as layers:
+        assert [layer.model.index for layer in layers] == [0]
+
+
+# ---- What the caller says besides ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["config.json", "metadata"])
+def test_heads_that_are_said_again_change_nothing(tmp_path, own):
+    path = tmp_path / "model"
+    gemma2(path)
+    expected = specs_in(path)
+    assert {spec.soft_cap for spec in expected.values()} == {50.0}
+    if own:
+        path = converted(path, tmp_path / "own.safetensors")
+    told = {"layout": "canonical" if own else "transformers.LLaMA", "prefix": "layers.{i}.self_attn", "num_heads": 4}
+    assert specs_in(path, **told) == expected
+    found = specs_in(path, **told, rope=Rope(500.0))
+    assert {spec.rope for spec in found.values()} == {Rope(500.0)}
+    assert {spec.soft_cap for spec in found.values()} == {50.0}
+
+
+def test_heads_of_a_file_of_ours_are_its_own(tmp_path):
+    gemma2(tmp_path / "model")
+    path = converted(tmp_path / "model", tmp_path / "own.safetensors")
+    with pytest.raises(ValueError, match=r"num_heads must be what the file's metadata say of .*, got num_heads=2"):
+        specs_in(path, num_heads=2)
+
+
+def test_rope_that_is_said_does_not_lose_what_is_known_of_it(tmp_path):
+    llama(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prefix = "layers.0.self_attn"
+    with pytest.raises(
+        ValueError, match=r"rope must not be said of layers\.0\.self_attn.*LinearScaling.*got rope=Rope"
+    ):
+        load(tmp_path, prefix=prefix, rope=Rope(500.0))
+    scaled = specs_of(tmp_path)[0].spec.rope
+    assert load(tmp_path, prefix=prefix, rope=scaled)[1].rope == scaled
+
+
+def test_layers_without_rope_beside_others_that_rotate_get_none(tmp_path):
+    options = GROUPED | {"num_hidden_layers": 4, "sliding_window": 4}
+    saved(transformers.Cohere2Model(transformers.Cohere2Config(**options)), tmp_path / "model")
+    own = converted(tmp_path / "model", tmp_path / "own.safetensors")
+    assert specs_in(own) == specs_in(tmp_path / "model")
+    for path in (tmp_path / "model", own):
+        with pytest.raises(ValueError, match=r"^(layers\.0\.self_attn: )?rope must not be said of layers\.\d\."):
+            specs_in(path, rope=Rope(500.0))
+
+
+# ---- Metadata and configurations that nobody wrote -------------------------------------------------------------------
+
+
+@pytest.fixture
+def canonical(tmp_path):
+    llama(tmp_path / "model")
+    return converted(tmp_path / "model", tmp_path / "c.safetensors")
+
+
+@pytest.mark.parametrize("name", ["nonsense", "d_model"])
+def test_what_nothing_can_drop_is_refused_in_metadata(canonical, name, tmp_path, capsys):
+    rewritten(canonical, lambda metadata: {"dropped": json.dumps([name])})
+    assert main(["verify", str(tmp_path / "model"), str(canonical)]) == 2
+    assert f"as dropped, got {name}" in capsys.readouterr().err
+
+
+def test_another_base_is_seen_where_the_scaling_was_dropped(canonical, tmp_path, capsys):
+    def other(metadata):
+        spec = json.loads(metadata["spec"])
+        spec["rope"]["theta"] = 500.0
+        return {"spec": json.dumps(spec), "dropped": '["rope.scaling"]'}
+
+    rewritten(canonical, other)
+    assert main(["verify", str(tmp_path / "model"), str(canonical)]) == 2
+    assert "got rope=Rope(theta=10000.0) and Rope(theta=500.0)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"num_attention_heads": 0, "head_dim": None}),
+        ("gemma2", {"query_pre_attn_scalar": 0}),
+        ("llama", {"attention_dropout": 10**400}),
+        ("llama", {"num_hidden_layers": 10**9}),
+        ("llama", {"model_type": ["llama"]}),
+        ("gpt_neo", {"attention_layers": {"global": 1}}),
+    ],
+)
+def test_configurations_of_no_model_are_refused(family, changes):
+    config = json.loads(transformers.AutoConfig.for_model(family).to_json_string(use_diff=False))
+    with pytest.raises(ValueError, match="must"):
+        specs_of(config | changes)
