@@ -642,6 +642,75 @@ def test_our_own_nnx_modules_and_torchs_beside_them(rng):
     assert difference.layers[1].errors.keys() == {"input", "attn_weights", "output"}
 
 
+class OthersAttention(nnx.Module):
+    """As other libraries of nnx have it: positions by another name, heads before RoPE, and the cache comes first."""
+
+    def __init__(self, spec, weights):
+        self.inner = mha_jax.MultiHeadAttention(spec, rngs=nnx.Rngs(0))
+        parity.load_into(self.inner, weights)
+        self.query = nnx.LinearGeneral(spec.d_model, (spec.num_heads, spec.head_dim), rngs=nnx.Rngs(0))
+
+    def __call__(self, x, segment_pos):
+        self.query(x)
+        return None, self.inner(x, positions=segment_pos, is_causal=True)[0]
+
+
+class Underscored(nnx.Module):
+    """Layers whose numbers are parts of words."""
+
+    def __init__(self, layers):
+        for number, layer in layers.items():
+            setattr(self, f"layers_{number}", layer)
+
+
+def test_layers_of_another_nnx_library_are_judged_by_the_folder_of_transformers(rng):
+    spec = AttentionSpec(32, 4, qkv_bias=False, out_bias=False, rope=Rope(10000.0))
+    numbers = range(12)
+    weights = {number: parity.random_weights(spec, number) for number in numbers}
+    model = Underscored({number: OthersAttention(spec, weights[number]) for number in numbers})
+    x = jnp.asarray(rng.standard_normal((1, 6, 32), dtype=np.float32))
+    places = jnp.asarray([[0, 1, 2, 5, 6, 9]])  # not 0, 1, …, so that RoPE tells
+    with parity.tap(model, "OthersAttention") as tapped:
+        for number in numbers:
+            getattr(model, f"layers_{number}")(x, places)
+    assert [layer.name for layer in tapped.layers] == [f"layers_{number}" for number in numbers]
+    named = {f"model.layers.{number}.self_attn": held for number, held in weights.items()}
+    specs = [parity.ModelLayer(number, "", spec, {}, path=f"layers.{number}.self_attn") for number in numbers]
+    verdict = parity.judge_tap(tapped, specs, named)
+    assert verdict.passed, str(verdict)
+    assert [[each.stage for each in layer.comparisons] for layer in verdict.layers] == [["output"]] * 12
+    named["model.layers.10.self_attn"] = weights[2]
+    assert [layer.index for layer in parity.judge_tap(tapped, specs, named).wrong] == [10]
+    nameless = parity.judge_tap(tapped, specs, {"one": weights[0]})
+    assert not nameless.passed
+    assert str(nameless).endswith("no layer was judged")
+
+
+def test_a_layer_with_the_rope_of_another_is_said_to_have_it():
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    rope = {"sliding_attention": ROPE, "full_attention": yarn}
+    options = SIX | {"num_hidden_layers": 2, "layer_types": KINDS[:2], "rope_parameters": rope}
+    model = made("olmo3", options, seed=1)
+    specs = specs_of(model.config.to_dict())
+
+    def judged_prompt():
+        with parity.tap(model) as tapped, torch.no_grad():
+            model(torch.tensor([[5, 3, 8, 1, 7, 9]]))
+        return parity.judge_tap(tapped, specs, weights_in(model, tapped, specs))
+
+    assert judged_prompt().passed
+    rotary = model.model.rotary_emb
+    rotary.sliding_attention_inv_freq = rotary.full_attention_inv_freq
+    rotary.sliding_attention_attention_scaling = rotary.full_attention_attention_scaling
+    (wrong,) = judged_prompt().wrong
+    assert (wrong.index, wrong.difference.stage) == (0, "q")
+    assert wrong.like.startswith("it matches the reference with what layer 1 (full_attention) should have: rope=")
+    assert wrong.to_dict()["like"] in str(wrong)
+    rotary.sliding_attention_attention_scaling *= 1.5  # which no layer has
+    (wrong,) = judged_prompt().wrong
+    assert wrong.like == ""
+
+
 def test_a_compiled_flax_model_is_refused(rng):
     model = NnxBlock(lambda: nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0)))
     x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))

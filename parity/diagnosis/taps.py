@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +14,7 @@ from parity.core.compare import Comparison, compare, first_difference
 from parity.core.problem import Problem
 from parity.core.stages import stage_named
 from parity.core.trace import Reference
-from parity.core.weights import check_weights
+from parity.core.weights import check_weights, weight_shapes
 from parity.diagnosis.diagnose import Diagnosis, diagnose
 from parity.diagnosis.replay import Replay
 from parity.diagnosis.tapped import Sequences, sequences_of
@@ -32,6 +33,7 @@ class LayerVerdict:
         comparisons: of each stage that was seen.
         diagnosis: of a layer that differs.
         not_judged: why it was not judged; empty if it was.
+        like: what it has of another layer of the model, which explains it where no mistake does; empty otherwise.
     """
 
     layer: str
@@ -40,6 +42,7 @@ class LayerVerdict:
     comparisons: list[Comparison] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
     not_judged: str = ""
+    like: str = ""
 
     @property
     def difference(self) -> Comparison | None:
@@ -66,6 +69,7 @@ class LayerVerdict:
             "not_judged": self.not_judged,
             "comparisons": [comparison.to_dict() for comparison in self.comparisons],
             "diagnosis": self.diagnosis.to_dict() if self.diagnosis else None,
+            "like": self.like,
         }
 
     def __str__(self) -> str:
@@ -74,7 +78,7 @@ class LayerVerdict:
             return f"{self.layer}: not judged, {self.not_judged}"
         if difference is None:
             return f"{self.layer}: ok"
-        told = f"\n{self.diagnosis}" if self.diagnosis else ""
+        told = f"\n{self.like or self.diagnosis}" if self.like or self.diagnosis else ""
         return f"{self.layer}, stage {difference.stage}: {difference.worse_ratio:.2g} times its budget{told}"
 
 
@@ -109,7 +113,8 @@ class TapVerdict:
         lines += [str(wrong[0])] if wrong else []
         lines += [f"and {len(wrong) - 1} more: {', '.join(layer.layer for layer in wrong[1:])}"] if wrong[1:] else []
         judged = sum(not layer.not_judged for layer in self.layers)
-        lines += [] if wrong else [f"{judged} layers agree with the reference, each for its own input"]
+        told = f"{judged} layers agree with the reference, each for its own input" if judged else "no layer was judged"
+        lines += [] if wrong else [told]
         return "\n".join(lines)
 
 
@@ -135,10 +140,15 @@ def judge_tap(tapped: Tapped, specs: Specs, weights: LayerWeights, *, is_causal:
     Raises:
         TypeError, ValueError: if weights are not those of their spec, or the calls of a layer do not follow each other.
     """
-    return TapVerdict([_judge_layer(layer, specs, weights, is_causal) for layer in tapped.layers])
+    is_transformers = bool(tapped.config)
+    return TapVerdict(
+        [_judge_layer(layer, specs, weights, is_causal, is_named_so=is_transformers) for layer in tapped.layers]
+    )
 
 
-def _judge_layer(layer: TappedLayer, specs: Specs, weights: LayerWeights, is_causal: bool | None) -> LayerVerdict:
+def _judge_layer(
+    layer: TappedLayer, specs: Specs, weights: LayerWeights, is_causal: bool | None, *, is_named_so: bool
+) -> LayerVerdict:
     if isinstance(specs, Mapping):
         known = ModelLayer(layer.index, "", specs.get(layer.index), {})
     else:
@@ -152,10 +162,12 @@ def _judge_layer(layer: TappedLayer, specs: Specs, weights: LayerWeights, is_cau
         return replace(verdict, not_judged=reason)
     checked = check_weights(held or {}, known.spec)
     causal = known.is_causal if is_causal is None else is_causal
+    problems: list[tuple[Sequences, Problem]] = []
     for sequences in sequences_of(layer):
-        if known.path and not f".{layer.name}".endswith(f".{known.path}"):
+        if known.path and is_named_so and not f".{layer.name}".endswith(f".{known.path}"):
             sequences = sequences.without("output")  # the module is a part of the layer, as of BERT's
         problem = sequences.problem(layer, known.spec, checked, is_causal=causal)
+        problems.append((sequences, problem))
         is_explained = verdict.diagnosis is not None and verdict.diagnosis.kind != "unknown"
         comparisons, diagnosis = _judge(sequences, problem, layer.module, diagnoses=not is_explained)
         if verdict.diagnosis is not None and (diagnosis is None or diagnosis.kind == "unknown"):
@@ -163,7 +175,42 @@ def _judge_layer(layer: TappedLayer, specs: Specs, weights: LayerWeights, is_cau
         verdict = replace(verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis)
     if not verdict.comparisons:
         return replace(verdict, not_judged="nothing was seen of it but its input")
+    if verdict.diagnosis is not None and verdict.diagnosis.kind == "unknown":
+        return replace(verdict, like=_like_another(problems, _others(known, specs)))
     return verdict
+
+
+def _others(known: ModelLayer, specs: Specs) -> dict[str, AttentionSpec]:
+    """The specifications of the other layers, each once, by the first that has it."""
+    layers = specs if isinstance(specs, Sequence) else [ModelLayer(i, "", spec, {}) for i, spec in specs.items()]
+    found: dict[AttentionSpec, str] = {}
+    for layer in layers:
+        if layer.spec is not None and layer.spec != known.spec:
+            found.setdefault(layer.spec, TappedLayer("", layer.index, "", layer.kind).title)
+    return {title: spec for spec, title in found.items()}
+
+
+def _like_another(problems: Sequence[tuple[Sequences, Problem]], others: Mapping[str, AttentionSpec]) -> str:
+    """What a layer has of another one, one field or all, and then is right."""
+    spec = problems[0][1].spec
+    own = vars(spec)
+    for title, other in others.items():
+        differ = [name for name, value in vars(other).items() if value != own[name] and "dropout" not in name]
+        for names in [*([name] for name in differ), differ]:
+            try:
+                like = replace(spec, **{name: getattr(other, name) for name in names})
+            except (TypeError, ValueError):  # a field that goes with another one
+                continue
+            if weight_shapes(like) == weight_shapes(spec) and all(_is_right(*each, like) for each in problems):
+                fields = ", ".join(f"{name}={getattr(other, name)}" for name in names)
+                return f"it matches the reference with what {title} should have: {fields}"
+    return ""
+
+
+def _is_right(sequences: Sequences, problem: Problem, spec: AttentionSpec) -> bool:
+    """Whether every stage is right if the layer is another one."""
+    problem = replace(problem, case=replace(problem.case, spec=spec))
+    return first_difference(_judge(sequences, problem, "", diagnoses=False)[0]) is None
 
 
 def _known(layer: TappedLayer, specs: Sequence[ModelLayer]) -> ModelLayer:
@@ -175,8 +222,13 @@ def _known(layer: TappedLayer, specs: Sequence[ModelLayer]) -> ModelLayer:
 
 
 def _held(layer: TappedLayer, weights: LayerWeights) -> Mapping[str, Any] | None:
-    """The weights of a layer, by its name, which may lack its beginning or its end, or by its index."""
-    found = [each for name, each in weights.items() if isinstance(name, str) and _is_at(layer.name, name)]
+    """The weights of a layer, by its name, which may lack its beginning or its end, or by its index.
+
+    Modules of another library have other names; there it is the number in the name, where only one has it.
+    """
+    named = {name: each for name, each in weights.items() if isinstance(name, str)}
+    found = [each for name, each in named.items() if _is_at(layer.name, name)]
+    found = found or [each for name, each in named.items() if str(layer.index) in re.split(r"[.\[\]]", name)]
     return found[0] if len(found) == 1 else dict(weights.items()).get(layer.index)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 

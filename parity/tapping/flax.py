@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
@@ -16,9 +17,15 @@ from parity.core.arrays import to_numpy
 from parity.tapping.record import Tapped, TappedCall, TappedLayer, chosen
 
 HEADS = {"query": "q", "key": "k", "value": "v", "query_ln": "q", "key_ln": "k"}
-"""What the parts of Flax's attention layers are called that give heads (B, T, N, H); the later counts."""
+"""What the parts of Flax's attention layers are called that give heads (B, T, N, H); the later counts.
+
+Other libraries have parts of these names that give heads before their norms and RoPE, which are not what is meant.
+"""
 
 ATTENTION = "Attention"
+
+POSITIONS = ("positions", "inputs_positions", "segment_pos")
+"""What the parameters of attention layers are called that say where tokens stand."""
 
 
 @contextmanager
@@ -40,8 +47,9 @@ def tap_flax(model: Any, patterns: tuple[str, ...] | None) -> Iterator[Tapped]:
 class _Listener:
     """What one layer gets and gives, put together while a call lasts."""
 
-    def __init__(self, layer: TappedLayer, module: Any) -> None:
+    def __init__(self, layer: TappedLayer, module: Any, kind: type) -> None:
         self.layer, self.module = layer, module
+        self.is_flaxs = any(_is_flaxs_attention(each) for each in kind.__mro__)
         self.values: dict[str, np.ndarray] = {}
         self.past: int | None = 0
 
@@ -53,11 +61,11 @@ class _Listener:
             result = function(*args, **kwargs)
         finally:
             _OPEN.remove(self)
-        first, *more = result if isinstance(result, tuple) else (result,)
-        if _is_array(first):
-            self.values["output"] = _values_of(first)
-        if _is_ours(module) and more and _is_array(more[0]):
-            self.values["attn_weights"] = _values_of(more[0])
+        arrays = [each for each in (result if isinstance(result, tuple) else (result,)) if _is_array(each)]
+        if arrays:  # some give their cache first
+            self.values["output"] = _values_of(arrays[0])
+        if _is_ours(module) and arrays[1:]:
+            self.values["attn_weights"] = _values_of(arrays[1])
         self.layer.calls.append(TappedCall(self.values, self.past))
         return result
 
@@ -69,7 +77,8 @@ class _Listener:
         other = next((arrays[each] for each in ("inputs_k", "inputs_kv", "key") if each in arrays), None)
         if other is not None and other is not given and _differ(other, given):
             self.values["key_input"] = _values_of(other)
-        if _is_array(positions := told.get("positions")) and name != "positions":
+        positions = next((arrays[each] for each in POSITIONS if each in arrays and each != name), None)
+        if positions is not None:
             self.values["positions"] = _values_of(positions)
         mask: Any = told.get("mask")
         if _is_array(mask) and mask.ndim == 4 and type(module).__module__.startswith(("mha_jax.", "flax.")):
@@ -79,6 +88,8 @@ class _Listener:
 
     def part_called(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """A part of the layer was called."""
+        if not self.is_flaxs:
+            return
         if name in HEADS and _is_array(result) and result.ndim == 4:
             self.values[HEADS[name]] = _values_of(result).swapaxes(1, 2)
         elif name == "out" and args and _is_array(args[0]) and args[0].ndim == 4:
@@ -111,6 +122,10 @@ def _is_array(x: Any) -> bool:
 
 def _is_ours(module: Any) -> bool:
     return type(module).__module__.startswith("mha_jax.")
+
+
+def _is_flaxs_attention(kind: type) -> bool:
+    return kind.__module__.startswith("flax.") and ATTENTION in kind.__name__
 
 
 def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -160,14 +175,14 @@ def _tap_nnx(model: nnx.Module, patterns: tuple[str, ...] | None, tapped: Tapped
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
     inside = {name: [each for each in modules if each != name and _is_inside(each, name)] for name in modules}
     order = list(modules)
-    names = sorted(chosen(modules, patterns, inside), key=lambda name: [_number(part) for part in name.split(".")])
+    names = sorted(chosen(modules, patterns, inside), key=_in_order)
     listeners: dict[int, _Listener] = {}
     parts: dict[int, tuple[_Listener, str]] = {}
     for place, name in enumerate(names):
         module = modules[name]
         layer = TappedLayer(name, place, type(module).__name__)
         tapped.layers.append(layer)
-        listener = listeners[id(module)] = _Listener(layer, module)
+        listener = listeners[id(module)] = _Listener(layer, module, type(module))
         for part in (*HEADS, "out"):
             child = getattr(module, part, None)
             if isinstance(child, nnx.Module):
@@ -178,8 +193,10 @@ def _tap_nnx(model: nnx.Module, patterns: tuple[str, ...] | None, tapped: Tapped
         _around_class(owner, listeners, parts, stack)
 
 
-def _number(part: str) -> tuple[int, str]:
-    return (int(part), "") if part.isdigit() else (-1, part)
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """What sorts names by the numbers in them: layers.2 before layers.10, and layers_2 before layers_10."""
+    parts = (part for part in re.split(r"(\d+)|\.", name) if part)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def _is_inside(name: str, other: str) -> bool:
@@ -232,7 +249,7 @@ class _LinenTap:
         if self._is_chosen("/".join(path), type(module).__name__):
             if path not in self.listeners:
                 layer = TappedLayer("/".join(path), len(self.listeners), type(module).__name__)
-                self.listeners[path] = _Listener(layer, path)
+                self.listeners[path] = _Listener(layer, path, type(module))
             function = functools.wraps(functools.partial(type(module).__call__, module))(call)
             return self.listeners[path].around(module, function, args, kwargs)
         result = call(*args, **kwargs)
