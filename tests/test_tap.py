@@ -74,6 +74,12 @@ MODELS = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAME
 NOT_HERE = {  # whose sizes go by names of their own
     *("bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "xlm-roberta", "xlm-roberta-xl", "xmod"),
     *("biogpt", "codegen", "falcon", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt", "opt", "xglm"),
+    *("axk1", "bamba", "bert-generation", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "megatron-bert"),
+    *("minimax", "modernbert-decoder", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "rembert"),
+    *("roberta-prelayernorm", "roc_bert"),
+}
+NOT_HERE |= {  # which do behind the attention function, or outside the module, what a layer does: see docs/taps.md
+    *("granite_swa", "granitemoe_swa", "gpt_neox_japanese", "flint"),
 }
 GENERATED = sorted(family for family in FAMILIES.keys() & MODELS.keys() - NOT_HERE if len(FAMILIES[family].stacks) == 1)
 """Families of decoders."""
