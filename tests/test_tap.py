@@ -825,3 +825,30 @@ def test_a_beam_search_differs_at_the_cache():
         generate(model, num_beams=3)
     verdict = parity.judge_tap(tapped, specs, weights_in(model, tapped, specs))
     assert stage_named(verdict.first.difference.stage).quantity == "cache.keys"
+
+
+class _Decoder(nnx.Module):
+    """A layer of a library whose cache nobody here knows."""
+
+    def __init__(self):
+        self.self_attention = SelfAttention()
+
+    def __call__(self, x, cache=None):
+        return self.self_attention(x, cache=cache)
+
+
+class SelfAttention(nnx.Module):
+    def __call__(self, x, cache=None):
+        return 2.0 * x
+
+
+def test_steps_with_a_cache_that_is_not_known_are_no_prompts():
+    model, x = _Decoder(), jnp.ones((1, 3, 8))
+    with parity.tap(model) as tapped:
+        model(x)
+        model(x[:, :1], cache={"k": x, "v": x})
+    (layer,) = tapped.layers
+    assert [call.past for call in layer.calls] == [0, None]
+    spec = AttentionSpec(8, 2)
+    with pytest.raises(ValueError, match="must say how many tokens its cache holds, and that cannot be told"):
+        parity.judge_tap(tapped, [parity.ModelLayer(0, "full_attention", spec, {})], {0: parity.random_weights(spec)})

@@ -179,6 +179,8 @@ def _runs(layer: TappedLayer) -> list[list[TappedCall]]:
     """The calls of each prompt and its steps."""
     runs: list[list[TappedCall]] = []
     for call in layer.calls:
+        if call.past is None:
+            raise ValueError(f"{layer.name} must say how many tokens its cache holds, and that cannot be told")
         if not call.past:
             runs.append([])
         elif not runs:
