@@ -401,6 +401,17 @@ def test_layers_beyond_the_last_are_left_as_they_are(llama, capsys, tmp_path):
     assert "bit for bit" in said(capsys, "verify", folder, tmp_path / "c.safetensors")
 
 
+def test_layers_that_the_file_lacks_are_named(llama, capsys, tmp_path):
+    tensors = load_file(llama / "model.safetensors")
+    (tmp_path / "part").mkdir()
+    some = {name: x for name, x in tensors.items() if "layers.1." not in name}
+    save_file(some, tmp_path / "part" / "model.safetensors")
+    (tmp_path / "part" / "config.json").write_text((llama / "config.json").read_text())
+    words = "not in the file, which by its config.json should have them: layers.1.self_attn (1)"
+    assert words in said(capsys, "convert", tmp_path / "part", tmp_path / "c.npz", "--to", "canonical")
+    assert words not in said(capsys, "convert", llama, tmp_path / "d.npz", "--to", "canonical")
+
+
 def test_a_bias_that_no_layer_of_t5_takes_is_passed_over(tmp_path):
     saved("t5", tmp_path / "model")
     name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"

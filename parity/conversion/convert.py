@@ -140,6 +140,7 @@ class Converted:
         optimizer_state: names of an optimizer's tensors for the layers, which are in the target in the old layout.
         not_carried: what the source says of RoPE that is not read from it: the specification then has none.
         path: what was written: the file, or the index of its shards.
+        missing: paths of attention layers that the model has, by its configuration, and the file has not.
         dequantised: names of the source's tensors that are quantised there, and written as what they stand for.
     """
 
@@ -154,6 +155,7 @@ class Converted:
     optimizer_state: list[str] = field(default_factory=list)
     not_carried: list[str] = field(default_factory=list)
     path: str = ""
+    missing: list[str] = field(default_factory=list)
     dequantised: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -264,6 +266,7 @@ def convert_file(
             ],
             not_carried=list(known.beside.not_carried) if any(layer.model is None for layer in layers) else [],
             path=str(written_to),
+            missing=known.missing(layers[0].label, file),
             dequantised=[name for name in file.quantised if name not in dropped],
         )
 

@@ -72,6 +72,18 @@ class Known:
                 return found[0] if len(found) == 1 else None
         return None
 
+    def missing(self, label: str, file: TensorFile) -> list[str]:
+        """The paths of the model's attention layers beside that of a label of which the file has no tensor.
+
+        Of a stack, which is one array for all of them, none is said to be missing.
+        """
+        first = None if ENTRY.fullmatch(label) else self.layer_at(label)
+        parts = self.beside.parts.values()
+        part = next((layers for layers in parts if any(each is first for each in layers)), ())
+        paths = dict.fromkeys(layer.path for layer in part if layer.spec is not None)
+        there = {tail for prefix in _all_prefixes(file.infos) for tail in _tails(prefix)}
+        return [path for path in paths if path not in there]
+
     def is_other(self, prefix: str) -> bool:
         """Whether what has a prefix is none of the attention layers that are known of a model, or of a file of ours."""
         if self.specs:
