@@ -2,305 +2,285 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 from parity.conversion.layouts.layout import CARRIED, Layout, Tensor
 from parity.conversion.layouts.tensors import COLUMNS, ROWS, beside, packed, separate
 
-_TABLE = [
-    Layout(
-        "transformers.BERT",
+Form = tuple[Tensor, ...]
+
+
+def _layout(name: str, about: str, file: str, *forms: Form, version: str = "", **options: Any) -> Layout:
+    """A layout of models whose config.json tells them all that no weight shows, unless `carries` says what alone."""
+    told = {"prefixes": ("model.layers.{i}.self_attn", "layers.{i}.self_attn"), "rules": ("out_proj",)}
+    source = f"transformers/models/{file}/modeling_{file}.py{version}"
+    return Layout(f"transformers.{name}", about, source, forms, **{**told, "carries": CARRIED, **options})
+
+
+def _separate(name: str, words: tuple[str, str, str, str], file: str, about: str = "", **options: Any) -> Layout:
+    """A layout of four projections, by the names of their layers."""
+    listed = ", ".join(words)
+    told = f"{listed}, and what models have beside them; {about}" if about else listed
+    return _layout(name, told, file, separate(*words), **options)
+
+
+OF_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALIKE = ("no groups", "out_proj", "one width", "square")
+"""What older modules ask of a layer."""
+
+ROTATED = ("rope", "rope.scaling")
+IN_WINDOWS = (*ROTATED, "window_size")
+
+OF_TRANSFORMERS = [
+    _layout(
+        "BERT",
         "self.query, self.key, self.value, output.dense",
-        "transformers/models/bert/modeling_bert.py",
-        (separate("self.query", "self.key", "self.value", "output.dense"),),
-        rules=("no groups", "out_proj", "one width", "square", "biases"),
+        "bert",
+        separate("self.query", "self.key", "self.value", "output.dense"),
+        rules=(*ALIKE, "biases"),
         ignored=("output.LayerNorm.*", "self_attn_layer_norm.*", "LayerNorm.*", "ln.*"),
         prefixes=("bert.encoder.layer.{i}.attention", "encoder.layer.{i}.attention"),
+        carries=(),
     ),
-    Layout(
-        "transformers.ViT",
+    _layout(
+        "ViT",
         "attention.query, attention.key, attention.value, output.dense: files of any version",
-        "transformers/models/vit/modeling_vit.py before 5.0",
-        (separate("attention.query", "attention.key", "attention.value", "output.dense"),),
-        rules=("no groups", "out_proj", "one width", "square", "out bias"),
+        "vit",
+        separate("attention.query", "attention.key", "attention.value", "output.dense"),
+        version=" before 5.0",
+        rules=(*ALIKE, "out bias"),
         prefixes=("vit.encoder.layer.{i}.attention", "encoder.layer.{i}.attention"),
+        carries=(),
     ),
-    Layout(
-        "transformers.ViT-5",
+    _layout(
+        "ViT-5",
         "q_proj, k_proj, v_proj, o_proj: modules of transformers 5, whose files are those of transformers.ViT",
-        "transformers/models/vit/modeling_vit.py",
-        (separate("q_proj", "k_proj", "v_proj", "o_proj"),),
-        rules=("no groups", "out_proj", "one width", "square", "out bias"),
+        "vit",
+        separate(*OF_LLAMA),
+        rules=(*ALIKE, "out bias"),
         prefixes=("vit.layers.{i}.attention", "layers.{i}.attention"),
+        carries=(),
     ),
-    Layout(
-        "transformers.GPT2",
+    _layout(
+        "GPT2",
         "Conv1D c_attn and c_proj, which keep (in, out)",
-        "transformers/models/gpt2/modeling_gpt2.py",
-        (packed("c_attn", "c_proj", rows=COLUMNS, columns="(n h) e"),),
-        rules=("no groups", "out_proj", "one width", "square", "biases"),
+        "gpt2",
+        packed("c_attn", "c_proj", rows=COLUMNS, columns="(n h) e"),
+        rules=(*ALIKE, "biases"),
         ignored=("bias", "masked_bias"),
         prefixes=("transformer.h.{i}.attn", "h.{i}.attn"),
+        carries=("scale",),
     ),
-    Layout(
-        "transformers.GPT-NeoX",
+    _layout(
+        "GPT-NeoX",
         "query_key_value holds q, k, v of one head, then of the next; also BLOOM, Persimmon",
-        "transformers/models/gpt_neox/modeling_gpt_neox.py",
-        (packed("query_key_value", "dense"),),
+        "gpt_neox",
+        packed("query_key_value", "dense"),
         others=beside(q_norm="q_layernorm", k_norm="k_layernorm"),
         grouped=True,
-        rules=("no groups", "out_proj", "one width", "square", "biases or none"),
+        rules=(*ALIKE, "biases or none"),
         ignored=("bias", "masked_bias", "rotary_emb.inv_freq"),
         prefixes=("gpt_neox.layers.{i}.attention", "layers.{i}.attention"),
+        carries=(*ROTATED, "alibi"),
     ),
-    Layout(
-        "transformers.GPT-NeoX-Japanese",
+    _layout(
+        "GPT-NeoX-Japanese",
         "query_key_value as in GPT-NeoX, dense without a bias, and the bias of its output, dense_bias, by itself",
-        "transformers/models/gpt_neox_japanese/modeling_gpt_neox_japanese.py",
+        "gpt_neox_japanese",
         (
-            (
-                *(tensor for tensor in packed("query_key_value", "dense") if tensor.name != "dense.bias"),
-                Tensor("dense_bias", "out", "bias", "e"),
-            ),
+            *(tensor for tensor in packed("query_key_value", "dense") if tensor.name != "dense.bias"),
+            Tensor("dense_bias", "out", "bias", "e"),
         ),
         grouped=True,
-        rules=("no groups", "out_proj", "one width", "square"),
+        rules=ALIKE,
         prefixes=("gpt_neox_japanese.layers.{i}.attention", "layers.{i}.attention"),
         needs_spec=True,
+        carries=ROTATED,
     ),
-    Layout(
-        "transformers.Falcon",
+    _layout(
+        "Falcon",
         "query_key_value holds the queries of a group, then its key and value head",
-        "transformers/models/falcon/modeling_falcon.py",
-        (packed("query_key_value", "dense"),),
+        "falcon",
+        packed("query_key_value", "dense"),
         grouped=True,
         rules=("out_proj", "one width", "square", "biases or none"),
         prefixes=("transformer.h.{i}.self_attention", "h.{i}.self_attention"),
+        carries=(*ROTATED, "alibi"),
     ),
-    *(
-        Layout(
-            name,
-            f"{words[0]}, {words[1]}, {words[2]}, {words[3]}, and what models have beside them; {whose}",
-            f"transformers/models/{file}/modeling_{file}.py",
-            (separate(*words),),
-            others=others,
-            rules=("out_proj",),
-            ignored=("rotary_emb.inv_freq",),
-            prefixes=("model.layers.{i}.self_attn", "layers.{i}.self_attn"),
-            needs_spec=needs_spec,
-        )
-        for name, words, others, whose, file, needs_spec in (
-            (
-                "transformers.LLaMA",
-                ("q_proj", "k_proj", "v_proj", "o_proj"),
-                beside(("q_norm", "k_norm", "gate_proj", "sinks")),
-                "also Mistral, Qwen2, Qwen3, Gemma, OLMo",
-                "llama",
-                False,
-            ),
-            (
-                "transformers.Phi",
-                ("q_proj", "k_proj", "v_proj", "dense"),
-                beside(q_norm="q_layernorm", k_norm="k_layernorm"),
-                "of Phi 1 and 2",
-                "phi",
-                False,
-            ),
-            (
-                "transformers.HunYuan",
-                ("q_proj", "k_proj", "v_proj", "o_proj"),
-                beside(q_norm="query_layernorm", k_norm="key_layernorm"),
-                "of HunYuan",
-                "hunyuan_v1_dense",
-                True,
-            ),
-            (
-                "transformers.StableLM",
-                ("q_proj", "k_proj", "v_proj", "o_proj"),
-                beside(q_norm="q_layernorm.norms.{n}", k_norm="k_layernorm.norms.{n}"),
-                "norms with weights for each head",
-                "stablelm",
-                True,
-            ),
-            (
-                "transformers.Gemma4",
-                ("q_proj", "k_proj", "v_proj", "o_proj"),
-                beside(("q_norm", "k_norm")),
-                "of Gemma 4, where keys and values have projections of their own",
-                "gemma4",
-                True,
-            ),
-            (
-                "transformers.LFM2",
-                ("q_proj", "k_proj", "v_proj", "out_proj"),
-                beside(q_norm="q_layernorm", k_norm="k_layernorm"),
-                "of LFM2",
-                "lfm2",
-                True,
-            ),
-            (
-                "transformers.Flint",
-                ("q_proj", "k_proj", "v_proj", "o_proj"),
-                beside(("q_norm", "k_norm"), sinks="softmax_offset"),
-                "of Flint",
-                "flint",
-                True,
-            ),
-            (
-                "transformers.ModernBERT-decoder",
-                ("q_proj", "k_proj", "v_proj", "Wo"),
-                (),
-                "of ModernBERT's decoder",
-                "modernbert_decoder",
-                False,
-            ),
-        )
+    _separate(
+        "LLaMA",
+        OF_LLAMA,
+        "llama",
+        "also Mistral, Qwen2, Qwen3, Gemma, OLMo",
+        others=beside(("q_norm", "k_norm", "gate_proj", "sinks")),
+        ignored=("rotary_emb.inv_freq",),
     ),
-    *(
-        Layout(
-            name,
-            f"{', '.join(words)}",
-            f"transformers/models/{file}/modeling_{file}.py",
-            (separate(*words),),
-            others=others,
-            rules=("out_proj", *rules),
-            ignored=ignored,
-            prefixes=prefixes,
-        )
-        for name, words, others, rules, ignored, file, prefixes in (
-            (
-                "transformers.DistilBERT",
-                ("q_lin", "k_lin", "v_lin", "out_lin"),
-                (),
-                ("no groups", "biases"),
-                (),
-                "distilbert",
-                ("distilbert.transformer.layer.{i}.attention", "transformer.layer.{i}.attention"),
-            ),
-            (
-                "transformers.ALBERT",
-                ("query", "key", "value", "dense"),
-                (),
-                ("no groups", "biases"),
-                ("LayerNorm.*",),
-                "albert",
-                ("albert.encoder.albert_layer_groups.0.albert_layers.0.attention",),
-            ),
-            (
-                "transformers.MPNet",
-                ("attn.q", "attn.k", "attn.v", "attn.o"),
-                beside(relative_bias="relative_attention_bias.weight"),
-                ("no groups", "biases"),
-                ("LayerNorm.*",),
-                "mpnet",
-                ("mpnet.encoder.layer.{i}.attention", "encoder.layer.{i}.attention"),
-            ),
-            (
-                "transformers.T5",
-                ("q", "k", "v", "o"),
-                beside(relative_bias="relative_attention_bias.weight"),
-                ("no groups",),
-                (),
-                "t5",
-                (
-                    "encoder.block.{i}.layer.0.SelfAttention",
-                    "decoder.block.{i}.layer.0.SelfAttention",
-                    "decoder.block.{i}.layer.1.EncDecAttention",
-                ),
-            ),
-        )
+    _separate(
+        "Phi",
+        ("q_proj", "k_proj", "v_proj", "dense"),
+        "phi",
+        "of Phi 1 and 2",
+        others=beside(q_norm="q_layernorm", k_norm="k_layernorm"),
+        ignored=("rotary_emb.inv_freq",),
     ),
-    *(
-        Layout(
-            name,
-            about,
-            f"transformers/models/{file}/modeling_{file}.py",
-            (packed(*words),),
-            grouped=grouped,
-            rules=("out_proj", "one width", *rules),
-            ignored=ignored,
-            prefixes=prefixes,
-        )
-        for name, about, words, grouped, rules, ignored, file, prefixes in (
-            (
-                "transformers.ModernBERT",
-                "Wqkv and Wo",
-                ("Wqkv", "Wo"),
-                False,
-                ("no groups",),
-                ("rotary_emb.inv_freq",),
-                "modernbert",
-                ("model.layers.{i}.attn", "layers.{i}.attn"),
-            ),
-            (
-                "transformers.MPT",
-                "Wqkv and out_proj",
-                ("Wqkv", "out_proj"),
-                False,
-                ("no groups",),
-                (),
-                "mpt",
-                ("transformer.blocks.{i}.attn", "blocks.{i}.attn"),
-            ),
-            (
-                "transformers.GPTBigCode",
-                "c_attn and c_proj, (out, in): all queries, then the one key and value, or q, k, v of each head",
-                ("c_attn", "c_proj"),
-                True,
-                ("square", "biases"),
-                ("bias", "masked_bias"),
-                "gpt_bigcode",
-                ("transformer.h.{i}.attn", "h.{i}.attn"),
-            ),
-        )
+    _separate(
+        "HunYuan",
+        OF_LLAMA,
+        "hunyuan_v1_dense",
+        "of HunYuan",
+        others=beside(q_norm="query_layernorm", k_norm="key_layernorm"),
+        ignored=("rotary_emb.inv_freq",),
+        needs_spec=True,
     ),
-    Layout(
-        "transformers.CodeGen",
+    _separate(
+        "StableLM",
+        OF_LLAMA,
+        "stablelm",
+        "norms with weights for each head",
+        others=beside(q_norm="q_layernorm.norms.{n}", k_norm="k_layernorm.norms.{n}"),
+        ignored=("rotary_emb.inv_freq",),
+        needs_spec=True,
+    ),
+    _separate(
+        "Gemma4",
+        OF_LLAMA,
+        "gemma4",
+        "of Gemma 4, where keys and values have projections of their own",
+        others=beside(("q_norm", "k_norm")),
+        ignored=("rotary_emb.inv_freq",),
+        needs_spec=True,
+    ),
+    _separate(
+        "LFM2",
+        ("q_proj", "k_proj", "v_proj", "out_proj"),
+        "lfm2",
+        "of LFM2",
+        others=beside(q_norm="q_layernorm", k_norm="k_layernorm"),
+        ignored=("rotary_emb.inv_freq",),
+        needs_spec=True,
+    ),
+    _separate(
+        "Flint",
+        OF_LLAMA,
+        "flint",
+        "of Flint",
+        others=beside(("q_norm", "k_norm"), sinks="softmax_offset"),
+        ignored=("rotary_emb.inv_freq",),
+        needs_spec=True,
+    ),
+    _separate(
+        "ModernBERT-decoder",
+        ("q_proj", "k_proj", "v_proj", "Wo"),
+        "modernbert_decoder",
+        "of ModernBERT's decoder",
+        ignored=("rotary_emb.inv_freq",),
+        carries=IN_WINDOWS,
+    ),
+    _separate(
+        "DistilBERT",
+        ("q_lin", "k_lin", "v_lin", "out_lin"),
+        "distilbert",
+        rules=("out_proj", "no groups", "biases"),
+        prefixes=("distilbert.transformer.layer.{i}.attention", "transformer.layer.{i}.attention"),
+        carries=(),
+    ),
+    _separate(
+        "ALBERT",
+        ("query", "key", "value", "dense"),
+        "albert",
+        rules=("out_proj", "no groups", "biases"),
+        ignored=("LayerNorm.*",),
+        prefixes=("albert.encoder.albert_layer_groups.0.albert_layers.0.attention",),
+        carries=(),
+    ),
+    _separate(
+        "MPNet",
+        ("attn.q", "attn.k", "attn.v", "attn.o"),
+        "mpnet",
+        others=beside(relative_bias="relative_attention_bias.weight"),
+        rules=("out_proj", "no groups", "biases"),
+        ignored=("LayerNorm.*",),
+        prefixes=("mpnet.encoder.layer.{i}.attention", "encoder.layer.{i}.attention"),
+        carries=("scale",),
+    ),
+    _separate(
+        "T5",
+        ("q", "k", "v", "o"),
+        "t5",
+        others=beside(relative_bias="relative_attention_bias.weight"),
+        rules=("out_proj", "no groups"),
+        prefixes=(
+            "encoder.block.{i}.layer.0.SelfAttention",
+            "decoder.block.{i}.layer.0.SelfAttention",
+            "decoder.block.{i}.layer.1.EncDecAttention",
+        ),
+        carries=("scale",),
+    ),
+    _layout(
+        "ModernBERT",
+        "Wqkv and Wo",
+        "modernbert",
+        packed("Wqkv", "Wo"),
+        rules=("out_proj", "one width", "no groups"),
+        ignored=("rotary_emb.inv_freq",),
+        prefixes=("model.layers.{i}.attn", "layers.{i}.attn"),
+        carries=IN_WINDOWS,
+    ),
+    _layout(
+        "MPT",
+        "Wqkv and out_proj",
+        "mpt",
+        packed("Wqkv", "out_proj"),
+        rules=("out_proj", "one width", "no groups"),
+        prefixes=("transformer.blocks.{i}.attn", "blocks.{i}.attn"),
+        carries=("scale", "alibi", "clip_qkv"),
+    ),
+    _layout(
+        "GPTBigCode",
+        "c_attn and c_proj, (out, in): all queries, then the one key and value, or q, k, v of each head",
+        "gpt_bigcode",
+        packed("c_attn", "c_proj"),
+        grouped=True,
+        rules=("out_proj", "one width", "square", "biases"),
+        ignored=("bias", "masked_bias"),
+        prefixes=("transformer.h.{i}.attn", "h.{i}.attn"),
+        carries=("scale",),
+    ),
+    _layout(
+        "CodeGen",
         "qkv_proj is four blocks, each with its share of the queries, then of the values, then of the keys; out_proj",
-        "transformers/models/codegen/modeling_codegen.py",
+        "codegen",
         (
-            (
-                Tensor("qkv_proj.weight", "qvk", "weight", ROWS),
-                Tensor("qkv_proj.bias", "qvk", "bias", "(n h)"),
-                Tensor("out_proj.weight", "out", "weight", "e (n h)"),
-                Tensor("out_proj.bias", "out", "bias", "e"),
-            ),
+            Tensor("qkv_proj.weight", "qvk", "weight", ROWS),
+            Tensor("qkv_proj.bias", "qvk", "bias", "(n h)"),
+            Tensor("out_proj.weight", "out", "weight", "e (n h)"),
+            Tensor("out_proj.bias", "out", "bias", "e"),
         ),
         blocks=4,
         rules=("no groups", "out_proj", "one width", "four blocks"),
         ignored=("causal_mask", "bias", "masked_bias"),
         prefixes=("transformer.h.{i}.attn", "h.{i}.attn"),
+        carries=("rope",),
     ),
-    Layout(
-        "transformers.Phi3",
-        "qkv_proj and o_proj",
-        "transformers/models/phi3/modeling_phi3.py",
-        (packed("qkv_proj", "o_proj"),),
-        rules=("out_proj", "one width"),
-        prefixes=("model.layers.{i}.self_attn", "layers.{i}.self_attn"),
-    ),
-    Layout(
-        "transformers.Qwen3-Next",
+    _layout("Phi3", "qkv_proj and o_proj", "phi3", packed("qkv_proj", "o_proj"), rules=("out_proj", "one width")),
+    _layout(
+        "Qwen3-Next",
         "q_proj holds the queries of a head, then its gate; k_proj, v_proj, o_proj",
-        "transformers/models/qwen3_next/modeling_qwen3_next.py",
+        "qwen3_next",
         (
-            (
-                Tensor("q_proj.weight", "qg", "weight", ROWS),
-                Tensor("q_proj.bias", "qg", "bias", "(n h)"),
-                *(tensor for tensor in separate("q_proj", "k_proj", "v_proj", "o_proj") if tensor.holds != "q"),
-            ),
+            Tensor("q_proj.weight", "qg", "weight", ROWS),
+            Tensor("q_proj.bias", "qg", "bias", "(n h)"),
+            *(tensor for tensor in separate(*OF_LLAMA) if tensor.holds != "q"),
         ),
         others=beside(("q_norm", "k_norm")),
         grouped=True,
         needs_spec=True,
-        rules=("out_proj",),
-        prefixes=("model.layers.{i}.self_attn", "layers.{i}.self_attn"),
     ),
-    Layout(
-        "transformers.DeepSeek",
+    _layout(
+        "DeepSeek",
         "the projections of latents: kv_a_proj_with_mqa, kv_b_proj, o_proj, and q_a_proj, q_b_proj or q_proj",
-        "transformers/models/deepseek_v3/modeling_deepseek_v3.py",
-        tuple(
+        "deepseek_v3",
+        *(
             tuple(tensor for tensor in separate("q_proj", "", "", "o_proj") if tensor.holds in held)
             for held in (("q", "out"), ("out",))
         ),
@@ -311,24 +291,6 @@ _TABLE = [
             kv_a_norm="kv_a_layernorm",
         ),
         needs_spec=True,
-        rules=("out_proj",),
-        prefixes=("model.layers.{i}.self_attn", "layers.{i}.self_attn"),
     ),
 ]
-
-CARRYING: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("BERT", "ViT", "ViT-5", "DistilBERT", "ALBERT"), ()),
-    **dict.fromkeys(("GPT2", "GPTBigCode", "MPNet", "T5"), ("scale",)),
-    "MPT": ("scale", "alibi", "clip_qkv"),
-    "CodeGen": ("rope",),
-    "GPT-NeoX": ("rope", "rope.scaling", "alibi"),
-    "GPT-NeoX-Japanese": ("rope", "rope.scaling"),
-    "Falcon": ("rope", "rope.scaling", "alibi"),
-    "ModernBERT": ("rope", "rope.scaling", "window_size"),
-    "ModernBERT-decoder": ("rope", "rope.scaling", "window_size"),
-}
-"""What the modules of some layouts compute or are told; the others are those of many families, which have all of it."""
-
-OF_TRANSFORMERS = [
-    replace(layout, carries=CARRYING.get(layout.name.removeprefix("transformers."), CARRIED)) for layout in _TABLE
-]
+"""Those without `carries` are of many families, which together have all of it."""

@@ -6,7 +6,8 @@ import dataclasses
 
 from mha_spec import Gate, Temperature
 from parity.models.config import Config, Value
-from parity.models.families.usual import BIASES, HEADS, IN_PART, MOST_BIAS, PAIRED, PLAIN, SOME_BIAS, WIDTH, family
+from parity.models.families.encoders import OF_MODERNBERT
+from parity.models.families.usual import BIASES, HEADS, IN_PART, MOST_BIAS, PAIRED, SOME_BIAS, WIDTH, family
 from parity.models.rules import (
     NOTHING,
     SLIDING,
@@ -298,17 +299,11 @@ DECODERS: dict[str, Family] = {
         family(HEADS, rope=rope(sections=(8, 12, 12), fraction=0.5), qkv_bias=MOST_BIAS),
     ),
     "modernbert-decoder": family(
-        PLAIN,
+        OF_MODERNBERT,
         is_causal=True,
-        path="layers.{i}.attn",
         layout="transformers.ModernBERT-decoder",
-        kind=first_of(3, "global_attn_every_n_layers"),
-        qkv_bias=SOME_BIAS,
-        out_bias=SOME_BIAS,
         window_size=_window_of_modernbert_decoder,
-        rope=rope(theta=160_000.0, local_theta=10_000.0, names=("global_rope_theta", "local_rope_theta")),
         dropout=key("attention_dropout", default=0.0),
-        output_dropout=key("attention_dropout", default=0.0),
         says_nothing={"norm_bias", "decoder_bias", "classifier_bias"},
     ),
     "ernie4_5": family(HEADS, WIDTH, PAIRED, qkv_bias=key("use_bias"), out_bias=key("use_bias")),

@@ -52,6 +52,17 @@ OF_BERT = {"ln_before_adapter", "pooler_num_attention_heads", "pooler_size_per_h
 LIKE_BERT = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "data2vec-text", "xlm-roberta-xl")
 LIKE_BERT += ("xmod", "bert-generation", "roc_bert", "megatron-bert", "roberta-prelayernorm")
 
+OF_MODERNBERT: dict[str, Any] = {
+    **PLAIN,
+    "path": "layers.{i}.attn",
+    "kind": first_of(3, "global_attn_every_n_layers"),
+    "qkv_bias": SOME_BIAS,
+    "out_bias": SOME_BIAS,
+    "rope": rope(theta=160_000.0, local_theta=10_000.0, names=("global_rope_theta", "local_rope_theta")),
+    "output_dropout": key("attention_dropout", default=0.0),
+}
+"""What its encoder and its decoder have in common."""
+
 TEXT: dict[str, Family] = {
     **dict.fromkeys(
         LIKE_BERT,
@@ -108,15 +119,9 @@ TEXT: dict[str, Family] = {
         fixed={"relative_attention_num_buckets": 32},  # its module takes no other
     ),
     "modernbert": family(
-        PLAIN,
-        path="layers.{i}.attn",
+        OF_MODERNBERT,
         layout="transformers.ModernBERT",
-        kind=first_of(3, "global_attn_every_n_layers"),
-        qkv_bias=SOME_BIAS,
-        out_bias=SOME_BIAS,
         window_size=_window_of_modernbert,
-        rope=rope(theta=160_000.0, local_theta=10_000.0, names=("global_rope_theta", "local_rope_theta")),
-        output_dropout=key("attention_dropout", default=0.0),
         fixed=ABSOLUTE,
         says_nothing={"norm_bias", "decoder_bias", "classifier_bias", "deterministic_flash_attn"},
     ),

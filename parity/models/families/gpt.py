@@ -112,6 +112,16 @@ NAMES: dict[str, Any] = {
 }
 """GPT-2's names."""
 
+OF_GPTJ: dict[str, Any] = {
+    "path": "h.{i}.attn",
+    "rope": _some_of_a_head,
+    "dropout": key("attn_pdrop", default=0.0),
+    "output_dropout": key("resid_pdrop", default=0.0),
+    "fixed": {"rotary": True, "scale_attn_weights": True},
+    "says_nothing": {"n_positions"},
+}
+PLAIN_DECODER: dict[str, Any] = {**PLAIN, "is_causal": True, "path": "layers.{i}.self_attn"}
+
 
 GPT_LIKE: dict[str, Family] = {
     "gpt_neox": family(
@@ -190,26 +200,8 @@ GPT_LIKE: dict[str, Family] = {
         rope=rope(),
         dropout=key("attention_dropout", default=0.1),
     ),
-    "gptj": family(
-        NAMES,
-        path="h.{i}.attn",
-        layout="canonical",
-        rope=_some_of_a_head,
-        dropout=key("attn_pdrop", default=0.0),
-        output_dropout=key("resid_pdrop", default=0.0),
-        fixed={"rotary": True, "scale_attn_weights": True},
-        says_nothing={"n_positions"},
-    ),
-    "codegen": family(
-        NAMES,
-        path="h.{i}.attn",
-        layout="transformers.CodeGen",
-        rope=_some_of_a_head,
-        dropout=key("attn_pdrop", default=0.0),
-        output_dropout=key("resid_pdrop", default=0.0),
-        fixed={"rotary": True, "scale_attn_weights": True},
-        says_nothing={"n_positions"},
-    ),
+    "gptj": family(NAMES, layout="canonical", **OF_GPTJ),
+    "codegen": family(NAMES, layout="transformers.CodeGen", **OF_GPTJ),
     "gpt_bigcode": family(
         NAMES,
         path="h.{i}.attn",
@@ -267,24 +259,18 @@ GPT_LIKE: dict[str, Family] = {
         says_nothing=OF_SECTIONS,
     ),
     "opt": family(
-        PLAIN,
-        is_causal=True,
-        path="layers.{i}.self_attn",
+        PLAIN_DECODER,
         qkv_bias=key("enable_bias", default=True),
         out_bias=key("enable_bias", default=True),
         dropout=key("attention_dropout", default=0.0),
     ),
     "biogpt": family(
-        PLAIN,
-        is_causal=True,
-        path="layers.{i}.self_attn",
+        PLAIN_DECODER,
         dropout=key("attention_probs_dropout_prob", default=0.1),
         says_nothing={"scale_embedding"},
     ),
     "xglm": family(
-        PLAIN,
-        is_causal=True,
-        path="layers.{i}.self_attn",
+        PLAIN_DECODER,
         count=("num_layers", "num_hidden_layers"),
         d_model=key("d_model", "hidden_size"),
         num_heads=key("attention_heads", "num_attention_heads"),
