@@ -21,6 +21,7 @@ import pytest
 
 import parity.backends
 import parity.bench
+from mha_spec import AttentionSpec
 from parity.bench import Bench, Row, Work, bench, bench_work, plan
 from parity.bench.measure import (
     LIMIT,
@@ -34,6 +35,7 @@ from parity.bench.measure import (
     run_in_turn,
     times_of,
 )
+from parity.bench.models import bench_model
 from parity.cli.main import main
 from parity.reporting.bench import lines_of, plot_growth, print_bench
 from parity.reporting.console import console
@@ -386,6 +388,61 @@ def test_the_command_writes_a_table_json_and_a_picture(tiny_plan, as_users_have_
     assert {"mha_jax", "mha_torch", "jax: jax.nn", "torch: SDPA", "sequence length"} <= set(words)
 
 
+@pytest.fixture(scope="module")
+def gemma_folder(tmp_path_factory):
+    """Layers of two kinds, 0 and 2 alike."""
+    transformers = pytest.importorskip("transformers")
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = transformers.Gemma3TextConfig(
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=16,
+        vocab_size=11,
+        sliding_window=4,
+        layer_types=kinds,
+    )
+    folder = tmp_path_factory.mktemp("gemma")
+    transformers.AutoModel.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_the_layers_of_a_model_are_measured_beside_its_own_modules(gemma_folder, as_users_have_it, tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    assert main(["bench", "--model", str(gemma_folder), "--quick", "--json", str(path)]) == 0
+    content = json.loads(path.read_text())
+    of_torch = [row for row in content["rows"] if row["framework"] == "torch"]
+    whats = ["layers 0, 2 layer causal forward", "layers 0, 2 decode", "layer 1 layer causal forward", "layer 1 decode"]
+    assert [row["what"] for row in of_torch] == whats
+    assert [row["shape"] for row in of_torch] == [[1, 256, 32]] * 4
+    assert [list(row["peers"]) for row in of_torch] == [
+        ["transformers"],
+        [],
+        ["transformers"],
+        [],
+    ]  # it is not left out
+    of_jax = [row for row in content["rows"] if row["framework"] == "jax"]
+    assert [row["what"] for row in of_jax] == whats
+    assert all(row["best_peer"] is None for row in of_jax)  # another framework's does not count
+    assert content["left_out"] == []
+    assert "transformers" in content["names"]["torch"]
+
+
+def test_some_layers_of_a_model_may_be_measured_alone(gemma_folder, as_users_have_it):
+    found = bench_model(gemma_folder, ["torch"], layers=[1], quick=True)
+    assert [row.what for row in found.rows] == ["layer 1 layer causal forward", "layer 1 decode"]
+
+
+def test_the_limit_of_a_model_s_layer_follows_from_its_spec():
+    spec = AttentionSpec(32, 4, num_kv_heads=2, window_size=4, qkv_bias=False, out_bias=False)
+    work = Work("model", "layer", 1, 16, is_causal=True, layer=spec)
+    matrices = 32 * (32 + 16 + 16 + 32)
+    assert work.flops == 2 * 16 * matrices + 2 * (1 + 2 + 3 + 13 * 4) * (32 + 32)
+    assert replace(work, kind="decode").nbytes == 4 * (matrices + 2 * 16 * 16)
+
+
 def test_one_framework_may_be_measured_alone(tiny_plan, as_users_have_it):
     found = bench(["cores"], ["torch"])
     assert [row.framework for row in found.rows] == ["torch"]
@@ -404,6 +461,9 @@ def test_one_framework_may_be_measured_alone(tiny_plan, as_users_have_it):
         (["--dtypes", "float64"], "--dtypes must be of float32, bfloat16, float16, got float64"),
         (["--device", "tpu"], "--device must be of cpu, cuda, got tpu"),
         (["--plot", "a.png", "--what", "cores"], "--plot must come with growth among --what, got --what cores"),
+        (["--layers", "0", "--num-heads", "2"], "--layers, --num-heads must come with --model"),
+        (["--model", "x", "--what", "cores"], "--model must not be combined with --what or --plot"),
+        (["--model", "/nowhere"], "/nowhere"),
         (["--plot", "a.pdf"], "--plot must end in .png or .svg, got a.pdf"),
         (["--json", "/nowhere/a.json"], "--json must name a file in a folder that exists, got /nowhere/a.json"),
     ],

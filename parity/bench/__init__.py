@@ -125,20 +125,14 @@ def bench(
         RuntimeError: if the device is not there.
         ValueError: if a name is not known.
     """
-    groups, frameworks, dtypes = _checked(groups, frameworks, dtypes, device)
-    if device == "cuda":  # JAX would otherwise take most of the memory for itself when it starts
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    sides, names = {}, {}
-    for framework in frameworks:
-        module = importlib.import_module(f"parity.bench.{framework}")
-        sides[framework] = module.Side(device) if framework == "torch" else module.Side()
-        names[framework] = module.NAMES
+    groups, frameworks, dtypes = checked(groups, frameworks, dtypes, device)
+    sides, names = open_sides(frameworks, device)
     if works is None:
         works = plan(groups, dtypes, quick=quick, long=device == "cuda")
     rows = []
     for work in works:
         on_row(f"{work.what} {work.shape}")
-        rows += bench_work(work, sides, budget_s=0.3 if quick else 3.0, rounds=(3, 9) if quick else (5, 15))
+        rows += bench_work(work, sides, **effort(quick))
     if "import" in groups:
         from parity.bench.imports import bench_imports
 
@@ -148,7 +142,7 @@ def bench(
 
         on_row("conversion of a checkpoint")
         rows += bench_conversion(num_layers=2 if quick else 8, repeats=3 if quick else 7)
-    return Bench(rows, _environment(sides), names)
+    return Bench(rows, environment_of(sides), names)
 
 
 def count_rows(
@@ -160,14 +154,15 @@ def count_rows(
     quick: bool = False,
 ) -> int:
     """How often `bench` calls `on_row`, for the same arguments, which it refuses alike."""
-    groups, frameworks, dtypes = _checked(groups, frameworks, dtypes, device)
+    groups, frameworks, dtypes = checked(groups, frameworks, dtypes, device)
     works = len(plan(groups, dtypes, quick=quick, long=device == "cuda"))
     return works + (len(frameworks) + 1) * ("import" in groups) + ("convert" in groups)
 
 
-def _checked(
+def checked(
     groups: Sequence[str], frameworks: Sequence[str] | None, dtypes: Sequence[str] | None, device: str
 ) -> tuple[list[str], list[str], list[str]]:
+    """The groups, frameworks and dtypes to measure, those that are not said filled in; what is not there is refused."""
     if device not in DEVICES:
         raise ValueError(f"device must be one of {', '.join(DEVICES)}, got device={device}")
     frameworks = [name for name in FRAMEWORKS if not why_missing(name)] if frameworks is None else frameworks
@@ -189,7 +184,24 @@ def _checked(
     return list(groups), list(frameworks), list(dtypes)
 
 
-def _environment(sides: Mapping[str, Side]) -> dict[str, Any]:
+def open_sides(frameworks: Sequence[str], device: str) -> tuple[dict[str, Side], dict[str, dict[str, str]]]:
+    """The parts of the benchmark of these frameworks, and what is behind the names of their contenders."""
+    if device == "cuda":  # JAX would otherwise take most of the memory for itself when it starts
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    sides, names = {}, {}
+    for framework in frameworks:
+        module = importlib.import_module(f"parity.bench.{framework}")
+        sides[framework] = module.Side(device) if framework == "torch" else module.Side()
+        names[framework] = module.NAMES
+    return sides, names
+
+
+def effort(quick: bool) -> dict[str, Any]:
+    """How long a row may take, and how many rounds it has, as `bench_work` takes them."""
+    return {"budget_s": 0.3 if quick else 3.0, "rounds": (3, 9) if quick else (5, 15)}
+
+
+def environment_of(sides: Mapping[str, Side]) -> dict[str, Any]:
     """Where this was measured; the numerics lock is not held meanwhile, so its settings are left out."""
     from parity.backends.numerics import environment
 
@@ -204,7 +216,13 @@ def _environment(sides: Mapping[str, Side]) -> dict[str, Any]:
 
 
 def bench_work(
-    work: Work, sides: Mapping[str, Side], *, budget_s: float = 3.0, rounds: tuple[int, int] = (5, 15)
+    work: Work,
+    sides: Mapping[str, Side],
+    *,
+    budget_s: float = 3.0,
+    rounds: tuple[int, int] = (5, 15),
+    inputs: Inputs | None = None,
+    beside: Mapping[str, Make] | None = None,
 ) -> list[Row]:
     """Measure a piece of work in each framework.
 
@@ -213,11 +231,16 @@ def bench_work(
         sides: the frameworks' parts.
         budget_s: about how long the rounds of a row may take.
         rounds: how many there are at least, and at most.
+        inputs: what to do it with; drawn when absent.
+        beside: how more contenders of torch are made.
     """
-    inputs = draw_inputs(work)
+    inputs = draw_inputs(work) if inputs is None else inputs
     makers = {framework: side.contenders(work, inputs) for framework, side in sides.items()}
-    if "jax" in makers and (sdpa := makers.get("torch", {}).get("SDPA")) is not None:
-        makers["jax"]["torch SDPA"] = _not_counted(sdpa)
+    if "torch" in makers:
+        makers["torch"] |= beside or {}
+    shown = {name: make for name, make in makers.get("torch", {}).items() if name == "SDPA" or name in (beside or {})}
+    if "jax" in makers:
+        makers["jax"] |= {f"torch {name}": _not_counted(make) for name, make in shown.items()}
     return [
         _bench_row(work, framework, makers[framework], _probe(work, side), budget_s, rounds)
         for framework, side in sides.items()

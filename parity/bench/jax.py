@@ -213,7 +213,7 @@ class _Layer:
             {"softmax by hand": self.softmax_by_hand} if self.work.need_weights else {"jax.nn by hand": self.by_hand}
         )
         libraries = {"flax.nnx": self.nnx, "flax.linen": self.linen, "keras": self.keras, "equinox": self.equinox}
-        return {OURS: self.ours, **by_hand, **libraries}
+        return {OURS: self.ours, **({**by_hand, **libraries} if self.work.layer is None else {})}
 
     def contender(self, function: Callable[..., Any], params: Any, *others: Any) -> Contender:
         return _contender(self.work, function, params, (self.x,), *others, cotangent=self.arrays.get("cotangent"))
@@ -369,6 +369,8 @@ class _Decode(_Layer):
     """One more token with what is cached; the cache is donated."""
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
+        if self.work.layer is not None:
+            return {OURS: self.ours}
         return {
             OURS: self.ours,
             "concatenation": self.concatenation,
@@ -405,9 +407,15 @@ class _Decode(_Layer):
         def step(params: Any, cache: Any, x: Array) -> tuple[Array, Any]:
             return nnx.merge(graph, params)(x, cache)
 
+        return self.carried(step, params, self.state(nnx.merge(graph, params)))
+
+    def state(self, module: Any) -> Any:
+        """A cache of ours that holds what is cached."""
+        if "prompt" in self.arrays:
+            return module(self.arrays["prompt"], module.init_cache(self.work.batch, self.work.capacity))[1]
         lengths = jnp.full((self.work.batch,), self.work.seq_len, jnp.int32)
         keys, values = self.with_room()
-        return self.carried(step, params, mha_jax.KVCache(keys, values, lengths))
+        return mha_jax.KVCache(keys, values, lengths)
 
     def concatenation(self) -> Contender:
         def call(weights: Any, x: Array, keys: Array, values: Array) -> Any:

@@ -214,7 +214,8 @@ class _Layer:
         by_hand = (
             {"softmax by hand": self.softmax_by_hand} if self.work.need_weights else {"SDPA by hand": self.by_hand}
         )
-        return {OURS: self.ours, "torch.nn": self.torch_nn, **by_hand, "keras": self.keras}
+        others = {"torch.nn": self.torch_nn, **by_hand, "keras": self.keras}
+        return {OURS: self.ours, **(others if self.work.layer is None else {})}
 
     def made(self, kind: Any) -> Any:
         """A module with the weights of the work."""
@@ -361,9 +362,11 @@ class _Decode(_Layer):
 
     def __init__(self, side: Side, work: Work, inputs: Inputs) -> None:
         super().__init__(side, work, inputs)
-        self.keys, self.values = self.inputs.pop("keys"), self.inputs.pop("values")
+        self.cached = {name: self.inputs.pop(name) for name in [*self.inputs] if name != "x"}
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
+        if self.work.layer is not None:
+            return {OURS: self.ours}
         return {
             OURS: self.ours,
             "concatenation": self.concatenation,
@@ -375,13 +378,11 @@ class _Decode(_Layer):
     def with_room(self) -> list[Tensor]:
         """The cached keys and values, and room for more."""
         room = self.work.capacity - self.work.seq_len
-        return [F.pad(x, (0, 0, 0, room)) for x in (self.keys, self.values)]
+        return [F.pad(self.cached[name], (0, 0, 0, room)) for name in ("keys", "values")]
 
     def ours(self) -> Contender:
         module = self.made(mha_torch.MultiHeadAttentionWithCache)
-        lengths = torch.full((self.work.batch,), self.work.seq_len, dtype=torch.int32, device=self.side.device)
-        keys, values = self.with_room()
-        state = mha_torch.KVCache(keys, values, lengths)
+        state = self.state(module)
 
         def forward() -> Tensor:
             nonlocal state
@@ -389,6 +390,15 @@ class _Decode(_Layer):
             return output
 
         return self.side.contender(self.work, forward, self.inputs, carries=True)
+
+    def state(self, module: Any) -> Any:
+        """A cache of ours that holds what is cached."""
+        if "prompt" in self.cached:
+            with torch.inference_mode():
+                return module(self.cached["prompt"], module.init_cache(self.work.batch, self.work.capacity))[1]
+        lengths = torch.full((self.work.batch,), self.work.seq_len, dtype=torch.int32, device=self.side.device)
+        keys, values = self.with_room()
+        return mha_torch.KVCache(keys, values, lengths)
 
     def attended(
         self, extend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]], *, carries: bool = False
@@ -404,7 +414,8 @@ class _Decode(_Layer):
 
     def concatenation(self) -> Contender:
         def extend(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, None]:
-            return torch.cat([self.keys, key], dim=2), torch.cat([self.values, value], dim=2), None
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(self.cached.values(), (key, value), strict=True))
+            return keys, values, None
 
         return self.attended(extend)
 
@@ -423,7 +434,7 @@ class _Decode(_Layer):
 
     def hugging_static(self) -> Contender:
         cache = _static_cache(self.work.capacity)
-        cache.update(self.keys, self.values, 0)
+        cache.update(self.cached["keys"], self.cached["values"], 0)
         slots = torch.arange(self.work.capacity, device=self.side.device)
 
         def extend(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -436,7 +447,7 @@ class _Decode(_Layer):
         from transformers.cache_utils import DynamicCache
 
         cache = DynamicCache()
-        cache.update(self.keys, self.values, 0)
+        cache.update(self.cached["keys"], self.cached["values"], 0)
         return self.attended(lambda key, value: (*cache.update(key, value, 0), None), carries=True)
 
 

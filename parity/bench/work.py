@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -37,6 +38,8 @@ class Work:
         need_weights: the attention weights are a result, too.
         backward: the gradients of all inputs and weights are results, too.
         is_timed: measure the time; else only the memory.
+        layer: that of a model, which is measured in place of a plain one of those sizes.
+        label: which layers of the model those are.
     """
 
     group: str
@@ -55,17 +58,19 @@ class Work:
     need_weights: bool = False
     backward: bool = False
     is_timed: bool = True
+    layer: AttentionSpec | None = None
+    label: str = ""
 
     @property
     def what(self) -> str:
         """The work in words; with shape, dtype and framework they identify a row."""
         if self.kind in ("prefill", "decode"):
-            return self.kind
+            return f"{self.label} {self.kind}".lstrip()
         told = ["causal" * self.is_causal, "padded" * self.is_padded, "capped" * (self.soft_cap is not None)]
         told += ["sinks" * self.has_sinks, "ALiBi" * self.has_alibi]
         window = "" if self.window_size is None else f"window {self.window_size}"
         hidden = "+".join(filter(None, (*told, window))) or "full"
-        words = [self.group if self.group in ("memory", "growth", "scores") else "", self.kind, hidden]
+        words = [self.group if self.group in ("memory", "growth", "scores") else "", self.label, self.kind, hidden]
         words += ["with weights" * self.need_weights, "forward+backward" if self.backward else "forward"]
         return " ".join(filter(None, words))
 
@@ -84,12 +89,12 @@ class Work:
     @property
     def d_model(self) -> int:
         """Width of the layer, E."""
-        return self.num_heads * self.head_dim
+        return self.num_heads * self.head_dim if self.layer is None else self.layer.d_in
 
     @property
     def spec(self) -> AttentionSpec:
         """The layer."""
-        return AttentionSpec(
+        return self.layer or AttentionSpec(
             self.d_model,
             self.num_heads,
             window_size=self.window_size,
@@ -113,16 +118,18 @@ class Work:
         """Of the matrix products, those over hidden keys left out; None in `decode`, where reading takes the time."""
         if self.kind == "decode":
             return None
-        tokens = self.seq_len
-        core = 2 * 2 * sum(map(self._num_seen, self.lengths)) * self.d_model  # queries with keys, weights with values
-        layer = 0 if self.kind == "core" else 4 * 2 * self.batch * tokens * self.d_model**2
+        spec = self.spec
+        width = spec.q_width + spec.context_width  # queries with keys, weights with values
+        core = 2 * sum(map(self._num_seen, self.lengths)) * width
+        layer = 0 if self.kind == "core" else 2 * self.batch * self.seq_len * self._num_weights(2)
         # Backward: the scores once more, and four products for the gradients; of a projection, two.
         return 3.5 * core + 3 * layer if self.backward else core + layer
 
     def _num_seen(self, length: int) -> float:
         """How many keys all queries of a sequence of so many real tokens see together."""
         seen = length * (length + 1) / 2 + (self.seq_len - length) * length if self.is_causal else self.seq_len * length
-        width = length if self.window_size is None else min(self.window_size, length)
+        window_size = self.spec.window_size
+        width = length if window_size is None else min(window_size, length)
         return seen - (length - width) * (length - width + 1) / 2  # what lies before the windows
 
     @property
@@ -130,8 +137,13 @@ class Work:
         """What must be read for one more token: the weights, and the filled part of the cache; None elsewhere."""
         if self.kind != "decode":
             return None
-        weights = 4 * self.d_model**2 + 4 * self.d_model
-        return (weights + 2 * self.batch * self.seq_len * self.d_model) * dtype_named(self.dtype).itemsize
+        dtype = dtype_named(self.dtype)
+        weights = self._num_weights(1) + self._num_weights(2)
+        return weights * dtype.itemsize + self.spec.cache_nbytes(self.batch, self.seq_len, dtype)
+
+    def _num_weights(self, axes: int) -> int:
+        """How many there are in arrays of so many axes: matrices, or biases and the like."""
+        return sum(math.prod(shape) for shape in self.spec.weight_shapes.values() if len(shape) == axes)
 
 
 @dataclass(frozen=True)
@@ -140,7 +152,8 @@ class Inputs:
 
     Attributes:
         arrays: of a core query, key, value (B, N, S, H) and, where it has them, sinks (N,); of a layer x (B, S, E); in
-            decode x (B, 1, E) and the cached keys, values (B, N, S, H); and the cotangent of the output.
+            decode x (B, 1, E) and the cached keys, values (B, N, S, H), or for a layer of a model the prompt (B, S, E)
+            that fills its cache; and the cotangent of the output.
         weights: canonical weights of a layer.
     """
 
@@ -148,19 +161,21 @@ class Inputs:
     weights: Weights
 
 
-def draw_inputs(work: Work) -> Inputs:
-    """Seeded inputs for a piece of work."""
+def draw_inputs(work: Work, weights: Weights | None = None) -> Inputs:
+    """Seeded inputs for a piece of work, and the layer's weights, which are drawn, too, where none are given."""
     rng, dtype = np.random.default_rng(0), dtype_named(work.dtype)
     heads, layer = (work.batch, work.num_heads, work.seq_len, work.head_dim), (work.batch, work.seq_len, work.d_model)
     shapes = {
         "core": dict.fromkeys(("query", "key", "value", "cotangent"), heads),
         "layer": dict.fromkeys(("x", "cotangent"), layer),
         "prefill": {"x": layer},
-        "decode": {"x": (work.batch, 1, work.d_model), "keys": heads, "values": heads},
+        "decode": {"x": (work.batch, 1, work.d_model)}
+        | ({"keys": heads, "values": heads} if work.layer is None else {"prompt": layer}),
     }[work.kind]
     shapes |= {"sinks": (work.num_heads,)} if work.has_sinks else {}
     arrays = {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes.items()}
-    weights = {} if work.kind == "core" else random_weights(work.spec, 0)
+    if weights is None:
+        weights = {} if work.kind == "core" else random_weights(work.spec, 0)
     return Inputs(arrays, {name: weight.astype(dtype) for name, weight in weights.items()})
 
 
@@ -193,7 +208,7 @@ def plan(groups: Sequence[str], dtypes: Sequence[str], *, quick: bool = False, l
     ]
 
 
-def _core(group: str, shape: tuple[int, int, int], dtype: str, **options: bool) -> Work:
+def _core(group: str, shape: tuple[int, int, int], dtype: str, **options: Any) -> Work:
     batch, num_heads, seq_len = shape
     return Work(group, "core", batch, seq_len, num_heads, dtype=dtype, **options)
 
@@ -218,8 +233,9 @@ def _scores(dtype: str, quick: bool, long: bool) -> list[Work]:
 
 
 def _layers(dtype: str, quick: bool, long: bool) -> list[Work]:
-    causal, padded, weights = {"is_causal": True}, {"is_padded": True}, {"need_weights": True}
-    kinds = [{}, causal, causal | padded, weights]
+    causal: dict[str, Any] = {"is_causal": True}
+    padded, weights = {"is_padded": True}, {"need_weights": True}
+    kinds: list[dict[str, Any]] = [{}, causal, causal | padded, weights]
     kinds += [] if quick else [padded, causal | weights]
     found = []
     for seq_len in (256,) if quick else (128, 256, 1024, 2048):
@@ -243,7 +259,7 @@ def _decode(dtype: str, quick: bool, long: bool) -> list[Work]:
 
 
 def _memory(dtype: str, quick: bool, long: bool) -> list[Work]:
-    options = {"is_causal": True, "is_timed": False}
+    options: dict[str, Any] = {"is_causal": True, "is_timed": False}
     if quick:
         return [_core("memory", (1, 8, 1024), dtype, backward=True, **options)]
     shapes = [(1, 12, 1024), (1, 16, 2048), (1, 8, 4096)]

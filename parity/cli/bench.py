@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 
 from parity.cli.help import Page
-from parity.cli.options import add_json_option, check_names, name_list
+from parity.cli.layers import add_layer_options, in_flags, layer_options
+from parity.cli.options import add_json_option, check_names, flag_of, name_list, range_list
 
 PAGE = Page(
     "how fast: against other libraries in one process, and against the limit",
     "Measure the siblings against other libraries, in one process and in turn, and against what the machine could "
-    "do. Only ratios are claimed.",
+    "do; with --model the layers of a model, with their own weights. Only ratios are claimed.",
     "mha-parity bench --what cores,decode --quick",
     "measured",
 )
@@ -26,6 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="of torch, cpu or cuda; JAX uses its default device")
     parser.add_argument("--quick", action="store_true", help="fewer rows and smaller shapes, in less than 90 s")
     parser.add_argument("--plot", metavar="PATH", help="also draw time and memory over sequence length, .png or .svg")
+    parser.add_argument("--model", metavar="FOLDER", help="measure this model's layers instead: config.json, weights")
+    parser.add_argument("--layers", type=range_list, metavar="0,5-7", help="of --model; all that differ by default")
+    parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="of its weights; told by the file by default")
+    add_layer_options(parser, "its layers")
     add_json_option(parser)
 
 
@@ -48,11 +53,30 @@ def run(options: argparse.Namespace) -> int:
         if "growth" not in groups:
             raise ValueError(f"--plot must come with growth among --what, got --what {','.join(groups)}")
     asked = {"dtypes": options.dtypes, "device": options.device, "quick": options.quick}
-    with progress_bar(count_rows(groups, options.frameworks, **asked)) as on_row:
-        found = bench(groups, options.frameworks, **asked, on_row=on_row)
+    _check_model_options(options)
+    if options.model is not None:
+        from parity.bench.models import bench_model
+
+        about = {"layers": options.layers, "layout": options.layout, "prefix": options.prefix, **layer_options(options)}
+        with progress_bar(None) as on_row, in_flags(options):
+            found = bench_model(options.model, options.frameworks, **asked, on_row=on_row, **about)
+    else:
+        with progress_bar(count_rows(groups, options.frameworks, **asked)) as on_row:
+            found = bench(groups, options.frameworks, **asked, on_row=on_row)
     print_bench(found, console())
     if options.plot is not None:
         plot_growth(found, options.plot)
     if options.json is not None:
         write_json(options.json, found.to_dict())
     return 0
+
+
+def _check_model_options(options: argparse.Namespace) -> None:
+    """Refuse what says something of a model that is not there, or of other work where there is one."""
+    of_model = {"--layers": options.layers, "--from": options.layout, "--prefix": options.prefix}
+    of_model |= {flag_of(name): value for name, value in layer_options(options).items()}
+    if options.model is None:
+        if needless := [flag for flag, value in of_model.items() if value is not None]:
+            raise ValueError(f"{', '.join(needless)} must come with --model")
+    elif options.what is not None or options.plot is not None:
+        raise ValueError("--model must not be combined with --what or --plot")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,6 +23,19 @@ class Ran(NamedTuple):
     output: np.ndarray
 
 
+class Call(NamedTuple):
+    """An attention module that has its weights, and what its model calls it with.
+
+    Attributes:
+        module: that of transformers.
+        args, kwargs: states, angles, mask and whatever else the family's modules take.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class _Done(Exception):
     """What ends a forward pass once the module that it is about has run."""
 
@@ -30,11 +43,12 @@ class _Done(Exception):
 class Skeleton:
     """A model without weights, of which one attention layer at a time has some, and is run as the model runs it."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, attn_implementation: str = "eager") -> None:
         """Make it on torch's meta device.
 
         Args:
             config: of transformers, as `AutoConfig.from_pretrained` gives it.
+            attn_implementation: how its modules attend, in the words of transformers.
 
         Raises:
             ValueError: if transformers has no model of it.
@@ -43,7 +57,7 @@ class Skeleton:
 
         try:
             with torch.device("meta"):
-                self._model = AutoModel.from_config(config, attn_implementation="eager").eval()
+                self._model = AutoModel.from_config(config, attn_implementation=attn_implementation).eval()
         except ValueError as error:  # which lists all that there are
             if "Unrecognized configuration class" not in str(error):
                 raise
@@ -76,17 +90,9 @@ class Skeleton:
             RuntimeError: if the model cannot be run so.
         """
         root, at = self._find(layer, label)
-        width = getattr(self._model.get_input_embeddings(), "embedding_dim", x.shape[-1])  # ALBERT's are narrower
-        given: dict[str, Any] = {"inputs_embeds": torch.from_numpy(x[..., :width].copy()), "use_cache": False}
-        attention = root.get_submodule(at)
-        given |= {"position_ids": torch.from_numpy(positions)} if positions is not None else {}
-        given |= {"encoder_hidden_states": torch.from_numpy(keys)} if keys is not None else {}
-        self._fill(root, at)
-        attention.load_state_dict({each: torch.from_numpy(value) for each, value in tensors.items()}, strict=False)
-        for short, path in layer.shared.items():  # which other modules hold
-            for name, parameter in self._model.named_parameters():
-                if short in tensors and f".{name}".endswith(f".{path}") and not parameter.is_meta:
-                    parameter.data.copy_(torch.from_numpy(tensors[short]))
+        attention = self._loaded(root, at, layer, tensors)
+        extra = {"position_ids": torch.from_numpy(positions)} if positions is not None else {}
+        extra |= {"encoder_hidden_states": torch.from_numpy(keys)} if keys is not None else {}
         got: list[Tensor] = []
         gave: list[Tensor] = []
 
@@ -102,22 +108,66 @@ class Skeleton:
             _part_of(attention, layer, "q").register_forward_pre_hook(begin, with_kwargs=True),
             _part_of(attention, layer, "out").register_forward_hook(stop),
         ]
-        error: Exception | None = None
         try:
-            for as_tuple in (False, True):  # what layers give depends on the family
-                with _passed_through(root, at, as_tuple=as_tuple), torch.no_grad():
-                    try:
-                        root(**given)
-                    except _Done:
-                        if got[0].shape == x.shape:
-                            return Ran(got[0].numpy(), gave[0].reshape(*x.shape[:-1], -1).numpy())
-                    except Exception as wrong:
-                        error = wrong
+            self._forward(root, at, x, extra, lambda: got[0].shape == x.shape)
         finally:
             for hook in hooks:
                 hook.remove()
             attention.to("meta")
-        raise RuntimeError(f"transformers must run {layer.path} by itself: {error or 'it was not called'}") from error
+        return Ran(got[0].numpy(), gave[0].reshape(*x.shape[:-1], -1).numpy())
+
+    def call(self, layer: ModelLayer, label: str, tensors: Mapping[str, Any], x: np.ndarray) -> Call:
+        """A layer's own module, and what the model calls it with, to be run again and again.
+
+        Args:
+            layer, label, tensors, x: as `run` takes them.
+
+        Raises:
+            RuntimeError: if the model cannot be run so.
+        """
+        root, at = self._find(layer, label)
+        attention = self._loaded(root, at, layer, tensors)
+        found: list[Call] = []
+
+        def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found[:] = [Call(module, args, kwargs)]
+            raise _Done
+
+        hook = attention.register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            self._forward(root, at, x, {}, lambda: True)
+        finally:
+            hook.remove()
+        return found[0]
+
+    def _loaded(self, root: nn.Module, at: str, layer: ModelLayer, tensors: Mapping[str, Any]) -> nn.Module:
+        """The attention module with its weights, and all that runs before it with memory."""
+        attention = root.get_submodule(at)
+        self._fill(root, at)
+        attention.load_state_dict({each: torch.from_numpy(value) for each, value in tensors.items()}, strict=False)
+        for short, path in layer.shared.items():  # which other modules hold
+            for name, parameter in self._model.named_parameters():
+                if short in tensors and f".{name}".endswith(f".{path}") and not parameter.is_meta:
+                    parameter.data.copy_(torch.from_numpy(tensors[short]))
+        return attention
+
+    def _forward(
+        self, root: nn.Module, at: str, x: np.ndarray, extra: Mapping[str, Any], is_right: Callable[[], bool]
+    ) -> None:
+        """Run a part of the model on embeddings, up to the hook that ends it and finds that all is right."""
+        width = getattr(self._model.get_input_embeddings(), "embedding_dim", x.shape[-1])  # ALBERT's are narrower
+        given = {"inputs_embeds": torch.from_numpy(x[..., :width].copy()), "use_cache": False, **extra}
+        error: Exception | None = None
+        for as_tuple in (False, True):  # what layers give depends on the family
+            with _passed_through(root, at, as_tuple=as_tuple), torch.no_grad():
+                try:
+                    root(**given)
+                except _Done:
+                    if is_right():
+                        return
+                except Exception as wrong:
+                    error = wrong
+        raise RuntimeError(f"transformers must run {at} by itself: {error or 'it was not called'}") from error
 
     def _find(self, layer: ModelLayer, label: str) -> tuple[nn.Module, str]:
         """The part of the model that has a layer and takes embeddings, the smallest one; and the layer's path there."""

@@ -78,11 +78,8 @@ def run_model(
     report: Report | None = None
     with open_layers(path, about.pop("layout", None), prefix=about.pop("prefix", None), **about) as found:
         names = names_of(found)
-        chosen = [layer for layer in found if layers is None or number_of(layer) in layers]
-        if missing := sorted(set(layers or ()) - {number_of(layer) for layer in chosen}):
-            numbers = sorted({number_of(layer) for layer in found})
-            raise ValueError(f"layers must be among {numbers}, got {missing}")
-        skeleton = _skeleton(path) if against and any(layer.model for layer in chosen) else None
+        chosen = chosen_layers(found, layers)
+        skeleton = skeleton_of(path) if against and any(layer.model for layer in chosen) else None
         for layer in chosen:
             weights, spec = layer.load()
             of = {} if layer.model is None else {"is_causal": layer.model.is_causal}
@@ -96,6 +93,18 @@ def run_model(
     if report is None:
         raise ValueError(f"there must be an attention layer to run, got none in {path}")
     return report
+
+
+def chosen_layers(found: Sequence[Layer], numbers: Collection[int] | None) -> list[Layer]:
+    """Those of some numbers, or all.
+
+    Raises:
+        ValueError: if there is none of a number.
+    """
+    chosen = [layer for layer in found if numbers is None or number_of(layer) in numbers]
+    if missing := sorted(set(numbers or ()) - {number_of(layer) for layer in chosen}):
+        raise ValueError(f"layers must be among {sorted({number_of(layer) for layer in found})}, got {missing}")
+    return chosen
 
 
 def number_of(layer: Layer) -> int:
@@ -127,13 +136,19 @@ def _joined(one: Report, other: Report) -> Report:
 # ---- The model's own module ------------------------------------------------------------------------------------------
 
 
-def _skeleton(path: str | os.PathLike[str]) -> Skeleton:
+def skeleton_of(path: str | os.PathLike[str], attn_implementation: str = "eager") -> Skeleton:
+    """The model that the config.json of a folder, or beside a file, asks for, without weights.
+
+    Raises:
+        ModuleNotFoundError: if transformers is not installed.
+        ValueError: if it has no such model.
+    """
     from transformers import AutoConfig
 
     from parity.foreign.transformers import Skeleton
 
     folder = os.fspath(path) if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
-    return Skeleton(AutoConfig.from_pretrained(folder, local_files_only=True))
+    return Skeleton(AutoConfig.from_pretrained(folder, local_files_only=True), attn_implementation)
 
 
 def _with_own_module(report: Report, layer: Layer, case: Case, weights: Weights, skeleton: Skeleton) -> Report:
@@ -141,7 +156,7 @@ def _with_own_module(report: Report, layer: Layer, case: Case, weights: Weights,
     if layer.model is None:
         return _skipped(report, case, "its configuration does not say which module it is")
     problem = make_problem(case, "float32", weights)
-    positions = case.positions() if _has_sections(case.spec) else None
+    positions = case.positions() if case.spec.rope is not None and case.spec.rope.sections else None
     try:
         keys = problem.inputs.get("key")
         ran = skeleton.run(
@@ -156,11 +171,6 @@ def _with_own_module(report: Report, layer: Layer, case: Case, weights: Weights,
         ran.output, expected, same, case=case.name, backend="transformers", dtype="float32", stage="output"
     )
     return replace(report, comparisons=[*report.comparisons, replace(verdict, library="transformers")])
-
-
-def _has_sections(spec: AttentionSpec) -> bool:
-    """Whether tokens have positions on several axes."""
-    return spec.rope is not None and bool(spec.rope.sections)
 
 
 def _skipped(report: Report, case: Case, reason: str) -> Report:

@@ -1,0 +1,144 @@
+"""How fast the attention of a model is, with its own weights: ours beside transformers' own modules."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from parity.bench import Bench, Make, bench_work, checked, effort, environment_of, open_sides
+from parity.bench.measure import Contender
+from parity.bench.work import Work, draw_inputs
+from parity.conversion.layers import Layer, open_layers
+from parity.running.models import chosen_layers, number_of, skeleton_of
+
+TRANSFORMERS = "transformers"
+NAMES = {TRANSFORMERS: "the model's own module of transformers, with SDPA where it has that"}
+
+
+def bench_model(
+    path: str | os.PathLike[str],
+    frameworks: Sequence[str] | None = None,
+    dtypes: Sequence[str] | None = None,
+    *,
+    layers: Collection[int] | None = None,
+    device: str = "cpu",
+    quick: bool = False,
+    on_row: Callable[..., Any] = lambda *what: None,
+    **about: Any,
+) -> Bench:
+    """Measure the self-attention of a model: many tokens at once, and one more token with a cache.
+
+    Layers that compute the same function of their weights are measured once, with the weights of the first. In torch
+    the module of transformers runs beside ours on many tokens, where it is installed, the folder has a config.json, and
+    the module computes attention alone: those of BERT and BLOOM, which add the residual, are left out.
+
+    Args:
+        path, layers, about: as `run_model` takes them.
+        frameworks, dtypes, device, quick, on_row: as `bench` takes them.
+
+    Raises:
+        ModuleNotFoundError, OSError, RuntimeError, ValueError: as `bench` and `run_model`, or if no layer attends to
+            its own tokens.
+    """
+    _, frameworks, dtypes = checked((), frameworks, dtypes, device)
+    sides, names = open_sides(frameworks, device)
+    rows = []
+    with open_layers(path, about.pop("layout", None), prefix=about.pop("prefix", None), **about) as found:
+        skeleton = cache(partial(_skeleton, path))
+        for layer, label in _alike(chosen_layers(found, layers)):
+            weights, _ = layer.load()
+            for work in (each for dtype in dtypes for each in _works(layer, label, dtype, quick)):
+                on_row(f"{work.what} {work.shape}")
+                inputs = draw_inputs(work, weights)
+                beside: dict[str, Make] = {}
+                if "torch" in sides and work.kind == "layer":
+                    x = inputs.arrays["x"]
+                    beside[TRANSFORMERS] = partial(_own_module, skeleton, layer, work, sides["torch"], x)
+                rows += bench_work(work, sides, inputs=inputs, beside=beside, **effort(quick))
+    if "torch" in names:
+        names["torch"] = names["torch"] | NAMES
+    return Bench(rows, environment_of(sides), names)
+
+
+def _alike(layers: Sequence[Layer]) -> list[tuple[Layer, str]]:
+    """The first of the layers that compute the same, and which those are in words: `layers 0-4, 6`."""
+    found: dict[Any, list[Layer]] = {}
+    for layer in layers:
+        is_cross = layer.model is not None and layer.model.kind == "cross_attention"
+        if not is_cross and layer.spec.d_kv == layer.spec.d_in:
+            part = layer.prefix.split(".")[0] if layer.model is None else layer.model.part
+            found.setdefault((layer.spec, _is_causal(layer), part), []).append(layer)
+    if not found:
+        raise ValueError("there must be a layer that attends to its own tokens to measure, got none")
+    parts = {part for _, _, part in found}
+    named = []
+    for (_, _, part), group in found.items():
+        of_part = f"{part} " if len(parts) > 1 and part else ""
+        named.append((group[0], f"{of_part}{_in_words([number_of(layer) for layer in group])}"))
+    return named
+
+
+def _in_words(numbers: Sequence[int]) -> str:
+    """`layers 0-4, 6`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"layer{'s' * (len(set(numbers)) > 1)} {words}"
+
+
+def _is_causal(layer: Layer) -> bool:
+    """Whether no token sees a later one; so it is where nobody says."""
+    return layer.model is None or layer.model.is_causal is not False
+
+
+def _works(layer: Layer, label: str, dtype: str, quick: bool) -> list[Work]:
+    spec, is_causal = layer.spec, _is_causal(layer)
+    about: dict[str, Any] = {"num_heads": spec.num_heads, "head_dim": spec.head_dim, "dtype": dtype}
+    about |= {"layer": spec, "label": label}
+    lengths = (256,) if quick else (256, 1024)
+    found = [Work("model", "layer", 1, seq_len, is_causal=is_causal, **about) for seq_len in lengths]
+    return found + [Work("model", "decode", 1, seq_len, **about) for seq_len in lengths[-1:] if is_causal]
+
+
+def _skeleton(path: str | os.PathLike[str]) -> Any:
+    """The model of transformers that the folder's config.json asks for, with SDPA if it has that."""
+    try:
+        return skeleton_of(path, "sdpa")
+    except ValueError:  # as BLOOM and others say
+        return skeleton_of(path)
+
+
+def _own_module(skeleton: Callable[[], Any], layer: Layer, work: Work, side: Any, x: np.ndarray) -> Contender:
+    """The library's own module of a layer, called as its model calls it."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    if layer.model is None:
+        raise ValueError("its configuration does not say which module it is")
+    call = skeleton().call(layer.model, layer.label, layer.tensors(), x.astype(np.float32))
+    dtype = getattr(torch, work.dtype)
+    module = call.module.to(side.device, dtype)
+
+    def placed(each: Any) -> Any:
+        return each.to(side.device, dtype if each.is_floating_point() else None)
+
+    args, kwargs = tree_map_only(torch.Tensor, placed, (call.args, call.kwargs))
+    states = side.put(x)  # as ours gets them: what the model gives has gone through a norm
+    if args:
+        args = (states, *args[1:])
+    else:
+        kwargs["hidden_states"] = states
+
+    def forward() -> Any:
+        found = module(*args, **kwargs)
+        return found[0] if isinstance(found, tuple) else found
+
+    return side.contender(work, forward, {"x": states})
