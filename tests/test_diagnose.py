@@ -216,6 +216,7 @@ def test_what_no_mistake_explains_is_said_to_be_unknown():
     problem = make_problem(CASES["causal"], "float32")
     observed = observed_in(problem)
     observed["context"] = observed["context"] * np.linspace(0.5, 2.0, 8, dtype=np.float32)
+    del observed["output"]  # which agrees, so that nothing would be wrong
     diagnosis = diagnose(observed, problem)
     assert (diagnosis.kind, diagnosis.stage, diagnosis.unexplained) == ("unknown", "context", "context")
     assert "no mistake known here explains it" in str(diagnosis)
@@ -257,10 +258,9 @@ def test_values_that_are_not_finite_are_a_difference_that_no_mistake_explains(wr
     ("stage", "change", "words"),
     [
         ("output", lambda x: x[:, :1], "output has shape (2, 1, 32), and should have (2, 5, 32)"),
-        ("attn_weights", lambda x: x.mean(axis=1), "attn_weights has shape (2, 5, 5), and should have (2, 4, 5, 5)"),
+        ("attn_weights", lambda x: x[:, 0], "attn_weights has shape (2, 5, 5), and should have (2, 4, 5, 5)"),
         ("context", lambda x: x.astype(int), "context has dtype int64, and should be floating-point"),
-        ("mask", lambda x: x.astype(np.float32), "mask has dtype float32, and should be boolean"),
-        ("scores", lambda x: np.where(x > 0, -np.inf, x), "elements that are NaN or infinite"),
+        ("mask", lambda x: x - np.float32(0.5), "mask has dtype float32, and should be boolean"),
     ],
 )
 def test_what_cannot_be_the_stage_is_told_and_the_others_are_judged_without_it(stage, change, words):
@@ -298,7 +298,8 @@ def test_a_factor_on_one_stage_is_not_precision(stage):
     problem = make_problem(CASES["rope-gqa"], "float32")
     wrong = {stage: observed_in(problem)[stage] * np.float32(1.0003)}
     assert diagnose(wrong, problem).kind == "unknown"
-    assert diagnose({**observed_in(problem), **wrong}, problem).kind == "unknown"
+    whole = diagnose({**observed_in(problem), **wrong}, problem)
+    assert whole.kind == ("unknown" if stage == "output" else "convention")  # what follows q agrees
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -357,6 +357,17 @@ def share(error: float, allowed: float) -> float:
     return error / allowed if allowed > 0.0 and math.isfinite(allowed) else math.inf
 
 
+def share_of(
+    actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str
+) -> tuple[float, float]:
+    """The root mean square of an error, infinite where one side alone is not finite, and its worse share of a budget."""
+    errors = errors_of(whole_rows(actual, stage), whole_rows(expected, stage))
+    error = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
+    if not math.isfinite(error["rms"]):
+        return math.inf, math.inf
+    return error["rms"], max(share(error[norm], allowed[norm]) for norm in error)
+
+
 def _by_position(errors: np.ndarray, allowed: float, stage: str) -> tuple[float, ...]:
     """The largest error at each token, or in each run of neighbouring tokens, as a share of what is allowed."""
     axes = axis_names(stage, errors.ndim)

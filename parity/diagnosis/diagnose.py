@@ -1,17 +1,20 @@
 """Why do two implementations differ? The reference is run again with named mistakes in it, until it differs no more.
 
-What was observed is taken stage by stage: each stage is computed again from the observed stages before it, so that two
-mistakes in different places are found one after the other. A stage that is not there (of an implementation that gives
-its output only) is computed with the mistakes found so far. A mistake explains a stage if what is left of the error is
-within the budget of `parity.core.compare`, that is, if nothing but rounding is left.
+The end comes first: where the output agrees, a stage that differs is recorded otherwise, most likely, and the ways in
+which others do that are tried before any mistake (`parity.diagnosis.readings`). What others may choose to compute less
+exactly is allowed as it is (`parity.diagnosis.choices`).
+
+Then what was observed is taken stage by stage: each stage is computed again from the observed stages before it, so that
+two mistakes in different places are found one after the other. A stage that is not there (of an implementation that
+gives its output only) is computed with the mistakes found so far. A mistake explains a stage if what is left of the
+error is within the budget of `parity.core.compare`, that is, if nothing but rounding is left.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,22 +24,19 @@ from parity.backends import load_backend
 from parity.conversion.verify import probe
 from parity.core import reference
 from parity.core.arrays import stages_of
-from parity.core.compare import FACTOR, finite
+from parity.core.compare import FACTOR
 from parity.core.problem import Problem
 from parity.core.stages import STAGES, run_steps, stage_named
 from parity.core.trace import Trace
 from parity.core.weights import Weights
-from parity.diagnosis.mistakes import PRECISIONS, Mistake
-from parity.diagnosis.replay import Mistakes, Replay, Verdict
+from parity.diagnosis.choices import Choice, choices_for
+from parity.diagnosis.mistakes import PRECISIONS
+from parity.diagnosis.readings import Read, Right, read
+from parity.diagnosis.replay import Replay, Verdict
+from parity.diagnosis.search import Clock, Found, search
+from parity.diagnosis.verdicts import Diagnosis, Explanation, Unknown
 
-PARTS = {
-    "": "",
-    "module": "in the module's plain path: ",
-    "fused": "in the fused path: ",
-    "blocks": "in the fused path, block by block: ",
-}
-"""The parts of a trace, which may each have mistakes of their own: "", the stage functions, and each path of a module;
-and what to say of it."""
+__all__ = ["Diagnosis", "Explanation", "Unknown", "diagnose", "diagnose_trace", "diagnose_weights", "observe"]
 
 MULTIPLIED = {"q", "k", "v", "scores", "context", "output"}
 """The stages that are matrix products: all of them differ where products lose too much."""
@@ -47,99 +47,13 @@ LEAST = 0.02
 ALMOST = 3.0
 """A ratio up to which an error that nothing explains is called rounding."""
 
-
-@dataclass(frozen=True)
-class Explanation:
-    """A mistake, or two at once, that explain a stage.
-
-    Attributes:
-        stage: the first that they explain.
-        stages: all that they explain, in order.
-        hypotheses: their names, in the order of the stages that they are made in.
-        about: what they are, in words.
-        fixes: what to do about each.
-        docs: the pages of parity/bugs that say more.
-        error_before: error of the stage without them (root mean square), from the observed stages before it.
-        error: with them.
-        ratio: what is left, over what is allowed; at most 1.
-        others: what explains it as well and cannot be told from it here, in words.
-    """
-
-    stage: str
-    stages: tuple[str, ...]
-    hypotheses: tuple[str, ...]
-    about: str
-    fixes: tuple[str, ...]
-    docs: tuple[str, ...]
-    error_before: float
-    error: float
-    ratio: float
-    others: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        falls = f"error falls from {self.error_before:.2g} to {self.error:.2g}"
-        same = f"error {self.error:.2g}, as much as that loses"
-        lines = [
-            f"{_listed(self.stages)} the reference if {self.about} "
-            f"({falls if self.error < self.error_before else same})",
-            *(f"  or if     {other}: they cannot be told apart here" for other in self.others),
-            f"  mistake   {', '.join(self.hypotheses)}",
-            *(f"  fix       {fix}" for fix in self.fixes),
-            f"  see       mha-parity bugs {' '.join(self.docs)}",
-        ]
-        return "\n".join(lines)
+SECONDS = 5.0
+"""How long the search for mistakes may take."""
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """What is wrong, as far as it was found.
-
-    Attributes:
-        kind: `none`, nothing differs; `rounding`, some errors are just beyond the budget; `precision`, all are small,
-            and what matrix products lose explains them; `structure`, mistakes do; `unknown`, they do not.
-        stage: the first that differs, or nothing.
-        error: of that stage (root mean square).
-        ratio: of that stage: error / budget.
-        explanations: the mistakes, in the order of the stages that they explain.
-        unexplained: the first stage that still differs, or nothing.
-        nearest: what lessens its error most, without explaining it: in words, with the error that is left.
-        has_stages: whether more was observed than the output.
-        malformed: stages that cannot be compared, and why; the others are judged without them.
-    """
-
-    kind: str
-    stage: str = ""
-    error: float = 0.0
-    ratio: float = 0.0
-    explanations: list[Explanation] = field(default_factory=list)
-    unexplained: str = ""
-    nearest: list[tuple[str, float]] = field(default_factory=list)
-    has_stages: bool = True
-    malformed: dict[str, str] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them."""
-        return {name: finite(value) for name, value in asdict(self).items()}
-
-    def __str__(self) -> str:
-        if self.kind == "none":
-            return "nothing differs by more than rounding"
-        lines = [f"{self.kind}: {self.stage} is {self.ratio:.2g} times its budget"] if math.isfinite(self.ratio) else []
-        lines += [f"{stage} {reason}" for stage, reason in self.malformed.items()]
-        if self.kind == "rounding":
-            lines.append("no mistake explains it: rounding, most likely")
-        lines += map(str, self.explanations)
-        if self.unexplained and self.kind == "unknown":
-            still = "still " if self.explanations else ""
-            lines.append(f"{self.unexplained} {still}differs, and no mistake known here explains it")
-            lines += [f"  nearest   {words} (error {error:.2g})" for words, error in self.nearest]
-            lines += (
-                [] if self.has_stages else ["  next      pass its stages, too (q, k, v, scores, …): they show more"]
-            )
-        return "\n".join(lines)
-
-
-def diagnose(observed: Mapping[str, np.ndarray], problem: Problem, *, arithmetic: str = "ieee") -> Diagnosis:
+def diagnose(
+    observed: Mapping[str, np.ndarray], problem: Problem, *, arithmetic: str = "ieee", seconds: float = SECONDS
+) -> Diagnosis:
     """Find the mistakes that explain what an implementation gave.
 
     Args:
@@ -147,54 +61,150 @@ def diagnose(observed: Mapping[str, np.ndarray], problem: Problem, *, arithmetic
             for one, or not at all.
         problem: what it was given.
         arithmetic: of its hardware, one of `reference.ARITHMETICS`.
+        seconds: how long the search may take, about; what was not tried is told. Infinity tries everything.
 
     Raises:
         ValueError: if there is no stage of the problem among the names.
     """
-    replay = Replay(problem, stages_of("observed", observed, "output"), arithmetic)
-    malformed = replay.malformed
-    if not (replay.stages or malformed):
+    stages = stages_of("observed", observed, "output")
+    clock = Clock(seconds)
+    views: list[_View] = []
+    for choices in choices_for(problem.dtype, stages):
+        views += _views(stages, problem, arithmetic, choices)
+        right = next((view for view in views if not view.wrong), None)
+        if right is not None:
+            kind = "convention" if right.conventions else "none"
+            kind = "unknown" if right.malformed else kind
+            return right.diagnosis(kind)
+    if not views:
         raise ValueError(f"observed must have stages of the problem, got {sorted(observed)}")
-    before = {stage: replay.verdict(stage, ()) for stage in replay.stages}
-    wrong = [stage for stage, verdict in before.items() if verdict.ratio > 1.0]
-    if not wrong and malformed:
-        return Diagnosis("unknown", next(iter(malformed)), math.inf, math.inf, malformed=malformed)
-    if not wrong:
-        return Diagnosis("none")
-    about = {
-        "stage": wrong[0],
-        "error": before[wrong[0]].error,
-        "ratio": before[wrong[0]].ratio,
-        "malformed": malformed,
-    }
-    explanations: list[Explanation] = []
-    of_stages: Mistakes = ()
-    unexplained, nearest = "", []
-    for part, words in PARTS.items():
-        of_part = [stage for stage in replay.stages if stage_named(stage).path == part]
-        # A path of the module has those mistakes of the stages that lie in what they share.
-        counts = range(len(of_stages), -1, -1)
-        shared: list[Mistakes] = [some for count in counts for some in itertools.combinations(of_stages, count)]
-        found: Mistakes = min(shared, key=lambda mistakes: len(replay.wrong(of_part, mistakes)))
-        path = _search(replay, of_part, found)
-        if path.unexplained and not explanations and (explanation := _precision(replay, before, wrong)):
-            return Diagnosis("precision", **about, explanations=[explanation])
-        for choice in path.choices:
-            explanations.append(_explanation(replay, of_part, found, choice, words))
-            found = (*found, *choice.mistakes)
-        of_stages = found if part == "" else of_stages
-        if path.unexplained:
-            unexplained, nearest = path.unexplained, _nearest(replay, path.unexplained, found)
-            break
-    if unexplained and not explanations and max(before[stage].ratio for stage in wrong) <= ALMOST:
-        return Diagnosis("rounding", **about, unexplained=unexplained)
-    return Diagnosis(
-        "unknown" if unexplained else "structure",
-        **about,
+    plain = views[0]
+    found = {id(view): search(view.replay, clock) for view in views[:1]}
+    for view in views[1:]:
+        if found[id(plain)].unknowns and len(view.wrong) < len(plain.wrong):
+            found[id(view)] = search(view.replay, clock)
+    view = min((view for view in views if id(view) in found), key=lambda view: found[id(view)].cost)
+    return _told(view, found[id(view)], clock)
+
+
+def _told(view: _View, found: Found, clock: Clock) -> Diagnosis:
+    """What a search says."""
+    explanations, unknowns = found.explanations, found.unknowns
+    if unknowns and not explanations:
+        if explanation := _precision(view.replay, view.before, view.wrong):
+            return view.diagnosis("precision", explanations=[explanation])
+        if view.agrees_in_the_end and all(math.isfinite(unknown.error) for unknown in unknowns):
+            words = "differs from the reference, in a way that is not known here"
+            conventions = {**view.conventions, **{unknown.stage: words for unknown in unknowns}}
+            return replace(view.diagnosis("convention"), conventions=conventions, unknowns=unknowns)
+        if max(view.before[stage].ratio for stage in view.wrong) <= ALMOST:
+            return view.diagnosis("rounding", unknowns=unknowns)
+    return view.diagnosis(
+        "unknown" if unknowns else "structure",
         explanations=explanations,
-        unexplained=unexplained,
-        nearest=nearest,
-        has_stages=len(replay.stages) > 1,
+        unknowns=unknowns,
+        untried=clock.untried if unknowns else "",
+        agrees=view.agrees_in_the_end,
+    )
+
+
+# ---- What was observed, in each way that it may be taken -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _View:
+    """Observed stages, taken in one way.
+
+    Attributes:
+        replay: the reference, and the stages.
+        right: what the reference gives.
+        before: how far each stage is from the reference's, computed from the stages before it.
+        conventions: how stages are recorded, where not as ours.
+        malformed: stages that cannot be taken, and why.
+        choices: what is allowed.
+    """
+
+    replay: Replay
+    right: Right
+    before: dict[str, Verdict]
+    conventions: dict[str, str]
+    malformed: dict[str, str]
+    choices: Sequence[Choice]
+
+    @property
+    def wrong(self) -> list[str]:
+        """The stages that differ by themselves."""
+        return [stage for stage, verdict in self.before.items() if verdict.ratio > 1.0]
+
+    @property
+    def agrees_in_the_end(self) -> bool:
+        """Whether something was recorded at the end of every call, and agrees with all that led there.
+
+        What a cache keeps shows in later calls only, so that it must agree, too.
+        """
+        replay = self.replay
+        ends = [name for names in replay.steps for name in names if stage_named(name).kind == "output"]
+        kept = [name for name in replay.stages if "cache" in name]
+        is_given = all(name in replay.observed for name in ends)
+        return is_given and all(self.right.agrees(name, replay.observed[name]) for name in (*ends, *kept))
+
+    def diagnosis(self, kind: str, **more: Any) -> Diagnosis:
+        """What there is to say of it."""
+        wrong = self.wrong
+        first = wrong[0] if wrong else next(iter(self.malformed), "")
+        verdict = self.before.get(first, Verdict(math.inf, math.inf)) if first else Verdict(0.0, 0.0)
+        return Diagnosis(
+            kind,
+            first,
+            verdict.error,
+            verdict.ratio,
+            has_stages=len(self.replay.stages) > 1,
+            malformed=self.malformed,
+            conventions=self.conventions,
+            choices=tuple(choice.about.format(dtype=self.replay.problem.dtype) for choice in self.choices),
+            **more,
+        )
+
+
+def _views(
+    stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, choices: Sequence[Choice]
+) -> list[_View]:
+    """What was observed by its shapes alone, and in the ways in which it agrees with the reference, if that is more."""
+    right = Right(problem, arithmetic, choices)
+    found = read(stages, right)
+    if not found:
+        return []
+    malformed = {name: each.reason for name, each in found.items() if each.plain is None and each.agreed is None}
+    plain = {name: each.plain for name, each in found.items() if each.plain is not None}
+    ways = [plain]
+    agreed = {
+        name: each.agreed for name, each in found.items() if each.agreed is not None and _is_borne_out(name, found)
+    }
+    if any(reading is not plain.get(name) and reading.words for name, reading in agreed.items()):
+        ways.append({**plain, **agreed})
+    views = []
+    for way in ways:
+        values = {name: reading.values for name, reading in way.items() if reading.values is not None}
+        replay = Replay(problem, values, arithmetic, choices)
+        before = {stage: replay.verdict(stage, ()) for stage in replay.stages}
+        conventions = {name: reading.words for name, reading in way.items() if reading.words}
+        views.append(_View(replay, right, before, conventions, malformed, choices))
+    return views
+
+
+def _is_borne_out(name: str, found: Mapping[str, Read]) -> bool:
+    """Whether something that follows a stage was recorded, and can be judged."""
+    names = list(found)
+    reading = found[name].agreed
+    if reading is None or reading.is_shape or not reading.words:
+        return True
+    stage = stage_named(name)
+    order = list(STAGES)
+    return any(
+        order.index(stage_named(each).kind) > order.index(stage.kind)
+        and stage_named(each).step == stage.step
+        and (read.agreed is None or read.agreed.values is not None)
+        for each, read in ((each, found[each]) for each in names)
     )
 
 
@@ -253,86 +263,7 @@ def observe(function: Callable[..., Any], problem: Problem, framework: str) -> d
     return found
 
 
-# ---- The search ------------------------------------------------------------------------------------------------------
-
-MOST_MISTAKES = 4  # that are looked for at the same time
-MOST_BRANCHES = 6  # ways to explain a stage that are followed
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """What explains a stage, and what does so as well."""
-
-    stage: str
-    mistakes: Mistakes
-    others: tuple[Mistakes, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Path:
-    """Choices one after the other, and the first stage that they do not explain, or nothing."""
-
-    choices: tuple[_Choice, ...] = ()
-    unexplained: str = ""
-
-    @property
-    def length(self) -> int:
-        return sum(len(choice.mistakes) for choice in self.choices)
-
-
-def _search(replay: Replay, stages: Sequence[str], found: Mistakes) -> _Path:
-    """The shortest way to explain all stages, or one that goes far."""
-    left = replay.wrong(stages, found)
-    if not left:
-        return _Path()
-    best = _Path(unexplained=left[0])
-    for at_once in (1, 2):
-        if len(found) + at_once > MOST_MISTAKES:
-            break
-        ways = {
-            added: _search(replay, stages, (*found, *added))
-            for added in _explain(replay, stages, left[0], found, at_once=at_once)[:MOST_BRANCHES]
-        }
-        whole = {added: way for added, way in ways.items() if not way.unexplained}
-        if whole:
-            shortest = min(way.length for way in whole.values())
-            added, *others = (added for added, way in whole.items() if way.length == shortest)
-            return _Path((_Choice(left[0], added, tuple(others)), *whole[added].choices))
-        for added, way in ways.items():
-            if stages.index(way.unexplained) > stages.index(best.unexplained):
-                best = _Path((_Choice(left[0], added), *way.choices), way.unexplained)
-    return best
-
-
-def _explain(replay: Replay, stages: Sequence[str], stage: str, found: Mistakes, *, at_once: int) -> list[Mistakes]:
-    """What explains a stage beside what was found, and spoils none that its step gives; the best first.
-
-    Args:
-        replay: the reference.
-        stages: those to explain.
-        stage: the first of them that differs.
-        found: the mistakes before it.
-        at_once: how many mistakes to add.
-    """
-    index = replay.step_of[stage]
-    wrong = replay.wrong(stages, found)
-    right = [each for each in stages if replay.step_of[each] == index and each not in wrong]
-    expected = replay.computed(index, found)[stage]
-
-    def changes(mistake: Mistake) -> bool:
-        return not np.array_equal(expected, replay.computed(index, (*found, mistake))[stage], equal_nan=True)
-
-    def explains(added: Mistakes) -> bool:
-        mistakes = (*found, *added)
-        # The budget of each wrong layer takes long; that of the right one is near it.
-        if replay.verdict(stage, mistakes, quick=True).ratio > 100.0:
-            return False
-        return replay.verdict(stage, mistakes).ratio <= 1.0 and not replay.wrong(right, mistakes)
-
-    known = [mistake for mistake in replay.known if mistake not in found and changes(mistake)]
-    fitting = list(filter(explains, itertools.permutations(known, at_once)))
-    fitting = list({frozenset(mistake.name for mistake in added): added for added in reversed(fitting)}.values())[::-1]
-    return sorted(fitting, key=lambda added: len(replay.wrong(stages, (*found, *added)))) if fitting[1:] else fitting
+# ---- Precision -------------------------------------------------------------------------------------------------------
 
 
 def _precision(replay: Replay, before: Mapping[str, Verdict], wrong: Sequence[str]) -> Explanation | None:
@@ -360,51 +291,3 @@ def _precision(replay: Replay, before: Mapping[str, Verdict], wrong: Sequence[st
         error,
         max(ratios[kind]),
     )
-
-
-def _nearest(replay: Replay, stage: str, found: Mistakes) -> list[tuple[str, float]]:
-    """The single mistakes that lessen the error of a stage most."""
-    before = replay.verdict(stage, found, quick=True).error
-    errors = [
-        (mistake.about, replay.verdict(stage, (*found, mistake), quick=True).error)
-        for mistake in replay.known
-        if mistake not in found
-    ]
-    return sorted(((words, error) for words, error in errors if error < 0.5 * before), key=lambda each: each[1])[:3]
-
-
-def _explanation(replay: Replay, stages: Sequence[str], found: Mistakes, choice: _Choice, words: str) -> Explanation:
-    def made_in(mistake: Mistake) -> int:
-        """The first step that a mistake changes."""
-        for index, names in enumerate(replay.steps):
-            right, wrong = replay.computed(index, found), replay.computed(index, (*found, mistake))
-            if not all(np.array_equal(right[name], wrong[name], equal_nan=True) for name in names):
-                return index
-        return len(replay.steps)
-
-    added = tuple(sorted(choice.mistakes, key=made_in)) if len(choice.mistakes) > 1 else choice.mistakes
-    before, after = replay.verdict(choice.stage, found), replay.verdict(choice.stage, (*found, *choice.mistakes))
-    still = replay.wrong(stages, (*found, *choice.mistakes))
-    return Explanation(
-        choice.stage,
-        tuple(stage for stage in replay.wrong(stages, found) if stage not in still),
-        tuple(mistake.name for mistake in added),
-        words + _words(added),
-        tuple(dict.fromkeys(mistake.fix for mistake in added)),
-        tuple(dict.fromkeys(mistake.page for mistake in added)),
-        before.error,
-        after.error,
-        after.ratio,
-        tuple(map(_words, choice.others)),
-    )
-
-
-def _listed(stages: Sequence[str]) -> str:
-    """Some stages and how many more, with a verb."""
-    shown = ", ".join(stages[:3])
-    more = f" and {len(stages) - 3} more" if len(stages) > 3 else ""
-    return f"{shown}{more} {'matches' if len(stages) == 1 else 'match'}"
-
-
-def _words(mistakes: Mistakes) -> str:
-    return " and ".join(mistake.about for mistake in mistakes)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from parity.core.compare import SAME_PRECISION, budget, errors_of, norms_of, share, whole_rows
+from parity.core.compare import SAME_PRECISION, budget, errors_of, share_of
 from parity.core.problem import Problem
 from parity.core.stages import stage_named
-from parity.core.weights import is_floating
 from parity.diagnosis.mistakes import Mistake, mistakes_for, permuted_heads, wrong_layer
+from parity.diagnosis.mistakes.record import Change
 
 Mistakes = tuple[Mistake, ...]
 
@@ -34,30 +34,30 @@ class Replay:
     Attributes:
         steps: the names of the stages that each step of the reference gives.
         step_of: the step of each stage.
-        observed: the stages that can be compared; `stages` are their names, in the order of the data flow.
-        malformed: those that cannot, and why.
+        observed: the stages, in their shapes; `stages` are their names, in the order of the data flow.
         known: the mistakes that could be in them.
+
+    Args:
+        problem: what was computed.
+        observed: stages of the reference's, in its shapes.
+        arithmetic: of the hardware.
+        choices: what is allowed in the same precision.
     """
 
-    def __init__(self, problem: Problem, observed: Mapping[str, np.ndarray], arithmetic: str) -> None:
-        self.problem = problem
-        self.arithmetic = arithmetic
+    def __init__(
+        self, problem: Problem, observed: Mapping[str, np.ndarray], arithmetic: str, choices: Sequence[Change] = ()
+    ) -> None:
+        self.problem, self.arithmetic, self.choices = problem, arithmetic, tuple(choices)
         with np.errstate(all="ignore"):
             names: list[list[str]] = []
             values: dict[str, np.ndarray] = {}
-            for step in wrong_layer(problem, "float64", ()).steps():
+            for step in wrong_layer(problem, "float64", (), arithmetic).steps():
                 found = step(values)
                 values |= found
                 names.append(list(found))
         self.steps = names
         self.step_of = {name: index for index, found in enumerate(names) for name in found}
-        known = {name: x for name, x in observed.items() if name in values}  # gradients are not explained
-        may_be_nan = problem.case.not_finite is not None
-        reasons = {
-            name: _why_malformed(name, x, values[name].shape, may_be_nan=may_be_nan) for name, x in known.items()
-        }
-        self.malformed = {name: reason for name, reason in reasons.items() if reason}
-        self.observed = {name: x for name, x in known.items() if name not in self.malformed}
+        self.observed = {name: x for name, x in observed.items() if name in values}  # gradients are not explained
         self.stages = [name for found in names for name in found if name in self.observed]
         self.known = [*mistakes_for(problem.case), *permuted_heads(values, self.observed)]
         self._found: dict[tuple[Any, ...], dict[str, np.ndarray]] = {}
@@ -69,7 +69,8 @@ class Replay:
         if key not in self._found:
             if len(self._found) > MOST_KEPT:
                 self._found.clear()
-            steps = wrong_layer(self.problem, dtype, mistakes, kind or self.arithmetic).steps()
+            changes = mistakes if dtype == "float64" else (*mistakes, *self.choices)
+            steps = wrong_layer(self.problem, dtype, changes, kind or self.arithmetic).steps()
             values = dict(self.observed)
             try:
                 with np.errstate(all="ignore"):
@@ -94,20 +95,17 @@ class Replay:
         expected, actual = self.computed(index, mistakes)[stage], self.observed[stage]
         if actual.shape != expected.shape:
             return Verdict(math.inf, math.inf)
-        errors = errors_of(whole_rows(actual, stage), whole_rows(expected, stage))
         if stage_named(stage).is_exact:
+            errors = errors_of(actual, expected)
             return Verdict(float(errors.mean()), math.inf if errors.any() else 0.0)
-        allowed = self._allowed(stage, () if quick else mistakes, kind)
-        error = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
-        if not math.isfinite(error["rms"]):
-            return Verdict(math.inf, math.inf)
-        return Verdict(error["rms"], max(share(error[norm], allowed[norm]) for norm in error))
+        return Verdict(*share_of(actual, expected, self.allowed(stage, () if quick else mistakes, kind), stage))
 
     def wrong(self, stages: Iterable[str], mistakes: Mistakes) -> list[str]:
         """Those of the stages that mistakes do not explain."""
         return [stage for stage in stages if self.verdict(stage, mistakes).ratio > 1.0]
 
-    def _allowed(self, stage: str, mistakes: Mistakes, kind: str) -> dict[str, float]:
+    def allowed(self, stage: str, mistakes: Mistakes, kind: str = "") -> dict[str, float]:
+        """The budget of a stage of the layer with mistakes in it."""
         key = (stage, tuple(map(self.known.index, mistakes)), kind)
         if key not in self._budgets:
             index, dtype = self.step_of[stage], self.problem.dtype
@@ -116,16 +114,3 @@ class Replay:
             with np.errstate(all="ignore"):
                 self._budgets[key] = budget(expected, same, dtype, arithmetic=self.arithmetic)
         return self._budgets[key]
-
-
-def _why_malformed(stage: str, x: np.ndarray, shape: tuple[int, ...], *, may_be_nan: bool) -> str:
-    """Why an array cannot be what the stage is, in words, or nothing."""
-    known = stage_named(stage)
-    if known.kind == "mask" and x.dtype != np.bool_:
-        return f"has dtype {x.dtype}, and should be boolean, True where a key is hidden"
-    if not known.is_exact and not is_floating(x.dtype):
-        return f"has dtype {x.dtype}, and should be floating-point"
-    if x.shape != shape:
-        return f"has shape {x.shape}, and should have {shape}"
-    lost = 0 if known.is_exact or may_be_nan else np.count_nonzero(~np.isfinite(x.astype(np.float64)))
-    return f"has {lost} elements that are NaN or infinite" if lost else ""

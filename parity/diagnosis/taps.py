@@ -308,7 +308,7 @@ def _compared(observed: Mapping[str, np.ndarray], reference: Reference, backend:
             dtype=problem.dtype,
             stage=stage,
         )
-        local = comparison.ratio if stage in replay.malformed else replay.verdict(stage, ()).ratio
+        local = replay.verdict(stage, ()).ratio
         failed = not comparison.passed or local > 1.0
         reason = comparison.reason or ("wrong for what it was made of" if local > 1.0 else "")
         found.append(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from parity.core.compare import Comparison, first_difference
 from parity.core.trace import Reference, Trace, judge
-from parity.diagnosis.diagnose import Diagnosis, diagnose_trace
+from parity.diagnosis.diagnose import Diagnosis, Unknown, diagnose_trace
 
 
 def judge_together(traces: Sequence[Trace]) -> list[list[Comparison]]:
@@ -43,8 +42,8 @@ def diagnose_worst(traces: Sequence[Trace], sides: Sequence[Sequence[Comparison]
     places = [len(order) if each is None else order[each.stage] for each in wrong]
     worst = places.index(min(places))
     diagnosis, difference = diagnose_trace(traces[worst]), wrong[worst]
-    if diagnosis.kind != "none" or difference is None:
+    if diagnosis.is_wrong or difference is None or difference.stage in diagnosis.conventions:
         return diagnosis
     # A gradient, a dtype, a stage that is missing: nothing that a mistake in the formulas would explain.
-    told = {"stage": difference.stage, "unexplained": difference.stage}
-    return replace(diagnosis, kind="unknown", error=difference.error, ratio=difference.worse_ratio, **told)
+    about = (difference.stage, difference.error, difference.worse_ratio)
+    return Diagnosis("unknown", *about, unknowns=[Unknown(*about)])

@@ -154,7 +154,7 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace
         is_wrong = any(not comparison.passed for comparison in judged)
         if is_wrong and trace.accumulated and len(diagnoses) < DIAGNOSED:
             diagnosis = diagnose_trace(trace)
-            if diagnosis.kind != "none":  # a gradient alone is wrong, which no mistake known here explains
+            if diagnosis.is_wrong:  # a gradient alone is wrong, which no mistake known here explains
                 diagnoses[case, dtype, trace.title] = diagnosis
         if (values := trace.numerics.get("values", "device")) != "device":
             without_hardware[trace.title] = printable(str(values))

@@ -32,7 +32,7 @@ from parity.diagnosis.mistakes import (
     weights,
 )
 from parity.diagnosis.mistakes.heads import permuted_heads
-from parity.diagnosis.mistakes.record import Mistake, Override, Plan
+from parity.diagnosis.mistakes.record import Change, Mistake, Override, Plan
 from parity.diagnosis.mistakes.scores import PRECISIONS
 
 __all__ = [
@@ -108,7 +108,7 @@ def page_by_mistake() -> dict[str, str]:
     return {mistake.name: mistake.page for mistake in (*in_cases, *PRECISIONS.values(), *in_any_order)}
 
 
-def wrong_layer(problem: Problem, dtype: str, mistakes: Sequence[Mistake], arithmetic: str = "ieee") -> Layer:
+def wrong_layer(problem: Problem, dtype: str, mistakes: Sequence[Change], arithmetic: str = "ieee") -> Layer:
     """The reference with mistakes in it, the first of them outermost, computed in a dtype and an arithmetic."""
     layer = Layer(problem, Arithmetic(dtype_named(dtype), arithmetic))
     for mistake in reversed(mistakes):

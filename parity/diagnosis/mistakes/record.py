@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from parity.backends.port import Port
 from parity.core.problem import Problem
@@ -18,6 +18,20 @@ Override = Callable[..., Any]
 """Stands in for a method of the reference, `override(layer, original, *inputs)`, or for a function of a sibling,
 `override(plan, original, *inputs)`. The original is what stood there before: where two mistakes are made, perhaps the
 other's override."""
+
+
+class Change(Protocol):
+    """What makes the reference another one."""
+
+    @property
+    def in_reference(self) -> Mapping[str, Override]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Changed:
+    """Overrides by the methods of `reference.Layer`, and no more."""
+
+    in_reference: Mapping[str, Override]
 
 
 @dataclass

@@ -1,0 +1,93 @@
+"""What implementations may choose: how finely scores are kept, and how the softmax is written. None of it is a mistake.
+
+Each has a noise of its own, which the budgets of the stages take up: a layer that keeps its scores in bfloat16 is less
+exact than one that keeps them in float32, in the scores and in all that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parity.core.reference import Layer
+from parity.core.stages import Values, stage_named
+from parity.diagnosis.mistakes.record import Override
+
+HALF = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Another way to compute the same.
+
+    Attributes:
+        about: in words, with `{dtype}` for that of the problem.
+        in_reference: overrides of the same-precision reference.
+    """
+
+    about: str
+    in_reference: Mapping[str, Override]
+
+
+def _kept_scores(layer: Layer, original: Any, values: Values, *places: Any) -> dict[str, np.ndarray]:
+    scores = original(values, *places)["scores"]
+    return {"scores": layer.arithmetic.widen(scores)}
+
+
+def _kept_products(layer: Layer, original: Any, values: Values) -> np.ndarray:
+    """Products are kept before they are scaled, too."""
+    a = layer.arithmetic
+    return a.widen(a.widen(original(values) * a.wide.type(layer.scale())) / a.wide.type(layer.scale()))
+
+
+def _kept_softmax(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+    """Every step of the softmax is kept."""
+    a = layer.arithmetic
+    shown = np.where(values["mask"], -np.inf, a.widen(values["scores"]))
+    highest = shown.max(axis=-1, keepdims=True, initial=-np.inf)
+    highest = np.where(np.isfinite(highest), highest, 0.0).astype(a.wide)
+    exponentials = a.widen(np.exp(a.widen(shown - highest)))
+    total = a.widen(exponentials.sum(axis=-1, keepdims=True))
+    sinks = layer.sinks()
+    total = total if sinks is None else a.widen(total + np.exp(a.widen(a.widen(sinks) - highest)))
+    return {"attn_weights": a.keep(exponentials / np.where(total == 0.0, a.wide.type(1.0), total))}
+
+
+def _log_sum_exp(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+    """exp(s - log sum exp): the logarithm is as large as the scores, and rounded as they are."""
+    a = layer.arithmetic
+    shown = np.where(values["mask"], -np.inf, values["scores"].astype(a.wide))
+    sinks = layer.sinks()
+    highest = shown.max(axis=-1, keepdims=True, initial=-np.inf)
+    highest = highest if sinks is None else np.maximum(highest, sinks)
+    highest = np.where(np.isfinite(highest), highest, 0.0).astype(a.wide)
+    total = np.exp(shown - highest).sum(axis=-1, keepdims=True)
+    total = total if sinks is None else total + np.exp(sinks - highest)
+    with np.errstate(divide="ignore"):
+        logarithm = (highest + np.log(total)).astype(a.wide)
+    logarithm = np.where(np.isfinite(logarithm), logarithm, 0.0).astype(a.wide)
+    return {"attn_weights": a.keep(np.exp(shown - logarithm))}
+
+
+SCORES = Choice("scores are kept in {dtype}", {"scores": _kept_scores, "products": _kept_products})
+SOFTMAX = Choice(
+    "scores, and every step of the softmax, are kept in {dtype}", {**SCORES.in_reference, "attn_weights": _kept_softmax}
+)
+LOG_SUM_EXP = Choice("attention weights are exp(s - log sum exp)", {"attn_weights": _log_sum_exp})
+
+
+def choices_for(dtype: str, observed: Mapping[str, np.ndarray]) -> Iterator[Sequence[Choice]]:
+    """What to allow, the reference's own first, unless the dtype of recorded scores says that they are kept in it."""
+    kept = {x.dtype.name for name, x in observed.items() if stage_named(name).kind == "scores"}
+    if dtype in HALF:
+        if kept != {dtype}:
+            yield ()
+        yield (SCORES,)
+        yield (SOFTMAX,)
+    else:
+        yield ()
+    if dtype != "float64":
+        yield (LOG_SUM_EXP,)

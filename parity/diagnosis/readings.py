@@ -1,0 +1,390 @@
+"""The ways in which others record a stage: other axes, before RoPE, a mask where True shows; and what each is in ours.
+
+A stage that differs may be right and recorded otherwise. Which it is what follows tells: if that agrees with the
+reference, then nothing is wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from parity.core.compare import SAME_PRECISION, budget, share_of
+from parity.core.problem import Problem
+from parity.core.stages import STAGES, Stage, run_steps, stage_named
+from parity.core.weights import is_floating
+from parity.diagnosis.mistakes import wrong_layer
+from parity.diagnosis.mistakes.record import Change, Changed, instead
+
+FAR_BELOW = 20.0
+"""How far below every score that is seen a hidden one lies at least, if it is masked."""
+
+PENALTY = -100.0
+"""What an additive mask takes from hidden scores at least."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a recorded array is.
+
+    Attributes:
+        words: what to say after the name of the stage; nothing where it is as ours.
+        values: the stage as ours is; None where it cannot be told from what was recorded.
+        is_shape: whether it is a matter of axes alone.
+    """
+
+    words: str
+    values: np.ndarray | None
+    is_shape: bool = False
+
+
+@dataclass(frozen=True)
+class Read:
+    """A recorded stage as it is taken.
+
+    Attributes:
+        plain: by its shape alone; None where its shape fits in no way.
+        agreed: the reading under which it is what the reference gives, if there is one.
+        reason: why there is no plain one, in words.
+    """
+
+    plain: Reading | None
+    agreed: Reading | None
+    reason: str = ""
+
+
+class Right:
+    """What the reference gives, and under every other way to record it.
+
+    Args:
+        problem: what was computed.
+        arithmetic: of the hardware.
+        choices: what is allowed in the same precision beside the reference's own.
+    """
+
+    def __init__(self, problem: Problem, arithmetic: str, choices: Sequence[Change] = ()) -> None:
+        self.problem, self.arithmetic, self.choices = problem, arithmetic, tuple(choices)
+        self._runs: dict[tuple[str, int], dict[str, np.ndarray]] = {}
+
+    @property
+    def values(self) -> dict[str, np.ndarray]:
+        """Every stage in float64, from its own stages before."""
+        return self.run("float64", AS_OURS)
+
+    def run(self, dtype: str, shown: Changed) -> dict[str, np.ndarray]:
+        """Every stage in a dtype, as it is shown."""
+        key = (dtype, id(shown))
+        if key not in self._runs:
+            changes = (shown, *(self.choices if dtype != "float64" else ()))
+            with np.errstate(all="ignore"):
+                self._runs[key] = run_steps(wrong_layer(self.problem, dtype, changes, self.arithmetic).steps())
+        return self._runs[key]
+
+    def agrees(self, stage: str, actual: np.ndarray, shown: Changed | None = None) -> bool:
+        """Whether an array is what the reference gives, up to rounding."""
+        shown = AS_OURS if shown is None else shown
+        expected = self.run("float64", shown)[stage]
+        if actual.shape != expected.shape:
+            return False
+        if stage_named(stage).is_exact:
+            return bool(np.array_equal(actual, expected))
+        same = self.run(SAME_PRECISION[self.problem.dtype], shown)[stage]
+        with np.errstate(all="ignore"):
+            allowed = budget(expected.astype(np.float64), same, self.problem.dtype, arithmetic=self.arithmetic)
+        return share_of(actual, expected, allowed, stage)[1] <= 1.0
+
+
+AS_OURS = Changed({})
+BEFORE_ROPE = Changed({"turned": lambda layer, original, name, x, positions: x})
+BEFORE_NORM = Changed({**BEFORE_ROPE.in_reference, "normed": lambda layer, original, name, x, norm: x})
+BEFORE_SCALE = Changed({"scale": instead(lambda: 1.0)})
+BEFORE_CAP = Changed({"capped": instead(lambda x: x)})
+BEFORE_BIAS = Changed({"score_bias": instead(lambda: None)})
+
+
+def read(observed: Mapping[str, np.ndarray], right: Right) -> dict[str, Read]:
+    """How each recorded stage of the reference's may be taken; what is no stage of it is left out."""
+    found = {}
+    for name, x in observed.items():
+        if name in right.values:
+            reader = _Reader(name, right)
+            found[name] = reader.read(x)
+    return found
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """How one stage may be recorded."""
+
+    name: str
+    right: Right
+
+    @cached_property
+    def stage(self) -> Stage:
+        return stage_named(self.name)
+
+    @cached_property
+    def expected(self) -> np.ndarray:
+        return self.right.values[self.name]
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        return STAGES[self.stage.kind]
+
+    def read(self, x: np.ndarray) -> Read:
+        """All readings, until one agrees."""
+        typed = self._typed(x)
+        if isinstance(typed, str):
+            return Read(None, None, typed)
+        if typed.shape == self.expected.shape and self.right.agrees(self.name, typed):
+            as_ours = Reading(self._as_typed(x, typed), typed, is_shape=True)
+            return Read(as_ours, as_ours)
+        shaped = list(self._shaped(typed))
+        agreed = next(self._agreeing(typed, shaped), None)
+        words = f"has shape {x.shape}, and should have {self.expected.shape}"
+        return Read(shaped[0] if shaped else None, agreed, "" if shaped else words)
+
+    def _as_typed(self, x: np.ndarray, typed: np.ndarray) -> str:
+        """What to say of a mask that is no array of booleans."""
+        return "" if x.dtype == typed.dtype or self.stage.quantity != "mask" else f"is of {x.dtype}"
+
+    def _typed(self, x: np.ndarray) -> np.ndarray | str:
+        """The array as one of the stage's kind, or why it is none."""
+        if self.stage.quantity == "mask":
+            if x.dtype == np.bool_:
+                return x
+            wide = x.astype(np.float64)
+            if np.isin(wide, (0.0, 1.0)).all() and not is_floating(x.dtype):
+                return wide > 0.0
+            if not np.isnan(wide).any() and ((wide == 0.0) | (wide <= PENALTY)).all():
+                return wide < 0.0
+            return f"has dtype {x.dtype}, and should be boolean, True where a key is hidden"
+        if self.stage.is_exact:
+            whole = np.asarray(x).astype(np.float64)
+            is_whole = x.dtype.kind in "iuf" and bool((whole == np.floor(whole)).all())
+            return whole.astype(np.int32) if is_whole else f"has dtype {x.dtype}, and should be of integers"
+        return x if is_floating(x.dtype) else f"has dtype {x.dtype}, and should be floating-point"
+
+    # ---- Axes --------------------------------------------------------------------------------------------------------
+
+    def _shaped(self, x: np.ndarray) -> Iterator[Reading]:
+        """The array with the axes of the stage, in every way that its shape allows; as it is first."""
+        target = self.expected.shape
+        if x.shape == target:
+            yield Reading("", x, is_shape=True)
+        told = []
+        for words, larger, undo in self._targets():
+            for axes, y in _in_axes(x, larger, self.letters, may_broadcast=self.stage.is_exact):
+                values = undo(y)
+                if values is None or (values.shape == x.shape and not words and np.array_equal(values, x)):
+                    continue
+                said = " and ".join(filter(None, (f"has axes {axes}" if axes else "", words)))
+                if said not in told:
+                    told.append(said)
+                    yield Reading(said, values, is_shape=True)
+
+    def _targets(self) -> Iterator[tuple[str, tuple[int, ...], Callable[[np.ndarray], np.ndarray | None]]]:
+        """Shapes that are larger or smaller than ours for a reason, and what makes ours of them."""
+        shape, spec = self.expected.shape, self.right.problem.spec
+        yield "", shape, lambda y: y
+        if "K" in self.letters and spec.num_kv_heads < spec.num_heads:
+            repeated = self._resized("K", spec.num_heads, shape)
+            yield "is recorded after the repeat for the query heads", repeated, self._shared
+            if filled := self._filled():
+                grown = self._resized("S", filled, repeated)
+                yield (
+                    "is recorded after the repeat for the query heads, of a cache that grows",
+                    grown,
+                    lambda y: None if (z := self._shared(y)) is None else self._padded(z),
+                )
+        if filled := self._filled():
+            yield "is that of a cache that grows", self._resized("S", filled, shape), self._padded
+        if spec.sinks and self.stage.quantity in ("scores", "attn_weights"):
+            wider = (*shape[:-1], shape[-1] + 1)
+            yield "has the sinks as a last column", wider, lambda y: y[..., :-1]
+            yield "has the sinks as a first column", wider, lambda y: y[..., 1:]
+
+    def _resized(self, axis: str, size: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """A shape of the stage's axes with another size of one."""
+        return tuple(size if letter == axis else old for letter, old in zip(self.letters, shape, strict=True))
+
+    def _shared(self, y: np.ndarray) -> np.ndarray | None:
+        """Heads that are equal within their groups, once."""
+        groups = y.reshape(y.shape[0], self.right.problem.spec.num_kv_heads, -1, *y.shape[2:])
+        return groups[:, :, 0] if np.array_equal(groups, np.broadcast_to(groups[:, :, :1], groups.shape)) else None
+
+    def _filled(self) -> int:
+        """How many slots of the longest sequence are filled after the stage's step; 0 without a cache."""
+        case, step = self.right.problem.case, self.stage.step
+        is_of_slots = self.stage.quantity in ("mask", "scores", "attn_weights") or "cache" in self.stage.quantity
+        if step is None or "S" not in self.letters or not is_of_slots:
+            return 0
+        filled = max(np.add(case.lengths_before(step), case.added(step)))
+        return int(filled) if filled < case.capacity else 0
+
+    def _padded(self, y: np.ndarray) -> np.ndarray:
+        """With the slots that are not filled, as the reference has them."""
+        axis = self.letters.index("S")
+        values = np.array(self.expected).astype(y.dtype)
+        values[(slice(None),) * axis + (slice(y.shape[axis]),)] = y
+        return values
+
+    # ---- Values ------------------------------------------------------------------------------------------------------
+
+    def _agreeing(self, x: np.ndarray, shaped: Sequence[Reading]) -> Iterator[Reading]:
+        """The readings under which the array is what the reference gives."""
+        for form in shaped:
+            if form.values is not None and form.words and self.right.agrees(self.name, form.values):
+                yield form
+        for form in shaped:
+            if form.values is None:
+                continue
+            for words, values in self._restored(form.values):
+                if self.right.agrees(self.name, values):
+                    yield Reading(" and ".join(filter(None, (form.words, words))), values)
+            for words, shown in self._shown():
+                if self.right.agrees(self.name, form.values, shown):
+                    yield Reading(" and ".join(filter(None, (form.words, words))), None)
+        yield from self._averaged(x)
+
+    def _restored(self, x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """What ours would be, for the ways that can be undone."""
+        spec, quantity = self.right.problem.spec, self.stage.quantity
+        if quantity == "mask":
+            yield "is True where a key is shown", ~x
+        if self.stage.is_exact:
+            return
+        free = self._free()
+        if free is not None:
+            yield f"differs in {self._free_words()} alone", np.where(free, self.expected, x)
+        if quantity in ("q", "k", "cache.keys") and spec.rope is not None:
+            rotated = spec.rope.rotated_features(x.shape[-1])
+            count = len(range(*rotated.indices(x.shape[-1])))
+            pairs = np.arange(count).reshape(2, -1).T.reshape(-1)
+            for order in (pairs, np.argsort(pairs)):
+                values = np.array(x)
+                values[..., rotated] = x[..., rotated][..., order]
+                yield "has the features of its pairs in another order", values
+                if free is not None:
+                    yield (
+                        f"has the features of its pairs in another order, {self._free_words()} aside",
+                        np.where(free, self.expected, values),
+                    )
+        if quantity in ("q", "k", "cache.keys"):
+            wide, scale = x.astype(np.float64), spec.score_scale
+            if quantity == "q":
+                yield "is recorded after the scale", (wide / scale).astype(x.dtype)
+            yield "is recorded after the root of the scale", (wide / math.sqrt(abs(scale) or 1.0)).astype(x.dtype)
+        if quantity == "scores":
+            yield from self._unmasked(x)
+
+    def _unmasked(self, x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """Scores with what is hidden as the reference has it, if it is far below all that is seen."""
+        hidden = self.right.values[str(Stage("mask", self.stage.path, step=self.stage.step))]
+        wide = x.astype(np.float64)
+        least = wide[~hidden].min(initial=0.0) - FAR_BELOW
+        if hidden.any() and not (wide[hidden] > least).any() and not np.isnan(wide[hidden]).any():
+            values = np.where(hidden, self.expected, x)
+            yield "is recorded after the mask", values
+            yield "is recorded after the mask and before the scale", values / self.right.problem.spec.score_scale
+
+    def _shown(self) -> Iterator[tuple[str, Changed]]:
+        """How the reference itself would record it."""
+        spec, quantity = self.right.problem.spec, self.stage.quantity
+        if quantity in ("q", "k", "cache.keys", "latents", "cache.latents"):
+            if spec.rope is not None:
+                yield "is recorded before RoPE", BEFORE_ROPE
+            if spec.norms:
+                yield "is recorded before its norm", BEFORE_NORM
+        if quantity == "scores":
+            yield "is recorded before the scale", BEFORE_SCALE
+            if spec.soft_cap is not None:
+                yield "is recorded before the soft cap", BEFORE_CAP
+            if self.right.problem.case.bias:
+                yield "is recorded before the bias", BEFORE_BIAS
+
+    def _averaged(self, x: np.ndarray) -> Iterator[Reading]:
+        """Attention weights, averaged over heads."""
+        if not self.stage.is_attn_weights or x.ndim != 3:
+            return
+        wide = self.expected.mean(axis=1)
+        same = self.right.run(SAME_PRECISION[self.right.problem.dtype], AS_OURS)[self.name].astype(np.float64).mean(1)
+        allowed = budget(wide, same, self.right.problem.dtype, arithmetic=self.right.arithmetic)
+        if x.shape == wide.shape and share_of(x, wide, allowed, "")[1] <= 1.0:
+            yield Reading("is averaged over the heads", None)
+
+    # ---- What nothing reads ------------------------------------------------------------------------------------------
+
+    def _free(self) -> np.ndarray | None:
+        """Where it does not matter what the stage holds: tokens of padding, slots that are not filled."""
+        case, step = self.right.problem.case, self.stage.step
+        lengths: dict[str, Any] = {}
+        if step is not None:
+            added = case.added(step)
+            is_cache = "cache" in self.stage.quantity
+            lengths = {"S": np.add(case.lengths_before(step), added) if is_cache else added, "T": added}
+            if self.stage.quantity in ("scores", "attn_weights"):
+                del lengths["S"]
+        elif case.key_padding_lengths is not None:
+            lengths = {"S": case.key_padding_lengths}
+            lengths |= {"T": case.key_padding_lengths} if case.seq_len_k is None else {}
+            if self.stage.quantity in ("scores", "attn_weights"):
+                del lengths["S"]
+        free = np.zeros(self.expected.shape, bool)
+        for letter, of_sequences in lengths.items():
+            if letter in self.letters:
+                axis = self.letters.index(letter)
+                places = np.arange(self.expected.shape[axis]) >= np.array(of_sequences)[:, None]  # (B, places)
+                shape = [1] * free.ndim
+                shape[0], shape[axis] = places.shape
+                free |= places.reshape(shape)
+        return free if free.any() else None
+
+    def _free_words(self) -> str:
+        return "slots that nothing reads" if "cache" in self.stage.quantity else "padding, which nothing reads,"
+
+
+def _in_axes(
+    x: np.ndarray, target: tuple[int, ...], letters: tuple[str, ...], *, may_broadcast: bool
+) -> Iterator[tuple[str, np.ndarray]]:
+    """An array with the axes of `letters` in their order, in every way that its shape allows, and which they were."""
+    count = len(target)
+    orders = sorted(itertools.permutations(range(count)), key=lambda order: _unusual(order, letters))
+    for order in orders:
+        shape, names = [target[axis] for axis in order], [letters[axis] for axis in order]
+        back = np.argsort(order)
+        if x.shape == tuple(shape):
+            yield ("" if order == tuple(range(count)) else f"({', '.join(names)})"), x.transpose(back)
+        for first in range(count - 1):  # two neighbours as one
+            joined = (*shape[:first], shape[first] * shape[first + 1], *shape[first + 2 :])
+            if x.shape == joined and joined != target:
+                words = [*names[:first], f"{names[first]} * {names[first + 1]}", *names[first + 2 :]]
+                yield f"({', '.join(words)})", x.reshape(shape).transpose(back)
+        if target[0] == 1 and order[0] == 0 and x.shape == tuple(shape[1:]):
+            yield f"({', '.join(names[1:])})", x[None].transpose(back)
+    if may_broadcast and x.shape != target:
+        for kept in _subsets(count):
+            shape = tuple(size if axis in kept else 1 for axis, size in enumerate(target))
+            if x.shape in (shape, tuple(target[axis] for axis in kept)):
+                yield (
+                    f"({', '.join(letters[axis] for axis in kept)})",
+                    np.broadcast_to(x.reshape(shape), target),
+                )
+
+
+def _unusual(order: Sequence[int], letters: tuple[str, ...]) -> int:
+    """How unusual an order of axes is: ours, then (B, T, N, H), then those that keep the last axis, then all."""
+    usual = [tuple(range(len(letters))), (0, 2, 1, 3)[: len(letters)], (2, 0, 1, 3), (1, 0, 2), (0, 1, 3, 2)]
+    return usual.index(tuple(order)) if tuple(order) in usual else len(usual) + (order[-1] != len(letters) - 1)
+
+
+def _subsets(count: int) -> Iterator[tuple[int, ...]]:
+    """Of so many axes, the last ones first."""
+    for size in range(count - 1, -1, -1):
+        yield from sorted(itertools.combinations(range(count), size), reverse=True)

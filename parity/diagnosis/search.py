@@ -1,0 +1,233 @@
+"""The search for the mistakes that explain stages: one alone first, then two at once, as long as there is time."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from parity.core.stages import stage_named
+from parity.diagnosis.mistakes import Mistake
+from parity.diagnosis.replay import Mistakes, Replay
+from parity.diagnosis.verdicts import Explanation, Unknown
+
+PARTS = {
+    "": "",
+    "module": "in the module's plain path: ",
+    "fused": "in the fused path: ",
+    "blocks": "in the fused path, block by block: ",
+}
+"""The parts of a trace, which may each have mistakes of their own: "", the stage functions, and each path of a module;
+and what to say of it."""
+
+MOST_MISTAKES = 4  # that are looked for at the same time
+MOST_BRANCHES = 6  # ways to explain a stage that are followed
+
+
+class Clock:
+    """How long a search may take.
+
+    Attributes:
+        untried: what there was no time for, in words; nothing if there was time for all.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self.untried = ""
+
+    def is_over(self, what: str) -> bool:
+        """Whether no time is left for something, which is kept in mind."""
+        if time.monotonic() < self._end:
+            return False
+        self.untried = self.untried or what
+        return True
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        explanations: the mistakes, in the order of the stages that they explain.
+        unknowns: the stages that differ by themselves all the same.
+        count: how many mistakes there are.
+    """
+
+    explanations: list[Explanation]
+    unknowns: list[Unknown]
+    count: int
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """How good it is: the fewer stages are left, and the fewer mistakes it needs, the better."""
+        return len(self.unknowns), self.count
+
+
+def search(replay: Replay, clock: Clock, begin: Mistakes = ()) -> Found:
+    """The mistakes that explain all stages that differ, as far as there are some.
+
+    Args:
+        replay: the reference, and what was observed.
+        clock: how long it may take.
+        begin: mistakes that are there, whatever else is.
+    """
+    explanations: list[Explanation] = []
+    unknowns: list[Unknown] = []
+    of_stages = begin
+    count = len(begin)
+    for part, words in PARTS.items():
+        of_part = [stage for stage in replay.stages if stage_named(stage).path == part]
+        # A path of the module has those mistakes of the stages that lie in what they share.
+        counts = range(len(of_stages), -1, -1)
+        shared: list[Mistakes] = [some for number in counts for some in itertools.combinations(of_stages, number)]
+        found: Mistakes = min(shared, key=lambda mistakes: len(replay.wrong(of_part, mistakes)))
+        while True:
+            path = _path(replay, of_part, found, clock)
+            for choice in path.choices:
+                explanations.append(_explanation(replay, of_part, found, choice, words))
+                found = (*found, *choice.mistakes)
+                count += len(choice.mistakes)
+            if not path.unexplained:
+                break
+            unknowns.append(_unknown(replay, path.unexplained, found))
+            of_part = of_part[of_part.index(path.unexplained) + 1 :]
+        of_stages = found if part == "" else of_stages
+        if unknowns:  # the paths of a module have the same in them
+            break
+    return Found(explanations, unknowns, count)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What explains a stage, and what does so as well."""
+
+    stage: str
+    mistakes: Mistakes
+    others: tuple[Mistakes, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Path:
+    """Choices one after the other, and the first stage that they do not explain, or nothing."""
+
+    choices: tuple[_Choice, ...] = ()
+    unexplained: str = ""
+
+    @property
+    def length(self) -> int:
+        return sum(len(choice.mistakes) for choice in self.choices)
+
+
+def _path(replay: Replay, stages: Sequence[str], found: Mistakes, clock: Clock) -> _Path:
+    """The shortest way to explain all stages, or one that goes far: single mistakes first, then two at once, too."""
+    best = _walk(replay, stages, found, clock, most=1)
+    if best.unexplained and not clock.is_over("two mistakes at once"):
+        other = _walk(replay, stages, found, clock, most=2)
+        if not other.unexplained or stages.index(other.unexplained) > stages.index(best.unexplained):
+            return other
+    return best
+
+
+def _walk(replay: Replay, stages: Sequence[str], found: Mistakes, clock: Clock, *, most: int) -> _Path:
+    left = replay.wrong(stages, found)
+    if not left:
+        return _Path()
+    best = _Path(unexplained=left[0])
+    for at_once in range(1, most + 1):
+        if len(found) + at_once > MOST_MISTAKES:
+            break
+        ways = {
+            added: _walk(replay, stages, (*found, *added), clock, most=most)
+            for added in _explain(replay, stages, left[0], found, clock, at_once=at_once)[:MOST_BRANCHES]
+        }
+        whole = {added: way for added, way in ways.items() if not way.unexplained}
+        if whole:
+            shortest = min(way.length for way in whole.values())
+            added, *others = (added for added, way in whole.items() if way.length == shortest)
+            return _Path((_Choice(left[0], added, tuple(others)), *whole[added].choices))
+        for added, way in ways.items():
+            if stages.index(way.unexplained) > stages.index(best.unexplained):
+                best = _Path((_Choice(left[0], added), *way.choices), way.unexplained)
+    return best
+
+
+def _explain(
+    replay: Replay, stages: Sequence[str], stage: str, found: Mistakes, clock: Clock, *, at_once: int
+) -> list[Mistakes]:
+    """What explains a stage beside what was found, and spoils none that its step gives; the best first.
+
+    Args:
+        replay: the reference.
+        stages: those to explain.
+        stage: the first of them that differs.
+        found: the mistakes before it.
+        clock: how long it may take.
+        at_once: how many mistakes to add.
+    """
+    index = replay.step_of[stage]
+    wrong = replay.wrong(stages, found)
+    right = [each for each in stages if replay.step_of[each] == index and each not in wrong]
+    expected = replay.computed(index, found)[stage]
+    words = "single mistakes" if at_once == 1 else "two mistakes at once"
+
+    def changes(mistake: Mistake) -> bool:
+        if clock.is_over(words):
+            return False
+        return not np.array_equal(expected, replay.computed(index, (*found, mistake))[stage], equal_nan=True)
+
+    def explains(added: Mistakes) -> bool:
+        mistakes = (*found, *added)
+        # The budget of each wrong layer takes long; that of the right one is near it.
+        if clock.is_over(words) or replay.verdict(stage, mistakes, quick=True).ratio > 100.0:
+            return False
+        return replay.verdict(stage, mistakes).ratio <= 1.0 and not replay.wrong(right, mistakes)
+
+    known = [mistake for mistake in replay.known if mistake not in found and changes(mistake)]
+    fitting = list(filter(explains, itertools.permutations(known, at_once)))
+    fitting = list({frozenset(mistake.name for mistake in added): added for added in reversed(fitting)}.values())[::-1]
+    return sorted(fitting, key=lambda added: len(replay.wrong(stages, (*found, *added)))) if fitting[1:] else fitting
+
+
+def _unknown(replay: Replay, stage: str, found: Mistakes) -> Unknown:
+    """A stage that nothing explains, and what lessens its error most."""
+    verdict = replay.verdict(stage, found)
+    errors = [
+        (mistake.about, replay.verdict(stage, (*found, mistake), quick=True).error)
+        for mistake in replay.known
+        if mistake not in found
+    ]
+    nearest = sorted(((words, error) for words, error in errors if error < 0.5 * verdict.error), key=lambda x: x[1])
+    return Unknown(stage, verdict.error, verdict.ratio, nearest=tuple(nearest[:3]))
+
+
+def _explanation(replay: Replay, stages: Sequence[str], found: Mistakes, choice: _Choice, words: str) -> Explanation:
+    def made_in(mistake: Mistake) -> int:
+        """The first step that a mistake changes."""
+        for index, names in enumerate(replay.steps):
+            right, wrong = replay.computed(index, found), replay.computed(index, (*found, mistake))
+            if not all(np.array_equal(right[name], wrong[name], equal_nan=True) for name in names):
+                return index
+        return len(replay.steps)
+
+    added = tuple(sorted(choice.mistakes, key=made_in)) if len(choice.mistakes) > 1 else choice.mistakes
+    before, after = replay.verdict(choice.stage, found), replay.verdict(choice.stage, (*found, *choice.mistakes))
+    still = replay.wrong(stages, (*found, *choice.mistakes))
+    return Explanation(
+        choice.stage,
+        tuple(stage for stage in replay.wrong(stages, found) if stage not in still),
+        tuple(mistake.name for mistake in added),
+        words + _words(added),
+        tuple(dict.fromkeys(mistake.fix for mistake in added)),
+        tuple(dict.fromkeys(mistake.page for mistake in added)),
+        before.error,
+        after.error,
+        after.ratio,
+        tuple(map(_words, choice.others)),
+    )
+
+
+def _words(mistakes: Mistakes) -> str:
+    return " and ".join(mistake.about for mistake in mistakes)

@@ -1,0 +1,167 @@
+"""What a diagnosis says: the mistakes that explain a difference, what nothing explains, and what is no mistake."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from parity.core.compare import finite
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A mistake, or two at once, that explain a stage.
+
+    Attributes:
+        stage: the first that they explain.
+        stages: all that they explain, in order.
+        hypotheses: their names, in the order of the stages that they are made in.
+        about: what they are, in words.
+        fixes: what to do about each.
+        docs: the pages of parity/bugs that say more.
+        error_before: error of the stage without them (root mean square), from the observed stages before it.
+        error: with them.
+        ratio: what is left, over what is allowed; at most 1.
+        others: what explains it as well and cannot be told from it here, in words.
+    """
+
+    stage: str
+    stages: tuple[str, ...]
+    hypotheses: tuple[str, ...]
+    about: str
+    fixes: tuple[str, ...]
+    docs: tuple[str, ...]
+    error_before: float
+    error: float
+    ratio: float
+    others: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        falls = f"error falls from {self.error_before:.2g} to {self.error:.2g}"
+        same = f"error {self.error:.2g}, as much as that loses"
+        lines = [
+            f"{_listed(self.stages)} the reference if {self.about} "
+            f"({falls if self.error < self.error_before else same})",
+            *(f"  or if     {other}: they cannot be told apart here" for other in self.others),
+            f"  mistake   {', '.join(self.hypotheses)}",
+            *(f"  fix       {fix}" for fix in self.fixes),
+            f"  see       mha-parity bugs {' '.join(self.docs)}",
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A stage that differs by itself, which no mistake known here explains.
+
+    Attributes:
+        stage: which.
+        error: of it (root mean square), from the observed stages before it.
+        ratio: error / budget.
+        where: in which heads, sequences, positions, features or cells, in words.
+        laws: how it differs, each verified, in words; the simplest first.
+        nearest: what lessens its error most, without explaining it: in words, with the error that is left.
+    """
+
+    stage: str
+    error: float
+    ratio: float
+    where: str = ""
+    laws: tuple[str, ...] = ()
+    nearest: tuple[tuple[str, float], ...] = ()
+
+    def lines(self, *, still: bool) -> list[str]:
+        """What to tell."""
+        return [
+            f"{self.stage} {'still ' if still else ''}differs, and no mistake known here explains it",
+            *([f"  where     {self.where}"] if self.where else []),
+            *(f"  law       {law}" for law in self.laws),
+            *(f"  nearest   {words} (error {error:.2g})" for words, error in self.nearest),
+        ]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong, as far as it was found.
+
+    Attributes:
+        kind: `none`, nothing differs; `convention`, what differs is recorded otherwise, and what follows agrees;
+            `rounding`, some errors are just beyond the budget; `precision`, all are small, and what matrix products
+            lose explains them; `structure`, mistakes do; `unknown`, they do not.
+        stage: the first that differs, or nothing.
+        error: of that stage (root mean square).
+        ratio: of that stage: error / budget.
+        explanations: the mistakes, in the order of the stages that they explain.
+        unknowns: the stages that still differ by themselves, in their order.
+        has_stages: whether more was observed than the output.
+        malformed: stages that cannot be compared, and why; the others are judged without them.
+        conventions: how stages are recorded, where not as ours, by stage and in words.
+        choices: how it computes, where not as the reference, and what is no mistake.
+        untried: what there was no time for, in words.
+        agrees: whether the output agrees all the same.
+    """
+
+    kind: str
+    stage: str = ""
+    error: float = 0.0
+    ratio: float = 0.0
+    explanations: list[Explanation] = field(default_factory=list)
+    unknowns: list[Unknown] = field(default_factory=list)
+    has_stages: bool = True
+    malformed: Mapping[str, str] = field(default_factory=dict)
+    conventions: Mapping[str, str] = field(default_factory=dict)
+    choices: tuple[str, ...] = ()
+    untried: str = ""
+    agrees: bool = False
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether anything is: neither rounding within the budget nor another way to record is."""
+        return self.kind not in ("none", "convention")
+
+    @property
+    def unexplained(self) -> str:
+        """The first stage that still differs, or nothing."""
+        return self.unknowns[0].stage if self.unknowns else ""
+
+    @property
+    def nearest(self) -> list[tuple[str, float]]:
+        """What lessens the error of that stage most."""
+        return list(self.unknowns[0].nearest) if self.unknowns else []
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them."""
+        told = {**asdict(self), "unexplained": self.unexplained, "nearest": self.nearest}
+        return {name: finite(value) for name, value in told.items()}
+
+    def __str__(self) -> str:
+        lines = [f"{stage} {words}" for stage, words in self.conventions.items()]
+        lines += [f"{words}, which is no mistake" for words in self.choices]
+        if self.kind == "none":
+            return "\n".join(["nothing differs by more than rounding", *lines])
+        if self.kind == "convention":
+            return "\n".join(["convention: what follows agrees, nothing is wrong", *lines])
+        head = [f"{self.kind}: {self.stage} is {self.ratio:.2g} times its budget"] if math.isfinite(self.ratio) else []
+        lines = head + [f"{stage} {reason}" for stage, reason in self.malformed.items()] + lines
+        if self.kind == "rounding":
+            lines.append("no mistake explains it: rounding, most likely")
+        lines += map(str, self.explanations)
+        if self.kind == "unknown":
+            for unknown in self.unknowns:
+                lines += unknown.lines(still=bool(self.explanations))
+            if self.unknowns and not self.has_stages:
+                lines.append("  next      pass its stages, too (q, k, v, scores, …): they show more")
+        if self.agrees:
+            lines.append("the output agrees all the same: this cancels in it")
+        if self.untried:
+            lines.append(f"not tried for want of time: {self.untried}")
+        return "\n".join(lines)
+
+
+def _listed(stages: Sequence[str]) -> str:
+    """Some stages and how many more, with a verb."""
+    shown = ", ".join(stages[:3])
+    more = f" and {len(stages) - 3} more" if len(stages) > 3 else ""
+    return f"{shown}{more} {'matches' if len(stages) == 1 else 'match'}"
