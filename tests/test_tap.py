@@ -246,6 +246,49 @@ def test_there_are_thirty_families():
     assert len(GENERATED) >= 30
 
 
+NO_SDPA = {"bloom", "gemma2", "gpt_oss", "vaultgemma"}
+NARROW = [family for family in GENERATED if family not in ("falcon_h1", "gemma4_text")][::2]  # those two take seconds
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layers_in_16_bits_are_judged_right(dtype, implementation):
+    families = [family for family in NARROW if implementation == "eager" or family not in NO_SDPA]
+    assert len(families) >= 30
+    for family in families:
+        model = made(family, COMMON | OWN.get(family, {}), implementation=implementation).to(dtype)
+        with parity.tap(model) as tapped:
+            generate(model, 4)
+        assert {layer.attention for layer in tapped.layers} == {implementation}
+        specs = specs_of(model.config.to_dict())
+        verdict = parity.judge_tap(tapped, specs, weights_in(model, tapped, specs))
+        assert verdict.passed, f"{family}: {verdict}"
+
+
+def test_scores_in_16_bits_are_allowed_to_eager_attention_alone():
+    model = made("nemotron", COMMON).to(torch.float16)
+    with parity.tap(model) as tapped:
+        generate(model)
+    specs = specs_of(model.config.to_dict())
+    weights = weights_in(model, tapped, specs)
+    assert parity.judge_tap(tapped, specs, weights).passed
+    for layer in tapped.layers:
+        layer.attention = "sdpa"  # which keeps them wide
+    first = parity.judge_tap(tapped, specs, weights).first
+    assert first is not None
+    assert first.difference.stage == "attn_weights"
+
+
+@pytest.mark.parametrize("what", ["no scale", "theta", "tiled", "v heads", "window wide", "no cap", "sinks of 0"])
+def test_a_mistake_is_found_in_16_bits(what):
+    mistake = MISTAKES[what]
+    name = {"window wide": "gemma2", "no cap": "gemma2", "sinks of 0": "gpt_oss"}.get(what, "llama")
+    verdict = judged(of_six_layers(name).to(torch.bfloat16), mistake, 2)
+    assert [each.index for each in verdict.layers if each.difference is not None] == [2]
+    (found,) = verdict.first.diagnosis.explanations
+    assert found.hypotheses[0] in mistake.names
+
+
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}])
 def test_sdpa_and_a_static_cache(options):
     for name in ("llama", "mistral"):

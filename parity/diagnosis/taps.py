@@ -12,6 +12,7 @@ import numpy as np
 from mha_spec import AttentionSpec
 from parity.core.compare import Comparison, compare, first_difference
 from parity.core.problem import Problem
+from parity.core.reference import UNFUSED
 from parity.core.stages import stage_named
 from parity.core.trace import Reference
 from parity.core.weights import check_weights, weight_shapes
@@ -169,14 +170,14 @@ def _judge_layer(
         problem = sequences.problem(layer, known.spec, checked, is_causal=causal)
         problems.append((sequences, problem))
         is_explained = verdict.diagnosis is not None and verdict.diagnosis.kind != "unknown"
-        comparisons, diagnosis = _judge(sequences, problem, layer.module, diagnoses=not is_explained)
+        comparisons, diagnosis = _judge(sequences, problem, layer, diagnoses=not is_explained)
         if verdict.diagnosis is not None and (diagnosis is None or diagnosis.kind == "unknown"):
             diagnosis = verdict.diagnosis  # that of the first that differ, if none is explained
         verdict = replace(verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis)
     if not verdict.comparisons:
         return replace(verdict, not_judged="nothing was seen of it but its input")
     if verdict.diagnosis is not None and verdict.diagnosis.kind == "unknown":
-        return replace(verdict, like=_like_another(problems, _others(known, specs)))
+        return replace(verdict, like=_like_another(layer, problems, _others(known, specs)))
     return verdict
 
 
@@ -190,7 +191,9 @@ def _others(known: ModelLayer, specs: Specs) -> dict[str, AttentionSpec]:
     return {title: spec for spec, title in found.items()}
 
 
-def _like_another(problems: Sequence[tuple[Sequences, Problem]], others: Mapping[str, AttentionSpec]) -> str:
+def _like_another(
+    layer: TappedLayer, problems: Sequence[tuple[Sequences, Problem]], others: Mapping[str, AttentionSpec]
+) -> str:
     """What a layer has of another one, one field or all, and then is right."""
     spec = problems[0][1].spec
     own = vars(spec)
@@ -201,16 +204,16 @@ def _like_another(problems: Sequence[tuple[Sequences, Problem]], others: Mapping
                 like = replace(spec, **{name: getattr(other, name) for name in names})
             except (TypeError, ValueError):  # a field that goes with another one
                 continue
-            if weight_shapes(like) == weight_shapes(spec) and all(_is_right(*each, like) for each in problems):
+            if weight_shapes(like) == weight_shapes(spec) and all(_is_right(layer, *each, like) for each in problems):
                 fields = ", ".join(f"{name}={getattr(other, name)}" for name in names)
                 return f"it matches the reference with what {title} should have: {fields}"
     return ""
 
 
-def _is_right(sequences: Sequences, problem: Problem, spec: AttentionSpec) -> bool:
+def _is_right(layer: TappedLayer, sequences: Sequences, problem: Problem, spec: AttentionSpec) -> bool:
     """Whether every stage is right if the layer is another one."""
     problem = replace(problem, case=replace(problem.case, spec=spec))
-    return first_difference(_judge(sequences, problem, "", diagnoses=False)[0]) is None
+    return first_difference(_judge(sequences, problem, layer, diagnoses=False)[0]) is None
 
 
 def _known(layer: TappedLayer, specs: Sequence[ModelLayer]) -> ModelLayer:
@@ -250,7 +253,7 @@ def _why_not(layer: TappedLayer, spec: AttentionSpec, *, has_weights: bool) -> s
 
 
 def _judge(
-    sequences: Sequences, problem: Problem, backend: str, *, diagnoses: bool
+    sequences: Sequences, problem: Problem, layer: TappedLayer, *, diagnoses: bool
 ) -> tuple[list[Comparison], Diagnosis | None]:
     """The stages of some sequences, and, if that is asked, what explains what differs."""
     reference = Reference(problem)
@@ -258,7 +261,8 @@ def _judge(
     observed, stepped = sequences.stages, sequences.must_be_stepped(problem.spec)
     if stepped:
         observed, reference = sequences.stages_by_step, Reference(sequences.problem_by_step(problem))
-    comparisons = _compared(observed, reference, backend)
+    arithmetic = _arithmetic_of(layer)
+    comparisons = _compared(observed, reference, layer.module, arithmetic)
     if first_difference(comparisons) is None or not diagnoses:
         return comparisons, None
     ways = [(observed, reference.problem)]
@@ -266,10 +270,16 @@ def _judge(
         prompt = sequences.prompt
         ways += [] if stepped else [(sequences.stages_by_step, sequences.problem_by_step(problem))]
         ways += [(prompt.stages, prompt.problem_of_its_own(problem))]
-    return comparisons, _diagnosed(ways)
+    return comparisons, _diagnosed(ways, arithmetic)
 
 
-def _diagnosed(ways: list[tuple[dict[str, np.ndarray], Problem]]) -> Diagnosis:
+def _arithmetic_of(layer: TappedLayer) -> str:
+    """How a layer that is right rounds."""
+    each, with_scores = UNFUSED
+    return "ieee" if not layer.attention else with_scores if layer.attention == "eager" else each
+
+
+def _diagnosed(ways: list[tuple[dict[str, np.ndarray], Problem]], arithmetic: str) -> Diagnosis:
     """What explains some stages: of all tokens at once, call by call, or of the prompt alone.
 
     A wrong mask of the prompt does not show the tokens after it, as that of all tokens at once would.
@@ -284,21 +294,23 @@ def _diagnosed(ways: list[tuple[dict[str, np.ndarray], Problem]]) -> Diagnosis:
             if left_out and len(seen) == len(stages):
                 continue
             with np.errstate(all="ignore"):
-                found = diagnose(seen, problem)
+                found = diagnose(seen, problem, arithmetic=arithmetic)
             if found.kind not in ("unknown", "none"):
                 return found
             first = first or found
     return first or Diagnosis("none")
 
 
-def _compared(observed: Mapping[str, np.ndarray], reference: Reference, backend: str) -> list[Comparison]:
+def _compared(
+    observed: Mapping[str, np.ndarray], reference: Reference, backend: str, arithmetic: str
+) -> list[Comparison]:
     """Each stage against the reference: from the layer's input, and from the stages that were seen before it."""
-    problem, replay = reference.problem, Replay(reference.problem, observed, "ieee")
+    problem, replay = reference.problem, Replay(reference.problem, observed, arithmetic)
     found = []
     for stage, expected in reference.accumulated.items():
         if stage not in observed:
             continue
-        same = reference.same_precision(local=False)[stage]
+        same = reference.same_precision(local=False, arithmetic=arithmetic)[stage]
         comparison = compare(
             observed[stage],
             expected,
@@ -307,6 +319,7 @@ def _compared(observed: Mapping[str, np.ndarray], reference: Reference, backend:
             backend=backend,
             dtype=problem.dtype,
             stage=stage,
+            arithmetic=arithmetic,
         )
         local = comparison.ratio if stage in replay.malformed else replay.verdict(stage, ()).ratio
         failed = not comparison.passed or local > 1.0

@@ -66,6 +66,7 @@ class TappedLayer:
         kind: what the model's configuration calls it: `sliding_attention`, …; empty if it says nothing.
         is_causal: whether it says of itself that no token sees a later one; None if it says nothing.
         training: whether it was called in training mode.
+        attention: what computes its attention, as transformers names it: `eager`, `sdpa`, …; empty if nothing says so.
         calls: in order.
     """
 
@@ -75,6 +76,7 @@ class TappedLayer:
     kind: str = ""
     is_causal: bool | None = None
     training: bool = False
+    attention: str = ""
     calls: list[TappedCall] = field(default_factory=list)
 
     @property

@@ -59,7 +59,7 @@ def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None) -> Iterator[Ta
                 is_causal if isinstance(is_causal, bool) else None,
             )
             tapped.layers.append(layer)
-            listeners[module] = _Listener(module, layer, model_state)
+            listeners[module] = _Listener(module, layer, model_state, getattr(module, "config", config))
             listeners[module].listen(stack)
         stack.enter_context(_listening(listeners))
         yield tapped
@@ -161,8 +161,8 @@ class _Listener:
     A call is put together while it lasts, and is recorded when it has given its output.
     """
 
-    def __init__(self, module: nn.Module, layer: TappedLayer, model: _ModelState) -> None:
-        self.module, self.layer, self.model = module, layer, model
+    def __init__(self, module: nn.Module, layer: TappedLayer, model: _ModelState, config: Any) -> None:
+        self.module, self.layer, self.model, self.config = module, layer, model, config
         self.values: dict[str, np.ndarray] = {}
         self.projections: dict[str, np.ndarray] = {}
         self.past: int | None = None
@@ -192,6 +192,7 @@ class _Listener:
         name, given = next(((name, each) for name, each in told.items() if isinstance(each, Tensor)), ("", None))
         self.values, self.projections, self.first_key = {}, {}, 0
         self.layer.training = self.layer.training or module.training
+        self.layer.attention = str(getattr(self.config, "_attn_implementation", None) or "")
         if given is None:
             return
         self.values["input"] = x = self._batched(given)
