@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 UNFUSED = ("unfused", "unfused-scores")
-"""IEEE 754, where each operation of a norm, of RoPE and of a gate gives numbers of the dtype of the inputs, as the modules of
-transformers are written; and where those on scores do, too, as in their eager attention."""
+"""IEEE 754, where each operation of a norm, of RoPE and of a gate gives numbers of the dtype of the inputs, as those of
+transformers' modules do; and where those on scores do, too, as in its eager attention."""
 
 MANTISSA = {"ieee": 23, **dict.fromkeys(UNFUSED, 23), "tensix": 10, "tf32": 10, "bfloat16": 7, "lofi": 4}
 """How many explicit bits of a float32 mantissa enter a matrix product, by kind of hardware and its settings."""
