@@ -109,7 +109,7 @@ def at(places: Callable[[Tensor], Tensor], theta: float | None = None) -> Callab
         frequencies = 1.0 / base ** (torch.arange(0, width, 2).float() / width)
         angles = places(position_ids)[..., None].float() * frequencies
         angles = angles if is_half else torch.cat([angles, angles], dim=-1)
-        return angles.cos(), angles.sin()
+        return angles.cos().to(given[0].dtype), angles.sin().to(given[0].dtype)
 
     return told("position_embeddings", change)
 

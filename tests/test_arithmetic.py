@@ -127,3 +127,15 @@ def test_an_exact_reference_leaves_a_card_what_one_value_loses(rng):
 def test_an_unknown_arithmetic_is_refused():
     with pytest.raises(ValueError, match="arithmetic must be one of"):
         reference.steps(make_problem(CASES["textbook"], "float32"), "float32", "abacus")
+
+
+@pytest.mark.parametrize("kind", reference.UNFUSED)
+def test_operations_that_round_change_narrow_dtypes_alone(kind):
+    case = CASES["rope-gqa"]
+    plain, rounded = (run_steps(reference.steps(make_problem(case, "float32"), "float32", k)) for k in ("ieee", kind))
+    for stage, values in plain.items():
+        np.testing.assert_array_equal(values, rounded[stage])
+    plain, rounded = (run_steps(reference.steps(make_problem(case, "bfloat16"), "bfloat16", k)) for k in ("ieee", kind))
+    assert not np.array_equal(plain["q"], rounded["q"])
+    is_narrow = np.array_equal(rounded["scores"], rounded["scores"].astype(rounded["q"].dtype).astype(np.float32))
+    assert is_narrow == (kind == "unfused-scores")

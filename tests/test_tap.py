@@ -4,6 +4,8 @@ import json
 import os
 import random
 import re
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -22,6 +24,7 @@ from parity import AttentionSpec, Rope, specs_of
 from parity.cli.main import main
 from parity.core.stages import stage_named
 from parity.models.families import FAMILIES
+from parity.running.taps import layers_in
 
 TRIALS = int(os.environ.get("PARITY_TAP_TRIALS", "24"))
 """How many mistakes are planted, one after the other; 200 take a minute and a half."""
@@ -246,6 +249,49 @@ def test_there_are_thirty_families():
     assert len(GENERATED) >= 30
 
 
+NO_SDPA = {"bloom", "gemma2", "gpt_oss", "vaultgemma"}
+NARROW = [family for family in GENERATED if family not in ("falcon_h1", "gemma4_text")][::2]  # those two take seconds
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layers_in_16_bits_are_judged_right(dtype, implementation):
+    families = [family for family in NARROW if implementation == "eager" or family not in NO_SDPA]
+    assert len(families) >= 30
+    for family in families:
+        model = made(family, COMMON | OWN.get(family, {}), implementation=implementation).to(dtype)
+        with parity.tap(model) as tapped:
+            generate(model, 4)
+        assert {layer.attention for layer in tapped.layers} == {implementation}
+        specs = specs_of(model.config.to_dict())
+        verdict = parity.judge_tap(tapped, specs, weights_in(model, tapped, specs))
+        assert verdict.passed, f"{family}: {verdict}"
+
+
+def test_scores_in_16_bits_are_allowed_to_eager_attention_alone():
+    model = made("nemotron", COMMON).to(torch.float16)
+    with parity.tap(model) as tapped:
+        generate(model)
+    specs = specs_of(model.config.to_dict())
+    weights = weights_in(model, tapped, specs)
+    assert parity.judge_tap(tapped, specs, weights).passed
+    for layer in tapped.layers:
+        layer.attention = "sdpa"  # which keeps them wide
+    first = parity.judge_tap(tapped, specs, weights).first
+    assert first is not None
+    assert first.difference.stage == "attn_weights"
+
+
+@pytest.mark.parametrize("what", ["no scale", "theta", "tiled", "v heads", "window wide", "no cap", "sinks of 0"])
+def test_a_mistake_is_found_in_16_bits(what):
+    mistake = MISTAKES[what]
+    name = {"window wide": "gemma2", "no cap": "gemma2", "sinks of 0": "gpt_oss"}.get(what, "llama")
+    verdict = judged(of_six_layers(name).to(torch.bfloat16), mistake, 2)
+    assert [each.index for each in verdict.layers if each.difference is not None] == [2]
+    (found,) = verdict.first.diagnosis.explanations
+    assert found.hypotheses[0] in mistake.names
+
+
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}])
 def test_sdpa_and_a_static_cache(options):
     for name in ("llama", "mistral"):
@@ -258,27 +304,183 @@ def test_sdpa_and_a_static_cache(options):
         assert {"q", "k", "v", "context", "output"} <= {each.stage for each in verdict.layers[3].comparisons}
 
 
-def test_an_encoder_and_a_decoder_are_told_apart_by_their_names():
-    sizes = {"d_model": 32, "vocab_size": 64, "pad_token_id": 0, "max_position_embeddings": 64}
-    layers = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 48))}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+# ---- Cross-attention -------------------------------------------------------------------------------------------------
+
+TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+BART = {
+    **TOKENS,
+    "d_model": 32,
+    "max_position_embeddings": 64,
+    "num_experts": 2,
+    "expert_capacity": 16,
+    "decoder_vocab_size": 64,
+    "max_source_positions": 8,
+    "max_target_positions": 32,
+    "num_mel_bins": 8,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    **{f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 48))},
+    **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+}
+T5 = {
+    **TOKENS,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_heads": 4,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_experts": 2,
+}
+ENCODER_DECODERS = {
+    **dict.fromkeys(("bart", "mbart", "pegasus", "marian", "blenderbot", "m2m_100", "plbart", "whisper"), BART),
+    **dict.fromkeys(("nllb-moe",), BART),
+    **dict.fromkeys(("t5", "mt5", "umt5", "switch_transformers"), T5),
+}
+
+
+def encoder_decoder(family, implementation="eager"):
+    kind = type(transformers.AutoConfig.for_model(family))
+    known = {name: value for name, value in ENCODER_DECODERS[family].items() if name in kind().to_dict()}
+    classes = transformers.AutoModelForSpeechSeq2Seq if family == "whisper" else transformers.AutoModelForSeq2SeqLM
     torch.manual_seed(0)
-    model = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes, **layers, **heads)).eval()
-    modules, tokens = dict(model.named_modules()), prompts()["input_ids"]
-    with parity.tap(model) as tapped, torch.no_grad():
-        model(input_ids=tokens, decoder_input_ids=tokens[:, :4], use_cache=False)
-    weights = {
-        layer.name: parity.from_transformers(modules[layer.name], model.config, layer.index, path=layer.name)[1]
-        for layer in tapped.layers
-    }
-    verdict = parity.judge_tap(tapped, specs_of(model.config.to_dict()), weights)
-    judged = {layer.name.removeprefix("model."): layer.not_judged for layer in verdict.layers}
-    assert judged == {
-        **{f"encoder.layers.{place}.self_attn": "" for place in range(2)},
-        **{f"decoder.layers.{place}.self_attn": "" for place in range(2)},
-        **{f"decoder.layers.{place}.encoder_attn": "it attends to another sequence" for place in range(2)},
-    }
+    model = classes.from_config(kind(**known), attn_implementation=implementation)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "att" in name.lower() and "norm" not in name and parameter.ndim == 2:
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model.eval()
+
+
+def from_encoded(model, **options):
+    """What is generated from two sequences, one of them padded; whisper hears no padding."""
+    told = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "decoder_start_token_id": 1, **options}
+    if model.config.model_type == "whisper":
+        return model.generate(torch.randn(2, 8, 16, dtype=model.dtype), **told)
+    tokens = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[0, 5:] = 0
+    return model.generate(input_ids=tokens, attention_mask=mask, **told)
+
+
+def verdict_by_folder(model, tapped, folder):
+    model.save_pretrained(folder)
+    return parity.judge_tap(tapped, *layers_in(folder))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ENCODER_DECODERS)
+def test_encoders_and_decoders_and_what_is_between_them(family, dtype, tmp_path):
+    model = encoder_decoder(family).to(dtype)
+    with parity.tap(model) as tapped:
+        from_encoded(model)
+    verdict = verdict_by_folder(model, tapped, tmp_path)
     assert verdict.passed, str(verdict)
+    crossing = ("decoder", "cross_attention")
+    parts = (("encoder", "full_attention"), ("decoder", "full_attention"), crossing)
+    assert {layer.layer: layer.not_judged for layer in verdict.layers} == {
+        f"{part} layer {index} ({kind})": "" for part, kind in parts for index in range(2)
+    }
+    seen = {layer.layer: layer for layer in verdict.layers}["decoder layer 1 (cross_attention)"].comparisons
+    assert [each.stage for each in seen[:7]] == ["mask", "q", "k", "v", "attn_weights", "context", "output"]
+    queries, keys = 2 * sum(len(call.values["input"][0]) for call in tapped.layers[-1].calls), {seen[2].shape[2]}
+    assert sum(each.shape[0] * each.shape[1] for each in seen if each.stage == "output") == queries >= 8
+    assert keys == {8 if family == "whisper" else 7}
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}])
+def test_cross_attention_with_and_without_a_cache(options, tmp_path):
+    model = encoder_decoder("bart", "sdpa")
+    with parity.tap(model) as tapped:
+        from_encoded(model, **options)
+    crossing = [layer for layer in tapped.layers if "encoder_attn" in layer.name]
+    held = [["k" in call.values for call in layer.calls] for layer in crossing]
+    assert held == [[True, *[bool(options.get("use_cache") is False)] * 3]] * 2  # made once, and kept
+    verdict = verdict_by_folder(model, tapped, tmp_path)
+    assert all(layer.passed for layer in verdict.layers if "cross" in layer.layer), str(verdict)
+    tapped.save(tmp_path / "tap.safetensors")
+    difference = parity.judge_taps(tapped, parity.load_tap(tmp_path / "tap.safetensors"))
+    assert difference.agrees, str(difference)
+    assert all("key_input" in layer.errors for layer in difference.layers if "encoder_attn" in layer.names[0])
+
+
+def test_mistakes_in_cross_attention(tmp_path):
+    model = encoder_decoder("bart")
+    module = model.model.decoder.layers[1].encoder_attn
+    model.save_pretrained(tmp_path)
+    specs, weights = layers_in(tmp_path)
+
+    def wrong():
+        with parity.tap(model) as tapped:
+            from_encoded(model)
+        (found,) = parity.judge_tap(tapped, specs, weights).wrong
+        assert found.layer == "decoder layer 1 (cross_attention)"
+        return stage_named(found.difference.stage).quantity, found.diagnosis
+
+    with ExitStack() as stack:
+        MISTAKES["k and v"].plant(model, module, stack)
+        stage, diagnosis = wrong()
+    assert (stage, diagnosis.explanations[0].hypotheses) == ("k", ("k-v-swapped",))
+
+    def unmasked(_, args, kwargs):
+        return args, {**kwargs, "attention_mask": None}
+
+    handle = module.register_forward_pre_hook(unmasked, with_kwargs=True)
+    stage, diagnosis = wrong()
+    handle.remove()
+    assert (stage, diagnosis.explanations[0].hypotheses) == ("mask", ("mask-ignored",))
+
+    def forgetful(_, args, kwargs):
+        cached = kwargs["past_key_values"].cross_attention_cache.layers[1]
+        if cached.is_initialized:
+            cached.keys[:, :, 0] = 0.0
+
+    handle = module.register_forward_pre_hook(forgetful, with_kwargs=True)
+    stage, diagnosis = wrong()
+    handle.remove()
+    assert (stage, diagnosis.kind, diagnosis.stage) == ("cache.keys", "unknown", "step1.cache.keys")
+
+
+def test_what_cross_attention_cannot_be_judged(tmp_path):
+    model = encoder_decoder("bart")
+    with parity.tap(model) as tapped:
+        from_encoded(model)
+    specs = [replace(each, kind="full_attention") for each in specs_of(model.config.to_dict())]
+    model.save_pretrained(tmp_path)
+    verdict = parity.judge_tap(tapped, specs, layers_in(tmp_path)[1])
+    reasons = [layer.not_judged for layer in verdict.layers if "encoder_attn" in layer.name]
+    assert reasons == ["it attends to another sequence, and should not"] * 2
+    layer = next(layer for layer in tapped.layers if "encoder_attn" in layer.name)
+    layer.calls[1].values["key_input"] = layer.calls[0].values["key_input"] + 1
+    with pytest.raises(ValueError, match="must attend to one sequence from the first token on, got another one"):
+        parity.judge_tap(tapped, *layers_in(tmp_path))
+    module, (x, y, z) = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(3, 2, 5, 32)
+    specs, weights = {0: parity.spec_of(module)}, {0: parity.weights_of(module)}
+    with parity.tap(torch.nn.Sequential(module)) as tapped, torch.no_grad():
+        module(x, y, y)
+    assert parity.judge_tap(tapped, specs, weights).passed
+    with parity.tap(torch.nn.Sequential(module)) as tapped, torch.no_grad():
+        module(x, y, z)
+    verdict = parity.judge_tap(tapped, specs, weights)
+    assert verdict.layers[0].not_judged == "its values are made of something else than its keys"
+
+
+def test_parts_whose_layers_have_the_same_path_are_told_apart(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    text = {**sizes, "vocab_size": 64, "max_position_embeddings": 16, "eos_token_id": 2}
+    vision = {**sizes, "hidden_size": 48, "num_attention_heads": 6, "image_size": 16, "patch_size": 8}
+    torch.manual_seed(0)
+    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision)).eval()
+    with parity.tap(model) as tapped, torch.no_grad():
+        model(input_ids=torch.tensor([[5, 3, 2, 0]]), pixel_values=torch.randn(1, 3, 16, 16))
+    verdict = verdict_by_folder(model, tapped, tmp_path)
+    assert verdict.passed, str(verdict)
+    parts = [f"{part} layer {index} (full_attention)" for part in ("text", "vision") for index in range(2)]
+    assert [layer.layer for layer in verdict.layers] == parts
+    specs, weights = layers_in(tmp_path)
+    verdict = parity.judge_tap(tapped, [replace(each, part="") for each in specs], weights)
+    told = "it may be any of 2 layers of the model, by its name"
+    assert (verdict.layers[0].not_judged, verdict.passed) == (told, False)
 
 
 def test_of_berts_layers_the_context_is_the_last_stage():

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -123,6 +123,18 @@ class Comparison:
     def worse_ratio(self) -> float:
         """The larger of error / budget as it really ran and of its own step alone."""
         return max(self.ratio, self.local_ratio or 0.0)
+
+    def with_step(self, ratio: float, reason: str) -> Comparison:
+        """The same stage, its own step judged, too.
+
+        Args:
+            ratio: error / budget of that step alone.
+            reason: why it failed if that exceeds 1 and nothing else is to be said, in words.
+        """
+        failed = not self.passed or ratio > 1.0
+        reason = self.reason or (reason if ratio > 1.0 else "")
+        status = "failed" if failed else "passed"
+        return replace(self, status=status, local_ratio=ratio, reason=reason if failed else "")
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them: an infinity or NaN becomes null."""
@@ -357,10 +369,8 @@ def share(error: float, allowed: float) -> float:
     return error / allowed if allowed > 0.0 and math.isfinite(allowed) else math.inf
 
 
-def share_of(
-    actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str
-) -> tuple[float, float]:
-    """The root mean square of an error, infinite where one side alone is not finite, and its worse share of a budget."""
+def share_of(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str) -> tuple[float, float]:
+    """The root mean square of an error, infinite where one side alone is not finite; its worse share of a budget."""
     errors = errors_of(whole_rows(actual, stage), whole_rows(expected, stage))
     error = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
     if not math.isfinite(error["rms"]):

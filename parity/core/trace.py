@@ -181,15 +181,6 @@ def judge(trace: Trace, reference: Reference) -> list[Comparison]:
         comparison = verdict(name, trace.accumulated, local=False)
         if not stage.is_gradient:
             local = verdict(name, trace.local, local=True)
-            failed = not (comparison.passed and local.passed)
-            reason = comparison.reason or (
-                "" if local.passed else local.reason or "wrong on the reference's own inputs"
-            )
-            comparison = replace(
-                comparison,
-                status="failed" if failed else "passed",
-                local_ratio=local.ratio,
-                reason=reason if failed else "",
-            )
+            comparison = comparison.with_step(local.ratio, local.reason or "wrong on the reference's own inputs")
         comparisons.append(replace(comparison, library=trace.backend))
     return comparisons

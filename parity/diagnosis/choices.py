@@ -6,8 +6,8 @@ exact than one that keeps them in float32, in the scores and in all that follows
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,22 +25,13 @@ class Choice:
 
     Attributes:
         about: in words, with `{dtype}` for that of the problem.
+        arithmetic: of the same-precision reference; that of the hardware where it says nothing.
         in_reference: overrides of the same-precision reference.
     """
 
     about: str
-    in_reference: Mapping[str, Override]
-
-
-def _kept_scores(layer: Layer, original: Any, values: Values, *places: Any) -> dict[str, np.ndarray]:
-    scores = original(values, *places)["scores"]
-    return {"scores": layer.arithmetic.widen(scores)}
-
-
-def _kept_products(layer: Layer, original: Any, values: Values) -> np.ndarray:
-    """Products are kept before they are scaled, too."""
-    a = layer.arithmetic
-    return a.widen(a.widen(original(values) * a.wide.type(layer.scale())) / a.wide.type(layer.scale()))
+    arithmetic: str = ""
+    in_reference: Mapping[str, Override] = field(default_factory=dict)
 
 
 def _kept_softmax(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
@@ -72,22 +63,21 @@ def _log_sum_exp(layer: Layer, original: Any, values: Values) -> dict[str, np.nd
     return {"attn_weights": a.keep(np.exp(shown - logarithm))}
 
 
-SCORES = Choice("scores are kept in {dtype}", {"scores": _kept_scores, "products": _kept_products})
+AS_THE_REFERENCE = Choice("")
+UNFUSED = Choice("every operation of RoPE and of norms gives {dtype}", "unfused")
+SCORES = Choice("scores are kept in {dtype}", "unfused-scores")
 SOFTMAX = Choice(
-    "scores, and every step of the softmax, are kept in {dtype}", {**SCORES.in_reference, "attn_weights": _kept_softmax}
+    "scores, and every step of the softmax, are kept in {dtype}", "unfused-scores", {"attn_weights": _kept_softmax}
 )
-LOG_SUM_EXP = Choice("attention weights are exp(s - log sum exp)", {"attn_weights": _log_sum_exp})
+LOG_SUM_EXP = Choice("attention weights are exp(s - log sum exp)", "", {"attn_weights": _log_sum_exp})
 
 
-def choices_for(dtype: str, observed: Mapping[str, np.ndarray]) -> Iterator[Sequence[Choice]]:
+def choices_for(dtype: str, observed: Mapping[str, np.ndarray]) -> Iterator[Choice]:
     """What to allow, the reference's own first, unless the dtype of recorded scores says that they are kept in it."""
     kept = {x.dtype.name for name, x in observed.items() if stage_named(name).kind == "scores"}
+    if dtype not in HALF or kept != {dtype}:
+        yield AS_THE_REFERENCE
     if dtype in HALF:
-        if kept != {dtype}:
-            yield ()
-        yield (SCORES,)
-        yield (SOFTMAX,)
-    else:
-        yield ()
-    if dtype != "float64":
-        yield (LOG_SUM_EXP,)
+        yield from (UNFUSED, SCORES, SOFTMAX) if kept != {dtype} else (SCORES, SOFTMAX)
+    elif dtype == "float32":
+        yield LOG_SUM_EXP

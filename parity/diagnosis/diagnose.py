@@ -69,8 +69,8 @@ def diagnose(
     stages = stages_of("observed", observed, "output")
     clock = Clock(seconds)
     views: list[_View] = []
-    for choices in choices_for(problem.dtype, stages):
-        views += _views(stages, problem, arithmetic, choices)
+    for choice in choices_for(problem.dtype, stages):
+        views += _views(stages, problem, arithmetic, choice)
         right = next((view for view in views if not view.wrong), None)
         if right is not None:
             kind = "convention" if right.conventions else "none"
@@ -121,7 +121,7 @@ class _View:
         before: how far each stage is from the reference's, computed from the stages before it.
         conventions: how stages are recorded, where not as ours.
         malformed: stages that cannot be taken, and why.
-        choices: what is allowed.
+        choice: what is allowed.
     """
 
     replay: Replay
@@ -129,7 +129,7 @@ class _View:
     before: dict[str, Verdict]
     conventions: dict[str, str]
     malformed: dict[str, str]
-    choices: Sequence[Choice]
+    choice: Choice
 
     @property
     def wrong(self) -> list[str]:
@@ -161,16 +161,14 @@ class _View:
             has_stages=len(self.replay.stages) > 1,
             malformed=self.malformed,
             conventions=self.conventions,
-            choices=tuple(choice.about.format(dtype=self.replay.problem.dtype) for choice in self.choices),
+            choice=self.choice.about.format(dtype=self.replay.problem.dtype),
             **more,
         )
 
 
-def _views(
-    stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, choices: Sequence[Choice]
-) -> list[_View]:
+def _views(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, choice: Choice) -> list[_View]:
     """What was observed by its shapes alone, and in the ways in which it agrees with the reference, if that is more."""
-    right = Right(problem, arithmetic, choices)
+    right = Right(problem, arithmetic, choice)
     found = read(stages, right)
     if not found:
         return []
@@ -185,10 +183,10 @@ def _views(
     views = []
     for way in ways:
         values = {name: reading.values for name, reading in way.items() if reading.values is not None}
-        replay = Replay(problem, values, arithmetic, choices)
+        replay = Replay(problem, values, arithmetic, choice)
         before = {stage: replay.verdict(stage, ()) for stage in replay.stages}
         conventions = {name: reading.words for name, reading in way.items() if reading.words}
-        views.append(_View(replay, right, before, conventions, malformed, choices))
+        views.append(_View(replay, right, before, conventions, malformed, choice))
     return views
 
 

@@ -19,8 +19,9 @@ from parity.core.compare import SAME_PRECISION, budget, share_of
 from parity.core.problem import Problem
 from parity.core.stages import STAGES, Stage, run_steps, stage_named
 from parity.core.weights import is_floating
+from parity.diagnosis.choices import Choice
 from parity.diagnosis.mistakes import wrong_layer
-from parity.diagnosis.mistakes.record import Change, Changed, instead
+from parity.diagnosis.mistakes.record import Changed, instead
 
 FAR_BELOW = 20.0
 """How far below every score that is seen a hidden one lies at least, if it is masked."""
@@ -65,11 +66,11 @@ class Right:
     Args:
         problem: what was computed.
         arithmetic: of the hardware.
-        choices: what is allowed in the same precision beside the reference's own.
+        choice: what is allowed in the same precision.
     """
 
-    def __init__(self, problem: Problem, arithmetic: str, choices: Sequence[Change] = ()) -> None:
-        self.problem, self.arithmetic, self.choices = problem, arithmetic, tuple(choices)
+    def __init__(self, problem: Problem, arithmetic: str, choice: Choice) -> None:
+        self.problem, self.arithmetic, self.choice = problem, arithmetic, choice
         self._runs: dict[tuple[str, int], dict[str, np.ndarray]] = {}
 
     @property
@@ -81,9 +82,12 @@ class Right:
         """Every stage in a dtype, as it is shown."""
         key = (dtype, id(shown))
         if key not in self._runs:
-            changes = (shown, *(self.choices if dtype != "float64" else ()))
+            layer = wrong_layer(self.problem, dtype, (shown,), self.arithmetic)
+            if dtype != "float64":
+                arithmetic = self.choice.arithmetic or self.arithmetic
+                layer = wrong_layer(self.problem, dtype, (shown, self.choice), arithmetic)
             with np.errstate(all="ignore"):
-                self._runs[key] = run_steps(wrong_layer(self.problem, dtype, changes, self.arithmetic).steps())
+                self._runs[key] = run_steps(layer.steps())
         return self._runs[key]
 
     def agrees(self, stage: str, actual: np.ndarray, shown: Changed | None = None) -> bool:

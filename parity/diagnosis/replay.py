@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from parity.core.compare import SAME_PRECISION, budget, errors_of, share_of
 from parity.core.problem import Problem
 from parity.core.stages import stage_named
+from parity.diagnosis.choices import AS_THE_REFERENCE, Choice
 from parity.diagnosis.mistakes import Mistake, mistakes_for, permuted_heads, wrong_layer
 from parity.diagnosis.mistakes.record import Change
 
@@ -41,13 +42,13 @@ class Replay:
         problem: what was computed.
         observed: stages of the reference's, in its shapes.
         arithmetic: of the hardware.
-        choices: what is allowed in the same precision.
+        choice: what is allowed in the same precision.
     """
 
     def __init__(
-        self, problem: Problem, observed: Mapping[str, np.ndarray], arithmetic: str, choices: Sequence[Change] = ()
+        self, problem: Problem, observed: Mapping[str, np.ndarray], arithmetic: str, choice: Choice = AS_THE_REFERENCE
     ) -> None:
-        self.problem, self.arithmetic, self.choices = problem, arithmetic, tuple(choices)
+        self.problem, self.arithmetic, self.choice = problem, arithmetic, choice
         with np.errstate(all="ignore"):
             names: list[list[str]] = []
             values: dict[str, np.ndarray] = {}
@@ -69,7 +70,9 @@ class Replay:
         if key not in self._found:
             if len(self._found) > MOST_KEPT:
                 self._found.clear()
-            changes = mistakes if dtype == "float64" else (*mistakes, *self.choices)
+            changes: tuple[Change, ...] = mistakes
+            if dtype != "float64":
+                changes, kind = (*mistakes, self.choice), kind or self.choice.arithmetic
             steps = wrong_layer(self.problem, dtype, changes, kind or self.arithmetic).steps()
             values = dict(self.observed)
             try:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from parity.core.compare import finite, norms_of, unit_of_rounding
-from parity.diagnosis.tapped import Sequences, sequences_by_prompt
+from parity.diagnosis.tapped import OF_KEYS, Sequences, sequences_by_prompt
 from parity.tapping.record import Tapped, TappedLayer
 
 GROWTH = 8.0
@@ -22,6 +22,9 @@ GROWTH = 8.0
 Between models that compute the same, seven families with random weights, it was 2.7 at most: a prompt at once and in
 steps, eager attention and that of torch, float32 and bfloat16.
 """
+
+GIVEN = ("input", "key_input")
+"""What a layer is given."""
 
 STAGES = ("mask", "q", "k", "v", "attn_weights", "context", "output")
 
@@ -34,8 +37,8 @@ class LayerDifference:
         layer: `layer 17 (sliding_attention)`.
         names: of the modules.
         tokens: how many tokens of all sequences both have.
-        errors: by stage, and of the `input`: root mean square of the difference, as a share of that of the first.
-            Infinite where shapes differ.
+        errors: by stage, and of the `input` and `key_input`: root mean square of the difference, as a share of that of
+            the first. Infinite where shapes differ.
         grows: the stages that are further apart than the input explains, in order.
     """
 
@@ -185,15 +188,15 @@ def _difference(one: TappedLayer, other: TappedLayer, unit: float, same: dict[Wh
     for which, a, b, places_a, places_b in _common(one, other):
         places_a, places_b = places_a[: same.get(which)], places_b[: same.get(which)]
         count += len(places_a)
-        for name in ("input", *STAGES):
+        for name in (*GIVEN, *STAGES):
             if name in a.values and name in b.values and len(places_a):
                 found = _squares(a.tokens(name, places_a), b.tokens(name, places_b))
                 squares.setdefault(name, []).append(found)
     if not count:
         raise ValueError(f"taps must have tokens at the same positions, got none of {one.name}")
     errors = {name: _share(found) for name, found in squares.items()}
-    allowed = GROWTH * max(errors["input"], unit)
-    grows = tuple(name for name in errors if name != "input" and errors[name] > (0.0 if name == "mask" else allowed))
+    allowed = GROWTH * max(*(errors.get(name, 0.0) for name in GIVEN), unit)
+    grows = tuple(name for name in errors if name not in GIVEN and errors[name] > (0.0 if name == "mask" else allowed))
     return LayerDifference(one.title, (one.name, other.name), count, errors, grows)
 
 
@@ -215,8 +218,10 @@ class _Row:
     def tokens(self, name: str, places: np.ndarray) -> np.ndarray:
         """Some of its tokens."""
         x = self.values[name][self.row]
+        if self.sequences.is_cross and name in OF_KEYS:
+            return x
         if name in ("mask", "attn_weights"):
-            return x[:, places][:, :, places]
+            return x[:, places] if self.sequences.is_cross else x[:, places][:, :, places]
         return np.take(x, places, axis=1 if x.ndim == 3 else 0)
 
 

@@ -18,6 +18,12 @@ from parity.tapping.record import TappedCall, TappedLayer, is_hidden
 TOKENS = {"input": 1, "q": 2, "k": 2, "v": 2, "context": 2, "output": 1}
 """The axis of tokens of what is joined along it."""
 
+OF_KEYS = ("key_input", "value_input", "key_is_real", "k", "v")
+"""What has no tokens of queries where keys are made of another sequence: the first call's is that of all."""
+
+NO_STAGES = ("input", "positions", "key_input", "value_input", "key_is_real")
+"""What the reference is given, and does not compute."""
+
 
 @dataclass(frozen=True)
 class TappedCase(Case):
@@ -61,6 +67,11 @@ class Sequences:
     caches: dict[tuple[int, str], np.ndarray]
 
     @property
+    def is_cross(self) -> bool:
+        """Whether keys are made of another sequence."""
+        return "key_input" in self.values
+
+    @property
     def places(self) -> np.ndarray:
         """Where the tokens of each sequence stand, (rows, T): their positions, or, where these say less, 0, 1, …"""
         positions = self.values.get("positions")
@@ -71,7 +82,7 @@ class Sequences:
     @property
     def stages(self) -> dict[str, np.ndarray]:
         """What the reference computes, too, as if all tokens had come at once."""
-        return {name: x for name, x in self.values.items() if name not in ("input", "positions", "key_input")}
+        return {name: x for name, x in self.values.items() if name not in NO_STAGES}
 
     @property
     def stages_by_step(self) -> dict[str, np.ndarray]:
@@ -111,21 +122,47 @@ class Sequences:
         caches = {key: x[..., order] if key[1] == "keys" else x for key, x in self.caches.items()}
         return replace(self, values={**self.values, "q": q[..., order], "k": k[..., order]}, caches=caches)
 
-    def problem(self, layer: TappedLayer, spec: AttentionSpec, weights: Weights, *, is_causal: bool) -> Problem:
+    def unscaled(self, reference: Reference) -> Sequences:
+        """The same with queries as they are before they are scaled, where that is nearer in size to the reference's.
+
+        Layers may scale them before they attend, as Whisper's do, whose function is told that scores need no scale.
+        """
+        spec, expected, q = reference.problem.spec, reference.accumulated["q"], self.values.get("q")
+        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        if q is None or not q.any():
+            return self
+        ratio = np.sqrt(np.mean(q.astype(np.float64) ** 2) / np.mean(expected**2))
+        if abs(np.log(ratio / scale)) >= abs(np.log(ratio)):
+            return self
+        return replace(self, values={**self.values, "q": (q.astype(np.float64) / scale).astype(q.dtype)})
+
+    def problem(self, name: str, spec: AttentionSpec, weights: Weights, *, is_causal: bool) -> Problem:
         """What the reference is given: the layer's own input, all tokens at once."""
-        x = self.values["input"]
+        x, inputs = self.values["input"], self._inputs(spec)
         dtype = x.dtype.name
         case = TappedCase(
-            layer.title,
+            name,
             replace(spec, dropout=0.0, output_dropout=0.0),
             "recorded",
             batch=x.shape[0],
             seq_len=x.shape[1],
+            seq_len_k=inputs["key"].shape[1] if self.is_cross else None,
             is_causal=is_causal,
+            random_mask="mask" in inputs,
             places=self.values.get("positions"),
         )
         held = {name: weight.astype(dtype_named(dtype)) for name, weight in weights.items()}
-        return Problem(case, dtype, held, {"query": x})
+        return Problem(case, dtype, held, inputs)
+
+    def _inputs(self, spec: AttentionSpec) -> dict[str, np.ndarray]:
+        inputs = {"query": self.values["input"]}
+        if self.is_cross:
+            inputs["key"] = self.values["key_input"]
+        if "key_is_real" in self.values:
+            is_padding = ~self.values["key_is_real"][:, None, None]
+            shape = (len(self.rows), spec.num_heads, len(self.tokens), is_padding.shape[-1])
+            inputs["mask"] = np.broadcast_to(is_padding, shape)
+        return inputs
 
     def problem_of_its_own(self, problem: Problem) -> Problem:
         """The same with no other tokens."""
@@ -146,11 +183,14 @@ class Sequences:
     def prompt(self) -> Sequences:
         """What the first call brought, alone."""
         tokens = np.arange(self.chunks[0])
-        values = {name: _taken(name, x, np.arange(len(self.rows)), tokens) for name, x in self.values.items()}
+        rows = np.arange(len(self.rows))
+        values = {name: _taken(name, x, rows, tokens, is_cross=self.is_cross) for name, x in self.values.items()}
         return Sequences(self.rows, self.tokens[tokens], self.chunks[:1], values, {})
 
     def must_be_stepped(self, spec: AttentionSpec) -> bool:
         """Whether all tokens at once are not what they are call by call."""
+        if self.is_cross:
+            return False
         scaling = None if spec.rope is None else spec.rope.scaling
         return bool(self.caches) or isinstance(scaling, DynamicScaling | LongRopeScaling)
 
@@ -194,6 +234,8 @@ def _runs(layer: TappedLayer) -> list[list[TappedCall]]:
                     f"{layer.name} must be called with one token after the other, got a cache of {after.past} tokens "
                     f"after {expected}"
                 )
+            if "key_input" in after.values:
+                raise ValueError(f"{layer.name} must attend to one sequence from the first token on, got another one")
     return runs
 
 
@@ -222,29 +264,46 @@ def _by_padding(calls: list[TappedCall]) -> Iterator[Sequences]:
             continue
         stops = np.cumsum([0, *lengths])
         chunks = tuple(int(pattern[start:stop].sum()) for start, stop in pairwise(stops))
-        values = {name: _taken(name, x, rows, tokens) for name, x in joined.items()}
-        own = {key: x[rows][:, :, tokens[tokens < x.shape[2]]] for key, x in caches.items()}
+        is_cross = "key_input" in joined
+        values = {name: _taken(name, x, rows, tokens, is_cross=is_cross) for name, x in joined.items()}
+        own = {key: x[rows] if is_cross else x[rows][:, :, tokens[tokens < x.shape[2]]] for key, x in caches.items()}
         yield Sequences(rows, tokens, chunks, values, own)
 
 
 def _joined(calls: list[TappedCall], total: int) -> Iterator[tuple[str, np.ndarray]]:
     """What all calls have, as one array each: those of keys and queries with a place for every token."""
+    is_cross = "key_input" in calls[0].values
 
     def in_all(name: str) -> bool:
         return all(name in call.values for call in calls)
 
     for name, axis in TOKENS.items():
-        if in_all(name):
+        if in_all(name) and not (is_cross and name in OF_KEYS):
             yield name, np.concatenate([call.values[name] for call in calls], axis=axis)
     if in_all("positions"):
         batch = max(call.values["positions"].shape[-2] for call in calls)
         parts = [call.values["positions"] for call in calls]
         parts = [np.broadcast_to(x, (*x.shape[:-2], batch, x.shape[-1])) for x in parts]
         yield "positions", np.concatenate(parts, axis=-1)
+    if is_cross:
+        yield from _joined_of_keys(calls)
+        return
     if in_all("attn_weights"):
         yield "attn_weights", _placed(calls, "attn_weights", total, 0)
     if all("mask" in call.values or call.values["input"].shape[1] == 1 for call in calls) and in_all("q"):
         yield "mask", _placed(calls, "mask", total, True)
+
+
+def _joined_of_keys(calls: list[TappedCall]) -> Iterator[tuple[str, np.ndarray]]:
+    """The same of a layer whose keys are made of another sequence, once."""
+    first = calls[0].values
+    yield from ((name, first[name]) for name in OF_KEYS if name in first)
+    if all("attn_weights" in call.values for call in calls):
+        yield "attn_weights", np.concatenate([call.values["attn_weights"] for call in calls], axis=2)
+    if all("mask" in call.values and "q" in call.values for call in calls):
+        masks = [is_hidden(call.values["mask"]) for call in calls]
+        shapes = [(*call.values["q"].shape[:3], mask.shape[3]) for call, mask in zip(calls, masks, strict=True)]
+        yield "mask", np.concatenate(list(map(np.broadcast_to, masks, shapes)), axis=2)
 
 
 def _placed(calls: list[TappedCall], name: str, total: int, fill: float) -> np.ndarray:
@@ -268,14 +327,18 @@ def _placed(calls: list[TappedCall], name: str, total: int, fill: float) -> np.n
 def _cache(call: TappedCall, joined: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     """All keys or values that a call attended to; those that its cache has dropped are as they were."""
     cached = call.values["cache.keys" if name == "k" else "cache.values"]
+    if not call.first_key:
+        return cached
     return np.concatenate([joined[name][:, :, : call.first_key].astype(cached.dtype), cached], axis=2)
 
 
-def _taken(name: str, x: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def _taken(name: str, x: np.ndarray, rows: np.ndarray, tokens: np.ndarray, *, is_cross: bool) -> np.ndarray:
     """Some sequences and tokens of what was joined."""
+    if is_cross and name in OF_KEYS:
+        return x[rows]
     if name == "positions":
         x = x if x.shape[-2] == 1 else np.take(x, rows, axis=-2)
         x = x[..., tokens]
         return x[0] if x.ndim == 3 and len(x) == 1 else x
     x = np.take(x[rows], tokens, axis=TOKENS.get(name, 2))
-    return np.take(x, tokens, axis=3) if name in ("attn_weights", "mask") else x
+    return np.take(x, tokens, axis=3) if name in ("attn_weights", "mask") and not is_cross else x

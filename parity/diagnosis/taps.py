@@ -12,10 +12,11 @@ import numpy as np
 from mha_spec import AttentionSpec
 from parity.core.compare import Comparison, compare, first_difference
 from parity.core.problem import Problem
+from parity.core.reference import UNFUSED
 from parity.core.stages import stage_named
 from parity.core.trace import Reference
 from parity.core.weights import check_weights, weight_shapes
-from parity.diagnosis.diagnose import Diagnosis, diagnose
+from parity.diagnosis.diagnose import Diagnosis, Unknown, diagnose
 from parity.diagnosis.replay import Replay
 from parity.diagnosis.tapped import Sequences, sequences_of
 from parity.models.specs import ModelLayer
@@ -23,17 +24,30 @@ from parity.tapping.record import Tapped, TappedLayer
 
 
 @dataclass(frozen=True)
+class LikeAnother(Diagnosis):
+    """Of a layer that no mistake explains, and that is right as another one of its model.
+
+    Attributes:
+        like: what it has of which other layer, in words.
+    """
+
+    like: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.stage} is {self.ratio:.2g} times its budget\n{self.like}"
+
+
+@dataclass(frozen=True)
 class LayerVerdict:
     """A layer alone: what it gave for what it got, against the float64 reference.
 
     Attributes:
-        layer: `layer 17 (sliding_attention)`.
+        layer: `layer 17 (sliding_attention)`, or `decoder layer 5 (cross_attention)`.
         name: of the module.
         index: which layer it is.
         comparisons: of each stage that was seen.
         diagnosis: of a layer that differs.
         not_judged: why it was not judged; empty if it was.
-        like: what it has of another layer of the model, which explains it where no mistake does; empty otherwise.
     """
 
     layer: str
@@ -42,7 +56,6 @@ class LayerVerdict:
     comparisons: list[Comparison] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
     not_judged: str = ""
-    like: str = ""
 
     @property
     def difference(self) -> Comparison | None:
@@ -53,6 +66,11 @@ class LayerVerdict:
     def passed(self) -> bool:
         """Whether it was judged, and every stage is within its budget."""
         return not self.not_judged and self.difference is None
+
+    @property
+    def like(self) -> str:
+        """What it has of another layer of the model, which explains it where no mistake does; empty otherwise."""
+        return self.diagnosis.like if isinstance(self.diagnosis, LikeAnother) else ""
 
     @property
     def is_rounding(self) -> bool:
@@ -78,7 +96,7 @@ class LayerVerdict:
             return f"{self.layer}: not judged, {self.not_judged}"
         if difference is None:
             return f"{self.layer}: ok"
-        told = f"\n{self.like or self.diagnosis}" if self.like or self.diagnosis else ""
+        told = f"\n{self.like or self.diagnosis}" if self.diagnosis else ""
         return f"{self.layer}, stage {difference.stage}: {difference.worse_ratio:.2g} times its budget{told}"
 
 
@@ -118,6 +136,9 @@ class TapVerdict:
         return "\n".join(lines)
 
 
+CROSS = "cross_attention"
+"""The kind of layers that attend to another sequence."""
+
 Specs = Sequence[ModelLayer] | Mapping[int, AttentionSpec | None]
 LayerWeights = Mapping[int, Mapping[str, Any]] | Mapping[str, Mapping[str, Any]]
 
@@ -149,35 +170,44 @@ def judge_tap(tapped: Tapped, specs: Specs, weights: LayerWeights, *, is_causal:
 def _judge_layer(
     layer: TappedLayer, specs: Specs, weights: LayerWeights, is_causal: bool | None, *, is_named_so: bool
 ) -> LayerVerdict:
-    if isinstance(specs, Mapping):
-        known = ModelLayer(layer.index, "", specs.get(layer.index), {})
-    else:
-        known = _known(layer, specs)
-    layer = replace(layer, kind=layer.kind or known.kind)
+    found = _known(layer, specs)
     verdict = LayerVerdict(layer.title, layer.name, layer.index)
+    if len(found) > 1:
+        return replace(verdict, not_judged=f"it may be any of {len(found)} layers of the model, by its name")
+    known = found[0] if found else ModelLayer(layer.index, "", None, {})
+    verdict = replace(verdict, layer=_title(replace(known, kind=known.kind or layer.kind)))
     if known.spec is None:
         return replace(verdict, not_judged="it has no attention over keys, or no spec")
     held = _held(layer, weights)
-    if reason := _why_not(layer, known.spec, has_weights=held is not None):
+    if reason := _why_not(layer, known, has_weights=held is not None):
         return replace(verdict, not_judged=reason)
     checked = check_weights(held or {}, known.spec)
     causal = known.is_causal if is_causal is None else is_causal
     problems: list[tuple[Sequences, Problem]] = []
     for sequences in sequences_of(layer):
-        if known.path and is_named_so and not f".{layer.name}".endswith(f".{known.path}"):
+        if known.path and is_named_so and not known.is_at(layer.name):
             sequences = sequences.without("output")  # the module is a part of the layer, as of BERT's
-        problem = sequences.problem(layer, known.spec, checked, is_causal=causal)
+        problem = sequences.problem(verdict.layer, known.spec, checked, is_causal=causal)
         problems.append((sequences, problem))
         is_explained = verdict.diagnosis is not None and verdict.diagnosis.kind != "unknown"
-        comparisons, diagnosis = _judge(sequences, problem, layer.module, diagnoses=not is_explained)
+        comparisons, diagnosis = _judge(sequences, problem, layer, diagnoses=not is_explained)
         if verdict.diagnosis is not None and (diagnosis is None or diagnosis.kind == "unknown"):
             diagnosis = verdict.diagnosis  # that of the first that differ, if none is explained
         verdict = replace(verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis)
     if not verdict.comparisons:
         return replace(verdict, not_judged="nothing was seen of it but its input")
-    if verdict.diagnosis is not None and verdict.diagnosis.kind == "unknown":
-        return replace(verdict, like=_like_another(problems, _others(known, specs)))
-    return verdict
+    unknown = verdict.diagnosis
+    if unknown is None or unknown.kind != "unknown":
+        return verdict
+    like = _like_another(layer, problems, _others(known, specs))
+    return (
+        replace(verdict, diagnosis=LikeAnother(**{**vars(unknown), "kind": "like", "like": like})) if like else verdict
+    )
+
+
+def _title(layer: ModelLayer) -> str:
+    """What reports call it."""
+    return f"{layer.part} {TappedLayer('', layer.index, '', layer.kind).title}".strip()
 
 
 def _others(known: ModelLayer, specs: Specs) -> dict[str, AttentionSpec]:
@@ -186,11 +216,13 @@ def _others(known: ModelLayer, specs: Specs) -> dict[str, AttentionSpec]:
     found: dict[AttentionSpec, str] = {}
     for layer in layers:
         if layer.spec is not None and layer.spec != known.spec:
-            found.setdefault(layer.spec, TappedLayer("", layer.index, "", layer.kind).title)
+            found.setdefault(layer.spec, _title(layer))
     return {title: spec for spec, title in found.items()}
 
 
-def _like_another(problems: Sequence[tuple[Sequences, Problem]], others: Mapping[str, AttentionSpec]) -> str:
+def _like_another(
+    layer: TappedLayer, problems: Sequence[tuple[Sequences, Problem]], others: Mapping[str, AttentionSpec]
+) -> str:
     """What a layer has of another one, one field or all, and then is right."""
     spec = problems[0][1].spec
     own = vars(spec)
@@ -201,24 +233,32 @@ def _like_another(problems: Sequence[tuple[Sequences, Problem]], others: Mapping
                 like = replace(spec, **{name: getattr(other, name) for name in names})
             except (TypeError, ValueError):  # a field that goes with another one
                 continue
-            if weight_shapes(like) == weight_shapes(spec) and all(_is_right(*each, like) for each in problems):
+            if weight_shapes(like) == weight_shapes(spec) and all(_is_right(layer, *each, like) for each in problems):
                 fields = ", ".join(f"{name}={getattr(other, name)}" for name in names)
                 return f"it matches the reference with what {title} should have: {fields}"
     return ""
 
 
-def _is_right(sequences: Sequences, problem: Problem, spec: AttentionSpec) -> bool:
+def _is_right(layer: TappedLayer, sequences: Sequences, problem: Problem, spec: AttentionSpec) -> bool:
     """Whether every stage is right if the layer is another one."""
     problem = replace(problem, case=replace(problem.case, spec=spec))
-    return first_difference(_judge(sequences, problem, "", diagnoses=False)[0]) is None
+    return first_difference(_judge(sequences, problem, layer, diagnoses=False)[0]) is None
 
 
-def _known(layer: TappedLayer, specs: Sequence[ModelLayer]) -> ModelLayer:
-    """What a layer should be: of several with its index that at the longest part of its name."""
-    of_index = [each for each in specs if each.index == layer.index]
-    if len(of_index) > 1:
-        of_index = sorted((each for each in of_index if _is_at(layer.name, each.path)), key=lambda x: len(x.path))
-    return of_index[-1] if of_index else ModelLayer(layer.index, "", None, {})
+def _known(layer: TappedLayer, specs: Specs) -> list[ModelLayer]:
+    """What a layer should be: those at the longest part of its name, or with its index; several if that cannot be told.
+
+    Parts of a model may have layers of the same path: of these it is that of the part in the layer's name.
+    """
+    if isinstance(specs, Mapping):
+        return [ModelLayer(layer.index, "", specs.get(layer.index), {}, is_causal=not layer.is_cross)]
+    at = [each for each in specs if _is_at(layer.name, each.path)]
+    longest = max((len(each.path) for each in at), default=0)
+    found = [each for each in at if len(each.path) == longest]
+    found = [each for each in found or specs if each.index == layer.index] or found
+    words = layer.name.split(".")
+    of_part = [each for each in found if each.part and any(word.startswith(each.part) for word in words)]
+    return list({(each.spec, each.is_causal): each for each in of_part or found}.values())
 
 
 def _held(layer: TappedLayer, weights: LayerWeights) -> Mapping[str, Any] | None:
@@ -237,39 +277,89 @@ def _is_at(name: str, other: str) -> bool:
     return bool(other) and (f".{other}." in f".{name}." or f".{name}." in f".{other}.")
 
 
-def _why_not(layer: TappedLayer, spec: AttentionSpec, *, has_weights: bool) -> str:
+def _why_not(layer: TappedLayer, known: ModelLayer, *, has_weights: bool) -> str:
     if not any("output" in call.values for call in layer.calls):
         return "it was not called"
-    if any("key_input" in call.values for call in layer.calls):
-        return "it attends to another sequence"
+    if reason := _why_not_cross(layer, known):
+        return reason
     if not has_weights:
         return "it has no weights"
-    if layer.training and (spec.dropout or spec.output_dropout):
+    if layer.training and known.spec is not None and (known.spec.dropout or known.spec.output_dropout):
         return "it was called in training mode, with dropout"
     return ""
 
 
+def _why_not_cross(layer: TappedLayer, known: ModelLayer) -> str:
+    """Why the other sequence that a layer attends to, or should, keeps it from being judged."""
+    should = known.kind == CROSS
+    if not layer.is_cross:
+        return "the sequence that it attends to was not seen" if should else ""
+    if known.kind and not should:
+        return "it attends to another sequence, and should not"
+    if any("value_input" in call.values for call in layer.calls):
+        return "its values are made of something else than its keys"
+    if any(call.past is None for call in layer.calls):
+        return "it attends to another sequence, with a cache that does not say how many tokens came before"
+    if known.spec is not None and (known.spec.has_positions or known.spec.has_distance_bias or known.spec.window_size):
+        return "it attends to another sequence, whose positions are not known"
+    return ""
+
+
 def _judge(
-    sequences: Sequences, problem: Problem, backend: str, *, diagnoses: bool
+    sequences: Sequences, problem: Problem, layer: TappedLayer, *, diagnoses: bool
 ) -> tuple[list[Comparison], Diagnosis | None]:
     """The stages of some sequences, and, if that is asked, what explains what differs."""
     reference = Reference(problem)
     sequences = sequences.in_our_order(reference)
+    sequences = sequences.unscaled(reference) if layer.scale == 1.0 else sequences
     observed, stepped = sequences.stages, sequences.must_be_stepped(problem.spec)
     if stepped:
         observed, reference = sequences.stages_by_step, Reference(sequences.problem_by_step(problem))
-    comparisons = _compared(observed, reference, backend)
+    arithmetic = _arithmetic_of(layer)
+    comparisons = _compared(observed, reference, layer.module, arithmetic)
+    if stale := _of_other_keys(sequences, reference, layer.module, arithmetic):
+        first = stale[0]
+        about = (first.stage, first.error, first.ratio)
+        unknown = Diagnosis("unknown", *about, unknowns=[Unknown(*about)])
+        before = sum(each.stage in ("mask", "q", "k", "v") for each in comparisons)
+        return [*comparisons[:before], *stale, *comparisons[before:]], unknown if diagnoses else None
     if first_difference(comparisons) is None or not diagnoses:
         return comparisons, None
     ways = [(observed, reference.problem)]
-    if len(sequences.chunks) > 1:
+    if len(sequences.chunks) > 1 and not sequences.is_cross:
         prompt = sequences.prompt
         ways += [] if stepped else [(sequences.stages_by_step, sequences.problem_by_step(problem))]
         ways += [(prompt.stages, prompt.problem_of_its_own(problem))]
-    return comparisons, _diagnosed(ways)
+    return comparisons, _diagnosed(ways, arithmetic)
 
 
-def _diagnosed(ways: list[tuple[dict[str, np.ndarray], Problem]]) -> Diagnosis:
+def _of_other_keys(sequences: Sequences, reference: Reference, backend: str, arithmetic: str) -> list[Comparison]:
+    """What later calls have as keys and values of another sequence, where it is not what the first one had."""
+    same = reference.same_precision(local=False, arithmetic=arithmetic)
+    found: list[Comparison] = []
+    for (step, part), cached in sequences.caches.items() if sequences.is_cross else ():
+        name = part[0]
+        comparison = compare(
+            cached,
+            reference.accumulated[name],
+            same[name],
+            case=reference.problem.case.name,
+            backend=backend,
+            dtype=reference.problem.dtype,
+            stage=f"step{step}.cache.{part}",
+            arithmetic=arithmetic,
+        )
+        found += [] if comparison.passed else [comparison]
+    return found
+
+
+def _arithmetic_of(layer: TappedLayer) -> str:
+    """How a layer that is right rounds."""
+    each, with_scores = UNFUSED
+    return "ieee" if not layer.attention else with_scores if layer.attention == "eager" else each
+
+
+def _diagnosed(ways: list[tuple[dict[str, np.ndarray], Problem]], arithmetic: str) -> Diagnosis:
     """What explains some stages: of all tokens at once, call by call, or of the prompt alone.
 
     A wrong mask of the prompt does not show the tokens after it, as that of all tokens at once would.
@@ -284,21 +374,23 @@ def _diagnosed(ways: list[tuple[dict[str, np.ndarray], Problem]]) -> Diagnosis:
             if left_out and len(seen) == len(stages):
                 continue
             with np.errstate(all="ignore"):
-                found = diagnose(seen, problem)
+                found = diagnose(seen, problem, arithmetic=arithmetic)
             if found.kind not in ("unknown", "none"):
                 return found
             first = first or found
     return first or Diagnosis("none")
 
 
-def _compared(observed: Mapping[str, np.ndarray], reference: Reference, backend: str) -> list[Comparison]:
+def _compared(
+    observed: Mapping[str, np.ndarray], reference: Reference, backend: str, arithmetic: str
+) -> list[Comparison]:
     """Each stage against the reference: from the layer's input, and from the stages that were seen before it."""
-    problem, replay = reference.problem, Replay(reference.problem, observed, "ieee")
+    problem, replay = reference.problem, Replay(reference.problem, observed, arithmetic)
     found = []
     for stage, expected in reference.accumulated.items():
         if stage not in observed:
             continue
-        same = reference.same_precision(local=False)[stage]
+        same = reference.same_precision(local=False, arithmetic=arithmetic)[stage]
         comparison = compare(
             observed[stage],
             expected,
@@ -307,16 +399,8 @@ def _compared(observed: Mapping[str, np.ndarray], reference: Reference, backend:
             backend=backend,
             dtype=problem.dtype,
             stage=stage,
+            arithmetic=arithmetic,
         )
         local = replay.verdict(stage, ()).ratio
-        failed = not comparison.passed or local > 1.0
-        reason = comparison.reason or ("wrong for what it was made of" if local > 1.0 else "")
-        found.append(
-            replace(
-                comparison,
-                status="failed" if failed else "passed",
-                local_ratio=local,
-                reason=reason if failed else "",
-            )
-        )
+        found.append(comparison.with_step(local, "wrong for what it was made of"))
     return found

@@ -98,7 +98,7 @@ class Diagnosis:
         has_stages: whether more was observed than the output.
         malformed: stages that cannot be compared, and why; the others are judged without them.
         conventions: how stages are recorded, where not as ours, by stage and in words.
-        choices: how it computes, where not as the reference, and what is no mistake.
+        choice: how it computes, where not as the reference, in words; it is no mistake.
         untried: what there was no time for, in words.
         agrees: whether the output agrees all the same.
     """
@@ -112,7 +112,7 @@ class Diagnosis:
     has_stages: bool = True
     malformed: Mapping[str, str] = field(default_factory=dict)
     conventions: Mapping[str, str] = field(default_factory=dict)
-    choices: tuple[str, ...] = ()
+    choice: str = ""
     untried: str = ""
     agrees: bool = False
 
@@ -138,7 +138,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         lines = [f"{stage} {words}" for stage, words in self.conventions.items()]
-        lines += [f"{words}, which is no mistake" for words in self.choices]
+        lines += [f"{self.choice}, which is no mistake"] if self.choice else []
         if self.kind == "none":
             return "\n".join(["nothing differs by more than rounding", *lines])
         if self.kind == "convention":

@@ -9,7 +9,7 @@ from mha_spec import AttentionSpec
 from parity.conversion.layouts import LAYOUTS, to_canonical
 from parity.conversion.layouts.detection import DoesNotFit
 from parity.core.weights import Weights
-from parity.models.specs import ModelLayer, known_parts, sections_named, sections_of, specs_of
+from parity.models.specs import known_parts, sections_named, sections_of, specs_of
 
 
 def from_transformers(
@@ -38,7 +38,7 @@ def from_transformers(
     parts = known_parts(values) or {"": values}
     named = sections_named(path or "", sections_of(values))
     layers = [layer for name, part in parts.items() if not named or name in named for layer in specs_of(part)]
-    of_index = [layer for layer in layers if layer.index == index and (path is None or _ends(path, layer))]
+    of_index = [layer for layer in layers if layer.index == index and (path is None or layer.is_at(path))]
     tensors = module.state_dict()
     found: dict[AttentionSpec, Weights] = {}
     refusals = [f"the model has no layer {index}{'' if path is None else f' at {path}'}"] if not of_index else []
@@ -55,7 +55,3 @@ def from_transformers(
         reasons = [str(spec) for spec in found] if found else refusals
         raise ValueError(f"module must be one layer of the model, got {' or '.join(reasons)}{which}")
     return next(iter(found.items()))
-
-
-def _ends(path: str, layer: ModelLayer) -> bool:
-    return bool(layer.path) and f".{path}".endswith(f".{layer.path}")

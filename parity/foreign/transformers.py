@@ -172,7 +172,7 @@ class Skeleton:
     def _find(self, layer: ModelLayer, label: str) -> tuple[nn.Module, str]:
         """The part of the model that has a layer and takes embeddings, the smallest one; and the layer's path there."""
         path = layer.path
-        found = [name for name, _ in self._model.named_modules() if f".{name}".endswith(f".{path}")]
+        found = [name for name, _ in self._model.named_modules() if layer.is_at(name)]
         if len(found) > 1:  # in another part of the model
             found = [name for name in found if f".{label}".endswith(f".{name}")] or [
                 name for name in found if name.split(".")[0] in label.split(".")

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -61,6 +61,10 @@ class ModelLayer:
     shared: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
+    def is_at(self, name: str) -> bool:
+        """Whether the name of a module ends with the layer's path."""
+        return bool(self.path) and f".{name}".endswith(f".{self.path}")
+
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON can have it."""
         spec = None if self.spec is None else json.loads(self.spec.to_json())
@@ -111,6 +115,19 @@ def known_parts(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     if _is_known(config) and "text_config" not in config:
         return {"": config}
     return {name: config[name] for name in sections_of(config) if _is_known(config[name])}
+
+
+def layers_of_parts(config: Mapping[str, Any]) -> list[ModelLayer]:
+    """The layers of all parts of a model whose families are known; each says its part, by its own name or its key's.
+
+    Raises:
+        As `specs_of`.
+    """
+    return [
+        replace(layer, part=layer.part or name.removesuffix(SECTION))
+        for name, part in (known_parts(config) or {"": config}).items()
+        for layer in specs_of(part)
+    ]
 
 
 def sections_of(config: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from parity.conversion.layers import open_layers
 from parity.core.weights import Weights
 from parity.diagnosis.taps import TapVerdict, judge_tap
 from parity.models.config import read_config
-from parity.models.specs import ModelLayer, known_parts, specs_of
+from parity.models.specs import ModelLayer, layers_of_parts
 from parity.running.report import Report, SkippedCase
 from parity.tapping.record import load_tap
 
@@ -41,9 +41,8 @@ def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[st
         ValueError: if its family is not known, or its layers cannot be told.
     """
     config = read_config(folder)
-    specs = [layer for part in known_parts(config).values() or [config] for layer in specs_of(part)]
     with open_layers(folder) as layers:
-        return specs, {layer.label: layer.load()[0] for layer in layers}
+        return layers_of_parts(config), {layer.label: layer.load()[0] for layer in layers}
 
 
 def report_of(verdicts: Mapping[str, TapVerdict]) -> Report:

@@ -77,6 +77,9 @@ class _Listener:
         other = next((arrays[each] for each in ("inputs_k", "inputs_kv", "key") if each in arrays), None)
         if other is not None and other is not given and _differ(other, given):
             self.values["key_input"] = _values_of(other)
+        made_of = arrays.get("inputs_v", arrays.get("value"))
+        if made_of is not None and made_of is not other and _differ(made_of, given if other is None else other):
+            self.values["value_input"] = _values_of(made_of)
         positions = next((arrays[each] for each in POSITIONS if each in arrays and each != name), None)
         if positions is not None:
             self.values["positions"] = _values_of(positions)

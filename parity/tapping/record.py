@@ -18,8 +18,10 @@ from parity.files.tensor_file import parse_json
 VALUES = {
     "input": ("B", "T", "d_in"),
     "key_input": ("B", "S", "d_kv"),
+    "value_input": ("B", "S", "d_kv"),
     "positions": ("B", "T"),
     "is_real": ("B", "T"),
+    "key_is_real": ("B", "S"),
     "mask": ("B", "N", "T", "S"),
     "q": ("B", "N", "T", "H"),
     "k": ("B", "K", "T", "H"),
@@ -37,6 +39,9 @@ told of some; of tokens that see nothing, where it was given a whole mask instea
 got: True where a key is hidden, or numbers added to the scores. `k` and `v` are those of the call's own tokens.
 `cache.keys` and `cache.values` are all that the attention function got, and are there only if they are not the keys and
 values of the calls so far. Outputs of projections go by `projections.<name>`, where no attention function was seen.
+
+A layer that attends to another sequence has its `key_input`, `k` and `v` in the first of some calls with a cache, and
+which of its tokens are padding as `key_is_real`. `value_input` is there only if values are made of another than keys.
 """
 
 
@@ -66,6 +71,8 @@ class TappedLayer:
         kind: what the model's configuration calls it: `sliding_attention`, …; empty if it says nothing.
         is_causal: whether it says of itself that no token sees a later one; None if it says nothing.
         training: whether it was called in training mode.
+        attention: what computes its attention, as transformers names it: `eager`, `sdpa`, …; empty if nothing says so.
+        scale: what its attention function was told to multiply scores by; None if nothing says so.
         calls: in order.
     """
 
@@ -75,7 +82,14 @@ class TappedLayer:
     kind: str = ""
     is_causal: bool | None = None
     training: bool = False
+    attention: str = ""
+    scale: float | None = None
     calls: list[TappedCall] = field(default_factory=list)
+
+    @property
+    def is_cross(self) -> bool:
+        """Whether it attends to another sequence."""
+        return any("key_input" in call.values for call in self.calls)
 
     @property
     def title(self) -> str:

@@ -59,7 +59,7 @@ def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None) -> Iterator[Ta
                 is_causal if isinstance(is_causal, bool) else None,
             )
             tapped.layers.append(layer)
-            listeners[module] = _Listener(module, layer, model_state)
+            listeners[module] = _Listener(module, layer, model_state, getattr(module, "config", config))
             listeners[module].listen(stack)
         stack.enter_context(_listening(listeners))
         yield tapped
@@ -106,7 +106,9 @@ def _get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
     def heard(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **keywords: Any) -> Any:
         listening = [each[module] for each in _LISTENING if module in each]
         mask = rest[0] if rest else keywords.get("attention_mask")
+        scale = keywords.get("scaling")
         for listener in listening:
+            listener.layer.scale = float(scale) if isinstance(scale, int | float) else None
             listener.function_called(query, key, value, mask)
         result = function(module, query, key, value, *rest, **keywords)
         for listener in listening:
@@ -134,7 +136,9 @@ class _ModelState:
     def __init__(self) -> None:
         self.positions: Tensor | None = None
         self.padding: Tensor | None = None
+        self.key_padding: Tensor | None = None  # of the sequence that cross-attention attends to
         self.has_other_mask = False
+        self.has_other_key_mask = False
 
     def listen(self, module: nn.Module, stack: ExitStack) -> None:
         """Listen to a module, if it is one that tells."""
@@ -144,15 +148,21 @@ class _ModelState:
             _pre_hook(module, self._rotary_called, stack)
 
     def _model_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = _arguments(module, args, kwargs).get("attention_mask")
-        is_padding = isinstance(mask, Tensor) and mask.ndim == 2
-        self.positions, self.padding = None, mask if is_padding else None
-        self.has_other_mask = mask is not None and not is_padding  # as with a static cache
+        told = _arguments(module, args, kwargs)
+        self.positions = None
+        self.padding, self.has_other_mask = _padding(told.get("attention_mask"))
+        self.key_padding, self.has_other_key_mask = _padding(told.get("encoder_attention_mask"))
 
     def _rotary_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positions = _first(_arguments(module, args, kwargs), POSITIONS)
         if positions is not None:
             self.positions = positions
+
+
+def _padding(mask: Any) -> tuple[Tensor | None, bool]:
+    """A mask that says which tokens are padding; and whether there is another one instead, as with a static cache."""
+    is_padding = isinstance(mask, Tensor) and mask.ndim == 2
+    return mask if is_padding else None, mask is not None and not is_padding
 
 
 class _Listener:
@@ -161,15 +171,16 @@ class _Listener:
     A call is put together while it lasts, and is recorded when it has given its output.
     """
 
-    def __init__(self, module: nn.Module, layer: TappedLayer, model: _ModelState) -> None:
-        self.module, self.layer, self.model = module, layer, model
+    def __init__(self, module: nn.Module, layer: TappedLayer, model: _ModelState, config: Any) -> None:
+        self.module, self.layer, self.model, self.config = module, layer, model, config
         self.values: dict[str, np.ndarray] = {}
         self.projections: dict[str, np.ndarray] = {}
         self.past: int | None = None
         self.first_key = 0
         self.cache: Any = None  # while the call lasts
         self.adds_residual = False
-        self.seen: dict[str, np.ndarray] = {}  # keys and values of all tokens so far
+        self.key_len = 0  # of the other sequence that it attends to, if it does
+        self.seen: dict[str, np.ndarray] = {}  # keys and values of all tokens so far, or of that sequence
 
     def listen(self, stack: ExitStack) -> None:
         """Hang hooks on the module and its projections, which the stack takes off."""
@@ -192,16 +203,20 @@ class _Listener:
         name, given = next(((name, each) for name, each in told.items() if isinstance(each, Tensor)), ("", None))
         self.values, self.projections, self.first_key = {}, {}, 0
         self.layer.training = self.layer.training or module.training
+        self.layer.attention = str(getattr(self.config, "_attn_implementation", None) or "")
         if given is None:
             return
         self.values["input"] = x = self._batched(given)
         other = _first({each: told[each] for each in told if each != name}, KEY_INPUTS)
-        if other is not None and other is not given:
-            self.values["key_input"] = self._batched(other)
+        length = x.shape[-2] if x.ndim > 1 else 0
         self.adds_residual = told.get("residual") is not None
         self.cache = _first_given(told, CACHES)
-        self.past = _cached(self.cache, self.layer.index)
-        length = x.shape[-2] if x.ndim > 1 else 0
+        self.past, self.key_len = _cached(self.cache, self.layer.index), 0
+        if other is not None and other is not given:
+            self._attends_to(other, length)
+        values = told.get("value")
+        if isinstance(values, Tensor) and name != "value" and values is not (given if other is None else other):
+            self.values["value_input"] = self._batched(values)
         own = _first(told, POSITIONS)
         positions = self.model.positions if own is None else own
         if positions is not None and positions.ndim > 1 and positions.shape[-1] == length:
@@ -212,6 +227,18 @@ class _Listener:
             if not is_real.all():
                 self.values["is_real"] = is_real
 
+    def _attends_to(self, other: Tensor, length: int) -> None:
+        """The call's keys are made of another sequence, with a cache in the first of some calls."""
+        if self.cache is not None:  # the tokens of this call are cached already, by the layer's self-attention
+            is_known = hasattr(self.cache, "cross_attention_cache") and self.past is not None
+            self.past = (self.past or 0) - length if is_known else None
+        x, padding = self._batched(other), self.model.key_padding
+        self.key_len = x.shape[-2]
+        if not self.past or not _is_same(self.seen.get("key_input", x[:0]), x):
+            self.values["key_input"] = self.seen["key_input"] = x
+        if padding is not None and padding.shape == x.shape[:2] and not bool(padding.all()):
+            self.values["key_is_real"] = to_numpy(padding).astype(bool)
+
     def _batched(self, x: Tensor) -> np.ndarray:
         is_batched = x.ndim != 3 or getattr(self.module, "batch_first", True)
         return to_numpy(x if is_batched else x.transpose(0, 1))
@@ -219,6 +246,9 @@ class _Listener:
     def function_called(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> None:
         """The attention function is given heads."""
         self.values["q"] = to_numpy(query)
+        if self.key_len:
+            self._cross_function_called(query, key, value, mask)
+            return
         if isinstance(mask, Tensor):
             self.values["mask"] = to_numpy(~mask if mask.dtype == torch.bool else mask)
             if self.model.has_other_mask:
@@ -226,7 +256,7 @@ class _Listener:
                 shape = (query.shape[0], query.shape[2])
                 self.values |= {} if sees.all() else {"is_real": np.broadcast_to(sees, shape).copy()}
         length, past = query.shape[-2], self.past or 0
-        if "key_input" in self.values or key.ndim != 4 or key.shape[2] < length:
+        if key.ndim != 4 or key.shape[2] < length:
             self.values |= {"k": to_numpy(key), "v": to_numpy(value)}
             return
         all_keys = past + length
@@ -241,9 +271,30 @@ class _Listener:
                 self.values[f"cache.{part}"] = tokens
             self.seen[name] = seen
 
+    def _cross_function_called(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> None:
+        if mask is None:
+            self.values["mask"] = np.zeros((query.shape[0], 1, query.shape[2], self.key_len), bool)
+        elif isinstance(mask, Tensor) and mask.ndim == 4:
+            x = to_numpy(~mask if mask.dtype == torch.bool else mask)[..., : self.key_len]
+            sees = (~is_hidden(x)).any(axis=(1, 2))
+            self.values |= {"mask": np.broadcast_to(x, (*x.shape[:2], query.shape[2], self.key_len)).copy()}
+            if self.model.has_other_key_mask and not sees.all():
+                self.values["key_is_real"] = np.broadcast_to(sees, (query.shape[0], self.key_len)).copy()
+        for name, part, x in (("k", "keys", key), ("v", "values", value)):
+            tokens = to_numpy(x[:, :, : self.key_len])
+            if not self.past:
+                self.values[name] = self.seen[name] = tokens
+            elif not _is_same(self.seen.get(name, tokens[:0]), tokens):
+                self.values[f"cache.{part}"] = tokens
+
     def cached(self, key: Tensor, value: Tensor) -> None:
         """New keys and values are put into the cache."""
-        if "input" in self.values and key.ndim == 4 and key.shape[2] == self.values["input"].shape[1]:
+        if (
+            "input" in self.values
+            and not self.key_len
+            and key.ndim == 4
+            and key.shape[2] == self.values["input"].shape[1]
+        ):
             self.values |= {"k": to_numpy(key), "v": to_numpy(value)}
 
     def function_returned(self, result: Any) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import numpy as np
 
 from parity.core.problem import Problem
-from parity.core.reference.arithmetic import ARITHMETICS, MANTISSA, Arithmetic
+from parity.core.reference.arithmetic import ARITHMETICS, MANTISSA, UNFUSED, Arithmetic
 from parity.core.reference.backward import Backward
 from parity.core.reference.layer import Layer
 from parity.core.stages import Step
 from parity.core.weights import dtype_named
 
-__all__ = ["ARITHMETICS", "MANTISSA", "Arithmetic", "Layer", "gradient_magnitudes", "gradients", "steps"]
+__all__ = ["ARITHMETICS", "MANTISSA", "UNFUSED", "Arithmetic", "Layer", "gradient_magnitudes", "gradients", "steps"]
 
 
 def steps(problem: Problem, dtype: str, arithmetic: str = "ieee") -> list[Step]:

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MANTISSA = {"ieee": 23, "tensix": 10, "tf32": 10, "bfloat16": 7, "lofi": 4}
+UNFUSED = ("unfused", "unfused-scores")
+"""IEEE 754, where each operation of a norm, of RoPE and of a gate gives numbers of the dtype of the inputs, as those of
+transformers' modules do; and where those on scores do, too, as in its eager attention."""
+
+MANTISSA = {"ieee": 23, **dict.fromkeys(UNFUSED, 23), "tensix": 10, "tf32": 10, "bfloat16": 7, "lofi": 4}
 """How many explicit bits of a float32 mantissa enter a matrix product, by kind of hardware and its settings."""
 
 ARITHMETICS = ("ieee", "tensix")
@@ -38,6 +42,14 @@ class Arithmetic:
     def keep(self, x: np.ndarray) -> np.ndarray:
         """x, rounded as it is kept in memory."""
         return x.astype(self.dtype)
+
+    def between(self, x: np.ndarray) -> np.ndarray:
+        """x as one operation on heads leaves it to the next: wide, or rounded to what is kept in memory."""
+        return self.keep(x).astype(self.wide) if self.kind in UNFUSED else x
+
+    def between_scores(self, x: np.ndarray) -> np.ndarray:
+        """The same of scores."""
+        return self.between(x) if self.kind == "unfused-scores" else x
 
     def enter(self, x: np.ndarray) -> np.ndarray:
         """x, wide, as it enters a matrix product: whole, or with some of its mantissa bits, the rest cut off."""

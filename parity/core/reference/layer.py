@@ -50,18 +50,19 @@ class Layer:
 
     def scores(self, values: Values, places: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """Those of queries at some places among the keys, (B or 1, T): 0, 1, … when absent."""
-        scores, bias = self.capped(self.products(values)), self.score_bias()
+        scores, bias, keep = self.capped(self.products(values)), self.score_bias(), self.arithmetic.between_scores
         places = np.arange(scores.shape[2])[None] if places is None else places
         if self.problem.spec.alibi is not None:
-            scores = scores - self.lost_by_distance(self.distances(places, scores.shape[3]))
+            scores = keep(scores - keep(self.lost_by_distance(self.distances(places, scores.shape[3]))))
         if self.problem.spec.relative_bias is not None:
-            scores = scores + self.gained_by_distance(self.buckets(places, scores.shape[3]))
-        return {"scores": scores if bias is None else scores + self.arithmetic.widen(bias)}
+            scores = keep(scores + self.gained_by_distance(self.buckets(places, scores.shape[3])))
+        return {"scores": scores if bias is None else keep(scores + self.arithmetic.widen(bias))}
 
     def products(self, values: Values) -> np.ndarray:
         """Those of queries and keys, scaled."""
         q, k = self.arithmetic.widen(values["q"]), self.per_query_head(self.arithmetic.widen(values["k"]))
-        return self.arithmetic.matmul(q, k.swapaxes(2, 3)) / self.arithmetic.wide.type(self.scale())
+        keep = self.arithmetic.between_scores
+        return keep(keep(self.arithmetic.matmul(q, k.swapaxes(2, 3))) / self.arithmetic.wide.type(self.scale()))
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
         # ttnn's softmax takes scores and exponentials through the matrix engine.
@@ -241,8 +242,8 @@ class Layer:
 
     def capped(self, scores: np.ndarray) -> np.ndarray:
         """The scores, capped softly if there is a cap."""
-        cap = self.soft_cap()
-        return scores if cap is None else cap * np.tanh(scores / cap)
+        cap, keep = self.soft_cap(), self.arithmetic.between_scores
+        return scores if cap is None else keep(cap * keep(np.tanh(keep(scores / cap))))
 
     def soft_cap(self) -> np.floating | None:
         """What scores stay below in size, or None."""
@@ -282,7 +283,7 @@ class Layer:
         context = values["context"]
         if self.problem.spec.gate is None:
             return context
-        return self.arithmetic.keep(self.arithmetic.widen(context) * self.openness(values))
+        return self.arithmetic.keep(self.arithmetic.widen(context) * self.arithmetic.between(self.openness(values)))
 
     def openness(self, values: Values) -> np.ndarray:
         """What the context is multiplied by, (B, N, T, H or 1): between 0 and 1."""
@@ -366,7 +367,7 @@ class Layer:
     def normed(self, name: str, x: np.ndarray, norm: Norm) -> np.ndarray:
         """q, k or v, normalised over its last axis."""
         widen = self.arithmetic.widen
-        y = self.standardised(name, widen(x), norm)
+        y = self.arithmetic.between(self.standardised(name, widen(x), norm))
         if norm.weight is not None:
             weight = widen(self.parameter(f"{name}_norm.weight"))
             y = y * norms.broadcast(norms.factor(weight, norm), norm)
@@ -398,11 +399,12 @@ class Layer:
         """Turn the pairs of x by their positions; direction -1 is the transpose, which turns them back."""
         first, second = pairs(self.rope(), x.shape[-1])
         angles, factor = self.angles(positions), self.arithmetic.wide.type(self.attention_factor())
-        cos, sin = factor * np.cos(angles), direction * factor * np.sin(angles)
+        keep = self.arithmetic.between
+        cos, sin = keep(factor * np.cos(angles)), keep(direction * factor * np.sin(angles))
         x = self.arithmetic.widen(x)
         rotated = x.copy()  # what is in no pair passes through
-        rotated[..., first] = x[..., first] * cos - x[..., second] * sin
-        rotated[..., second] = x[..., second] * cos + x[..., first] * sin
+        rotated[..., first] = keep(x[..., first] * cos) - keep(x[..., second] * sin)
+        rotated[..., second] = keep(x[..., second] * cos) + keep(x[..., first] * sin)
         return self.arithmetic.keep(rotated)
 
     def rope(self) -> Rope:
