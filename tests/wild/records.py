@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,7 +63,7 @@ class Right:
 
     def recorded(self) -> Recorded:
         """All that the port noted, in the canonical form."""
-        return run(self.style, self.problem, self.how)
+        return dict(_right_run(self.style, self.case, self.seed, self.dtype, self.how))
 
     def observed(self) -> Recorded:
         """What is handed on."""
@@ -114,7 +114,7 @@ class Mistake:
 
     def right(self) -> Recorded:
         """What the port notes without the edit."""
-        return run(self.style, self.problem, How())
+        return dict(_right_run(self.style, self.case, 0, self.dtype, How()))
 
     def observed(self, *, output_only: bool = False) -> Recorded:
         """What is handed on."""
@@ -146,6 +146,12 @@ def port_of(style: str, edit: tuple[str, str] | None = None) -> Callable[[Proble
 @cache
 def _right_port(style: str) -> Callable[[Problem, How], Mapping[str, Any]]:
     return port_of(style)
+
+
+@lru_cache(maxsize=256)
+def _right_run(style: str, case: str, seed: int, dtype: str, how: How) -> Recorded:
+    """What a right port notes: recorded in several ways, it runs once."""
+    return run(style, problem_of(case, seed, dtype), how)
 
 
 def run(style: str, problem: Problem, how: How, edit: tuple[str, str] | None = None) -> Recorded:

@@ -46,7 +46,7 @@ m("angle-sign", "rope", (ANGLES, "angles = -positions[:, None] * inv[None, :]"),
 m("positions-half", "rope", (ANGLES, "angles = positions[:, None] / 2 * inv[None, :]"), "Positions are halved, as with linear scaling.", "q",
   limited={"T": LATER}, law="positions times 0.5")
 m("rope-rest-rotated", "rope", (REST, "return jnp.concatenate([x[..., r:], turned.astype(x.dtype)], axis=-1)"),
-  "What is rotated is put last.", "q", case="neox", law="permutation of features")
+  "What is rotated is put last, which no score shows.", "q", case="neox", in_output=False, law="permutation of features")
 m("rope-keys-only", "rope", (ROPEQ, "pass"), "Queries are not rotated.", "q", limited={"T": LATER})
 m("rope-on-values", "rope", ("rec.update(q=q, k=k_, v=v)", "v = rope(v, cos, sin)\n    rec.update(q=q, k=k_, v=v)"),
   "Values are rotated, too.", "v", limited={"S": LATER})

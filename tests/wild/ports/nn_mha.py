@@ -48,6 +48,10 @@ def port(p, how):
     if "bias" in p.inputs:
         bias = parity.to_torch(p.inputs["bias"])
         attn_mask = bias.flatten(0, 1)
+        if key_padding_mask is not None:  # of the type of the other one
+            key_padding_mask = torch.zeros(key_padding_mask.shape, dtype=bias.dtype).masked_fill(
+                key_padding_mask, float("-inf")
+            )
     with torch.no_grad():
         output, attn_weights = build(p)(
             query,
