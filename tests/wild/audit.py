@@ -1,4 +1,4 @@
-"""What is true of a record by plain arithmetic, without the diagnosis: where a mistake shows, and that a right port is right."""
+"""What is true of a record without the diagnosis, by plain arithmetic: where a mistake shows, that a port is right."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from parity.core.compare import unit_of_rounding
 from parity.core.problem import Problem
 from parity.core.stages import STAGES, stage_named
 from parity.core.trace import Reference
-from wild.records import Mistake, Recorded, Right
 from wild.recordings import RECORDINGS
+from wild.records import Mistake, Recorded, Right
 
 TOLERANCES = {"float32": (1e-4, 1e-5), "bfloat16": (3e-2, 3e-2), "float16": (5e-3, 5e-3)}
 """Relative and absolute, as libraries' own tests have them."""

@@ -1,4 +1,4 @@
-"""What the ports are given: small layers and a few wide ones, by name; a seed is part of the name, and draws the arrays."""
+"""What the ports are given: small layers and a few wide ones, by name; a seed of it draws the arrays."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ LAYERS = {
     "gqa": (AttentionSpec(32, 4, num_kv_heads=2), {"seq_len": 6, **CAUSAL}),
     "gqa-cross": (AttentionSpec(32, 4, num_kv_heads=2), {"seq_len": 5, "seq_len_k": 7}),
     "llama": (LLAMA, {"seq_len": 9, **CAUSAL}),
-    "llama-six": (AttentionSpec(48, 6, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope()), {"seq_len": 6, **CAUSAL}),
+    "llama-six": (AttentionSpec(48, 6, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope()),
+                  {"seq_len": 6, **CAUSAL}),
     "llama-mha": (replace(LLAMA, num_kv_heads=4), {"seq_len": 8, **CAUSAL}),
     "llama-mqa": (replace(LLAMA, num_kv_heads=1), {"seq_len": 8, **CAUSAL}),
     "llama-square": (AttentionSpec(32, 8, head_dim=8, qkv_bias=False, out_bias=False, rope=Rope()),
@@ -53,7 +54,8 @@ LAYERS = {
     "llama-offset": (LLAMA, {"seq_len": 6, "first_position": 7, **CAUSAL}),
     "llama-linear": (replace(LLAMA, rope=Rope(scaling=LinearScaling(4.0))), {"seq_len": 9, **CAUSAL}),
     "llama31": (replace(LLAMA, rope=Rope(500000.0, scaling=Llama3Scaling(8.0, 256))), {"seq_len": 9, **CAUSAL}),
-    "llama-wide": (AttentionSpec(256, 8, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope()), {"seq_len": 12, **CAUSAL}),
+    "llama-wide": (AttentionSpec(256, 8, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope()),
+                   {"seq_len": 12, **CAUSAL}),
     "neox": (AttentionSpec(32, 4, rope=Rope(rotary_dim=4)), {"seq_len": 9, **CAUSAL}),
     "qwen2": (replace(LLAMA, qkv_bias=True), {"seq_len": 7, **CAUSAL}),
     "qwen3": (replace(LLAMA, head_dim=12, value_head_dim=12, qk_norm=Norm()), {"seq_len": 7, **CAUSAL}),
@@ -68,7 +70,8 @@ LAYERS = {
     "meta-two": (META, {**STEPS, "seq_len": 6, "chunks": (3, 3)}),
     "meta-token": (META, {"seq_len": 1, **CAUSAL}),
     "decode": (LLAMA, STEPS),
-    "decode-ragged": (LLAMA, {"seq_len": 6, "chunks": (4, 1, 1), "new_lengths": ((4, 2), (1, 1), (1, 1)), "capacity": 10}),
+    "decode-ragged": (LLAMA, {"seq_len": 6, "chunks": (4, 1, 1), "new_lengths": ((4, 2), (1, 1), (1, 1)),
+                              "capacity": 10}),
     "decode-gpt": (AttentionSpec(32, 4), STEPS),
     "decode-one": (LLAMA, {**STEPS, "batch": 1}),
     "decode-mqa": (replace(LLAMA, num_kv_heads=1, qkv_bias=True), {**STEPS, "seq_len": 5, "chunks": (2, 2, 1)}),
@@ -78,12 +81,14 @@ LAYERS = {
     "gemma-plain": (replace(GEMMA, soft_cap=None), {"seq_len": 6, **CAUSAL}),
     "mistral": (replace(LLAMA, window_size=4), {"seq_len": 10, **CAUSAL}),
     "gpt-oss": (GPT_OSS, {"seq_len": 9, **CAUSAL}),
-    "gpt-oss-full": (replace(GPT_OSS, window_size=None, qkv_bias=True, out_bias=True), {"seq_len": 7, **CAUSAL}),
+    "gpt-oss-full": (replace(GPT_OSS, window_size=None, qkv_bias=True, out_bias=True),
+                     {"seq_len": 7, **CAUSAL}),
     "capped": (replace(LLAMA, soft_cap=2.0), {"seq_len": 8, "gain": 4.0, **CAUSAL}),
     "mpt": (MPT, {"seq_len": 8, **CAUSAL}),
     "mpt-four": (replace(MPT, d_model=32, num_heads=4, num_kv_heads=4), {"seq_len": 7, **CAUSAL}),
     "mpt-clipped": (replace(MPT, clip_qkv=0.75), {"seq_len": 8, **CAUSAL}),
-    "mpt-normed": (replace(MPT, qk_norm=Norm("layer", over="width", eps=1e-5), qkv_bias=True), {"seq_len": 8, **CAUSAL}),
+    "mpt-normed": (replace(MPT, qk_norm=Norm("layer", over="width", eps=1e-5), qkv_bias=True),
+                   {"seq_len": 8, **CAUSAL}),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from wild.audit import ORDER, is_right
 from wild.records import Mistake, Right, half
 from wild.sets import MISTAKES, RIGHTS
 
-GIVES_UP = 60  # seconds, after which a diagnosis counts as given up
+GIVES_UP = 60  # seconds of the CPU, after which a diagnosis counts as given up
 
 
 class Job(NamedTuple):
@@ -53,8 +53,13 @@ def jobs(halves: Iterable[str], styles: Iterable[str] = (), only: Iterable[str] 
 def judge(job: Job) -> Verdict:
     """What the diagnosis says of it, with what is true beside it."""
     record = job.record
-    verdict: Verdict = {"id": job.id, "half": half(job.id), "style": record.style, "kind": record.kind, "case": record.case}
-    verdict |= {"dtype": record.dtype, "is_right": isinstance(record, Right), "output_only": job.output_only}
+    verdict: Verdict = {"id": job.id, "half": half(job.id), "style": record.style, "kind": record.kind}
+    verdict |= {
+        "case": record.case,
+        "dtype": record.dtype,
+        "is_right": isinstance(record, Right),
+        "output_only": job.output_only,
+    }
     if isinstance(record, Mistake):
         verdict |= {"says": record.says, "stage": record.stage, "limited": dict(record.limited), "law": record.law}
         verdict["in_output"] = record.in_output
@@ -63,15 +68,15 @@ def judge(job: Job) -> Verdict:
         if not is_right(record):
             raise AssertionError(f"{job.id} must agree with the reference at its output")
         observed, problem = record.observed(), record.problem
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         said = _in_time(observed, problem)
     except GaveUp:
-        return verdict | {"verdict": "gave up", "seconds": time.perf_counter() - began, "names": [], "text": ""}
+        return verdict | {"verdict": "gave up", "seconds": time.process_time() - began, "names": [], "text": ""}
     except Exception as error:  # a diagnosis that fails is a result
-        failed = {"verdict": "error", "seconds": time.perf_counter() - began, "names": []}
+        failed = {"verdict": "error", "seconds": time.process_time() - began, "names": []}
         return verdict | failed | {"text": f"{type(error).__name__}: {error}"}
-    verdict |= {"verdict": said.kind, "seconds": time.perf_counter() - began, "text": str(said), "said": said.to_dict()}
+    verdict |= {"verdict": said.kind, "seconds": time.process_time() - began, "text": str(said), "said": said.to_dict()}
     explanations = verdict["said"]["explanations"]
     verdict["names"] = [name for each in explanations for name in each["hypotheses"]]
     verdict["others"] = [each.get("others") for each in explanations]
@@ -83,19 +88,19 @@ def _in_time(observed: dict[str, Any], problem: parity.Problem) -> parity.Diagno
     """The diagnosis.
 
     Raises:
-        GaveUp: if it takes longer than `GIVES_UP` seconds.
+        GaveUp: if it takes longer than `GIVES_UP` seconds of the CPU.
     """
 
     def give_up(_: int, __: types.FrameType | None) -> None:
         raise GaveUp
 
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(GIVES_UP)
+    before = signal.signal(signal.SIGPROF, give_up)
+    signal.setitimer(signal.ITIMER_PROF, GIVES_UP)
     try:
         return parity.diagnose(observed, problem)
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def first_said(stage: str, malformed: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from parity.core.problem import Problem
 from parity.core.stages import STAGES, stage_named
 
 Recorded = dict[str, np.ndarray]
+Recording = Callable[[Recorded, Problem], Recorded]
 
 PLAIN = ("q", "k", "v", "scores", "attn_weights", "context", "output")
 CACHE = ("cache.keys", "cache.values", "cache.lengths")
@@ -89,7 +90,7 @@ def growing(noted: Recorded, problem: Problem) -> Recorded:
 
 
 def dirty_slots(noted: Recorded, problem: Problem) -> Recorded:
-    """A cache that was not emptied: slots that hold nothing yet are not 0, and their scores neither; they are hidden."""
+    """A cache that was not emptied: slots that hold nothing yet are not 0, nor are their scores; they are hidden."""
     found, seen = plain(noted, problem), np.cumsum(problem.case.chunks)
     rng = np.random.default_rng(0)
     for name, value in found.items():
@@ -102,7 +103,7 @@ def dirty_slots(noted: Recorded, problem: Problem) -> Recorded:
     return found
 
 
-def in_place_of(**others: str) -> Callable[[Recorded, Problem], Recorded]:
+def in_place_of(**others: str) -> Recording:
     """Stages under whose name another value was recorded."""
 
     def record(noted: Recorded, problem: Problem) -> Recorded:
@@ -112,13 +113,13 @@ def in_place_of(**others: str) -> Callable[[Recorded, Problem], Recorded]:
             prefix = "" if stage.step is None else f"step{stage.step}."
             for own, other in others.items():
                 if stage.quantity == other:
-                    swapped[f"{prefix}{own.replace('_', '.') if own.startswith('cache') else own}"] = value
+                    swapped[f"{prefix}{own}"] = value
         return plain(swapped, problem)
 
     return record
 
 
-def changed(names: tuple[str, ...], change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Recorded, Problem], Recorded]:
+def changed(names: tuple[str, ...], change: Callable[[np.ndarray], np.ndarray]) -> Recording:
     """Stages in another form."""
 
     def record(noted: Recorded, problem: Problem) -> Recorded:
@@ -159,7 +160,7 @@ def heads_into_batch(x: np.ndarray) -> np.ndarray:
 
 QKVC = ("q", "k", "v", "context")
 
-RECORDINGS: dict[str, Callable[[Recorded, Problem], Recorded]] = {
+RECORDINGS: dict[str, Recording] = {
     "plain": plain,
     "no-mask": no_mask,
     "output": output,

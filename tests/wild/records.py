@@ -135,8 +135,8 @@ def port_of(style: str, edit: tuple[str, str] | None = None) -> Callable[[Proble
     path = PORTS / f"{style}.py"
     source = path.read_text()
     if edit is not None:
-        if source.count(edit[0]) != 1:
-            raise ValueError(f"edit must replace what stands once in {path.name}, got count={source.count(edit[0])}: {edit[0]!r}")
+        if (count := source.count(edit[0])) != 1:
+            raise ValueError(f"edit must replace what stands once in {path.name}, got count={count}: {edit[0]!r}")
         source = source.replace(*edit)
     module = ModuleType(f"wild.ports.{style}")
     exec(compile(source, str(path), "exec"), module.__dict__)

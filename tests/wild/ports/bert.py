@@ -1,4 +1,4 @@
-"""As in BERT: torch, separate projections, a mask of 1 and 0 for each sequence made an additive one; also decoders' keys."""
+"""As in BERT: torch, separate projections, a mask of 1 and 0 for each sequence made additive; cross-attention."""
 
 import math
 from types import SimpleNamespace
@@ -43,9 +43,10 @@ class BertSelfAttention:
         rec["scores"] = attention_scores
         if attention_mask is not None:
             extended = attention_mask[:, None, None, :].to(work)
-            extended = (1.0 - extended) * self.how.hidden(torch.finfo(work).min) if self.how.penalty != "inf" else (
-                torch.zeros_like(extended).masked_fill(extended == 0, float("-inf"))
-            )
+            if self.how.penalty == "inf":
+                extended = torch.zeros_like(extended).masked_fill(extended == 0, float("-inf"))
+            else:
+                extended = (1.0 - extended) * self.how.hidden(torch.finfo(work).min)
             rec["mask.additive"] = extended
             rec["mask"] = extended < 0
             attention_scores = attention_scores + extended

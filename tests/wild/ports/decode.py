@@ -1,4 +1,4 @@
-"""Token by token in JAX: a cache made beforehand, (B, slots, K, H), filled by dynamic_update_slice, of ragged prompts."""
+"""Token by token in JAX: a cache made beforehand, (B, slots, K, H), filled by dynamic_update_slice; ragged prompts."""
 
 from functools import partial
 

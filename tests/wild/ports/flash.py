@@ -1,4 +1,4 @@
-"""Block by block, as FlashAttention: NumPy, a running maximum and sum, weights afterwards as exp(score - log sum exp)."""
+"""Block by block, as FlashAttention: NumPy, a running maximum and sum, then weights as exp(score - log sum exp)."""
 
 import numpy as np
 
@@ -27,7 +27,7 @@ def flash(q, k, v, scale, is_causal, lengths):
     for i in range(0, T, BLOCK_Q):
         rows = np.arange(i, min(i + BLOCK_Q, T))
         m = np.full(len(rows), -np.inf, np.float32)
-        l = np.zeros(len(rows), np.float32)
+        total = np.zeros(len(rows), np.float32)
         acc = np.zeros((len(rows), H), np.float32)
         for j in range(0, S, BLOCK_K):
             cols = np.arange(j, min(j + BLOCK_K, S))
@@ -44,12 +44,12 @@ def flash(q, k, v, scale, is_causal, lengths):
             safe = np.where(np.isfinite(m_new), m_new, 0.0)
             p = np.exp(s - safe[:, None])
             alpha = np.exp(m - safe)
-            l = alpha * l + p.sum(axis=1)
+            total = alpha * total + p.sum(axis=1)
             acc = alpha[:, None] * acc + p @ v[cols]
             m = m_new
-        out[rows] = acc / np.where(l == 0.0, 1.0, l)[:, None]
+        out[rows] = acc / np.where(total == 0.0, 1.0, total)[:, None]
         with np.errstate(divide="ignore"):
-            lse[rows] = m + np.log(l)
+            lse[rows] = m + np.log(total)
     return out, lse
 
 

@@ -1,4 +1,4 @@
-"""As with flax.linen: JAX, DenseGeneral kernels (E, N, H), everything (B, T, N, H), True in a mask where one may look."""
+"""As with flax.linen: JAX, DenseGeneral kernels (E, N, H), everything (B, T, N, H), True in a mask where seen."""
 
 import jax
 import jax.numpy as jnp

@@ -90,5 +90,3 @@ def port(p, how):
     mask = visible(spec, case)
     run = how.wrap(lambda w, x: attend(spec, how, w, x, tables, mask))
     return run(w, x)
-
-

@@ -1,4 +1,4 @@
-"""As in transformers' LLaMA and what came of it: torch, grouped heads, RoPE by halves, a cache that grows by torch.cat."""
+"""As in transformers' LLaMA and its kin: torch, grouped heads, RoPE by halves, a cache that grows by torch.cat."""
 
 import math
 from types import SimpleNamespace

@@ -1,6 +1,7 @@
-"""As in Meta's LLaMA: torch, RoPE as complex numbers on neighbouring features, (B, T, N, H), a cache made beforehand."""
+"""As in Meta's LLaMA: torch, RoPE as complex numbers on neighbours, (B, T, N, H), a cache made beforehand."""
 
 import math
+
 import torch
 import torch.nn.functional as F
 
@@ -35,8 +36,9 @@ class Attention:
         self.n_heads, self.n_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.n_rep = self.n_heads // self.n_kv_heads
         self.how = how
-        self.wq, self.wk, self.wv, self.wo = (w[f"{name}.weight"] for name in ("q_proj", "k_proj", "v_proj", "out_proj"))
-        self.bq, self.bk, self.bv, self.bo = (w.get(f"{name}.bias") for name in ("q_proj", "k_proj", "v_proj", "out_proj"))
+        names = ("q_proj", "k_proj", "v_proj", "out_proj")
+        self.wq, self.wk, self.wv, self.wo = (w[f"{name}.weight"] for name in names)
+        self.bq, self.bk, self.bv, self.bo = (w.get(f"{name}.bias") for name in names)
         shape = (max_batch_size, max_seq_len, self.n_kv_heads, self.head_dim)
         self.cache_k = torch.zeros(shape, dtype=self.wk.dtype)
         self.cache_v = torch.zeros(shape, dtype=self.wk.dtype)
@@ -100,7 +102,8 @@ def port(p, how):
         for step, seqlen in enumerate(case.chunks or (x.shape[1],)):
             mask = causal(seqlen, start_pos, hidden)
             first = start_pos + case.first_position
-            out = layer.forward(x[:, start_pos : start_pos + seqlen], start_pos, freqs_cis[first : first + seqlen], mask)
+            tokens = x[:, start_pos : start_pos + seqlen]
+            out = layer.forward(tokens, start_pos, freqs_cis[first : first + seqlen], mask)
             start_pos += seqlen
             if case.is_cached:
                 out["cache.lengths"] = torch.full((x.shape[0],), start_pos, dtype=torch.int32)

@@ -26,7 +26,7 @@ def build_alibi(n_heads, q_len, k_len, alibi_bias_max):
 
 def forward(cfg, w, x):
     rec = {}
-    b, s, d = x.shape
+    b, s, _ = x.shape
     qkv = F.linear(x, w["Wqkv.weight"], w.get("Wqkv.bias"))
     if cfg.clip_qkv is not None:
         qkv = qkv.clamp(min=-cfg.clip_qkv, max=cfg.clip_qkv)
