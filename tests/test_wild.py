@@ -1,0 +1,122 @@
+"""The right ports of tests/wild are right and the mistakes are mistakes, by plain arithmetic, without the diagnosis."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from wild.audit import is_right, measured
+from wild.how import How
+from wild.rates import Job, first_said, is_caught, is_clean, jobs, judge
+from wild.records import STYLES, Right, half, port_of
+from wild.sets import CASES, MISTAKES, RIGHTS
+
+ROOT = Path(__file__).parents[1]
+
+
+def rights_of(style):
+    """Each way in which the ports of a style are run, once, however often it is recorded; not what takes a minute to
+    compile, which tools/diagnosis-rates checks."""
+    rights = [right for right in RIGHTS.values() if right.style == style]
+    runs = {(right.case, right.seed, right.dtype, right.how): right for right in rights}
+    return [right for right in runs.values() if right.how.mode != "compile"]
+
+
+def test_there_are_enough_of_them():
+    assert len(RIGHTS) >= 500
+    assert len(MISTAKES) >= 280
+    by_style = Counter(mistake.style for mistake in MISTAKES.values())
+    assert len(STYLES) >= 9
+    assert sum(number >= 25 for number in by_style.values()) >= 6
+    for ids in (RIGHTS, MISTAKES):
+        known = sum(half(each) == "known" for each in ids)
+        assert 0.4 < known / len(ids) < 0.6
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_right_port_is_right(style):
+    wrong = [right.id for right in rights_of(style) if not is_right(right)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_recording_can_be_made(style):
+    for right in RIGHTS.values():
+        if right.style == style and right.how.mode == "eager" and right.dtype == "float32":
+            assert right.observed(), right.id
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_mistake_is_where_its_record_says(style):
+    differ = {}
+    for mistake in MISTAKES.values():
+        if mistake.style != style:
+            continue
+        assert is_right(Right(style, mistake.case, 0, mistake.dtype, How(), "plain")), mistake.case
+        found = measured(mistake)
+        said = (mistake.stage, dict(mistake.limited), mistake.in_output)
+        shown = (found.stage, {axis: found.limited.get(axis) for axis in mistake.limited}, found.in_output)
+        if said != shown:
+            differ[mistake.id] = (said, shown)
+    assert not differ
+
+
+def test_an_edit_that_changes_nothing_is_no_mistake():
+    same = ("att = att * (1.0 / math.sqrt(hs))", "att = att / math.sqrt(hs)")
+    mistake = replace(MISTAKES["nanogpt-no-scale"], edit=same)
+    with pytest.raises(AssertionError, match="must change a stage"):
+        measured(mistake)
+
+
+def test_an_edit_must_find_its_place():
+    with pytest.raises(ValueError, match="got count=0"):
+        port_of("nanogpt", ("what is not there", ""))
+
+
+def test_a_wrong_output_is_not_right(monkeypatch):
+    right = RIGHTS["nanogpt/gpt-0/float32/eager-wide-inf/plain"]
+    assert is_right(right)
+    noted = right.recorded()
+    monkeypatch.setattr(Right, "recorded", lambda _: noted | {"output": noted["output"] * np.float32(1.01)})
+    assert not is_right(right)
+
+
+def test_a_verdict_says_what_was_caught():
+    caught = judge(Job("nanogpt-no-scale"))
+    assert is_caught(caught)
+    assert caught["first"] == caught["stage"] == "scores"
+    clean = judge(Job("nanogpt/gpt-0/float32/eager-wide-inf/plain"))
+    assert is_clean(clean)
+    assert not is_caught(clean)
+    assert first_said("output", ["attn_weights"]) == "attn_weights"
+    assert first_said("step1.q", ["step0.output"]) == "step0.output"
+
+
+def test_jobs_are_of_a_half_and_a_style():
+    known, apart = jobs(["known"], ["mpt"]), jobs(["apart"], ["mpt"])
+    assert not set(known) & set(apart)
+    assert {job.record.style for job in known + apart} == {"mpt"}
+    assert len(known + apart) == len(jobs(["known", "apart"], ["mpt"]))
+
+
+def test_the_tool_prints_rates_and_writes_verdicts(tmp_path):
+    only = ["nanogpt-no-scale", "nanogpt/gpt-0/float32/eager-wide-inf/plain"]
+    given = [word for each in only for word in ("--only", each)]
+    command = [sys.executable, ROOT / "tools" / "diagnosis-rates", *given, "--json", tmp_path / "verdicts.json"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
+    assert run.returncode == 0, run.stderr
+    assert "mistakes by style" in run.stdout
+    assert "right ports by recording" in run.stdout
+    verdicts = json.loads((tmp_path / "verdicts.json").read_text())
+    found = [(each["id"], each["output_only"]) for each in verdicts]
+    assert found == [(only[1], False), (only[0], False), (only[0], True)]
+    assert verdicts[1]["verdict"] != "none"
+
+
+def test_every_style_has_its_layers():
+    assert tuple(sorted(CASES)) == STYLES

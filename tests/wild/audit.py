@@ -1,0 +1,104 @@
+"""What is true of a record without the diagnosis, by plain arithmetic: where a mistake shows, that a port is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from parity.core.compare import unit_of_rounding
+from parity.core.problem import Problem
+from parity.core.stages import STAGES, stage_named
+from parity.core.trace import Reference
+from wild.recordings import RECORDINGS
+from wild.records import Mistake, Recorded, Right
+
+TOLERANCES = {"float32": (1e-4, 1e-5), "bfloat16": (3e-2, 3e-2), "float16": (5e-3, 5e-3)}
+"""Relative and absolute, as libraries' own tests have them."""
+
+ORDER = list(STAGES)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Where a mistake shows, beside the right port.
+
+    Attributes:
+        stage: the first stage that differs by more than ten times rounding.
+        limited: the places of that stage at which it does, by axis, where they are not all places.
+        in_output: whether any output does.
+        size: the largest difference of that stage, relative to its size.
+    """
+
+    stage: str
+    limited: dict[str, tuple[int, ...]]
+    in_output: bool
+    size: float
+
+
+def differs(actual: np.ndarray, expected: np.ndarray, dtype: str) -> np.ndarray:
+    """Which elements differ by more than ten units of rounding of the stage's size."""
+    if actual.dtype == bool or actual.dtype.kind in "iu":
+        return actual != expected
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    size = np.abs(expected[np.isfinite(expected)]).max(initial=0.0)
+    same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
+    return ~same & ~(np.abs(actual - expected) <= 10 * unit_of_rounding(dtype) * size)
+
+
+def in_order(names: Recorded) -> list[str]:
+    """Stages in the order of the data flow, call by call."""
+    return sorted(names, key=lambda name: (stage_named(name).step or 0, ORDER.index(stage_named(name).kind)))
+
+
+def measured(mistake: Mistake) -> Measured:
+    """Where a mistake shows, of what is recorded.
+
+    Raises:
+        AssertionError: if it shows nowhere.
+    """
+    record = RECORDINGS[mistake.recording]
+    wrong, right = (record(noted, mistake.problem) for noted in (mistake.recorded(), mistake.right()))
+    found = {}
+    for name in in_order(right):
+        if wrong[name].shape != right[name].shape:
+            return Measured(name, {}, True, np.inf)
+        if (bad := differs(wrong[name], right[name], mistake.dtype)).any():
+            found[name] = bad
+    if not found:
+        raise AssertionError(f"{mistake.id} must change a stage, got none")
+    stage = next(iter(found))
+    letters, bad, limited = STAGES[stage_named(stage).kind], found[stage], {}
+    for axis, letter in enumerate(letters):
+        at = bad.any(axis=tuple(i for i in range(bad.ndim) if i != axis))
+        if not at.all():
+            limited[letter] = tuple(map(int, np.flatnonzero(at)))
+    expected, actual = right[stage].astype(np.float64), wrong[stage].astype(np.float64)
+    with np.errstate(all="ignore"):
+        size = float(np.nanmax(np.abs(actual - expected)) / np.abs(expected).max())
+    return Measured(stage, limited, any(name.endswith("output") for name in found), size)
+
+
+def real_rows(problem: Problem, step: int | None) -> np.ndarray:
+    """Which rows of an output are of real tokens, (B, T)."""
+    case = problem.case
+    if step is not None:
+        return np.arange(case.chunks[step]) < np.array(case.added(step))[:, None]
+    if case.key_padding_lengths is None or case.seq_len_k is not None:
+        return np.ones((case.batch, case.seq_len), bool)
+    return np.arange(case.seq_len) < np.array(case.key_padding_lengths)[:, None]
+
+
+def is_right(right: Right) -> bool:
+    """Whether every output is close to the float64 reference, by `allclose` at the dtype's usual tolerance."""
+    problem, noted = right.problem, right.recorded()
+    expected = Reference(problem).accumulated
+    relative, absolute = TOLERANCES[right.dtype]
+    outputs = [name for name in noted if stage_named(name).kind == "output"]
+    return bool(outputs) and all(
+        np.allclose(
+            noted[name][rows].astype(np.float64), expected[name][rows].astype(np.float64), rtol=relative, atol=absolute
+        )
+        for name in outputs
+        for rows in [real_rows(problem, stage_named(name).step)]
+    )

@@ -1,0 +1,104 @@
+"""What the ports are given: small layers and a few wide ones, by name; a seed of it draws the arrays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from mha_spec import Alibi, AttentionSpec, LinearScaling, Llama3Scaling, Norm, Rope
+from parity.core.cases import Case
+from parity.core.problem import Problem, make_problem
+
+LLAMA = AttentionSpec(32, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope())
+META = replace(LLAMA, rope=Rope(pairs="interleaved"))
+GEMMA = replace(LLAMA, qk_norm=Norm(weight="1+w"), scale=0.25, soft_cap=5.0)
+GPT_OSS = replace(LLAMA, window_size=3, sinks=True)
+MPT = AttentionSpec(48, 6, qkv_bias=False, out_bias=False, alibi=Alibi())
+CAUSAL = {"is_causal": True}
+STEPS = {"seq_len": 7, "chunks": (4, 1, 1, 1), "capacity": 10}
+
+LAYERS = {
+    "gpt": (AttentionSpec(32, 4), {"seq_len": 7, **CAUSAL}),
+    "gpt-square": (AttentionSpec(16, 4), {"batch": 4, "seq_len": 4, **CAUSAL}),
+    "gpt-one": (AttentionSpec(32, 4), {"batch": 1, "seq_len": 9, **CAUSAL}),
+    "gpt-token": (AttentionSpec(32, 4), {"seq_len": 1, **CAUSAL}),
+    "gpt-h1": (AttentionSpec(8, 8), {"seq_len": 6, **CAUSAL}),
+    "gpt-no-bias": (AttentionSpec(24, 3, qkv_bias=False, out_bias=False), {"seq_len": 5, **CAUSAL}),
+    "gpt-loud": (AttentionSpec(32, 4), {"seq_len": 7, "gain": 12.0, **CAUSAL}),
+    "gpt-wide": (AttentionSpec(256, 8), {"seq_len": 12, **CAUSAL}),
+    "bert": (AttentionSpec(24, 3), {"seq_len": 6, "key_padding_lengths": (6, 4)}),
+    "bert-three": (AttentionSpec(24, 3), {"batch": 3, "seq_len": 8, "key_padding_lengths": (5, 8, 2)}),
+    "bert-full": (AttentionSpec(32, 4), {"seq_len": 5}),
+    "bert-square": (AttentionSpec(16, 4), {"batch": 4, "seq_len": 4, "key_padding_lengths": (4, 3, 2, 1)}),
+    "bert-one": (AttentionSpec(24, 3), {"batch": 1, "seq_len": 10}),
+    "bert-wide": (AttentionSpec(256, 8), {"seq_len": 12, "key_padding_lengths": (12, 7)}),
+    "bert-biased": (AttentionSpec(24, 3), {"seq_len": 6, "bias": True, "key_padding_lengths": (6, 4)}),
+    "cross": (AttentionSpec(24, 3), {"seq_len": 5, "seq_len_k": 8, "key_padding_lengths": (8, 5)}),
+    "cross-narrow": (AttentionSpec(24, 3, d_kv=16), {"seq_len": 5, "seq_len_k": 7}),
+    "cross-square": (AttentionSpec(24, 3), {"seq_len": 6, "seq_len_k": 6}),
+    "causal-padded": (AttentionSpec(24, 3), {"seq_len": 6, "key_padding_lengths": (6, 4), **CAUSAL}),
+    "empty-rows": (AttentionSpec(24, 3), {"batch": 3, "seq_len": 5, "key_padding_lengths": (5, 0, 3)}),
+    "random-mask": (AttentionSpec(24, 3), {"seq_len": 7, "random_mask": True}),
+    "gqa": (AttentionSpec(32, 4, num_kv_heads=2), {"seq_len": 6, **CAUSAL}),
+    "gqa-cross": (AttentionSpec(32, 4, num_kv_heads=2), {"seq_len": 5, "seq_len_k": 7}),
+    "llama": (LLAMA, {"seq_len": 9, **CAUSAL}),
+    "llama-six": (AttentionSpec(48, 6, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope()),
+                  {"seq_len": 6, **CAUSAL}),
+    "llama-mha": (replace(LLAMA, num_kv_heads=4), {"seq_len": 8, **CAUSAL}),
+    "llama-mqa": (replace(LLAMA, num_kv_heads=1), {"seq_len": 8, **CAUSAL}),
+    "llama-square": (AttentionSpec(32, 8, head_dim=8, qkv_bias=False, out_bias=False, rope=Rope()),
+                     {"seq_len": 8, **CAUSAL}),
+    "llama-one": (LLAMA, {"batch": 1, "seq_len": 1, **CAUSAL}),
+    "llama-500k": (replace(LLAMA, rope=Rope(500000.0)), {"seq_len": 9, **CAUSAL}),
+    "llama-far": (LLAMA, {"seq_len": 6, "first_position": 2000, **CAUSAL}),
+    "llama-offset": (LLAMA, {"seq_len": 6, "first_position": 7, **CAUSAL}),
+    "llama-linear": (replace(LLAMA, rope=Rope(scaling=LinearScaling(4.0))), {"seq_len": 9, **CAUSAL}),
+    "llama31": (replace(LLAMA, rope=Rope(500000.0, scaling=Llama3Scaling(8.0, 256))), {"seq_len": 9, **CAUSAL}),
+    "llama-wide": (AttentionSpec(256, 8, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope()),
+                   {"seq_len": 12, **CAUSAL}),
+    "neox": (AttentionSpec(32, 4, rope=Rope(rotary_dim=4)), {"seq_len": 9, **CAUSAL}),
+    "qwen2": (replace(LLAMA, qkv_bias=True), {"seq_len": 7, **CAUSAL}),
+    "qwen3": (replace(LLAMA, head_dim=12, value_head_dim=12, qk_norm=Norm()), {"seq_len": 7, **CAUSAL}),
+    "llama-steps": (LLAMA, STEPS),
+    "llama-exact-steps": (LLAMA, {**STEPS, "capacity": 7}),
+    "qwen2-steps": (replace(LLAMA, qkv_bias=True), {**STEPS, "seq_len": 6, "chunks": (3, 2, 1)}),
+    "meta": (META, {"seq_len": 9, **CAUSAL}),
+    "meta-mqa": (replace(META, num_kv_heads=1), {"seq_len": 6, **CAUSAL}),
+    "meta-mha": (replace(META, num_kv_heads=4), {"seq_len": 8, **CAUSAL}),
+    "meta-500k": (replace(META, rope=Rope(500000.0, pairs="interleaved")), {"seq_len": 9, **CAUSAL}),
+    "meta-steps": (META, STEPS),
+    "meta-two": (META, {**STEPS, "seq_len": 6, "chunks": (3, 3)}),
+    "meta-token": (META, {"seq_len": 1, **CAUSAL}),
+    "decode": (LLAMA, STEPS),
+    "decode-ragged": (LLAMA, {"seq_len": 6, "chunks": (4, 1, 1), "new_lengths": ((4, 2), (1, 1), (1, 1)),
+                              "capacity": 10}),
+    "decode-gpt": (AttentionSpec(32, 4), STEPS),
+    "decode-one": (LLAMA, {**STEPS, "batch": 1}),
+    "decode-mqa": (replace(LLAMA, num_kv_heads=1, qkv_bias=True), {**STEPS, "seq_len": 5, "chunks": (2, 2, 1)}),
+    "gemma": (GEMMA, {"seq_len": 8, **CAUSAL}),
+    "gemma-window": (replace(GEMMA, window_size=3), {"seq_len": 9, **CAUSAL}),
+    "gemma-loud": (replace(GEMMA, qk_norm=None), {"seq_len": 8, "gain": 6.0, **CAUSAL}),
+    "gemma-plain": (replace(GEMMA, soft_cap=None), {"seq_len": 6, **CAUSAL}),
+    "mistral": (replace(LLAMA, window_size=4), {"seq_len": 10, **CAUSAL}),
+    "gpt-oss": (GPT_OSS, {"seq_len": 9, **CAUSAL}),
+    "gpt-oss-full": (replace(GPT_OSS, window_size=None, qkv_bias=True, out_bias=True),
+                     {"seq_len": 7, **CAUSAL}),
+    "capped": (replace(LLAMA, soft_cap=2.0), {"seq_len": 8, "gain": 4.0, **CAUSAL}),
+    "mpt": (MPT, {"seq_len": 8, **CAUSAL}),
+    "mpt-four": (replace(MPT, d_model=32, num_heads=4, num_kv_heads=4), {"seq_len": 7, **CAUSAL}),
+    "mpt-clipped": (replace(MPT, clip_qkv=0.75), {"seq_len": 8, **CAUSAL}),
+    "mpt-normed": (replace(MPT, qk_norm=Norm("layer", over="width", eps=1e-5), qkv_bias=True),
+                   {"seq_len": 8, **CAUSAL}),
+}  # fmt: skip
+
+
+def case_of(name: str, seed: int = 0) -> Case:
+    """The case of a layer, with arrays of its own for each seed."""
+    spec, applied = LAYERS[name]
+    return Case(f"wild-{name}-{seed}", spec, "a port as people write it", **applied)
+
+
+@cache
+def problem_of(name: str, seed: int = 0, dtype: str = "float32") -> Problem:
+    """The case, with its arrays in a dtype."""
+    return make_problem(case_of(name, seed), dtype)

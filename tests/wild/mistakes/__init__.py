@@ -1,0 +1,1 @@
+"""Mistakes in the ports, a module for each style."""

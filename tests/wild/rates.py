@@ -1,0 +1,130 @@
+"""The diagnosis of each port, and what became of it: a verdict each, which tools/diagnosis-rates counts."""
+
+from __future__ import annotations
+
+import signal
+import time
+import types
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import parity
+from parity.core.stages import stage_named
+from wild.accepted import ACCEPTED
+from wild.audit import ORDER, is_right
+from wild.records import Mistake, Right, half
+from wild.sets import MISTAKES, RIGHTS
+
+GIVES_UP = 60  # seconds of the CPU, after which a diagnosis counts as given up
+
+
+class Job(NamedTuple):
+    """One diagnosis: of a record, and of all its stages or of the output alone."""
+
+    id: str
+    output_only: bool = False
+
+    @property
+    def record(self) -> Right | Mistake:
+        """What it is of."""
+        return RIGHTS[self.id] if self.id in RIGHTS else MISTAKES[self.id]
+
+
+Verdict = dict[str, Any]
+
+
+class GaveUp(BaseException):
+    """A diagnosis took too long. Not an `Exception`, so that nothing in between takes it for one of its own."""
+
+
+def jobs(halves: Iterable[str], styles: Iterable[str] = (), only: Iterable[str] = ()) -> list[Job]:
+    """What there is to diagnose, style by style."""
+    halves, styles, only = set(halves), set(styles), set(only)
+    found: list[Job] = []
+    for record in (*RIGHTS.values(), *MISTAKES.values()):
+        if (only and record.id not in only) or (styles and record.style not in styles) or half(record.id) not in halves:
+            continue
+        found.append(Job(record.id))
+        if isinstance(record, Mistake):
+            found.append(Job(record.id, output_only=True))
+    return sorted(found, key=lambda job: job.record.style)
+
+
+def judge(job: Job) -> Verdict:
+    """What the diagnosis says of it, with what is true beside it."""
+    record = job.record
+    verdict: Verdict = {"id": job.id, "half": half(job.id), "style": record.style, "kind": record.kind}
+    verdict |= {
+        "case": record.case,
+        "dtype": record.dtype,
+        "is_right": isinstance(record, Right),
+        "output_only": job.output_only,
+    }
+    if isinstance(record, Mistake):
+        verdict |= {"says": record.says, "stage": record.stage, "limited": dict(record.limited), "law": record.law}
+        verdict["in_output"] = record.in_output
+        observed, problem = record.observed(output_only=job.output_only), record.problem
+    else:
+        if not is_right(record):
+            raise AssertionError(f"{job.id} must agree with the reference at its output")
+        observed, problem = record.observed(), record.problem
+    began = time.process_time()
+    try:
+        said = _in_time(observed, problem)
+    except GaveUp:
+        return verdict | {"verdict": "gave up", "seconds": time.process_time() - began, "names": [], "text": ""}
+    except Exception as error:  # a diagnosis that fails is a result
+        failed = {"verdict": "error", "seconds": time.process_time() - began, "names": []}
+        return verdict | failed | {"text": f"{type(error).__name__}: {error}"}
+    verdict |= {"verdict": said.kind, "seconds": time.process_time() - began, "text": str(said), "said": said.to_dict()}
+    explanations = verdict["said"]["explanations"]
+    verdict["names"] = [name for each in explanations for name in each["hypotheses"]]
+    verdict["others"] = [each.get("others") for each in explanations]
+    verdict["first"] = first_said(said.stage, said.malformed)
+    return verdict
+
+
+def _in_time(observed: dict[str, Any], problem: parity.Problem) -> parity.Diagnosis:
+    """The diagnosis.
+
+    Raises:
+        GaveUp: if it takes longer than `GIVES_UP` seconds of the CPU.
+    """
+
+    def give_up(_: int, __: types.FrameType | None) -> None:
+        raise GaveUp
+
+    before = signal.signal(signal.SIGPROF, give_up)
+    signal.setitimer(signal.ITIMER_PROF, GIVES_UP)
+    try:
+        return parity.diagnose(observed, problem)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def first_said(stage: str, malformed: Iterable[str]) -> str:
+    """The first stage that the diagnosis says something against."""
+    named = {name for name in (stage, *malformed) if name}
+    if not named:
+        return ""
+    return min(named, key=lambda name: ((stage_named(name).step or 0), ORDER.index(stage_named(name).kind)))
+
+
+def is_clean(verdict: Verdict) -> bool:
+    """Whether the diagnosis says that nothing is wrong."""
+    return verdict["verdict"] == "none" and not verdict["said"]["malformed"]
+
+
+def is_caught(verdict: Verdict) -> bool:
+    """Whether it says that something is."""
+    return verdict["verdict"] not in ("gave up", "error") and not is_clean(verdict)
+
+
+def judged_names(verdict: Verdict) -> str:
+    """Whether the names given for a mistake are right: `none given`, `to be judged`, `right` or `wrong`."""
+    if not verdict["names"]:
+        return "none given"
+    if verdict["id"] not in ACCEPTED:
+        return "to be judged"
+    return "right" if set(verdict["names"]) <= ACCEPTED[verdict["id"]] else "wrong"

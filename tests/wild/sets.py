@@ -1,0 +1,119 @@
+"""All right ports and all mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+
+from wild.how import How
+from wild.records import STYLES, Mistake, Right
+
+MISTAKES: dict[str, Mistake] = {
+    mistake.id: mistake for style in STYLES for mistake in import_module(f"wild.mistakes.{style}").m.made
+}
+"""The mistakes by their ids, style by style."""
+
+CASES = {
+    "nanogpt": ("gpt", "gpt-square", "gpt-one", "gpt-token", "gpt-h1", "gpt-no-bias", "gpt-loud", "gpt-wide"),
+    "bert": ("bert", "bert-three", "bert-full", "bert-square", "bert-one", "bert-wide", "bert-biased", "cross",
+             "cross-narrow", "cross-square"),
+    "llama": ("llama", "llama-six", "llama-mha", "llama-mqa", "llama-square", "llama-one", "llama-500k", "llama-far",
+              "llama-offset", "llama-linear", "llama31", "llama-wide", "neox", "qwen2", "qwen3", "llama-steps",
+              "llama-exact-steps", "qwen2-steps"),
+    "meta_llama": ("meta", "meta-mqa", "meta-mha", "meta-500k", "meta-steps", "meta-two", "meta-token"),
+    "flax_linen": ("bert", "gpt", "causal-padded", "gqa", "gpt-square", "bert-three", "cross", "cross-narrow",
+                   "gqa-cross", "bert-biased", "bert-wide"),
+    "jnp_einsum": ("llama", "gpt-oss", "mistral", "neox", "llama-mqa", "gqa", "gpt-oss-full", "capped", "llama-far",
+                   "llama-six"),
+    "flash": ("gpt", "bert", "bert-three", "gqa", "causal-padded", "empty-rows", "cross", "gpt-loud", "gpt-wide"),
+    "sdpa": ("gpt", "bert", "cross", "gqa", "random-mask", "bert-biased", "causal-padded", "empty-rows", "gqa-cross",
+             "gpt-wide"),
+    "nn_mha": ("gpt", "bert", "cross", "cross-narrow", "causal-padded", "gpt-h1", "bert-wide", "bert-biased"),
+    "decode": ("decode", "decode-ragged", "decode-gpt", "decode-one", "decode-mqa"),
+    "gemma": ("gemma", "gemma-window", "gemma-loud", "gemma-plain", "mistral", "llama"),
+    "mpt": ("mpt", "mpt-four", "mpt-clipped", "mpt-normed"),
+}  # fmt: skip
+"""What each port can compute: its own layers first."""
+
+SHAPES = ("bthd", "flat", "heads-into-batch", "batch-second", "mean-heads", "hooks", "no-mask", "last-stages")
+ANY_MASK = ("mask-broadcast", "mask-visible", "mask-additive")
+
+RECORDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "nanogpt": (("gpt", "gpt-square"), (*SHAPES, *ANY_MASK, "mask-t-s", "scores-unscaled", "scores-masked")),
+    "bert": (("bert", "bert-three"), (*SHAPES, *ANY_MASK, "scores-unscaled", "scores-masked", "zeroed-padding")),
+    "llama": (("llama", "llama-square"), (*SHAPES, *ANY_MASK, "mask-t-s", "scores-unscaled", "scores-masked",
+                                          "before-rope", "kv-repeated")),
+    "meta_llama": (("meta",), (*SHAPES, "mask-visible", "mask-t-s", "scores-unscaled", "scores-masked", "before-rope",
+                               "kv-repeated")),
+    "flax_linen": (("gqa", "bert"), (*SHAPES, *ANY_MASK, "scores-unscaled", "scores-masked", "kv-repeated")),
+    "jnp_einsum": (("llama", "gpt-oss"), (*SHAPES, "mask-visible", "mask-t-s", "scores-unscaled", "scores-masked",
+                                          "before-rope")),
+    "flash": (("bert", "causal-padded"), ("bthd", "flat", "hooks", "last-stages", "scores-masked", "zeroed-padding")),
+    "sdpa": (("gpt", "bert"), ("bthd", "flat", "batch-second", "mask-broadcast", "mask-visible", "mask-additive")),
+    "nn_mha": (("gpt", "cross"), ("mean-heads", "batch-second")),
+    "decode": (("decode", "decode-ragged"), ("growing", "dirty-slots", "bthd", "mask-broadcast", "scores-masked",
+                                             "hooks")),
+    "gemma": (("gemma", "gemma-window"), (*SHAPES, "mask-visible", "mask-t-s", "scores-unscaled", "scores-masked",
+                                          "before-rope", "before-norm", "kv-repeated")),
+    "mpt": (("mpt",), (*SHAPES, "mask-visible", "mask-t-s", "scores-masked")),
+}  # fmt: skip
+"""How else each is recorded: of which layers, in which ways."""
+
+IN_JAX = ("flax_linen", "jnp_einsum", "decode")
+WITH_A_CHOICE = ("nanogpt", "bert", "llama", "meta_llama", "flax_linen", "jnp_einsum", "gemma", "mpt")
+
+
+def _dtypes_of(style: str, number: int) -> tuple[str, ...]:
+    """All three; of JAX, where each shape is compiled anew, for the first layers only."""
+    return ("float32", "bfloat16", "float16") if style not in IN_JAX or number < 4 else ("float32",)
+
+
+def _rights() -> Iterator[Right]:
+    for style, cases in CASES.items():
+        for number, case in enumerate(cases):
+            for dtype in _dtypes_of(style, number):
+                yield Right(style, case, 0, dtype, How(), "plain")
+            yield Right(style, case, 1, "float32", How(), "plain")
+            yield Right(style, case, 1, "float32", How(), "output")
+        yield Right(style, cases[0], 0, "bfloat16", How(), "output")
+        yield Right(style, cases[0], 0, "float16", How(), "output")
+        for seed in range(2, 5):
+            yield Right(style, cases[0], seed, "float32", How(), "plain")
+        layers, recordings = RECORDED[style]
+        for case in layers:
+            for recording in recordings:
+                yield Right(style, case, 0, "float32", How(), recording)
+            yield Right(style, case, 0, "bfloat16", How(), recordings[0])
+        for dtype in ("bfloat16", "float16"):
+            yield Right(style, cases[0], 0, dtype, How(), "upcast")
+    yield from _with_choices()
+
+
+def _with_choices() -> Iterator[Right]:
+    """Scores and softmax in 16 bits, finite penalties, compiled, caches that grow."""
+    for style in WITH_A_CHOICE:
+        case = CASES[style][0]
+        for dtype in ("bfloat16", "float16"):
+            for seed in (0, 1):
+                yield Right(style, case, seed, dtype, How(wide=False), "plain")
+            yield Right(style, case, 0, dtype, How(wide=False), "output")
+            yield Right(style, case, 0, dtype, How(wide=False, penalty="min"), "scores-masked")
+        for penalty in ("min", "1e4", "1e9"):
+            for recording in ("plain", "scores-masked"):
+                yield Right(style, case, 0, "float32", How(penalty=penalty), recording)
+    for style in IN_JAX:
+        for case in CASES[style][:3]:
+            for dtype in ("float32", "bfloat16"):
+                yield Right(style, case, 0, dtype, How(mode="jit"), "plain")
+        yield Right(style, CASES[style][0], 0, "float32", How(mode="jit"), "output")
+    for style in ("nanogpt", "llama"):
+        yield Right(style, CASES[style][0], 0, "float32", How(mode="compile"), "plain")
+    for case in ("llama-steps", "qwen2-steps"):
+        for dtype in ("float32", "bfloat16"):
+            yield Right("llama", case, 0, dtype, How(), "growing")
+    for recording in ("growing", "dirty-slots", "bthd", "before-rope"):
+        yield Right("meta_llama", "meta-steps", 0, "float32", How(), recording)
+
+
+RIGHTS: dict[str, Right] = {right.id: right for right in _rights()}
+"""The right ports by their ids."""
