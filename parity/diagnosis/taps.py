@@ -196,11 +196,12 @@ def _judge_layer(
         verdict = replace(verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis)
     if not verdict.comparisons:
         return replace(verdict, not_judged="nothing was seen of it but its input")
-    if verdict.diagnosis is not None and verdict.diagnosis.kind == "unknown":
-        if like := _like_another(layer, problems, _others(known, specs)):
-            diagnosis = LikeAnother(**{**vars(verdict.diagnosis), "kind": "like", "like": like})
-            return replace(verdict, diagnosis=diagnosis)
-    return verdict
+    unknown = verdict.diagnosis
+    if unknown is None or unknown.kind != "unknown":
+        return verdict
+    like = _like_another(layer, problems, _others(known, specs))
+    told = LikeAnother(**{**vars(unknown), "kind": "like", "like": like}) if like else unknown
+    return replace(verdict, diagnosis=told)
 
 
 def _title(layer: ModelLayer) -> str:
