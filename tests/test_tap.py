@@ -66,21 +66,60 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }
+GPT = {"n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 64, "n_inner": 48, "rotary_dim": 4}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+SECTIONS = {"rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+QWEN35 = {**LINEAR, "head_dim": 32, "rope_parameters": {"rope_type": "default", **SECTIONS}}
+BERTS = {
+    **{key: {} for key in ("bert", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert")},
+    **{key: {} for key in ("bert-generation", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")},
+    "electra": {"embedding_size": 32},
+    "rembert": {"input_embedding_size": 32, "output_embedding_size": 32},
+    "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+}
 OWN = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"), LATENT),
+    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"), LATENT),
+    **dict.fromkeys(("bloom", "codegen", "gpt2", "gpt_bigcode", "gptj", "openai-gpt"), GPT),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), QWEN35),
+    **{family: {"is_decoder": True, **sizes} for family, sizes in BERTS.items()},
+    "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "falcon": {"multi_query": False, "new_decoder_architecture": False, "alibi": False},
+    "gpt_neo": {"num_heads": 4, "num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 5},
+    "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"] * 2},
     "helium": {"head_dim": 8},
+    "jamba": {"mamba_dt_rank": 4, "mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 64},
+    "nemotron_h": {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "layers_block_type": ["mamba", "attention", "moe", "attention"],
+        "sliding_window": None,
+    },
+    "olmo_hybrid": LINEAR,
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "phi3": {"head_dim": None},
-    "bloom": {"n_head": 4, "n_layer": 4},
-    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 4},
+    "xglm": {"d_model": 32, "ffn_dim": 48, "attention_heads": 4, "num_layers": 4},
+}
+SEEN = {"mask", "q", "k", "v", "attn_weights", "context", "output"}
+LESS_SEEN = {  # which ask for no attention function, or whose output projection is in another module
+    **{key: {"k", "v", "output"} for key in ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "xglm")},
+    **{key: {"output"} for key in ("mpt", "openai-gpt")},
+    **dict.fromkeys(BERTS, SEEN - {"output"}),
+    **{key: {"k", "v"} for key in ("megatron-bert", "rembert")},
 }
 MODELS = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-NOT_HERE = {  # whose sizes go by names of their own
-    *("bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "xlm-roberta", "xlm-roberta-xl", "xmod"),
-    *("biogpt", "codegen", "falcon", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt", "opt", "xglm"),
-    *("axk1", "bamba", "bert-generation", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "megatron-bert"),
-    *("minimax", "modernbert-decoder", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "rembert"),
-    *("roberta-prelayernorm", "roc_bert"),
-}
+NOT_HERE = {"kimi_linear", "minimax", "modernbert-decoder"}  # which this test cannot generate with, or judges wrong
 NOT_HERE |= {  # which do behind the attention function, or outside the module, what a layer does: see docs/taps.md
     *("granite_swa", "granitemoe_swa", "gpt_neox_japanese", "flint"),
 }
@@ -128,7 +167,7 @@ def weights_in(model, tapped, specs):
     """Canonical weights of each layer that was tapped and has attention."""
     modules = dict(model.named_modules())
     return {
-        layer.index: parity.from_transformers(modules[layer.name], model.config, layer.index)[1]
+        layer.index: parity.from_transformers(modules[layer.name.removesuffix(".self")], model.config, layer.index)[1]
         for layer in tapped.layers
         if specs[layer.index].spec is not None
     }
@@ -236,21 +275,25 @@ def test_each_layer_of_a_family_is_judged_right_while_it_generates(family):
         generate(model)
     specs = specs_of(model.config.to_dict())
     verdict = parity.judge_tap(tapped, specs, weights_in(model, tapped, specs))
-    assert all(layer.passed for layer in verdict.layers), str(verdict)
-    assert [layer.index for layer in verdict.layers] == [layer.index for layer in specs if layer.spec is not None]
-    judged = {comparison.stage for layer in verdict.layers for comparison in layer.comparisons}
-    seen = {"mask", "q", "k", "v", "attn_weights", "context", "output"}
-    assert judged == ({"k", "v", "output"} if family == "bloom" else seen)  # which asks for no attention function
-    tokens = sum(comparison.shape[1] for comparison in verdict.layers[-1].comparisons if comparison.stage == "output")
+    layers = [layer for layer in verdict.layers if specs[layer.index].spec is not None]
+    assert all(layer.passed for layer in layers), str(verdict)
+    assert [layer.index for layer in layers] == [layer.index for layer in specs if layer.spec is not None]
+    judged = {comparison.stage for layer in layers for comparison in layer.comparisons}
+    assert judged == LESS_SEEN.get(family, SEEN)
+    if family in ("mpt", "openai-gpt"):  # which generate without a cache here, and are given all tokens again
+        return
+    last, axis = ("output", 1) if "output" in judged else ("v", 2)
+    tokens = sum(comparison.shape[axis] for comparison in layers[-1].comparisons if comparison.stage == last)
     assert tokens == 12 + 10  # 7 of a prompt and 5 that were fed back; with 2 of padding less
 
 
-def test_there_are_thirty_families():
-    assert len(GENERATED) >= 30
+def test_there_are_a_hundred_families():
+    assert len(GENERATED) >= 100
 
 
-NO_SDPA = {"bloom", "gemma2", "gpt_oss", "vaultgemma"}
-NARROW = [family for family in GENERATED if family not in ("falcon_h1", "gemma4_text")][::2]  # those two take seconds
+NO_SDPA = {"gemma2", "gpt_oss", "vaultgemma"}
+SLOW = {"falcon_h1", "gemma4_text"}
+NARROW = [family for family in GENERATED if LESS_SEEN.get(family, SEEN) == SEEN and family not in SLOW][::2]
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -200,9 +200,8 @@ def _judge_layer(
     if unknown is None or unknown.kind != "unknown":
         return verdict
     like = _like_another(layer, problems, _others(known, specs))
-    return (
-        replace(verdict, diagnosis=LikeAnother(**{**vars(unknown), "kind": "like", "like": like})) if like else verdict
-    )
+    told = LikeAnother(**{**vars(unknown), "kind": "like", "like": like}) if like else unknown
+    return replace(verdict, diagnosis=told)
 
 
 def _title(layer: ModelLayer) -> str:

@@ -311,7 +311,7 @@ class _Listener:
             self.projections[f"projections.{name}"] = to_numpy(result)
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        first, *more = result if isinstance(result, tuple) else (result,)
+        first, *more = result if isinstance(result, tuple | list) else (result,)
         if self.adds_residual and self.projections:  # BLOOM's adds it itself: its output is that of its last projection
             self.values["output"] = list(self.projections.values())[-1]
         elif isinstance(first, Tensor):
@@ -387,7 +387,10 @@ def _cached(cache: Any, index: int) -> int | None:
     if cache is None:
         return 0
     if hasattr(cache, "get_seq_length"):
-        return int(cache.get_seq_length(index))
+        try:
+            return int(cache.get_seq_length(index))
+        except ValueError:  # of a layer without attention over keys, beside others
+            return None
     lengths = getattr(cache, "lengths", None)
     if isinstance(lengths, Tensor) and lengths.numel() and bool((lengths == lengths[0]).all()):
         return int(lengths[0])
