@@ -347,6 +347,7 @@ def test_one_from_is_that_of_the_file_that_does_not_say_it(llama, capsys, tmp_pa
         ("transformers.Qwen2", "transformers.LLaMA"),
         ("flax.nn", "flax.nnx"),
         ("transformers.BLOOM", "transformers.GPT-NeoX"),
+        ("transformers.Swin", "transformers.BERT"),
     ],
 )
 def test_a_layout_that_is_not_known_has_a_nearest(name, nearest, capsys):

@@ -15,7 +15,7 @@ from mha_spec import AttentionSpec, Rope
 from parity.conversion.layers import Layer, TensorCache, layers_under, open_layers
 from parity.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
 from parity.conversion.layouts.detection import DoesNotFit, tensors_for
-from parity.conversion.layouts.layout import CARRIED, check_carried, lost_in, without
+from parity.conversion.layouts.layout import DROPPABLE, UNSAID, check_carried, lost_in, without
 from parity.conversion.layouts.views import shapes_in
 from parity.conversion.metadata import ENTRY, Heads, concrete_prefix, metadata_of, sources, what_is_known
 from parity.conversion.prefixes import fitting_prefixes, join
@@ -196,7 +196,7 @@ def convert_file(
         keep_rest: write all other tensors, too, as they are; else leave them out.
         max_shard_bytes: divide the target into files of about that size.
         drop: what layers compute that may be left out where the target does not carry it: names of
-            `parity.conversion.layouts.layout.CARRIED`, such as `rope.scaling`.
+            `parity.conversion.layouts.layout.DROPPABLE`, such as `rope.scaling`.
         fill_bias: add biases of zeros where the target must have some.
         force: replace a target that is there, if it is of the same format; never the source.
         on_tensor: called with the name of each tensor before it is written.
@@ -210,11 +210,12 @@ def convert_file(
             carry what layers compute.
     """
     target_layout, target_path = find_layout(target, "target"), _file_in(target_path)
-    if unknown := sorted(set(drop) - {*CARRIED}):
-        raise ValueError(f"drop must name some of {', '.join(CARRIED)}, got {', '.join(unknown)}")
+    if unknown := sorted(set(drop) - {*DROPPABLE}):
+        raise ValueError(f"drop must name some of {', '.join(DROPPABLE)}, got {', '.join(unknown)}")
     with open_tensors(source_path) as file:
         known, cache = what_is_known(file, heads), TensorCache(file)
         found = sources(file, known, prefix, source, source_path, "source")
+        known = known.without_unsaid(file.infos, [layout for _, layout in found]) if UNSAID in drop else known
         if to_prefix is not None and len(found) > 1:
             raise ValueError(f"prefix must be one of {', '.join(of for of, _ in found)} with to_prefix, got none")
         if keep_rest and any(ENTRY.fullmatch(of) for of, _ in found):
@@ -239,9 +240,7 @@ def convert_file(
             return plan.makers[name]()
 
         specs = list(dict.fromkeys(layer.spec for layer in layers))
-        ignored = {each for _, layout in found for each in (*layout.ignored, *known.ignored)}
-        ignored |= {each for layer in layers if layer.model is not None for each in layer.model.ignored}
-        ignored -= {tensor.name for tensor in (*target_layout.tensors, *target_layout.others)}
+        ignored = _ignored(layers, known.ignored, target_layout)
         written_to = write_tensors(
             target_path,
             plan.infos,
@@ -376,6 +375,13 @@ class _Plan:
                 whole = (len(group), *shape) if is_stacked else shape
                 make = partial(_laid_out, group, name, self.layout, is_stacked)
                 self.add(join(prefix, name), whole, first.dtype, make)
+
+
+def _ignored(layers: Iterable[Layer], known: Iterable[str], target: Layout) -> set[str]:
+    """Names (with wildcards) under the prefixes of layers that are none of their weights, nor of a target's."""
+    found = {*known} | {name for layer in layers for name in layer.layout.ignored}
+    found |= {name for layer in layers if layer.model is not None for name in layer.model.ignored}
+    return found - {tensor.name for tensor in (*target.tensors, *target.others)}
 
 
 def _lost(layer: Layer, target: Layout) -> set[str]:

@@ -60,7 +60,7 @@ class Layer:
         spec: the layer.
         heads_from: the file that its heads come from, if it was neither the caller nor the file itself.
         sources: the full names of its tensors, and those after the prefix.
-        dropped: what it computed that its file does not say: see `parity.conversion.layouts.layout.CARRIED`.
+        dropped: what it computed that its file does not say: see `parity.conversion.layouts.layout.DROPPABLE`.
         written: what is written of it in another layout, if it is not the same.
         model: the layer of the model that it is, by the configuration beside the file.
     """

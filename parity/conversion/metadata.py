@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any
 
 from mha_spec import AttentionSpec, Rope
 from parity.conversion.layouts import LAYOUTS, Layout, find_layout, find_spec
-from parity.conversion.layouts.layout import CARRIED
+from parity.conversion.layouts.layout import DROPPABLE, UNSAID
 from parity.conversion.model_config import HEADS, Beside, beside
 from parity.conversion.prefixes import either, fitting_prefixes, numbered
 from parity.core.weights import FORMAT, read_spec
@@ -84,6 +85,13 @@ class Known:
         there = {tail for prefix in _all_prefixes(file.infos) for tail in _tails(prefix)}
         return [path for path in paths if path not in there]
 
+    def without_unsaid(self, names: Iterable[str], layouts: Iterable[Layout]) -> Known:
+        """The same of layers without what no specification says, if any of a file's names is of that."""
+        unsaid = dict.fromkeys(pattern for layout in layouts for pattern in layout.unsaid)
+        if not any(fnmatch.fnmatchcase(name, f"*{pattern}") for name in names for pattern in unsaid):
+            return self
+        return replace(self, ignored=(*self.ignored, *unsaid), dropped=tuple(dict.fromkeys((*self.dropped, UNSAID))))
+
     def is_other(self, prefix: str) -> bool:
         """Whether what has a prefix is none of the attention layers that are known of a model, or of a file of ours."""
         if self.specs:
@@ -141,8 +149,10 @@ def what_is_known(file: TensorFile, said: Heads) -> Known:
         saved = _with_rope(saved, said.get("rope"), str(file.path), may_have_none=True)
     if spec is not None or own:
         dropped, ignored = (_names(file, what) if own else () for what in ("dropped", "ignored"))
-        if unknown := sorted({*dropped} - {*CARRIED}):
-            raise ValueError(f"{file.path} must name some of {', '.join(CARRIED)} as dropped, got {', '.join(unknown)}")
+        if unknown := sorted({*dropped} - {*DROPPABLE}):
+            raise ValueError(
+                f"{file.path} must name some of {', '.join(DROPPABLE)} as dropped, got {', '.join(unknown)}"
+            )
         return Known(merged, spec or saved, own if spec is None and "" not in own else {}, dropped, ignored)
     has_counts = any(count is not None for count in counts)
     found = beside(file, is_told=has_counts)

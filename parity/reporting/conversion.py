@@ -34,7 +34,7 @@ def print_layouts(layouts: Iterable[Layout], out: Console) -> None:
 
 def print_layout(layout: Layout, out: Console) -> None:
     """Print the tensors of a layout, and of each its axes, outermost first."""
-    from parity.conversion.layouts.layout import CARRIED, RULES
+    from parity.conversion.layouts.layout import CARRIED, RULES, UNSAID
 
     letters = {"p": "projections", "n": "heads", "h": "head_dim", "d": "input", "e": "output"}
     out.print(Text(f"{layout.about} ({layout.source})"), soft_wrap=True)
@@ -65,6 +65,8 @@ def print_layout(layout: Layout, out: Console) -> None:
         out.print(f"rule: {RULES[rule].words}")
     lost = [name for name in CARRIED if name not in layout.carries]
     out.print(f"not carried: {', '.join(lost)}" if lost else "carried: all that a specification says", soft_wrap=True)
+    if layout.unsaid:
+        out.print(f"not said: {', '.join(layout.unsaid)}; drop {UNSAID} leaves it out", soft_wrap=True, markup=False)
     for prefix in layout.prefixes:
         out.print(Text(f"prefix: {prefix}"))
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from mha_spec import AttentionSpec, Rope
 from parity.conversion.layouts.layout import (
+    UNSAID,
     Layout,
     Tensor,
     broken_rules,
@@ -72,9 +73,20 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
         )
     known = set().union(*(matches(tensor.name, names) for tensor in (*found[0], *layout.others)))
     unknown = sorted(name for name in names - known if not layout.ignores(name))
-    if unknown:
-        raise DoesNotFit(f"tensors must be those of {layout.name}, got unknown names {shorten(unknown)}")
+    others = [name for name in unknown if not layout.leaves_unsaid(name)]
+    if others:
+        raise DoesNotFit(f"tensors must be those of {layout.name}, got unknown names {shorten(others)}")
+    _check_said(unknown, layout)
     return found[0]
+
+
+def _check_said(names: Iterable[str], layout: Layout) -> None:
+    """Refuse tensors that no specification says."""
+    if unsaid := sorted(name for name in names if layout.leaves_unsaid(name)):
+        raise SpecUnknown(
+            f"a layer in {layout.name} adds to its scores what no specification says, got {shorten(unsaid)}; "
+            f"drop={UNSAID} leaves it out"
+        )
 
 
 def tensors_for(spec: AttentionSpec, layout: Layout) -> list[tuple[Tensor, ...]]:
@@ -123,6 +135,7 @@ def find_tensors(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, lay
     """
     given = {name: tuple(shape) for name, shape in shapes.items() if not layout.ignores(name)}
     forms = tensors_for(spec, layout)
+    _check_said(given, layout)
     wanted = [shapes_of(tensors, spec, layout) for tensors in forms]
     for tensors, each in zip(forms, wanted, strict=True):
         if each == given:

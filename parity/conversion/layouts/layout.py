@@ -114,6 +114,8 @@ class Layout:
         padded: heads are padded to whole tiles, with RoPE each half of its own.
         rules: what a layer must be for this layout to hold it; keys of `RULES`.
         ignored: names (with wildcards) under the prefix of a layer that are no weights, or none of attention's.
+        unsaid: names (with wildcards) of biases of relative positions in an image: the layer adds them to its scores,
+            and no specification says them.
         prefixes: where whole checkpoints have such layers; `{i}` stands for a layer.
         needs_spec: shapes alone never show such a layer, or it would be one of another layout, too.
         carries: what a layer may have that weights do not show, names of `CARRIED`: its module computes it, or is told
@@ -131,6 +133,7 @@ class Layout:
     padded: bool = False
     rules: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    unsaid: tuple[str, ...] = ()
     prefixes: tuple[str, ...] = ()
     needs_spec: bool = False
     carries: tuple[str, ...] = ()
@@ -143,6 +146,10 @@ class Layout:
     def ignores(self, name: str, others: Iterable[str] = ()) -> bool:
         """Whether a name under the prefix of a layer is not a weight, by the layout or by other patterns."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored, *others))
+
+    def leaves_unsaid(self, name: str) -> bool:
+        """Whether a name under the prefix of a layer is of what no specification says."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.unsaid)
 
     def to_dict(self) -> dict[str, Any]:
         """The layout as JSON takes it."""
@@ -233,6 +240,12 @@ CARRIED = ("rope", "rope.scaling", "scale", "soft_cap", "window_size", "chunk_si
 CARRIED += ("qk_norm", "v_norm")
 """What a layer computes and no weight shows; of norms those that have none."""
 
+UNSAID = "relative_position_bias"
+"""What `Layout.unsaid` is called where it is dropped."""
+
+DROPPABLE = (*CARRIED, UNSAID)
+"""What a conversion leaves out where it is told to."""
+
 
 def lost_in(layout: Layout, spec: AttentionSpec) -> dict[str, Any]:
     """What a layer computes and weights in a layout do not say, nor the module that takes them: names of `CARRIED`."""
@@ -282,7 +295,7 @@ def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
 def with_dropped(spec: AttentionSpec, other: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
     """A layer with what another one has of some names of `CARRIED`."""
     names = set(names)
-    changes = {name: getattr(other, name) for name in names - {"rope.scaling"}}
+    changes = {name: getattr(other, name) for name in names - {"rope.scaling", UNSAID}}
     if "rope.scaling" in names and "rope" not in names and spec.rope is not None and other.rope is not None:
         changes["rope"] = replace(spec.rope, scaling=other.rope.scaling)  # its base is compared
     return replace(spec, **changes)

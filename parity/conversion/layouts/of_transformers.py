@@ -30,16 +30,22 @@ ALIKE = ("no groups", "out_proj", "one width", "square")
 
 ROTATED = ("rope", "rope.scaling")
 IN_WINDOWS = (*ROTATED, "window_size")
+OF_BEIT = ("*.relative_position_bias_table", "*.relative_position_index")
 
 OF_TRANSFORMERS = [
     _layout(
         "BERT",
-        "self.query, self.key, self.value, output.dense",
+        "self.query, self.key, self.value, output.dense; also files of Swin and Donut",
         "bert",
         separate("self.query", "self.key", "self.value", "output.dense"),
         rules=(*ALIKE, "biases"),
         ignored=("output.LayerNorm.*", "self_attn_layer_norm.*", "LayerNorm.*", "ln.*"),
-        prefixes=("bert.encoder.layer.{i}.attention", "encoder.layer.{i}.attention"),
+        unsaid=OF_BEIT,
+        prefixes=(
+            "bert.encoder.layer.{i}.attention",
+            "encoder.layer.{i}.attention",
+            "encoder.layers.{i}.blocks.{i}.attention",
+        ),
         carries=(),
     ),
     _layout(
@@ -49,6 +55,7 @@ OF_TRANSFORMERS = [
         separate("attention.query", "attention.key", "attention.value", "output.dense"),
         version=" before 5.0",
         rules=(*ALIKE, "out bias"),
+        unsaid=OF_BEIT,
         prefixes=("vit.encoder.layer.{i}.attention", "encoder.layer.{i}.attention"),
         carries=(),
     ),
@@ -58,6 +65,7 @@ OF_TRANSFORMERS = [
         "vit",
         separate(*OF_LLAMA),
         rules=(*ALIKE, "out bias"),
+        unsaid=("relative_position_bias.*",),
         prefixes=("vit.layers.{i}.attention", "layers.{i}.attention"),
         carries=(),
     ),
