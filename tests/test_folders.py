@@ -17,7 +17,16 @@ from safetensors.numpy import load_file, save_file
 from test_models import older
 from test_models_whole import MODELS
 
-from parity import convert_file, from_transformers, load_into, run_model, specs_of
+from parity import (
+    AttentionSpec,
+    convert,
+    convert_file,
+    from_transformers,
+    load_into,
+    random_weights,
+    run_model,
+    specs_of,
+)
 from parity.cli.main import main
 from parity.conversion.layers import open_layers
 from parity.models.families import FAMILIES
@@ -56,7 +65,6 @@ def decoder(family):
 
 
 NOT_YET = {  # read by their configuration, and not from their files
-    "gemma4_text, one projection",  # for keys and values
     "longcat_flash",  # whose norms have factors of their own
 }
 HERE = {**MODELS, **{family: None for family in FAMILIES if family not in APART | {m.family for m in MODELS.values()}}}
@@ -140,6 +148,54 @@ def test_a_folder_is_converted_and_back_bit_for_bit(name, tmp_path):
     ours = {name: after[name] for name in after.keys() - shared}
     assert same_bits(ours, {name: value for name, value in before.items() if name in ours})
     assert all("inv_freq" in name or name.endswith(".bias") for name in before.keys() - ours.keys())
+
+
+# ---- Keys that are values --------------------------------------------------------------------------------------------
+
+ONE_PROJECTION = "gemma4_text, one projection"
+
+
+def test_keys_are_values_only_where_the_configuration_says_so(tmp_path):
+    saved(ONE_PROJECTION, tmp_path / "model")
+    layers = layers_in(tmp_path / "model")
+    assert [layer.keys_are_values for _, layer, *_ in layers] == [False, True]
+    assert not same_bits({"": layers[0][2]["k_proj.weight"]}, {"": layers[0][2]["v_proj.weight"]})
+    assert same_bits({"": layers[1][2]["k_proj.weight"]}, {"": layers[1][2]["v_proj.weight"]})
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name: x for name, x in tensors.items() if name != "layers.0.self_attn.v_proj.weight"}, path)
+    with pytest.raises(ValueError, match=r"^layers\.0\.self_attn: values must have a projection of their own"):
+        layers_in(tmp_path / "model")
+    more = {"layers.1.self_attn.v_proj.weight": tensors["layers.1.self_attn.k_proj.weight"] * 2}
+    save_file(tensors | more, path)
+    with pytest.raises(ValueError, match=r"^layers\.1\.self_attn: values must be made as keys are"):
+        layers_in(tmp_path / "model")
+
+
+def test_values_that_are_not_keys_are_written_by_themselves(tmp_path):
+    spec = AttentionSpec(8, 2, num_kv_heads=1, qkv_bias=False, out_bias=False)
+    weights = random_weights(spec)
+    alike = weights | {"v_proj.weight": weights["k_proj.weight"]}
+    for each, has_values in ((weights, True), (alike, False)):
+        found = convert(each, source="canonical", target="transformers.Gemma4", num_heads=2)
+        assert ("v_proj.weight" in found) == has_values
+        assert same_bits(convert(found, source="transformers.Gemma4", target="canonical", spec=spec), each)
+    stack = {f"layers.{i}.self_attn.{name}": x for i, each in enumerate((weights, alike)) for name, x in each.items()}
+    save_file(stack, tmp_path / "layers.safetensors")
+    for to, names in ((None, 7), ("layers.self_attn", 4)):  # of layers in one array all have values, or none
+        convert_file(
+            *(tmp_path / "layers.safetensors", tmp_path / f"{names}.safetensors"),
+            source="canonical",
+            prefix="layers.{i}.self_attn",
+            to_prefix=to,
+            num_heads=2,
+            target="transformers.Gemma4",
+        )
+        assert len(load_file(tmp_path / f"{names}.safetensors")) == names
+        convert_file(tmp_path / f"{names}.safetensors", tmp_path / f"{names}.npz", target="canonical")
+        with open_layers(tmp_path / f"{names}.npz") as layers:
+            for layer, expected in zip(layers, (weights, alike), strict=True):
+                assert same_bits(layer.load()[0], expected)
 
 
 def test_both_dialects_of_a_folder_say_the_same(tmp_path):

@@ -15,8 +15,8 @@ from mha_spec import AttentionSpec, Rope
 from parity.conversion.layers import Layer, TensorCache, layers_under, open_layers
 from parity.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
 from parity.conversion.layouts.detection import DoesNotFit, tensors_for
-from parity.conversion.layouts.layout import DROPPABLE, UNSAID, check_carried, lost_in, without
-from parity.conversion.layouts.views import shapes_in
+from parity.conversion.layouts.layout import DROPPABLE, UNSAID, Tensor, check_carried, lost_in, shapes_of, without
+from parity.conversion.layouts.views import form_for
 from parity.conversion.metadata import ENTRY, Heads, concrete_prefix, metadata_of, sources, what_is_known
 from parity.conversion.prefixes import fitting_prefixes, join
 from parity.core.weights import Weights
@@ -369,12 +369,19 @@ class _Plan:
             return
         self.added.update(new)
         first = self.layers[new[0]][0]
-        for name, shape in shapes_in(self.layout, first.to_spec).items():
-            for prefix in new:
+        spec, forms = first.to_spec, {prefix: self._form(prefix) for prefix in new}
+        shapes = {prefix: shapes_of(form, spec, self.layout) for prefix, form in forms.items()}
+        for name in dict.fromkeys(name for each in shapes.values() for name in each):
+            for prefix in (prefix for prefix in new if name in shapes[prefix]):
                 group, is_stacked = self.layers[prefix], prefix in self.stacked
-                whole = (len(group), *shape) if is_stacked else shape
-                make = partial(_laid_out, group, name, self.layout, is_stacked)
+                whole = (len(group), *shapes[prefix][name]) if is_stacked else shapes[prefix][name]
+                make = partial(_laid_out, group, name, self.layout, forms[prefix], is_stacked)
                 self.add(join(prefix, name), whole, first.dtype, make)
+
+    def _form(self, prefix: str) -> tuple[Tensor, ...]:
+        """The tensors in which the layers under a prefix are written."""
+        group = self.layers[prefix]
+        return form_for([layer.read_written for layer in group], group[0].to_spec, self.layout)
 
 
 def _ignored(layers: Iterable[Layer], known: Iterable[str], target: Layout) -> set[str]:
@@ -436,13 +443,13 @@ def _targets(layers: list[Layer], prefix: str, to_prefix: str) -> tuple[dict[str
     return targets, stacks_up or (is_stack and not takes_apart)
 
 
-def _laid_out(group: list[Layer], name: str, target: Layout, stacked: bool) -> np.ndarray:
+def _laid_out(group: list[Layer], name: str, target: Layout, form: tuple[Tensor, ...], stacked: bool) -> np.ndarray:
     """A tensor of another layout, of one layer or of all in a stack."""
-    first = group[0].write(name, target)
+    first = group[0].write(name, target, form)
     if not stacked:
         return first
     tensor = np.empty((len(group), *first.shape), first.dtype)
     tensor[0] = first
     for index, layer in enumerate(group[1:], 1):
-        tensor[index] = layer.write(name, target)
+        tensor[index] = layer.write(name, target, form)
     return tensor

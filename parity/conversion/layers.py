@@ -14,7 +14,7 @@ import numpy as np
 
 from mha_spec import AttentionSpec
 from parity.conversion.layouts import Layout, Tensor
-from parity.conversion.layouts.detection import DoesNotFit, find_tensors, stack_size
+from parity.conversion.layouts.detection import DoesNotFit, find_tensors, shorten, stack_size
 from parity.conversion.layouts.views import lay_out, read_out
 from parity.conversion.metadata import ENTRY, Known, concrete_prefix, sources, what_is_known
 from parity.conversion.not_carried import NotCarriedWarning
@@ -121,14 +121,14 @@ class Layer:
         """A canonical weight."""
         return read_out(name, self._tensor, self.form, self.spec, self.layout)
 
-    def write(self, name: str, target: Layout) -> np.ndarray:
-        """A tensor of another layout; biases that it has not are 0."""
+    def read_written(self, name: str) -> np.ndarray:
+        """A canonical weight of what is written of it; biases that it has not are 0."""
+        shapes = self.to_spec.weight_shapes
+        return self.read(name) if name in self.spec.weight_shapes else np.zeros(shapes[name], self.dtype)
 
-        def read(part: str) -> np.ndarray:
-            shapes = self.to_spec.weight_shapes
-            return self.read(part) if part in self.spec.weight_shapes else np.zeros(shapes[part], self.dtype)
-
-        return lay_out(name, read, self.to_spec, target)
+    def write(self, name: str, target: Layout, form: tuple[Tensor, ...]) -> np.ndarray:
+        """A tensor of another layout, one of those of a form."""
+        return lay_out(name, self.read_written, form, self.to_spec, target)
 
     def _tensor(self, name: str) -> np.ndarray:
         return self.file.read_finite(self._names[name], self.index)
@@ -219,6 +219,8 @@ def layers_under(
             for i, spec, origin in each
             for label in [concrete if i is None else f"{concrete}[{i}]"]
         ]
+    for layer in layers:
+        _check_values(layer)
     if known.beside.not_carried and any(layer.model is None for layer in layers):
         warnings.warn(
             f"{known.beside.origin} says {', '.join(known.beside.not_carried)}, which is not read into a specification"
@@ -227,6 +229,16 @@ def layers_under(
             stacklevel=3,
         )
     return layers
+
+
+def _check_values(layer: Layer) -> None:
+    """Refuse a layer of a model that has no values of its own and should have some, or the other way round."""
+    if layer.model is None or layer.layout.name != layer.model.layout:
+        return
+    is_shared = any(tensor.is_shared for tensor in layer.form)
+    if is_shared != layer.model.keys_are_values:
+        rule = "be made as keys are" if layer.model.keys_are_values else "have a projection of their own"
+        raise DoesNotFit(f"{layer.label}: values must {rule}, by config.json, got {shorten(layer.sources.values())}")
 
 
 def _of_model(file: TensorCache, prefix: str, held: Mapping[str, str], known: Known) -> dict[str, str]:

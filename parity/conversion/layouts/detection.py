@@ -57,7 +57,8 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
     missing = [[name for name in wanted if not matches(name, names)] for wanted in required]
     found = [form for form, absent in zip(layout.forms, missing, strict=True) if not absent]
     if len(found) > 1:
-        found = [form for form in found if not any(set(form) < set(other) for other in found)]  # without an out_proj
+        names_in = [{tensor.name for tensor in form} for form in found]  # of one without an out_proj, such as that
+        found = [form for form, own in zip(found, names_in, strict=True) if not any(own < other for other in names_in)]
     if len(found) != 1:
         likeliest = max(range(len(missing)), key=lambda i: len(required[i]) - len(missing[i]))
         what = "more than one of its forms" if found else f"missing {missing[likeliest]}"

@@ -42,12 +42,14 @@ class Tensor:
             input width, e output width. In `(n h) d` the rows are the features of all heads, head by head. In `p n d h`
             the projections in it, of equally many heads, are an axis. Of kind `whole`, `...` is as it is, and `d e` the
             transpose.
+        is_shared: the projections in it are one and the same, as where values are made as keys are.
     """
 
     name: str
     holds: str
     kind: str
     axes: str
+    is_shared: bool = False
 
     def __post_init__(self) -> None:
         if self.is_whole or self.holds == "out":
@@ -345,7 +347,7 @@ def sizes_of(tensor: Tensor, spec: AttentionSpec, layout: Layout) -> dict[str, i
 
 def head_counts(tensor: Tensor, spec: AttentionSpec) -> list[int]:
     """How many heads of each projection in it a tensor has."""
-    words = ["out"] if tensor.holds == "out" else list(tensor.holds)
+    words = ["out"] if tensor.holds == "out" else list(tensor.holds[:1] if tensor.is_shared else tensor.holds)
     return [spec.num_kv_heads if word in ("k", "v") else spec.num_heads for word in words]
 
 

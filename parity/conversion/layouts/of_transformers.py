@@ -32,6 +32,12 @@ ROTATED = ("rope", "rope.scaling")
 IN_WINDOWS = (*ROTATED, "window_size")
 OF_BEIT = ("*.relative_position_bias_table", "*.relative_position_index")
 
+_KEYS_AS_VALUES = (
+    *(tensor for tensor in separate(*OF_LLAMA) if tensor.holds in ("q", "out")),
+    Tensor("k_proj.weight", "kv", "weight", ROWS, is_shared=True),
+    Tensor("k_proj.bias", "kv", "bias", "(n h)", is_shared=True),
+)
+
 OF_TRANSFORMERS = [
     _layout(
         "BERT",
@@ -149,11 +155,12 @@ OF_TRANSFORMERS = [
         ignored=("rotary_emb.inv_freq",),
         needs_spec=True,
     ),
-    _separate(
+    _layout(
         "Gemma4",
-        OF_LLAMA,
+        "q_proj, k_proj, v_proj, o_proj, and norms; of Gemma 4, whose k_proj makes the values where v_proj is not",
         "gemma4",
-        "of Gemma 4, where keys and values have projections of their own",
+        separate(*OF_LLAMA),
+        _KEYS_AS_VALUES,
         others=beside(("q_norm", "k_norm")),
         ignored=("rotary_emb.inv_freq",),
         needs_spec=True,
