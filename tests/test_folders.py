@@ -361,6 +361,34 @@ def test_biases_are_filled_only_when_asked(llama, capsys, tmp_path):
     assert written["layers.0.self_attn.c_attn.weight"].any()
 
 
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("qkv_proj", "qkv_proj.bias must be of projections that all have a bias, got none of k_proj.bias; --fill-bias"),
+        ("transformers.GPT2", "all projections must have a bias, got qkv_bias=(True, False, True)"),
+        ("ttnn", "qkv_proj.bias must be of projections that all have a bias, got none of k_proj.bias; --fill-bias"),
+    ],
+)
+def test_keys_without_a_bias_are_packed_only_with_one_of_zeros(target, why, capsys, tmp_path):
+    saved("whisper", tmp_path / "model")
+    told = ("convert", tmp_path / "model", tmp_path / "p.safetensors", "--to", target)
+    out = said(capsys, *told, status=2)
+    assert why in out
+    assert "--fill-bias adds biases of zeros" in out
+    said(capsys, *told, "--fill-bias")
+    with open_layers(tmp_path / "model") as before, open_layers(tmp_path / "p.safetensors") as after:
+        for one, other in zip(before, after, strict=True):
+            weights = other.load()[0]
+            assert not weights.pop("k_proj.bias").any()
+            assert same_bits(weights, one.load()[0])
+
+
+def test_biases_are_not_offered_where_they_do_not_help(gemma, capsys, tmp_path):
+    out = said(capsys, "convert", gemma, tmp_path / "g.npz", "--to", "transformers.GPT2", status=2)
+    assert "cannot hold this layer" in out
+    assert "--fill-bias" not in out
+
+
 def test_inspect_lists_equal_layers_once(tmp_path, capsys):
     folder = tmp_path / "shards"
     config = transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 12}, num_key_value_heads=2)

@@ -140,7 +140,8 @@ class Converted:
         optimizer_state: names of an optimizer's tensors for the layers, which are in the target in the old layout.
         not_carried: what the source says of RoPE that is not read from it: the specification then has none.
         path: what was written: the file, or the index of its shards.
-        missing: paths of attention layers that the model has, by its configuration, and the file has not.
+        missing: paths of attention layers that the model has, by its configuration, and the file has not; of models
+            with several parts with the part.
         dequantised: names of the source's tensors that are quantised there, and written as what they stand for.
     """
 
@@ -265,7 +266,7 @@ def convert_file(
             ],
             not_carried=list(known.beside.not_carried) if any(layer.model is None for layer in layers) else [],
             path=str(written_to),
-            missing=known.missing(layers[0].label, file),
+            missing=known.missing([layer.label for layer in layers], file),
             dequantised=[name for name in file.quantised if name not in dropped],
         )
 
@@ -403,13 +404,17 @@ def _written(layer: Layer, target: Layout, drop: Collection[str], *, fill_bias: 
         ValueError: if the target cannot hold it, or does not carry it all.
     """
     spec = without(layer.spec, [name for name in lost_in(target, layer.spec) if name in drop])
+    filled = replace(spec, qkv_bias=True, out_bias=spec.out_proj)
     try:
         tensors_for(spec, target)
-    except DoesNotFit:
+    except DoesNotFit as error:
+        try:
+            tensors_for(filled, target)
+        except DoesNotFit:
+            raise error from None  # biases would not help
         if not fill_bias:
-            raise
-        spec = replace(spec, qkv_bias=True, out_bias=spec.out_proj)
-        tensors_for(spec, target)
+            raise DoesNotFit(f"{error}; fill_bias=True adds biases of zeros") from None
+        spec = filled
     check_carried(spec, target, () if layer.heads_from == "config.json" else ("rope",))
     return spec
 

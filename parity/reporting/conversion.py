@@ -54,7 +54,10 @@ def print_layout(layout: Layout, out: Console) -> None:
             table.add_row(tensor.name, tensor.holds, "as they are" if tensor.axes == "..." else "transposed")
         out.print(table)
     of_group = {"q": "queries", "k": "key", "v": "value", "g": "gate"}
-    for holds in dict.fromkeys(tensor.holds for tensor in layout.tensors if len(tensor.parts) > 1):
+    if shared := [tensor.name for tensor in layout.tensors if tensor.is_shared]:
+        out.print(f"one projection for keys and values: {', '.join(shared)}, where both are made alike")
+    packed = (tensor for tensor in layout.tensors if len(tensor.parts) > 1 and not tensor.is_shared)
+    for holds in dict.fromkeys(tensor.holds for tensor in packed):
         by_group = "each head's " if holds == "qg" else "each group's "
         by_group += ", then its ".join(of_group[projection] for projection in holds)
         by_projection = "all " + ", then all ".join(holds)

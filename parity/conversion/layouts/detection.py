@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -107,11 +107,19 @@ def tensors_for(spec: AttentionSpec, layout: Layout) -> list[tuple[Tensor, ...]]
         if held == wanted and not any(_packs_two_sizes(tensor, spec) for tensor in tensors):
             found.append(tensors)
     if not found:
-        what = (
-            f"it has no names for {shorten(sorted(nameless))}" if nameless else "it packs what is not of one size here"
-        )
-        raise DoesNotFit(f"{layout.name} cannot hold this layer: {what}")
+        raise DoesNotFit(f"{layout.name} cannot hold this layer: {_why_not(layout, wanted, nameless)}")
     return found
+
+
+def _why_not(layout: Layout, wanted: Collection[str], nameless: Collection[str]) -> str:
+    """Why no form of a layout can hold a layer, by the names of its weights and of those for which no form has any."""
+    if nameless:
+        return f"it has no names for {shorten(sorted(nameless))}"
+    for tensor in (tensor for tensor in layout.tensors if tensor.kind == "bias"):
+        without = [part for part in tensor.parts if part not in wanted]
+        if 0 < len(without) < len(tensor.parts):
+            return f"{tensor.name} must be of projections that all have a bias, got none of {', '.join(without)}"
+    return "it packs what is not of one size here"
 
 
 def _packs_two_sizes(tensor: Tensor, spec: AttentionSpec) -> bool:

@@ -187,7 +187,9 @@ RULES: dict[str, Rule] = {
         lambda spec: not spec.out_proj or spec.qkv_bias == spec.out_bias,
     ),
     "biases": Rule(
-        "all projections must have a bias", ("qkv_bias", "out_bias"), lambda spec: spec.qkv_bias and spec.out_bias
+        "all projections must have a bias",
+        ("qkv_bias", "out_bias"),
+        lambda spec: all(spec.qkv_biases) and spec.out_bias,
     ),
     "out bias": Rule("out_proj must have a bias", ("out_bias",), lambda spec: spec.out_bias),
     "no out bias": Rule("out_proj must have no bias", ("out_bias",), lambda spec: not spec.out_bias),
