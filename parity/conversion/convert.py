@@ -91,7 +91,8 @@ def load(
         ValueError: as `convert`, or if the file holds no such layer.
 
     Warns:
-        NotCarriedWarning: if what lies beside the tensors says of RoPE what is not read from there: scaled or partial.
+        NotCarriedWarning: if what lies beside the tensors says what is not read from there: RoPE that is scaled or
+            partial, in a GGUF file soft caps, windows, scales.
     """
     heads: Heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     with open_layers(path, layout, prefix=prefix, **heads, rope=rope, spec=spec) as layers:
@@ -138,7 +139,8 @@ class Converted:
         left_out: names of what is not a tensor, such as numbers and text, and is not in the target.
         unconverted: prefixes of other layers in the source's layout, which are in the target as they were.
         optimizer_state: names of an optimizer's tensors for the layers, which are in the target in the old layout.
-        not_carried: what the source says of RoPE that is not read from it: the specification then has none.
+        not_carried: what the source says of attention that is not read from it; if it is of RoPE, the specification
+            has none.
         path: what was written: the file, or the index of its shards.
         missing: paths of attention layers that the model has, by its configuration, and the file has not; of models
             with several parts with the part.

@@ -17,6 +17,7 @@ from parity.conversion.layouts import Layout, Tensor
 from parity.conversion.layouts.detection import DoesNotFit, find_tensors, shorten, stack_size
 from parity.conversion.layouts.views import lay_out, read_out
 from parity.conversion.metadata import ENTRY, Known, concrete_prefix, sources, what_is_known
+from parity.conversion.model_config import Beside, is_of_rope
 from parity.conversion.not_carried import NotCarriedWarning
 from parity.conversion.prefixes import either, fitting_prefixes
 from parity.core.weights import Weights, is_finite, is_floating, weight_shapes
@@ -222,13 +223,18 @@ def layers_under(
     for layer in layers:
         _check_values(layer)
     if known.beside.not_carried and any(layer.model is None for layer in layers):
-        warnings.warn(
-            f"{known.beside.origin} says {', '.join(known.beside.not_carried)}, which is not read into a specification"
-            ": RoPE is left out; pass rope=Rope(…) to parity.load, or --rope-theta for plain RoPE",
-            NotCarriedWarning,
-            stacklevel=3,
-        )
+        warnings.warn(_not_carried(known.beside), NotCarriedWarning, stacklevel=3)
     return layers
+
+
+def _not_carried(beside: Beside) -> str:
+    """What others tell of a model and no specification here has, and how it can be said."""
+    words = f"{beside.origin} says {', '.join(beside.not_carried)}, which is not read into a specification"
+    if any(map(is_of_rope, beside.not_carried)):
+        words += ": RoPE is left out; pass rope=Rope(…) to parity.load, or --rope-theta for plain RoPE"
+    if not all(map(is_of_rope, beside.not_carried)):
+        words += "; parity.load takes a whole spec=…"
+    return words
 
 
 def _check_values(layer: Layer) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from mha_spec import AttentionSpec, Rope
 from parity.conversion.layouts import LAYOUTS, Layout, find_layout, find_spec
 from parity.conversion.layouts.layout import DROPPABLE, UNSAID
-from parity.conversion.model_config import HEADS, Beside, beside
+from parity.conversion.model_config import HEADS, Beside, beside, is_of_rope
 from parity.conversion.prefixes import either, fitting_prefixes, numbered
 from parity.core.weights import FORMAT, read_spec
 from parity.files import TensorFile, open_tensors
@@ -152,7 +152,7 @@ def what_is_known(file: TensorFile, said: Heads) -> Known:
     heads = {name: value for name, value in found.heads.items() if said.get(name) is None}
     if has_counts:
         heads = {name: value for name, value in heads.items() if name == "rope"}  # counts of two origins do not mix
-    not_carried = found.not_carried if said.get("rope") is None else ()
+    not_carried = tuple(name for name in found.not_carried if said.get("rope") is None or not is_of_rope(name))
     return Known(merged, beside=replace(found, heads=heads, not_carried=not_carried))
 
 
