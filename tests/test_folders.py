@@ -325,6 +325,27 @@ def test_what_a_target_does_not_carry_is_refused_or_dropped(gemma, llama, capsys
     assert "--drop must name some of rope, rope.scaling, " in out
 
 
+def test_norms_that_a_target_has_no_room_for_are_refused_or_dropped(capsys, tmp_path):
+    saved("qwen3", tmp_path / "model")
+    target = tmp_path / "m.safetensors"
+    out = said(capsys, "convert", tmp_path / "model", target, "--to", "meta.LLaMA", status=2)
+    assert "it has no names for ['k_norm.weight', 'q_norm.weight']; --drop qk_norm leaves it out" in out
+    said(capsys, "convert", tmp_path / "model", target, "--to", "meta.LLaMA", "--drop", "qk_norm")
+    with open_layers(tmp_path / "model") as before, open_layers(target) as after:
+        for one, other in zip(before, after, strict=True):
+            weights, spec = one.load()
+            assert other.spec == replace(spec, qk_norm=None)
+            assert other.dropped == ("qk_norm",)
+            assert same_bits(other.load()[0], {name: x for name, x in weights.items() if "norm" not in name})
+    assert not any("norm" in name for name in load_file(target) if "self_attn" in name)
+    out = said(capsys, "verify", tmp_path / "model", target, status=2)
+    assert "must be of one specification to be compared, got qk_norm=Norm(" in out
+    saved("deepseek_v3", tmp_path / "latents")
+    out = said(capsys, "convert", tmp_path / "latents", tmp_path / "l.npz", "--to", "transformers.Phi", status=2)
+    assert "it has no names for ['kv_a_norm.weight', " in out
+    assert "--drop" not in out
+
+
 def test_scaling_of_rope_is_not_lost_on_the_way(llama, capsys, tmp_path):
     folder = tmp_path / "scaled"
     folder.mkdir()

@@ -350,7 +350,7 @@ NOT_HELD = {
     "transformers.LLaMA": [OUT],
     "meta.LLaMA": [OUT, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
     "gguf.LLaMA": [OUT, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
-    "gguf.Qwen2": [OUT],
+    "gguf.Qwen2": [OUT, NORMS, NO_LAYER_NORMS],
     "maxtext": [OUT, VALUES, NORMS, NO_LAYER_NORMS, SCALE],
     "maxtext.LLaMA-3.1": [OUT, VALUES, NORMS, SCALE, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
     "tunix.LLaMA": [OUT, VALUES, NORMS, NO_OUT_BIAS],

@@ -19,6 +19,7 @@ from parity.conversion.layouts.layout import (
     names_of,
     padded_width,
     shapes_of,
+    weights_of_norm,
 )
 
 USUAL = (64, 128, 32, 80, 96, 256)  # sizes of heads, told first where more than one could be
@@ -114,7 +115,9 @@ def tensors_for(spec: AttentionSpec, layout: Layout) -> list[tuple[Tensor, ...]]
 def _why_not(layout: Layout, wanted: Collection[str], nameless: Collection[str]) -> str:
     """Why no form of a layout can hold a layer, by the names of its weights and of those for which no form has any."""
     if nameless:
-        return f"it has no names for {shorten(sorted(nameless))}"
+        norms = [name for name in ("qk_norm", "v_norm") if weights_of_norm(name) & {*nameless}]
+        hint = f"; drop={','.join(norms)} leaves it out" if norms else ""
+        return f"it has no names for {shorten(sorted(nameless))}{hint}"
     for tensor in (tensor for tensor in layout.tensors if tensor.kind == "bias"):
         without = [part for part in tensor.parts if part not in wanted]
         if 0 < len(without) < len(tensor.parts):

@@ -242,7 +242,7 @@ def broken_rules(spec: AttentionSpec, layout: Layout) -> str:
 
 CARRIED = ("rope", "rope.scaling", "scale", "soft_cap", "window_size", "chunk_size", "alibi", "clip_qkv", "temperature")
 CARRIED += ("qk_norm", "v_norm")
-"""What a layer computes and no weight shows; of norms those that have none."""
+"""What a layer computes and no weight shows, and norms, whose weights a layout may have no names for."""
 
 UNSAID = "relative_position_bias"
 """What `Layout.unsaid` is called where it is dropped."""
@@ -255,12 +255,24 @@ def lost_in(layout: Layout, spec: AttentionSpec) -> dict[str, Any]:
     """What a layer computes and weights in a layout do not say, nor the module that takes them: names of `CARRIED`."""
     said = {name: getattr(spec, name, None) for name in CARRIED}
     said["rope.scaling"] = None if spec.rope is None else spec.rope.scaling
-    weightless = {name: norm is not None and norm.weight is None for name, norm in _norms_of(spec)}
+    named = {part for tensor in (*layout.tensors, *layout.others) for part in tensor.parts}
+    held = {
+        name for name, norm in _norms_of(spec) if norm is not None and norm.weight and weights_of_norm(name) <= named
+    }
     return {
         name: value
         for name, value in said.items()
-        if value is not None and weightless.get(name, True) and name not in layout.carries
+        if value is not None and name not in held and (name not in layout.carries or _has_weights(value))
     }
+
+
+def weights_of_norm(name: str) -> set[str]:
+    """The canonical names of the weights of a norm, `qk_norm` or `v_norm`."""
+    return {f"{each}_norm.weight" for each in name.removesuffix("_norm")}
+
+
+def _has_weights(value: Any) -> bool:
+    return isinstance(value, Norm) and value.weight is not None
 
 
 def _norms_of(spec: AttentionSpec) -> list[tuple[str, Norm | None]]:
@@ -300,6 +312,7 @@ def with_dropped(spec: AttentionSpec, other: AttentionSpec, names: Iterable[str]
     """A layer with what another one has of some names of `CARRIED`."""
     names = set(names)
     changes = {name: getattr(other, name) for name in names - {"rope.scaling", UNSAID}}
+    changes = {name: value for name, value in changes.items() if not _has_weights(value)}  # which are gone
     if "rope.scaling" in names and "rope" not in names and spec.rope is not None and other.rope is not None:
         changes["rope"] = replace(spec.rope, scaling=other.rope.scaling)  # its base is compared
     return replace(spec, **changes)

@@ -29,6 +29,7 @@ def from_canonical(weights: Mapping[str, Any], spec: AttentionSpec, layout: Layo
     Raises:
         TypeError, ValueError: if the weights are not those of the spec, or the layout cannot hold such a layer.
     """
+    tensors_for(spec, layout)
     check_carried(spec, layout)
     held = check_weights(weights, spec)
     form = form_for([held.__getitem__], spec, layout)
