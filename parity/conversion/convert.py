@@ -377,7 +377,8 @@ class _Plan:
         for name in dict.fromkeys(name for each in shapes.values() for name in each):
             for prefix in (prefix for prefix in new if name in shapes[prefix]):
                 group, is_stacked = self.layers[prefix], prefix in self.stacked
-                whole = (len(group), *shapes[prefix][name]) if is_stacked else shapes[prefix][name]
+                whole, axis = shapes[prefix][name], self.layout.stack_axis
+                whole = (*whole[:axis], len(group), *whole[axis:]) if is_stacked else whole
                 make = partial(_laid_out, group, name, self.layout, forms[prefix], is_stacked)
                 self.add(join(prefix, name), whole, first.dtype, make)
 
@@ -455,8 +456,10 @@ def _laid_out(group: list[Layer], name: str, target: Layout, form: tuple[Tensor,
     first = group[0].write(name, target, form)
     if not stacked:
         return first
-    tensor = np.empty((len(group), *first.shape), first.dtype)
-    tensor[0] = first
+    axis = target.stack_axis
+    tensor = np.empty((*first.shape[:axis], len(group), *first.shape[axis:]), first.dtype)
+    layers = np.moveaxis(tensor, axis, 0)  # a view
+    layers[0] = first
     for index, layer in enumerate(group[1:], 1):
-        tensor[index] = layer.write(name, target, form)
+        layers[index] = layer.write(name, target, form)
     return tensor

@@ -122,6 +122,7 @@ class Layout:
         needs_spec: shapes alone never show such a layer, or it would be one of another layout, too.
         carries: what a layer may have that weights do not show, names of `CARRIED`: its module computes it, or is told
             of it by a configuration.
+        stack_axis: on which stacked layers are written; they are read from this one and from the first.
     """
 
     name: str
@@ -139,6 +140,7 @@ class Layout:
     prefixes: tuple[str, ...] = ()
     needs_spec: bool = False
     carries: tuple[str, ...] = ()
+    stack_axis: int = 0
 
     @property
     def tensors(self) -> list[Tensor]:

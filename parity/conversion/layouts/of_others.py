@@ -27,7 +27,7 @@ _SINKS = Tensor("sinks", "sinks", "whole", "...")
 _MAXTEXT = [
     Layout(
         name,
-        f"kernels (in, N, H) and (N, H, out), with {words}; unscanned, or scanned with param_scan_axis=0. Scores are "
+        f"kernels (in, N, H) and (N, H, out), with {words}; scanned on the second axis, as by default. Scores are "
         "not scaled: the kernel of query holds that, or query_pre_attn_scalar says it",
         "AI-Hypercomputer/maxtext, src/maxtext/layers/attentions.py",
         (separate("query", "key", "value", "out", **EINSUM),),
@@ -37,6 +37,7 @@ _MAXTEXT = [
         prefixes=("params.decoder.layers_{i}.self_attention",),
         needs_spec=True,  # no shape shows the scale
         carries=("rope", "rope.scaling", "scale", *carries),
+        stack_axis=1,
     )
     for name, words, others, rope, rules, carries in (
         (
