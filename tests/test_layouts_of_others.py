@@ -89,6 +89,12 @@ def gemma(tensors, spec, x):
     return [query, *np.einsum("BSD,CKDH->CBSKH", x, tensors["kv_einsum.w"])]
 
 
+def fused(tensors, spec, x):
+    """split_qkv of one device: [num_query_heads, num_query_heads + num_kv_heads] on the axis of heads."""
+    heads = np.einsum("bqd,dnh->bqnh", x, tensors["qkv_proj.kernel"]) + tensors.get("qkv_proj.bias", 0.0)
+    return np.split(heads, [spec.num_heads, spec.num_heads + spec.num_kv_heads], axis=2)
+
+
 def gemma_out(tensors, spec, context):
     return np.einsum("BTNH,NHD->BTD", context, tensors["attn_vec_einsum.w"])
 
@@ -176,6 +182,7 @@ LAYERS = {
     "maxtext, norms": OnPaper("maxtext", replace(NORMED, scale=0.3), *MAXTEXT, norms=OF_MAXTEXT),
     "maxtext, Qwen2": OnPaper("maxtext", replace(GROUPED, qkv_bias=True, scale=1.0), *MAXTEXT),
     "maxtext, LLaMA 3.1": OnPaper("maxtext.LLaMA-3.1", replace(GROUPED, scale=1.0), *MAXTEXT, rotate=neighbours),
+    "maxtext, fused": OnPaper("maxtext.qkv_proj", replace(SINKS, scale=1.0), fused, MAXTEXT[1], sinks="sinks"),
     "tunix, LLaMA": OnPaper("tunix.LLaMA", GROUPED, *TUNIX),
     "tunix, Qwen2": OnPaper("tunix.LLaMA", replace(GROUPED, qkv_bias=True), *TUNIX),
     "tunix, Qwen3": OnPaper("tunix.LLaMA", NORMED, *TUNIX, norms=OF_TUNIX),
@@ -228,6 +235,7 @@ def holding(layout, name, holds):
 WRONG = {
     "maxtext, LLaMA 3.1": lambda layout: replace(layout, rope="half"),
     "maxtext": lambda layout: replace(layout, rope="interleaved"),
+    "maxtext, fused": lambda layout: replace(layout, grouped=True),
     "torchtitan, LLaMA": lambda layout: replace(layout, rope="half"),
     "torchtitan, Qwen3": lambda layout: replace(layout, rope="interleaved"),
     "tunix, Gemma 3": lambda layout: holding(layout, "kv_einsum.w", "vk"),

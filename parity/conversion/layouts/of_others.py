@@ -52,6 +52,28 @@ _MAXTEXT = [
     )
 ]
 
+_MAXTEXT.append(
+    Layout(
+        "maxtext.qkv_proj",
+        "fused_qkv: qkv_proj.kernel (in, N + 2 K, H), all q, then all k, then all v, of a mesh that divides no heads; "
+        "one that does has its parts in turn. out.kernel, scan and scale as in maxtext",
+        "AI-Hypercomputer/maxtext, src/maxtext/layers/attentions.py, init_qkv_w and qkv_projection",
+        (
+            (
+                Tensor("qkv_proj.kernel", "qkv", "weight", "d n h"),
+                Tensor("qkv_proj.bias", "qkv", "bias", "n h"),
+                *(tensor for tensor in separate("", "", "", "out", **EINSUM) if tensor.holds == "out"),
+            ),
+        ),
+        others=(*_scales(q_norm="query_norm", k_norm="key_norm", v_norm="value_norm"), _SINKS),
+        rules=("out_proj", "one width", "one head_dim", "rms norms, w", "scale told"),
+        prefixes=("params.decoder.layers_{i}.self_attention",),
+        needs_spec=True,
+        carries=_MAXTEXT[0].carries,
+        stack_axis=1,
+    )
+)
+
 _TUNIX = [
     Layout(
         "tunix.LLaMA",
