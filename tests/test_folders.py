@@ -65,7 +65,7 @@ def decoder(family):
 
 
 NOT_YET = {  # read by their configuration, and not from their files
-    "longcat_flash",  # whose norms have factors of their own
+    "longcat_flash",  # whose latents have factors that no specification says
 }
 HERE = {**MODELS, **{family: None for family in FAMILIES if family not in APART | {m.family for m in MODELS.values()}}}
 HERE = {name: model for name, model in HERE.items() if name not in NOT_YET}
