@@ -237,7 +237,9 @@ def test_a_layout_is_shown_with_every_tensor_its_rules_and_its_pairing(name, cap
     assert all(f"rule: {RULES[rule].words}" in out for rule in layout.rules)
     assert all(f"prefix: {prefix}" in out for prefix in layout.prefixes)
     assert f"RoPE pairs: {'(i, i + H/2)' if layout.rope == 'half' else '(2 i, 2 i + 1)'}" in out
-    assert ("heads in a packed tensor: " in out) == any(len(tensor.parts) > 1 for tensor in layout.tensors)
+    packed = [tensor for tensor in layout.tensors if len(tensor.parts) > 1]
+    assert ("heads in a packed tensor: " in out) == any(not tensor.is_shared for tensor in packed)
+    assert ("one projection for keys and values: " in out) == any(tensor.is_shared for tensor in packed)
     assert all(tensor.name in out and tensor.holds in out for tensor in layout.others)
     assert ("carried: all that a specification says" in out) == (set(layout.carries) == {*CARRIED})
 
@@ -265,7 +267,8 @@ def test_layouts_writes_all_or_one_as_json(tmp_path):
     assert [layout["name"] for layout in every["layouts"]] == list(LAYOUTS)
     (ttnn,) = one["layouts"]
     assert ttnn in every["layouts"]
-    assert ttnn["forms"][0][0] == {"name": "qkv_proj.weight", "holds": "qkv", "kind": "weight", "axes": "d (n h)"}
+    qkv = {"name": "qkv_proj.weight", "holds": "qkv", "kind": "weight", "axes": "d (n h)", "is_shared": False}
+    assert ttnn["forms"][0][0] == qkv
 
 
 def test_an_unknown_layout_exits_2_and_lists_those_there_are(capsys):

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -455,6 +456,7 @@ def test_every_tensor_is_announced_once_before_it_is_written(tmp_path):
 
 MEMORY = """
 import sys
+import warnings
 from pathlib import Path
 import ml_dtypes, numpy as np
 from parity.conversion.convert import convert_file
@@ -774,24 +776,78 @@ def test_a_trained_layer_of_gguf_equals_the_half_split_one_bit_for_bit(smollm2):
     ],
 )
 def test_rope_of_a_gguf_file_that_is_not_read_is_named(tmp_path, change, words):
+    spec = gguf_layer(tmp_path / "layer.gguf", "llama", change)
+    with pytest.warns(NotCarriedWarning, match=f"GGUF says {words}"):
+        _, found = load(tmp_path / "layer.gguf", "gguf.LLaMA", prefix="blk.0")
+    assert found == spec
+
+
+def gguf_layer(path, family, change):
+    """A GGUF file of one layer, with changes; and the layer without RoPE."""
     import gguf
 
     spec = AttentionSpec(32, 4, num_kv_heads=2, qkv_bias=False, out_bias=False)
-    writer = gguf.GGUFWriter(tmp_path / "layer.gguf", "llama")
+    writer = gguf.GGUFWriter(path, family)
     for name, x in from_canonical(random_weights(spec), spec, LAYOUTS["gguf.LLaMA"]).items():
         writer.add_tensor(f"blk.0.{name}", x)
     writer.add_embedding_length(32)
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
     writer.add_rope_freq_base(500.0)
+    writer.add_layer_norm_rms_eps(1e-6)
     change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.warns(NotCarriedWarning, match=f"GGUF says {words}"):
-        _, found = load(tmp_path / "layer.gguf", "gguf.LLaMA", prefix="blk.0")
+    return spec
+
+
+UNREAD = {
+    "attn_logit_softcapping=50.0": lambda writer: writer.add_attn_logit_softcapping(50.0),
+    "attention.sliding_window=4096": lambda writer: writer.add_sliding_window(4096),
+    "attention.scale=0.125": lambda writer: writer.add_attention_scale(0.125),
+    "attention.max_alibi_bias=8.0": lambda writer: writer.add_max_alibi_bias(8.0),
+    "attention.clamp_kqv=6.0": lambda writer: writer.add_clamp_kqv(6.0),
+    "attention.value_length=16": lambda writer: writer.add_value_length(16),
+}
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "llama"])
+@pytest.mark.parametrize("words", UNREAD)
+@pytest.mark.parametrize("said", [{}, {"num_heads": 4}, {"rope": Rope(500.0)}], ids=["", "heads", "RoPE"])
+def test_attention_of_a_gguf_file_that_is_not_read_is_named(words, family, said, tmp_path):
+    spec = gguf_layer(tmp_path / "layer.gguf", family, UNREAD[words])
+    with pytest.warns(NotCarriedWarning, match=f"GGUF says {re.escape(words)}, .*takes a whole spec=") as caught:
+        _, found = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0", **said)
+    assert "RoPE is left out" not in str(caught[0].message)
+    assert found == replace(spec, rope=Rope(500.0))
+    with warnings.catch_warnings(action="error"):
+        _, found = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0", spec=spec)
     assert found == spec
+
+
+def test_lists_and_nothings_of_a_gguf_file(tmp_path):
+    def change(writer):
+        writer.add_attn_logit_softcapping(0.0)
+        writer.add_value_length(8)
+        writer.add_rope_dimension_sections([1, 1, 2, 0])
+
+    gguf_layer(tmp_path / "layer.gguf", "qwen2vl", change)
+    with pytest.warns(
+        NotCarriedWarning, match=r"GGUF says rope\.dimension_sections=a list of 4, .*: RoPE is left out"
+    ) as on:
+        _, found = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0")
+    assert "whole spec" not in str(on[0].message)
+    assert found.rope is None
+
+
+def test_sinks_of_a_gguf_file_are_refused_by_name(tmp_path):
+    gguf_layer(
+        tmp_path / "a.gguf", "gpt-oss", lambda writer: writer.add_tensor("blk.0.attn_sinks.weight", np.ones(4, "f4"))
+    )
+    with pytest.raises(ValueError, match=r"unknown names \['attn_sinks\.weight'\]"):
+        load(tmp_path / "a.gguf", "gguf.Qwen2", prefix="blk.0")
 
 
 def test_a_whole_gguf_file_is_converted(smollm2, tmp_path):

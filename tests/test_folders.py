@@ -17,7 +17,16 @@ from safetensors.numpy import load_file, save_file
 from test_models import older
 from test_models_whole import MODELS
 
-from parity import convert_file, from_transformers, load_into, run_model, specs_of
+from parity import (
+    AttentionSpec,
+    convert,
+    convert_file,
+    from_transformers,
+    load_into,
+    random_weights,
+    run_model,
+    specs_of,
+)
 from parity.cli.main import main
 from parity.conversion.layers import open_layers
 from parity.models.families import FAMILIES
@@ -56,8 +65,7 @@ def decoder(family):
 
 
 NOT_YET = {  # read by their configuration, and not from their files
-    "gemma4_text, one projection",  # for keys and values
-    "longcat_flash",  # whose norms have factors of their own
+    "longcat_flash",  # whose latents have factors that no specification says
 }
 HERE = {**MODELS, **{family: None for family in FAMILIES if family not in APART | {m.family for m in MODELS.values()}}}
 HERE = {name: model for name, model in HERE.items() if name not in NOT_YET}
@@ -140,6 +148,54 @@ def test_a_folder_is_converted_and_back_bit_for_bit(name, tmp_path):
     ours = {name: after[name] for name in after.keys() - shared}
     assert same_bits(ours, {name: value for name, value in before.items() if name in ours})
     assert all("inv_freq" in name or name.endswith(".bias") for name in before.keys() - ours.keys())
+
+
+# ---- Keys that are values --------------------------------------------------------------------------------------------
+
+ONE_PROJECTION = "gemma4_text, one projection"
+
+
+def test_keys_are_values_only_where_the_configuration_says_so(tmp_path):
+    saved(ONE_PROJECTION, tmp_path / "model")
+    layers = layers_in(tmp_path / "model")
+    assert [layer.keys_are_values for _, layer, *_ in layers] == [False, True]
+    assert not same_bits({"": layers[0][2]["k_proj.weight"]}, {"": layers[0][2]["v_proj.weight"]})
+    assert same_bits({"": layers[1][2]["k_proj.weight"]}, {"": layers[1][2]["v_proj.weight"]})
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name: x for name, x in tensors.items() if name != "layers.0.self_attn.v_proj.weight"}, path)
+    with pytest.raises(ValueError, match=r"^layers\.0\.self_attn: values must have a projection of their own"):
+        layers_in(tmp_path / "model")
+    more = {"layers.1.self_attn.v_proj.weight": tensors["layers.1.self_attn.k_proj.weight"] * 2}
+    save_file(tensors | more, path)
+    with pytest.raises(ValueError, match=r"^layers\.1\.self_attn: values must be made as keys are"):
+        layers_in(tmp_path / "model")
+
+
+def test_values_that_are_not_keys_are_written_by_themselves(tmp_path):
+    spec = AttentionSpec(8, 2, num_kv_heads=1, qkv_bias=False, out_bias=False)
+    weights = random_weights(spec)
+    alike = weights | {"v_proj.weight": weights["k_proj.weight"]}
+    for each, has_values in ((weights, True), (alike, False)):
+        found = convert(each, source="canonical", target="transformers.Gemma4", num_heads=2)
+        assert ("v_proj.weight" in found) == has_values
+        assert same_bits(convert(found, source="transformers.Gemma4", target="canonical", spec=spec), each)
+    stack = {f"layers.{i}.self_attn.{name}": x for i, each in enumerate((weights, alike)) for name, x in each.items()}
+    save_file(stack, tmp_path / "layers.safetensors")
+    for to, names in ((None, 7), ("layers.self_attn", 4)):  # of layers in one array all have values, or none
+        convert_file(
+            *(tmp_path / "layers.safetensors", tmp_path / f"{names}.safetensors"),
+            source="canonical",
+            prefix="layers.{i}.self_attn",
+            to_prefix=to,
+            num_heads=2,
+            target="transformers.Gemma4",
+        )
+        assert len(load_file(tmp_path / f"{names}.safetensors")) == names
+        convert_file(tmp_path / f"{names}.safetensors", tmp_path / f"{names}.npz", target="canonical")
+        with open_layers(tmp_path / f"{names}.npz") as layers:
+            for layer, expected in zip(layers, (weights, alike), strict=True):
+                assert same_bits(layer.load()[0], expected)
 
 
 def test_both_dialects_of_a_folder_say_the_same(tmp_path):
@@ -269,6 +325,27 @@ def test_what_a_target_does_not_carry_is_refused_or_dropped(gemma, llama, capsys
     assert "--drop must name some of rope, rope.scaling, " in out
 
 
+def test_norms_that_a_target_has_no_room_for_are_refused_or_dropped(capsys, tmp_path):
+    saved("qwen3", tmp_path / "model")
+    target = tmp_path / "m.safetensors"
+    out = said(capsys, "convert", tmp_path / "model", target, "--to", "meta.LLaMA", status=2)
+    assert "it has no names for ['k_norm.weight', 'q_norm.weight']; --drop qk_norm leaves it out" in out
+    said(capsys, "convert", tmp_path / "model", target, "--to", "meta.LLaMA", "--drop", "qk_norm")
+    with open_layers(tmp_path / "model") as before, open_layers(target) as after:
+        for one, other in zip(before, after, strict=True):
+            weights, spec = one.load()
+            assert other.spec == replace(spec, qk_norm=None)
+            assert other.dropped == ("qk_norm",)
+            assert same_bits(other.load()[0], {name: x for name, x in weights.items() if "norm" not in name})
+    assert not any("norm" in name for name in load_file(target) if "self_attn" in name)
+    out = said(capsys, "verify", tmp_path / "model", target, status=2)
+    assert "must be of one specification to be compared, got qk_norm=Norm(" in out
+    saved("deepseek_v3", tmp_path / "latents")
+    out = said(capsys, "convert", tmp_path / "latents", tmp_path / "l.npz", "--to", "transformers.Phi", status=2)
+    assert "it has no names for ['kv_a_norm.weight', " in out
+    assert "--drop" not in out
+
+
 def test_scaling_of_rope_is_not_lost_on_the_way(llama, capsys, tmp_path):
     folder = tmp_path / "scaled"
     folder.mkdir()
@@ -303,6 +380,34 @@ def test_biases_are_filled_only_when_asked(llama, capsys, tmp_path):
     written = load_file(target)
     assert not written["layers.0.self_attn.c_attn.bias"].any()
     assert written["layers.0.self_attn.c_attn.weight"].any()
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("qkv_proj", "qkv_proj.bias must be of projections that all have a bias, got none of k_proj.bias; --fill-bias"),
+        ("transformers.GPT2", "all projections must have a bias, got qkv_bias=(True, False, True)"),
+        ("ttnn", "qkv_proj.bias must be of projections that all have a bias, got none of k_proj.bias; --fill-bias"),
+    ],
+)
+def test_keys_without_a_bias_are_packed_only_with_one_of_zeros(target, why, capsys, tmp_path):
+    saved("whisper", tmp_path / "model")
+    told = ("convert", tmp_path / "model", tmp_path / "p.safetensors", "--to", target)
+    out = said(capsys, *told, status=2)
+    assert why in out
+    assert "--fill-bias adds biases of zeros" in out
+    said(capsys, *told, "--fill-bias")
+    with open_layers(tmp_path / "model") as before, open_layers(tmp_path / "p.safetensors") as after:
+        for one, other in zip(before, after, strict=True):
+            weights = other.load()[0]
+            assert not weights.pop("k_proj.bias").any()
+            assert same_bits(weights, one.load()[0])
+
+
+def test_biases_are_not_offered_where_they_do_not_help(gemma, capsys, tmp_path):
+    out = said(capsys, "convert", gemma, tmp_path / "g.npz", "--to", "transformers.GPT2", status=2)
+    assert "cannot hold this layer" in out
+    assert "--fill-bias" not in out
 
 
 def test_inspect_lists_equal_layers_once(tmp_path, capsys):
@@ -347,6 +452,7 @@ def test_one_from_is_that_of_the_file_that_does_not_say_it(llama, capsys, tmp_pa
         ("transformers.Qwen2", "transformers.LLaMA"),
         ("flax.nn", "flax.nnx"),
         ("transformers.BLOOM", "transformers.GPT-NeoX"),
+        ("transformers.Swin", "transformers.BERT"),
     ],
 )
 def test_a_layout_that_is_not_known_has_a_nearest(name, nearest, capsys):

@@ -65,6 +65,44 @@ def test_parts_whose_layers_end_alike_have_their_own_heads(tmp_path):
         assert from_transformers(model.get_submodule(path), config, 1, path=path)[0].num_heads == heads
 
 
+def without(*words):
+    """Those of tensors whose names have not all of some words."""
+    return lambda tensors: {name: x for name, x in tensors.items() if not all(word in name for word in words)}
+
+
+@pytest.mark.parametrize("part", ["text", "vision"])
+def test_a_layer_that_one_part_lacks_and_another_has_is_named(part, tmp_path, capsys):
+    config = transformers.CLIPConfig(text_config=TEXT, vision_config=VISION)
+    saved(transformers.CLIPModel(config), tmp_path / "model")
+    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "whole.npz"), "--to", "canonical"]) == 0
+    assert "by its config.json should have" not in capsys.readouterr().err
+    rewritten(tmp_path / "model" / "model.safetensors", names=without(f"{part}_model", "layers.1.self_attn"))
+    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "c.npz"), "--to", "canonical"]) == 0
+    assert f"should have them: encoder.layers.1.self_attn of {part}_config (1)" in capsys.readouterr().err
+
+
+def test_layers_that_share_their_weights_are_not_missing(tmp_path, capsys):
+    saved(transformers.AlbertModel(transformers.AlbertConfig(**SMALL, embedding_size=16)), tmp_path / "model")
+    converted(tmp_path / "model", tmp_path / "c.npz")
+    assert "by its config.json should have" not in capsys.readouterr().err
+
+
+def test_layers_behind_one_that_is_no_attention_have_their_layout(tmp_path):
+    kinds = ["linear_attention", "full_attention", "mlp", "full_attention"]
+    options = {
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "layers_block_type": kinds,
+    }
+    config = transformers.NemotronHConfig(**GROUPED | {"num_hidden_layers": 4}, **options)
+    saved(transformers.NemotronHModel(config), tmp_path)
+    found = specs_in(tmp_path)
+    assert found.keys() == {"layers.1.mixer", "layers.3.mixer"}
+    assert specs_in(tmp_path, prefix="layers.{i}.mixer") == found
+
+
 def test_layers_of_a_part_that_is_not_known_are_not_those_of_another(tmp_path):
     llama(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -175,6 +213,18 @@ def test_heads_that_are_said_again_change_nothing(tmp_path, own):
     found = specs_in(path, **told, rope=Rope(500.0))
     assert {spec.rope for spec in found.values()} == {Rope(500.0)}
     assert {spec.soft_cap for spec in found.values()} == {50.0}
+
+
+@pytest.mark.parametrize("name", ["num_heads", "num_kv_heads", "head_dim"])
+def test_heads_of_a_file_whose_layers_are_alike_are_its_own(tmp_path, name):
+    llama(tmp_path / "model")
+    path = converted(tmp_path / "model", tmp_path / "own.safetensors")
+    with pytest.raises(
+        ValueError, match=rf"^{name} must be what the file's metadata say of .*, {name}=\d, got {name}=1"
+    ):
+        specs_in(path, **{name: 1})
+    (spec,) = set(specs_in(path).values())
+    assert set(specs_in(path, **{name: getattr(spec, name)}).values()) == {spec}
 
 
 def test_heads_of_a_file_of_ours_are_its_own(tmp_path):

@@ -517,6 +517,8 @@ def test_gguf_is_read_with_the_shapes_of_numpy(tmp_path):
             "llama.block_count": "2",
             "llama.eps": "0.5",
             "flag": "True",
+            "scores": "a list of 2",  # which is passed over
+            "tokens": "a list of 3",
         }
 
 

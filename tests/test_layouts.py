@@ -350,8 +350,9 @@ NOT_HELD = {
     "transformers.LLaMA": [OUT],
     "meta.LLaMA": [OUT, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
     "gguf.LLaMA": [OUT, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
-    "gguf.Qwen2": [OUT],
+    "gguf.Qwen2": [OUT, NORMS, NO_LAYER_NORMS],
     "maxtext": [OUT, VALUES, NORMS, NO_LAYER_NORMS, SCALE],
+    "maxtext.qkv_proj": [OUT, WIDTHS, VALUES, NORMS, NO_LAYER_NORMS, SCALE],
     "maxtext.LLaMA-3.1": [OUT, VALUES, NORMS, SCALE, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
     "tunix.LLaMA": [OUT, VALUES, NORMS, NO_OUT_BIAS],
     "tunix.Gemma": [OUT, VALUES, NORMS_1W, WIDTHS, NO_BIASES],
@@ -498,6 +499,7 @@ TOLD = {
         "maxtext",
         replace(PLAIN, scale=0.5, qk_norm=Norm(), v_norm=Norm(), sinks=True, soft_cap=30.0, window_size=3, rope=Rope()),
     ),
+    "maxtext.qkv_proj": ("maxtext.qkv_proj", replace(OF_ONE_WIDTH, scale=1.0, qk_norm=Norm())),
     "maxtext.LLaMA-3.1": ("maxtext.LLaMA-3.1", replace(PLAIN, scale=1.0, rope=Rope(500.0))),
     "tunix, Qwen3": ("tunix.LLaMA", replace(PLAIN, qk_norm=Norm(), rope=Rope())),
     "tunix, Gemma 3": (

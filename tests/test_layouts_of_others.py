@@ -14,9 +14,10 @@ from parity import AttentionSpec, Case, random_weights
 from parity.conversion.convert import convert_file, load
 from parity.conversion.layouts import LAYOUTS, from_canonical, to_canonical
 from parity.conversion.layouts.layout import Tensor
+from parity.conversion.verify import same_bits
 from parity.core.problem import make_problem
 from parity.core.trace import Reference
-from parity.files import write_tensors
+from parity.files import open_tensors, write_tensors
 
 # ---- What libraries do between their projections ---------------------------------------------------------------------
 
@@ -86,6 +87,12 @@ def gemma(tensors, spec, x):
         return list(np.einsum("BTD,SNDH->SBTNH", x, tensors["qkv_einsum.w"]))
     query = np.einsum("BTD,NDH->BTNH", x, tensors["q_einsum.w"])
     return [query, *np.einsum("BSD,CKDH->CBSKH", x, tensors["kv_einsum.w"])]
+
+
+def fused(tensors, spec, x):
+    """split_qkv of one device: [num_query_heads, num_query_heads + num_kv_heads] on the axis of heads."""
+    heads = np.einsum("bqd,dnh->bqnh", x, tensors["qkv_proj.kernel"]) + tensors.get("qkv_proj.bias", 0.0)
+    return np.split(heads, [spec.num_heads, spec.num_heads + spec.num_kv_heads], axis=2)
 
 
 def gemma_out(tensors, spec, context):
@@ -175,6 +182,7 @@ LAYERS = {
     "maxtext, norms": OnPaper("maxtext", replace(NORMED, scale=0.3), *MAXTEXT, norms=OF_MAXTEXT),
     "maxtext, Qwen2": OnPaper("maxtext", replace(GROUPED, qkv_bias=True, scale=1.0), *MAXTEXT),
     "maxtext, LLaMA 3.1": OnPaper("maxtext.LLaMA-3.1", replace(GROUPED, scale=1.0), *MAXTEXT, rotate=neighbours),
+    "maxtext, fused": OnPaper("maxtext.qkv_proj", replace(SINKS, scale=1.0), fused, MAXTEXT[1], sinks="sinks"),
     "tunix, LLaMA": OnPaper("tunix.LLaMA", GROUPED, *TUNIX),
     "tunix, Qwen2": OnPaper("tunix.LLaMA", replace(GROUPED, qkv_bias=True), *TUNIX),
     "tunix, Qwen3": OnPaper("tunix.LLaMA", NORMED, *TUNIX, norms=OF_TUNIX),
@@ -227,6 +235,7 @@ def holding(layout, name, holds):
 WRONG = {
     "maxtext, LLaMA 3.1": lambda layout: replace(layout, rope="half"),
     "maxtext": lambda layout: replace(layout, rope="interleaved"),
+    "maxtext, fused": lambda layout: replace(layout, grouped=True),
     "torchtitan, LLaMA": lambda layout: replace(layout, rope="half"),
     "torchtitan, Qwen3": lambda layout: replace(layout, rope="interleaved"),
     "tunix, Gemma 3": lambda layout: holding(layout, "kv_einsum.w", "vk"),
@@ -280,22 +289,51 @@ def scanned(tmp_path, axis, count=3):
     return path, weights
 
 
-def test_layers_that_maxtext_scans_on_the_second_axis_are_refused_by_name(tmp_path):
-    path, _ = scanned(tmp_path, 1)
-    message = "layers must be stacked on the first axis, got 3 on the second in maxtext"
-    with pytest.raises(ValueError, match=message):
-        load(path, "maxtext", prefix=PREFIX, spec=SCALED)
-    with pytest.raises(ValueError, match=message):
-        convert_file(path, tmp_path / "b.npz", source="maxtext", target="canonical", prefix=PREFIX, spec=SCALED)
-    assert not (tmp_path / "b.npz").exists()
+@pytest.mark.parametrize("axis", [0, 1])
+def test_layers_that_maxtext_scans_are_read_on_either_axis(tmp_path, axis):
+    path, weights = scanned(tmp_path, axis)
+    for index, expected in enumerate(weights):
+        found, spec = load(path, "maxtext", prefix=f"{PREFIX}[{index}]", spec=SCALED)
+        assert spec == SCALED
+        assert same_bits(found, expected)
 
 
-def test_layers_that_are_scanned_on_the_first_axis_are_read(tmp_path):
-    path, weights = scanned(tmp_path, 0)
-    found, spec = load(path, "maxtext", prefix=f"{PREFIX}[1]", spec=SCALED)
-    assert spec == SCALED
-    assert found.keys() == weights[1].keys()
-    assert all((found[name] == x).all() for name, x in weights[1].items())
+def test_layers_that_maxtext_scans_are_taken_apart_and_scanned_again_bit_for_bit(tmp_path):
+    path, weights = scanned(tmp_path, 1)
+    told = {"source": "maxtext", "prefix": PREFIX, "spec": SCALED}
+    convert_file(path, tmp_path / "c.safetensors", target="canonical", to_prefix="layers.{i}", **told)
+    for index, expected in enumerate(weights):
+        assert same_bits(load(tmp_path / "c.safetensors", prefix=f"layers.{index}")[0], expected)
+    convert_file(
+        tmp_path / "c.safetensors", tmp_path / "b.npz", target="maxtext", prefix="layers.{i}", to_prefix=PREFIX
+    )
+    with open_tensors(path) as before, open_tensors(tmp_path / "b.npz") as after:
+        assert before.infos.keys() == after.infos.keys()
+        for name in before.infos:
+            assert before.infos[name].shape == after.infos[name].shape
+            assert before.read(name).tobytes() == after.read(name).tobytes()
+    assert same_bits(load(tmp_path / "b.npz", prefix=f"{PREFIX}[2]")[0], weights[2])
+    convert_file(path, tmp_path / "s.npz", target="mha_jax", **told)  # a stack again, on the first axis
+    with open_tensors(tmp_path / "s.npz") as file:
+        assert {info.shape[0] for info in file.infos.values()} == {3}
+    assert same_bits(load(tmp_path / "s.npz", prefix=f"{PREFIX}[1]")[0], weights[1])
+
+
+def test_an_axis_of_a_stack_that_could_be_either_is_refused(tmp_path):
+    spec = AttentionSpec(3, 3, head_dim=3, d_in=3, qkv_bias=False, out_bias=False, scale=1.0)
+    layer = from_canonical(random_weights(spec), spec, LAYOUTS["maxtext"])
+    tensors = {f"{PREFIX}.{name}": np.stack([x] * 3) for name, x in layer.items()}
+    write_tensors(tmp_path / "a.npz", {name: (x.shape, x.dtype) for name, x in tensors.items()}, tensors.__getitem__)
+    with pytest.raises(ValueError, match=r"the axis of a stack must be plain, got shapes that fit on \[0, 1\]"):
+        load(tmp_path / "a.npz", "maxtext", prefix=f"{PREFIX}[0]", spec=spec)
+
+
+def test_layers_of_others_that_are_stacked_on_the_second_axis_are_refused_by_name(tmp_path):
+    each = from_canonical(random_weights(SCALED), SCALED, LAYOUTS["canonical"])
+    tensors = {f"{PREFIX}.{name}": np.stack([x] * 3, 1) for name, x in each.items()}
+    write_tensors(tmp_path / "a.npz", {name: (x.shape, x.dtype) for name, x in tensors.items()}, tensors.__getitem__)
+    with pytest.raises(ValueError, match="layers must be stacked on the first axis, got 3 on the second in canonical"):
+        load(tmp_path / "a.npz", "canonical", prefix=PREFIX, spec=SCALED)
 
 
 def test_a_layer_of_maxtext_must_be_told(tmp_path):

@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=name_list,
         default=[],
         metavar="A,B",
-        help="what layers compute that is left out where the target does not carry it: rope, rope.scaling, soft_cap …",
+        help="what layers compute that is left out where the target does not carry it: rope, rope.scaling, soft_cap …, "
+        "or what no specification says: relative_position_bias",
     )
     parser.add_argument("--fill-bias", action="store_true", help="add biases of zeros where the target must have some")
     parser.add_argument("--max-shard-gib", type=float, metavar="G", help="divide the target into files of that size")

@@ -15,8 +15,8 @@ from mha_spec import AttentionSpec, Rope
 from parity.conversion.layers import Layer, TensorCache, layers_under, open_layers
 from parity.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
 from parity.conversion.layouts.detection import DoesNotFit, tensors_for
-from parity.conversion.layouts.layout import CARRIED, check_carried, lost_in, without
-from parity.conversion.layouts.views import shapes_in
+from parity.conversion.layouts.layout import DROPPABLE, UNSAID, Tensor, check_carried, lost_in, shapes_of, without
+from parity.conversion.layouts.views import form_for
 from parity.conversion.metadata import ENTRY, Heads, concrete_prefix, metadata_of, sources, what_is_known
 from parity.conversion.prefixes import fitting_prefixes, join
 from parity.core.weights import Weights
@@ -91,7 +91,8 @@ def load(
         ValueError: as `convert`, or if the file holds no such layer.
 
     Warns:
-        NotCarriedWarning: if what lies beside the tensors says of RoPE what is not read from there: scaled or partial.
+        NotCarriedWarning: if what lies beside the tensors says what is not read from there: RoPE that is scaled or
+            partial, in a GGUF file soft caps, windows, scales.
     """
     heads: Heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     with open_layers(path, layout, prefix=prefix, **heads, rope=rope, spec=spec) as layers:
@@ -138,9 +139,11 @@ class Converted:
         left_out: names of what is not a tensor, such as numbers and text, and is not in the target.
         unconverted: prefixes of other layers in the source's layout, which are in the target as they were.
         optimizer_state: names of an optimizer's tensors for the layers, which are in the target in the old layout.
-        not_carried: what the source says of RoPE that is not read from it: the specification then has none.
+        not_carried: what the source says of attention that is not read from it; if it is of RoPE, the specification
+            has none.
         path: what was written: the file, or the index of its shards.
-        missing: paths of attention layers that the model has, by its configuration, and the file has not.
+        missing: paths of attention layers that the model has, by its configuration, and the file has not; of models
+            with several parts with the part.
         dequantised: names of the source's tensors that are quantised there, and written as what they stand for.
     """
 
@@ -196,7 +199,7 @@ def convert_file(
         keep_rest: write all other tensors, too, as they are; else leave them out.
         max_shard_bytes: divide the target into files of about that size.
         drop: what layers compute that may be left out where the target does not carry it: names of
-            `parity.conversion.layouts.layout.CARRIED`, such as `rope.scaling`.
+            `parity.conversion.layouts.layout.DROPPABLE`, such as `rope.scaling`.
         fill_bias: add biases of zeros where the target must have some.
         force: replace a target that is there, if it is of the same format; never the source.
         on_tensor: called with the name of each tensor before it is written.
@@ -210,11 +213,12 @@ def convert_file(
             carry what layers compute.
     """
     target_layout, target_path = find_layout(target, "target"), _file_in(target_path)
-    if unknown := sorted(set(drop) - {*CARRIED}):
-        raise ValueError(f"drop must name some of {', '.join(CARRIED)}, got {', '.join(unknown)}")
+    if unknown := sorted(set(drop) - {*DROPPABLE}):
+        raise ValueError(f"drop must name some of {', '.join(DROPPABLE)}, got {', '.join(unknown)}")
     with open_tensors(source_path) as file:
         known, cache = what_is_known(file, heads), TensorCache(file)
         found = sources(file, known, prefix, source, source_path, "source")
+        known = known.without_unsaid(file.infos, [layout for _, layout in found]) if UNSAID in drop else known
         if to_prefix is not None and len(found) > 1:
             raise ValueError(f"prefix must be one of {', '.join(of for of, _ in found)} with to_prefix, got none")
         if keep_rest and any(ENTRY.fullmatch(of) for of, _ in found):
@@ -239,9 +243,7 @@ def convert_file(
             return plan.makers[name]()
 
         specs = list(dict.fromkeys(layer.spec for layer in layers))
-        ignored = {each for _, layout in found for each in (*layout.ignored, *known.ignored)}
-        ignored |= {each for layer in layers if layer.model is not None for each in layer.model.ignored}
-        ignored -= {tensor.name for tensor in (*target_layout.tensors, *target_layout.others)}
+        ignored = _ignored(layers, known.ignored, target_layout)
         written_to = write_tensors(
             target_path,
             plan.infos,
@@ -266,7 +268,7 @@ def convert_file(
             ],
             not_carried=list(known.beside.not_carried) if any(layer.model is None for layer in layers) else [],
             path=str(written_to),
-            missing=known.missing(layers[0].label, file),
+            missing=known.missing([layer.label for layer in layers], file),
             dequantised=[name for name in file.quantised if name not in dropped],
         )
 
@@ -370,12 +372,27 @@ class _Plan:
             return
         self.added.update(new)
         first = self.layers[new[0]][0]
-        for name, shape in shapes_in(self.layout, first.to_spec).items():
-            for prefix in new:
+        spec, forms = first.to_spec, {prefix: self._form(prefix) for prefix in new}
+        shapes = {prefix: shapes_of(form, spec, self.layout) for prefix, form in forms.items()}
+        for name in dict.fromkeys(name for each in shapes.values() for name in each):
+            for prefix in (prefix for prefix in new if name in shapes[prefix]):
                 group, is_stacked = self.layers[prefix], prefix in self.stacked
-                whole = (len(group), *shape) if is_stacked else shape
-                make = partial(_laid_out, group, name, self.layout, is_stacked)
+                whole, axis = shapes[prefix][name], self.layout.stack_axis
+                whole = (*whole[:axis], len(group), *whole[axis:]) if is_stacked else whole
+                make = partial(_laid_out, group, name, self.layout, forms[prefix], is_stacked)
                 self.add(join(prefix, name), whole, first.dtype, make)
+
+    def _form(self, prefix: str) -> tuple[Tensor, ...]:
+        """The tensors in which the layers under a prefix are written."""
+        group = self.layers[prefix]
+        return form_for([layer.read_written for layer in group], group[0].to_spec, self.layout)
+
+
+def _ignored(layers: Iterable[Layer], known: Iterable[str], target: Layout) -> set[str]:
+    """Names (with wildcards) under the prefixes of layers that are none of their weights, nor of a target's."""
+    found = {*known} | {name for layer in layers for name in layer.layout.ignored}
+    found |= {name for layer in layers if layer.model is not None for name in layer.model.ignored}
+    return found - {tensor.name for tensor in (*target.tensors, *target.others)}
 
 
 def _lost(layer: Layer, target: Layout) -> set[str]:
@@ -390,13 +407,17 @@ def _written(layer: Layer, target: Layout, drop: Collection[str], *, fill_bias: 
         ValueError: if the target cannot hold it, or does not carry it all.
     """
     spec = without(layer.spec, [name for name in lost_in(target, layer.spec) if name in drop])
+    filled = replace(spec, qkv_bias=True, out_bias=spec.out_proj)
     try:
         tensors_for(spec, target)
-    except DoesNotFit:
+    except DoesNotFit as error:
+        try:
+            tensors_for(filled, target)
+        except DoesNotFit:
+            raise error from None  # biases would not help
         if not fill_bias:
-            raise
-        spec = replace(spec, qkv_bias=True, out_bias=spec.out_proj)
-        tensors_for(spec, target)
+            raise DoesNotFit(f"{error}; fill_bias=True adds biases of zeros") from None
+        spec = filled
     check_carried(spec, target, () if layer.heads_from == "config.json" else ("rope",))
     return spec
 
@@ -430,13 +451,15 @@ def _targets(layers: list[Layer], prefix: str, to_prefix: str) -> tuple[dict[str
     return targets, stacks_up or (is_stack and not takes_apart)
 
 
-def _laid_out(group: list[Layer], name: str, target: Layout, stacked: bool) -> np.ndarray:
+def _laid_out(group: list[Layer], name: str, target: Layout, form: tuple[Tensor, ...], stacked: bool) -> np.ndarray:
     """A tensor of another layout, of one layer or of all in a stack."""
-    first = group[0].write(name, target)
+    first = group[0].write(name, target, form)
     if not stacked:
         return first
-    tensor = np.empty((len(group), *first.shape), first.dtype)
-    tensor[0] = first
+    axis = target.stack_axis
+    tensor = np.empty((*first.shape[:axis], len(group), *first.shape[axis:]), first.dtype)
+    layers = np.moveaxis(tensor, axis, 0)  # a view
+    layers[0] = first
     for index, layer in enumerate(group[1:], 1):
-        tensor[index] = layer.write(name, target)
+        layers[index] = layer.write(name, target, form)
     return tensor

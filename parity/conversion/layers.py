@@ -14,9 +14,10 @@ import numpy as np
 
 from mha_spec import AttentionSpec
 from parity.conversion.layouts import Layout, Tensor
-from parity.conversion.layouts.detection import DoesNotFit, find_tensors, stack_size
+from parity.conversion.layouts.detection import DoesNotFit, find_tensors, shorten, stack_size
 from parity.conversion.layouts.views import lay_out, read_out
 from parity.conversion.metadata import ENTRY, Known, concrete_prefix, sources, what_is_known
+from parity.conversion.model_config import Beside, is_of_rope
 from parity.conversion.not_carried import NotCarriedWarning
 from parity.conversion.prefixes import either, fitting_prefixes
 from parity.core.weights import Weights, is_finite, is_floating, weight_shapes
@@ -56,11 +57,12 @@ class Layer:
         prefix: what the names of its tensors begin with.
         numbers: those in the prefix that `{i}` stood for.
         index: of the layer in a stack, if it is in one.
+        axis: of the stack.
         layout: that it is in.
         spec: the layer.
         heads_from: the file that its heads come from, if it was neither the caller nor the file itself.
         sources: the full names of its tensors, and those after the prefix.
-        dropped: what it computed that its file does not say: see `parity.conversion.layouts.layout.CARRIED`.
+        dropped: what it computed that its file does not say: see `parity.conversion.layouts.layout.DROPPABLE`.
         written: what is written of it in another layout, if it is not the same.
         model: the layer of the model that it is, by the configuration beside the file.
     """
@@ -76,6 +78,7 @@ class Layer:
     dropped: tuple[str, ...] = ()
     written: AttentionSpec | None = None
     model: ModelLayer | None = None
+    axis: int = 0
 
     @property
     def to_spec(self) -> AttentionSpec:
@@ -113,25 +116,25 @@ class Layer:
     @cached_property
     def form(self) -> tuple[Tensor, ...]:
         """The tensors of the layout that it is in."""
-        stacked = self.index is not None
-        shapes = {short: self.file.infos[name].shape[stacked:] for name, short in self.sources.items()}
+        shapes = {short: self.file.infos[name].shape for name, short in self.sources.items()}
+        shapes = shapes if self.index is None else _without(self.axis, shapes)
         return find_tensors(shapes, self.spec, self.layout)
 
     def read(self, name: str) -> np.ndarray:
         """A canonical weight."""
         return read_out(name, self._tensor, self.form, self.spec, self.layout)
 
-    def write(self, name: str, target: Layout) -> np.ndarray:
-        """A tensor of another layout; biases that it has not are 0."""
+    def read_written(self, name: str) -> np.ndarray:
+        """A canonical weight of what is written of it; biases that it has not are 0."""
+        shapes = self.to_spec.weight_shapes
+        return self.read(name) if name in self.spec.weight_shapes else np.zeros(shapes[name], self.dtype)
 
-        def read(part: str) -> np.ndarray:
-            shapes = self.to_spec.weight_shapes
-            return self.read(part) if part in self.spec.weight_shapes else np.zeros(shapes[part], self.dtype)
-
-        return lay_out(name, read, self.to_spec, target)
+    def write(self, name: str, target: Layout, form: tuple[Tensor, ...]) -> np.ndarray:
+        """A tensor of another layout, one of those of a form."""
+        return lay_out(name, self.read_written, form, self.to_spec, target)
 
     def _tensor(self, name: str) -> np.ndarray:
-        return self.file.read_finite(self._names[name], self.index)
+        return self.file.read_finite(self._names[name], self.index, self.axis)
 
     @cached_property
     def _names(self) -> dict[str, str]:
@@ -152,12 +155,12 @@ class TensorCache:
         self._held.clear()  # memory shall not hold two of them
         return self._file.read(name)
 
-    def read_finite(self, name: str, index: int | None = None) -> np.ndarray:
-        """A tensor, or one entry of a stacked one, without NaN and infinities."""
-        if index is None or name in self._file.places:
+    def read_finite(self, name: str, index: int | None = None, axis: int = 0) -> np.ndarray:
+        """A tensor, or one entry of one that is stacked on an axis, without NaN and infinities."""
+        if index is None or (name in self._file.places and axis == 0):
             return self._hold((name, index), 1)
         # It can only be read whole: then q, k and v are, once, for all layers that they are packed for.
-        return self._hold((name, None), 3)[index]
+        return np.ascontiguousarray(np.moveaxis(self._hold((name, None), 3), axis, 0)[index])
 
     def _hold(self, key: tuple[str, int | None], most: int) -> np.ndarray:
         if key not in self._held:
@@ -199,7 +202,7 @@ def layers_under(
         held = _of_model(file, concrete, held, known)
         infos = {short: file.infos[name] for name, short in held.items()}
         try:
-            each = _identify({short: info.shape for short, info in infos.items()}, concrete, layout, known)
+            each, axis = _identify({short: info.shape for short, info in infos.items()}, concrete, layout, known)
         except DoesNotFit as error:
             if not concrete and any(fitting_prefixes({name: info.shape for name, info in file.infos.items()}, layout)):
                 raise DoesNotFit(_no_layer(file, prefix, layout, path)) from None
@@ -215,18 +218,37 @@ def layers_under(
             if not each:
                 raise ValueError(f"prefix must be that of a layer in {path}, got prefix={prefix!r} of {words}")
         layers += [
-            Layer(file, concrete, numbers, i, layout, spec, origin, held, known.dropped, model=known.layer_at(label))
+            Layer(
+                file, concrete, numbers, i, layout, spec, origin, held, known.dropped, None, known.layer_at(label), axis
+            )
             for i, spec, origin in each
             for label in [concrete if i is None else f"{concrete}[{i}]"]
         ]
+    for layer in layers:
+        _check_values(layer)
     if known.beside.not_carried and any(layer.model is None for layer in layers):
-        warnings.warn(
-            f"{known.beside.origin} says {', '.join(known.beside.not_carried)}, which is not read into a specification"
-            ": RoPE is left out; pass rope=Rope(…) to parity.load, or --rope-theta for plain RoPE",
-            NotCarriedWarning,
-            stacklevel=3,
-        )
+        warnings.warn(_not_carried(known.beside), NotCarriedWarning, stacklevel=3)
     return layers
+
+
+def _not_carried(beside: Beside) -> str:
+    """What others tell of a model and no specification here has, and how it can be said."""
+    words = f"{beside.origin} says {', '.join(beside.not_carried)}, which is not read into a specification"
+    if any(map(is_of_rope, beside.not_carried)):
+        words += ": RoPE is left out; pass rope=Rope(…) to parity.load, or --rope-theta for plain RoPE"
+    if not all(map(is_of_rope, beside.not_carried)):
+        words += "; parity.load takes a whole spec=…"
+    return words
+
+
+def _check_values(layer: Layer) -> None:
+    """Refuse a layer of a model that has no values of its own and should have some, or the other way round."""
+    if layer.model is None or layer.layout.name != layer.model.layout:
+        return
+    is_shared = any(tensor.is_shared for tensor in layer.form)
+    if is_shared != layer.model.keys_are_values:
+        rule = "be made as keys are" if layer.model.keys_are_values else "have a projection of their own"
+        raise DoesNotFit(f"{layer.label}: values must {rule}, by config.json, got {shorten(layer.sources.values())}")
 
 
 def _of_model(file: TensorCache, prefix: str, held: Mapping[str, str], known: Known) -> dict[str, str]:
@@ -242,31 +264,55 @@ def _of_model(file: TensorCache, prefix: str, held: Mapping[str, str], known: Kn
 
 def _identify(
     shapes: Mapping[str, tuple[int, ...]], prefix: str, layout: Layout, known: Known
-) -> list[tuple[int | None, AttentionSpec, str]]:
-    """The layers under a prefix: the index of each, if they are a stack, its specification, and where that is from."""
+) -> tuple[list[tuple[int | None, AttentionSpec, str]], int]:
+    """The layers under a prefix: the index of each, if they are a stack, its specification, and where that is from.
+
+    And the axis of the stack.
+    """
     told, wrong = known.spec_at(prefix), None
     if told is not None:
         try:
             find_tensors(shapes, told[0], layout)
-            return [(None, *told)]
+            return [(None, *told)], 0
         except DoesNotFit as error:
             wrong = error
-    sizes = {shape[:1] for shape in shapes.values()}
-    if known.spec_at(f"{prefix}[0]") is not None and len(sizes) == 1:
-        inner, ((size,),) = {name: shape[1:] for name, shape in shapes.items()}, sizes
-        if known.layer_at(f"{prefix}[{size}]") is not None:
-            raise DoesNotFit(f"a stack must be of all layers that config.json tells of, got {size} of them")
-        try:
-            return [(index, *_entry(inner, f"{prefix}[{index}]", layout, known)) for index in range(size)]
-        except DoesNotFit as error:
-            wrong = wrong or error
+    stacks: list[tuple[list[tuple[int | None, AttentionSpec, str]], int]] = []
+    for axis in range(layout.stack_axis + 1):
+        sizes = {shape[axis : axis + 1] for shape in shapes.values()}
+        if len(sizes) == 1 and sizes != {()} and known.spec_at(f"{prefix}[0]") is not None:
+            try:
+                stacks.append((_entries(_without(axis, shapes), sizes.pop()[0], prefix, layout, known), axis))
+            except DoesNotFit as error:
+                wrong = wrong or error
+    if len(stacks) > 1:
+        raise DoesNotFit(f"the axis of a stack must be plain, got shapes that fit on {[axis for _, axis in stacks]}")
+    if stacks:
+        return stacks[0]
     if wrong is not None:
         raise wrong
     size = stack_size(shapes, layout)
     if size is not None:
-        shapes = {name: shape[1:] for name, shape in shapes.items()}
+        shapes = _without(0, shapes)
     spec, origin = known.find_spec(shapes, layout)
-    return [(index, spec, origin) for index in ([None] if size is None else range(size))]
+    return [(index, spec, origin) for index in ([None] if size is None else range(size))], 0
+
+
+def _without(axis: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The shapes of one layer of a stack."""
+    return {name: (*shape[:axis], *shape[axis + 1 :]) for name, shape in shapes.items()}
+
+
+def _entries(
+    shapes: Mapping[str, tuple[int, ...]], size: int, prefix: str, layout: Layout, known: Known
+) -> list[tuple[int | None, AttentionSpec, str]]:
+    """The layers of a stack of so many, each with its specification, and where that is from.
+
+    Raises:
+        DoesNotFit: if nothing is known of them, they are not all of the model's, or these are not their shapes.
+    """
+    if known.layer_at(f"{prefix}[{size}]") is not None:
+        raise DoesNotFit(f"a stack must be of all layers that config.json tells of, got {size} of them")
+    return [(index, *_entry(shapes, f"{prefix}[{index}]", layout, known)) for index in range(size)]
 
 
 def _entry(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import re
@@ -13,8 +14,8 @@ from typing import Any
 
 from mha_spec import AttentionSpec, Rope
 from parity.conversion.layouts import LAYOUTS, Layout, find_layout, find_spec
-from parity.conversion.layouts.layout import CARRIED
-from parity.conversion.model_config import HEADS, Beside, beside
+from parity.conversion.layouts.layout import DROPPABLE, UNSAID
+from parity.conversion.model_config import HEADS, Beside, beside, is_of_rope
 from parity.conversion.prefixes import either, fitting_prefixes, numbered
 from parity.core.weights import FORMAT, read_spec
 from parity.files import TensorFile, open_tensors
@@ -54,7 +55,7 @@ class Known:
         found: dict[str, dict[str, ModelLayer]] = {}
         for section, layers in self.beside.parts.items():
             for layer in layers:
-                if not layer.path or (layer.spec is not None and self._contradicted(layer.spec)):
+                if not layer.path or (layer.spec is not None and _contradicted(layer.spec, self.said)):
                     continue  # the caller knows better
                 for path in (layer.path, f"{_unnumbered(layer.path)}[{layer.index}]"):
                     found.setdefault(path, {}).setdefault(section, layer)  # the first of those that share their weights
@@ -72,17 +73,27 @@ class Known:
                 return found[0] if len(found) == 1 else None
         return None
 
-    def missing(self, label: str, file: TensorFile) -> list[str]:
-        """The paths of the model's attention layers beside that of a label of which the file has no tensor.
+    def missing(self, labels: Iterable[str], file: TensorFile) -> list[str]:
+        """The paths of attention layers, in the parts of the model that layers of some labels are of, without a tensor.
 
         Of a stack, which is one array for all of them, none is said to be missing.
         """
-        first = None if ENTRY.fullmatch(label) else self.layer_at(label)
-        parts = self.beside.parts.values()
-        part = next((layers for layers in parts if any(each is first for each in layers)), ())
-        paths = dict.fromkeys(layer.path for layer in part if layer.spec is not None)
-        there = {tail for prefix in _all_prefixes(file.infos) for tail in _tails(prefix)}
-        return [path for path in paths if path not in there]
+        found = {id(self.layer_at(label)) for label in labels if not ENTRY.fullmatch(label)}
+        parts = {name for name, layers in self.beside.parts.items() if any(id(layer) in found for layer in layers)}
+        there = {id(self.layer_at(prefix)) for prefix in _all_prefixes(file.infos)}
+        return [
+            f"{path} of {section}" if len(self.beside.parts) > 1 else path
+            for path, layers in self._paths.items()
+            for section, layer in layers.items()
+            if section in parts and layer.spec is not None and path == layer.path and id(layer) not in there
+        ]
+
+    def without_unsaid(self, names: Iterable[str], layouts: Iterable[Layout]) -> Known:
+        """The same of layers without what no specification says, if any of a file's names is of that."""
+        unsaid = dict.fromkeys(pattern for layout in layouts for pattern in layout.unsaid)
+        if not any(fnmatch.fnmatchcase(name, f"*{pattern}") for name in names for pattern in unsaid):
+            return self
+        return replace(self, ignored=(*self.ignored, *unsaid), dropped=tuple(dict.fromkeys((*self.dropped, UNSAID))))
 
     def is_other(self, prefix: str) -> bool:
         """Whether what has a prefix is none of the attention layers that are known of a model, or of a file of ours."""
@@ -94,7 +105,7 @@ class Known:
     def spec_at(self, label: str) -> tuple[AttentionSpec, str] | None:
         """The specification of the layer of a label, and where it comes from, if from another file."""
         if label in self.specs:
-            self._check_counts(self.specs[label], label)
+            _check_counts(self.specs[label], self.said, label)
             nobody_rotates = all(each.rope is None for each in self.specs.values())
             return _with_rope(self.specs[label], self.said.get("rope"), label, may_have_none=nobody_rotates), ""
         if self.spec is not None:
@@ -103,15 +114,6 @@ class Known:
         if layer is None or layer.spec is None:
             return None
         return _with_rope(layer.spec, self.said.get("rope"), label), self.beside.origin
-
-    def _check_counts(self, spec: AttentionSpec, label: str) -> None:
-        if wrong := self._contradicted(spec):
-            got, told = (", ".join(f"{name}={of[name]}" for name in wrong) for of in (self.said, vars(spec)))
-            raise ValueError(f"{wrong[0]} must be what the file's metadata say of {label}, {told}, got {got}")
-
-    def _contradicted(self, spec: AttentionSpec) -> list[str]:
-        """The counts of a layer of which the caller says other ones."""
-        return [name for name in HEADS[:3] if self.said.get(name) not in (None, getattr(spec, name))]
 
     def find_spec(self, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> tuple[AttentionSpec, str]:
         """The specification of a layer by its shapes, and where its heads come from, if from another file."""
@@ -135,22 +137,34 @@ def what_is_known(file: TensorFile, said: Heads) -> Known:
     saved = own.get("")
     told = {name: getattr(saved, name) for name in HEADS} if saved is not None else {}
     merged = {name: said.get(name) if said.get(name) is not None else told.get(name) for name in (*told, *said)}
-    if saved is not None and any(said.get(name) not in (None, told[name]) for name in HEADS[:3]):
-        saved = None  # the caller knows better
-    elif saved is not None:
+    if saved is not None and spec is None:
+        _check_counts(saved, said, str(file.path))
         saved = _with_rope(saved, said.get("rope"), str(file.path), may_have_none=True)
     if spec is not None or own:
         dropped, ignored = (_names(file, what) if own else () for what in ("dropped", "ignored"))
-        if unknown := sorted({*dropped} - {*CARRIED}):
-            raise ValueError(f"{file.path} must name some of {', '.join(CARRIED)} as dropped, got {', '.join(unknown)}")
+        if unknown := sorted({*dropped} - {*DROPPABLE}):
+            raise ValueError(
+                f"{file.path} must name some of {', '.join(DROPPABLE)} as dropped, got {', '.join(unknown)}"
+            )
         return Known(merged, spec or saved, own if spec is None and "" not in own else {}, dropped, ignored)
     has_counts = any(count is not None for count in counts)
     found = beside(file, is_told=has_counts)
     heads = {name: value for name, value in found.heads.items() if said.get(name) is None}
     if has_counts:
         heads = {name: value for name, value in heads.items() if name == "rope"}  # counts of two origins do not mix
-    not_carried = found.not_carried if said.get("rope") is None else ()
+    not_carried = tuple(name for name in found.not_carried if said.get("rope") is None or not is_of_rope(name))
     return Known(merged, beside=replace(found, heads=heads, not_carried=not_carried))
+
+
+def _contradicted(spec: AttentionSpec, said: Heads) -> list[str]:
+    """The counts of a layer of which the caller says other ones."""
+    return [name for name in HEADS[:3] if said.get(name) not in (None, getattr(spec, name))]
+
+
+def _check_counts(spec: AttentionSpec, said: Heads, label: str) -> None:
+    if wrong := _contradicted(spec, said):
+        got, told = (", ".join(f"{name}={of[name]}" for name in wrong) for of in (said, vars(spec)))
+        raise ValueError(f"{wrong[0]} must be what the file's metadata say of {label}, {told}, got {got}")
 
 
 def _with_rope(spec: AttentionSpec, rope: Rope | None, label: str, *, may_have_none: bool = False) -> AttentionSpec:
@@ -232,9 +246,9 @@ def sources(
         prefixes = [""]
     if told is not None:
         return [(each, find_layout(told, what)) for each in prefixes]
-    layers = [known.layer_at(each.replace("{i}", str(_first(file, each)))) for each in prefixes]
-    if layers and all(layer is not None and layer.layout for layer in layers):
-        return [(each, LAYOUTS[layer.layout]) for each, layer in zip(prefixes, layers, strict=True) if layer]
+    layouts = [_layout_under(file, known, each) for each in prefixes]
+    if layouts and all(layouts):
+        return [(each, LAYOUTS[layout]) for each, layout in zip(prefixes, layouts, strict=True)]
     shapes = {name: info.shape for name, info in file.infos.items()}
     fitting = [
         f"{what}={each.name!r} with prefix={p!r}" for each in LAYOUTS.values() for p in fitting_prefixes(shapes, each)
@@ -285,12 +299,11 @@ def _unnumbered(path: str) -> str:
     return ".".join(word for word in path.split(".") if not word.isdigit())
 
 
-def _first(file: TensorFile, prefix: str) -> int:
-    """The first number that `{i}` stands for in a prefix."""
-    pattern = re.compile(re.escape(prefix).replace(r"\{i\}", r"(\d+)") + r"\..*")
-    return min(
-        (int(match[1]) for name in file.infos if (match := pattern.fullmatch(name)) and match.lastindex), default=0
-    )
+def _layout_under(file: TensorFile, known: Known, prefix: str) -> str:
+    """The layout of the model's attention layers under a prefix, or nothing: the first layers may be no attention."""
+    concrete = dict.fromkeys(match[0] for name in file.infos if (match := concrete_prefix(prefix, name)))
+    layers = (known.layer_at(each) for each in concrete)
+    return next((layer.layout for layer in layers if layer is not None and layer.spec is not None), "")
 
 
 def concrete_prefix(pattern: str, name: str) -> tuple[str, tuple[str, ...], str] | None:

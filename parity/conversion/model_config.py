@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,8 @@ class Beside:
     Attributes:
         heads: those of `HEADS` that it has, of a model whose family is not known.
         origin: where they were read.
-        not_carried: what it says of RoPE that is not read from it: `rope` is then left out of the heads.
+        not_carried: what it says of attention that is not read from it; if that is of RoPE, `rope` is left out of the
+            heads.
         parts: of a model, the layers of those of its parts whose families are known, by the keys of their
             configurations; under no name those of a model that is one.
         sections: the keys of all its parts.
@@ -51,7 +53,9 @@ def beside(file: TensorFile, *, is_told: bool = False) -> Beside:
     """
     if file.format == "gguf":
         heads, not_carried = _in_gguf(file)
-        layers = () if is_told or not_carried else _layers_of_gguf(file)
+        family = str(file.metadata.get("general.architecture"))
+        unread = [name for name in not_carried if not (family in GGUF_LAYOUTS and name.startswith(READ_OF_FAMILIES))]
+        layers = () if is_told or unread else _layers_of_gguf(file)
         return Beside(origin="GGUF", parts={"": layers}) if layers else _beside("GGUF", heads, not_carried)
     path = Path(file.path)
     path = (path if path.is_dir() else path.parent) / "config.json"
@@ -79,6 +83,21 @@ GGUF_LAYOUTS = {"llama": "gguf.LLaMA", "qwen2": "gguf.Qwen2", "qwen3": "gguf.Qwe
 """The layouts of the architectures whose values are read as a configuration; Mistral's is `llama`, too."""
 
 
+OF_ATTENTION = re.compile(r"attention\.|attn_|rope\.")
+"""What the keys of a GGUF file begin with that are about attention, after the name of its architecture."""
+
+READ_IN_GGUF = re.compile(
+    r"attention\.(head_count(_kv)?|key_length|causal|(layer_norm|layer_norm_rms|group_norm)_epsilon|group_norm_groups)|"
+    r"rope\.(dimension_count|freq_base|scale_linear|scaling\.(type|factor|original_context_length|finetuned))"
+)
+"""Those that are read, or say nothing of what attention computes: norms before it, and how long RoPE was trained."""
+
+READ_OF_FAMILIES = "attention.sliding_window="
+"""What is not carried but of the families of `GGUF_LAYOUTS`."""
+
+NOTHING_IN_GGUF = ("0", "0.0", "False", "none")
+
+
 def _layers_of_gguf(file: TensorFile) -> tuple[ModelLayer, ...]:
     """The layers of a model whose GGUF file says all of them.
 
@@ -100,6 +119,8 @@ def _layers_of_gguf(file: TensorFile) -> tuple[ModelLayer, ...]:
         "sliding_window": ("attention.sliding_window", int),
     }
     said = {name: file.metadata.get(f"{family}.{key}") for name, (key, _) in keys.items()}
+    if any(value is not None and value.startswith("a list") for value in said.values()):
+        return ()  # layers have each their own
     config: dict[str, Any] = {name: keys[name][1](value) for name, value in said.items() if value is not None}
     if "num_hidden_layers" not in config or "num_attention_heads" not in config:
         return ()  # it is no whole model
@@ -131,6 +152,7 @@ def _in_gguf(file: TensorFile) -> tuple[dict[str, Any], list[str]]:
     not_carried = [f"rope.{key}={value}" for key, value in scaling.items() if value not in (None, "none", "1.0", "1")]
     not_carried += ["rope_freqs.weight"] if "rope_freqs.weight" in file.infos else []  # a factor for each frequency
     not_carried += [f"rope.dimension_count={rotated}"] if rotated not in (None, size) else []
+    not_carried += _unread_in_gguf(values, {"attention.value_length": str(size)})
     found = {
         "num_heads": heads,
         "num_kv_heads": number("attention.head_count_kv", int),
@@ -138,6 +160,23 @@ def _in_gguf(file: TensorFile) -> tuple[dict[str, Any], list[str]]:
         "rope_theta": number("rope.freq_base", float),
     }
     return found, not_carried
+
+
+def _unread_in_gguf(values: Mapping[str, str], usual: Mapping[str, str]) -> list[str]:
+    """What the metadata of a model say of its attention and nothing here reads, unless it is what is usual."""
+    begin = f"{values.get('general.architecture')}."
+    found: list[str] = []
+    for key, value in values.items():
+        name = key.removeprefix(begin)
+        is_ours = key.startswith(begin) and OF_ATTENTION.match(name) and not READ_IN_GGUF.fullmatch(name)
+        if is_ours and value not in (*NOTHING_IN_GGUF, usual.get(name)):
+            found.append(f"{name}={value}")
+    return found
+
+
+def is_of_rope(name: str) -> bool:
+    """Whether something that is not carried is about RoPE: a caller who says that has said it all."""
+    return name.startswith(("rope", "partial_rotary_factor", "rotary_pct"))
 
 
 def _in_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -159,6 +198,8 @@ def _beside(origin: str, told: Mapping[str, Any], not_carried: list[str]) -> Bes
     """Those heads that are numbers, if the most important one is."""
     heads = {name: told[name] for name in HEADS[:3] if type(told[name]) is int and told[name] > 0}
     theta = told["rope_theta"]
-    if type(theta) in (int, float) and 0 < theta < math.inf and not not_carried:
+    if type(theta) in (int, float) and 0 < theta < math.inf and not any(map(is_of_rope, not_carried)):
         heads["rope"] = Rope(theta)
-    return Beside(heads, origin, tuple(not_carried)) if "num_heads" in heads else Beside()
+    if "num_heads" not in heads:
+        heads = {}
+    return Beside(heads, origin, tuple(not_carried)) if heads or not_carried else Beside()

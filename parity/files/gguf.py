@@ -58,8 +58,8 @@ def _text(cursor: Cursor) -> str:
     return cursor.take(cursor.unpack("<Q")).decode()
 
 
-def _value(cursor: Cursor, kind: int) -> str | None:
-    """A value as text; None for a list, which is passed over."""
+def _value(cursor: Cursor, kind: int) -> str:
+    """A value as text; of a list, which is passed over, that it is one."""
     if kind == _STRING:
         return _text(cursor)
     if kind in _SCALARS:
@@ -75,7 +75,7 @@ def _value(cursor: Cursor, kind: int) -> str | None:
                 cursor.skip(cursor.unpack("<Q"))
             else:
                 _value(cursor, kind)
-    return None
+    return f"a list of {count}"
 
 
 class _Entry(NamedTuple):
@@ -144,7 +144,7 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
 
 
 def _metadata(cursor: Cursor, count: int) -> dict[str, str]:
-    """Values by key, those that are no lists."""
+    """Values by key."""
     metadata: dict[str, str] = {}
     seen = set()
     for _ in range(count):
@@ -152,9 +152,7 @@ def _metadata(cursor: Cursor, count: int) -> dict[str, str]:
         if key in seen:
             raise ValueError(f"names must differ, got {key} twice")
         seen.add(key)
-        value = _value(cursor, cursor.unpack("<I"))
-        if value is not None:
-            metadata[key] = value
+        metadata[key] = _value(cursor, cursor.unpack("<I"))
     return metadata
 
 

@@ -46,6 +46,7 @@ class Stack:
         is_causal: whether no token sees a later one, or what reads it.
         shared: names of weights after a layer's own path, and the path of the one that all of them take.
         ignored: names after a layer's own path that released checkpoints have, and that say nothing.
+        keys_are_values: whether a layer makes values as it makes keys, and has no projection for them.
     """
 
     fields: Mapping[str, Any]
@@ -57,6 +58,7 @@ class Stack:
     is_causal: bool | Callable[[Config], bool] = True
     shared: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    keys_are_values: Callable[[Place], bool] = lambda place: False
 
 
 @dataclass(frozen=True)

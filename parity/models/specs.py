@@ -48,6 +48,7 @@ class ModelLayer:
         layout: of these weights, a name of `parity.LAYOUTS`.
         shared: names of weights that it takes from elsewhere where it has none of its own, each with its path.
         ignored: names that released checkpoints have beside its weights, and that say nothing.
+        keys_are_values: it makes values as it makes keys, before the norms of both, and has no projection for them.
     """
 
     index: int
@@ -60,6 +61,7 @@ class ModelLayer:
     layout: str = ""
     shared: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    keys_are_values: bool = False
 
     def is_at(self, name: str) -> bool:
         """Whether the name of a module ends with the layer's path."""
@@ -245,5 +247,15 @@ def _layer(stack: Stack, place: Place) -> ModelLayer:
     origins = {name: each.origin for name, each in held.items()}
     is_causal = stack.is_causal(place.config) if callable(stack.is_causal) else stack.is_causal
     return ModelLayer(
-        place.layer, place.kind, spec, origins, stack.part, is_causal, path, stack.layout, stack.shared, stack.ignored
+        place.layer,
+        place.kind,
+        spec,
+        origins,
+        stack.part,
+        is_causal,
+        path,
+        stack.layout,
+        stack.shared,
+        stack.ignored,
+        stack.keys_are_values(place),
     )

@@ -34,7 +34,7 @@ def print_layouts(layouts: Iterable[Layout], out: Console) -> None:
 
 def print_layout(layout: Layout, out: Console) -> None:
     """Print the tensors of a layout, and of each its axes, outermost first."""
-    from parity.conversion.layouts.layout import CARRIED, RULES
+    from parity.conversion.layouts.layout import CARRIED, RULES, UNSAID
 
     letters = {"p": "projections", "n": "heads", "h": "head_dim", "d": "input", "e": "output"}
     out.print(Text(f"{layout.about} ({layout.source})"), soft_wrap=True)
@@ -54,7 +54,10 @@ def print_layout(layout: Layout, out: Console) -> None:
             table.add_row(tensor.name, tensor.holds, "as they are" if tensor.axes == "..." else "transposed")
         out.print(table)
     of_group = {"q": "queries", "k": "key", "v": "value", "g": "gate"}
-    for holds in dict.fromkeys(tensor.holds for tensor in layout.tensors if len(tensor.parts) > 1):
+    if shared := [tensor.name for tensor in layout.tensors if tensor.is_shared]:
+        out.print(f"one projection for keys and values: {', '.join(shared)}, where both are made alike")
+    packed = (tensor for tensor in layout.tensors if len(tensor.parts) > 1 and not tensor.is_shared)
+    for holds in dict.fromkeys(tensor.holds for tensor in packed):
         by_group = "each head's " if holds == "qg" else "each group's "
         by_group += ", then its ".join(of_group[projection] for projection in holds)
         by_projection = "all " + ", then all ".join(holds)
@@ -65,6 +68,8 @@ def print_layout(layout: Layout, out: Console) -> None:
         out.print(f"rule: {RULES[rule].words}")
     lost = [name for name in CARRIED if name not in layout.carries]
     out.print(f"not carried: {', '.join(lost)}" if lost else "carried: all that a specification says", soft_wrap=True)
+    if layout.unsaid:
+        out.print(f"not said: {', '.join(layout.unsaid)}; drop {UNSAID} leaves it out", soft_wrap=True, markup=False)
     for prefix in layout.prefixes:
         out.print(Text(f"prefix: {prefix}"))
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
 from mha_spec import AttentionSpec, Rope
 from parity.conversion.layouts.layout import (
+    UNSAID,
     Layout,
     Tensor,
     broken_rules,
@@ -18,6 +19,7 @@ from parity.conversion.layouts.layout import (
     names_of,
     padded_width,
     shapes_of,
+    weights_of_norm,
 )
 
 USUAL = (64, 128, 32, 80, 96, 256)  # sizes of heads, told first where more than one could be
@@ -56,7 +58,8 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
     missing = [[name for name in wanted if not matches(name, names)] for wanted in required]
     found = [form for form, absent in zip(layout.forms, missing, strict=True) if not absent]
     if len(found) > 1:
-        found = [form for form in found if not any(set(form) < set(other) for other in found)]  # without an out_proj
+        names_in = [{tensor.name for tensor in form} for form in found]  # of one without an out_proj, such as that
+        found = [form for form, own in zip(found, names_in, strict=True) if not any(own < other for other in names_in)]
     if len(found) != 1:
         likeliest = max(range(len(missing)), key=lambda i: len(required[i]) - len(missing[i]))
         what = "more than one of its forms" if found else f"missing {missing[likeliest]}"
@@ -72,9 +75,20 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
         )
     known = set().union(*(matches(tensor.name, names) for tensor in (*found[0], *layout.others)))
     unknown = sorted(name for name in names - known if not layout.ignores(name))
-    if unknown:
-        raise DoesNotFit(f"tensors must be those of {layout.name}, got unknown names {shorten(unknown)}")
+    others = [name for name in unknown if not layout.leaves_unsaid(name)]
+    if others:
+        raise DoesNotFit(f"tensors must be those of {layout.name}, got unknown names {shorten(others)}")
+    _check_said(unknown, layout)
     return found[0]
+
+
+def _check_said(names: Iterable[str], layout: Layout) -> None:
+    """Refuse tensors that no specification says."""
+    if unsaid := sorted(name for name in names if layout.leaves_unsaid(name)):
+        raise SpecUnknown(
+            f"a layer in {layout.name} adds to its scores what no specification says, got {shorten(unsaid)}; "
+            f"drop={UNSAID} leaves it out"
+        )
 
 
 def tensors_for(spec: AttentionSpec, layout: Layout) -> list[tuple[Tensor, ...]]:
@@ -94,11 +108,21 @@ def tensors_for(spec: AttentionSpec, layout: Layout) -> list[tuple[Tensor, ...]]
         if held == wanted and not any(_packs_two_sizes(tensor, spec) for tensor in tensors):
             found.append(tensors)
     if not found:
-        what = (
-            f"it has no names for {shorten(sorted(nameless))}" if nameless else "it packs what is not of one size here"
-        )
-        raise DoesNotFit(f"{layout.name} cannot hold this layer: {what}")
+        raise DoesNotFit(f"{layout.name} cannot hold this layer: {_why_not(layout, wanted, nameless)}")
     return found
+
+
+def _why_not(layout: Layout, wanted: Collection[str], nameless: Collection[str]) -> str:
+    """Why no form of a layout can hold a layer, by the names of its weights and of those for which no form has any."""
+    if nameless:
+        norms = [name for name in ("qk_norm", "v_norm") if weights_of_norm(name) & {*nameless}]
+        hint = f"; drop={','.join(norms)} leaves it out" if norms else ""
+        return f"it has no names for {shorten(sorted(nameless))}{hint}"
+    for tensor in (tensor for tensor in layout.tensors if tensor.kind == "bias"):
+        without = [part for part in tensor.parts if part not in wanted]
+        if 0 < len(without) < len(tensor.parts):
+            return f"{tensor.name} must be of projections that all have a bias, got none of {', '.join(without)}"
+    return "it packs what is not of one size here"
 
 
 def _packs_two_sizes(tensor: Tensor, spec: AttentionSpec) -> bool:
@@ -123,6 +147,7 @@ def find_tensors(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, lay
     """
     given = {name: tuple(shape) for name, shape in shapes.items() if not layout.ignores(name)}
     forms = tensors_for(spec, layout)
+    _check_said(given, layout)
     wanted = [shapes_of(tensors, spec, layout) for tensors in forms]
     for tensors, each in zip(forms, wanted, strict=True):
         if each == given:

@@ -42,12 +42,14 @@ class Tensor:
             input width, e output width. In `(n h) d` the rows are the features of all heads, head by head. In `p n d h`
             the projections in it, of equally many heads, are an axis. Of kind `whole`, `...` is as it is, and `d e` the
             transpose.
+        is_shared: the projections in it are one and the same, as where values are made as keys are.
     """
 
     name: str
     holds: str
     kind: str
     axes: str
+    is_shared: bool = False
 
     def __post_init__(self) -> None:
         if self.is_whole or self.holds == "out":
@@ -114,10 +116,13 @@ class Layout:
         padded: heads are padded to whole tiles, with RoPE each half of its own.
         rules: what a layer must be for this layout to hold it; keys of `RULES`.
         ignored: names (with wildcards) under the prefix of a layer that are no weights, or none of attention's.
+        unsaid: names (with wildcards) of biases of relative positions in an image: the layer adds them to its scores,
+            and no specification says them.
         prefixes: where whole checkpoints have such layers; `{i}` stands for a layer.
         needs_spec: shapes alone never show such a layer, or it would be one of another layout, too.
         carries: what a layer may have that weights do not show, names of `CARRIED`: its module computes it, or is told
             of it by a configuration.
+        stack_axis: on which stacked layers are written; they are read from this one and from the first.
     """
 
     name: str
@@ -131,9 +136,11 @@ class Layout:
     padded: bool = False
     rules: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    unsaid: tuple[str, ...] = ()
     prefixes: tuple[str, ...] = ()
     needs_spec: bool = False
     carries: tuple[str, ...] = ()
+    stack_axis: int = 0
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -143,6 +150,10 @@ class Layout:
     def ignores(self, name: str, others: Iterable[str] = ()) -> bool:
         """Whether a name under the prefix of a layer is not a weight, by the layout or by other patterns."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored, *others))
+
+    def leaves_unsaid(self, name: str) -> bool:
+        """Whether a name under the prefix of a layer is of what no specification says."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.unsaid)
 
     def to_dict(self) -> dict[str, Any]:
         """The layout as JSON takes it."""
@@ -178,7 +189,9 @@ RULES: dict[str, Rule] = {
         lambda spec: not spec.out_proj or spec.qkv_bias == spec.out_bias,
     ),
     "biases": Rule(
-        "all projections must have a bias", ("qkv_bias", "out_bias"), lambda spec: spec.qkv_bias and spec.out_bias
+        "all projections must have a bias",
+        ("qkv_bias", "out_bias"),
+        lambda spec: all(spec.qkv_biases) and spec.out_bias,
     ),
     "out bias": Rule("out_proj must have a bias", ("out_bias",), lambda spec: spec.out_bias),
     "no out bias": Rule("out_proj must have no bias", ("out_bias",), lambda spec: not spec.out_bias),
@@ -231,19 +244,37 @@ def broken_rules(spec: AttentionSpec, layout: Layout) -> str:
 
 CARRIED = ("rope", "rope.scaling", "scale", "soft_cap", "window_size", "chunk_size", "alibi", "clip_qkv", "temperature")
 CARRIED += ("qk_norm", "v_norm")
-"""What a layer computes and no weight shows; of norms those that have none."""
+"""What a layer computes and no weight shows, and norms, whose weights a layout may have no names for."""
+
+UNSAID = "relative_position_bias"
+"""What `Layout.unsaid` is called where it is dropped."""
+
+DROPPABLE = (*CARRIED, UNSAID)
+"""What a conversion leaves out where it is told to."""
 
 
 def lost_in(layout: Layout, spec: AttentionSpec) -> dict[str, Any]:
     """What a layer computes and weights in a layout do not say, nor the module that takes them: names of `CARRIED`."""
     said = {name: getattr(spec, name, None) for name in CARRIED}
     said["rope.scaling"] = None if spec.rope is None else spec.rope.scaling
-    weightless = {name: norm is not None and norm.weight is None for name, norm in _norms_of(spec)}
+    named = {part for tensor in (*layout.tensors, *layout.others) for part in tensor.parts}
+    held = {
+        name for name, norm in _norms_of(spec) if norm is not None and norm.weight and weights_of_norm(name) <= named
+    }
     return {
         name: value
         for name, value in said.items()
-        if value is not None and weightless.get(name, True) and name not in layout.carries
+        if value is not None and name not in held and (name not in layout.carries or _has_weights(value))
     }
+
+
+def weights_of_norm(name: str) -> set[str]:
+    """The canonical names of the weights of a norm, `qk_norm` or `v_norm`."""
+    return {f"{each}_norm.weight" for each in name.removesuffix("_norm")}
+
+
+def _has_weights(value: Any) -> bool:
+    return isinstance(value, Norm) and value.weight is not None
 
 
 def _norms_of(spec: AttentionSpec) -> list[tuple[str, Norm | None]]:
@@ -282,7 +313,8 @@ def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
 def with_dropped(spec: AttentionSpec, other: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
     """A layer with what another one has of some names of `CARRIED`."""
     names = set(names)
-    changes = {name: getattr(other, name) for name in names - {"rope.scaling"}}
+    changes = {name: getattr(other, name) for name in names - {"rope.scaling", UNSAID}}
+    changes = {name: value for name, value in changes.items() if not _has_weights(value)}  # which are gone
     if "rope.scaling" in names and "rope" not in names and spec.rope is not None and other.rope is not None:
         changes["rope"] = replace(spec.rope, scaling=other.rope.scaling)  # its base is compared
     return replace(spec, **changes)
@@ -332,7 +364,7 @@ def sizes_of(tensor: Tensor, spec: AttentionSpec, layout: Layout) -> dict[str, i
 
 def head_counts(tensor: Tensor, spec: AttentionSpec) -> list[int]:
     """How many heads of each projection in it a tensor has."""
-    words = ["out"] if tensor.holds == "out" else list(tensor.holds)
+    words = ["out"] if tensor.holds == "out" else list(tensor.holds[:1] if tensor.is_shared else tensor.holds)
     return [spec.num_kv_heads if word in ("k", "v") else spec.num_heads for word in words]
 
 

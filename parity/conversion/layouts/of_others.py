@@ -27,7 +27,7 @@ _SINKS = Tensor("sinks", "sinks", "whole", "...")
 _MAXTEXT = [
     Layout(
         name,
-        f"kernels (in, N, H) and (N, H, out), with {words}; unscanned, or scanned with param_scan_axis=0. Scores are "
+        f"kernels (in, N, H) and (N, H, out), with {words}; scanned on the second axis, as by default. Scores are "
         "not scaled: the kernel of query holds that, or query_pre_attn_scalar says it",
         "AI-Hypercomputer/maxtext, src/maxtext/layers/attentions.py",
         (separate("query", "key", "value", "out", **EINSUM),),
@@ -37,6 +37,7 @@ _MAXTEXT = [
         prefixes=("params.decoder.layers_{i}.self_attention",),
         needs_spec=True,  # no shape shows the scale
         carries=("rope", "rope.scaling", "scale", *carries),
+        stack_axis=1,
     )
     for name, words, others, rope, rules, carries in (
         (
@@ -50,6 +51,28 @@ _MAXTEXT = [
         ("maxtext.LLaMA-3.1", "interleaved RoPE pairs", (), "interleaved", ("even", "whole halves"), ()),
     )
 ]
+
+_MAXTEXT.append(
+    Layout(
+        "maxtext.qkv_proj",
+        "fused_qkv: qkv_proj.kernel (in, N + 2 K, H), all q, then all k, then all v, of a mesh that divides no heads; "
+        "one that does has its parts in turn. out.kernel, scan and scale as in maxtext",
+        "AI-Hypercomputer/maxtext, src/maxtext/layers/attentions.py, init_qkv_w and qkv_projection",
+        (
+            (
+                Tensor("qkv_proj.kernel", "qkv", "weight", "d n h"),
+                Tensor("qkv_proj.bias", "qkv", "bias", "n h"),
+                *(tensor for tensor in separate("", "", "", "out", **EINSUM) if tensor.holds == "out"),
+            ),
+        ),
+        others=(*_scales(q_norm="query_norm", k_norm="key_norm", v_norm="value_norm"), _SINKS),
+        rules=("out_proj", "one width", "one head_dim", "rms norms, w", "scale told"),
+        prefixes=("params.decoder.layers_{i}.self_attention",),
+        needs_spec=True,
+        carries=_MAXTEXT[0].carries,
+        stack_axis=1,
+    )
+)
 
 _TUNIX = [
     Layout(

@@ -30,16 +30,28 @@ ALIKE = ("no groups", "out_proj", "one width", "square")
 
 ROTATED = ("rope", "rope.scaling")
 IN_WINDOWS = (*ROTATED, "window_size")
+OF_BEIT = ("*.relative_position_bias_table", "*.relative_position_index")
+
+_KEYS_AS_VALUES = (
+    *(tensor for tensor in separate(*OF_LLAMA) if tensor.holds in ("q", "out")),
+    Tensor("k_proj.weight", "kv", "weight", ROWS, is_shared=True),
+    Tensor("k_proj.bias", "kv", "bias", "(n h)", is_shared=True),
+)
 
 OF_TRANSFORMERS = [
     _layout(
         "BERT",
-        "self.query, self.key, self.value, output.dense",
+        "self.query, self.key, self.value, output.dense; also files of Swin and Donut",
         "bert",
         separate("self.query", "self.key", "self.value", "output.dense"),
         rules=(*ALIKE, "biases"),
         ignored=("output.LayerNorm.*", "self_attn_layer_norm.*", "LayerNorm.*", "ln.*"),
-        prefixes=("bert.encoder.layer.{i}.attention", "encoder.layer.{i}.attention"),
+        unsaid=OF_BEIT,
+        prefixes=(
+            "bert.encoder.layer.{i}.attention",
+            "encoder.layer.{i}.attention",
+            "encoder.layers.{i}.blocks.{i}.attention",
+        ),
         carries=(),
     ),
     _layout(
@@ -49,6 +61,7 @@ OF_TRANSFORMERS = [
         separate("attention.query", "attention.key", "attention.value", "output.dense"),
         version=" before 5.0",
         rules=(*ALIKE, "out bias"),
+        unsaid=OF_BEIT,
         prefixes=("vit.encoder.layer.{i}.attention", "encoder.layer.{i}.attention"),
         carries=(),
     ),
@@ -58,6 +71,7 @@ OF_TRANSFORMERS = [
         "vit",
         separate(*OF_LLAMA),
         rules=(*ALIKE, "out bias"),
+        unsaid=("relative_position_bias.*",),
         prefixes=("vit.layers.{i}.attention", "layers.{i}.attention"),
         carries=(),
     ),
@@ -141,11 +155,12 @@ OF_TRANSFORMERS = [
         ignored=("rotary_emb.inv_freq",),
         needs_spec=True,
     ),
-    _separate(
+    _layout(
         "Gemma4",
-        OF_LLAMA,
+        "q_proj, k_proj, v_proj, o_proj, and norms; of Gemma 4, whose k_proj makes the values where v_proj is not",
         "gemma4",
-        "of Gemma 4, where keys and values have projections of their own",
+        separate(*OF_LLAMA),
+        _KEYS_AS_VALUES,
         others=beside(("q_norm", "k_norm")),
         ignored=("rotary_emb.inv_freq",),
         needs_spec=True,

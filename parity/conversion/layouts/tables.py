@@ -197,7 +197,7 @@ _TABLE = [
                 "gguf.Qwen2",
                 "RoPE pairs (i, i + H/2), which llama.cpp leaves as they are; also Qwen3, Gemma",
                 "half",
-                (),
+                ("rms norms, w",),  # it adds the 1 of Gemma's to the weights
             ),
         )
     ),

@@ -5,7 +5,7 @@ Both are derived from what the layout declares.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import einops
@@ -29,9 +29,11 @@ def from_canonical(weights: Mapping[str, Any], spec: AttentionSpec, layout: Layo
     Raises:
         TypeError, ValueError: if the weights are not those of the spec, or the layout cannot hold such a layer.
     """
+    tensors_for(spec, layout)
     check_carried(spec, layout)
     held = check_weights(weights, spec)
-    return {name: lay_out(name, held.__getitem__, spec, layout) for name in shapes_in(layout, spec)}
+    form = form_for([held.__getitem__], spec, layout)
+    return {name: lay_out(name, held.__getitem__, form, spec, layout) for name in shapes_of(form, spec, layout)}
 
 
 def shapes_in(layout: Layout, spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
@@ -43,21 +45,48 @@ def shapes_in(layout: Layout, spec: AttentionSpec) -> dict[str, tuple[int, ...]]
     return shapes_of(tensors_for(spec, layout)[0], spec, layout)
 
 
-def lay_out(name: str, read: Callable[[str], np.ndarray], spec: AttentionSpec, layout: Layout) -> np.ndarray:
+def form_for(layers: Iterable[Callable[[str], np.ndarray]], spec: AttentionSpec, layout: Layout) -> tuple[Tensor, ...]:
+    """The tensors in which a layout holds layers: keys and values in one, where it has such, if all of them are alike.
+
+    Args:
+        layers: each gives canonical weights by their names.
+        spec: theirs.
+        layout: the layout.
+
+    Raises:
+        ValueError: if it cannot hold such layers.
+    """
+    forms = tensors_for(spec, layout)
+    shared = [form for form in forms if any(tensor.is_shared for tensor in form)]
+    parts = [tensor.parts for form in shared for tensor in form if tensor.is_shared]
+    if shared and all(_are_one([read(part) for part in each]) for each in parts for read in layers):
+        return shared[0]
+    return next((form for form in forms if form not in shared), forms[0])
+
+
+def _are_one(weights: list[np.ndarray]) -> bool:
+    first, *others = (_bits(weight) for weight in weights)
+    return all(np.array_equal(first, other) for other in others)
+
+
+def lay_out(
+    name: str, read: Callable[[str], np.ndarray], form: tuple[Tensor, ...], spec: AttentionSpec, layout: Layout
+) -> np.ndarray:
     """One tensor of a layout. Memory holds it and one canonical weight at a time.
 
     Args:
-        name: of the tensor; one of `shapes_in(layout, spec)`.
+        name: of the tensor; one of those of the form.
         read: gives a canonical weight by its name.
+        form: the tensors of the layout, as `form_for` gives them for this layer.
         spec: the layer.
         layout: the layout.
     """
-    tensor = next(tensor for tensor in tensors_for(spec, layout)[0] if matches(tensor.name, [name]))
+    tensor = next(tensor for tensor in form if matches(tensor.name, [name]))
     laid_out = np.empty(0)
     for part in tensor.parts:
         weight = read(part)
         if laid_out.size == 0:
-            laid_out = np.zeros(shapes_in(layout, spec)[name], weight.dtype)
+            laid_out = np.zeros(shapes_of([tensor], spec, layout)[name], weight.dtype)
         view = _features(_heads(_bits(laid_out), part, tensor, spec, layout), part, spec, layout)
         source = _bits(weight)
         if tensor.is_per_head:
@@ -149,7 +178,7 @@ def _heads(array: np.ndarray, name: str, tensor: Tensor, spec: AttentionSpec, la
     known = {axis: sizes[axis] for axis in axes.split() if axis in "nh"}
     axes = axes.replace("n", "(p n)") if tensor.has_projection_axis else axes
     heads = einops.rearrange(array, f"{tensor.axes} -> {axes}", **known)
-    if len(tensor.parts) == 1:
+    if len(tensor.parts) == 1 or tensor.is_shared:
         return heads
     which, counts = tensor.parts.index(name), head_counts(tensor, spec)
     groups = min(counts) if layout.grouped else layout.blocks

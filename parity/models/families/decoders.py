@@ -111,6 +111,12 @@ def _of_gemma4(name: str, of_full: str) -> Rule:
     return rule
 
 
+def _has_one_projection(place: Place) -> bool:
+    """Whether a layer of Gemma 4 has one for keys and values."""
+    told = place.config.find("attention_k_eq_v")
+    return place.kind == "full_attention" and told is not None and bool(told.value)
+
+
 def _kind_of_gemma4(config: Config, index: int) -> str:
     """As `every`, and the last layer of all has no window."""
     is_end = index + 1 == config.read("num_hidden_layers").value
@@ -238,6 +244,7 @@ DECODERS: dict[str, Family] = {
         head_dim=_of_gemma4("head_dim", "global_head_dim"),
         num_kv_heads=_of_gemma4("num_key_value_heads", "num_global_key_value_heads"),
         layout="transformers.Gemma4",
+        keys_are_values=_has_one_projection,
         scale=1.0,
         qk_norm=norm(),
         v_norm=norm(weight=None),
