@@ -68,8 +68,7 @@ def saved(name, folder):
     model = MODELS.get(name) or decoder(name)
     config = model.config()
     config._attn_implementation = model.attention
-    kind = getattr(transformers, model.class_name)
-    released = kind.from_config(config) if model.class_name == "AutoModel" else kind(config)
+    released = model.made(config)
     draw(released.float().eval())
     released.save_pretrained(folder)
     return model, released

@@ -169,6 +169,15 @@ OF_TRANSFORMERS = [
         needs_spec=True,
     ),
     _separate(
+        "MiMo-V2",
+        OF_LLAMA,
+        "mimo_v2_flash",
+        "of MiMo-V2",
+        others=beside((), sinks="attention_sink_bias"),
+        ignored=("rotary_emb.inv_freq",),
+        needs_spec=True,
+    ),
+    _separate(
         "ModernBERT-decoder",
         ("q_proj", "k_proj", "v_proj", "Wo"),
         "modernbert_decoder",
