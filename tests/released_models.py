@@ -249,7 +249,7 @@ SEPARATE = {
 
 PACKED = {
     "transformers.ModernBERT": ("Wqkv", "Wo", "rows"),
-    "transformers.MPT": ("Wqkv", "out_proj", "rows"),
+    **dict.fromkeys(("transformers.MPT", "transformers.DBRX"), ("Wqkv", "out_proj", "rows")),
     "transformers.GPT2": ("c_attn", "c_proj", "columns"),
     "transformers.Phi3": ("qkv_proj", "o_proj", "rows"),
     "transformers.GPT-NeoX": ("query_key_value", "dense", "groups"),

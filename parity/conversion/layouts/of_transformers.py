@@ -245,6 +245,16 @@ OF_TRANSFORMERS = [
         carries=("scale", "alibi", "clip_qkv"),
     ),
     _layout(
+        "DBRX",
+        "Wqkv and out_proj, with fewer heads of keys and values",
+        "dbrx",
+        packed("Wqkv", "out_proj"),
+        rules=("out_proj", "one width"),
+        prefixes=("transformer.blocks.{i}.norm_attn_norm.attn", "blocks.{i}.norm_attn_norm.attn"),
+        carries=("rope", "clip_qkv"),
+        needs_spec=True,
+    ),
+    _layout(
         "GPTBigCode",
         "c_attn and c_proj, (out, in): all queries, then the one key and value, or q, k, v of each head",
         "gpt_bigcode",

@@ -276,7 +276,7 @@ GPT_LIKE: dict[str, Family] = {
     ),
     "dbrx": family(
         path="blocks.{i}.norm_attn_norm.attn",
-        layout="transformers.MPT",
+        layout="transformers.DBRX",
         count=("n_layers", "num_hidden_layers"),
         d_model=key("d_model", "hidden_size"),
         num_heads=key("n_heads", "num_attention_heads"),
