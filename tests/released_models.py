@@ -98,10 +98,12 @@ def check_model(model: Model, folder: Path, read: Callable[[Any], list[ModelLaye
 
 
 def draw(module: nn.Module) -> None:
-    """Parameters none of which is near 0, or near 1 in a norm."""
+    """Learned parameters none of which is near 0, or near 1 in a norm."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
+            if not parameter.requires_grad:  # RoFormer's sines and cosines
+                continue
             values = torch.randn(parameter.shape, generator=generator)
             is_matrix = parameter.ndim >= 2 and min(parameter.shape) > 8
             parameter.copy_(values * 0.3 if is_matrix else values.sign() * (0.4 + 0.4 * values.abs()))

@@ -19,6 +19,7 @@ TEXT = {
     **{name: Model(name, input="self", **BERT) for name in ("megatron-bert", "roberta-prelayernorm", "esm")},
     "splinter": Model("splinter", {"question_token_id": 3}, **BERT),
     "esm, RoPE": Model("esm", {"position_embedding_type": "rotary"}, input="self", **BERT),
+    "roformer": Model("roformer", **BERT),
     "nomic_bert": Model("nomic_bert", {"head_dim": 12}, module={"": "layers.{i}.self_attn"}),
     "gte": Model("gte", module={"": "layers.{i}.self_attn"}),
     "bert, decoder": Model("bert", {"is_decoder": True}, **BERT),
@@ -158,6 +159,7 @@ GPT |= {"n_embd": 32, "n_head": 4, "n_layer": 2}
 LIKE_GPT = {
     "gpt2": Model("gpt2", {**GPT, "scale_attn_by_inverse_layer_idx": True}),
     "gpt2, unscaled": Model("gpt2", {**GPT, "scale_attn_weights": False}),
+    "gpt-sw3": Model("gpt-sw3", GPT),
     "imagegpt": Model("imagegpt", {**GPT, "scale_attn_by_inverse_layer_idx": True}),
     "openai-gpt": Model("openai-gpt", GPT),
     "gpt_neo": Model(
@@ -257,6 +259,19 @@ LIKE_LLAMA |= {
     "iquestcoder": Model("iquestcoder", {**WIDE, "attention_bias": True}),
     "csm_depth_decoder_model": Model(
         "csm_depth_decoder_model", {**WIDE, "attention_bias": True}, class_name="CsmDepthDecoderModel"
+    ),
+    "higgs_audio_v2": Model("higgs_audio_v2", {**WIDE, "attention_bias": True}),
+    "qwen2_5_omni_text": Model(
+        "qwen2_5_omni_text",
+        {**KV, "rope_parameters": SHORT_SECTIONS},
+        "places",
+        class_name="Qwen2_5OmniThinkerTextModel",
+    ),
+    "paddleocr_vl_text": Model(
+        "paddleocr_vl_text",
+        {**WIDE, "use_bias": True, "rope_parameters": SECTIONS},
+        "places",
+        class_name="PaddleOCRTextModel",
     ),
     "emu3_text_model": Model("emu3_text_model", {**KV, "attention_bias": True}, class_name="Emu3TextModel"),
     "qwen3_omni_moe_text": Model(

@@ -180,8 +180,16 @@ OF_GEMMA3 |= {"rms_norm_eps": 1e-6, "sliding_window": 4096, "hidden_size": 2304,
 
 DECODERS: dict[str, Family] = {
     **dict.fromkeys(("llama", "aria_text"), family(BIASES, rope=rope(theta=1e4))),
-    **dict.fromkeys(("internlm3", "iquestcoder"), family(HEADS, WIDTH, BIASES)),
+    **dict.fromkeys(("internlm3", "iquestcoder", "higgs_audio_v2"), family(HEADS, WIDTH, BIASES)),
     "csm_depth_decoder_model": family(HEADS, BIASES),
+    "paddleocr_vl_text": family(
+        HEADS,
+        WIDTH,
+        rope=rope(sections=(16, 24, 24)),
+        qkv_bias=key("use_bias", default=False),
+        out_bias=key("use_bias", default=False),
+        dropout=0.0,
+    ),
     "emu3_text_model": family(HEADS, BIASES, dropout=key("attention_dropout", default=0.1)),
     "qwen3_omni_moe_text": family(
         HEADS,
@@ -197,7 +205,7 @@ DECODERS: dict[str, Family] = {
     "qwen2": family(HEADS, qkv_bias=True, window_size=SLIDING, kind=_qwen),
     "qwen2_moe": family(HEADS, qkv_bias=key("qkv_bias", default=True), window_size=SLIDING, kind=_qwen),
     **dict.fromkeys(
-        ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+        ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_omni_text"),
         family(HEADS, rope=rope(sections=(16, 24, 24)), qkv_bias=True, window_size=SLIDING, kind=_qwen),
     ),
     "qwen3": family(HEADS, WIDTH, BIASES, qk_norm=norm(), window_size=SLIDING, kind=_qwen),

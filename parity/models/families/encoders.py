@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mha_spec import RelativeBias
+from mha_spec import RelativeBias, Rope
 from parity.models.config import Config, Value
 from parity.models.families.usual import PLAIN, SOME_BIAS, family
 from parity.models.rules import Family, Place, first_of, key, optional, positioned, rope
@@ -86,6 +86,9 @@ TEXT: dict[str, Family] = {
     "altclip_text_model": family(BERT, UNDROPPED_SCORES, is_causal=False, path="encoder.layers.{i}.attention"),
     "rembert": family(BERT, UNDROPPED),
     "esm": family(BERT, rope=positioned("rotary", rope(theta=1e4), others=("absolute",))),
+    "roformer": family(
+        BERT, rope=Rope(pairs="interleaved"), fixed={"rotary_value": False}, says_nothing={"embedding_size"}
+    ),
     "nomic_bert": family(
         PLAIN,
         path="encoder.layers.{i}.attn",

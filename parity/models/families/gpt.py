@@ -160,7 +160,7 @@ GPT_LIKE: dict[str, Family] = {
         qk_norm=where("qk_layernorm", norm("layer", bias=True, eps="layer_norm_eps")),
     ),
     **dict.fromkeys(
-        ("gpt2", "imagegpt"),
+        ("gpt2", "gpt-sw3", "imagegpt"),
         family(
             path="h.{i}.attn",
             layout="transformers.GPT2",
