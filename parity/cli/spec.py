@@ -36,16 +36,16 @@ def run(options: argparse.Namespace) -> int:
     from parity.reporting.models import print_heading, print_layers
 
     config, out = read_config(options.path), console()
-    names = [name for name in known_parts(config) if name] if options.part is None else [options.part]
-    layers = {name: specs_of(config, part=name or None) for name in names or [""]}
+    parts = known_parts(config)
+    names = (list(parts) or [""]) if options.part is None else [options.part]
+    layers = {name: specs_of(config, part=name or None) for name in names}
     unread = unknown_parts(config) if options.part is None else {}
     for name, found in layers.items():
-        of_part = config[name] if name else config
         if name:
             print_heading(name, out)
-        print_layers(str(of_part["model_type"]), found, out)
+        print_layers(str(parts[name]["model_type"]), found, out)
     for name, why in unread.items():
-        print_heading(name, out, f"not read: {why}")
+        print_heading(name or str(config["model_type"]), out, f"not read: {why}")
     if options.json is not None:
         told = [{**layer.to_dict(), "section": name} for name, found in layers.items() for layer in found]
         write_json(options.json, {"format": 1, "layers": told, "not_read": unread})

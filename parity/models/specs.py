@@ -15,7 +15,7 @@ from mha_spec import AttentionSpec
 from mha_spec.rules import as_count
 from parity.models.config import ABOUT_ATTENTION, SAYS_NOTHING, Config, MissingKey, Value, read_config
 from parity.models.families import FAMILIES
-from parity.models.families.not_covered import NOT_COVERED
+from parity.models.families.not_covered import NOT_COVERED, WITHOUT_ATTENTION
 from parity.models.rules import Family, Place, Stack
 
 KINDS = {
@@ -110,19 +110,25 @@ def known_parts(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The configurations of the parts of a model whose families are known, by their keys; under no name its own."""
     if _is_known(config) and "text_config" not in config:
         return {"": config}
-    return {name: config[name] for name in sections_of(config) if _is_known(config[name])}
+    parts = {name: _part(config, name) for name in sections_of(config)}
+    return {name: part for name, part in parts.items() if _is_known(part)}
 
 
 def sections_of(config: Mapping[str, Any]) -> list[str]:
     """The keys under which a configuration has those of the parts of its model, of families known or not."""
-    return [name for name, part in config.items() if isinstance(part, Mapping) and part.get("model_type")]
+    return [
+        name
+        for name, part in config.items()
+        if isinstance(part, Mapping) and (part.get("model_type") or name in ("vision_config", "audio_config"))
+    ]
 
 
 def unknown_parts(config: Mapping[str, Any]) -> dict[str, str]:
-    """Why the other parts of a model are not read, by the keys of their configurations."""
+    """Why the other parts of a model are not read, by their keys; under no name its own layers, beside the parts."""
     known = known_parts(config)
-    others = {} if "" in known else {name: config[name] for name in sections_of(config) if name not in known}
-    return {name: _why_not(part) for name, part in others.items()}
+    others = {name: _part(config, name) for name in sections_of(config) if name not in known}
+    beside = {"": config} if config.get("model_type") in NOT_COVERED else {}
+    return {name: _why_not(part) for name, part in (beside | others).items()}
 
 
 def sections_named(label: str, sections: Iterable[str]) -> set[str]:
@@ -132,15 +138,17 @@ def sections_named(label: str, sections: Iterable[str]) -> set[str]:
 
 
 def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The configuration of a part; older ones have no family of its own, but none or that of the whole."""
     if name not in sections_of(config):
         parts = _in_words(config) or "none, for the model is one"
         raise ValueError(f"part must be a part of the model: {parts}; got part={name!r}")
-    held: Mapping[str, Any] = config[name]
-    return held
+    part, whole = config[name], config.get("model_type")
+    own = part.get("model_type")
+    return part if own and own != whole else {**part, "model_type": f"{whole}_{name.removesuffix('_config')}"}
 
 
 def _in_words(config: Mapping[str, Any]) -> str:
-    return " or ".join(f"{name} ({config[name]['model_type']})" for name in sections_of(config))
+    return " or ".join(f"{name} ({_part(config, name)['model_type']})" for name in sections_of(config))
 
 
 def _is_known(config: Mapping[str, Any]) -> bool:
@@ -200,7 +208,7 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
 def _family(values: Mapping[str, Any]) -> Family:
     if "" in known_parts(values):
         return FAMILIES[str(values["model_type"])]
-    if sections_of(values):
+    if sections_of(values) and values.get("model_type") not in NOT_COVERED:
         raise ValueError(f"part must tell which part of the model: {_in_words(values)}; got part=None")
     raise ValueError(_why_not(values))
 
@@ -210,6 +218,8 @@ def _why_not(values: Mapping[str, Any]) -> str:
     name = values.get("model_type")
     if isinstance(name, str) and name in NOT_COVERED:
         return f"model_type {name!r} is not covered: {NOT_COVERED[name]}"
+    if name in WITHOUT_ATTENTION:
+        return f"model_type {name!r} has no attention of its own"
     if parts := sections_of(values):
         return f"model_type {name!r} has several parts of its own: {', '.join(parts)}"
     near = " or ".join(get_close_matches(str(name), FAMILIES, 3))
