@@ -499,7 +499,7 @@ REFUSED = {
     "no family": ({"model_type": None}, "got model_type=None"),
     "part": (
         {"model_type": "seen", "text_config": {"model_type": "llama"}, "vision_config": {"model_type": "seen"}},
-        r"part must tell which part of the model: text_config \(llama\) or vision_config \(seen_vision\); got part=None",
+        r"part must tell which part of the model: text_config \(llama\) or vision_config \(seen_vision\); got part=",
     ),
     "missing": ({"hidden_size": None}, "the configuration must have hidden_size, and it is not there"),
     "no scaling": (
