@@ -68,7 +68,8 @@ OWN = {
     "helium": {"head_dim": 8},
     "phi3": {"head_dim": None},
     "bloom": {"n_head": 4, "n_layer": 4},
-    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 4},
+    **dict.fromkeys(("gpt2", "gpt-sw3"), {"n_embd": 32, "n_head": 4, "n_layer": 4}),
+    "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 4},
 }
 MODELS = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 NOT_HERE = {  # whose sizes go by names of their own
@@ -76,10 +77,10 @@ NOT_HERE = {  # whose sizes go by names of their own
     *("biogpt", "codegen", "falcon", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt", "opt", "xglm"),
     *("axk1", "bamba", "bert-generation", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "megatron-bert"),
     *("minimax", "modernbert-decoder", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "rembert"),
-    *("roberta-prelayernorm", "roc_bert"),
+    *("roberta-prelayernorm", "roc_bert", "roformer", "dbrx"),
 }
 NOT_HERE |= {  # which do behind the attention function, or outside the module, what a layer does: see docs/taps.md
-    *("granite_swa", "granitemoe_swa", "gpt_neox_japanese", "flint"),
+    *("granite_swa", "granitemoe_swa", "gpt_neox_japanese", "flint", "mimo_v2_flash"),
 }
 GENERATED = sorted(family for family in FAMILIES.keys() & MODELS.keys() - NOT_HERE if len(FAMILIES[family].stacks) == 1)
 """Families of decoders."""
