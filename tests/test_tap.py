@@ -68,7 +68,8 @@ OWN = {
     "helium": {"head_dim": 8},
     "phi3": {"head_dim": None},
     "bloom": {"n_head": 4, "n_layer": 4},
-    **dict.fromkeys(("gpt2", "gpt-sw3"), {"n_embd": 32, "n_head": 4, "n_layer": 4}),
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 4},
+    "gpt-sw3": {"n_embd": 32, "n_head": 4, "n_layer": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 4},
 }
 MODELS = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
