@@ -4,6 +4,7 @@ What a layer is, whether it is causal, where its weights lie in a checkpoint and
 from the configuration. Nothing is downloaded.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,14 +31,16 @@ class Model:
     Attributes:
         family: its `model_type`.
         options: of its configuration, beside those of `SMALL`, of which None takes one away.
-        inputs: what it is called with: `tokens`, `pairs` of them for encoder and decoder, `pixels`, `wave`,
-            `mel`, `frames` or `bins`.
+        inputs: what it is called with: `tokens`, these `masked` where without a mask it would not be causal, `pairs`
+            of them for encoder and decoder, `pixels`, `patches`, `wave`, `waves` for both, `mel`, `mel alone` for an
+            encoder, this `masked mel alone` where it asks for one, `frames`, `bins`, `states` or `places`.
         module: the path of its attention modules in memory, by the part of the model, where it is not that of the
             checkpoint.
         output: the module whose output is that of attention, under its attention modules, where it is not theirs.
         input: the module whose input is that of attention, likewise.
         attention: its attention function.
-        class_name: its class in transformers.
+        class_name: its class in transformers, after the name of its folder where it is no public one:
+            `altclip.AltRobertaModel`.
         dtype: of its weights.
     """
 
@@ -56,6 +59,13 @@ class Model:
         options = {name: value for name, value in {**SMALL, **self.options}.items() if value is not LEFT_OUT}
         return transformers.AutoConfig.for_model(self.family, **options)
 
+    def made(self, config: Any) -> Any:
+        """The model of a configuration."""
+        folder, _, name = self.class_name.rpartition(".")
+        module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}") if folder else transformers
+        kind = getattr(module, name)
+        return kind.from_config(config) if name == "AutoModel" else kind(config)
+
 
 PLACES = torch.arange(11)
 AXES = torch.stack([PLACES // 6, PLACES // 6 + PLACES % 6 // 3, PLACES // 6 + PLACES % 3])[:, None]
@@ -70,8 +80,7 @@ def check_model(model: Model, folder: Path, read: Callable[[Any], list[ModelLaye
     config = model.config()
     config._attn_implementation = model.attention
     config._experts_implementation = "eager"  # the others have no float64
-    kind = getattr(transformers, model.class_name)
-    released = (kind.from_config(config) if model.class_name == "AutoModel" else kind(config)).to(model.dtype).eval()
+    released = model.made(config).to(model.dtype).eval()
     draw(released)
     layers = [layer for layer in read(config.to_dict()) if layer.spec is not None]
     seen = run_released(released, model, layers)
@@ -89,10 +98,12 @@ def check_model(model: Model, folder: Path, read: Callable[[Any], list[ModelLaye
 
 
 def draw(module: nn.Module) -> None:
-    """Parameters none of which is near 0, or near 1 in a norm."""
+    """Learned parameters none of which is near 0, or near 1 in a norm."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
+            if not parameter.requires_grad:  # RoFormer's sines and cosines
+                continue
             values = torch.randn(parameter.shape, generator=generator)
             is_matrix = parameter.ndim >= 2 and min(parameter.shape) > 8
             parameter.copy_(values * 0.3 if is_matrix else values.sign() * (0.4 + 0.4 * values.abs()))
@@ -153,10 +164,24 @@ def _inputs(released: nn.Module, model: Model) -> dict[str, Tensor]:
         return {"input_ids": tokens(11), "decoder_input_ids": tokens(7)}
     if model.inputs == "pixels":
         return {"pixel_values": values(2, 3, 6, 6)}
+    if model.inputs == "patches":  # 2 x 3 of them
+        shapes = torch.tensor([[2, 3], [2, 3]])
+        patches = values(2, 6, 3 * config.patch_size**2)
+        return {"pixel_values": patches, "pixel_attention_mask": torch.ones(2, 6), "spatial_shapes": shapes}
+    if model.inputs == "states":
+        return {"hidden_states": values(2, 11, config.hidden_size)}
+    if model.inputs == "masked":
+        return {"input_ids": tokens(11), "attention_mask": torch.ones(2, 11, dtype=torch.long)}
     if model.inputs == "bins":
         return {"input_values": values(2, config.max_length, config.num_mel_bins)}
     if model.inputs == "wave":
         return {"input_values": values(2, 4000)}
+    if model.inputs == "waves":
+        return {"input_values": values(2, 4000), "decoder_input_ids": tokens(7)}
+    if model.inputs.endswith("mel alone"):
+        mel = values(2, config.num_mel_bins, 2 * config.max_source_positions)
+        mask = {"input_features_mask": torch.ones(2, mel.shape[-1], dtype=torch.long)}
+        return {"input_features": mel, **(mask if "masked" in model.inputs else {})}
     if model.inputs == "frames":
         return {"input_features": values(2, 24, config.input_feat_per_channel), "decoder_input_ids": tokens(7)}
     if model.inputs == "mel":
@@ -214,7 +239,7 @@ SEPARATE = {
     "transformers.T5": ("q", "k", "v", "o"),
     "transformers.Phi": ("q_proj", "k_proj", "v_proj", "dense"),
     "transformers.StableLM": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "transformers.Flint": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    **dict.fromkeys(("transformers.Flint", "transformers.MiMo-V2"), ("q_proj", "k_proj", "v_proj", "o_proj")),
     "transformers.Qwen3-Next": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "transformers.LFM2": ("q_proj", "k_proj", "v_proj", "out_proj"),
     "transformers.HunYuan": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -226,7 +251,7 @@ SEPARATE = {
 
 PACKED = {
     "transformers.ModernBERT": ("Wqkv", "Wo", "rows"),
-    "transformers.MPT": ("Wqkv", "out_proj", "rows"),
+    **dict.fromkeys(("transformers.MPT", "transformers.DBRX"), ("Wqkv", "out_proj", "rows")),
     "transformers.GPT2": ("c_attn", "c_proj", "columns"),
     "transformers.Phi3": ("qkv_proj", "o_proj", "rows"),
     "transformers.GPT-NeoX": ("query_key_value", "dense", "groups"),
@@ -243,7 +268,7 @@ fourth of all heads."""
 BESIDE = {"q_norm": "q_norm", "k_norm": "k_norm", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
 BESIDE |= {"query_layernorm": "q_norm", "key_layernorm": "k_norm", "relative_bias": "relative_bias", "sinks": "sinks"}
 BESIDE |= {"q_a_layernorm": "q_a_norm", "kv_a_layernorm": "kv_a_norm", "kv_a_proj_with_mqa": "kv_a_proj"}
-BESIDE |= {"softmax_offset": "sinks", "dense_bias": "out_proj.bias"}
+BESIDE |= {"softmax_offset": "sinks", "attention_sink_bias": "sinks", "dense_bias": "out_proj.bias"}
 BESIDE |= {name: name for name in ("q_a_proj", "q_b_proj", "kv_b_proj", "gate_proj")}
 """What else is called so in every layout that has it."""
 

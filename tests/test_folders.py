@@ -76,8 +76,7 @@ def saved(name, folder):
     model = MODELS.get(name) or decoder(name)
     config = model.config()
     config._attn_implementation = model.attention
-    kind = getattr(transformers, model.class_name)
-    released = kind.from_config(config) if model.class_name == "AutoModel" else kind(config)
+    released = model.made(config)
     draw(released.float().eval())
     released.save_pretrained(folder)
     return model, released
@@ -484,6 +483,38 @@ def test_layers_that_are_not_attention_are_passed_over(capsys, tmp_path):
     out = said(capsys, "convert", tmp_path / "model", tmp_path / "c.safetensors", "--to", "canonical")
     assert out.startswith("1 attention layer,")
     assert "bit for bit" in said(capsys, "verify", tmp_path / "model", tmp_path / "c.safetensors")
+
+
+TEXT_PART = {**SMALL, "num_key_value_heads": 2, "rope_parameters": SECTIONS}
+PARTS = {
+    "clip": (
+        transformers.CLIPModel,
+        {"text_config": SMALL, "vision_config": {**SMALL, "image_size": 6, "patch_size": 2}},
+    ),
+    "qwen2_vl": (
+        transformers.Qwen2VLForConditionalGeneration,
+        {
+            "text_config": TEXT_PART,
+            "vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 4, "hidden_size": 32, "patch_size": 2},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_command_takes_all_parts_that_are_known_and_names_the_others(name, tmp_path, capsys):
+    kind, options = PARTS[name]
+    kind(transformers.AutoConfig.for_model(name, **options)).save_pretrained(tmp_path / "m")
+    count = 4 if name == "clip" else 2
+    why = "warning: vision_config is not read: model_type 'qwen2_vl_vision' is not covered"
+    for told in (
+        ("inspect", tmp_path / "m"),
+        ("convert", tmp_path / "m", tmp_path / "c.safetensors", "--to", "canonical"),
+        ("run", "--model", tmp_path / "m", "--backends", "torch"),
+    ):
+        capsys.readouterr()
+        assert (why in " ".join(said(capsys, *told).split())) == (name == "qwen2_vl"), told
+    assert len(layers_in(tmp_path / "c.safetensors")) == len(layers_in(tmp_path / "m")) == count
 
 
 # ---- What released checkpoints have beside their layers --------------------------------------------------------------

@@ -20,12 +20,14 @@ import torch
 import transformers
 from released import SIZES, Released, check_near
 from test_models_whole import ALL
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 import mha_torch
 from mha_spec import Llama3Scaling, Norm, ProportionalScaling, RelativeBias, Rope, YarnScaling
 from parity import Alibi, AttentionSpec, load_into, specs_of
 from parity.cli.main import main
 from parity.models.families import FAMILIES
+from parity.models.families.not_covered import NOT_COVERED, SENSES, WITHOUT_ATTENTION
 
 MODULES = (
     test_released_rope,
@@ -44,6 +46,9 @@ NOT_OF_THE_CONFIGURATION = {
     "Llama 4, chunked",  # chunks where the model has none
     "Whisper",  # is given its width and heads, too
     "Kimi Linear",  # is of the other kind there
+    "Gemma 3n",  # has a window where the model has it
+    "MiMo-V2",  # multiplies values by a number, which the test multiplies their weights by
+    "MiMo-V2, wide values",
     "LongCat",  # has a number of layers that is made of another
 }
 LLAMA3 = {
@@ -55,7 +60,7 @@ LLAMA3 = {
 }
 
 
-ONE_DIALECT = {"gemma4_text"}
+ONE_DIALECT = {"gemma4_text", "mimo_v2_flash"}
 """Families that came later than `rope_parameters`."""
 BASES = {"modernbert": ("global_rope_theta", "local_rope_theta")}
 
@@ -91,10 +96,7 @@ def config_of(name):
 def test_a_configuration_says_what_the_released_layer_is(name):
     values, expected = config_of(name)
     if values is None:
-        assert name.partition("-")[2] in {
-            *NOT_OF_THE_CONFIGURATION,
-            *("Gemma 3n", "MiMo-V2", "MiMo-V2, wide values"),
-        }
+        assert name.partition("-")[2] in NOT_OF_THE_CONFIGURATION
         return
     assert specs_of(values)[0].spec == expected
     has_one_dialect = "llama_4_scaling_beta" in values["rope_parameters"] or values["model_type"] in ONE_DIALECT
@@ -215,6 +217,9 @@ def test_families_with_names_of_their_own():
 
 TURNED_IN_PART = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 OF_EACH_KIND = {  # what a family's defaults lack to be those of a model with layers of each kind
+    "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": 16384, "activation_sparsity_pattern": None},
+    "mimo_v2_flash": {"attention_value_scale": 1.0},
+    "qwen3_omni_moe_text": {"hidden_size": 4096, "num_attention_heads": 32},
     "glm4_moe": {"head_dim": 128},  # which is 42 without it, of which a half cannot be rotated
     "glm4v_text": TURNED_IN_PART,
     "glm4v_moe_text": {**TURNED_IN_PART, "head_dim": 128},
@@ -494,7 +499,7 @@ REFUSED = {
     "no family": ({"model_type": None}, "got model_type=None"),
     "part": (
         {"model_type": "seen", "text_config": {"model_type": "llama"}, "vision_config": {"model_type": "seen"}},
-        "config must be that of one part of the model, got several: pass its text_config",
+        r"part must tell which part of the model: text_config \(llama\) or vision_config \(seen_vision\); got part=",
     ),
     "missing": ({"hidden_size": None}, "the configuration must have hidden_size, and it is not there"),
     "no scaling": (
@@ -616,6 +621,41 @@ def test_the_page_lists_the_families():
     assert re.findall(r"`([\w-]+)`", listed) == sorted(FAMILIES)
 
 
+def has_attention(model_type):
+    """Whether the modules of a family in transformers have attention that is not that of parts with families."""
+    kind = CONFIG_MAPPING[model_type]
+    folder = Path(transformers.__file__).parent / "models" / kind.__module__.split(".")[2]
+    files = [path.read_text("utf-8") for path in folder.glob("modeling_*.py")]
+    if files and not any(re.search(r"^class \w*Attention\w*\(", text, re.MULTILINE) for text in files):
+        return False
+    has_heads = any(re.search(r"heads?(_|$)", name) for name in kind.__dataclass_fields__)
+    return has_heads or not kind.sub_configs
+
+
+def test_every_family_of_transformers_is_covered_or_what_stands_in_the_way_is_named():
+    assert not NOT_COVERED.keys() & FAMILIES.keys()
+    assert not WITHOUT_ATTENTION & (FAMILIES.keys() | NOT_COVERED.keys())
+    assert CONFIG_MAPPING_NAMES.keys() >= NOT_COVERED.keys() | WITHOUT_ATTENTION
+    said = FAMILIES.keys() | NOT_COVERED.keys() | WITHOUT_ATTENTION
+    assert [name for name in CONFIG_MAPPING_NAMES if name not in said and has_attention(name)] == []
+    assert len(NOT_COVERED) == sum(len(names.split()) for names in SENSES.values())  # each is there once
+
+
+def test_the_page_says_what_stands_in_the_way():
+    page = " ".join((Path(__file__).parents[1] / "docs" / "configurations.md").read_text("utf-8").split())
+    for sense, names in SENSES.items():
+        assert f"- It {sense}: {', '.join(f'`{name}`' for name in sorted(names.split()))}." in page
+
+
+@pytest.mark.parametrize("family", ["bitnet", "zamba2", "videomae"])
+def test_the_message_says_what_stands_in_the_way(family):
+    with pytest.raises(ValueError, match=f"model_type '{family}' is not covered: its attention ") as caught:
+        specs_of({"model_type": family, "hidden_size": 32})
+    assert str(caught.value).endswith(NOT_COVERED[family])
+    with pytest.raises(ValueError, match="model_type 'rwkv' has no attention of its own"):
+        specs_of({"model_type": "rwkv"})
+
+
 # ---- Files and the command -------------------------------------------------------------------------------------------
 
 
@@ -645,8 +685,6 @@ def test_the_command_tells_the_parts_of_a_model_apart(tmp_path, capsys):
 def test_the_command_prints_each_kind_of_layer_and_writes_json(tmp_path, capsys):
     values = transformers.Gemma3TextConfig(num_hidden_layers=7).to_dict()
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": values}))
-    assert main(["spec", str(tmp_path)]) == 2
-    assert "pass its text_config" in capsys.readouterr().err
     assert main(["spec", str(tmp_path), "--part", "text_config", "--json", str(tmp_path / "s.json")]) == 0
     out = capsys.readouterr().out
     assert "gemma3_text, layers 0 to 4, 6 of 7: sliding_attention" in out
@@ -655,4 +693,64 @@ def test_the_command_prints_each_kind_of_layer_and_writes_json(tmp_path, capsys)
     (_, _, _, _, _, full, _) = json.loads((tmp_path / "s.json").read_text())["layers"]
     assert AttentionSpec.from_json(json.dumps(full["spec"])) == specs_of(values)[5].spec
     assert main(["spec", str(tmp_path), "--part", "vision_config"]) == 2
-    assert "--part must name a part of the configuration, got vision_config" in capsys.readouterr().err
+    assert "part must be a part of the model: text_config (gemma3_text); got part='vision_config'" in said_by(capsys)
+
+
+def said_by(capsys):
+    """What a command said, whatever the width."""
+    captured = capsys.readouterr()
+    return " ".join((captured.out + captured.err).split())
+
+
+def test_the_command_prints_every_part(tmp_path, capsys):
+    values = transformers.CLIPConfig().to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert main(["spec", str(tmp_path), "--json", str(tmp_path / "s.json")]) == 0
+    out = said_by(capsys)
+    assert "text_config clip_text_model, layers 0 to 11 of 12: full_attention field" in out
+    assert "vision_config clip_vision_model, layers 0 to 11 of 12: full_attention, not causal field" in out
+    said = json.loads((tmp_path / "s.json").read_text())
+    assert [layer["section"] for layer in said["layers"]] == ["text_config"] * 12 + ["vision_config"] * 12
+    assert not said["not_read"]
+    for part in ("text_config", "vision_config"):
+        assert specs_of(values, part=part) == specs_of(values[part])
+        assert specs_of(tmp_path, part=part) == specs_of(values[part])
+    with pytest.raises(ValueError, match=r"part must tell which part of the model: text_config \(clip_text_model\) or"):
+        specs_of(values)
+
+
+QWEN2_VL = transformers.Qwen2VLConfig().to_dict()
+WITH_PICTURES = {  # as the configuration of the part is written now, was before, and was at first
+    "now": QWEN2_VL,
+    "before": {**QWEN2_VL, "vision_config": {**QWEN2_VL["vision_config"], "model_type": "qwen2_vl"}},
+    "at first": {
+        **QWEN2_VL["text_config"],
+        "model_type": "qwen2_vl",
+        "vision_config": {"depth": 32, "embed_dim": 1280},
+    },
+}
+
+
+@pytest.mark.parametrize("dialect", WITH_PICTURES)
+def test_the_command_says_which_parts_are_not_read_and_why(dialect, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(WITH_PICTURES[dialect]))
+    assert main(["spec", str(tmp_path), "--json", str(tmp_path / "s.json")]) == 0
+    out = said_by(capsys)
+    assert "layers 0 to 79 of 80: full_attention" in out
+    why = "model_type 'qwen2_vl_vision' is not covered: its attention rotates by places on two axes"
+    assert f"vision_config not read: {why}" in out
+    said = json.loads((tmp_path / "s.json").read_text())
+    assert why in said["not_read"]["vision_config"]
+    assert [layer["spec"] for layer in said["layers"]] == [
+        layer.to_dict()["spec"] for layer in specs_of(QWEN2_VL["text_config"])
+    ]
+    assert main(["spec", str(tmp_path), "--part", "vision_config"]) == 2
+    assert why in said_by(capsys)
+
+
+def test_layers_beside_the_parts_of_a_model_are_not_passed_over(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(transformers.CsmConfig().to_dict()))
+    assert main(["spec", str(tmp_path)]) == 0
+    out = said_by(capsys)
+    assert "depth_decoder_config csm_depth_decoder_model, layers 0 to 3 of 4: full_attention" in out
+    assert "csm not read: model_type 'csm' is not covered: its attention lies beside the parts of its model" in out

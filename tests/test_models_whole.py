@@ -19,6 +19,7 @@ TEXT = {
     **{name: Model(name, input="self", **BERT) for name in ("megatron-bert", "roberta-prelayernorm", "esm")},
     "splinter": Model("splinter", {"question_token_id": 3}, **BERT),
     "esm, RoPE": Model("esm", {"position_embedding_type": "rotary"}, input="self", **BERT),
+    "roformer": Model("roformer", **BERT),
     "nomic_bert": Model("nomic_bert", {"head_dim": 12}, module={"": "layers.{i}.self_attn"}),
     "gte": Model("gte", module={"": "layers.{i}.self_attn"}),
     "bert, decoder": Model("bert", {"is_decoder": True}, **BERT),
@@ -30,6 +31,16 @@ TEXT = {
     "mpnet": Model("mpnet", {"relative_attention_num_buckets": 32}, output="attn"),
     "modernbert": Model("modernbert", {"num_hidden_layers": 4, "local_attention": 6, "attention_bias": True}),
 }
+OF_CLIP = {  # the text parts of models like CLIP
+    "align_text_model": "AlignTextModel",
+    "altclip_text_model": "altclip.AltRobertaModel",
+    "bridgetower_text_model": "bridgetower.BridgeTowerTextModel",
+    "chinese_clip_text_model": "ChineseCLIPTextModel",
+    "clap_text_model": "ClapTextModel",
+}
+TEXT |= {name: Model(name, class_name=kind, **BERT) for name, kind in OF_CLIP.items()}
+TEXT |= {name: Model(name, **BERT) for name in ("dpr", "markuplm", "tapas", "visual_bert")}
+TEXT["jina_embeddings_v3"] = Model("jina_embeddings_v3", module={"": "layers.{i}.self_attn"})
 IMAGES = {
     **{
         name: Model(name, {**VIT, "qkv_bias": False}, "pixels", module={"": "layers.{i}.attention"})
@@ -55,10 +66,61 @@ IMAGES = {
     "clip_text_model": Model("clip_text_model"),
     "siglip_text_model": Model("siglip_text_model", class_name="SiglipTextModel"),
 }
+IMAGES |= {
+    name: Model(name, class_name=kind)
+    for name, kind in {
+        "clipseg_text_model": "CLIPSegTextModel",
+        "groupvit_text_model": "GroupViTTextModel",
+        "metaclip_2_text_model": "MetaClip2TextModel",
+        "owlvit_text_model": "OwlViTTextModel",
+        "owlv2_text_model": "Owlv2TextModel",
+        "siglip2_text_model": "Siglip2TextModel",
+        "xclip_text_model": "XCLIPTextModel",
+    }.items()
+}
+IMAGES |= {
+    name: Model(name, VIT, "pixels", class_name=kind)
+    for name, kind in {
+        "altclip_vision_model": "AltCLIPVisionModel",
+        "clipseg_vision_model": "CLIPSegVisionModel",
+        "git_vision_model": "GitVisionModel",
+        "idefics2_vision": "idefics2.Idefics2VisionTransformer",
+        "idefics3_vision": "AutoModel",
+        "kosmos_2_vision_model": "kosmos2.Kosmos2VisionModel",
+        "metaclip_2_vision_model": "MetaClip2VisionModel",
+        "ovis2_vision": "ovis2.Ovis2VisionModel",
+        "owlvit_vision_model": "OwlViTVisionModel",
+        "owlv2_vision_model": "Owlv2VisionModel",
+        "phi4_multimodal_vision": "Phi4MultimodalVisionModel",
+        "smolvlm_vision": "AutoModel",
+    }.items()
+}
+IMAGES |= {
+    "aimv2_text_model": Model("aimv2_text_model", {"qkv_bias": True}, "masked", class_name="Aimv2TextModel"),
+    "siglip2_vision_model": Model("siglip2_vision_model", {"patch_size": 2, "num_patches": 16}, "patches"),
+    "pixio": Model("pixio", {**VIT, "qkv_bias": False}, "pixels", module={"": "layers.{i}.attention"}),
+    "flava_image_model": Model("flava_image_model", {**VIT, "qkv_bias": False}, "pixels", class_name="FlavaImageModel"),
+    "flava_text_model": Model("flava_text_model", {"qkv_bias": False}, class_name="FlavaTextModel"),
+    "flava_multimodal_model": Model(
+        "flava_multimodal_model", {"qkv_bias": False}, "states", class_name="FlavaMultimodalModel"
+    ),
+}
 SPEECH = {
     name: Model(name, CONV, "wave") for name in ("wav2vec2", "hubert", "unispeech", "unispeech-sat", "data2vec-audio")
 }
 SPEECH["sew"] = Model("sew", {**CONV, "squeeze_factor": 1}, "wave")
+NAMED_OTHERWISE = dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers"), LEFT_OUT)
+AUDIO = {**NAMED_OTHERWISE, "encoder_layers": 2, "encoder_attention_heads": 4, "d_model": 32, "encoder_ffn_dim": 24}
+AUDIO |= {"num_mel_bins": 8, "max_source_positions": 10}
+SPEECH |= {
+    name: Model(name, AUDIO, inputs)
+    for name, inputs in {
+        "audioflamingo3_encoder": "masked mel alone",
+        "moss_transcribe_diarize_audio": "mel alone",
+        "qwen2_audio_encoder": "mel alone",
+        "voxtral_encoder": "mel alone",
+    }.items()
+}
 BART = {"hidden_size": LEFT_OUT, "num_attention_heads": LEFT_OUT, "num_hidden_layers": LEFT_OUT, "d_model": 32}
 BART |= {"encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 8}
 BART |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "decoder_start_token_id": 1}
@@ -78,6 +140,12 @@ ENCODER_DECODERS = {
     },
     "speech_to_text": Model("speech_to_text", {**BART, "conv_channels": 8, "input_feat_per_channel": 8}, "frames"),
     "whisper": Model("whisper", {**BART, "num_mel_bins": 8, "max_source_positions": 10}, "mel"),
+    "moonshine": Model(
+        "moonshine",
+        {**NAMED_OTHERWISE, "hidden_size": 80, "encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 1}
+        | {"encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4, "attention_bias": True},
+        "waves",
+    ),
     **{name: Model(name, T5, "pairs") for name in ("t5", "mt5", "umt5")},
     "switch_transformers": Model(
         "switch_transformers", {**T5, "num_experts": 2, "num_sparse_encoder_layers": 1}, "pairs"
@@ -91,6 +159,8 @@ GPT |= {"n_embd": 32, "n_head": 4, "n_layer": 2}
 LIKE_GPT = {
     "gpt2": Model("gpt2", {**GPT, "scale_attn_by_inverse_layer_idx": True}),
     "gpt2, unscaled": Model("gpt2", {**GPT, "scale_attn_weights": False}),
+    "gpt-sw3": Model("gpt-sw3", GPT),
+    "imagegpt": Model("imagegpt", {**GPT, "scale_attn_by_inverse_layer_idx": True}),
     "openai-gpt": Model("openai-gpt", GPT),
     "gpt_neo": Model(
         "gpt_neo",
@@ -113,6 +183,12 @@ LIKE_GPT = {
         "mpt",
         dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers"), LEFT_OUT)
         | {"d_model": 48, "n_heads": 6, "n_layers": 2, "attn_config": {"clip_qkv": 1.5, "softmax_scale": 0.3}},
+    ),
+    "dbrx": Model(
+        "dbrx",
+        {**NAMED_OTHERWISE, "d_model": 32, "n_heads": 4, "n_layers": 2}
+        | {"attn_config": {"clip_qkv": 1.5, "kv_n_heads": 2, "rope_theta": 1e4}}
+        | {"ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 2, "moe_top_k": 1}},
     ),
     "opt": Model("opt", {"enable_bias": False, "ffn_dim": 24}),
     "biogpt": Model("biogpt"),
@@ -177,6 +253,52 @@ LIKE_LLAMA = {
         "modernbert-decoder", {"num_hidden_layers": 4, "local_attention": 6, "attention_bias": True}
     ),
     "hunyuan_v1_moe": Model("hunyuan_v1_moe", {**NORMED, **MOE, "attention_bias": True, "moe_topk": [2, 2]}),
+}
+LIKE_LLAMA |= {
+    "internlm3": Model("internlm3", {**WIDE, "attention_bias": True, "mlp_bias": True}),
+    "iquestcoder": Model("iquestcoder", {**WIDE, "attention_bias": True}),
+    "csm_depth_decoder_model": Model(
+        "csm_depth_decoder_model", {**WIDE, "attention_bias": True}, class_name="CsmDepthDecoderModel"
+    ),
+    "higgs_audio_v2": Model("higgs_audio_v2", {**WIDE, "attention_bias": True}),
+    "qwen2_5_omni_text": Model(
+        "qwen2_5_omni_text",
+        {**KV, "rope_parameters": SHORT_SECTIONS},
+        "places",
+        class_name="Qwen2_5OmniThinkerTextModel",
+    ),
+    "paddleocr_vl_text": Model(
+        "paddleocr_vl_text",
+        {**WIDE, "use_bias": True, "rope_parameters": SECTIONS},
+        "places",
+        class_name="PaddleOCRTextModel",
+    ),
+    "emu3_text_model": Model("emu3_text_model", {**KV, "attention_bias": True}, class_name="Emu3TextModel"),
+    "qwen3_omni_moe_text": Model(
+        "qwen3_omni_moe_text",
+        {**KV, **MOE, "rms_norm_eps": 0.01, "attention_bias": True, "rope_parameters": SHORT_SECTIONS},
+        "places",
+        class_name="Qwen3OmniMoeThinkerTextModel",
+    ),
+    "granite4_vision_text": Model(
+        "granite4_vision_text", {**KV, "attention_multiplier": 0.2}, class_name="Granite4VisionTextModel"
+    ),
+    "gemma3n_text": Model(
+        "gemma3n_text",
+        {**NORMED, **TWO, **OF_EACH, "attention_bias": True, "num_kv_shared_layers": 0, "laurel_rank": 4}
+        | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40},
+    ),
+    "mimo_v2_flash": Model(
+        "mimo_v2_flash",
+        {**WIDE, **MOE, **TWO, "v_head_dim": 12, "attention_bias": True, "attention_value_scale": 1.0}
+        | {"rope_parameters": {"sliding_attention": HALF, "full_attention": {**HALF, "rope_theta": 7e3}}},
+    ),
+    "cohere2_moe": Model(  # of which layers without a window rotate in the dense prefix only
+        "cohere2_moe",
+        {**WIDE, **MOE, "attention_bias": True, "num_hidden_layers": 3, "sliding_window": 3}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
 }
 RANKS = {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 WITH_LATENTS = {

@@ -87,11 +87,12 @@ BERTS = {
 }
 OWN = {
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"), LATENT),
-    **dict.fromkeys(("bloom", "codegen", "gpt2", "gpt_bigcode", "gptj", "openai-gpt"), GPT),
+    **dict.fromkeys(("bloom", "codegen", "gpt-sw3", "gpt2", "gpt_bigcode", "gptj", "openai-gpt"), GPT),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), QWEN35),
     **{family: {"is_decoder": True, **sizes} for family, sizes in BERTS.items()},
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "falcon": {"multi_query": False, "new_decoder_architecture": False, "alibi": False},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 4},
     "gpt_neo": {"num_heads": 4, "num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 5},
     "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"] * 2},
     "helium": {"head_dim": 8},
@@ -119,9 +120,9 @@ LESS_SEEN = {  # which ask for no attention function, or whose output projection
     **{key: {"k", "v"} for key in ("megatron-bert", "rembert")},
 }
 MODELS = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-NOT_HERE = {"kimi_linear", "minimax", "modernbert-decoder"}  # which this test cannot generate with, or judges wrong
+NOT_HERE = {"dbrx", "kimi_linear", "minimax", "modernbert-decoder", "roformer"}  # which this test cannot generate with, or judges wrong
 NOT_HERE |= {  # which do behind the attention function, or outside the module, what a layer does: see docs/taps.md
-    *("granite_swa", "granitemoe_swa", "gpt_neox_japanese", "flint"),
+    *("granite_swa", "granitemoe_swa", "gpt_neox_japanese", "flint", "mimo_v2_flash"),
 }
 GENERATED = sorted(family for family in FAMILIES.keys() & MODELS.keys() - NOT_HERE if len(FAMILIES[family].stacks) == 1)
 """Families of decoders."""

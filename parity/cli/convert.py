@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from parity.cli.help import Page
-from parity.cli.layers import add_layer_options, in_flags, layer_options
+from parity.cli.layers import add_layer_options, in_flags, layer_options, warn_of_parts
 from parity.cli.messages import warn
 from parity.cli.options import add_json_option, name_list
 
@@ -75,6 +75,7 @@ def run(options: argparse.Namespace) -> int:
             **layer_options(options),
         )
     print_conversion(converted, options.to, console())
+    warn_of_parts(options.source)
     for what, names in (
         ("not in the file, which by its config.json should have them", converted.missing),
         ("left out, since they are not tensors", converted.left_out),

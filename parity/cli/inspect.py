@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from parity.cli.help import Page
-from parity.cli.layers import add_layer_options, layer_options
+from parity.cli.layers import add_layer_options, layer_options, warn_of_parts
 from parity.cli.options import add_json_option
 
 PAGE = Page(
@@ -40,6 +40,7 @@ def run(options: argparse.Namespace) -> int:
             infos[name]["quantised"] = kind
         print_inspection(options.file, file, found, console())
         told = {"file_format": file.format, "metadata": dict(file.metadata), "tensors": infos}
+    warn_of_parts(options.file)
     if options.json is not None:
         write_json(options.json, {"format": 1, **told, "layers": [asdict(layer) for layer in found]})
     return 0

@@ -6,9 +6,11 @@ import argparse
 import math
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parity.cli.messages import warn
 from parity.cli.options import flag_of
 
 if TYPE_CHECKING:
@@ -47,6 +49,19 @@ def layer_options(options: argparse.Namespace) -> dict[str, Any]:
     if theta is not None and not 0.0 < theta < math.inf:
         raise ValueError(f"--rope-theta must be positive and finite, got {theta}")
     return {**{name: getattr(options, name) for name in HEADS}, "rope": None if theta is None else Rope(theta)}
+
+
+def warn_of_parts(path: str) -> None:
+    """Say which parts of a model are passed over, and why, of a folder with a config.json."""
+    from parity.models.config import read_config
+    from parity.models.specs import unknown_parts
+
+    if not Path(path).is_dir():
+        return
+    with suppress(OSError, ValueError, RecursionError):  # whoever reads the layers says what is wrong with it
+        config = read_config(path)
+        for name, why in unknown_parts(config).items():
+            warn(f"{name or config['model_type']} is not read: {why}")
 
 
 @contextmanager

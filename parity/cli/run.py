@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from parity.backends import BACKENDS
 from parity.cli.cases import cases_named
 from parity.cli.help import Page
-from parity.cli.layers import add_layer_options, in_flags, layer_options
+from parity.cli.layers import add_layer_options, in_flags, layer_options, warn_of_parts
 from parity.cli.messages import no_framework
 from parity.cli.options import check_names, flag_of, name_list, range_list
 from parity.cli.reports import add_report_options, attention_maps, print_and_write
@@ -125,6 +125,7 @@ def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:
 
     if options.against == "transformers" and find_spec("transformers") is None:
         raise ModuleNotFoundError("--against transformers needs transformers; pip install transformers")
+    warn_of_parts(options.model)
     with progress_bar(None) as on_case, in_flags(options):
         return run_model(
             options.model,

@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     parser.add_argument("path", metavar="PATH", help="a config.json, or the folder that it lies in")
     parser.add_argument(
-        "--part", metavar="NAME", help="of a model with several parts: the key of its configuration, text_config"
+        "--part",
+        metavar="NAME",
+        help="of a model with several parts one alone: the key of its configuration, text_config",
     )
     add_json_option(parser)
 
@@ -28,18 +30,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the specifications."""
     from parity.models.config import read_config
-    from parity.models.specs import specs_of
+    from parity.models.specs import known_parts, specs_of, unknown_parts
     from parity.reporting.console import console
     from parity.reporting.json import write_json
-    from parity.reporting.models import print_layers
+    from parity.reporting.models import print_heading, print_layers
 
-    config = read_config(options.path)
-    if options.part is not None:
-        if not isinstance(config.get(options.part), dict):
-            raise ValueError(f"--part must name a part of the configuration, got {options.part}")
-        config = config[options.part]
-    layers = specs_of(config)
-    print_layers(str(config["model_type"]), layers, console())
+    config, out = read_config(options.path), console()
+    parts = known_parts(config)
+    names = (list(parts) or [""]) if options.part is None else [options.part]
+    layers = {name: specs_of(config, part=name or None) for name in names}
+    unread = unknown_parts(config) if options.part is None else {}
+    for name, found in layers.items():
+        if name:
+            print_heading(name, out)
+        print_layers(str(parts[name]["model_type"]), found, out)
+    for name, why in unread.items():
+        print_heading(name or str(config["model_type"]), out, f"not read: {why}")
     if options.json is not None:
-        write_json(options.json, {"format": 1, "layers": [layer.to_dict() for layer in layers]})
+        told = [{**layer.to_dict(), "section": name} for name, found in layers.items() for layer in found]
+        write_json(options.json, {"format": 1, "layers": told, "not_read": unread})
     return 0

@@ -15,6 +15,7 @@ from mha_spec import AttentionSpec
 from mha_spec.rules import as_count
 from parity.models.config import ABOUT_ATTENTION, SAYS_NOTHING, Config, MissingKey, Value, read_config
 from parity.models.families import FAMILIES
+from parity.models.families.not_covered import NOT_COVERED, WITHOUT_ATTENTION
 from parity.models.rules import Family, Place, Stack
 
 KINDS = {
@@ -73,13 +74,14 @@ class ModelLayer:
         return {**vars(self), "spec": spec, "origins": dict(self.origins), "shared": dict(self.shared)}
 
 
-def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLayer]:
+def specs_of(config: Mapping[str, Any] | str | os.PathLike[str], *, part: str | None = None) -> list[ModelLayer]:
     """The specification of each layer of a model of Hugging Face, by its configuration alone.
 
     Both dialects are read: `rope_parameters`, and `rope_theta` with `rope_scaling`, as it was before transformers 5.
 
     Args:
         config: the values of a configuration, or the path of a config.json, or of the folder that it lies in.
+        part: of a model with several, the key of the configuration of one: `text_config`.
 
     Returns:
         Every layer, in order, of models with several parts one part after the other; `spec` is None for those that are
@@ -89,9 +91,11 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
         OSError: if the file cannot be read.
         TypeError: if the number of layers is not an integer.
         ValueError: if the family is not known, a key is missing, one that could speak of attention is not understood or
-            makes layers that no specification has, or it is that of one part of a model with several.
+            makes layers that no specification has, or there are several parts, and none is named.
     """
     values = config if isinstance(config, Mapping) else read_config(config)
+    if part is not None:
+        values = _part(values, part)
     family = _family(values)
     read = Config(values, defaults=family.defaults)
     _check_fixed(family, read)
@@ -108,15 +112,12 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> list[ModelLa
     return layers
 
 
-SECTION = "_config"
-"""What the keys end with under which a configuration has those of the parts of its model: `text_config`."""
-
-
 def known_parts(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The configurations of the parts of a model whose families are known, by their keys; under no name its own."""
     if _is_known(config) and "text_config" not in config:
         return {"": config}
-    return {name: config[name] for name in sections_of(config) if _is_known(config[name])}
+    parts = {name: _part(config, name) for name in sections_of(config)}
+    return {name: part for name, part in parts.items() if _is_known(part)}
 
 
 def layers_of_parts(config: Mapping[str, Any]) -> list[ModelLayer]:
@@ -137,14 +138,36 @@ def sections_of(config: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, part in config.items()
-        if name.endswith(SECTION) and isinstance(part, Mapping) and part.get("model_type")
+        if isinstance(part, Mapping) and (part.get("model_type") or name in ("vision_config", "audio_config"))
     ]
+
+
+def unknown_parts(config: Mapping[str, Any]) -> dict[str, str]:
+    """Why the other parts of a model are not read, by their keys; under no name its own layers, beside the parts."""
+    known = known_parts(config)
+    others = {name: _part(config, name) for name in sections_of(config) if name not in known}
+    beside = {"": config} if config.get("model_type") in NOT_COVERED else {}
+    return {name: _why_not(part) for name, part in (beside | others).items()}
 
 
 def sections_named(label: str, sections: Iterable[str]) -> set[str]:
     """Those parts of a model whose names are in the name of a layer: that of `text_config` in `text_model.layers.0`."""
     words = label.split(".")
-    return {name for name in sections if any(word.startswith(name.removesuffix(SECTION)) for word in words)}
+    return {name for name in sections if any(word.startswith(name.removesuffix("_config")) for word in words)}
+
+
+def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The configuration of a part; older ones have no family of its own, but none or that of the whole."""
+    if name not in sections_of(config):
+        parts = _in_words(config) or "none, for the model is one"
+        raise ValueError(f"part must be a part of the model: {parts}; got part={name!r}")
+    part, whole = config[name], config.get("model_type")
+    own = part.get("model_type")
+    return part if own and own != whole else {**part, "model_type": f"{whole}_{name.removesuffix('_config')}"}
+
+
+def _in_words(config: Mapping[str, Any]) -> str:
+    return " or ".join(f"{name} ({_part(config, name)['model_type']})" for name in sections_of(config))
 
 
 def _is_known(config: Mapping[str, Any]) -> bool:
@@ -202,14 +225,25 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
 
 
 def _family(values: Mapping[str, Any]) -> Family:
-    name, known = values.get("model_type"), known_parts(values)
-    if "" in known:
-        return FAMILIES[str(name)]
-    if known:
-        raise ValueError(f"config must be that of one part of the model, got several: pass its {' or '.join(known)}")
+    if "" in known_parts(values):
+        return FAMILIES[str(values["model_type"])]
+    if sections_of(values) and values.get("model_type") not in NOT_COVERED:
+        raise ValueError(f"part must tell which part of the model: {_in_words(values)}; got part=None")
+    raise ValueError(_why_not(values))
+
+
+def _why_not(values: Mapping[str, Any]) -> str:
+    """Why a configuration without a known family is not read."""
+    name = values.get("model_type")
+    if isinstance(name, str) and name in NOT_COVERED:
+        return f"model_type {name!r} is not covered: {NOT_COVERED[name]}"
+    if name in WITHOUT_ATTENTION:
+        return f"model_type {name!r} has no attention of its own"
+    if parts := sections_of(values):
+        return f"model_type {name!r} has several parts of its own: {', '.join(parts)}"
     near = " or ".join(get_close_matches(str(name), FAMILIES, 3))
     read = [key for key in values if ABOUT_ATTENTION.search(key) and not SAYS_NOTHING.fullmatch(key)]
-    raise ValueError(
+    return (
         f"model_type must be that of one of the {len(FAMILIES)} families that docs/configurations.md lists, "
         f"got model_type={name!r}{f', near {near}' if near else ''}; a family would have to say what these keys mean: "
         f"{', '.join(sorted(read)) or 'none, for nothing here is about attention'}"

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from parity.models.specs import ModelLayer
 
 
+def print_heading(part: str, out: Console, *words: str) -> None:
+    """Print which part of a model follows, and what else there is to say of it."""
+    out.print(Text(part, style="bold underline"), *(Text(each) for each in words), sep="\n")
+
+
 def print_layers(model_type: str, layers: Sequence[ModelLayer], out: Console) -> None:
     """Print a table for all layers that are the same: fields, values, and where they come from."""
     alike: dict[object, list[ModelLayer]] = {}

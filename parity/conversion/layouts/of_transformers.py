@@ -184,6 +184,15 @@ OF_TRANSFORMERS = [
         needs_spec=True,
     ),
     _separate(
+        "MiMo-V2",
+        OF_LLAMA,
+        "mimo_v2_flash",
+        "of MiMo-V2",
+        others=beside((), sinks="attention_sink_bias"),
+        ignored=("rotary_emb.inv_freq",),
+        needs_spec=True,
+    ),
+    _separate(
         "ModernBERT-decoder",
         ("q_proj", "k_proj", "v_proj", "Wo"),
         "modernbert_decoder",
@@ -249,6 +258,16 @@ OF_TRANSFORMERS = [
         rules=("out_proj", "one width", "no groups"),
         prefixes=("transformer.blocks.{i}.attn", "blocks.{i}.attn"),
         carries=("scale", "alibi", "clip_qkv"),
+    ),
+    _layout(
+        "DBRX",
+        "Wqkv and out_proj, with fewer heads of keys and values",
+        "dbrx",
+        packed("Wqkv", "out_proj"),
+        rules=("out_proj", "one width"),
+        prefixes=("transformer.blocks.{i}.norm_attn_norm.attn", "blocks.{i}.norm_attn_norm.attn"),
+        carries=("rope", "clip_qkv"),
+        needs_spec=True,
     ),
     _layout(
         "GPTBigCode",

@@ -146,6 +146,39 @@ def _window_of_modernbert_decoder(place: Place) -> Value:
     return Value(whole.value // 2, f"{whole.origin} // 2") if place.kind == "sliding_attention" else NOTHING
 
 
+def _rotated_of_cohere2_moe(place: Place) -> Value:
+    """RoPE in layers with a window, and in those of the dense prefix where all of it sees everything."""
+    found, period = (
+        rope(pairs="interleaved")(place),
+        place.config.read("prefix_dense_sliding_window_pattern", default=1),
+    )
+    dense, prefix = place.config.find("mlp_layer_types"), place.config.read("first_k_dense_replace", default=0)
+    is_dense = dense.value[place.layer] == "dense" if dense else place.layer < prefix.value
+    if place.kind == "sliding_attention":
+        return found
+    return Value(found.value, f"{found.origin}, {period.origin}") if is_dense and period.value == 1 else NOTHING
+
+
+def _kind_of_cohere2_moe(config: Config, index: int) -> str:
+    """As `every`, of the dense prefix and of the other layers each by itself."""
+    prefix = config.read("first_k_dense_replace", default=0).value
+    if index < prefix:
+        return every(1, "prefix_dense_sliding_window_pattern")(config, index)
+    return every(4, "sliding_window_pattern")(config, index - prefix)
+
+
+def _heads_of_mimo(place: Place) -> Value:
+    """Twice as many key/value heads in layers with a window."""
+    found = place.config.read("num_key_value_heads")
+    is_local = place.kind == "sliding_attention"
+    return Value(2 * found.value, f"2 * {found.origin}, with a window") if is_local else found
+
+
+def _kind_of_mimo(config: Config, index: int) -> str:
+    """As `every`, and the first layer of all has no window."""
+    return every(6)(config, index) if index else "full_attention"
+
+
 OF_GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
 OF_GEMMA3 |= {"rms_norm_eps": 1e-6, "sliding_window": 4096, "hidden_size": 2304, "num_hidden_layers": 26}
 """What its configurations leave out, those of the larger models nearly everything."""
@@ -153,6 +186,24 @@ OF_GEMMA3 |= {"rms_norm_eps": 1e-6, "sliding_window": 4096, "hidden_size": 2304,
 
 DECODERS: dict[str, Family] = {
     **dict.fromkeys(("llama", "aria_text"), family(BIASES, rope=rope(theta=1e4))),
+    **dict.fromkeys(("internlm3", "iquestcoder", "higgs_audio_v2"), family(HEADS, WIDTH, BIASES)),
+    "csm_depth_decoder_model": family(HEADS, BIASES),
+    "paddleocr_vl_text": family(
+        HEADS,
+        WIDTH,
+        rope=rope(sections=(16, 24, 24)),
+        qkv_bias=key("use_bias", default=False),
+        out_bias=key("use_bias", default=False),
+        dropout=0.0,
+    ),
+    "emu3_text_model": family(HEADS, BIASES, dropout=key("attention_dropout", default=0.1)),
+    "qwen3_omni_moe_text": family(
+        HEADS,
+        BIASES,
+        qk_norm=norm(),
+        rope=rope(sections=(24, 20, 20), section_order="interleaved"),
+        fixed={"sliding_window": None},  # transformers reads it in no layer
+    ),
     "eurobert": family(BIASES, is_causal=False),
     "mistral": family(HEADS, window_size=asked("sliding_window"), rope=rope(theta=1e4)),
     "mixtral": family(HEADS, window_size=optional("sliding_window")),
@@ -160,7 +211,7 @@ DECODERS: dict[str, Family] = {
     "qwen2": family(HEADS, qkv_bias=True, window_size=SLIDING, kind=_qwen),
     "qwen2_moe": family(HEADS, qkv_bias=key("qkv_bias", default=True), window_size=SLIDING, kind=_qwen),
     **dict.fromkeys(
-        ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+        ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_omni_text"),
         family(HEADS, rope=rope(sections=(16, 24, 24)), qkv_bias=True, window_size=SLIDING, kind=_qwen),
     ),
     "qwen3": family(HEADS, WIDTH, BIASES, qk_norm=norm(), window_size=SLIDING, kind=_qwen),
@@ -252,6 +303,35 @@ DECODERS: dict[str, Family] = {
         kind=_kind_of_gemma4,
         fixed={"num_kv_shared_layers": 0},
     ),
+    "gemma3n_text": family(
+        HEADS,
+        WIDTH,
+        BIASES,
+        scale=1.0,
+        qk_norm=norm(),
+        v_norm=norm(weight=None),
+        window_size=SLIDING,
+        rope=rope(theta=1e6, local_theta=1e4),
+        kind=every(5),
+        defaults={"num_kv_shared_layers": 15},
+        fixed={"num_kv_shared_layers": 0},
+        says_nothing={"altup_correct_scale"},
+    ),
+    "mimo_v2_flash": family(
+        WIDTH,
+        layout="transformers.MiMo-V2",
+        num_kv_heads=_heads_of_mimo,
+        value_head_dim=asked("v_head_dim"),
+        qkv_bias=SOME_BIAS,
+        window_size=SLIDING,
+        sinks=lambda place: Value(place.kind == "sliding_attention", "with a window: this family's rule"),
+        kind=_kind_of_mimo,
+        defaults={"attention_value_scale": 0.707},
+        fixed={"attention_value_scale": 1.0},
+    ),
+    "cohere2_moe": family(
+        HEADS, WIDTH, BIASES, window_size=SLIDING, rope=_rotated_of_cohere2_moe, kind=_kind_of_cohere2_moe
+    ),
     "arcee": family(BIASES),
     "jais2": family(qkv_bias=MOST_BIAS, out_bias=MOST_BIAS),
     "solar_open": family(HEADS, WIDTH, qkv_bias=SOME_BIAS),
@@ -277,7 +357,9 @@ DECODERS: dict[str, Family] = {
     ),
     "helium": family(HEADS, WIDTH, PAIRED, qkv_bias=SOME_BIAS),
     "nemotron": family(BIASES, IN_PART),
-    "granite_docling_text": family(HEADS, BIASES, scale=key("attention_multiplier")),
+    **dict.fromkeys(
+        ("granite_docling_text", "granite4_vision_text"), family(HEADS, BIASES, scale=key("attention_multiplier"))
+    ),
     **dict.fromkeys(
         ("granite_swa", "granitemoe_swa"),
         family(

@@ -8,8 +8,9 @@ from typing import Any
 
 from mha_spec import RelativeBias
 from parity.models.config import Value
-from parity.models.families.usual import PLAIN, stack
-from parity.models.rules import Family, Place, Rule, Stack, key, of_kind
+from parity.models.families.usual import PLAIN, SOME_BIAS, stack
+from parity.models.rope import read_rope
+from parity.models.rules import Family, Place, Rule, Stack, key, of_kind, optional
 
 SAYS_NOTHING = {"scale_embedding", "scale_decoder_outputs", "max_source_positions", "max_target_positions"}
 SAYS_NOTHING |= {"static_position_embeddings", "add_bias_logits", "n_positions"}
@@ -107,6 +108,45 @@ def _t5(count: tuple[str, ...] = ("num_decoder_layers", "num_layers")) -> tuple[
     )
 
 
+# ---- Moonshine -------------------------------------------------------------------------------------------------------
+
+
+def _moonshine() -> tuple[Stack, Stack, Stack]:
+    """Heads and layers of encoder and decoder; both rotate, and what lies between them does not."""
+
+    def part(name: str, **others: Any) -> Stack:
+        own: dict[str, Any] = {
+            "part": name,
+            "count": (f"{name}_num_hidden_layers",),
+            "path": f"{name}.layers.{{i}}.self_attn",
+            "layout": "transformers.LLaMA",
+            "d_model": key("hidden_size"),
+            "num_heads": key(f"{name}_num_attention_heads"),
+            "num_kv_heads": optional(f"{name}_num_key_value_heads"),
+            "qkv_bias": SOME_BIAS,
+            "out_bias": False,
+            "dropout": key("attention_dropout", default=0.0),
+            "rope": _rope_of_moonshine(name),
+        }
+        return stack(PLAIN, own, others)
+
+    return (
+        part("encoder"),
+        part("decoder", is_causal=True),
+        part("decoder", kind=of_kind("cross_attention"), path="decoder.layers.{i}.encoder_attn", rope=None),
+    )
+
+
+def _rope_of_moonshine(part: str) -> Rule:
+    """Neighbours are pairs, in nine tenths of a head."""
+
+    def rule(place: Place) -> Value:
+        size = place.config.read("hidden_size").value // place.config.read(f"{part}_num_attention_heads").value
+        return read_rope(place.config, size, layer_type=place.kind, theta=None, fraction=0.9, pairs="interleaved")
+
+    return rule
+
+
 ENCODER_DECODERS: dict[str, Family] = {
     **dict.fromkeys(("bart", "mbart", "pegasus", "marian", "blenderbot", "blenderbot-small"), family_of(*_bart())),
     **dict.fromkeys(("m2m_100", "plbart"), family_of(*_bart(0.1))),
@@ -114,6 +154,7 @@ ENCODER_DECODERS: dict[str, Family] = {
     "mvp": family_of(*_bart(), fixed={"use_prompt": False}),
     "speech_to_text": family_of(*_bart()),
     "whisper": family_of(*_bart(qkv_bias=(True, False, True))),
+    "moonshine": replace(family_of(*_moonshine()), says_nothing=frozenset({"pad_head_dim_to_multiple_of"})),
     **dict.fromkeys(("t5", "mt5"), family_of(*_t5())),
     "umt5": family_of(*(replace(stack, shared={}) for stack in _t5())),  # each layer has a bias of its own
     "switch_transformers": family_of(*_t5(("num_decoder_layers",))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mha_spec import RelativeBias
+from mha_spec import RelativeBias, Rope
 from parity.models.config import Config, Value
 from parity.models.families.usual import PLAIN, SOME_BIAS, family
 from parity.models.rules import Family, Place, first_of, key, optional, positioned, rope
@@ -21,6 +21,9 @@ UNDROPPED: dict[str, Any] = {
     "dropout": key("attention_probs_dropout_prob", default=0.0),
     "output_dropout": key("hidden_dropout_prob", default=0.0),
 }
+
+
+UNDROPPED_SCORES: dict[str, Any] = {"dropout": UNDROPPED["dropout"]}
 
 
 def is_decoder(config: Config) -> bool:
@@ -52,6 +55,10 @@ OF_BERT = {"ln_before_adapter", "pooler_num_attention_heads", "pooler_size_per_h
 LIKE_BERT = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "data2vec-text", "xlm-roberta-xl")
 LIKE_BERT += ("xmod", "bert-generation", "roc_bert", "megatron-bert", "roberta-prelayernorm")
 
+OF_TABLES = {"aggregation_temperature", "reset_position_index_per_cell"}
+PARTS_LIKE_BERT = ("align_text_model", "bridgetower_text_model", "chinese_clip_text_model", "clap_text_model")
+PARTS_LIKE_BERT += ("dpr", "markuplm", "tapas", "visual_bert")
+
 OF_MODERNBERT: dict[str, Any] = {
     **PLAIN,
     "path": "layers.{i}.attn",
@@ -72,8 +79,16 @@ TEXT: dict[str, Family] = {
         ("layoutlm", "splinter"),
         family(BERT, is_causal=False, fixed=ABSOLUTE, says_nothing={"max_2d_position_embeddings"}),
     ),
+    **dict.fromkeys(
+        PARTS_LIKE_BERT,
+        family(BERT, is_causal=False, fixed={**ABSOLUTE, "is_decoder": False}, says_nothing=OF_TABLES),
+    ),
+    "altclip_text_model": family(BERT, UNDROPPED_SCORES, is_causal=False, path="encoder.layers.{i}.attention"),
     "rembert": family(BERT, UNDROPPED),
     "esm": family(BERT, rope=positioned("rotary", rope(theta=1e4), others=("absolute",))),
+    "roformer": family(
+        BERT, rope=Rope(pairs="interleaved"), fixed={"rotary_value": False}, says_nothing={"embedding_size"}
+    ),
     "nomic_bert": family(
         PLAIN,
         path="encoder.layers.{i}.attn",
@@ -91,6 +106,14 @@ TEXT: dict[str, Family] = {
         head_dim=optional("head_dim"),
         rope=rope(),
         dropout=key("attention_probs_dropout_prob", default=0.0),
+    ),
+    "jina_embeddings_v3": family(
+        PLAIN,
+        path="encoder.layers.{i}.mixer",
+        layout="transformers.MPT",
+        head_dim=optional("head_dim"),
+        rope=rope(),
+        dropout=key("attention_probs_dropout_prob", default=0.1),
     ),
     "distilbert": family(
         PLAIN,
@@ -139,8 +162,22 @@ VIT: dict[str, Any] = {
 }
 CLIP: dict[str, Any] = {**PLAIN, "dropout": key("attention_dropout", default=0.0)}
 
+AIMV2: dict[str, Any] = {
+    **CLIP,
+    "path": "encoder.layers.{i}.attention",
+    "qkv_bias": key("qkv_bias", default=False),
+    "out_bias": key("qkv_bias", default=False),
+}
+
 LIKE_VIT = ("vit", "deit", "dinov2", "dinov2_with_registers", "vit_msn", "ijepa", "yolos")
-LIKE_VIT += ("audio-spectrogram-transformer",)
+LIKE_VIT += ("audio-spectrogram-transformer", "flava_image_model", "flava_text_model", "flava_multimodal_model")
+LIKE_VIT += ("pixio",)
+LIKE_CLIP = ("clip_vision_model", "siglip_vision_model", "siglip_text_model", "chinese_clip_vision_model")
+LIKE_CLIP += ("siglip2_text_model", "siglip2_vision_model", "altclip_vision_model", "clipseg_vision_model")
+LIKE_CLIP += ("git_vision_model", "idefics2_vision", "idefics3_vision", "smolvlm_vision", "kosmos_2_vision_model")
+LIKE_CLIP += ("metaclip_2_vision_model", "owlvit_vision_model", "owlv2_vision_model", "phi4_multimodal_vision")
+TEXT_OF_CLIP = ("clip_text_model", "clipseg_text_model", "groupvit_text_model", "metaclip_2_text_model")
+TEXT_OF_CLIP += ("owlvit_text_model", "owlv2_text_model", "xclip_text_model")
 
 IMAGES: dict[str, Family] = {
     **dict.fromkeys(
@@ -148,7 +185,7 @@ IMAGES: dict[str, Family] = {
         family(VIT, says_nothing={"use_mid_position_embeddings"}),
     ),
     **dict.fromkeys(
-        ("clip_vision_model", "siglip_vision_model", "siglip_text_model", "chinese_clip_vision_model"),
+        LIKE_CLIP,
         family(CLIP, says_nothing={"vision_use_head"}),
     ),
     **dict.fromkeys(
@@ -160,14 +197,9 @@ IMAGES: dict[str, Family] = {
             says_nothing={"use_absolute_position_embeddings", "layer_scale_init_value", "use_auxiliary_head"},
         ),
     ),
-    "aimv2_vision_model": family(
-        CLIP,
-        path="encoder.layers.{i}.attention",
-        qkv_bias=key("qkv_bias", default=False),
-        out_bias=key("qkv_bias", default=False),
-        says_nothing={"use_head"},
-    ),
-    "clip_text_model": family(CLIP, is_causal=True),
+    **dict.fromkeys(("aimv2_vision_model", "ovis2_vision"), family(AIMV2, says_nothing={"use_head"})),
+    "aimv2_text_model": family(AIMV2, is_causal=True),
+    **dict.fromkeys(TEXT_OF_CLIP, family(CLIP, is_causal=True)),
 }
 
 # ---- Speech ----------------------------------------------------------------------------------------------------------
@@ -182,6 +214,20 @@ SPEECH: dict[str, Family] = {
             says_nothing={"conv_bias", "contrastive_logits_temperature"},
         ),
     ),
+    **dict.fromkeys(
+        ("qwen2_audio_encoder", "voxtral_encoder", "audioflamingo3_encoder", "moss_transcribe_diarize_audio"),
+        family(
+            PLAIN,
+            path="layers.{i}.self_attn",
+            count=("encoder_layers", "num_hidden_layers"),
+            d_model=key("d_model", "hidden_size"),
+            num_heads=key("encoder_attention_heads", "num_attention_heads"),
+            qkv_bias=(True, False, True),
+            dropout=key("attention_dropout", default=0.0),
+            says_nothing={"scale_embedding", "max_source_positions"},
+        ),
+    ),
 }
+"""Of audio: Wav2Vec2 and what followed it, and Whisper's encoder by itself."""
 
 ENCODERS: dict[str, Family] = {**TEXT, **IMAGES, **SPEECH}

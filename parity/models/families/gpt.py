@@ -8,6 +8,7 @@ from typing import Any
 from mha_spec import Alibi, Rope
 from parity.models.config import Config, MissingKey, Value
 from parity.models.families.usual import IN_PART, MOST_BIAS, PLAIN, family
+from parity.models.rope import read_rope
 from parity.models.rules import NOTHING, Family, Place, Rule, key, norm, only, optional, rope, where
 
 
@@ -93,6 +94,18 @@ def _in_section(name: str, rule: Rule) -> Rule:
     return lambda place: rule(place._replace(config=place.config.section(name)))
 
 
+def _rope_of_dbrx(place: Place) -> Value:
+    """Its released files say the base among the keys of attention, transformers for the model."""
+    own = place.config.section("attn_config").find("rope_theta")
+    if own is None or "rope_theta" in place.config or "rope_parameters" in place.config:
+        size = place.config.read("d_model", "hidden_size").value // place.config.read("n_heads").value
+        found = read_rope(place.config, size, layer_type=place.kind, theta=None)
+        if own is not None and own.value != found.value.theta:
+            raise ValueError(f"attn_config.rope_theta must be {found.origin}={found.value.theta}, got {own.value}")
+        return found
+    return Value(Rope(own.value), own.origin)
+
+
 OF_MPT = {"attn_type": "multihead_attention", "alibi": True, "alibi_bias_max": 8, "prefix_lm": False, "qk_ln": False}
 OF_MPT |= {"attn_uses_sequence_id": False}
 """Its released code reads these keys, that of transformers none of them."""
@@ -146,20 +159,23 @@ GPT_LIKE: dict[str, Family] = {
         out_bias=True,
         qk_norm=where("qk_layernorm", norm("layer", bias=True, eps="layer_norm_eps")),
     ),
-    "gpt2": family(
-        path="h.{i}.attn",
-        layout="transformers.GPT2",
-        d_model=key("n_embd"),
-        num_heads=key("n_head"),
-        num_kv_heads=None,
-        head_dim=None,
-        qkv_bias=True,
-        out_bias=True,
-        rope=None,
-        scale=_scale_of_gpt2,
-        dropout=key("attn_pdrop", default=0.1),
-        output_dropout=key("resid_pdrop", default=0.1),
-        says_nothing={"reorder_and_upcast_attn", "n_positions"},
+    **dict.fromkeys(
+        ("gpt2", "gpt-sw3", "imagegpt"),
+        family(
+            path="h.{i}.attn",
+            layout="transformers.GPT2",
+            d_model=key("n_embd"),
+            num_heads=key("n_head"),
+            num_kv_heads=None,
+            head_dim=None,
+            qkv_bias=True,
+            out_bias=True,
+            rope=None,
+            scale=_scale_of_gpt2,
+            dropout=key("attn_pdrop", default=0.1),
+            output_dropout=key("resid_pdrop", default=0.1),
+            says_nothing={"reorder_and_upcast_attn", "n_positions"},
+        ),
     ),
     "bloom": family(
         path="h.{i}.self_attention",
@@ -257,6 +273,19 @@ GPT_LIKE: dict[str, Family] = {
         dropout=_in_section("attn_config", key("attn_pdrop", default=0.0)),
         fixed={"no_bias": True, **{f"attn_config.{name}": value for name, value in OF_MPT.items()}},
         says_nothing=OF_SECTIONS,
+    ),
+    "dbrx": family(
+        path="blocks.{i}.norm_attn_norm.attn",
+        layout="transformers.DBRX",
+        count=("n_layers", "num_hidden_layers"),
+        d_model=key("d_model", "hidden_size"),
+        num_heads=key("n_heads", "num_attention_heads"),
+        num_kv_heads=_in_section("attn_config", key("kv_n_heads", default=1)),
+        head_dim=None,
+        rope=_rope_of_dbrx,
+        clip_qkv=_in_section("attn_config", optional("clip_qkv")),
+        dropout=_in_section("attn_config", key("attn_pdrop", default=0.0)),
+        says_nothing={*OF_SECTIONS, "num_key_value_heads"},
     ),
     "opt": family(
         PLAIN_DECODER,
