@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--axes", choices=("BNTH", "BTNH", "BTE"), help="of the inputs, where they cannot be inferred")
     parser.add_argument("--mask-name", metavar="NAME", help="the parameter that takes the mask")
     parser.add_argument("--mask-true", choices=("hides", "shows"), help="what True in a mask does")
+    parser.add_argument("--padding-true", choices=("hides", "shows"), help="what True in a padding mask does")
     parser.add_argument("--causal-name", metavar="NAME", help="the parameter that is the causal flag")
     parser.add_argument("--causal", choices=("top-left", "bottom-right"), help="how it is aligned")
     add_json_option(parser)
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     if options.timeout is not None and not options.timeout > 0:
         raise ValueError(f"--timeout must be above 0, got {options.timeout:g}")
     wanted = _wanted(options.only, options.skip)
-    claims = ("framework", "axes", "mask_name", "mask_true", "causal_name", "causal")
+    claims = ("framework", "axes", "mask_name", "mask_true", "padding_true", "causal_name", "causal")
     view = view_of(options.subject, **{name: getattr(options, name) for name in claims})
     fit, reasons = planted_in(view)
     names = [name for name in fit if name in wanted]
@@ -64,10 +65,10 @@ def run(options: argparse.Namespace) -> int:
     tests = Tests(options.subject, view, options.tests, options.timeout)
     with progress_bar(1 + len(names)) as on_mistake:
         outcomes = list(mutate(tests, names, jobs=options.jobs, on_mistake=on_mistake))
-    print_mutations(options.subject, outcomes, left_out, console())
+    print_mutations(options.subject, outcomes, left_out, console(), view.note)
     if options.json is not None:
         found = {"outcomes": [outcome.to_dict() for outcome in outcomes], "not_planted": left_out}
-        write_json(options.json, {"format": 1, "subject": options.subject, "found_out": view.note, **found})
+        write_json(options.json, {"format": 1, "subject": options.subject, "not_examined": view.note, **found})
     return 0 if all(outcome.is_caught for outcome in outcomes) else 1
 
 

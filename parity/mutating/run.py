@@ -30,8 +30,8 @@ class Status(Enum):
     """What became of a mistake; all but the first two are gaps.
 
     `NOTICED`: the tests fail, and what the callable gives is changed; `REFUSED`: the callable raises an error by
-    itself, whatever the tests look at; `SURVIVED`: the tests pass; `UNCHANGED`: no call gives anything else than without it;
-    `NOT_REACHED`: no call allows it, such as one with a mask; `TIMED_OUT`.
+    itself, whatever the tests look at; `SURVIVED`: the tests pass; `UNCHANGED`: no call gives anything else than
+    without it; `NOT_REACHED`: no call allows it, such as one with a mask; `TIMED_OUT`.
     """
 
     NOTICED = "noticed"

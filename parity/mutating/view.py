@@ -39,6 +39,11 @@ PROJECTIONS = {
 }
 """What a projection may be called: a parameter, a key of `weights` or an attribute of a module."""
 
+BIASES = {f"{name}_proj": (f"b{name}", f"b_{name}", f"{name}_bias", f"{name}_proj_bias") for name in "qkv"} | {
+    "out_proj": ("bo", "b_o", "o_bias", "out_bias", "out_proj_bias", "o_proj_bias")
+}
+"""What the bias of a projection may be called as a parameter."""
+
 WORDS = {
     "mask": "mask",
     "is_causal": "causal flag",
@@ -51,18 +56,20 @@ WORDS = {
     "cos": "cosines and sines",
     "window": "window",
     "soft_cap": "soft cap",
+    "scale": "scale",
     "sinks": "sinks",
 }
 OTHER_NEEDS = {
     "heads": "its inputs are not split into heads",
     "layer": "its inputs are split into heads",
     "polarity": "what True in its mask does is not known: declare it (--mask-true)",
-    "padding polarity": "what True in its padding mask does could not be found out",
+    "padding polarity": "what True in its padding mask does is not known: declare it (--padding-true)",
     "top-left": "its causal flag is aligned to the last key already, or not known",
     "bottom-right": "its causal flag is aligned to the first key already, or not known",
     "groups": "it takes no fewer key/value heads than query heads",
     "ours": "ours cannot stand in for it: it is no function of split heads that gives what ours gives",
     "projections": "it has no projections: neither a module's nor weights among its parameters",
+    "biases": "it has no biases of projections",
 }
 """Why a mistake cannot be planted in a callable that lacks something, beside parameters."""
 
@@ -81,7 +88,7 @@ class View:
         causal: how its flag is aligned, `top-left` or `bottom-right`; empty if unknown.
         has_groups: whether it takes fewer key/value heads.
         is_ours: whether it gives what ours gives, so that ours can stand in for it.
-        projections: whether it has any.
+        projections, biases: whether it may have any, of its module or among its parameters.
         note: what could not be found out, and why.
     """
 
@@ -96,6 +103,7 @@ class View:
     has_groups: bool = False
     is_ours: bool = False
     projections: bool = False
+    biases: bool = False
     note: str = ""
 
     @classmethod
@@ -116,6 +124,7 @@ class View:
             "groups": self.has_groups,
             "ours": self.is_ours,
             "projections": self.projections,
+            "biases": self.biases,
             "padding": bool(self.roles.keys() & {"padding", "lengths"}),
             "cos": "position_embeddings" in self.roles or self.roles.keys() >= {"cos", "sin"},
         }
@@ -149,6 +158,7 @@ def view_of(
     axes: str | None = None,
     mask_name: str | None = None,
     mask_true: str | None = None,
+    padding_true: str | None = None,
     causal_name: str | None = None,
     causal: str | None = None,
 ) -> View:
@@ -173,7 +183,7 @@ def view_of(
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework must be declared as torch or jax (--framework) where it cannot be seen: {target}")
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    projected = {name for names in PROJECTIONS.values() for name in names} - {*roles.values()}
+    has_weights, left = is_method or "weights" in roles, parameters.keys() - {*roles.values()}
     plain = View(
         framework,
         axes or "",
@@ -181,17 +191,23 @@ def view_of(
         tuple(name for name, parameter in parameters.items() if parameter.default is None),
         roles,
         mask_true or "",
+        padding_true or "",
         causal=causal or "",
-        projections=is_method or "weights" in roles or bool(projected & parameters.keys()),
+        projections=has_weights or any(left & {*names} for names in PROJECTIONS.values()),
+        biases=has_weights or any(left & {*names} for names in BIASES.values()),
     )
     declared = {"axes": axes, "mask_name": mask_name, "mask_true": mask_true, "causal_name": causal_name}
     try:
         subject = subject_of(found, target, framework=framework, causal=causal, **declared)  # type: ignore[arg-type]
-        return _examined(plain, subject)
+        found_out = _examined(plain, subject)
     except (ValueError, TypeError, Refused, Failed) as error:
         if not axes and {"key", "value"} <= roles.keys() and not plain.projections:
             raise ValueError(f"axes must be declared (--axes) where they cannot be found out: {error}") from error
         return replace(plain, axes=axes or "BTE", note=str(error).split("\n")[0])
+    if mask_true and mask_true != found_out.mask_true:
+        seen = found_out.mask_true or "neither"
+        raise ValueError(f"mask_true must be what True does in the mask of {target}, got {mask_true}; seen: {seen}")
+    return found_out
 
 
 def _roles(
@@ -228,13 +244,8 @@ def _examined(view: View, subject: Subject) -> View:
     exam = Examination(subject, ("float32",))
     found = replace(view, axes=subject.axes)
     if "mask" in subject.takes and exam.polarity.true.means_something:
-        seen = exam.polarity.true.value
-        if view.mask_true and view.mask_true != seen:
-            raise ValueError(
-                f"mask_true must be what is seen of {subject.name}, got {view.mask_true}: {exam.polarity.seen}"
-            )
-        found = replace(found, mask_true=seen)
-    if subject.padding == "mask":
+        found = replace(found, mask_true=exam.polarity.true.value)
+    if subject.padding == "mask" and not view.padding_true:
         with suppress(Refused, Failed):
             found = replace(found, padding_true="hides" if exam.padding_true_hides else "shows")
     if not found.causal and "is_causal" in subject.takes:

@@ -20,7 +20,9 @@ STYLES = {
 }
 
 
-def print_mutations(target: str, outcomes: Sequence[Outcome], left_out: Mapping[str, str], out: Console) -> None:
+def print_mutations(
+    target: str, outcomes: Sequence[Outcome], left_out: Mapping[str, str], out: Console, note: str = ""
+) -> None:
     """Print what became of each mistake, which were left out and why, and how many are noticed.
 
     Args:
@@ -28,6 +30,7 @@ def print_mutations(target: str, outcomes: Sequence[Outcome], left_out: Mapping[
         outcomes: one for each mistake.
         left_out: mistakes that cannot be planted there, with the reason.
         out: a console, see `parity.reporting.console.console`.
+        note: why the callable could not be examined beforehand, if it could not.
     """
     if outcomes:
         table = begin_table(out, f"Mistakes planted in {target}")
@@ -37,6 +40,8 @@ def print_mutations(target: str, outcomes: Sequence[Outcome], left_out: Mapping[
         for outcome in outcomes:
             table.add_row(outcome.mistake, outcome.page, Text(_words(outcome), style=STYLES[outcome.status]))
         out.print(table)
+    if note:
+        out.print(Text(f"\nnot examined, so that only what is declared is known: {note}", style="dim"), soft_wrap=True)
     by_reason: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         by_reason.setdefault(reason, []).append(name)

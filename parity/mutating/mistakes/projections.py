@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from parity.conformance.discover import HEADS
 from parity.mutating.calls import Call, Function, Planted, Run
-from parity.mutating.view import PROJECTIONS
+from parity.mutating.view import BIASES, PROJECTIONS
 
-KERNELS, BIASES = ("weight", "kernel", "w"), ("bias", "b")
+LEAVES = {"weight": "weight", "kernel": "weight", "w": "weight", "bias": "bias", "b": "bias"}
 Arrays = dict[str, Any]
 
 
@@ -34,14 +35,13 @@ def _leaf(words: list[str]) -> str:
     if not words:
         return ""
     last = words[-1]
-    leaf = "weight" if last in KERNELS else "bias" if last in BIASES else ""
+    leaf = LEAVES.get(last, "")
     for projection, aliases in PROJECTIONS.items():
-        letter = projection[0]
         if leaf and len(words) > 1 and words[-2] in aliases:
             return f"{projection}.{leaf}"
         if last in aliases:
             return f"{projection}.weight"
-        if last in (f"b{letter}", f"b_{letter}", f"{letter}_bias", f"{projection}_bias"):
+        if last in BIASES[projection]:
             return f"{projection}.bias"
     return ""
 
@@ -171,6 +171,38 @@ def _no_out_proj(call: Call, arrays: Arrays) -> Arrays | None:
     return {"out_proj.weight": identity} | (_without_bias("out_proj")(call, arrays) or {})
 
 
+def _width(call: Call, kernel: Any) -> int:
+    """N * H, by a kernel (in, N, H), torch's (out, in) or JAX's (in, out)."""
+    if kernel.ndim == 3:
+        return kernel.shape[-2] * kernel.shape[-1]
+    return kernel.shape[0 if call.view.framework == "torch" else -1]
+
+
+def _head_dim(call: Call, kernel: Any) -> int | None:
+    """H, by the number of heads that the module or the call says; None where the width of q is not to be seen."""
+    if kernel.ndim == 3:
+        return kernel.shape[-1]
+    told = [getattr(call.owner, name, None) if call.owner is not None else call.named(name) for name in HEADS]
+    num_heads = next((number for number in told if isinstance(number, int) and number > 0), None)
+    if num_heads is None or (call.owner is None and not _is_square(kernel)):
+        return None
+    return _width(call, kernel) // num_heads
+
+
+def _scaled(power: Callable[[int, int], float]) -> Callable[[Call, Arrays], Arrays | None]:
+    """Queries multiplied where they are projected; `power` takes H and the width of q."""
+
+    def change(call: Call, arrays: Arrays) -> Arrays | None:
+        kernel = arrays.get("q_proj.weight")
+        size = None if kernel is None else _head_dim(call, kernel)
+        if not size:
+            return None
+        factor = power(size, _width(call, kernel))
+        return {name: x * factor for name, x in arrays.items() if name.startswith("q_proj.")}
+
+    return change
+
+
 PROJECTED = (
     *(
         Planted(
@@ -194,10 +226,18 @@ PROJECTED = (
         Planted(
             f"{name}-bias-missing",
             f"the bias of {name} is missing",
-            ("layer", "projections"),
+            ("layer", "projections", "biases"),
             _with(_without_bias(name)),
         )
         for name in ("q_proj", "v_proj", "out_proj")  # one of keys adds the same to every score of a query
+    ),
+    *(
+        Planted(name, about, ("layer", "projections"), _with(_scaled(power)))
+        for name, about, power in (
+            ("scale-missing", "the scale of the scores is missing", lambda size, _: size**0.5),
+            ("scale-squared", "the scale is applied twice", lambda size, _: size**-0.5),
+            ("scale-by-d-model", "the scale is 1 / sqrt(d_model)", lambda size, width: (size / width) ** 0.5),
+        )
     ),
     Planted("out-proj-missing", "the output is not projected", ("layer", "projections"), _with(_no_out_proj)),
 )
