@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Plant the mistakes, and print what became of them."""
     from parity.mutating.mistakes import planted_in
-    from parity.mutating.run import Tests, mutate
+    from parity.mutating.run import Suite, mutate
     from parity.mutating.view import view_of
     from parity.reporting.console import console, progress_bar
     from parity.reporting.json import write_json
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
             f"--only must leave a mistake that can be planted in {options.subject}, got none: "
             + "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
         )
-    tests = Tests(options.subject, view, options.tests, options.timeout)
+    tests = Suite(options.subject, view, options.tests, options.timeout)
     with progress_bar(1 + len(names)) as on_mistake:
         outcomes = list(mutate(tests, names, jobs=options.jobs, on_mistake=on_mistake))
     print_mutations(options.subject, outcomes, left_out, console(), view.note)

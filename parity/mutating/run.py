@@ -93,7 +93,7 @@ class Run:
         return next((more for kind, more in self.told if kind == event), None)
 
 
-class Tests:
+class Suite:
     """A user's tests as a command, which can be run with a mistake in the callable.
 
     Args:
@@ -178,7 +178,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def baseline(tests: Tests) -> Run:
+def baseline(tests: Suite) -> Run:
     """The tests without a mistake.
 
     Raises:
@@ -212,7 +212,7 @@ def _last(text: str) -> str:
 
 
 def mutate(
-    tests: Tests,
+    tests: Suite,
     names: Sequence[str],
     *,
     jobs: int = 1,

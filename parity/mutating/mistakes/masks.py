@@ -129,7 +129,10 @@ def _unasked(call: Call) -> Call | None:
 def _padding(
     of_mask: Callable[[Call, Any], Any], of_lengths: Callable[[Any, int], Any]
 ) -> Callable[[Call], Run | None]:
-    """Padding hidden elsewhere: `of_mask` takes where it hides (B, S), `of_lengths` the lengths (B,) and S."""
+    """Padding hidden elsewhere: `of_mask` takes where it hides (B, S), `of_lengths` the lengths (B,) and S.
+
+    Lengths say no side: None where they cannot be wrong so.
+    """
 
     def change(call: Call) -> Call | None:
         padding, lengths = call.get("padding"), call.get("lengths")
@@ -140,7 +143,8 @@ def _padding(
             other = other if call.view.padding_true == "hides" else ~other
             return call.but(padding=other if "bool" in str(padding.dtype) else call.xp.where(other, 1, 0))
         if lengths is not None:
-            return call.but(lengths=of_lengths(lengths, call.lengths[1]))
+            shifted = of_lengths(lengths, call.lengths[1])
+            return None if shifted is None else call.but(lengths=shifted)
         return None
 
     return with_call(change)
@@ -198,7 +202,7 @@ MASKS = (
         "padding-on-the-left",
         "padding is hidden on the left, and lies on the right",
         ("padding", "padding polarity"),
-        _padding(_reversed, lambda lengths, s: lengths),
+        _padding(_reversed, lambda lengths, s: None),
     ),
     Planted(
         "padding-off-by-one",
@@ -210,7 +214,7 @@ MASKS = (
         "padding-off-by-minus-one",
         "one key that is no padding is hidden",
         ("padding", "padding polarity"),
-        _padding(_shifted(-1), lambda lengths, s: lengths - (lengths > 0)),
+        _padding(_shifted(-1), lambda lengths, s: lengths + -1 * (lengths > 0)),
     ),
 )
 """What is planted in masks. Of the two alignments of the causal one it has one, and the other is planted."""

@@ -8,29 +8,31 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec
-from parity.core.cases import Case
-from parity.core.problem import make_problem
-from parity.diagnosis.mistakes import Plan
-from parity.diagnosis.selftest import plan_of
 from parity.mutating.calls import Call, Function, Planted, Run, on_output
 from parity.mutating.compare import Unfit, is_traced, same
 from parity.mutating.mistakes.masks import FORBIDDEN
 
+if TYPE_CHECKING:
+    from parity.diagnosis.mistakes import Plan
+
 UNKNOWN = ("padding", "lengths", "bias", "sinks", "soft_cap", "window", "cos", "positions", "cache")
 """What ours is not given: a call with one of them stays the user's."""
-
-CASE = Case("ours", AttentionSpec(32, 4), "any that has a mask", seq_len=5, is_causal=True)
 
 
 @cache
 def _plan(name: str, backend: str) -> Plan:
     """A known mistake in the functions of a sibling; the mistakes here do not depend on the case."""
-    return plan_of(name, make_problem(CASE, "float32"), backend)
+    from mha_spec import AttentionSpec
+    from parity.core.cases import Case  # these take longer to import than most tests run
+    from parity.core.problem import make_problem
+    from parity.diagnosis.selftest import plan_of
+
+    case = Case("ours", AttentionSpec(32, 4), "any that has a mask", seq_len=5, is_causal=True)
+    return plan_of(name, make_problem(case, "float32"), backend)
 
 
 def _four_axes(call: Call, x: Any) -> Any:
