@@ -4,7 +4,8 @@ import json
 import re
 import sys
 import textwrap
-from dataclasses import replace
+import types
+from dataclasses import asdict, replace
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,9 @@ from flax import nnx
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-import mha_torch
 from parity.cli.main import main
 from parity.diagnosis.mistakes import page_by_mistake
+from parity.mutating import plant, record
 from parity.mutating.calls import Call
 from parity.mutating.compare import Unfit, same
 from parity.mutating.mistakes import MISTAKES, OWN_PAGES, names, page_of, planted_in
@@ -532,6 +533,62 @@ def test_a_command_that_is_not_there_is_refused(project, capsys):
     assert "no-such-command" in capsys.readouterr().err
 
 
+# ---- In the process of the tests -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def planting(tmp_path, monkeypatch):
+    """Puts a mistake in the place of a function of a module; what was told meanwhile."""
+
+    def plant_in(function, mistake, view):
+        module = types.ModuleType("mine")
+        module.attention = function
+        made = {"attribute": "attention", "mistake": mistake, "view": asdict(view), "record": str(tmp_path / "record")}
+        monkeypatch.setattr(record, "order", lambda: made)
+        monkeypatch.setattr(plant, "order", lambda: made)
+        monkeypatch.setattr(record, "_told", set())
+        plant.plant(module)
+        return module.attention, lambda: [event for event, _ in record.events(tmp_path / "record")]
+
+    return plant_in
+
+
+def test_a_call_is_compared_without_leaving_anything_behind(planting):
+    view = replace(VIEW, order=("q", "k", "v", "cache"), roles={**VIEW.roles, "cache": "cache"})
+
+    def with_cache(q, k, v, cache):
+        cache.append(k)
+        return attention(q, torch.cat(cache, 2), v) + torch.rand(())
+
+    function, told = planting(with_cache, "q-heads-reversed", view)
+    cache = []
+    torch.manual_seed(0)
+    found = function(Q, K, V, cache)
+    torch.manual_seed(0)
+    torch.testing.assert_close(found, attention(Q.flip(1), K, V) + torch.rand(()))
+    assert len(cache) == 1
+    assert told() == ["planted", "called", "reached", "changed"]
+
+
+def test_what_cannot_be_copied_is_told(planting):
+    class Stuck:
+        def __deepcopy__(self, memo):
+            raise TypeError("it is locked")
+
+    view = replace(VIEW, order=("q", "k", "v", "cache"))
+    function, told = planting(lambda q, k, v, cache: attention(q, k, v), "scale-missing", view)
+    function(Q, K, V, Stuck())
+    assert told() == ["planted", "called", "uncompared", "reached"]
+
+
+def test_with_no_mistake_it_is_told_which_a_call_allows(planting):
+    function, _ = planting(attention, "", VIEW)
+    torch.testing.assert_close(function(Q, K, V, is_causal=True), attention(Q, K, V, is_causal=True))
+    allowed = {more for event, more in record._told if event == "fits"}
+    assert {"causal-ignored", "causal-off-by-one", "scale-missing"} <= allowed
+    assert not allowed & {"mask-flipped", "causal-unasked", "kv-heads-tiled", "scale-ignored"}
+
+
 # ---- Verdicts --------------------------------------------------------------------------------------------------------
 
 
@@ -565,7 +622,6 @@ def test_a_run_that_takes_too_long_is_ended():
 def test_the_siblings_are_seen_as_they_are():
     view = view_of("mha_torch:scaled_dot_product_attention", mask_name="mask")
     assert (view.axes, view.mask_true, view.has_groups, view.is_ours) == ("BNTH", "hides", True, True)
-    assert mha_torch.scaled_dot_product_attention is not None
 
 
 def test_a_traced_call_takes_ours_only_where_both_are_equal():

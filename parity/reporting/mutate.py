@@ -32,14 +32,13 @@ def print_mutations(
         out: a console, see `parity.reporting.console.console`.
         note: why the callable could not be examined beforehand, if it could not.
     """
-    if outcomes:
-        table = begin_table(out, f"Mistakes planted in {target}")
-        table.add_column("mistake", no_wrap=True)
-        table.add_column("page (mha-parity bugs …)", no_wrap=True)
-        table.add_column("noticed by", overflow="fold")
-        for outcome in outcomes:
-            table.add_row(outcome.mistake, outcome.page, Text(_words(outcome), style=STYLES[outcome.status]))
-        out.print(table)
+    table = begin_table(out, f"Mistakes planted in {target}")
+    table.add_column("mistake", no_wrap=True)
+    table.add_column("page (mha-parity bugs …)", no_wrap=True)
+    table.add_column("noticed by", overflow="fold")
+    for outcome in outcomes:
+        table.add_row(outcome.mistake, outcome.page, Text(_words(outcome), style=STYLES[outcome.status]))
+    out.print(table)
     if note:
         out.print(Text(f"\nnot examined, so that only what is declared is known: {note}", style="dim"), soft_wrap=True)
     by_reason: dict[str, list[str]] = {}
@@ -55,8 +54,8 @@ def print_mutations(
         out.print(Text(line, style="red"), soft_wrap=True)
     counts = {status: sum(outcome.status is status for outcome in outcomes) for status in Status}
     verdict = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
-    is_well = bool(outcomes) and all(outcome.is_caught for outcome in outcomes)
-    words = f"{len(outcomes)} mistakes planted: {verdict}" if outcomes else "no mistake could be planted"
+    is_well = all(outcome.is_caught for outcome in outcomes)
+    words = f"{len(outcomes)} mistake{'s' if len(outcomes) != 1 else ''} planted: {verdict}"
     out.print(Text(words, style="bold green" if is_well else "bold red"), soft_wrap=True)
 
 
