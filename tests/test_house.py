@@ -30,6 +30,7 @@ ROOMS = [
     ["diagnosis"],
     ["running"],
     ["conformance"],
+    ["mutating"],
     ["bench"],
     ["reporting"],
     ["testing"],

@@ -114,19 +114,8 @@ def subject_of(
     framework = framework or framework_of(target)
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework must be declared as torch or jax where it cannot be seen, got {name}")
-    parameters = _parameters(target)
-    declared = {"mask": mask_name, "is_causal": causal_name}
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in (parameters or {}).values())
-    for role, wanted in declared.items():
-        if wanted and parameters is not None and wanted not in parameters and not takes_any:
-            raise ValueError(f"{role} must be a parameter of {name}, got {wanted!r}; there are {', '.join(parameters)}")
-    roles: dict[str, str] = {}
-    for role, names in ROLES.items():
-        found = next((known for known in names if known in (parameters or ())), "")
-        if found := found if declared.get(role) is None else declared[role]:
-            roles[role] = found
-    if mask_name is None and "mask" not in roles:
-        _check_for_a_mask(name, parameters, roles)
+    parameters = parameters_of(target)
+    roles = roles_of(name, parameters, mask_name=mask_name, causal_name=causal_name)
     if library is not None:
         num_heads = num_heads or _size(target, HEADS)
         roles.pop("dropout", None)  # the module's own
@@ -153,6 +142,38 @@ def subject_of(
     return subject if d_model or not subject.is_layer else _with_width(subject, _widths(target, library))
 
 
+def roles_of(
+    name: str,
+    parameters: Mapping[str, inspect.Parameter] | None,
+    *,
+    mask_name: str | None = None,
+    causal_name: str | None = None,
+) -> dict[str, str]:
+    """What the parameters of a user's attention are for: their names, by the keys of `ROLES`.
+
+    Args:
+        name: of the attention, for the messages.
+        parameters: of its call, see `parameters_of`.
+        mask_name, causal_name: names that are declared; `""` says that it has none.
+
+    Raises:
+        ValueError: if a name that is declared is none of them, or one may be a mask by a name that is not known.
+    """
+    declared = {"mask": mask_name, "is_causal": causal_name}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in (parameters or {}).values())
+    for role, wanted in declared.items():
+        if wanted and parameters is not None and wanted not in parameters and not takes_any:
+            raise ValueError(f"{role} must be a parameter of {name}, got {wanted!r}; there are {', '.join(parameters)}")
+    roles: dict[str, str] = {}
+    for role, names in ROLES.items():
+        found = next((known for known in names if known in (parameters or ())), "")
+        if found := found if declared.get(role) is None else declared[role]:
+            roles[role] = found
+    if mask_name is None and "mask" not in roles:
+        _check_for_a_mask(name, parameters, roles)
+    return roles
+
+
 def _check_for_a_mask(name: str, parameters: Mapping[str, inspect.Parameter] | None, roles: Mapping[str, str]) -> None:
     """Refuse to examine without a mask what may take one by a name that is not known."""
     if parameters is None:
@@ -173,7 +194,7 @@ def _check_for_a_mask(name: str, parameters: Mapping[str, inspect.Parameter] | N
 
 def _made(target: Any, name: str) -> Any:
     """The module that a class or factory makes; anything else as it is."""
-    parameters = _parameters(target)
+    parameters = parameters_of(target)
     required = [
         parameter
         for parameter in (parameters or {}).values()
@@ -192,7 +213,7 @@ def _made(target: Any, name: str) -> Any:
     return target
 
 
-def _parameters(target: Any) -> Mapping[str, inspect.Parameter] | None:
+def parameters_of(target: Any) -> Mapping[str, inspect.Parameter] | None:
     """The parameters of a call, or None where a compiled function does not tell."""
     if not inspect.isclass(target) and hasattr(target, "forward") and not inspect.isroutine(target):
         target = target.forward

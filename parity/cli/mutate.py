@@ -1,0 +1,85 @@
+"""`mha-parity mutate`."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+
+from parity.cli.help import Page
+from parity.cli.options import add_json_option, name_list
+
+PAGE = Page(
+    "would your tests notice? plant known mistakes in your own attention",
+    "Plant known mistakes in your own attention, one at a time, run your tests for each, and show which mistakes leave "
+    "them green.",
+    "mha-parity mutate my_package.attention:attention --jobs 2 -- pytest -q tests/test_attention.py",
+    "every mistake was noticed",
+    "one was not",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("subject", metavar="PKG.MODULE:CALLABLE", help="a function, or a class of modules")
+    parser.add_argument("tests", nargs="+", metavar="COMMAND", help="after --, what runs the tests: pytest …")
+    parser.add_argument("--only", type=name_list, metavar="GLOBS", help="names of mistakes, such as 'mask*,scale*'")
+    parser.add_argument("--skip", type=name_list, metavar="GLOBS", help="those to leave out")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once, 1 by default")
+    parser.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help="of one run; ten times the first, at least 60, by default"
+    )
+    parser.add_argument("--framework", choices=("torch", "jax"), help="of a function, where its module has both")
+    parser.add_argument("--axes", choices=("BNTH", "BTNH", "BTE"), help="of the inputs, where they cannot be inferred")
+    parser.add_argument("--mask-name", metavar="NAME", help="the parameter that takes the mask")
+    parser.add_argument("--mask-true", choices=("hides", "shows"), help="what True in a mask does")
+    parser.add_argument("--padding-true", choices=("hides", "shows"), help="what True in a padding mask does")
+    parser.add_argument("--causal-name", metavar="NAME", help="the parameter that is the causal flag")
+    parser.add_argument("--causal", choices=("top-left", "bottom-right"), help="how it is aligned")
+    add_json_option(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plant the mistakes, and print what became of them."""
+    from parity.mutating.mistakes import planted_in
+    from parity.mutating.run import Suite, mutate
+    from parity.mutating.view import view_of
+    from parity.reporting.console import console, progress_bar
+    from parity.reporting.json import write_json
+    from parity.reporting.mutate import print_mutations
+
+    if options.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {options.jobs}")
+    if options.timeout is not None and not options.timeout > 0:
+        raise ValueError(f"--timeout must be above 0, got {options.timeout:g}")
+    wanted = _wanted(options.only, options.skip)
+    claims = ("framework", "axes", "mask_name", "mask_true", "padding_true", "causal_name", "causal")
+    view = view_of(options.subject, **{name: getattr(options, name) for name in claims})
+    fit, reasons = planted_in(view)
+    names = [name for name in fit if name in wanted]
+    left_out = {name: reason for name, reason in reasons.items() if name in wanted}
+    if not names:
+        raise ValueError(
+            f"--only must leave a mistake that can be planted in {options.subject}, got none: "
+            + "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
+        )
+    tests = Suite(options.subject, view, options.tests, options.timeout)
+    with progress_bar(1 + len(names)) as on_mistake:
+        outcomes = list(mutate(tests, names, jobs=options.jobs, on_mistake=on_mistake))
+    print_mutations(options.subject, outcomes, left_out, console(), view.note)
+    if options.json is not None:
+        found = {"outcomes": [outcome.to_dict() for outcome in outcomes], "not_planted": left_out}
+        write_json(options.json, {"format": 1, "subject": options.subject, "not_examined": view.note, **found})
+    return 0 if all(outcome.is_caught for outcome in outcomes) else 1
+
+
+def _wanted(only: list[str] | None, skip: list[str] | None) -> set[str]:
+    """The names of mistakes that are asked for."""
+    from parity.mutating.mistakes import names
+
+    known = names()
+    for flag, globs in (("--only", only), ("--skip", skip)):
+        for glob in globs or ():
+            if not fnmatch.filter(known, glob):
+                raise ValueError(f"{flag} must match a mistake, got {glob!r}; there are {', '.join(known)}")
+    kept = {name for name in known if only is None or any(fnmatch.fnmatch(name, glob) for glob in only)}
+    return {name for name in kept if not any(fnmatch.fnmatch(name, glob) for glob in skip or ())}

@@ -1,0 +1,102 @@
+"""Mistakes in what a function is given beside: positions, cosines and sines, a bias, a window, a soft cap, sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from parity.mutating.calls import Call, Planted, Run, with_call
+
+
+def _dropped(role: str) -> Callable[[Call], Run | None]:
+    def change(call: Call) -> Call | None:
+        given = call.get(role)
+        if given is None:
+            return None
+        if call.view.roles[role] in call.view.optional:
+            return call.but(**{role: None})
+        return call.but(**{role: given * 0}) if hasattr(given, "shape") else None
+
+    return with_call(change)
+
+
+def _changed(role: str, change: Callable[[Call, Any], Any]) -> Callable[[Call], Run | None]:
+    """One argument changed, where it is given; `change` gives None where that cannot be."""
+
+    def make(call: Call) -> Call | None:
+        given = call.get(role)
+        other = None if given is None else change(call, given)
+        return None if other is None else call.but(**{role: other})
+
+    return with_call(make)
+
+
+def _window(step: int) -> Callable[[Call, Any], Any]:
+    """A window one wider or narrower; of two sides the left one, of which -1 has no end."""
+
+    def change(call: Call, size: Any) -> Any:
+        if isinstance(size, tuple) and size and size[0] > 0:
+            return (size[0] + step, *size[1:])
+        return size + step if isinstance(size, int) and size + step > 0 else None
+
+    return change
+
+
+def _scaled_bias(call: Call, bias: Any) -> Any:
+    return bias / call.get("query").shape[-1] ** 0.5
+
+
+def _turned(change: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Call], Run | None]:
+    """Other cosines and sines, given apart or as a pair."""
+
+    def make(call: Call) -> Call | None:
+        pair = call.get("position_embeddings")
+        if isinstance(pair, (tuple, list)) and len(pair) == 2:
+            return call.but(position_embeddings=change(pair[0], pair[1]))
+        cos, sin = call.get("cos"), call.get("sin")
+        if cos is None or sin is None:
+            return None
+        cos, sin = change(cos, sin)
+        return call.but(cos=cos, sin=sin)
+
+    return with_call(make)
+
+
+def _at_positions(change: Callable[[Any], Any]) -> Callable[[Call], Run | None]:
+    return _changed("positions", lambda _, positions: change(positions))
+
+
+EXTRAS = (
+    Planted("score-bias-missing", "the bias of the scores is missing", ("bias",), _dropped("bias")),
+    Planted(
+        "score-bias-scaled", "the bias is scaled with the scores", ("bias", "heads"), _changed("bias", _scaled_bias)
+    ),
+    Planted("rope-missing", "nothing is rotated: all positions are 0", ("positions",), _at_positions(lambda p: p * 0)),
+    Planted("rope-reversed", "RoPE rotates the other way", ("positions",), _at_positions(lambda p: -p)),
+    Planted(
+        "cache-position-off-by-one",
+        "positions are one too high",
+        ("positions", "cache"),
+        _at_positions(lambda p: p + 1),
+    ),
+    Planted(
+        "cache-position-restarted",
+        "positions begin at 0 in every call",
+        ("positions", "cache"),
+        _at_positions(lambda p: p - p[..., :1]),
+    ),
+    Planted(
+        "rope-missing",
+        "nothing is rotated: cosines are 1, sines 0",
+        ("cos",),
+        _turned(lambda cos, sin: (cos * 0 + 1, sin * 0)),
+    ),
+    Planted("rope-reversed", "RoPE rotates the other way", ("cos",), _turned(lambda cos, sin: (cos, -sin))),
+    Planted("window-ignored", "the window is ignored", ("window",), _dropped("window")),
+    Planted("window-one-too-wide", "the window is one too wide", ("window",), _changed("window", _window(1))),
+    Planted("window-one-too-narrow", "the window is one too narrow", ("window",), _changed("window", _window(-1))),
+    Planted("soft-cap-ignored", "scores are not capped", ("soft_cap",), _dropped("soft_cap")),
+    Planted("sinks-ignored", "the sinks are ignored", ("sinks",), _dropped("sinks")),
+)
+"""What is planted in the rest of a call. Positions that are shifted for queries and keys alike change nothing: only
+with a cache are there others."""

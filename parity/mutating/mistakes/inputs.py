@@ -1,0 +1,174 @@
+"""Mistakes in queries, keys and values, and in what comes of them: exchanged, reordered, scaled, rounded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from parity.mutating.calls import Call, Planted, Run, on_output, taken, with_call
+
+HEADS = ("heads", "key", "value")
+
+# ---- Exchanged -------------------------------------------------------------------------------------------------------
+
+
+def _exchanged(one: str, other: str) -> Callable[[Call], Run | None]:
+    def change(call: Call) -> Call | None:
+        first, second = call.get(one), call.get(other)
+        if first is None or second is None or first is second:
+            return None
+        return call.but(**{one: second, other: first})
+
+    return with_call(change)
+
+
+def _batch_as_tokens(call: Call) -> Run | None:
+    """Inputs and output of a layer with their first two axes exchanged."""
+    given = {role: x for role in ("query", "key", "value") if (x := call.get(role)) is not None}
+    if any(getattr(x, "ndim", 0) != 3 or x.shape[0] == 1 for x in given.values()):
+        return None
+    other = call.but(**{role: x.swapaxes(0, 1) for role, x in given.items()})
+    return lambda function: on_output(function(other), lambda output: output.swapaxes(0, 1))
+
+
+# ---- Heads -----------------------------------------------------------------------------------------------------------
+
+
+def _reordered(role: str, order: Callable[[np.ndarray], np.ndarray], fewest: int) -> Callable[[Call], Run | None]:
+    def change(call: Call) -> Call | None:
+        x = call.get(role)
+        count = x.shape[call.head_axis]
+        return call.but(**{role: taken(x, order(np.arange(count)), call.head_axis)}) if count >= fewest else None
+
+    return with_call(change)
+
+
+def _tiled(call: Call) -> Run | None:
+    """Query head n gets key/value head n % K: its place is exchanged with that of the head which has that one."""
+    num_heads, num_kv_heads = (call.get(role).shape[call.head_axis] for role in ("query", "key"))
+    if not 1 < num_kv_heads < num_heads:
+        return None
+    order = np.arange(num_heads).reshape(-1, num_kv_heads).T.ravel()  # heads that share one, side by side
+    other = call.but(query=taken(call.get("query"), order, call.head_axis))
+    back = np.argsort(order)
+    return lambda function: on_output(function(other), lambda output: taken(output, back, call.head_axis))
+
+
+def _not_moved(call: Call, x: Any) -> Any:
+    """Heads as a reshape to (B, N, T, H) gives them that does not move them before the tokens."""
+    if call.view.axes == "BNTH":
+        return x.swapaxes(-3, -2).reshape(x.shape)
+    *batch, num_tokens, num_heads, size = x.shape
+    return x.reshape(*batch, num_heads, num_tokens, size).swapaxes(-3, -2)
+
+
+def _not_moved_back(call: Call, x: Any) -> Any:
+    """What a reshape to (B, T, N * H) makes of (B, N, T, H), split into heads again."""
+    if call.view.axes == "BTNH":
+        return x.swapaxes(-3, -2).reshape(x.shape)
+    *batch, num_heads, num_tokens, size = x.shape
+    return x.reshape(*batch, num_tokens, num_heads, size).swapaxes(-3, -2)
+
+
+def _heads_not_moved(call: Call) -> Call | None:
+    if call.get("query").shape[call.head_axis] == 1:
+        return None
+    return call.but(**{role: _not_moved(call, call.get(role)) for role in ("query", "key", "value")})
+
+
+def _heads_not_moved_back(call: Call) -> Run | None:
+    if call.get("query").shape[call.head_axis] == 1:
+        return None
+    return lambda function: on_output(function(call), lambda output: _not_moved_back(call, output))
+
+
+# ---- Scale -----------------------------------------------------------------------------------------------------------
+
+
+def _divisor(call: Call) -> float:
+    """What the scores are divided by: sqrt(H), or what the call says."""
+    scale = call.get("scale")
+    return 1.0 / float(scale) if isinstance(scale, (int, float)) and scale else math.sqrt(call.get("query").shape[-1])
+
+
+def _scaled(divisor: Callable[[Call, int], float]) -> Callable[[Call], Run | None]:
+    """Scores divided by something else."""
+
+    def change(call: Call) -> Call | None:
+        query, right = call.get("query"), _divisor(call)
+        wrong = divisor(call, query.shape[-1])
+        return None if math.isclose(wrong, right) else call.but(query=query * (right / wrong))
+
+    return with_call(change)
+
+
+def _after_softmax(call: Call) -> Run | None:
+    right = _divisor(call)
+    if right == 1.0:
+        return None
+    other = call.but(query=call.get("query") * right)
+    return lambda function: on_output(function(other), lambda output: output / right)
+
+
+# ---- Precision -------------------------------------------------------------------------------------------------------
+
+
+def _rounded(call: Call) -> Call | None:
+    given = {role: x for role in ("query", "key", "value") if (x := call.get(role)) is not None}
+    wide = {role: x for role, x in given.items() if str(x.dtype).split(".")[-1] in ("float32", "float64")}
+    if not wide:
+        return None
+    if call.view.framework == "torch":
+        return call.but(**{role: x.to(call.xp.bfloat16).to(x.dtype) for role, x in wide.items()})
+    return call.but(**{role: x.astype("bfloat16").astype(x.dtype) for role, x in wide.items()})
+
+
+INPUTS = (
+    Planted("q-k-swapped", "queries and keys are exchanged", ("key",), _exchanged("query", "key")),
+    Planted("k-v-swapped", "keys and values are exchanged", ("key", "value"), _exchanged("key", "value")),
+    Planted("q-v-swapped", "queries and values are exchanged", ("value",), _exchanged("query", "value")),
+    *(
+        Planted(f"{role[0]}-heads-{word}", f"{role[0]}'s heads are {word}", HEADS, _reordered(role, order, fewest))
+        for role in ("query", "key", "value")
+        for word, order, fewest in (("reversed", np.flip, 2), ("rolled", lambda x: np.roll(x, 1), 3))
+    ),
+    Planted("kv-heads-tiled", "key/value heads are tiled and not repeated", (*HEADS, "groups"), _tiled),
+    Planted(
+        "heads-not-moved",
+        "heads are split by a reshape that does not move them before the tokens",
+        HEADS,
+        with_call(_heads_not_moved),
+    ),
+    Planted(
+        "heads-not-moved-back",
+        "heads are combined by a reshape that does not move them after the tokens",
+        HEADS,
+        _heads_not_moved_back,
+    ),
+    Planted("scale-missing", "the scale of the scores is missing", HEADS, _scaled(lambda call, size: 1.0)),
+    Planted(
+        "scale-ignored",
+        "the scale that is given is ignored",
+        (*HEADS, "scale"),
+        _scaled(lambda call, size: math.sqrt(size)),
+    ),
+    Planted("scale-squared", "the scale is applied twice", HEADS, _scaled(lambda call, size: _divisor(call) ** 2)),
+    Planted(
+        "scale-by-d-model",
+        "the scale is 1 / sqrt(d_model)",
+        HEADS,
+        _scaled(lambda call, size: math.sqrt(size * call.get("query").shape[call.head_axis])),
+    ),
+    Planted("scale-after-softmax", "the scale is applied after the softmax", HEADS, _after_softmax),
+    Planted(
+        "batch-as-tokens",
+        "batch and tokens are exchanged, so that it attends over the batch",
+        ("layer",),
+        _batch_as_tokens,
+    ),
+    Planted("precision-bfloat16", "what it is given is rounded to bfloat16", (), with_call(_rounded)),
+)
+"""What is planted in queries, keys and values."""

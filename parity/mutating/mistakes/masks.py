@@ -1,0 +1,220 @@
+"""Mistakes in what hides keys: the mask, the causal flag, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from parity.mutating.calls import Call, Planted, Run, taken, with_call
+
+FORBIDDEN = -1e4  # what is below it hides in a mask that is added
+
+
+# ---- Masks of any kind -----------------------------------------------------------------------------------------------
+
+
+def _is_added(mask: Any) -> bool:
+    return "float" in str(mask.dtype)
+
+
+def _hidden(call: Call, mask: Any) -> Any:
+    """Where a mask hides, whatever its kind: booleans, numbers 0 and 1, or what is added to scores."""
+    if _is_added(mask):
+        return mask <= FORBIDDEN
+    true = mask != 0
+    return true if call.view.mask_true == "hides" else ~true
+
+
+def _with_hidden(call: Call, mask: Any, hidden: Any) -> Any:
+    """A mask of the same kind that hides something else."""
+    xp = call.xp
+    if _is_added(mask):
+        shown = xp.where(mask <= FORBIDDEN, xp.zeros_like(mask), mask)
+        return xp.where(hidden, xp.full_like(shown, float("-inf")), shown)
+    true = hidden if call.view.mask_true == "hides" else ~hidden
+    return true if "bool" in str(mask.dtype) else xp.where(true, xp.ones_like(mask), xp.zeros_like(mask))
+
+
+def _is_square(call: Call, mask: Any) -> bool:
+    """Whether it has a row for each query and a column for each key."""
+    return mask is not None and mask.ndim >= 2 and tuple(mask.shape[-2:]) == call.lengths
+
+
+def _flipped(call: Call) -> Call | None:
+    mask = call.get("mask")
+    if mask is None:
+        return None
+    if "bool" in str(mask.dtype):
+        return call.but(mask=~mask)
+    return call.but(mask=_with_hidden(call, mask, ~_hidden(call, mask)) if _is_added(mask) else 1 - mask)
+
+
+def _ignored(call: Call) -> Call | None:
+    mask = call.get("mask")
+    if mask is None:
+        return None
+    if call.view.mask_true or _is_added(mask):
+        return call.but(mask=_with_hidden(call, mask, _hidden(call, mask) & False))
+    return call.but(mask=None) if call.view.roles["mask"] in call.view.optional else None
+
+
+# ---- The causal mask -------------------------------------------------------------------------------------------------
+
+
+def _tried(call: Call, hidden: np.ndarray) -> Run:
+    """Calls it with a mask (T, S) of its own making, in the first shape that it takes."""
+    query = call.get("query")
+    batch = query.shape[0]
+    shapes = [(batch, 1, *hidden.shape), hidden.shape, (batch, *hidden.shape)]
+
+    def run(function: Callable[[Call], Any]) -> Any:
+        errors = []
+        for shape in shapes if query.ndim > 2 else shapes[1:2]:
+            true = np.broadcast_to(hidden if call.view.mask_true == "hides" else ~hidden, shape)
+            try:
+                return function(call.but(mask=call.array(true.copy())))
+            except Exception as error:  # the next shape may do
+                errors.append(error)
+        raise errors[0]
+
+    return run
+
+
+def _causal(wrong: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[[Call], Run | None]:
+    """A causal mask made otherwise: where `wrong` (of places t and s) hides, in the flag's stead or in the mask given.
+
+    A mask that is given is changed where it is causal.
+    """
+
+    def make(call: Call) -> Run | None:
+        (num_queries, num_keys), mask = call.lengths, call.get("mask")
+        offset = num_keys - num_queries if call.view.causal == "bottom-right" else 0
+        t, s = np.arange(num_queries)[:, None] + offset, np.arange(num_keys)
+        others = np.broadcast_to(wrong(t, s), (num_queries, num_keys))
+        if call.get("is_causal"):
+            plain = call.but(is_causal=False)
+            if mask is None:
+                return _tried(plain, others)
+            if not _is_square(call, mask):
+                return None
+            changed = _hidden(call, mask) | call.array(others.copy())
+            return lambda function: function(plain.but(mask=_with_hidden(call, mask, changed)))
+        if not _is_square(call, mask) or num_queries == 1:
+            return None
+        later, hidden = call.array(np.broadcast_to(s > t, others.shape).copy()), _hidden(call, mask)
+        is_causal = (hidden | ~later).all()
+        changed = call.xp.where(is_causal, (hidden & ~later) | call.array(others.copy()), hidden)
+        return lambda function: function(call.but(mask=_with_hidden(call, mask, changed)))
+
+    return make
+
+
+def _other_alignment(call: Call) -> Run | None:
+    num_queries, num_keys = call.lengths
+    if not call.get("is_causal") or num_queries == num_keys or call.get("mask") is not None:
+        return None
+    offset = 0 if call.view.causal == "bottom-right" else num_keys - num_queries
+    return _tried(call.but(is_causal=False), ~np.tri(num_queries, num_keys, offset, dtype=bool))
+
+
+def _unasked(call: Call) -> Call | None:
+    return call.but(is_causal=True) if not call.get("is_causal") and call.lengths[0] > 1 else None
+
+
+# ---- Padding ---------------------------------------------------------------------------------------------------------
+
+
+def _padding(
+    of_mask: Callable[[Call, Any], Any], of_lengths: Callable[[Any, int], Any]
+) -> Callable[[Call], Run | None]:
+    """Padding hidden elsewhere: `of_mask` takes where it hides (B, S), `of_lengths` the lengths (B,) and S.
+
+    Lengths say no side: None where they cannot be wrong so.
+    """
+
+    def change(call: Call) -> Call | None:
+        padding, lengths = call.get("padding"), call.get("lengths")
+        if padding is not None:
+            true = padding != 0
+            hidden = true if call.view.padding_true == "hides" else ~true
+            other = of_mask(call, hidden)
+            other = other if call.view.padding_true == "hides" else ~other
+            return call.but(padding=other if "bool" in str(padding.dtype) else call.xp.where(other, 1, 0))
+        if lengths is not None:
+            shifted = of_lengths(lengths, call.lengths[1])
+            return None if shifted is None else call.but(lengths=shifted)
+        return None
+
+    return with_call(change)
+
+
+def _shifted(by: int) -> Callable[[Call, Any], Any]:
+    def change(call: Call, hidden: Any) -> Any:
+        ends = hidden[..., :1] & False if by > 0 else hidden[..., -1:] | True
+        parts = [ends, hidden[..., :-1]] if by > 0 else [hidden[..., 1:], ends]
+        return call.xp.concatenate(parts, -1)
+
+    return change
+
+
+def _reversed(call: Call, hidden: Any) -> Any:
+    return taken(hidden, np.arange(hidden.shape[-1])[::-1], -1)
+
+
+MASKS = (
+    Planted("mask-flipped", "the mask is used with the other polarity", ("mask",), with_call(_flipped)),
+    Planted("mask-ignored", "the mask is ignored", ("mask",), with_call(_ignored)),
+    Planted(
+        "causal-ignored",
+        "the causal flag is dropped",
+        ("is_causal",),
+        with_call(lambda call: call.but(is_causal=False) if call.get("is_causal") else None),
+    ),
+    Planted("causal-unasked", "it is causal though nobody asks for it", ("is_causal",), with_call(_unasked)),
+    Planted(
+        "causal-off-by-one",
+        "each token sees the next one, too",
+        ("mask", "polarity"),
+        _causal(lambda t, s: s > t + 1),
+    ),
+    Planted("causal-excludes-self", "no token sees itself", ("mask", "polarity"), _causal(lambda t, s: s >= t)),
+    Planted(
+        "causal-bottom-right",
+        "the causal mask is aligned to the last key",
+        ("is_causal", "mask", "polarity", "top-left"),
+        _other_alignment,
+    ),
+    Planted(
+        "causal-top-left",
+        "the causal mask is aligned to the first key",
+        ("is_causal", "mask", "polarity", "bottom-right"),
+        _other_alignment,
+    ),
+    Planted(
+        "padding-ignored",
+        "padding is not hidden",
+        ("padding", "padding polarity"),
+        _padding(lambda _, hidden: hidden & False, lambda lengths, s: lengths * 0 + s),
+    ),
+    Planted(
+        "padding-on-the-left",
+        "padding is hidden on the left, and lies on the right",
+        ("padding", "padding polarity"),
+        _padding(_reversed, lambda lengths, s: None),
+    ),
+    Planted(
+        "padding-off-by-one",
+        "one key of the padding is shown",
+        ("padding", "padding polarity"),
+        _padding(_shifted(1), lambda lengths, s: lengths + (lengths < s)),
+    ),
+    Planted(
+        "padding-off-by-minus-one",
+        "one key that is no padding is hidden",
+        ("padding", "padding polarity"),
+        _padding(_shifted(-1), lambda lengths, s: lengths + -1 * (lengths > 0)),
+    ),
+)
+"""What is planted in masks. Of the two alignments of the causal one it has one, and the other is planted."""

@@ -1,0 +1,141 @@
+"""In a process of the tests: the user's attention is replaced by one with a mistake, which tells what it does."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from parity.mutating.calls import Call, Function, Planted
+from parity.mutating.compare import Unfit, arrays_in, copied, is_traced, same
+from parity.mutating.mistakes import planted_in
+from parity.mutating.record import note, order
+from parity.mutating.view import View, place_of
+
+
+def plant(module: Any) -> None:
+    """Replace the callable that the order names, in its module or in the class whose method it is."""
+    view = View.from_dict(order()["view"])
+    holder, name, is_method = place_of(module, order()["attribute"])
+    fit, _ = planted_in(view)
+    mistake = order()["mistake"]
+    attend = _watched(fit) if not mistake else _broken(fit[mistake])
+    setattr(holder, name, _wrapped(getattr(holder, name), view, is_method, attend))
+    atexit.register(_wait)
+    note("planted")
+
+
+def _wait() -> None:
+    """Let the callbacks of compiled functions end."""
+    if "jax" in sys.modules:
+        sys.modules["jax"].effects_barrier()
+
+
+Attend = Callable[[Call, Function, Callable[[], Any]], Any]
+"""What stands in for a call: given the call, what makes it, and what makes it with copies, leaving nothing behind."""
+
+
+def _wrapped(original: Any, view: View, is_method: bool, attend: Attend) -> Any:
+    busy = threading.local()
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if getattr(busy, "on", False):  # one that calls itself
+            return original(*args, **kwargs)
+        owner, given = (args[0], args[1:]) if is_method else (None, args)
+        call = Call(view, given, kwargs, owner)
+
+        def function(call: Call) -> Any:
+            return original(*([owner] if is_method else []), *call.args, **call.kwargs)
+
+        def beside() -> Any:
+            first = [copied(owner)] if is_method else []
+            return original(*first, *copied(tuple(call.args)), **copied(dict(call.kwargs)))
+
+        busy.on = True
+        try:
+            note("called")
+            return attend(call, function, beside)
+        finally:
+            busy.on = False
+
+    return wrapper
+
+
+def _watched(fit: dict[str, Planted]) -> Attend:
+    """Nothing is planted; which mistakes could be is told."""
+    left = dict(fit)
+
+    def attend(call: Call, function: Function, beside: Callable[[], Any]) -> Any:
+        for name, mistake in list(left.items()):
+            try:
+                fits = mistake.make(call) is not None
+            except Exception:  # whatever unusual arguments raise; it is planted, and then told
+                fits = True
+            if fits:
+                note("fits", name)
+                del left[name]
+        return function(call)
+
+    return attend
+
+
+def _broken(mistake: Planted) -> Attend:
+    is_changed = threading.Event()
+
+    def compare(before: list[Any], after: list[Any]) -> None:
+        if len(before) != len(after) or not all(map(same, before, after)):
+            is_changed.set()
+            note("changed")
+
+    def attend(call: Call, function: Function, beside: Callable[[], Any]) -> Any:
+        try:
+            run = mistake.make(call)
+        except Exception as error:  # whatever unusual arguments raise
+            note("unfit", f"it cannot be made in such a call: {type(error).__name__}: {error}")
+            run = None
+        if run is None:
+            return function(call)
+        before = None if is_changed.is_set() else _before(call, beside)
+        try:
+            result = run(function)
+        except Unfit as error:
+            note("unfit", str(error))
+            return function(call)
+        except Exception as error:
+            note("reached")
+            note("raised", f"{type(error).__name__}: {error}".split("\n")[0])
+            raise
+        note("reached")
+        if before is not None:
+            _told(compare, before, list(arrays_in(result)))
+        return result
+
+    return attend
+
+
+def _before(call: Call, beside: Callable[[], Any]) -> list[Any] | None:
+    """What the call gives without the mistake; None where that cannot be had without disturbing it."""
+    try:
+        if call.view.framework != "torch":
+            return list(arrays_in(beside()))
+        import torch
+
+        with torch.no_grad(), torch.random.fork_rng():
+            return list(arrays_in(beside()))
+    except Exception as error:  # whatever cannot be copied
+        note("uncompared", f"{type(error).__name__}: {error}".split("\n")[0])
+        return None
+
+
+def _told(compare: Callable[[list[Any], list[Any]], None], before: list[Any], after: list[Any]) -> None:
+    """Compare now, or when a compiled function runs."""
+    if not any(map(is_traced, [*before, *after])):
+        return compare(before, after)
+    import jax
+
+    held = jax.tree.map(jax.lax.stop_gradient, (before, after))
+    return jax.debug.callback(lambda pair: compare(*pair), held)

@@ -1,0 +1,274 @@
+"""What is known of a user's attention before mistakes are planted in it: its parameters, axes and polarities."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from parity.conformance.calls import Failed, Refused, run
+from parity.conformance.discover import framework_of, load_callable, parameters_of, roles_of, subject_of
+from parity.conformance.examination import Examination
+from parity.conformance.questions.masks import causal as asks_causal
+from parity.conformance.subjects import FRAMEWORKS, NUM_KV_HEADS, Subject
+
+MORE_ROLES = {
+    "bias": ("attn_bias", "score_bias", "position_bias", "bias"),
+    "positions": ("positions", "position_ids", "input_pos"),
+    "cos": ("cos",),
+    "sin": ("sin",),
+    "position_embeddings": ("position_embeddings",),
+    "cache": ("cache", "kv_cache", "past_key_values", "past_key_value", "layer_past"),
+    "window": ("window_size", "sliding_window", "window"),
+    "soft_cap": ("soft_cap", "softcap", "logits_soft_cap"),
+    "sinks": ("sinks",),
+    "weights": ("weights", "params"),
+    "scale": ("scale", "softmax_scale", "sm_scale"),
+}
+"""Parameters that mistakes need beside those of `conformance`, by what they are for."""
+
+PROJECTIONS = {
+    "q_proj": ("q_proj", "wq", "w_q", "q_weight", "q_kernel", "query", "to_q", "q"),
+    "k_proj": ("k_proj", "wk", "w_k", "k_weight", "k_kernel", "key", "to_k", "k"),
+    "v_proj": ("v_proj", "wv", "w_v", "v_weight", "v_kernel", "value", "to_v", "v"),
+    "out_proj": ("out_proj", "o_proj", "wo", "w_o", "o_weight", "out_weight", "to_out", "out", "proj", "c_proj"),
+}
+"""What a projection may be called: a parameter, a key of `weights` or an attribute of a module."""
+
+BIASES = {f"{name}_proj": (f"b{name}", f"b_{name}", f"{name}_bias", f"{name}_proj_bias") for name in "qkv"} | {
+    "out_proj": ("bo", "b_o", "o_bias", "out_bias", "out_proj_bias", "o_proj_bias")
+}
+"""What the bias of a projection may be called as a parameter."""
+
+WORDS = {
+    "mask": "mask",
+    "is_causal": "causal flag",
+    "key": "keys of its own",
+    "value": "values of its own",
+    "padding": "padding mask or lengths",
+    "bias": "bias of the scores",
+    "positions": "positions",
+    "cache": "cache",
+    "cos": "cosines and sines",
+    "window": "window",
+    "soft_cap": "soft cap",
+    "scale": "scale",
+    "sinks": "sinks",
+}
+OTHER_NEEDS = {
+    "heads": "its inputs are not split into heads",
+    "layer": "its inputs are split into heads",
+    "polarity": "what True in its mask does is not known: declare it (--mask-true)",
+    "padding polarity": "what True in its padding mask does is not known: declare it (--padding-true)",
+    "top-left": "its causal flag is aligned to the last key already, or not known",
+    "bottom-right": "its causal flag is aligned to the first key already, or not known",
+    "groups": "it takes no fewer key/value heads than query heads",
+    "ours": "ours cannot stand in for it: it is no function of split heads that gives what ours gives",
+    "projections": "it has no projections: neither a module's nor weights among its parameters",
+    "biases": "it has no biases of projections",
+}
+"""Why a mistake cannot be planted in a callable that lacks something, beside parameters."""
+
+
+@dataclass(frozen=True)
+class View:
+    """How a user's attention is called, as plain data that another process can read.
+
+    Attributes:
+        framework: `torch` or `jax`.
+        axes: of its inputs: `BNTH`, `BTNH` or `BTE`.
+        order: its positional parameters, `self` left out.
+        optional: parameters whose default is None.
+        roles: its parameters by what they are for; `query` is the first one.
+        mask_true, padding_true: what True does, `hides` or `shows`; empty if unknown.
+        causal: how its flag is aligned, `top-left` or `bottom-right`; empty if unknown.
+        has_groups: whether it takes fewer key/value heads.
+        is_ours: whether it gives what ours gives, so that ours can stand in for it.
+        projections, biases: whether it may have any, of its module or among its parameters.
+        note: what could not be found out, and why.
+    """
+
+    framework: str
+    axes: str
+    order: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    roles: dict[str, str] = field(default_factory=dict)
+    mask_true: str = ""
+    padding_true: str = ""
+    causal: str = ""
+    has_groups: bool = False
+    is_ours: bool = False
+    projections: bool = False
+    biases: bool = False
+    note: str = ""
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> View:
+        """The view that was written as JSON."""
+        lists: dict[str, Any] = {name: tuple(fields[name]) for name in ("order", "optional")}
+        return cls(**{**fields, **lists})
+
+    def lacks(self, need: str) -> str:
+        """Why a mistake that needs something cannot be planted; empty if it can."""
+        has = {
+            "heads": self.axes != "BTE",
+            "layer": self.axes == "BTE",
+            "polarity": bool(self.mask_true),
+            "padding polarity": bool(self.padding_true) or "padding" not in self.roles,
+            "top-left": self.causal == "top-left",
+            "bottom-right": self.causal == "bottom-right",
+            "groups": self.has_groups,
+            "ours": self.is_ours,
+            "projections": self.projections,
+            "biases": self.biases,
+            "padding": bool(self.roles.keys() & {"padding", "lengths"}),
+            "cos": "position_embeddings" in self.roles or self.roles.keys() >= {"cos", "sin"},
+        }
+        if has.get(need, need in self.roles):
+            return ""
+        return OTHER_NEEDS.get(need) or f"it has no {WORDS[need]} among its parameters"
+
+
+def place_of(module: Any, attribute: str) -> tuple[Any, str, bool]:
+    """Where mistakes are planted for a dotted name of a module: the holder, the name in it, whether it is a method.
+
+    Of a class that is its `forward` or `__call__`, and of a module that was made, that of its class.
+
+    Raises:
+        AttributeError: if there is no such name.
+    """
+    holder, found = None, module
+    for name in attribute.split("."):
+        holder, found = found, getattr(found, name)
+    last = attribute.rpartition(".")[2]
+    if inspect.isclass(found) or not (inspect.isroutine(found) or hasattr(found, "__wrapped__")):
+        owner = found if inspect.isclass(found) else type(found)
+        return owner, "forward" if hasattr(owner, "forward") else "__call__", True
+    return holder, last, inspect.isclass(holder)
+
+
+def view_of(
+    target: str,
+    *,
+    framework: str | None = None,
+    axes: str | None = None,
+    mask_name: str | None = None,
+    mask_true: str | None = None,
+    padding_true: str | None = None,
+    causal_name: str | None = None,
+    causal: str | None = None,
+) -> View:
+    """What is known of `pkg.module:callable`: what is not declared is found out as `conformance` does, or left open.
+
+    Raises:
+        ValueError, TypeError: if something is needed that is neither declared nor to be found.
+        ImportError: if the module cannot be imported.
+    """
+    import importlib
+
+    found = load_callable(target)
+    module, _, attribute = target.partition(":")
+    holder, name, is_method = place_of(importlib.import_module(module), attribute)
+    function = getattr(holder, name)
+    parameters = parameters_of(function)
+    if parameters is None:
+        raise ValueError(f"{target} must be a function whose parameters can be seen, got {type(function).__name__}")
+    parameters = dict(list(parameters.items())[is_method:])
+    roles = _roles(target, parameters, mask_name, causal_name)
+    framework = framework or _framework(found, holder if is_method else None)
+    if framework not in FRAMEWORKS:
+        raise ValueError(f"framework must be declared as torch or jax (--framework) where it cannot be seen: {target}")
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    has_weights, left = is_method or "weights" in roles, parameters.keys() - {*roles.values()}
+    plain = View(
+        framework,
+        axes or "",
+        tuple(name for name, parameter in parameters.items() if parameter.kind in kinds),
+        tuple(name for name, parameter in parameters.items() if parameter.default is None),
+        roles,
+        mask_true or "",
+        padding_true or "",
+        causal=causal or "",
+        projections=has_weights or any(left & {*names} for names in PROJECTIONS.values()),
+        biases=has_weights or any(left & {*names} for names in BIASES.values()),
+    )
+    declared = {"axes": axes, "mask_name": mask_name, "mask_true": mask_true, "causal_name": causal_name}
+    try:
+        subject = subject_of(found, target, framework=framework, causal=causal, **declared)  # type: ignore[arg-type]
+        found_out = _examined(plain, subject)
+    except (ValueError, TypeError, Refused, Failed) as error:
+        if not axes and {"key", "value"} <= roles.keys() and not plain.projections:
+            raise ValueError(f"axes must be declared (--axes) where they cannot be found out: {error}") from error
+        return replace(plain, axes=axes or "BTE", note=str(error).split("\n")[0])
+    if mask_true and mask_true != found_out.mask_true:
+        seen = found_out.mask_true or "neither"
+        raise ValueError(f"mask_true must be what True does in the mask of {target}, got {mask_true}; seen: {seen}")
+    return found_out
+
+
+def _roles(
+    target: str,
+    parameters: Mapping[str, inspect.Parameter],
+    mask_name: str | None,
+    causal_name: str | None,
+) -> dict[str, str]:
+    if not parameters:
+        raise ValueError(f"{target} must take queries or what they are made of, got no parameters")
+    more = {role: next((n for n in names if n in parameters), "") for role, names in MORE_ROLES.items()}
+    more = {role: name for role, name in more.items() if name}
+    known = {*more.values(), *(name for names in PROJECTIONS.values() for name in names)}
+    left = {name: parameter for name, parameter in parameters.items() if name not in known or name in ("key", "value")}
+    left |= {name: parameters[name] for name in ("k", "v", "query") if name in parameters}
+    return {
+        "query": next(iter(parameters)),
+        **more,
+        **roles_of(target, left, mask_name=mask_name, causal_name=causal_name),
+    }
+
+
+def _framework(found: Any, owner: Any) -> str | None:
+    """Whose arrays it takes; of a class that was not made, by the classes that it is made of."""
+    for kind in getattr(owner, "__mro__", ()):
+        library = kind.__module__.split(".")[0]
+        if library in ("torch", "flax", "equinox"):
+            return "torch" if library == "torch" else "jax"
+    return framework_of(found)
+
+
+def _examined(view: View, subject: Subject) -> View:
+    """The view with what is found out by calling it."""
+    exam = Examination(subject, ("float32",))
+    found = replace(view, axes=subject.axes)
+    if "mask" in subject.takes and exam.polarity.true.means_something:
+        found = replace(found, mask_true=exam.polarity.true.value)
+    if subject.padding == "mask" and not view.padding_true:
+        with suppress(Refused, Failed):
+            found = replace(found, padding_true="hides" if exam.padding_true_hides else "shows")
+    if not found.causal and "is_causal" in subject.takes:
+        words = asks_causal.ask(exam).words
+        found = replace(found, causal=words if words in ("top-left", "bottom-right") else "")
+    if subject.axes == "BTE":
+        return found
+    return replace(found, has_groups=_takes_groups(exam), is_ours=_is_ours(exam))
+
+
+def _takes_groups(exam: Examination) -> bool:
+    query, key, value = exam.inputs()
+    try:
+        run(exam.subject, exam.base, (query, key[:, :NUM_KV_HEADS].copy(), value[:, :NUM_KV_HEADS].copy()))
+    except (Refused, Failed):
+        return False
+    return True
+
+
+def _is_ours(exam: Examination) -> bool:
+    """Whether a plain call gives softmax(q k^T / sqrt(H)) v."""
+    query, key, value = exam.inputs()
+    scores = query @ key.swapaxes(-1, -2) / np.sqrt(query.shape[-1])
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    expected = weights / weights.sum(axis=-1, keepdims=True) @ value
+    return bool(np.abs(run(exam.subject, exam.base, exam.inputs()).output - expected).max() < 1e-5)

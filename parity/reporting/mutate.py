@@ -1,0 +1,68 @@
+"""What became of the mistakes that were planted in a user's attention: a table, and below it what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from parity.mutating.run import Outcome, Status
+from parity.reporting.console import begin_table
+
+STYLES = {
+    Status.NOTICED: "green",
+    Status.REFUSED: "green",
+    Status.SURVIVED: "bold red",
+    Status.UNCHANGED: "yellow",
+    Status.NOT_REACHED: "yellow",
+    Status.TIMED_OUT: "bold red",
+}
+
+
+def print_mutations(
+    target: str, outcomes: Sequence[Outcome], left_out: Mapping[str, str], out: Console, note: str = ""
+) -> None:
+    """Print what became of each mistake, which were left out and why, and how many are noticed.
+
+    Args:
+        target: what they were planted in.
+        outcomes: one for each mistake.
+        left_out: mistakes that cannot be planted there, with the reason.
+        out: a console, see `parity.reporting.console.console`.
+        note: why the callable could not be examined beforehand, if it could not.
+    """
+    table = begin_table(out, f"Mistakes planted in {target}")
+    table.add_column("mistake", no_wrap=True)
+    table.add_column("page (mha-parity bugs …)", no_wrap=True)
+    table.add_column("noticed by", overflow="fold")
+    for outcome in outcomes:
+        table.add_row(outcome.mistake, outcome.page, Text(_words(outcome), style=STYLES[outcome.status]))
+    out.print(table)
+    if note:
+        out.print(Text(f"\nnot examined, so that only what is declared is known: {note}", style="dim"), soft_wrap=True)
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        by_reason.setdefault(reason, []).append(name)
+    for i, (reason, names) in enumerate(by_reason.items()):
+        line = f"not planted, {reason}: {', '.join(names)}"
+        out.print(Text(line if i else f"\n{line}", style="dim"), soft_wrap=True)
+    out.print()
+    survived = [outcome for outcome in outcomes if outcome.status is Status.SURVIVED]
+    for outcome in survived:
+        line = f"{outcome.mistake}: {outcome.about}, and every test passes; mha-parity bugs {outcome.page}"
+        out.print(Text(line, style="red"), soft_wrap=True)
+    counts = {status: sum(outcome.status is status for outcome in outcomes) for status in Status}
+    verdict = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
+    is_well = all(outcome.is_caught for outcome in outcomes)
+    words = f"{len(outcomes)} mistake{'s' if len(outcomes) != 1 else ''} planted: {verdict}"
+    out.print(Text(words, style="bold green" if is_well else "bold red"), soft_wrap=True)
+
+
+def _words(outcome: Outcome) -> str:
+    if outcome.status is Status.NOTICED:
+        return outcome.by
+    if outcome.status is Status.REFUSED:
+        return f"the callable itself: {outcome.by}"
+    word = outcome.status.value.upper() if outcome.status is Status.SURVIVED else outcome.status.value
+    return f"{word}: {outcome.by}" if outcome.by else word
