@@ -120,7 +120,13 @@ LESS_SEEN = {  # which ask for no attention function, or whose output projection
     **{key: {"k", "v"} for key in ("megatron-bert", "rembert")},
 }
 MODELS = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-NOT_HERE = {"dbrx", "kimi_linear", "minimax", "modernbert-decoder", "roformer"}  # which this test cannot generate with, or judges wrong
+NOT_HERE = {
+    "dbrx",
+    "kimi_linear",
+    "minimax",
+    "modernbert-decoder",
+    "roformer",
+}  # which this test cannot generate with, or judges wrong
 NOT_HERE |= {  # which do behind the attention function, or outside the module, what a layer does: see docs/taps.md
     *("granite_swa", "granitemoe_swa", "gpt_neox_japanese", "flint", "mimo_v2_flash"),
 }

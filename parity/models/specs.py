@@ -127,7 +127,7 @@ def layers_of_parts(config: Mapping[str, Any]) -> list[ModelLayer]:
         As `specs_of`.
     """
     return [
-        replace(layer, part=layer.part or name.removesuffix(SECTION))
+        replace(layer, part=layer.part or name.removesuffix("_config"))
         for name, part in (known_parts(config) or {"": config}).items()
         for layer in specs_of(part)
     ]
