@@ -47,7 +47,7 @@ def test_every_right_port_is_right(style):
 @pytest.mark.parametrize("style", STYLES)
 def test_every_recording_can_be_made(style):
     for right in RIGHTS.values():
-        if right.style == style and right.how.mode == "eager" and right.dtype == "float32":
+        if right.style == style and right.how.mode != "compile" and right.dtype == "float32":
             assert right.observed(), right.id
 
 
