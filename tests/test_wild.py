@@ -47,7 +47,7 @@ def test_every_right_port_is_right(style):
 @pytest.mark.parametrize("style", STYLES)
 def test_every_recording_can_be_made(style):
     for right in RIGHTS.values():
-        if right.style == style and right.how.mode == "eager" and right.dtype == "float32":
+        if right.style == style and right.how.mode != "compile" and right.dtype == "float32":
             assert right.observed(), right.id
 
 
@@ -113,9 +113,10 @@ def test_the_tool_prints_rates_and_writes_verdicts(tmp_path):
     assert "mistakes by style" in run.stdout
     assert "right ports by recording" in run.stdout
     verdicts = json.loads((tmp_path / "verdicts.json").read_text())
-    found = [(each["id"], each["output_only"]) for each in verdicts]
-    assert found == [(only[1], False), (only[0], False), (only[0], True)]
-    assert verdicts[1]["verdict"] != "none"
+    found = {(each["id"], each["output_only"]): each["verdict"] for each in verdicts}
+    assert set(found) == {(only[1], False), (only[0], False), (only[0], True)}
+    assert found[only[1], False] == "none"
+    assert found[only[0], False] != "none"
 
 
 def test_every_style_has_its_layers():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 import types
+import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ class GaveUp(BaseException):
 
 
 def jobs(halves: Iterable[str], styles: Iterable[str] = (), only: Iterable[str] = ()) -> list[Job]:
-    """What there is to diagnose, style by style."""
+    """What there is to diagnose, in an order in which the first so many are a fair sample."""
     halves, styles, only = set(halves), set(styles), set(only)
     found: list[Job] = []
     for record in (*RIGHTS.values(), *MISTAKES.values()):
@@ -47,7 +48,7 @@ def jobs(halves: Iterable[str], styles: Iterable[str] = (), only: Iterable[str] 
         found.append(Job(record.id))
         if isinstance(record, Mistake):
             found.append(Job(record.id, output_only=True))
-    return sorted(found, key=lambda job: job.record.style)
+    return sorted(found, key=lambda job: zlib.crc32(f"order {job.id}".encode()))
 
 
 def judge(job: Job) -> Verdict:

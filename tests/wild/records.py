@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import numpy as np
 
 import parity
@@ -157,6 +158,8 @@ def _right_run(style: str, case: str, seed: int, dtype: str, how: How) -> Record
 def run(style: str, problem: Problem, how: How, edit: tuple[str, str] | None = None) -> Recorded:
     """What a port notes for a problem: NumPy's arrays, stages in their canonical form."""
     port = _right_port(style) if edit is None else port_of(style, edit)
-    with np.errstate(all="ignore"):
+    # As users have JAX: the tests are stricter.
+    promotions = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
+    with promotions[0], promotions[1], np.errstate(all="ignore"):
         noted = port(problem, how)
     return canonical({name: parity.to_numpy(value) for name, value in noted.items()}, problem)

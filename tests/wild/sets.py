@@ -63,27 +63,32 @@ IN_JAX = ("flax_linen", "jnp_einsum", "decode")
 WITH_A_CHOICE = ("nanogpt", "bert", "llama", "meta_llama", "flax_linen", "jnp_einsum", "gemma", "mpt")
 
 
-def _dtypes_of(style: str, number: int) -> tuple[str, ...]:
-    """All three; of JAX, where each shape is compiled anew, for the first layers only."""
-    return ("float32", "bfloat16", "float16") if style not in IN_JAX or number < 4 else ("float32",)
+def _base(style: str, number: int) -> tuple[tuple[str, ...], How]:
+    """In which dtypes a layer runs, and how: of JAX, where each shape is compiled anew, only the first ones in all of
+    them and operation by operation."""
+    if style not in IN_JAX:
+        return ("float32", "bfloat16", "float16"), How()
+    return ("float32", "bfloat16", "float16") if number < 4 else ("float32",), How() if number < 1 else How(mode="jit")
 
 
 def _rights() -> Iterator[Right]:
     for style, cases in CASES.items():
         for number, case in enumerate(cases):
-            for dtype in _dtypes_of(style, number):
-                yield Right(style, case, 0, dtype, How(), "plain")
-            yield Right(style, case, 1, "float32", How(), "plain")
-            yield Right(style, case, 1, "float32", How(), "output")
+            dtypes, how = _base(style, number)
+            for dtype in dtypes:
+                yield Right(style, case, 0, dtype, how, "plain")
+            yield Right(style, case, 1, "float32", how, "plain")
+            yield Right(style, case, 1, "float32", how, "output")
         yield Right(style, cases[0], 0, "bfloat16", How(), "output")
         yield Right(style, cases[0], 0, "float16", How(), "output")
         for seed in range(2, 5):
             yield Right(style, cases[0], seed, "float32", How(), "plain")
         layers, recordings = RECORDED[style]
         for case in layers:
+            how = _base(style, cases.index(case))[1]
             for recording in recordings:
-                yield Right(style, case, 0, "float32", How(), recording)
-            yield Right(style, case, 0, "bfloat16", How(), recordings[0])
+                yield Right(style, case, 0, "float32", how, recording)
+            yield Right(style, case, 0, "bfloat16", how, recordings[0])
         for dtype in ("bfloat16", "float16"):
             yield Right(style, cases[0], 0, dtype, How(), "upcast")
     yield from _with_choices()
@@ -102,10 +107,9 @@ def _with_choices() -> Iterator[Right]:
             for recording in ("plain", "scores-masked"):
                 yield Right(style, case, 0, "float32", How(penalty=penalty), recording)
     for style in IN_JAX:
-        for case in CASES[style][:3]:
-            for dtype in ("float32", "bfloat16"):
-                yield Right(style, case, 0, dtype, How(mode="jit"), "plain")
-        yield Right(style, CASES[style][0], 0, "float32", How(mode="jit"), "output")
+        for recording in ("plain", "output"):
+            for dtype in ("float32", "bfloat16", "float16"):
+                yield Right(style, CASES[style][0], 0, dtype, How(mode="jit"), recording)
     for style in ("nanogpt", "llama"):
         yield Right(style, CASES[style][0], 0, "float32", How(mode="compile"), "plain")
     for case in ("llama-steps", "qwen2-steps"):
