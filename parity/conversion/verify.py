@@ -22,6 +22,8 @@ def verify(
 ) -> list[Comparison]:
     """Compare two layers on probe inputs, stage by stage, in the narrower of their dtypes.
 
+    Stages say where two layers part, and not whether every weight is the same: `compare_weights` does.
+
     Args:
         weights, spec: canonical weights, as arrays of any framework, and the layer.
         other, other_spec: those that should be the same.
@@ -60,6 +62,18 @@ def probe(
     Raises:
         ValueError: if the layers differ in more than their weights.
     """
+    spec = check_alike(spec, other_spec)
+    weights, other = to_numpy_by_name(weights), to_numpy_by_name(other)
+    case, dtype = probe_case("verify", spec), _narrower(weights, other)
+    return make_problem(case, dtype, weights), make_problem(case, dtype, other)
+
+
+def check_alike(spec: AttentionSpec, other_spec: AttentionSpec) -> AttentionSpec:
+    """The specification that two layers share, without what their weights do not tell.
+
+    Raises:
+        ValueError: if the layers differ in more than their weights.
+    """
     spec, other_spec = unheld(spec), unheld(other_spec)
     if spec != other_spec:
         told, others = vars(spec), vars(other_spec)
@@ -68,9 +82,7 @@ def probe(
         if differ == ["rope"] and None in (spec.rope, other_spec.rope):
             words += "; rope=Rope(…), or --rope-theta, says it of both"
         raise ValueError(f"the layers must be of one specification to be compared, got {words}")
-    weights, other = to_numpy_by_name(weights), to_numpy_by_name(other)
-    case, dtype = probe_case("verify", spec), _narrower(weights, other)
-    return make_problem(case, dtype, weights), make_problem(case, dtype, other)
+    return spec
 
 
 def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None) -> Case:

@@ -16,16 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec
 from parity.backends import load_backend
-from parity.conversion.verify import probe
-from parity.core import reference
 from parity.core.arrays import stages_of
 from parity.core.compare import FACTOR, finite
 from parity.core.problem import Problem
-from parity.core.stages import STAGES, run_steps, stage_named
+from parity.core.stages import STAGES, stage_named
 from parity.core.trace import Trace
-from parity.core.weights import Weights
 from parity.diagnosis.mistakes import PRECISIONS, Mistake
 from parity.diagnosis.replay import Mistakes, Replay, Verdict
 
@@ -205,18 +201,6 @@ def diagnose_trace(trace: Trace) -> Diagnosis:
         ValueError: if it has no stages.
     """
     return diagnose(trace.accumulated, trace.problem, arithmetic=trace.arithmetic)
-
-
-def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec) -> Diagnosis:
-    """Find the mistakes in the second of two sets of weights that should hold the same attention.
-
-    Raises:
-        ValueError: if the layers differ in more than their weights.
-    """
-    problem, other_problem = probe(weights, spec, other, other_spec)
-    with np.errstate(over="ignore", invalid="ignore"):
-        observed = run_steps(reference.steps(other_problem, problem.dtype))
-    return diagnose(observed, problem)
 
 
 def observe(function: Callable[..., Any], problem: Problem, framework: str) -> dict[str, np.ndarray]:
