@@ -206,11 +206,10 @@ def _difference(
     name: str, one: np.ndarray, two: np.ndarray, role: Role | None, spec: AttentionSpec
 ) -> TensorDifference | None:
     """Where the values of a tensor differ, and by how much; None if they do not."""
-    wide = [x.astype(np.float64) for x in (one, two)]
-    errors = np.abs(wide[0] - wide[1])
-    differs = np.not_equal(*wide)
-    if not differs.any():
+    if np.array_equal(one, two):
         return None
+    wide = [x.astype(np.float64) for x in (one, two)]
+    errors, differs = np.abs(wide[0] - wide[1]), np.not_equal(*wide)
     heads, num_heads = (), 0
     if role is not None and role.heads != "shared":
         in_heads = role.view(differs, spec)

@@ -132,12 +132,12 @@ def _factors(pair: Pair, one: np.ndarray, other: np.ndarray, spec: AttentionSpec
         yield Law("factor", f"the first's, {words}", page)
         return
     parts: list[tuple[str, np.ndarray, np.ndarray, tuple[int, ...]]] = []
-    if pair.role is not None and not pair.heads:
-        heads = [pair.role.view(x, spec) for x in (one, other)]
-        parts.append(("head", heads[0], heads[1], (2, 3)))
-    last = one.ndim - 1
-    if one.ndim > 1:
-        parts += [("row", one, other, (last,)), ("column", one, other, tuple(range(last)))]
+    if pair.heads:  # some of them, and each as (features, the rest)
+        parts.append(("head", one, other, (1, 2)))
+    elif pair.role is not None:
+        parts.append(("head", pair.role.view(one, spec), pair.role.view(other, spec), (2, 3)))
+    if one.ndim == 2:
+        parts += [("row", one, other, (1,)), ("column", one, other, (0,))]
     for part, before, after, axes in parts:
         found = _times(before, after, axes)
         if found is not None:

@@ -209,11 +209,11 @@ def _made(expected: np.ndarray, one: np.ndarray, other: np.ndarray) -> bool:
 
 def _said(factors: np.ndarray, kind: str, views: tuple[np.ndarray, np.ndarray]) -> str:
     """Factors in words: one, or from the smallest to the largest."""
-    times, over = {"qk": ("q", "k"), "v": ("v", "what out_proj makes of it")}[kind]
+    times, over = {"qk": ("q", "k"), "v": ("v", "columns of out_proj")}[kind]
     low, high = float(factors.min()), float(factors.max())
     if high - low <= 8.0 * unit_of_rounding(coarser(*(view.dtype for view in views)).name) * abs(high):
-        return f"{times} is multiplied by {high:.6g}, and {over} divided by it"
-    return f"features of {times} are multiplied by {low:.3g} to {high:.3g}, and those of {over} divided by the same"
+        return f"{times} is multiplied by {high:.6g}, and {over} divided by that"
+    return f"features of {times} are multiplied by {low:.3g} to {high:.3g}, and {over} divided by the same"
 
 
 def _factors(views: list[tuple[np.ndarray, np.ndarray]], tied: np.ndarray) -> np.ndarray:

@@ -68,6 +68,7 @@ def _to_tf32(x: np.ndarray) -> np.ndarray:
 
 
 FEWER_BITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "rounded to float32": lambda x: x,  # of float64
     "rounded to TF32": _to_tf32,
     "cut off to TF32": _cut_off(13),
     "rounded to float16": _through("float16"),
@@ -76,13 +77,15 @@ FEWER_BITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "rounded to float8 (e4m3)": _through("float8_e4m3fn"),
     "rounded to float8 (e5m2)": _through("float8_e5m2"),
 }
-"""What may be left of float32 values, as float32, by its words; values too large become the largest."""
+"""What may be left of values, given and told as float32, by its words; values too large become the largest."""
 
 
 def in_fewer_bits(one: np.ndarray, other: np.ndarray) -> str | None:
-    """In which words `other` is `one` in fewer bits, exactly; None if it is not."""
+    """In which words `other` is `one` in fewer bits, exactly, all that hold; None if it is not."""
     wide, kept = one.astype(np.float32), other.astype(np.float32)
-    return next((words for words, lessen in FEWER_BITS.items() if np.array_equal(lessen(wide), kept)), None)
+    if not np.array_equal(kept, other):
+        return None
+    return " or ".join(words for words, lessen in FEWER_BITS.items() if np.array_equal(lessen(wide), kept)) or None
 
 
 QUANTISED = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
