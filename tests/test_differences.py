@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import parity
 from mha_spec import Alibi, Gate, Latent, Norm, Rope
-from parity import AttentionSpec, compare_weights, random_weights
+from parity import CASES, AttentionSpec, compare_weights, random_weights
 from parity.cli.main import main
 from parity.conversion.roles import roles
 from parity.core import reference
@@ -35,10 +35,13 @@ RICH = AttentionSpec(
     gate=Gate(bias=True),
     sinks=True,
 )
+PER_HEAD = replace(
+    RICH, qk_norm=Norm("layer", per_head=True, bias=True), v_norm=Norm(over="width"), gate=Gate(per_head=True)
+)
 LATENT = AttentionSpec(
     32, 4, head_dim=8, latent=Latent(8, 4, q_rank=6), rope=Rope(rotary_dim=4, rotated="last"), qkv_bias=False
 )
-SPECS = {"plain": PLAIN, "rope": ROPE, "rich": RICH, "latent": LATENT}
+SPECS = {"plain": PLAIN, "rope": ROPE, "rich": RICH, "per-head": PER_HEAD, "latent": LATENT}
 
 
 def changed(weights, **others):
@@ -61,7 +64,7 @@ def reordered(weights, spec, groups=None, heads=None, qk=None, v=None):
         if role is None:
             found[name] = x
             continue
-        rows = np.moveaxis(x, role.axis, 0)
+        rows = x.reshape(-1) if role.axis is None else np.moveaxis(x, role.axis, 0)
         shape, order = rows.shape, features[role.features]
         if role.heads == "shared":
             rows = rows if order is None else rows[order]
@@ -69,7 +72,7 @@ def reordered(weights, spec, groups=None, heads=None, qk=None, v=None):
             rows = rows.reshape(num_groups, of_group if role.heads == "q" else 1, -1, *shape[1:])[groups]
             rows = rows[:, heads] if role.heads == "q" else rows
             rows = rows if order is None else rows[:, :, order]
-        found[name] = np.ascontiguousarray(np.moveaxis(rows.reshape(shape), 0, role.axis))
+        found[name] = np.ascontiguousarray(np.moveaxis(rows.reshape(shape), 0, role.axis or 0)).reshape(x.shape)
     return found
 
 
@@ -397,6 +400,16 @@ def test_an_order_of_all_parts_is_never_called_different(drawn, is_bfloat16):
     assert found.kind in ("bits", "function")
     one, two = output_of(weights, spec), output_of(other, spec)
     np.testing.assert_allclose(one, two, rtol=0, atol=1e-12 * np.abs(one).max())  # sums in another order, in float64
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.spec.d_kv == case.spec.d_in])
+def test_it_is_the_same_function_where_the_output_is_the_same(name):
+    spec = CASES[name].spec
+    weights = random_weights(spec)
+    other = reordered(weights, spec, groups=np.arange(spec.num_kv_heads)[::-1])
+    one, two = output_of(weights, spec), output_of(other, spec)
+    is_same = np.allclose(one, two, rtol=0, atol=1e-12 * np.abs(one).max())
+    assert compared(weights, other, spec).same == is_same
 
 
 @given(orders(), st.data())

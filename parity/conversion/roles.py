@@ -17,12 +17,12 @@ class Role:
     """The place of heads in a weight.
 
     Attributes:
-        axis: that runs over heads, each with its features.
+        axis: that runs over heads, each with its features; None where these are axes of their own.
         heads: `q`, the N query heads; `kv`, the K key/value heads; or `shared`, one set of features for all heads.
         features: `qk`, the H that q and k are multiplied over; `v`, the Hv of values; or nothing, others.
     """
 
-    axis: int
+    axis: int | None
     heads: Literal["q", "kv", "shared"]
     features: Literal["qk", "v", ""]
 
@@ -30,7 +30,7 @@ class Role:
         """The weight as (K, heads of the group, features, the rest); K and heads are 1 where they are shared."""
         groups = 1 if self.heads == "shared" else spec.num_kv_heads
         of_group = spec.num_heads // spec.num_kv_heads if self.heads == "q" else 1
-        rows = np.moveaxis(x, self.axis, 0)
+        rows = x.reshape(-1) if self.axis is None else np.moveaxis(x, self.axis, 0)
         return rows.reshape(groups, of_group, len(rows) // (groups * of_group), -1)
 
 
@@ -54,7 +54,7 @@ def roles(spec: AttentionSpec) -> dict[str, Role]:
         elif part in ("q_norm", "k_norm", "v_norm"):
             has_heads = len(shape) == 2 or spec.norms[part].over == "width"
             heads = ("q" if part == "q_norm" else "kv") if has_heads else "shared"
-            found[name] = Role(0, heads, "v" if part == "v_norm" else "qk")
+            found[name] = Role(0 if len(shape) == 1 else None, heads, "v" if part == "v_norm" else "qk")
         elif part in of_parts:
             found[name] = of_parts[part]
     return found
