@@ -526,6 +526,24 @@ def test_the_law_comes_first_and_the_mistake_after_it(files, capsys):
     assert "see       mha-parity bugs transposed-kernel" in out
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_bias_that_only_one_has_is_zeros_or_a_law(files, is_first, capsys):
+    weights, bare = random_weights(PLAIN), replace(PLAIN, qkv_bias=(False, True, True))
+    without = {name: x for name, x in weights.items() if name != "q_proj.bias"}
+    paths = [files(weights, name="a"), files(without, spec=bare)]
+    for command in ("verify", "diagnose"):
+        assert main([command, *(paths if is_first else paths[::-1])]) == 1
+        out = capsys.readouterr().out
+        assert "q_proj.bias differs in 16 of 16 elements" in out
+        words = "not there, and no zeros in the first" if is_first else "a bias that the first has not"
+        assert f"law       the second's is {words}" in out
+    zeros = changed(weights, q_proj__bias=np.zeros(16, np.float32))
+    pair = [(zeros, PLAIN), (without, bare)]
+    found = compare_weights(*pair[not is_first], *pair[is_first])
+    assert (found.kind, found.same) == ("values", True)
+    assert main(["verify", paths[1], files(zeros, name="zeros")]) == 0
+
+
 def test_layers_that_differ_in_more_than_weights_are_refused():
     weights = random_weights(PLAIN)
     with pytest.raises(ValueError, match="layers must be of one specification to be compared"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
@@ -15,7 +15,7 @@ from parity.conversion.laws import Law, Pair, law_of
 from parity.conversion.roles import Role, roles
 from parity.conversion.same_function import in_other_words
 from parity.conversion.ulps import MOST_ULPS, coarser, is_copy, ulps
-from parity.conversion.verify import check_alike, same_bits
+from parity.conversion.verify import check_alike, same_bits, with_biases
 from parity.core.compare import finite
 from parity.core.weights import Weights, check_weights
 
@@ -153,11 +153,13 @@ def compare_weights(
         TypeError: if an entry is not a floating-point array, or the dtypes of one layer differ.
         ValueError: if the layers differ in more than their weights, or the weights are not those of the layer.
     """
-    spec = check_alike(spec, other_spec)
-    one, two = check_weights(weights, spec), check_weights(other, spec)
+    one, with_all = with_biases(check_weights(weights, spec), spec, other_spec)
+    two, other_with_all = with_biases(check_weights(other, other_spec), other_spec, spec)
+    biases = [{*with_all.weight_shapes} - {*each.weight_shapes} for each in (other_spec, spec)]
+    spec = check_alike(with_all, other_with_all)
     dtypes = [next(iter(held.values())).dtype for held in (one, two)]
     told = (dtypes[0].name, dtypes[1].name)
-    if same_bits(one, two):
+    if same_bits(one, two) and not any(biases):
         return WeightsComparison("bits", told, 0.0, (), "weights the same, bit for bit")
     held = roles(spec)
     found = [each for name in one if (each := _difference(name, one[name], two[name], held.get(name), spec))]
@@ -169,9 +171,16 @@ def compare_weights(
         kind, how = "function", f"{names} {verb}, and it is the same function: {words}"
     if kind == "different":
         pairs = [_pair(each, one, two, held) for each in found]
-        laws = [law_of(pair, one, two, spec) for pair in pairs]
+        laws = [_bias_of_one(pair.name, *biases) or law_of(pair, one, two, spec) for pair in pairs]
         found = [TensorDifference(**{**vars(each), "law": law}) for each, law in zip(found, laws, strict=True)]
     return WeightsComparison(kind, told, max_ulp, tuple(found), how)
+
+
+def _bias_of_one(name: str, of_first: Collection[str], of_second: Collection[str]) -> Law | None:
+    """Whether only one of the files has a tensor at all, which the other one has as zeros here."""
+    if name in of_first:
+        return Law("bias", "not there, and no zeros in the first", "missing-bias")
+    return Law("bias", "a bias that the first has not", "missing-bias") if name in of_second else None
 
 
 def _pair(difference: TensorDifference, one: Weights, two: Weights, held: Mapping[str, Role]) -> Pair:
@@ -186,7 +195,9 @@ def _same_values(one: Weights, two: Weights, found: list[TensorDifference], max_
     coarse = coarser(*dtypes).name
     lost = any(bool(one[each.name].any()) != bool(two[each.name].any()) for each in found)  # all that a tensor held
     if not found:
-        in_dtypes = f"in {dtypes[0].name} and in {dtypes[1].name}" if dtypes[0] != dtypes[1] else "but signs of zeros"
+        in_dtypes = "but for signs of zeros, or biases of zeros that one has"
+        if dtypes[0] != dtypes[1]:
+            in_dtypes = f"in {dtypes[0].name} and in {dtypes[1].name}"
         return "values", f"weights the same values, {in_dtypes}"
     if lost or max_ulp > MOST_ULPS:
         return "different", ""

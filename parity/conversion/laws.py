@@ -23,7 +23,7 @@ class Law:
 
     Attributes:
         name: of the law: `zeros`, `one-plus`, `exchanged`, `copied`, `transposed`, `permuted`, `fewer-bits`,
-            `quantised`, `factor`, `factors` or `shift`.
+            `quantised`, `factor`, `factors` or `shift`; `bias`, for a bias that only one file has.
         words: what the second file has, said of the first one's.
         page: of parity/bugs that says more, or nothing.
         heads: where it holds for these alone, and all else is the same; else empty.
