@@ -19,16 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec
 from parity.backends import load_backend
-from parity.conversion.verify import probe
-from parity.core import reference
 from parity.core.arrays import stages_of
 from parity.core.compare import FACTOR
 from parity.core.problem import Problem
-from parity.core.stages import STAGES, run_steps, stage_named
+from parity.core.stages import STAGES, stage_named
 from parity.core.trace import Trace
-from parity.core.weights import Weights
 from parity.diagnosis.choices import Choice, choices_for
 from parity.diagnosis.mistakes import PRECISIONS
 from parity.diagnosis.readings import Read, Right, read
@@ -36,7 +32,7 @@ from parity.diagnosis.replay import Replay, Verdict
 from parity.diagnosis.search import Clock, Found, search
 from parity.diagnosis.verdicts import Diagnosis, Explanation, Unknown
 
-__all__ = ["Diagnosis", "Explanation", "Unknown", "diagnose", "diagnose_trace", "diagnose_weights", "observe"]
+__all__ = ["Diagnosis", "Explanation", "Unknown", "diagnose", "diagnose_trace", "observe"]
 
 MULTIPLIED = {"q", "k", "v", "scores", "context", "output"}
 """The stages that are matrix products: all of them differ where products lose too much."""
@@ -213,18 +209,6 @@ def diagnose_trace(trace: Trace) -> Diagnosis:
         ValueError: if it has no stages.
     """
     return diagnose(trace.accumulated, trace.problem, arithmetic=trace.arithmetic)
-
-
-def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec) -> Diagnosis:
-    """Find the mistakes in the second of two sets of weights that should hold the same attention.
-
-    Raises:
-        ValueError: if the layers differ in more than their weights.
-    """
-    problem, other_problem = probe(weights, spec, other, other_spec)
-    with np.errstate(over="ignore", invalid="ignore"):
-        observed = run_steps(reference.steps(other_problem, problem.dtype))
-    return diagnose(observed, problem)
 
 
 def observe(function: Callable[..., Any], problem: Problem, framework: str) -> dict[str, np.ndarray]:
