@@ -1,0 +1,165 @@
+"""Laws of order: heads, features, sequences or tokens exchanged, shifted, turned around; the values of other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from parity.core.stages import stage_named
+from parity.diagnosis.laws.record import Law, Seen
+from parity.diagnosis.laws.words import MOST_LISTED, noun
+
+LARGEST = 1024
+"""The longest axis whose order is looked for."""
+
+
+def orders(seen: Seen) -> Iterator[Law]:
+    """Slices of one axis that have the values of others."""
+    for axis in _axes(seen):
+        box, size = seen.box[axis], seen.expected.shape[axis]
+        order = _order(seen, axis)
+        if order is None or np.array_equal(order, box):
+            continue
+        source = np.arange(size)
+        source[box] = order
+        if seen.holds(seen.in_slices(np.take(seen.expected, source, axis=axis))):
+            words, parameters = _order_words(seen, axis, box, order)
+            numbers = {"axis": seen.letters[axis], "of": box.tolist(), "from": order.tolist()}
+            yield Law("order", words, numbers, parameters)
+
+
+def shifts(seen: Seen) -> Iterator[Law]:
+    """Tokens one place too late or too early, whatever came in at the end."""
+    for axis in _axes(seen):
+        if seen.letters[axis] not in ("T", "S") or seen.expected.shape[axis] < 4:
+            continue
+        one = noun(seen.letters, axis)[0]
+        for by, words in ((1, "before"), (-1, "after")):
+            candidate = seen.in_slices(np.roll(seen.expected, by, axis=axis))
+            edge = [slice(None)] * candidate.ndim
+            edge[axis] = slice(0, 1) if by > 0 else slice(-1, None)
+            came_in = seen.actual[tuple(edge)]
+            if not np.isfinite(came_in).all():
+                continue
+            candidate[tuple(edge)] = came_in
+            if seen.holds(candidate):
+                zeros = ", and the one at the end is 0" if not came_in.any() else ""
+                text = f"shifted by one: each {one} has the values of the one {words}{zeros}"
+                yield Law("shift", text, {"axis": seen.letters[axis], "by": by}, 1)
+                return
+
+
+def transposes(seen: Seen) -> Iterator[Law]:
+    """Two axes of one length exchanged; heads split or combined by a reshape alone."""
+    e = seen.expected
+    if len(seen.letters) < 3 and e.ndim != 2:
+        return
+    for i in range(e.ndim):
+        for j in range(i + 1, e.ndim):
+            if e.shape[i] == e.shape[j] > 1 and seen.holds(seen.in_slices(e.swapaxes(i, j))):
+                names = [noun(seen.letters, axis)[1] for axis in (i, j)]
+                axes = [seen.letters[axis] for axis in (i, j)]
+                yield Law("transposed", f"{names[0]} and {names[1]} are exchanged: transposed", {"axes": axes})
+    if seen.letters[-1] != "H" or e.ndim != 4:
+        return
+    batch, heads, tokens, features = e.shape
+    width = e.swapaxes(1, 2).reshape(batch, tokens, heads * features)
+    ways = {
+        "heads and tokens are mixed up: reshaped, and not moved": width.reshape(e.shape),
+        "heads and features are mixed up: the width is split into (H, N)": np.moveaxis(
+            width.reshape(batch, tokens, features, heads), 3, 1
+        ),
+    }
+    for words, values in ways.items():
+        if heads > 1 and seen.holds(seen.in_slices(values)):
+            yield Law("reshaped", words)
+
+
+def other_stages(seen: Seen) -> Iterator[Law]:
+    """The values of another stage, or of the step before."""
+    for name, values in seen.others.items():
+        other = stage_named(name)
+        if other == seen.stage or other.is_exact or values.ndim != seen.expected.ndim:
+            continue
+        for x, how in _as_they_fit(values.astype(np.float64), seen.expected.shape):
+            if seen.holds(seen.within(x)):
+                before = other.quantity == seen.stage.quantity and other.step != seen.stage.step
+                whose = f"{name}, of another step" if before else name
+                yield Law("other stage", f"the values there are those of {whose}{how}", {"stage": name})
+
+
+def _as_they_fit(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[np.ndarray, str]]:
+    if x.shape == shape:
+        yield x, ""
+    if x.ndim >= 2 and x.swapaxes(-1, -2).shape == shape:
+        yield x.swapaxes(-1, -2), ", transposed"
+    if x.ndim == 4 and shape[1] % x.shape[1] == 0 and x.shape[1] < shape[1]:
+        repeated = np.repeat(x, shape[1] // x.shape[1], axis=1)
+        if repeated.shape == shape:
+            yield repeated, ", its heads repeated"
+
+
+def _axes(seen: Seen) -> Iterator[int]:
+    """Heads and features first, then sequences and tokens."""
+    priority = "NKHEWGBTS"
+    axes = [axis for axis in range(seen.expected.ndim) if 1 < seen.expected.shape[axis] <= LARGEST]
+    yield from sorted(axes, key=lambda axis: f"{priority}".find(seen.letters[axis][:1]))
+
+
+def _order(seen: Seen, axis: int) -> np.ndarray | None:
+    """Whose expected values each wrong slice has, by the nearest; the plainest where several are as near."""
+    box, size = seen.box[axis], seen.expected.shape[axis]
+    if seen.place.cells or seen.place.wrong < 2 * len(box):  # one number proves nothing
+        return None
+    whole = [which if each != axis else np.arange(size) for each, which in enumerate(seen.box)]
+    e = np.moveaxis(seen.expected[np.ix_(*whole)], axis, 0).reshape(size, -1)
+    a = np.moveaxis(seen.actual[np.ix_(*seen.box)], axis, 0).reshape(len(box), -1)
+    if not (np.isfinite(a).all() and np.isfinite(e).all()):
+        return None
+    distances = (a**2).sum(1)[:, None] + (e**2).sum(1)[None] - 2.0 * a @ e.T
+    nearest = distances.min(axis=1)
+    slack = a.shape[1] * seen.allowed["max"] ** 2 + 1e-9 * np.abs(distances).max(initial=0.0)
+    for order, _ in _plain_orders(box, size):
+        if (distances[np.arange(len(box)), order] <= nearest + slack).all():
+            return order
+    return distances.argmin(axis=1)
+
+
+def _plain_orders(box: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, str]]:
+    """Orders that have names, of the wrong indices alone or of all, the plainest first."""
+    count = len(box)
+    yield box[::-1], "in reverse order"
+    if count % 2 == 0 and count > 2:
+        half = np.roll(np.arange(count), count // 2)
+        yield box[half], "exchanged by halves"
+        pairs = np.arange(count).reshape(2, -1).T.ravel()
+        yield box[np.argsort(pairs)], "in halves where they should be interleaved, 0 2 4 … 1 3 5 …"
+        yield box[pairs], "interleaved where they should be in halves"
+        yield box[np.arange(count) ^ 1], "exchanged with their neighbours"
+    for by in (1, -1, 2, -2):
+        if count > 2:
+            yield box[np.roll(np.arange(count), by)], f"rolled by {by}"
+        moved = box - by
+        if moved[0] >= 0 and moved[-1] < size:
+            words = "before" if by > 0 else "after"
+            yield moved, f"those of the {'one' if abs(by) == 1 else 'second'} {words}"
+    for index in range(min(size, 2)):
+        yield np.full(count, index), f"all those of {index}"
+
+
+def _order_words(seen: Seen, axis: int, box: np.ndarray, order: np.ndarray) -> tuple[str, int]:
+    """What an order is called, and how many numbers it takes to say it."""
+    one, several = noun(seen.letters, axis)
+    if len(box) == 1:
+        return f"{one} {box[0]} has the values of {one} {order[0]}", 1
+    if len(box) == 2 and np.array_equal(order, box[::-1]):
+        return f"{several} {box[0]} and {box[1]} are exchanged", 0
+    for plain, words in _plain_orders(box, seen.expected.shape[axis]):
+        if np.array_equal(plain, order):
+            return f"{several} are {words}", 0
+    whose = ", each that of another" if len(set(order.tolist())) == len(order) else ""
+    if len(box) <= MOST_LISTED:
+        named = "" if len(box) == seen.expected.shape[axis] else f"{' '.join(map(str, box))} "
+        return f"{several} {named}are those of {' '.join(map(str, order))}{whose}", len(order)
+    return f"{several} are in another order{whose}", len(order)
