@@ -35,6 +35,20 @@ GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (
 )
 """The laws, of those with as many fitted numbers the more usual ones first."""
 
+IMPLIED_BY = {
+    "factor": {"zeros"},
+    "power": {"uniform"},
+    "rows": {"factor"},
+    "rank one": {"factor", "offset", "slope"},
+    "by distance": {"offset", "slope"},
+    "slope": {"offset"},
+    "shift": {"order"},
+    "theta": {"rope theta", "rope exponent"},
+    "rope factor": {"rope scaling"},
+    "rope frequencies": {"factor"},
+}
+"""Laws that are not told beside one that says the same in a plainer way."""
+
 MANTISSA = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 """Explicit bits of the dtypes that stages are kept in."""
 
@@ -94,12 +108,7 @@ def describe(
 def _unlike(laws: list[Law]) -> Iterator[Law]:
     """The laws without those that say what a plainer one says, of more numbers."""
     names = {law.name for law in laws}
-    for law in laws:
-        if law.name == "constant" and "zeros" in names:
-            continue
-        if law.name == "theta" and "rope theta" in names:
-            continue
-        yield law
+    yield from (law for law in laws if not names & IMPLIED_BY.get(law.name, set()))
 
 
 def _nan(seen: Seen) -> Iterator[str]:
@@ -107,8 +116,6 @@ def _nan(seen: Seen) -> Iterator[str]:
     lost = np.isnan(seen.actual) & ~np.isnan(seen.expected)
     if not lost.any():
         return
-    box = tuple(
-        np.flatnonzero(lost.any(axis=tuple(i for i in range(lost.ndim) if i != axis))) for axis in range(lost.ndim)
-    )
+    _, box = wrong_elements(np.where(lost, np.inf, 0.0), seen.allowed)
     place, _ = find_place(seen.stage, seen.letters, lost, box, seen.hidden)
     yield f"{place.wrong} of {place.size} elements are NaN: {place.words}"

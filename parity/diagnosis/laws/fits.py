@@ -11,6 +11,7 @@ import numpy as np
 
 from mha_spec import AttentionSpec, LinearScaling, Rope
 from parity.diagnosis.laws.record import Law, Seen
+from parity.diagnosis.laws.rotation import as_form
 from parity.diagnosis.laws.words import said
 
 Recompute = Callable[[AttentionSpec], np.ndarray]
@@ -106,27 +107,26 @@ class _Tried:
         if self.number.is_whole or value is None or not self.error(value) < math.inf:
             return value
         for _ in range(STEPS):
-            better = self._newton(value)
-            if better is None or not self.error(better) < self.error(value):
+            move = self._move(value)
+            some = (value * math.exp(move * 0.5**halved) for halved in range(4 if move else 0))
+            better = next((x for x in some if self.error(x) < self.error(value)), None)
+            if better is None:
                 break
-            is_same = abs(better - value) <= 1e-12 * abs(value)
             value = better
-            if is_same:
-                break
         return value
 
-    def _newton(self, value: float) -> float | None:
-        """A step in the logarithm of the number: both grow by factors."""
+    def _move(self, value: float) -> float:
+        """A step in the logarithm of the number, by Gauss and Newton; 0 where there is none."""
         step = 1e-5
         here, there = self.stage(value), self.stage(value * math.exp(step))
         if here is None or there is None:
-            return None
+            return 0.0
         slope = np.where(self.finite, there - here, 0.0) / step
         size = float((slope**2).sum())
         if not size > 0.0 or not math.isfinite(size):
-            return None
+            return 0.0
         move = float((slope * np.where(self.finite, self.seen.actual - here, 0.0)).sum()) / size
-        return value * math.exp(min(max(move, -2.0), 2.0))
+        return min(max(move, -2.0), 2.0)
 
     def law(self, value: float | None) -> Law | None:
         """What the number would be, the roundest that explains the stage, or nothing."""
@@ -142,6 +142,8 @@ class _Tried:
                 right = "none" if self.number.right is None else said(self.number.right)
                 would = "none" if each is None else said(each)
                 words = f"{self.number.words} would be {would} (the spec says {right})"
+                if self.number.name == "theta" and each is not None and self.number.right is not None:
+                    words += as_form(each, self.number.right)
                 numbers = {"value": each, "expected": self.number.right}
                 return Law(self.number.name, words, numbers, 0 if each is None else 1)
         return None

@@ -61,7 +61,7 @@ def transposes(seen: Seen) -> Iterator[Law]:
                 names = [noun(seen.letters, axis)[1] for axis in (i, j)]
                 axes = [seen.letters[axis] for axis in (i, j)]
                 yield Law("transposed", f"{names[0]} and {names[1]} are exchanged: transposed", {"axes": axes})
-    if seen.letters[-1] != "H" or e.ndim != 4:
+    if e.ndim != 4 or "H" not in seen.letters:
         return
     batch, heads, tokens, features = e.shape
     width = e.swapaxes(1, 2).reshape(batch, tokens, heads * features)

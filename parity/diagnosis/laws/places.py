@@ -122,20 +122,25 @@ def _what_they_are(stage: Stage, letter: str, which: np.ndarray, size: int, spec
 def _cells(
     stage: Stage, letters: tuple[str, ...], bad: np.ndarray, in_box: np.ndarray, hidden: np.ndarray | None
 ) -> Iterator[tuple[str, str, np.ndarray]]:
-    """What wrong cells have in common beside their slices: a name, words, and all cells of that; the narrowest first."""
+    """What wrong cells share beside their slices: a name, words, and all cells of that; the narrowest first."""
     if hidden is not None and not stage.is_exact:
         yield from _by_mask(letters, bad, in_box, hidden)
     if letters[-2:] == ("T", "S"):
-        yield from _by_distance(bad, in_box.any(axis=(-2, -1), keepdims=True))
+        yield from _by_distance(bad, np.asarray(in_box.any(axis=(-2, -1), keepdims=True)))
     if bad.ndim < 2:
         return
-    rows, in_rows = bad.any(axis=-1), in_box.any(axis=-1)
+    rows, in_rows = _rows(bad), _rows(in_box)
     wrong, possible = int(np.count_nonzero(rows)), int(np.count_nonzero(in_rows))
     if wrong <= SPARSE * possible:
         part = np.broadcast_to(rows[..., None], bad.shape) & in_box
         yield "rows", f"in {wrong} of {rows.size} rows", part
     if hidden is not None and hidden.shape == bad.shape and (bad & ~hidden).any() and not (bad & hidden).any():
         yield "", "", in_box & ~hidden  # what is hidden is right, and may hold anything
+
+
+def _rows(cells: np.ndarray) -> np.ndarray:
+    """Which rows have such cells."""
+    return np.asarray(np.logical_or.reduce(cells, axis=-1))
 
 
 def _by_mask(
@@ -155,9 +160,9 @@ def _by_mask(
 def _by_distance(bad: np.ndarray, heads: np.ndarray) -> Iterator[tuple[str, str, np.ndarray]]:
     queries, keys = bad.shape[-2:]
     distance = np.arange(keys) - np.arange(queries)[:, None]
-    cells = bad.any(axis=tuple(range(bad.ndim - 2)))
-    distances = np.unique(distance[cells])
-    if len(cells.any(axis=1).nonzero()[0]) < min(3, queries):  # in so few rows it may be chance
+    rows, columns = bad.nonzero()[-2:]
+    distances = np.unique(columns - rows)
+    if len(np.unique(rows)) < min(3, queries):  # in so few rows it may be chance
         return
     if len(distances) == 1:
         away = int(distances[0])

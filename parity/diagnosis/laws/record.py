@@ -1,4 +1,4 @@
-"""Records: a place, a law, what was found; and the two arrays that are looked at, with what may be known beside them."""
+"""Records: a place, a law, what was found; and the arrays that are looked at, with what may be known beside them."""
 
 from __future__ import annotations
 

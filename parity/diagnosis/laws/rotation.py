@@ -34,6 +34,7 @@ class _Turning:
         right: frequencies as they should be, (pairs,).
         used: as they were.
         begin: the angle at position 0, (pairs,).
+        amplitude: what the rotated features are multiplied by.
     """
 
     first: list[int]
@@ -42,11 +43,12 @@ class _Turning:
     right: np.ndarray
     used: np.ndarray
     begin: np.ndarray
+    amplitude: float
 
-    def turned(self, seen: Seen, used: np.ndarray, offset: float = 0.0) -> np.ndarray:
-        """What is expected, rotated by other frequencies."""
+    def turned(self, seen: Seen, used: np.ndarray, offset: float = 0.0, amplitude: float = 1.0) -> np.ndarray:
+        """What is expected, rotated by other frequencies, and what is rotated multiplied by a number."""
         angles = self.positions[..., None] * (used - self.right) + offset * used  # (B or 1, T, pairs)
-        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        cos, sin = amplitude * np.cos(angles)[:, None], amplitude * np.sin(angles)[:, None]
         x, y = seen.expected[..., self.first], seen.expected[..., self.second]
         found = seen.expected.copy()
         found[..., self.first], found[..., self.second] = x * cos - y * sin, y * cos + x * sin
@@ -100,7 +102,9 @@ def _turning(seen: Seen) -> _Turning | None:
         spread = np.maximum((weight * away * away).sum(axis=(0, 1)), 1e-300)
         slope = slope + (weight * away * rest).sum(axis=(0, 1)) / spread
     begin = np.angle((cross * np.exp(-1j * where[..., None] * slope)).sum(axis=(0, 1)))
-    return _Turning(first, second, positions, right, right + slope, begin)
+    size = float((np.abs(e) ** 2).sum())
+    amplitude = float(np.abs(cross).sum()) / size if size else 1.0
+    return _Turning(first, second, positions, right, right + slope, begin, amplitude)
 
 
 # ---- Rules, the plainest first ---------------------------------------------------------------------------------------
@@ -117,10 +121,10 @@ def _offset(seen: Seen, turning: _Turning) -> Iterator[Law]:
 
 def _forms(seen: Seen, turning: _Turning) -> Iterator[Law]:
     """The right base with an exponent of another form, and no rotation."""
-    assert_problem = seen.problem
-    if assert_problem is None or assert_problem.spec.rope is None:
+    if seen.problem is None or seen.problem.spec.rope is None:
         return
-    theta, d = assert_problem.spec.rope.theta, 2 * len(turning.right)
+    rope, d = seen.problem.spec.rope, 2 * len(turning.right)
+    theta = rope.theta
     head_dim, i = seen.actual.shape[3], np.arange(d // 2)
     forms = {
         "i / d": i / d,
@@ -129,15 +133,18 @@ def _forms(seen: Seen, turning: _Turning) -> Iterator[Law]:
         "4 i / d": 4 * i / d,
         **({"2 i / H": 2 * i / head_dim} if head_dim != d else {}),
     }
-    if seen.holds(turning.turned(seen, 0.0 * turning.right)):
+    plain = 1.0 / rope.attention_factor  # which comes with the scaling
+    if seen.holds(turning.turned(seen, 0.0 * turning.right, 0.0, plain), plain):
         yield Law("rope missing", "RoPE would be missing")
     if seen.holds(turning.turned(seen, -turning.right)):
         yield Law("rope reversed", "RoPE would rotate the other way")
-    if assert_problem.spec.rope.scaling is not None and seen.holds(turning.turned(seen, theta ** (-2 * i / d))):
+    if rope.scaling is not None and seen.holds(turning.turned(seen, theta ** (-2 * i / d), 0.0, plain), plain):
         yield Law("rope unscaled", "RoPE's frequencies would not be scaled")
     for form, exponent in forms.items():
         if seen.holds(turning.turned(seen, theta**-exponent)):
-            words = f"RoPE's frequencies would be theta ** -({form}), and not theta ** -(2 i / d)"
+            same = {"i / d": theta**0.5, "4 i / d": theta**2}.get(form)
+            as_if = "" if same is None else f", or theta would be {said(same)} (the spec says {said(theta)})"
+            words = f"RoPE's frequencies would be theta ** -({form}), and not theta ** -(2 i / d){as_if}"
             yield Law("rope exponent", words, {"theta": theta, "exponent": form})
 
 
@@ -166,12 +173,12 @@ def _theta(seen: Seen, turning: _Turning) -> Iterator[Law]:
     right = seen.problem.spec.rope.theta
     for value in _rounded(math.exp(logarithm)):
         if seen.holds(turning.turned(seen, value**-share)):
-            words = f"RoPE's theta would be {said(value)} (the spec says {said(right)}){_as_form(value, right)}"
+            words = f"RoPE's theta would be {said(value)} (the spec says {said(right)}){as_form(value, right)}"
             yield Law("rope theta", words, {"theta": value, "expected": right}, 1)
             return
 
 
-def _as_form(theta: float, right: float) -> str:
+def as_form(theta: float, right: float) -> str:
     """What another base may come from."""
     for power, form in ((0.5, "i / d"), (2.0, "4 i / d")):
         if abs(theta - right**power) <= 1e-3 * theta:
@@ -191,9 +198,12 @@ def _fewer(seen: Seen, turning: _Turning) -> Iterator[Law]:
 
 def _any_frequencies(seen: Seen, turning: _Turning) -> Iterator[Law]:
     count = len(turning.right)
-    if seen.is_enough(count) and seen.holds(turning.turned(seen, turning.used)):
-        words = f"RoPE's frequencies would be {listed(turning.used.tolist())} (and should be {listed(turning.right.tolist())})"
-        yield Law("rope frequencies", words, {"used": turning.used.tolist(), "right": turning.right.tolist()}, count)
+    times = turning.amplitude if abs(turning.amplitude - 1.0) > 1e-4 else 1.0
+    if seen.is_enough(count + 1) and seen.holds(turning.turned(seen, turning.used, 0.0, times), times):
+        used, right = turning.used.tolist(), turning.right.tolist()
+        words = f"RoPE's frequencies would be {listed(used)} (and should be {listed(right)})"
+        words += f", and cosines and sines {said(times)} times what they should be" if times != 1.0 else ""
+        yield Law("rope frequencies", words, {"used": used, "right": right, "amplitude": times}, count)
 
 
 def _rounded(x: float) -> Iterator[float]:

@@ -43,13 +43,13 @@ def rounding_signs(seen: Seen) -> Iterator[str]:
         return
     largest, size = float(errors[finite].max()), float(np.sqrt(np.mean(values[finite] ** 2)))
     rms = float(np.sqrt(np.mean(errors[finite] ** 2)))
-    share = f", {said(100.0 * rms / size)} % of the size of the values (rms)" if size else ""
+    share = f", {_two_digits(100.0 * rms / size)} % of the size of the values (rms)" if size else ""
     if largest:
-        yield f"the error is at most {said(largest)}{share}"
+        yield f"the error is at most {_two_digits(largest)}{share}"
 
 
 def _format_of(seen: Seen) -> str | None:
-    """The narrowest format that holds the actual values, where it is narrower than theirs and the expected do not fit."""
+    """The narrowest format that holds the actual values, where theirs is wider and the expected ones do not fit."""
     if seen.stage.is_exact:
         return None
     for name, bits in FORMATS.items():
@@ -62,6 +62,10 @@ def _format_of(seen: Seen) -> str | None:
         if telling >= LEAST and not _lost(values, bits).any() and _lost(seen.expected[seen.usable], bits).any():
             return name
     return None
+
+
+def _two_digits(x: float) -> str:
+    return said(float(f"{x:.2g}"))
 
 
 def _lost(values: np.ndarray, bits: int) -> np.ndarray:

@@ -23,6 +23,7 @@ def attn_weights(seen: Seen) -> Iterator[Law]:
         return
     yield from _power(seen)
     yield from _uniform(seen)
+    yield from _unmasked(seen)
     a, e = seen.known
     rows = int(np.count_nonzero(seen.part.any(axis=-1)))
     size = (e * e).sum(axis=-1, keepdims=True)
@@ -62,6 +63,24 @@ def _uniform(seen: Seen) -> Iterator[Law]:
     count = shown.sum(axis=-1, keepdims=True)
     if count.max(initial=0) > 1 and seen.holds(seen.within(shown / np.maximum(count, 1))):
         yield Law("uniform", "rows are uniform over the keys that they see")
+
+
+def _unmasked(seen: Seen) -> Iterator[Law]:
+    """Shown keys weigh what they should to each other, and hidden ones weigh something, too."""
+    if seen.hidden is None or seen.hidden.shape != seen.actual.shape:
+        return
+    shown, a = ~seen.hidden, np.where(np.isfinite(seen.actual), seen.actual, 0.0)
+    e = np.where(shown, seen.expected, 0.0)
+    rows = (seen.hidden & (a > seen.allowed["max"])).any(axis=-1)
+    if not np.allclose(a.sum(axis=-1)[rows], 1.0, atol=1e-3):
+        return
+    count = int(np.count_nonzero(shown.sum(axis=-1)[rows] > 1))  # of one key there is no proportion
+    size = (e * e).sum(axis=-1, keepdims=True)
+    factor = np.divide((a * e).sum(axis=-1, keepdims=True), size, out=np.zeros_like(size), where=size > 0.0)
+    candidate = np.where(shown, factor * seen.expected, a)
+    if count > 2 and seen.is_enough(rows.size) and seen.holds(candidate, np.maximum(factor, 1.0)):
+        words = "hidden cells weigh something, and shown ones are in the right proportion: a softmax that sees them all"
+        yield Law("unmasked", words, {"most": float(a[seen.hidden].max())}, count)
 
 
 def weights_signs(seen: Seen) -> Iterator[str]:
@@ -112,10 +131,11 @@ def scores(seen: Seen) -> Iterator[Law]:
     yield from _by_distance(seen, difference, distance)
     if seen.place.cells or not seen.usable.all() or min(queries, keys) < 4:
         return
-    u = difference[:, :, :, :1] * 0.0 + difference.sum(axis=-1, keepdims=True)
-    for _ in range(3):  # power iteration: of a matrix of rank one it ends at once
-        v = _unit(difference.swapaxes(2, 3) @ u)
-        u = difference @ v
+    longest = (difference**2).sum(axis=3).argmax(axis=2)[:, :, None, None]
+    v = _unit(np.take_along_axis(difference, longest, axis=2).swapaxes(2, 3))
+    for _ in range(2):  # power iteration: of a matrix of rank one it ends at once
+        v = _unit(difference.swapaxes(2, 3) @ (difference @ v))
+    u = difference @ v
     wrong = len(seen.box[0]) * len(seen.box[1]) * (queries + keys)
     if seen.is_enough(wrong) and seen.holds(seen.within(e + u @ v.swapaxes(2, 3))):
         yield Law("rank one", "the difference there is of rank one in each head", {}, wrong)
@@ -198,11 +218,7 @@ def _band_words(band: tuple[int, int], seen: Seen) -> str:
 def _away(distance: int) -> str:
     if not distance:
         return "its own"
-    return f"the {_nth(abs(distance))} {'before' if distance < 0 else 'after'} its own"
-
-
-def _nth(n: int) -> str:
-    return {1: "one", 2: "second", 3: "third"}.get(n, f"{n}th")
+    return f"{abs(distance)} {'before' if distance < 0 else 'after'} its own"
 
 
 # ---- The context -----------------------------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ def known_as(x: float, tolerance: float, sizes: dict[str, int], problem: Problem
     """
     tolerance = min(max(tolerance, 1e-9), LOOSEST)
     names = [name for name, value in _known(sizes, problem) if abs(x - value) <= tolerance * abs(value)]
-    if not names:
-        names = [name for name, value in _roots(x) if abs(x - value) <= min(tolerance, 1e-4) * abs(value)]
+    if not names or "H" not in sizes:  # scores do not show how wide heads are
+        names += [name for name, value in _roots(x) if abs(x - value) <= min(tolerance, 1e-4) * abs(value)]
     return list(dict.fromkeys(names))[:3]
 
 
@@ -80,7 +80,7 @@ def _roots(x: float) -> Iterator[tuple[str, float]]:
     for power, plain, inverse in ((1.0, "{}", "1/{}"), (2.0, "sqrt({})", "1/sqrt({})")):
         size = abs(x) ** power
         for words, number, exponent in ((plain, size, 1.0 / power), (inverse, 1.0 / size if size else 0.0, -1 / power)):
-            if 1.5 < number < 1e6:
+            if 1.5 < number < 1e4:
                 whole = round(number)
                 yield sign + words.format(whole), math.copysign(whole**exponent, x)
 
@@ -138,6 +138,8 @@ def indices(which: np.ndarray, size: int, names: tuple[str, str], *, in_time: bo
             return f"only the {'first' if first == 0 else 'last'} {token}"
         return f"only {one} {first}" + ("" if in_time else f" (of {size})")
     if count == last - first + 1:
+        if in_time and count == size - 1 and not first:
+            return f"all {several} but the last"
         if in_time and last == size - 1:
             return f"{several} {first} and later"
         half = size % 2 == 0 and count == size // 2 and first in (0, size // 2)
@@ -149,8 +151,8 @@ def indices(which: np.ndarray, size: int, names: tuple[str, str], *, in_time: bo
             return f"{'odd' if first % 2 else 'even'} {several}" + (f" from {first} on" if first > 1 else "")
         return f"every {_ordinal(step)} {one} from {first} on"
     missing = np.setdiff1d(np.arange(size), which)
-    if len(missing) == 1:
-        return f"all {several} but {missing[0]}"
+    if len(missing) <= min(2, size // 4):
+        return f"all {several} but {and_listed(missing)}"
     if count <= MOST_LISTED // 2:
         return f"{several} {and_listed(which)} (of {size})"
     return f"{count} of {size} {several}"
