@@ -32,7 +32,7 @@ def orders(seen: Seen) -> Iterator[Law]:
 def shifts(seen: Seen) -> Iterator[Law]:
     """Tokens one place too late or too early, whatever came in at the end."""
     for axis in _axes(seen):
-        if seen.letters[axis] not in ("T", "S") or seen.expected.shape[axis] < 4:
+        if seen.letters[axis] not in ("T", "S") or len(seen.box[axis]) < 3:  # one of them proves nothing
             continue
         one = noun(seen.letters, axis)[0]
         for by, words in ((1, "before"), (-1, "after")):
@@ -120,32 +120,44 @@ def _order(seen: Seen, axis: int) -> np.ndarray | None:
     distances = (a**2).sum(1)[:, None] + (e**2).sum(1)[None] - 2.0 * a @ e.T
     nearest = distances.min(axis=1)
     slack = a.shape[1] * seen.allowed["max"] ** 2 + 1e-9 * np.abs(distances).max(initial=0.0)
-    for order, _ in _plain_orders(box, size):
+    for order, _ in _plain_orders(box, size, in_time=seen.letters[axis] in "TS"):
         if (distances[np.arange(len(box)), order] <= nearest + slack).all():
             return order
     return distances.argmin(axis=1)
 
 
-def _plain_orders(box: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, str]]:
-    """Orders that have names, of the wrong indices alone or of all, the plainest first."""
-    count = len(box)
-    yield box[::-1], "in reverse order"
+def _plain_orders(box: np.ndarray, size: int, *, in_time: bool) -> Iterator[tuple[np.ndarray, str]]:
+    """Orders of the wrong indices that have names, the plainest first: whose values each has, and words."""
+    begin, end = int(box[0]), int(box[-1])
+    # Some orders leave their ends where they are.
+    runs = [np.arange(*ends) for ends in ((0, size), (begin - 1, end + 2), (begin - 1, end + 1), (begin, end + 2))]
+    blocks = [box, *(run for run in runs if run[0] >= 0 and run[-1] < size)]
+    for block in blocks:
+        for order, words in _block_orders(len(block)):
+            moved = order != np.arange(len(block))
+            if np.array_equal(block[moved], box):
+                yield block[order][moved], words
+    for by in (1, -1) if in_time else ():
+        source = box - by
+        if source[0] >= 0 and source[-1] < size:
+            yield source, f"those of the one {'before' if by > 0 else 'after'}"
+    for index in range(min(size, 2)):
+        yield np.full(len(box), index), f"all those of {index}"
+
+
+def _block_orders(count: int) -> Iterator[tuple[np.ndarray, str]]:
+    """Orders of 0 … count - 1 that have names."""
+    all_of_them = np.arange(count)
+    yield all_of_them[::-1], "in reverse order"
     if count % 2 == 0 and count > 2:
-        half = np.roll(np.arange(count), count // 2)
-        yield box[half], "exchanged by halves"
-        pairs = np.arange(count).reshape(2, -1).T.ravel()
-        yield box[np.argsort(pairs)], "in halves where they should be interleaved, 0 2 4 … 1 3 5 …"
-        yield box[pairs], "interleaved where they should be in halves"
-        yield box[np.arange(count) ^ 1], "exchanged with their neighbours"
+        yield np.roll(all_of_them, count // 2), "exchanged by halves"
+        side_by_side = all_of_them.reshape(2, -1).T.ravel()
+        yield np.argsort(side_by_side), "in halves, 0 2 4 … 1 3 5 …, and should be interleaved"
+        yield side_by_side, "interleaved, and should be in halves, 0 2 4 … 1 3 5 …"
+        yield all_of_them ^ 1, "exchanged with their neighbours"
     for by in (1, -1, 2, -2):
         if count > 2:
-            yield box[np.roll(np.arange(count), by)], f"rolled by {by}"
-        moved = box - by
-        if moved[0] >= 0 and moved[-1] < size:
-            words = "before" if by > 0 else "after"
-            yield moved, f"those of the {'one' if abs(by) == 1 else 'second'} {words}"
-    for index in range(min(size, 2)):
-        yield np.full(count, index), f"all those of {index}"
+            yield np.roll(all_of_them, by), f"rolled by {by}"
 
 
 def _order_words(seen: Seen, axis: int, box: np.ndarray, order: np.ndarray) -> tuple[str, int]:
@@ -155,7 +167,7 @@ def _order_words(seen: Seen, axis: int, box: np.ndarray, order: np.ndarray) -> t
         return f"{one} {box[0]} has the values of {one} {order[0]}", 1
     if len(box) == 2 and np.array_equal(order, box[::-1]):
         return f"{several} {box[0]} and {box[1]} are exchanged", 0
-    for plain, words in _plain_orders(box, seen.expected.shape[axis]):
+    for plain, words in _plain_orders(box, seen.expected.shape[axis], in_time=seen.letters[axis] in "TS"):
         if np.array_equal(plain, order):
             return f"{several} are {words}", 0
     whose = ", each that of another" if len(set(order.tolist())) == len(order) else ""

@@ -99,7 +99,9 @@ def _of_axis(
     names, letter = noun(letters, axis), letters[axis]
     if letter == "S" and stage.quantity.startswith("cache."):
         names = ("slot", "slots")
-    words = indices(box[axis], bad.shape[axis], names, in_time=letter in "TS")
+    words = indices(
+        box[axis], bad.shape[axis], names, in_time=letter in "TS", of=" of each head" if letter == "H" else ""
+    )
     if not words or spec is None:
         return words
     return words + _what_they_are(stage, letter, box[axis], bad.shape[axis], spec)
@@ -129,7 +131,8 @@ def _cells(
         yield from _by_distance(bad, np.asarray(in_box.any(axis=(-2, -1), keepdims=True)))
     if bad.ndim < 2:
         return
-    rows, in_rows = _rows(bad), _rows(in_box)
+    rows: np.ndarray = np.asarray(bad.any(axis=-1))
+    in_rows: np.ndarray = np.asarray(in_box.any(axis=-1))
     wrong, possible = int(np.count_nonzero(rows)), int(np.count_nonzero(in_rows))
     if wrong <= SPARSE * possible:
         part = np.broadcast_to(rows[..., None], bad.shape) & in_box
@@ -138,17 +141,12 @@ def _cells(
         yield "", "", in_box & ~hidden  # what is hidden is right, and may hold anything
 
 
-def _rows(cells: np.ndarray) -> np.ndarray:
-    """Which rows have such cells."""
-    return np.asarray(np.logical_or.reduce(cells, axis=-1))
-
-
 def _by_mask(
     letters: tuple[str, ...], bad: np.ndarray, in_box: np.ndarray, hidden: np.ndarray
 ) -> Iterator[tuple[str, str, np.ndarray]]:
-    empty = np.broadcast_to(hidden.all(axis=-1), hidden.shape[:-1])  # (B, N, T)
+    empty: np.ndarray = np.asarray(hidden.all(axis=-1))  # (B, N, T)
     if letters == ("B", "T", "E"):
-        empty = empty.all(axis=1)
+        empty = np.asarray(empty.all(axis=1))
     if "T" in letters and empty.shape == bad.shape[:-1] and empty.any() and not empty.all():
         cells = np.broadcast_to(empty[..., None], bad.shape)
         if not (bad & ~cells).any():

@@ -71,7 +71,12 @@ def rotations(seen: Seen) -> Iterator[Law]:
 
 def _turning(seen: Seen) -> _Turning | None:
     """By what the queries or keys were rotated; None where that cannot be said."""
-    if seen.problem is None or seen.stage.path or seen.stage.quantity not in ("q", "k") or seen.actual.ndim != 4:
+    if (
+        seen.problem is None
+        or seen.stage.path
+        or seen.stage.quantity not in ("q", "latents", "k")
+        or seen.actual.ndim != 4
+    ):
         return None
     rope, head_dim = seen.problem.spec.rope, seen.actual.shape[3]
     if rope is None or rope.sections is not None or not np.isfinite(seen.actual).all():

@@ -21,15 +21,18 @@ def rounded(seen: Seen) -> Iterator[Law]:
     name = _format_of(seen)
     if name is None:
         return
-    bits = FORMATS[name]
+    for share, how in ((0.5, "rounded"), (1.0, "cut off")):
+        if _is_within(seen, FORMATS[name], share):
+            yield Law("rounded", f"the values are {how} to {name}", {"format": name, "bits": FORMATS[name]})
+            return
+
+
+def _is_within(seen: Seen, bits: int, share: float) -> bool:
+    """Whether every error is at most a share of the last of so many bits of its value, beside what is allowed."""
     size = np.abs(seen.expected)
     unit = np.exp2(np.floor(np.log2(np.maximum(size, 2.0**-126))) - bits)
     least = 2.0**-24 if bits == 10 else 0.0  # the smallest number of float16
-    error = seen.errors
-    for share, how in ((0.5, "rounded"), (1.0, "cut off")):
-        if (error <= np.maximum(share * unit, least) * 1.001 + seen.allowed["max"])[seen.part].all():
-            yield Law("rounded", f"the values are {how} to {name}", {"format": name, "bits": bits})
-            return
+    return bool((seen.errors <= np.maximum(share * unit, least) * 1.001 + seen.allowed["max"])[seen.part].all())
 
 
 def rounding_signs(seen: Seen) -> Iterator[str]:
@@ -37,6 +40,11 @@ def rounding_signs(seen: Seen) -> Iterator[str]:
     name = _format_of(seen)
     if name is not None:
         yield f"all values there are exactly representable in {name}"
+    lost = next(
+        (each for each, bits in reversed(FORMATS.items()) if bits < seen.kept and _is_within(seen, bits, 1.0)), ""
+    )
+    if lost and seen.count >= LEAST:
+        yield f"every error is within a unit of {lost} of its value"
     values, errors = seen.expected[seen.part], seen.errors[seen.part]
     finite = np.isfinite(errors) & np.isfinite(values)
     if not finite.any():

@@ -47,7 +47,8 @@ def known_as(x: float, tolerance: float, sizes: dict[str, int], problem: Problem
     tolerance = min(max(tolerance, 1e-9), LOOSEST)
     names = [name for name, value in _known(sizes, problem) if abs(x - value) <= tolerance * abs(value)]
     if not names or "H" not in sizes:  # scores do not show how wide heads are
-        names += [name for name, value in _roots(x) if abs(x - value) <= min(tolerance, 1e-4) * abs(value)]
+        some = _roots(x, squares="H" not in sizes)
+        names += [name for name, value in some if abs(x - value) <= min(tolerance, 1e-4) * abs(value)]
     return list(dict.fromkeys(names))[:3]
 
 
@@ -55,8 +56,9 @@ def _known(sizes: dict[str, int], problem: Problem | None) -> Iterator[tuple[str
     yield "the sign is turned", -1.0
     for name, size in sizes.items():
         if size > 1:
-            yield f"sqrt({name})", math.sqrt(size)
-            yield f"1/sqrt({name})", 1.0 / math.sqrt(size)
+            if name != "N":
+                yield f"sqrt({name})", math.sqrt(size)
+                yield f"1/sqrt({name})", 1.0 / math.sqrt(size)
             yield name, float(size)
             yield f"1/{name}", 1.0 / size
     if problem is not None:
@@ -74,14 +76,16 @@ def _known(sizes: dict[str, int], problem: Problem | None) -> Iterator[tuple[str
     yield "1/ln 2: powers of 2, and not of e", 1.0 / math.log(2.0)
 
 
-def _roots(x: float) -> Iterator[tuple[str, float]]:
-    """Whole numbers, their roots, and one over these, that x may be."""
+def _roots(x: float, *, squares: bool) -> Iterator[tuple[str, float]]:
+    """Whole numbers, their roots, and one over these, that x may be; roots of squares only where they are asked for."""
     sign = "-" if x < 0 else ""
     for power, plain, inverse in ((1.0, "{}", "1/{}"), (2.0, "sqrt({})", "1/sqrt({})")):
         size = abs(x) ** power
         for words, number, exponent in ((plain, size, 1.0 / power), (inverse, 1.0 / size if size else 0.0, -1 / power)):
             if 1.5 < number < 1e4:
                 whole = round(number)
+                if power == 2.0 and math.isqrt(whole) ** 2 == whole and not squares:
+                    continue
                 yield sign + words.format(whole), math.copysign(whole**exponent, x)
 
 
@@ -119,7 +123,7 @@ def noun(letters: Sequence[str], axis: int) -> tuple[str, str]:
     return NOUNS.get(letter, (f"index of {letter}", f"indices of {letter}"))
 
 
-def indices(which: np.ndarray, size: int, names: tuple[str, str], *, in_time: bool) -> str:
+def indices(which: np.ndarray, size: int, names: tuple[str, str], *, in_time: bool, of: str = "") -> str:
     """Some of the indices 0 … size - 1, in words; nothing if it is all of them.
 
     Args:
@@ -127,6 +131,7 @@ def indices(which: np.ndarray, size: int, names: tuple[str, str], *, in_time: bo
         size: of the axis.
         names: what one and several of them are called.
         in_time: whether they are tokens, which have a first, a last, and later ones.
+        of: whose halves two halves are.
     """
     one, several = names
     first, last, count = int(which[0]), int(which[-1]), len(which)
@@ -143,8 +148,8 @@ def indices(which: np.ndarray, size: int, names: tuple[str, str], *, in_time: bo
         if in_time and last == size - 1:
             return f"{several} {first} and later"
         half = size % 2 == 0 and count == size // 2 and first in (0, size // 2)
-        of = f"the {'second' if first else 'first'} half" + (" of each head" if one == "feature" else "")
-        return f"{several} {first}-{last} " + (f"({of})" if half and not in_time else f"(of {size})")
+        which_half = f"(the {'second' if first else 'first'} half{of})"
+        return f"{several} {first}-{last} " + (which_half if half and not in_time else f"(of {size})")
     step = int(which[1]) - first
     if count > 2 and np.array_equal(which, np.arange(first, size, step)):
         if step == 2:
