@@ -76,7 +76,7 @@ def describe(
         problem: what was computed, where that is known.
         recompute: computes what would be expected with another specification, from the same stages before it. With it
             and the problem numbers of the specification are fitted.
-        others: other stages by name, of which this one may have the values.
+        others: other stages by name, as they should be or were observed, of which this one may have the values.
 
     Raises:
         ValueError: if the shapes of the two arrays differ.

@@ -80,7 +80,9 @@ def other_stages(seen: Seen) -> Iterator[Law]:
     """The values of another stage, or of the step before."""
     for name, values in seen.others.items():
         other = stage_named(name)
-        if other == seen.stage or other.is_exact or values.ndim != seen.expected.ndim:
+        same = (other.quantity, other.step) == (seen.stage.quantity, seen.stage.step)  # on another path
+        of_another_path = other.path not in ("", seen.stage.path)
+        if same or of_another_path or other.is_exact or values.ndim != seen.expected.ndim:
             continue
         for x, how in _as_they_fit(values.astype(np.float64), seen.expected.shape):
             if seen.holds(seen.within(x)):

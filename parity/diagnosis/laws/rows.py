@@ -51,7 +51,7 @@ def _power(seen: Seen) -> Iterator[Law]:
         return
     raised = np.power(e, power, out=np.zeros_like(e), where=e > 0.0)
     sums = raised.sum(axis=-1, keepdims=True)
-    candidate = raised / np.where(sums > 0.0, sums, 1.0) * e.sum(axis=-1, keepdims=True)
+    candidate = raised / np.where(sums > 0.0, sums, 1.0)
     if seen.holds(seen.within(candidate), max(1.0, abs(power))):
         names = known_as(power, 1e-4, sizes_of(seen), seen.problem)
         words = f"rows are those of scores times {number_words(power, names)}"
@@ -185,7 +185,8 @@ def masks(seen: Seen) -> Iterator[Law]:
     """A mask that is turned around, or shows other distances than it should."""
     if seen.stage.kind != "mask" or seen.actual.ndim != 4:
         return
-    if seen.holds(seen.within(1.0 - seen.expected)):
+    is_mixed = len(np.unique(seen.expected[seen.part])) > 1  # of equal cells it says nothing about the mask
+    if is_mixed and seen.holds(seen.within(1.0 - seen.expected)):
         yield Law("inverted", "what should be hidden is shown, and the other way around")
     shows, should = _band(seen.actual), _band(seen.expected)
     if shows is None or shows == should:

@@ -30,7 +30,7 @@ def constants(seen: Seen) -> Iterator[Law]:
     value = float(values.flat[0]) if not np.isfinite(values).all() else float(np.median(values))
     if seen.stage.is_exact:
         if seen.stage.kind == "mask" and seen.count > 1 and seen.holds(seen.within(value)):
-            yield Law("constant", "every key is hidden" if value else "no key is hidden", {"value": value}, 0)
+            yield Law("constant", "all of them are hidden" if value else "none of them is hidden", {"value": value}, 0)
         return
     if seen.holds(seen.within(0.0)):
         yield Law("zeros", "all values there are 0")
@@ -59,7 +59,8 @@ def factors(seen: Seen) -> Iterator[Law]:
         return
     a, e = seen.known
     products, squares = a * e, e * e
-    for axes in _choices(seen):
+    rows = [tuple(range(a.ndim - 1))] if seen.letters[-1] in ("H", "W") else []
+    for axes in [*_choices(seen), *rows]:
         parameters = _parameters(seen, axes)
         if not seen.is_enough(parameters):
             continue
@@ -76,6 +77,8 @@ def factors(seen: Seen) -> Iterator[Law]:
 
 def offsets(seen: Seen) -> Iterator[Law]:
     """Something added to what is expected: to everything, or by feature, head, position."""
+    if seen.stage.kind == "mask":
+        return
     a, e = seen.known
     differences, counted = a - e, seen.usable.astype(np.float64)
     choices = [*_choices(seen), *_pairs(seen)]
@@ -136,8 +139,10 @@ def _factor_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str
         factor = float(numbers[0])
         names = known_as(factor, 4.0 * seen.precision + 1e-6, sizes_of(seen), seen.problem)
         return f"the values there are {number_words(factor, names)} times what they should be"
-    one, _ = noun(seen.letters, axes[0])
-    return f"each {one} there is multiplied by a number of its own: {listed(numbers.tolist())}"
+    is_row = len(axes) > 1
+    each = "token of each head" if is_row else noun(seen.letters, next(iter(axes)))[0]
+    as_a_norm = ", as where a norm is missing, or one too many" if is_row else ""
+    return f"each {each} there is multiplied by a number of its own{as_a_norm}: {listed(numbers.tolist())}"
 
 
 def _offset_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str:
