@@ -17,9 +17,6 @@ from parity.diagnosis.laws.words import said
 Recompute = Callable[[AttentionSpec], np.ndarray]
 """Computes the stage with another specification, from the same stages before it."""
 
-BETTER = 0.9
-"""The share of the error that the best number of a grid must leave at most, to be refined."""
-
 STEPS = 8
 """Of Gauss and Newton, from the best number of a grid."""
 
@@ -53,15 +50,11 @@ def fits(seen: Seen, recompute: Recompute) -> Iterator[Law]:
     if seen.problem is None or not np.isfinite(seen.expected).all():
         return
     finite = np.isfinite(seen.actual)
-    before = _distance(seen, seen.expected, finite)
     for number in _numbers(seen.problem.spec, seen.actual.shape):
         tried = _Tried(seen, recompute, number, finite)
         if not tried.has_effect():
             continue
-        value = tried.best()
-        if not tried.error(value) <= BETTER * before:
-            continue
-        law = tried.law(value)
+        law = tried.law(tried.best())
         if law is not None:
             yield law
 
@@ -102,8 +95,8 @@ class _Tried:
         return any(not np.array_equal(x, self.seen.expected, equal_nan=True) for x in some)
 
     def best(self) -> float | None:
-        """The best of the guesses, refined."""
-        value = min(self.number.grid, key=self.error)
+        """The best of the guesses, and of what the specification says, refined."""
+        value = min(dict.fromkeys((self.number.right, *self.number.grid)), key=self.error)
         if self.number.is_whole or value is None or not self.error(value) < math.inf:
             return value
         for _ in range(STEPS):
@@ -134,7 +127,7 @@ class _Tried:
         candidates = [value] if whole else [*(float(f"{value:.{digits}g}") for digits in (1, 2, 3, 6)), value]
         for each in candidates:
             x = self.stage(each)
-            if x is None or each == self.number.right:
+            if x is None:
                 continue
             size = float(np.sqrt(np.mean(self.seen.expected**2)))
             gain = float(np.sqrt(np.mean(x**2))) / size if size else 1.0

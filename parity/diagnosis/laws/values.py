@@ -88,8 +88,6 @@ def offsets(seen: Seen) -> Iterator[Law]:
             continue
         over = tuple(axis for axis in range(a.ndim) if axis not in axes)
         offset = differences.sum(axis=over, keepdims=True) / np.maximum(counted.sum(axis=over, keepdims=True), 1.0)
-        if seen.stage.is_exact:
-            offset = np.round(offset)
         if seen.holds(seen.within(seen.expected + offset)):
             numbers = _in_box(seen, offset, axes)
             yield Law("offset", _offset_words(seen, axes, numbers), _told(seen, axes, "offsets", numbers), parameters)
