@@ -89,11 +89,12 @@ def _told(view: _View, found: Found, clock: Clock) -> Diagnosis:
     if unknowns and not explanations:
         if explanation := _precision(view.replay, view.before, view.wrong):
             return view.diagnosis("precision", explanations=[explanation])
-        if view.agrees_in_the_end and all(math.isfinite(unknown.error) for unknown in unknowns):
+        if view.agrees_in_the_end and not any(_is_serious(unknown) for unknown in unknowns):
             words = "differs from the reference, in a way that is not known here"
             conventions = {**view.conventions, **{unknown.stage: words for unknown in unknowns}}
             return replace(view.diagnosis("convention"), conventions=conventions, unknowns=unknowns)
-        if max(view.before[stage].ratio for stage in view.wrong) <= ALMOST:
+        has_laws = any(unknown.laws for unknown in unknowns)
+        if not has_laws and max(view.before[stage].ratio for stage in view.wrong) <= ALMOST:
             return view.diagnosis("rounding", unknowns=unknowns)
     return view.diagnosis(
         "unknown" if unknowns else "structure",
@@ -102,6 +103,12 @@ def _told(view: _View, found: Found, clock: Clock) -> Diagnosis:
         untried=clock.untried if unknowns else "",
         agrees=view.agrees_in_the_end,
     )
+
+
+def _is_serious(unknown: Unknown) -> bool:
+    """Whether a stage is wrong, although the output agrees: it is not finite, or it is rotated in another way."""
+    found = () if unknown.findings is None else unknown.findings.found
+    return not math.isfinite(unknown.error) or any(law.name.startswith("rope") for law in found)
 
 
 # ---- What was observed, in each way that it may be taken -------------------------------------------------------------

@@ -14,7 +14,7 @@ from parity.conversion.verify import probe
 from parity.core import reference
 from parity.core.stages import run_steps
 from parity.core.weights import Weights
-from parity.diagnosis.diagnose import Diagnosis, diagnose
+from parity.diagnosis.diagnose import Diagnosis, Unknown, diagnose
 
 
 def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec) -> Diagnosis:
@@ -31,4 +31,5 @@ def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, othe
     diagnosis = diagnose(observed, problem)
     if diagnosis.kind not in ("rounding", "precision"):
         return diagnosis
-    return replace(diagnosis, kind="unknown", explanations=[], unexplained=diagnosis.stage)
+    unknowns = diagnosis.unknowns or [Unknown(diagnosis.stage, diagnosis.error, diagnosis.ratio)]
+    return replace(diagnosis, kind="unknown", explanations=[], unknowns=unknowns)
