@@ -194,18 +194,17 @@ def _views(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, 
 
 
 def _is_borne_out(name: str, found: Mapping[str, Read]) -> bool:
-    """Whether something that follows a stage was recorded, and can be judged."""
-    names = list(found)
+    """Whether something that is made of a stage was recorded in its step, too, and can be judged."""
     reading = found[name].agreed
     if reading is None or reading.is_shape or not reading.words:
         return True
-    stage = stage_named(name)
-    order = list(STAGES)
+    order, stage = list(STAGES), stage_named(name)
+    first = max(order.index("scores"), order.index(stage.kind) + 1)
     return any(
-        order.index(stage_named(each).kind) > order.index(stage.kind)
+        order.index(stage_named(each).kind) >= first
         and stage_named(each).step == stage.step
-        and (read.agreed is None or read.agreed.values is not None)
-        for each, read in ((each, found[each]) for each in names)
+        and (other.agreed is None or other.agreed.values is not None)
+        for each, other in found.items()
     )
 
 
