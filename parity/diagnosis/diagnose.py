@@ -196,7 +196,7 @@ def _views(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, 
 def _is_borne_out(name: str, found: Mapping[str, Read]) -> bool:
     """Whether something that is made of a stage was recorded in its step, too, and can be judged."""
     reading = found[name].agreed
-    if reading is None or reading.is_shape or not reading.words:
+    if reading is None or reading.is_certain or not reading.words:
         return True
     order, stage = list(STAGES), stage_named(name)
     first = max(order.index("scores"), order.index(stage.kind) + 1)
