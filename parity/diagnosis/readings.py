@@ -38,11 +38,13 @@ class Reading:
         words: what to say after the name of the stage; nothing where it is as ours.
         values: the stage as ours is; None where it cannot be told from what was recorded.
         is_certain: whether nothing that follows has to bear it out: it is a matter of axes, or of what nothing reads.
+        is_weak: whether what nothing reads holds something, and not 0: a mistake that explains all would say why.
     """
 
     words: str
     values: np.ndarray | None
     is_certain: bool = False
+    is_weak: bool = False
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,8 @@ class _Reader:
                 for words, values in (("", form.values), *self._restored(form.values)):
                     if (form.words or words or aside) and self.right.agrees(self.name, values, free=free):
                         kept = values if free is None else np.where(free, self.expected, values)
-                        yield Reading(_joined(form.words, words, aside), kept, is_certain=not words)
+                        is_weak = free is not None and bool(np.any(values[free]))
+                        yield Reading(_joined(form.words, words, aside), kept, not words, is_weak)
                 for words, shown in self._shown():
                     if self.right.agrees(self.name, form.values, shown, free):
                         yield Reading(_joined(form.words, words, aside), None)
