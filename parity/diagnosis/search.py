@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from parity.core.compare import norms_of
 from parity.core.stages import stage_named
 from parity.diagnosis.mistakes import Mistake
 from parity.diagnosis.replay import Mistakes, Replay
@@ -25,6 +26,7 @@ and what to say of it."""
 
 MOST_MISTAKES = 4  # that are looked for at the same time
 MOST_BRANCHES = 6  # ways to explain a stage that are followed
+SMALL = 0.25  # the share of a stage up to which its error may be lost precision
 
 
 class Clock:
@@ -185,19 +187,29 @@ def _explain(
             return False
         return replay.verdict(stage, mistakes).ratio <= 1.0 and not replay.wrong(right, mistakes)
 
-    known = [mistake for mistake in replay.known if mistake not in found and changes(mistake)]
+    may_lose = at_once == 1 and _is_small(replay, stage, found)
+    may_be = (mistake for mistake in replay.known if may_lose or not mistake.is_loss)
+    known = [mistake for mistake in may_be if mistake not in found and changes(mistake)]
     fitting = list(filter(explains, itertools.permutations(known, at_once)))
     fitting = list({frozenset(mistake.name for mistake in added): added for added in reversed(fitting)}.values())[::-1]
     return sorted(fitting, key=lambda added: len(replay.wrong(stages, (*found, *added)))) if fitting[1:] else fitting
 
 
+def _is_small(replay: Replay, stage: str, found: Mistakes) -> bool:
+    """Whether so little of a stage is wrong that lost precision may be why."""
+    expected = replay.computed(replay.step_of[stage], found)[stage]
+    if stage_named(stage).is_exact:
+        return False
+    return replay.verdict(stage, found).error <= SMALL * norms_of(expected, np.isfinite(expected))["rms"]
+
+
 def _unknown(replay: Replay, stage: str, found: Mistakes) -> Unknown:
     """A stage that nothing explains, and what lessens its error most."""
-    verdict = replay.verdict(stage, found)
+    verdict, may_lose = replay.verdict(stage, found), _is_small(replay, stage, found)
     errors = [
         (mistake.about, replay.verdict(stage, (*found, mistake), quick=True).error)
         for mistake in replay.known
-        if mistake not in found
+        if mistake not in found and (may_lose or not mistake.is_loss)
     ]
     nearest = sorted(((words, error) for words, error in errors if error < 0.5 * verdict.error), key=lambda x: x[1])
     return Unknown(stage, verdict.error, verdict.ratio, nearest=tuple(nearest[:3]))

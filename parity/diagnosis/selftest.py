@@ -310,10 +310,9 @@ def mistakes_in(case: Case) -> list[str]:
 def planted_in(case: Case) -> list[str]:
     """The names of the mistakes that the self-test plants in one of its cases."""
     place = SELFTEST_CASES.index(case)
-    if place < NUM_GENERAL:
-        return mistakes_in(case)
     before = {name for earlier in SELFTEST_CASES[:place] for name in mistakes_in(earlier)}
-    return [name for name in mistakes_in(case) if name not in before]
+    once = {mistake.name for mistake in _mistakes(case) if mistake.is_loss or place >= NUM_GENERAL}
+    return [name for name in mistakes_in(case) if name not in once & before]
 
 
 def _mistakes(case: Case) -> list[Mistake]:
