@@ -25,6 +25,9 @@ LEAST = 0.05
 """The part of a unit of rounding of the narrower dtype that the error is, at least, of the size of a stage: rounding
 its result alone makes it about 0.2 of one."""
 
+RESULTS = ("q", "k", "v", "context", "output")
+"""The stages that are numbers of the dtype of the layer; scores and attention weights may be kept in a wider one."""
+
 FIX = "compute the layer in {dtype}, outside of autocast, or compare in the dtype that it is computed in"
 
 
@@ -40,7 +43,9 @@ def told_by_dtype(replay: Replay, before: Mapping[str, Verdict], wrong: Sequence
         return None
     own = [stage for stage in wrong if not stage_named(stage).path] or list(wrong)
     for dtype in NARROWER.get(replay.problem.dtype, ()):
-        results = [stage for stage in replay.stages if stage_named(stage).quantity in ("q", "k", "v", "context", "output")]
+        results = [
+            stage for stage in replay.stages if stage_named(stage).quantity in ("q", "k", "v", "context", "output")
+        ]
         if not results or not all(_is_of(replay.observed[stage], dtype) for stage in {*results, *own}):
             continue
         shares = [_share(replay, stage, dtype) for stage in own]

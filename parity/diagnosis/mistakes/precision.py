@@ -31,6 +31,9 @@ STAGES = {"q_proj": ("q",), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("ou
 NEAR = 2.0**-20
 """How near to the middle between two narrower numbers, by its size, a float32 may be rounded either way."""
 
+LAST = np.uint32(63)
+"""The last bits of a float32's mantissa."""
+
 Cut = Callable[[np.ndarray], np.ndarray]
 """Takes bits away."""
 
@@ -69,12 +72,17 @@ def _to(dtype: str) -> Cut:
 
 
 def _rounded(layer: Layer, x: np.ndarray, cut: Cut) -> np.ndarray:
-    """What was computed, cut; in the same-precision reference in the middle where it may be cut either way."""
-    if layer.arithmetic.dtype == np.float64 or not x.size:
+    """What was computed, cut; in the same-precision reference in the middle where it may be cut either way.
+
+    A number whose last bits are 0 is exact, most likely: an input, or a sum of short numbers; all cut it alike.
+    """
+    if layer.arithmetic.dtype != np.float32 or not x.size:
         return cut(x)
+    x = x.astype(np.float32)
     known = np.abs(x[np.isfinite(x)], dtype=np.float32)
-    room = x.dtype.type(NEAR) * np.maximum(np.abs(x), np.sqrt(np.mean(known**2)) if known.size else 0.0)
-    return ((cut(x - room) + cut(x + room)) / 2).astype(x.dtype)
+    room = np.float32(NEAR) * np.maximum(np.abs(x), np.sqrt(np.mean(known**2)) if known.size else np.float32(0.0))
+    room = np.where(x.view(np.uint32) & LAST == 0, np.float32(0.0), room)
+    return (cut(x - room) + cut(x + room)) / 2
 
 
 def _lower(plan: Plan, x: Any, dtype: str) -> Any:
