@@ -28,8 +28,9 @@ from parity.core.compare import FACTOR
 from parity.core.problem import Problem
 from parity.core.stages import STAGES, run_steps, stage_named
 from parity.core.trace import Trace
-from parity.core.weights import Weights
+from parity.core.weights import Weights, is_floating
 from parity.diagnosis.choices import Choice, choices_for
+from parity.diagnosis.exactness import told_by_dtype
 from parity.diagnosis.mistakes import PRECISIONS
 from parity.diagnosis.readings import Read, Right, read
 from parity.diagnosis.replay import Replay, Verdict
@@ -67,6 +68,26 @@ def diagnose(
         ValueError: if there is no stage of the problem among the names.
     """
     stages = stages_of("observed", observed, "output")
+    return replace(
+        _diagnosed(stages, problem, arithmetic, seconds), dtypes=_other_dtypes(stages, problem), dtype=problem.dtype
+    )
+
+
+def _other_dtypes(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[str, str]:
+    """The dtypes of stages that are not the problem's; scores and attention weights may be kept in a wider one."""
+    wide = (np.float32, np.float64)
+    found = {name: x.dtype for name, x in stages.items() if is_floating(x.dtype) and stage_named(name).kind in STAGES}
+    may_differ = ("scores", "attn_weights")
+    return {
+        name: dtype.name
+        for name, dtype in found.items()
+        if dtype.name != problem.dtype and not (stage_named(name).quantity in may_differ and dtype in wide)
+        if not stage_named(name).is_exact
+    }
+
+
+def _diagnosed(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, seconds: float) -> Diagnosis:
+    """Where they agree in one way of several, nothing is wrong; else what a search finds."""
     clock = Clock(seconds)
     views: list[_View] = []
     for choice in choices_for(problem.dtype, stages):
@@ -77,7 +98,7 @@ def diagnose(
             kind = "unknown" if right.malformed else kind
             return right.diagnosis(kind)
     if not views:
-        raise ValueError(f"observed must have stages of the problem, got {sorted(observed)}")
+        raise ValueError(f"observed must have stages of the problem, got {sorted(stages)}")
     plain = views[0]
     found = {id(view): search(view.replay, clock) for view in views[:1]}
     for view in views[1:]:
@@ -90,6 +111,11 @@ def diagnose(
 def _told(view: _View, found: Found, clock: Clock) -> Diagnosis:
     """What a search says."""
     explanations, unknowns = found.explanations, found.unknowns
+    losses = {mistake.name for mistake in view.replay.known if mistake.is_loss}
+    are_losses = all({*explanation.hypotheses} <= losses for explanation in explanations)
+    is_short = not unknowns and len(explanations) == 1
+    if are_losses and not is_short and (whole := told_by_dtype(view.replay, view.before, view.wrong)):
+        return view.diagnosis("precision", explanations=[whole])
     if unknowns and not explanations:
         if explanation := _precision(view.replay, view.before, view.wrong):
             return view.diagnosis("precision", explanations=[explanation])
@@ -99,8 +125,9 @@ def _told(view: _View, found: Found, clock: Clock) -> Diagnosis:
             return replace(view.diagnosis("convention"), conventions=conventions, unknowns=unknowns)
         if max(view.before[stage].ratio for stage in view.wrong) <= ALMOST:
             return view.diagnosis("rounding", unknowns=unknowns)
+    explained = "precision" if are_losses else "structure"
     return view.diagnosis(
-        "unknown" if unknowns else "structure",
+        "unknown" if unknowns else explained,
         explanations=explanations,
         unknowns=unknowns,
         untried=clock.untried if unknowns else "",
