@@ -28,6 +28,9 @@ BITS = {"bfloat16": 7, "float16": 10}
 STAGES = {"q_proj": ("q",), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("output",)}
 """Where a projection is seen first."""
 
+OF_INPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "q_a_proj", "kv_a_proj")
+"""The projections of what the layer is given."""
+
 NEAR = 2.0**-20
 """How near to the middle between two narrower numbers, by its size, a float32 may be rounded either way."""
 
@@ -85,6 +88,12 @@ def _rounded(layer: Layer, x: np.ndarray, cut: Cut) -> np.ndarray:
     return (cut(x - room) + cut(x + room)) / 2
 
 
+def _entering(layer: Layer, projection: str, x: np.ndarray, cut: Cut) -> np.ndarray:
+    """What a projection is given, cut: inputs are what they are."""
+    wide = layer.arithmetic.widen(x)
+    return cut(wide) if projection in OF_INPUTS else _rounded(layer, wide, cut)
+
+
 def _lower(plan: Plan, x: Any, dtype: str) -> Any:
     """An array of a sibling, rounded to a dtype. By arithmetic: XLA leaves out a conversion there and back."""
     return _fewer_bits(plan.xp, x, BITS[dtype])
@@ -122,8 +131,7 @@ def _inputs(dtype: str) -> Mistake:
 
     def project_with(plan: Plan, original: Any, *held: Any) -> Any:
         def projected(which: str, x: Any) -> Any:
-            enters = which in ("q_proj", "k_proj", "v_proj", "gate_proj", "q_a_proj", "kv_a_proj")
-            return original(*held)(which, _lower(plan, x, dtype) if enters else x)
+            return original(*held)(which, _lower(plan, x, dtype) if which in OF_INPUTS else x)
 
         return projected
 
@@ -146,7 +154,7 @@ def _projection(dtype: str, projection: str) -> Mistake:
         a, cut = layer.arithmetic, _to(dtype)
         weight = a.widen(cut(layer.parameter(f"{name}.weight")))
         bias = a.widen(cut(layer.parameter(f"{name}.bias"))) if layer.has_bias(name) else 0.0
-        return a.keep(_rounded(layer, a.matmul(_rounded(layer, a.widen(x), cut), weight.T, bias), cut))
+        return a.keep(_rounded(layer, a.matmul(_entering(layer, name, x, cut), weight.T, bias), cut))
 
     def plant(plan: Plan) -> None:
         for name in (name for name in plan.weights if name.startswith(projection)):
@@ -283,7 +291,7 @@ def _of_products(cut: Cut) -> dict[str, Override]:
         a = layer.arithmetic
         weight = cut(a.widen(layer.parameter(f"{name}.weight")))
         bias = a.widen(layer.parameter(f"{name}.bias")) if layer.has_bias(name) else 0.0
-        return a.keep(a.matmul(_rounded(layer, a.widen(x), cut), weight.T, bias))
+        return a.keep(a.matmul(_entering(layer, name, x, cut), weight.T, bias))
 
     def of(*names: str) -> Override:
         def override(layer: Layer, original: Any, values: Values) -> Any:
