@@ -18,6 +18,7 @@ from parity.core.weights import dtype_named
 from parity.diagnosis.mistakes import (
     alibi,
     caches,
+    empty_rows,
     gates,
     heads,
     latents,
@@ -84,6 +85,7 @@ GROUPS = (
     weights.no_out_proj,
     weights.missing_biases,
     caches.caches,
+    empty_rows.empty_rows,
     precision.rounded_parts,
 )
 
