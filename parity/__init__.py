@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from parity.conformance.answers import Conformance
     from parity.conformance.examine import examine
     from parity.conversion.convert import convert, convert_file, load
+    from parity.conversion.differences import WeightsComparison, compare_weights
     from parity.conversion.layouts import LAYOUTS, Layout
     from parity.conversion.not_carried import NotCarriedWarning
     from parity.conversion.verify import verify
@@ -65,8 +66,10 @@ __all__ = [
     "TapVerdict",
     "Tapped",
     "Temperature",
+    "WeightsComparison",
     "assert_parity",
     "check_weights",
+    "compare_weights",
     "convert",
     "convert_file",
     "diagnose",
@@ -114,6 +117,7 @@ _MODULES = {
     "parity.conformance.answers": ["Conformance"],
     "parity.conformance.examine": ["examine"],
     "parity.conversion.convert": ["convert", "convert_file", "load"],
+    "parity.conversion.differences": ["WeightsComparison", "compare_weights"],
     "parity.diagnosis.diagnose": ["Diagnosis", "diagnose"],
     "parity.diagnosis.tap_pairs": ["TapDifference", "judge_taps"],
     "parity.diagnosis.taps": ["TapVerdict", "judge_tap"],

@@ -19,9 +19,10 @@ from parity.core.compare import kept_dtype
 from parity.core.stages import run_steps
 from parity.core.trace import Reference
 from parity.core.weights import dtype_named
-from parity.diagnosis.diagnose import diagnose, diagnose_weights, observe
+from parity.diagnosis.diagnose import diagnose, observe
 from parity.diagnosis.mistakes import mistakes_for, wrong_layer
 from parity.diagnosis.selftest import SELFTEST_CASES, mistakes_in, planted
+from parity.diagnosis.weights import diagnose_weights
 from parity.running.run import run_cases
 
 CASE_OF = {case.name: case for case in SELFTEST_CASES}

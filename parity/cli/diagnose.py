@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, in_flags, layer_options, pairs_of_layers
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what explains a difference."""
     from parity.cli import taps
-    from parity.diagnosis.diagnose import diagnose, diagnose_weights
+    from parity.diagnosis.diagnose import diagnose
     from parity.reporting.console import console
     from parity.reporting.diagnosis import print_diagnosis
     from parity.reporting.json import write_json
@@ -69,8 +69,7 @@ def run(options: argparse.Namespace) -> int:
     elif len(options.files) <= 2 and _are_traces(options.files):
         diagnosis = _diagnose_traces(options.files, out)
     elif len(options.files) == 2:
-        (weights, spec), (other, other_spec) = _two_layers(options, out)
-        diagnosis = diagnose_weights(weights, spec, other, other_spec)
+        return _diagnose_weights(options, out)
     else:
         raise ValueError(
             f"diagnose must be given a trace, two traces, two weight files or a function, got {options.files}"
@@ -81,23 +80,31 @@ def run(options: argparse.Namespace) -> int:
     return 0 if not diagnosis.is_wrong else 1
 
 
-def _two_layers(options: argparse.Namespace, out: Console) -> list[Any]:
-    """The weights and specifications of one layer in each of two files: of many, the first that differs."""
-    from parity.conversion.verify import verify
+def _diagnose_weights(options: argparse.Namespace, out: Console) -> int:
+    """Print what differs between one layer of each of two files, and what explains it: of many, the first that does."""
+    from parity.conversion.differences import compare_weights
+    from parity.diagnosis.diagnose import Diagnosis
+    from parity.diagnosis.weights import diagnose_weights
+    from parity.reporting.diagnosis import print_weights
+    from parity.reporting.json import write_json
 
-    layers: list[Any] = []
+    shown: tuple[Any, Any] | None = None
     with pairs_of_layers(options) as pairs:
         for one, other in pairs:
-            these = [one.load(), other.load()]
-            differs = not all(each.passed for each in verify(*these[0], *these[1]))
-            if differs and len(pairs) > 1:
-                out.print(
-                    f"{one.label} and {other.label} are the first of {len(pairs)} layers that differ", soft_wrap=True
-                )
-            layers = these if differs or not layers else layers
-            if differs:
+            layers = (*one.load(), *other.load())
+            weights = compare_weights(*layers)
+            if shown is None or not weights.same:
+                shown = weights, Diagnosis("none") if weights.same else diagnose_weights(*layers)
+            if not weights.same:
+                if len(pairs) > 1:
+                    first = f"{one.label} and {other.label} are the first of {len(pairs)} layers that differ"
+                    out.print(first, soft_wrap=True)
                 break
-    return layers
+    weights, diagnosis = cast(Any, shown)  # there is a layer
+    print_weights(weights, diagnosis, out)
+    if options.json is not None:
+        write_json(options.json, {"format": 1, **diagnosis.to_dict(), "weights": weights.to_dict()})
+    return 0 if weights.same else 1
 
 
 def _are_traces(files: Sequence[str]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, cast
 
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, pairs_of_layers
@@ -12,9 +11,9 @@ from parity.cli.options import add_json_option
 
 PAGE = Page(
     "do two files hold the same attention?",
-    "Say whether two files hold the same attention, whatever their layouts: both are computed, and compared stage "
-    "by stage, layer by layer where {i} in --prefix, or a stack, stands for many. What --from and --prefix say "
-    "once holds for both files; said twice, for each in turn.",
+    "Say whether two files hold the same attention, whatever their layouts: their tensors are compared one by one, "
+    "and where they differ what is computed with them, stage by stage; layer by layer where {i} in --prefix, or a "
+    "stack, stands for many. What --from and --prefix say once holds for both files; said twice, for each in turn.",
     "mha-parity verify model.safetensors flax.safetensors --from transformers.LLaMA \\\n"
     "      --from flax.nnx --prefix model.layers.0.self_attn --num-heads 32",
     "the same attention",
@@ -36,37 +35,34 @@ def run(options: argparse.Namespace) -> int:
     """Compare the layers, and print the verdicts."""
     from dataclasses import replace
 
-    from parity.conversion.verify import same_bits, verify
-    from parity.diagnosis.diagnose import diagnose_weights
+    from parity.conversion.differences import compare_weights
+    from parity.conversion.verify import verify
+    from parity.diagnosis.diagnose import Diagnosis
+    from parity.diagnosis.weights import diagnose_weights
     from parity.reporting.console import console
-    from parity.reporting.conversion import print_verdicts
+    from parity.reporting.conversion import Verdict, print_verdicts
     from parity.reporting.json import write_json
 
-    verdicts, wrong, diagnosis = [], False, None
+    verdicts: list[Verdict] = []
+    diagnosis = Diagnosis("none")
     quantised: dict[str, set[str]] = {path: set() for path in options.files}
     with pairs_of_layers(options) as pairs:
         for one, other in pairs:
             layers = (*one.load(), *other.load())
-            comparisons = verify(*layers)
+            weights, stages = compare_weights(*layers), verify(*layers)
             if len(pairs) > 1:
-                comparisons = [replace(each, case=one.label) for each in comparisons]
+                stages = [replace(each, case=one.label) for each in stages]
             for path, layer in zip(options.files, (one, other), strict=True):
                 quantised[path].update(layer.quantised)
-            verdicts.append((one.label, other.label, comparisons, same_bits(layers[0], layers[2])))
-            differs = not all(each.passed for each in comparisons)
-            if diagnosis is None or (differs and not wrong):
+            if not weights.same and all(verdict.weights.same for verdict in verdicts):
                 diagnosis = diagnose_weights(*layers)
-            wrong |= differs
+            verdicts.append(Verdict(one.label, other.label, weights, stages))
     for path, kinds in quantised.items():
         if kinds:
             warn(f"{path} is quantised, {', '.join(sorted(kinds))}: compared is what is left of its weights")
-    print_verdicts(verdicts, cast(Any, diagnosis), options.files, console())
+    print_verdicts(verdicts, diagnosis, options.files, console())
     if options.json is not None:
-        results = [each.to_dict() for _, _, comparisons, _ in verdicts for each in comparisons]
-        layers = [
-            {"layers": [one, other], "same": all(each.passed for each in comparisons), "same_bits": same}
-            for one, other, comparisons, same in verdicts
-        ]
-        told = {"results": results, "layers": layers, "diagnosis": cast(Any, diagnosis).to_dict()}
+        results = [each.to_dict() for verdict in verdicts for each in verdict.stages]
+        told = {"results": results, "layers": [each.to_dict() for each in verdicts], "diagnosis": diagnosis.to_dict()}
         write_json(options.json, {"format": 1, **told})
-    return 1 if wrong else 0
+    return 0 if all(verdict.weights.same for verdict in verdicts) else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,15 @@ from parity.core.cases import Case
 from parity.core.compare import Comparison, compare, kept_dtype
 from parity.core.problem import Problem, make_problem
 from parity.core.stages import run_steps
-from parity.core.weights import Weights, is_floating, unheld
+from parity.core.weights import Weights, is_floating, unheld, weight_shapes
 
 
 def verify(
     weights: Mapping[str, Any], spec: AttentionSpec, other: Mapping[str, Any], other_spec: AttentionSpec
 ) -> list[Comparison]:
     """Compare two layers on probe inputs, stage by stage, in the narrower of their dtypes.
+
+    Stages say where two layers part, and not whether every weight is the same: `compare_weights` does.
 
     Args:
         weights, spec: canonical weights, as arrays of any framework, and the layer.
@@ -30,7 +33,7 @@ def verify(
         A comparison for each stage, `other` being judged by `weights`.
 
     Raises:
-        ValueError: if the layers differ in more than their weights.
+        ValueError: if the layers differ in more than their weights; biases that only one has are weights.
     """
     mine, theirs = probe(weights, spec, other, other_spec)
     dtype = mine.dtype
@@ -60,6 +63,30 @@ def probe(
     Raises:
         ValueError: if the layers differ in more than their weights.
     """
+    (weights, spec), (other, other_spec) = (
+        with_biases(to_numpy_by_name(weights), spec, other_spec),
+        with_biases(to_numpy_by_name(other), other_spec, spec),
+    )
+    spec = check_alike(spec, other_spec)
+    case, dtype = probe_case("verify", spec), _narrower(weights, other)
+    return make_problem(case, dtype, weights), make_problem(case, dtype, other)
+
+
+def with_biases(weights: Weights, spec: AttentionSpec, other_spec: AttentionSpec) -> tuple[Weights, AttentionSpec]:
+    """A layer with biases of zeros where only the other one has some: what it computes is the same."""
+    biases = tuple(map(any, zip(spec.qkv_biases, other_spec.qkv_biases, strict=True)))
+    with_all = replace(unheld(spec), qkv_bias=biases, out_bias=spec.out_bias or other_spec.out_bias)
+    dtype = next(iter(weights.values())).dtype if weights else np.dtype(np.float32)
+    added = {name: shape for name, shape in weight_shapes(with_all).items() if name not in weight_shapes(spec)}
+    return {**weights, **{name: np.zeros(shape, dtype) for name, shape in added.items()}}, with_all
+
+
+def check_alike(spec: AttentionSpec, other_spec: AttentionSpec) -> AttentionSpec:
+    """The specification that two layers share, without what their weights do not tell.
+
+    Raises:
+        ValueError: if the layers differ in more than their weights.
+    """
     spec, other_spec = unheld(spec), unheld(other_spec)
     if spec != other_spec:
         told, others = vars(spec), vars(other_spec)
@@ -68,9 +95,7 @@ def probe(
         if differ == ["rope"] and None in (spec.rope, other_spec.rope):
             words += "; rope=Rope(…), or --rope-theta, says it of both"
         raise ValueError(f"the layers must be of one specification to be compared, got {words}")
-    weights, other = to_numpy_by_name(weights), to_numpy_by_name(other)
-    case, dtype = probe_case("verify", spec), _narrower(weights, other)
-    return make_problem(case, dtype, weights), make_problem(case, dtype, other)
+    return spec
 
 
 def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None) -> Case:

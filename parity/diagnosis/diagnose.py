@@ -19,16 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec
 from parity.backends import load_backend
-from parity.conversion.verify import probe
-from parity.core import reference
 from parity.core.arrays import stages_of
 from parity.core.compare import FACTOR
 from parity.core.problem import Problem
-from parity.core.stages import STAGES, run_steps, stage_named
+from parity.core.stages import STAGES, stage_named
 from parity.core.trace import Trace
-from parity.core.weights import Weights, is_floating
+from parity.core.weights import is_floating
 from parity.diagnosis.choices import Choice, choices_for
 from parity.diagnosis.exactness import told_by_dtype
 from parity.diagnosis.mistakes import PRECISIONS
@@ -37,7 +34,7 @@ from parity.diagnosis.replay import Replay, Verdict
 from parity.diagnosis.search import Clock, Found, search
 from parity.diagnosis.verdicts import Diagnosis, Explanation, Unknown
 
-__all__ = ["Diagnosis", "Explanation", "Unknown", "diagnose", "diagnose_trace", "diagnose_weights", "observe"]
+__all__ = ["Diagnosis", "Explanation", "Unknown", "diagnose", "diagnose_trace", "observe"]
 
 MULTIPLIED = {"q", "k", "v", "scores", "context", "output"}
 """The stages that are matrix products: all of them differ where products lose too much."""
@@ -119,11 +116,12 @@ def _told(view: _View, found: Found, clock: Clock) -> Diagnosis:
     if unknowns and not explanations:
         if explanation := _precision(view.replay, view.before, view.wrong):
             return view.diagnosis("precision", explanations=[explanation])
-        if view.agrees_in_the_end and all(math.isfinite(unknown.error) for unknown in unknowns):
+        if view.agrees_in_the_end and not any(_is_serious(unknown) for unknown in unknowns):
             words = "differs from the reference, in a way that is not known here"
             conventions = {**view.conventions, **{unknown.stage: words for unknown in unknowns}}
             return replace(view.diagnosis("convention"), conventions=conventions, unknowns=unknowns)
-        if max(view.before[stage].ratio for stage in view.wrong) <= ALMOST:
+        has_laws = any(unknown.laws for unknown in unknowns)
+        if not has_laws and max(view.before[stage].ratio for stage in view.wrong) <= ALMOST:
             return view.diagnosis("rounding", unknowns=unknowns)
     explained = "precision" if are_losses else "structure"
     return view.diagnosis(
@@ -133,6 +131,12 @@ def _told(view: _View, found: Found, clock: Clock) -> Diagnosis:
         untried=clock.untried if unknowns else "",
         agrees=view.agrees_in_the_end,
     )
+
+
+def _is_serious(unknown: Unknown) -> bool:
+    """Whether a stage is wrong, although the output agrees: it is not finite, or it is rotated in another way."""
+    found = () if unknown.findings is None else unknown.findings.found
+    return not math.isfinite(unknown.error) or any(law.name.startswith("rope") for law in found)
 
 
 # ---- What was observed, in each way that it may be taken -------------------------------------------------------------
@@ -240,18 +244,6 @@ def diagnose_trace(trace: Trace) -> Diagnosis:
         ValueError: if it has no stages.
     """
     return diagnose(trace.accumulated, trace.problem, arithmetic=trace.arithmetic)
-
-
-def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec) -> Diagnosis:
-    """Find the mistakes in the second of two sets of weights that should hold the same attention.
-
-    Raises:
-        ValueError: if the layers differ in more than their weights.
-    """
-    problem, other_problem = probe(weights, spec, other, other_spec)
-    with np.errstate(over="ignore", invalid="ignore"):
-        observed = run_steps(reference.steps(other_problem, problem.dtype))
-    return diagnose(observed, problem)
 
 
 def observe(function: Callable[..., Any], problem: Problem, framework: str) -> dict[str, np.ndarray]:

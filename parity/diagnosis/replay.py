@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from parity.core.compare import SAME_PRECISION, budget, errors_of, share_of
+from mha_spec import AttentionSpec
+from parity.core.compare import NOTHING, SAME_PRECISION, budget, errors_of, share_of
 from parity.core.problem import Problem
-from parity.core.stages import stage_named
+from parity.core.stages import Stage, Step, stage_named
 from parity.diagnosis.choices import AS_THE_REFERENCE, Choice
+from parity.diagnosis.laws import Findings, describe
 from parity.diagnosis.mistakes import Mistake, low_products, mistakes_for, permuted_heads, wrong_layer
 from parity.diagnosis.mistakes.record import Change
 
@@ -73,20 +75,32 @@ class Replay:
         if key not in self._found:
             if len(self._found) > MOST_KEPT:
                 self._found.clear()
-            changes: tuple[Change, ...] = mistakes
-            if dtype != "float64":
-                changes, kind = (*mistakes, self.choice), kind or self.choice.arithmetic
-            steps = wrong_layer(self.problem, dtype, changes, kind or self.arithmetic).steps()
-            values = dict(self.observed)
             try:
+                values = self._values_before(index, mistakes, dtype, kind)
                 with np.errstate(all="ignore"):
-                    for step, names in zip(steps[:index], self.steps, strict=False):
-                        if not all(name in self.observed for name in names):
-                            values |= {name: x for name, x in step(values).items() if name not in self.observed}
-                    self._found[key] = steps[index](values)
+                    self._found[key] = self._steps(self.problem, mistakes, dtype, kind)[index](values)
             except ValueError:  # two mistakes that do not fit together
                 self._found[key] = {name: np.empty(0) for name in self.steps[index]}
         return self._found[key]
+
+    def _steps(self, problem: Problem, mistakes: Mistakes, dtype: str = "float64", kind: str = "") -> list[Step]:
+        """The stages of the reference with mistakes in it, as functions."""
+        changes: tuple[Change, ...] = mistakes
+        if dtype != "float64":
+            changes, kind = (*mistakes, self.choice), kind or self.choice.arithmetic
+        return wrong_layer(problem, dtype, changes, kind or self.arithmetic).steps()
+
+    def _values_before(
+        self, index: int, mistakes: Mistakes, dtype: str = "float64", kind: str = "", problem: Problem | None = None
+    ) -> dict[str, np.ndarray]:
+        """What was observed, and what was not, up to a step, with mistakes in it."""
+        values = dict(self.observed)
+        with np.errstate(all="ignore"):
+            steps = self._steps(problem or self.problem, mistakes, dtype, kind)[:index]
+            for step, names in zip(steps, self.steps, strict=False):
+                if not all(name in self.observed for name in names):
+                    values |= {name: x for name, x in step(values).items() if name not in self.observed}
+        return values
 
     def verdict(self, stage: str, mistakes: Mistakes, *, quick: bool = False, kind: str = "") -> Verdict:
         """How far a stage is from the one with mistakes in it.
@@ -120,3 +134,30 @@ class Replay:
             with np.errstate(all="ignore"):
                 self._budgets[key] = budget(expected, same, dtype, arithmetic=self.arithmetic)
         return self._budgets[key]
+
+    def findings(self, stage: str, mistakes: Mistakes) -> Findings | None:
+        """Where a stage differs from the one with mistakes in it, and by what law; None if it has another shape."""
+        index, actual = self.step_of[stage], self.observed[stage]
+        values = self._values_before(index, mistakes)
+        expected = self.computed(index, mistakes)[stage]
+        if actual.shape != expected.shape:
+            return None
+
+        def recompute(spec: AttentionSpec) -> np.ndarray:
+            problem = replace(self.problem, case=replace(self.problem.case, spec=spec))
+            with np.errstate(all="ignore"):
+                return self._steps(problem, mistakes)[index](self._values_before(index, mistakes, problem=problem))[
+                    stage
+                ]
+
+        known = stage_named(stage)
+        return describe(
+            stage,
+            actual,
+            expected,
+            NOTHING if known.is_exact else self.allowed(stage, mistakes),
+            hidden=None if known.is_exact else values.get(str(Stage("mask", step=known.step))),
+            problem=self.problem,
+            recompute=recompute,
+            others={name: x for name, x in values.items() if self.step_of[name] <= index and name != stage},
+        )

@@ -94,7 +94,7 @@ def search(replay: Replay, clock: Clock, begin: Mistakes = ()) -> Found:
                 count += len(choice.mistakes)
             if not path.unexplained:
                 break
-            unknowns.append(_unknown(replay, path.unexplained, found))
+            unknowns.append(_unknown(replay, path.unexplained, found, clock))
             of_part = of_part[of_part.index(path.unexplained) + 1 :]
         of_stages = found if part == "" else of_stages
         if unknowns:  # the paths of a module have the same in them
@@ -203,16 +203,18 @@ def _is_small(replay: Replay, stage: str, found: Mistakes) -> bool:
     return replay.verdict(stage, found).error <= SMALL * norms_of(expected, np.isfinite(expected))["rms"]
 
 
-def _unknown(replay: Replay, stage: str, found: Mistakes) -> Unknown:
-    """A stage that nothing explains, and what lessens its error most."""
+def _unknown(replay: Replay, stage: str, found: Mistakes, clock: Clock) -> Unknown:
+    """A stage that nothing explains: where it differs and by what law, and what lessens its error most."""
     verdict, may_lose = replay.verdict(stage, found), _is_small(replay, stage, found)
-    errors = [
-        (mistake.about, replay.verdict(stage, (*found, mistake), quick=True).error)
-        for mistake in replay.known
-        if mistake not in found and (may_lose or not mistake.is_loss)
-    ]
-    nearest = sorted(((words, error) for words, error in errors if error < 0.5 * verdict.error), key=lambda x: x[1])
-    return Unknown(stage, verdict.error, verdict.ratio, nearest=tuple(nearest[:3]))
+    findings = replay.findings(stage, found)
+    nearest = []
+    for mistake in replay.known:
+        if clock.is_over("what is nearest"):
+            break
+        if mistake not in found and (may_lose or not mistake.is_loss):
+            nearest.append((mistake.about, replay.verdict(stage, (*found, mistake), quick=True).error))
+    nearest = sorted((each for each in nearest if each[1] < 0.5 * verdict.error), key=lambda each: each[1])
+    return Unknown(stage, verdict.error, verdict.ratio, findings, tuple(nearest[:3]))
 
 
 def _explanation(replay: Replay, stages: Sequence[str], found: Mistakes, choice: _Choice, words: str) -> Explanation:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from parity.core.compare import finite
+from parity.diagnosis.laws import Findings
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,25 @@ class Unknown:
         stage: which.
         error: of it (root mean square), from the observed stages before it.
         ratio: error / budget.
-        where: in which heads, sequences, positions, features or cells, in words.
-        laws: how it differs, each verified, in words; the simplest first.
+        findings: where it differs, and by what law; None of a stage that cannot be compared.
         nearest: what lessens its error most, without explaining it: in words, with the error that is left.
     """
 
     stage: str
     error: float
     ratio: float
-    where: str = ""
-    laws: tuple[str, ...] = ()
+    findings: Findings | None = None
     nearest: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def where(self) -> str:
+        """In which heads, sequences, positions, features or cells it differs, in words."""
+        return "" if self.findings is None else self.findings.where
+
+    @property
+    def laws(self) -> tuple[str, ...]:
+        """How it differs, each verified, in words; the simplest first."""
+        return () if self.findings is None else self.findings.laws
 
     def lines(self, *, still: bool) -> list[str]:
         """What to tell."""
@@ -78,6 +87,7 @@ class Unknown:
             f"{self.stage} {'still ' if still else ''}differs, and no mistake known here explains it",
             *([f"  where     {self.where}"] if self.where else []),
             *(f"  law       {law}" for law in self.laws),
+            *(f"  sign      {sign}" for sign in (self.findings.signs if self.findings else ())),
             *(f"  nearest   {words} (error {error:.2g})" for words, error in self.nearest),
         ]
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from parity.core.compare import Comparison, first_difference
 from parity.reporting.console import begin_table, short_ratio
-from parity.reporting.diagnosis import print_diagnosis
+from parity.reporting.diagnosis import print_explanation
 from parity.reporting.summary import counted
 
 if TYPE_CHECKING:
     from parity.conversion.convert import Converted
+    from parity.conversion.differences import WeightsComparison
     from parity.conversion.inspect import Found
     from parity.conversion.layouts import Layout
     from parity.diagnosis.diagnose import Diagnosis
@@ -118,53 +121,88 @@ def print_conversion(converted: Converted, layout: str, out: Console) -> None:
     )
 
 
-def print_verdicts(
-    verdicts: list[tuple[str, str, list[Comparison], bool]], diagnosis: Diagnosis, files: list[str], out: Console
-) -> None:
+@dataclass(frozen=True)
+class Verdict:
+    """Whether two layers hold the same attention.
+
+    Attributes:
+        one, other: their names in both files.
+        weights: what their tensors say, which decides.
+        stages: what is computed with them on probe inputs.
+    """
+
+    one: str
+    other: str
+    weights: WeightsComparison
+    stages: list[Comparison]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The verdict as JSON takes it, without the stages."""
+        told = {"same": self.weights.same, "same_bits": self.weights.kind == "bits"}
+        return {"layers": [self.one, self.other], **told, "weights": self.weights.to_dict()}
+
+    def __str__(self) -> str:
+        wrong = first_difference(self.stages)
+        names = ", ".join(each.name for each in self.weights.differences)
+        where = f"differ first at {wrong.stage}" if wrong else f"differ in {names}, and at no stage beyond rounding"
+        return f"{self.one} and {self.other} {where}"
+
+
+def print_verdicts(verdicts: list[Verdict], diagnosis: Diagnosis, files: list[str], out: Console) -> None:
     """Print whether two files hold the same attention, in full for one layer, and of many for the first that differs.
 
     Args:
-        verdicts: of each layer its name in both files, the comparisons, and whether its weights are the same bits.
-        diagnosis: of the first layer that differs, or of one that does not.
+        verdicts: of each layer.
+        diagnosis: of the first layer that differs.
         files: their names.
         out: where to.
     """
     if len(verdicts) == 1:
-        _, _, comparisons, same_bits = verdicts[0]
-        _print_verdict(comparisons, diagnosis, same_bits, files, out)
+        _print_verdict(verdicts[0], diagnosis, files, out)
         return
-    wrong = [(one, other, first) for one, other, each, _ in verdicts if (first := first_difference(each)) is not None]
-    for one, other, first in wrong:
-        out.print(Text(f"{one} and {other} differ first at {first.stage}", style="red"), soft_wrap=True)
-    same = sum(same_bits for *_, same_bits in verdicts)
-    rounded = len(verdicts) - len(wrong) - same
-    counts = f"{same} the same, bit for bit; {rounded} the same up to rounding; {len(wrong)} different"
+    wrong = [verdict for verdict in verdicts if not verdict.weights.same]
+    for verdict in wrong:
+        out.print(Text(str(verdict), style="red"), soft_wrap=True)
     if wrong:
-        out.print(Text(str(wrong[0][2]), style="red"))
-        print_diagnosis(diagnosis, out)
+        _print_difference(wrong[0], diagnosis, out)
+    kinds = Counter(verdict.weights.kind for verdict in verdicts)
+    others = {"values": "the same values", "function": "the same function in other words"}
+    counts = [f"{kinds['bits']} the same, bit for bit"]
+    counts += [f"{kinds[kind]} {words}" for kind, words in others.items() if kinds[kind]]
+    counts += [f"{kinds['copy'] + kinds['rounding']} the same up to rounding", f"{len(wrong)} different"]
     verb, style = ("do NOT hold", "bold red") if wrong else ("hold", "bold green")
-    told = f"{files[0]} and {files[1]} {verb} the same attention in all {len(verdicts)} layers: {counts}"
+    told = f"{files[0]} and {files[1]} {verb} the same attention in all {len(verdicts)} layers: {'; '.join(counts)}"
     out.print(Text(told, style=style), soft_wrap=True)
+    for verdict in (each for each in verdicts if each.weights.kind == "function"):
+        out.print(Text(f"{verdict.one}: {verdict.weights.how}"), soft_wrap=True)
 
 
-def _print_verdict(
-    comparisons: list[Comparison], diagnosis: Diagnosis, same_bits: bool, files: list[str], out: Console
-) -> None:
-    """Print whether two files hold the same attention, stage by stage, and if they do not, what explains it."""
-    table = begin_table(out, "Error of the second file, as a share of what rounding explains")
+def _print_verdict(verdict: Verdict, diagnosis: Diagnosis, files: list[str], out: Console) -> None:
+    """Print whether two files hold the same attention, and if they do not, why."""
+    if verdict.weights.same:
+        _print_stages(verdict.stages, out)
+        told = f"{files[0]} and {files[1]} hold the same attention: {verdict.weights.how}"
+        out.print(Text(told, style="bold green"), soft_wrap=True)
+        return
+    _print_difference(verdict, diagnosis, out)
+    out.print(Text(f"{files[0]} and {files[1]} do NOT hold the same attention", style="bold red"), soft_wrap=True)
+
+
+def _print_difference(verdict: Verdict, diagnosis: Diagnosis, out: Console) -> None:
+    """Print which tensors differ, at which stages that is seen, and what explains it."""
+    out.print(Text(str(verdict.weights)), soft_wrap=True)
+    _print_stages(verdict.stages, out)
+    wrong = first_difference(verdict.stages)
+    if wrong is not None:
+        out.print(Text(str(wrong), style="red"))
+    print_explanation(verdict.weights, diagnosis, out)
+
+
+def _print_stages(comparisons: list[Comparison], out: Console) -> None:
+    table = begin_table(out, "Error of the second file on probe inputs, as a share of what rounding explains")
     for column in ("stage", "share", "max abs"):
         table.add_column(column, justify="left" if column == "stage" else "right")
     for comparison in comparisons:
         style = "" if comparison.passed else "red"
         table.add_row(comparison.stage, short_ratio(comparison.ratio), f"{comparison.max_abs:.1e}", style=style)
     out.print(table)
-    wrong = first_difference(comparisons)
-    if wrong is not None:
-        out.print(Text(str(wrong), style="red"))
-        print_diagnosis(diagnosis, out)
-        out.print(Text(f"{files[0]} and {files[1]} do NOT hold the same attention", style="bold red"), soft_wrap=True)
-        return
-    how = "the same, bit for bit" if same_bits else f"the same up to rounding in {comparisons[0].dtype}"
-    out.print(
-        Text(f"{files[0]} and {files[1]} hold the same attention: weights {how}", style="bold green"), soft_wrap=True
-    )

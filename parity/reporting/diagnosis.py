@@ -11,6 +11,7 @@ from parity.core.compare import Comparison, first_difference
 from parity.reporting.console import begin_table, short_ratio
 
 if TYPE_CHECKING:
+    from parity.conversion.differences import WeightsComparison
     from parity.diagnosis.diagnose import Diagnosis
     from parity.diagnosis.selftest import Outcome
 
@@ -19,6 +20,22 @@ def print_diagnosis(diagnosis: Diagnosis, out: Console) -> None:
     """Print what is wrong, as far as it was found."""
     style = {"none": "bold green", "structure": "bold", "precision": "bold"}.get(diagnosis.kind, "")
     out.print(Text(str(diagnosis), style=style), soft_wrap=True)
+
+
+def print_weights(weights: WeightsComparison, diagnosis: Diagnosis, out: Console) -> None:
+    """Print which tensors of two files differ and by what law, then the mistake that explains it or says more."""
+    out.print(Text(str(weights), style="bold green" if weights.same else ""), soft_wrap=True)
+    print_explanation(weights, diagnosis, out)
+
+
+def print_explanation(weights: WeightsComparison, diagnosis: Diagnosis, out: Console) -> None:
+    """Print the mistake that explains why weights differ; that there is none, where no law explains a tensor either."""
+    if weights.same:
+        return
+    if diagnosis.kind == "none":
+        out.print("on probe inputs no stage differs by more than rounding in its dtype loses", soft_wrap=True)
+    elif diagnosis.kind == "structure" or weights.unexplained:
+        print_diagnosis(diagnosis, out)
 
 
 def print_difference(difference: Comparison, out: Console) -> None:

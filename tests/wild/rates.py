@@ -114,7 +114,7 @@ def first_said(stage: str, malformed: Iterable[str]) -> str:
 
 def is_clean(verdict: Verdict) -> bool:
     """Whether the diagnosis says that nothing is wrong."""
-    return verdict["verdict"] == "none" and not verdict["said"]["malformed"]
+    return verdict["verdict"] in ("none", "convention") and not verdict["said"]["malformed"]
 
 
 def is_caught(verdict: Verdict) -> bool:

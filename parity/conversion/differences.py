@@ -1,0 +1,242 @@
+"""Two sets of weights, tensor by tensor: which differ, where, by what law, and whether it is the same function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from mha_spec import AttentionSpec
+from parity.conversion.laws import Law, Pair, law_of
+from parity.conversion.roles import Role, roles
+from parity.conversion.same_function import in_other_words
+from parity.conversion.ulps import MOST_ULPS, coarser, is_copy, ulps
+from parity.conversion.verify import check_alike, same_bits, with_biases
+from parity.core.compare import finite
+from parity.core.weights import Weights, check_weights
+
+MOST_HEADS = 8  # that are named
+MOST_COUNTED = 1e6  # units in the last place: more say nothing
+
+
+def _heads_in_words(heads: tuple[int, ...], num_heads: int) -> str:
+    if len(heads) == num_heads:
+        return "all heads"
+    if len(heads) > MOST_HEADS:
+        return f"{len(heads)} of {num_heads} heads"
+    return f"head{'s' * (len(heads) > 1)} {' '.join(map(str, heads))}"
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A tensor that is not the same in both files.
+
+    Attributes:
+        name: its canonical name.
+        shape: of the canonical tensor, (out, in) or (out,).
+        differing: how many elements differ; none where only the dtypes do.
+        rows, columns: in how many they lie; no columns where there is one axis.
+        heads: those in which they lie, where the tensor has heads.
+        num_heads: how many it has, or 0.
+        worst_index: place of the largest difference.
+        worst_values: those of the first file and of the second there.
+        max_abs: the largest difference,
+        max_ulp: and the largest in units in the last place, of the coarser dtype.
+        law: what was done to the tensor, verified on all of it; None where no law known here explains it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    differing: int
+    rows: int
+    columns: int | None
+    heads: tuple[int, ...]
+    num_heads: int
+    worst_index: tuple[int, ...]
+    worst_values: tuple[float, float]
+    max_abs: float
+    max_ulp: float
+    law: Law | None = None
+
+    def __str__(self) -> str:
+        where = [
+            f"{count} of {size} {what}"
+            for count, size, what in zip((self.rows, self.columns), self.shape, ("rows", "columns"), strict=False)
+            if len(self.shape) > 1
+        ]
+        if self.num_heads > 1:
+            where.append(_heads_in_words(self.heads, self.num_heads))
+        place, (one, other) = ", ".join(map(str, self.worst_index)), self.worst_values
+        ulps_apart = f", {self.max_ulp:.3g} units in the last place at most" if self.max_ulp < MOST_COUNTED else ""
+        lines = [
+            f"{self.name} differs in {self.differing} of {math.prod(self.shape)} elements{': ' * bool(where)}"
+            + ", ".join(where),
+            f"  worst     at ({place}): {one:.9g}, and {other:.9g} in the second{ulps_apart}",
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class WeightsComparison:
+    """Whether two sets of weights hold the same attention, by what the tensors say.
+
+    Attributes:
+        kind: `bits`, the same bit for bit; `values`, the same values in other bits: another dtype that holds them, or
+            zeros of another sign; `copy`, one is the other rounded to its dtype; `rounding`, at most 4 units in the
+            last place of the coarser dtype apart; `function`, other tensors that are the same function; `different`.
+        dtypes: of the first and the second.
+        max_ulp: the largest difference, in units in the last place of the coarser dtype.
+        differences: the tensors that differ, in the order of the canonical names.
+        how: what they have in common, in words; nothing if they differ.
+    """
+
+    kind: str
+    dtypes: tuple[str, str]
+    max_ulp: float
+    differences: tuple[TensorDifference, ...]
+    how: str = ""
+
+    @property
+    def same(self) -> bool:
+        """Whether both hold the same attention."""
+        return self.kind != "different"
+
+    @property
+    def unexplained(self) -> list[str]:
+        """The tensors that no law explains."""
+        return [each.name for each in self.differences if each.law is None] if not self.same else []
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON takes them, and whether it is the same attention."""
+        return {name: finite(value) for name, value in {**asdict(self), "same": self.same}.items()}
+
+    def __str__(self) -> str:
+        if self.how:
+            return self.how
+        lines = []
+        for law, of_law in groupby(self.differences, key=lambda difference: difference.law):
+            found = list(of_law)
+            lines += [*map(str, found), *_law_in_words(law, found[0].num_heads, len(found))]
+        return "\n".join(lines)
+
+
+def _law_in_words(law: Law | None, num_heads: int, count: int) -> list[str]:
+    """A law as lines beneath the tensors that it explains."""
+    if law is None:
+        return [
+            "  law       none that is known here explains it"
+            if count == 1
+            else "  law       none that is known here explains any of these"
+        ]
+    inside = f"in {_heads_in_words(law.heads, num_heads)} " if law.heads else ""
+    each = "in each, " if count > 1 else ""
+    lines = [f"  law       {each}the second's is {inside}{law.words}"]
+    return lines + [f"  see       mha-parity bugs {law.page}"] * bool(law.page)
+
+
+def compare_weights(
+    weights: Mapping[str, Any], spec: AttentionSpec, other: Mapping[str, Any], other_spec: AttentionSpec
+) -> WeightsComparison:
+    """Say whether two layers hold the same attention by their tensors: which differ, where, and by what law.
+
+    Nothing is computed with them: `verify` does that.
+
+    Args:
+        weights, spec: canonical weights, as arrays of any framework, and the layer.
+        other, other_spec: those that should be the same.
+
+    Raises:
+        TypeError: if an entry is not a floating-point array, or the dtypes of one layer differ.
+        ValueError: if the layers differ in more than their weights, or the weights are not those of the layer.
+    """
+    one, with_all = with_biases(check_weights(weights, spec), spec, other_spec)
+    two, other_with_all = with_biases(check_weights(other, other_spec), other_spec, spec)
+    biases = [{*with_all.weight_shapes} - {*each.weight_shapes} for each in (other_spec, spec)]
+    spec = check_alike(with_all, other_with_all)
+    dtypes = [next(iter(held.values())).dtype for held in (one, two)]
+    told = (dtypes[0].name, dtypes[1].name)
+    if same_bits(one, two) and not any(biases):
+        return WeightsComparison("bits", told, 0.0, (), "weights the same, bit for bit")
+    held = roles(spec)
+    found = [each for name in one if (each := _difference(name, one[name], two[name], held.get(name), spec))]
+    max_ulp = max((each.max_ulp for each in found), default=0.0)
+    kind, how = _same_values(one, two, found, max_ulp)
+    if kind == "different" and (words := in_other_words(one, two, spec)):
+        names = " and ".join(filter(None, [", ".join(each.name for each in found[:-1]), found[-1].name]))
+        verb = "differs" if len(found) == 1 else "differ"
+        kind, how = "function", f"{names} {verb}, and it is the same function: {words}"
+    if kind == "different":
+        pairs = [_pair(each, one, two, held) for each in found]
+        laws = [_bias_of_one(pair.name, *biases) or law_of(pair, one, two, spec) for pair in pairs]
+        found = [TensorDifference(**{**vars(each), "law": law}) for each, law in zip(found, laws, strict=True)]
+    return WeightsComparison(kind, told, max_ulp, tuple(found), how)
+
+
+def _bias_of_one(name: str, of_first: Collection[str], of_second: Collection[str]) -> Law | None:
+    """Whether only one of the files has a tensor at all, which the other one has as zeros here."""
+    if name in of_first:
+        return Law("bias", "not there, and no zeros in the first", "missing-bias")
+    return Law("bias", "a bias that the first has not", "missing-bias") if name in of_second else None
+
+
+def _pair(difference: TensorDifference, one: Weights, two: Weights, held: Mapping[str, Role]) -> Pair:
+    name, heads = difference.name, difference.heads
+    some = heads if len(heads) < difference.num_heads else ()
+    return Pair(name, one[name], two[name], held.get(name), some)
+
+
+def _same_values(one: Weights, two: Weights, found: list[TensorDifference], max_ulp: float) -> tuple[str, str]:
+    """Whether values are the same, or the same but for a few roundings, and in which words."""
+    dtypes = [next(iter(held.values())).dtype for held in (one, two)]
+    coarse = coarser(*dtypes).name
+    lost = any(bool(one[each.name].any()) != bool(two[each.name].any()) for each in found)  # all that a tensor held
+    if not found:
+        in_dtypes = "but for signs of zeros, or biases of zeros that one has"
+        if dtypes[0] != dtypes[1]:
+            in_dtypes = f"in {dtypes[0].name} and in {dtypes[1].name}"
+        return "values", f"weights the same values, {in_dtypes}"
+    if lost or max_ulp > MOST_ULPS:
+        return "different", ""
+    rounded = f"weights the same up to rounding in {coarse}: "
+    apart = f"at most {max_ulp:.3g} units in the last place apart"
+    if dtypes[0] != dtypes[1] and all(is_copy(one[name], two[name]) for name in one):
+        which = ("first", "second") if coarse == dtypes[0].name else ("second", "first")
+        gone = sum(np.count_nonzero((one[name] == 0) != (two[name] == 0)) for name in one)
+        zeros = f", {gone} elements to 0" if gone else ""
+        fine = next((dtype.name for dtype in dtypes if dtype.name != coarse), coarse)
+        return "copy", f"{rounded}the {which[0]} is the {which[1]}, {fine} rounded to {coarse}, {apart}{zeros}"
+    count, size = sum(each.differing for each in found), sum(x.size for x in one.values())
+    return "rounding", f"{rounded}{apart}, in {count} of {size} elements"
+
+
+def _difference(
+    name: str, one: np.ndarray, two: np.ndarray, role: Role | None, spec: AttentionSpec
+) -> TensorDifference | None:
+    """Where the values of a tensor differ, and by how much; None if they do not."""
+    if np.array_equal(one, two):
+        return None
+    wide = [x.astype(np.float64) for x in (one, two)]
+    errors, differs = np.abs(wide[0] - wide[1]), np.not_equal(*wide)
+    heads, num_heads = (), 0
+    if role is not None and role.heads != "shared":
+        in_heads = role.view(differs, spec)
+        num_heads = in_heads.shape[0] * in_heads.shape[1]
+        heads = tuple(map(int, np.flatnonzero(in_heads.reshape(num_heads, -1).any(axis=1))))
+    worst = np.unravel_index(int(errors.argmax()), errors.shape)
+    return TensorDifference(
+        name=name,
+        shape=one.shape,
+        differing=int(np.count_nonzero(differs)),
+        rows=int(np.count_nonzero(differs.reshape(one.shape[0], -1).any(axis=1))),
+        columns=int(np.count_nonzero(differs.any(axis=0))) if differs.ndim > 1 else None,
+        heads=heads,
+        num_heads=num_heads,
+        worst_index=tuple(map(int, worst)),
+        worst_values=(float(wide[0][worst]), float(wide[1][worst])),
+        max_abs=float(errors[worst]),
+        max_ulp=float(ulps(one, two).max()),
+    )

@@ -1,0 +1,121 @@
+"""What is wrong with a stage: where it is beyond its budget, and what was done to the expected values there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from parity.core.compare import axis_names, errors_of, kept_dtype, whole_rows
+from parity.core.problem import Problem
+from parity.core.stages import stage_named
+from parity.diagnosis.laws.fits import Recompute, fits
+from parity.diagnosis.laws.orders import orders, other_stages, shifts, transposes
+from parity.diagnosis.laws.places import find_place, wrong_elements
+from parity.diagnosis.laws.record import Findings, Law, Place, Seen
+from parity.diagnosis.laws.rotation import rotations
+from parity.diagnosis.laws.rounding import rounded, rounding_signs
+from parity.diagnosis.laws.rows import attn_weights, contexts, masks, scores, weights_signs
+from parity.diagnosis.laws.values import constants, factors, offsets
+
+GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (
+    constants,
+    masks,
+    factors,
+    orders,
+    transposes,
+    other_stages,
+    attn_weights,
+    contexts,
+    rounded,
+    offsets,
+    shifts,
+    scores,
+    rotations,
+)
+"""The laws, of those with as many fitted numbers the more usual ones first."""
+
+IMPLIED_BY = {
+    "factor": {"zeros"},
+    "power": {"uniform"},
+    "rows": {"factor"},
+    "rank one": {"factor", "offset", "slope"},
+    "by distance": {"offset", "slope"},
+    "slope": {"offset"},
+    "shift": {"order"},
+    "theta": {"rope theta", "rope exponent"},
+    "rope factor": {"rope scaling"},
+    "rope frequencies": {"factor"},
+}
+"""Laws that are not told beside one that says the same in a plainer way."""
+
+MANTISSA = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
+"""Explicit bits of the dtypes that stages are kept in."""
+
+
+def describe(
+    stage: str,
+    actual: np.ndarray,
+    expected: np.ndarray,
+    allowed: Mapping[str, float],
+    *,
+    hidden: np.ndarray | None = None,
+    problem: Problem | None = None,
+    recompute: Recompute | None = None,
+    others: Mapping[str, np.ndarray] | None = None,
+) -> Findings:
+    """Say where a stage is wrong, and by what law.
+
+    Args:
+        stage: its name, whose axes `STAGES` gives.
+        actual: what was observed, in the dtype in which it was observed: of values that are rounded to bfloat16
+            something is said only where that dtype holds more.
+        expected: float64, computed from the stages before it.
+        allowed: errors by norm, `rms` and `max`, as `parity.core.compare.budget` gives them; 0 of masks and lengths.
+        hidden: which cells the mask hides, (B, N, T, S), boolean, where that is known.
+        problem: what was computed, where that is known.
+        recompute: computes what would be expected with another specification, from the same stages before it. With it
+            and the problem numbers of the specification are fitted.
+        others: other stages by name, as they should be or were observed, of which this one may have the values.
+
+    Raises:
+        ValueError: if the shapes of the two arrays differ.
+    """
+    if actual.shape != expected.shape:
+        raise ValueError(f"actual must have the shape of expected, {expected.shape}, got actual={actual.shape}")
+    kept = MANTISSA.get(actual.dtype.name, 52)
+    if problem is not None:
+        kept = min(kept, MANTISSA.get(kept_dtype(stage, problem.dtype).name, 52))
+    known = stage_named(stage)
+    actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
+    errors = errors_of(actual, expected)
+    bad, box = wrong_elements(errors, allowed)
+    if not bad.any():
+        return Findings(Place("nowhere", size=expected.size))
+    letters = axis_names(stage, expected.ndim)
+    place, part = find_place(known, letters, bad, box, hidden, None if problem is None else problem.spec)
+    seen = Seen(
+        known, letters, actual, expected, allowed, errors, bad, box, part, place, hidden, problem, others or {}, kept
+    )
+    with np.errstate(all="ignore"):
+        found = [law for group in GROUPS for law in group(seen)]
+        if problem is not None and recompute is not None:
+            found += fits(seen, recompute)
+        signs = [*_nan(seen), *weights_signs(seen), *([] if seen.stage.is_exact else rounding_signs(seen))]
+    return Findings(place, tuple(sorted(_unlike(found), key=lambda law: law.parameters)), tuple(signs))
+
+
+def _unlike(laws: list[Law]) -> Iterator[Law]:
+    """The laws without those that say what a plainer one says, of more numbers."""
+    names = {law.name for law in laws}
+    yield from (law for law in laws if not names & IMPLIED_BY.get(law.name, set()))
+
+
+def _nan(seen: Seen) -> Iterator[str]:
+    """Where there is NaN that should not be."""
+    lost = np.isnan(seen.actual) & ~np.isnan(seen.expected)
+    if not lost.any():
+        return
+    _, box = wrong_elements(np.where(lost, np.inf, 0.0), seen.allowed)
+    place, _ = find_place(seen.stage, seen.letters, lost, box, seen.hidden)
+    yield f"{place.wrong} of {place.size} elements are NaN: {place.words}"

@@ -1,0 +1,235 @@
+"""Numbers of the specification that would explain a stage, one at a time: the reference is computed again with each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mha_spec import AttentionSpec, LinearScaling, Rope
+from parity.diagnosis.laws.record import Law, Seen
+from parity.diagnosis.laws.rotation import as_form
+from parity.diagnosis.laws.words import said
+
+Recompute = Callable[[AttentionSpec], np.ndarray]
+"""Computes the stage with another specification, from the same stages before it."""
+
+STEPS = 8
+"""Of Gauss and Newton, from the best number of a grid."""
+
+LARGEST = 64
+"""So many whole numbers are tried."""
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A number of a specification.
+
+    Attributes:
+        name: of the law.
+        words: what it is called.
+        right: as the specification has it; None where it has none.
+        grid: the first guesses.
+        made: the specification with another one.
+        is_whole: whether it is an integer: then only the guesses are tried.
+    """
+
+    name: str
+    words: str
+    right: float | None
+    grid: tuple[float | None, ...]
+    made: Callable[[Any], AttentionSpec]
+    is_whole: bool = False
+
+
+def fits(seen: Seen, recompute: Recompute) -> Iterator[Law]:
+    """The numbers that would explain the stage, each of them alone."""
+    if seen.problem is None or not np.isfinite(seen.expected).all():
+        return
+    finite = np.isfinite(seen.actual)
+    for number in _numbers(seen.problem.spec, seen.actual.shape):
+        tried = _Tried(seen, recompute, number, finite)
+        if not tried.has_effect():
+            continue
+        law = tried.law(tried.best())
+        if law is not None:
+            yield law
+
+
+def _distance(seen: Seen, x: np.ndarray, finite: np.ndarray) -> float:
+    with np.errstate(all="ignore"):
+        found = float(np.sqrt(np.mean(np.where(finite, x - seen.actual, 0.0) ** 2)))
+    return found if math.isfinite(found) else math.inf
+
+
+class _Tried:
+    """What a stage is with other values of one number."""
+
+    def __init__(self, seen: Seen, recompute: Recompute, number: _Number, finite: np.ndarray) -> None:
+        self.seen, self.recompute, self.number, self.finite = seen, recompute, number, finite
+        self._found: dict[float | None, np.ndarray | None] = {}
+
+    def stage(self, value: float | None) -> np.ndarray | None:
+        """The stage; None where there is no such layer."""
+        if value not in self._found:
+            try:
+                with np.errstate(all="ignore"):
+                    x = np.asarray(self.recompute(self.number.made(value)), np.float64)
+            except (ValueError, OverflowError):  # the rules of a specification forbid it
+                x = None
+            self._found[value] = x if x is None or x.shape == self.seen.expected.shape else None
+        return self._found[value]
+
+    def error(self, value: float | None) -> float:
+        """Root mean square of what is left."""
+        x = self.stage(value)
+        return math.inf if x is None else _distance(self.seen, x, self.finite)
+
+    def has_effect(self) -> bool:
+        """Whether the stage depends on the number at all, by two of the guesses."""
+        guesses = [value for value in self.number.grid if value != self.number.right]
+        some = [x for x in map(self.stage, {guesses[0]: 0, guesses[-1]: 0}) if x is not None] if guesses else []
+        return any(not np.array_equal(x, self.seen.expected, equal_nan=True) for x in some)
+
+    def best(self) -> float | None:
+        """The best of the guesses, and of what the specification says, refined."""
+        value = min(dict.fromkeys((self.number.right, *self.number.grid)), key=self.error)
+        if self.number.is_whole or value is None or not self.error(value) < math.inf:
+            return value
+        for _ in range(STEPS):
+            move = self._move(value)
+            some = (value * math.exp(move * 0.5**halved) for halved in range(4 if move else 0))
+            better = next((x for x in some if self.error(x) < self.error(value)), None)
+            if better is None:
+                break
+            value = better
+        return value
+
+    def _move(self, value: float) -> float:
+        """A step in the logarithm of the number, by Gauss and Newton; 0 where there is none."""
+        step = 1e-5
+        here, there = self.stage(value), self.stage(value * math.exp(step))
+        if here is None or there is None:
+            return 0.0
+        slope = np.where(self.finite, there - here, 0.0) / step
+        size = float((slope**2).sum())
+        if not size > 0.0 or not math.isfinite(size):
+            return 0.0
+        move = float((slope * np.where(self.finite, self.seen.actual - here, 0.0)).sum()) / size
+        return min(max(move, -2.0), 2.0)
+
+    def law(self, value: float | None) -> Law | None:
+        """What the number would be, the roundest that explains the stage, or nothing."""
+        whole = value is None or self.number.is_whole
+        candidates = [value] if whole else [*(float(f"{value:.{digits}g}") for digits in (1, 2, 3, 6)), value]
+        for each in candidates:
+            x = self.stage(each)
+            if x is None:
+                continue
+            size = float(np.sqrt(np.mean(self.seen.expected**2)))
+            gain = float(np.sqrt(np.mean(x**2))) / size if size else 1.0
+            if self.seen.holds(x, max(1.0, gain)):
+                right = "none" if self.number.right is None else said(self.number.right)
+                would = "none" if each is None else said(each)
+                words = f"{self.number.words} would be {would} (the spec says {right})"
+                if self.number.name == "theta" and each is not None and self.number.right is not None:
+                    words += as_form(each, self.number.right)
+                numbers = {"value": each, "expected": self.number.right}
+                return Law(self.number.name, words, numbers, 0 if each is None else 1)
+        return None
+
+
+# ---- The numbers -----------------------------------------------------------------------------------------------------
+
+THETAS = (1e2, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
+CAPS = (None, 1.0, 5.0, 15.0, 30.0, 50.0, 100.0)
+EPSILONS = tuple(10.0**-power for power in range(12, 0, -1))
+FACTORS = (0.5, 2.0, 4.0, 8.0, 16.0, 32.0)
+
+
+def _numbers(spec: AttentionSpec, shape: tuple[int, ...]) -> Iterator[_Number]:
+    scale = spec.score_scale
+    yield _Number(
+        "scale",
+        "the scale of the scores",
+        scale,
+        tuple(scale * 4.0**power for power in (-2, -1, 1, 2)),
+        lambda x: replace(spec, scale=x),
+    )
+    yield _Number("soft cap", "the soft cap", spec.soft_cap, CAPS, lambda x: replace(spec, soft_cap=x))
+    if spec.rope is not None:
+        yield from _of_rope(spec, spec.rope)
+    if spec.chunk_size is None:
+        sizes = (None, *range(1, min(max(shape[-1], shape[-2] if len(shape) > 1 else 1), LARGEST) + 1))
+        yield _Number(
+            "window", "the window", spec.window_size, sizes, lambda x: replace(spec, window_size=x), is_whole=True
+        )
+    else:
+        sizes = tuple(range(1, LARGEST + 1))
+        yield _Number(
+            "chunk", "the chunk size", spec.chunk_size, sizes, lambda x: replace(spec, chunk_size=x), is_whole=True
+        )
+    yield from _of_records(spec)
+
+
+def _of_rope(spec: AttentionSpec, rope: Rope) -> Iterator[_Number]:
+    def with_rope(**fields: Any) -> AttentionSpec:
+        return replace(spec, rope=replace(rope, **fields))
+
+    yield _Number("theta", "RoPE's theta", rope.theta, THETAS, lambda x: with_rope(theta=x))
+    if rope.scaling is None or isinstance(rope.scaling, LinearScaling):
+        right = 1.0 if rope.scaling is None else rope.scaling.factor
+        yield _Number(
+            "rope factor",
+            "the factor that RoPE's positions are divided by",
+            right,
+            (1.0, *FACTORS),
+            lambda x: with_rope(scaling=None if x == 1.0 else LinearScaling(x)),
+        )
+    if hasattr(rope.scaling, "attention_factor"):
+        scaling: Any = rope.scaling
+        others = {"mscale": None, "mscale_all_dim": None} if hasattr(scaling, "mscale") else {}
+        yield _Number(
+            "attention factor",
+            "RoPE's attention factor",
+            rope.attention_factor,
+            (0.5, 1.0, 1.5, 2.0),
+            lambda x: with_rope(scaling=replace(scaling, attention_factor=x, **others)),
+        )
+    if spec.latent is None and rope.sections is None:
+        counts = tuple(range(2, spec.head_dim + 1, 2)) if spec.head_dim <= LARGEST else ()
+        counts = counts or tuple(spec.head_dim * n // 8 // 2 * 2 for n in range(1, 9))
+        yield _Number(
+            "rotary_dim",
+            "the number of features that RoPE rotates",
+            rope.rotary_dim or spec.head_dim,
+            counts,
+            lambda x: with_rope(rotary_dim=x),
+            is_whole=True,
+        )
+
+
+def _of_records(spec: AttentionSpec) -> Iterator[_Number]:
+    """Numbers of norms, the temperature and ALiBi."""
+    for name, words in (("qk_norm", "the eps of q_norm and k_norm"), ("v_norm", "the eps of v_norm")):
+        norm = getattr(spec, name)
+        if norm is not None:
+            yield _Number("eps", words, norm.eps, EPSILONS, _with(spec, name, norm, "eps"))
+    if spec.latent is not None:
+        made = _with(spec, "latent", spec.latent, "eps")
+        yield _Number("eps", "the eps of the norms of latents", spec.latent.eps, EPSILONS, made)
+    if spec.temperature is not None:
+        right = spec.temperature.scale
+        made = _with(spec, "temperature", spec.temperature, "scale")
+        yield _Number("temperature", "the scale of the temperature", right, (0.01, 0.1, 1.0), made)
+    if spec.alibi is not None:
+        made = _with(spec, "alibi", spec.alibi, "max_bias")
+        yield _Number("max_bias", "ALiBi's max_bias", spec.alibi.max_bias, (1.0, 2.0, 4.0, 8.0, 16.0, 32.0), made)
+
+
+def _with(spec: AttentionSpec, name: str, record: Any, field: str) -> Callable[[Any], AttentionSpec]:
+    """The specification with another number in one of its records."""
+    return lambda x: replace(spec, **{name: replace(record, **{field: x})})

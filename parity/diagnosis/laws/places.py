@@ -1,0 +1,172 @@
+"""Where: which heads, sequences, positions, features and cells are beyond the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from mha_spec import AttentionSpec
+from parity.core.stages import Stage
+from parity.diagnosis.laws.record import Place
+from parity.diagnosis.laws.words import indices, noun
+
+FIELDS = {"sequences": "B", "heads": "NK", "positions": "TS", "keys": "S"}
+"""The axes of a stage that a place tells, by their letters; the features are the last one."""
+
+SAID_BY = {"diagonal": "TS", "after": "TS", "before": "TS", "hidden": "TS", "empty rows": "BTS"}
+"""The axes whose indices need no words beside what cells have in common."""
+
+SPARSE = 0.5
+"""The share of the rows in the wrong slices up to which single rows are told, and no slices."""
+
+Box = tuple[np.ndarray, ...]
+
+
+def wrong_elements(errors: np.ndarray, allowed: Mapping[str, float]) -> tuple[np.ndarray, Box]:
+    """Which elements are beyond the budget, and the indices of each axis that have such elements.
+
+    Where single elements are within it and all together are not, slices are judged by their root mean square, and all
+    elements of what the wrong ones have in common are taken for wrong.
+    """
+    bad = errors > allowed["max"]
+    axes = range(errors.ndim)
+    if bad.any():
+        return bad, tuple(np.flatnonzero(bad.any(axis=_but(axes, axis))) for axis in axes)
+    squares = errors**2
+    if not errors.size or float(np.sqrt(squares.mean())) <= allowed["rms"]:
+        return bad, tuple(np.arange(0) for _ in axes)
+    over = [np.flatnonzero(squares.mean(axis=_but(axes, axis)) > allowed["rms"] ** 2) for axis in axes]
+    box = tuple(which if len(which) else np.arange(size) for which, size in zip(over, errors.shape, strict=True))
+    bad[np.ix_(*box)] = True
+    return bad, box
+
+
+def _but(axes: range, axis: int) -> tuple[int, ...]:
+    return tuple(each for each in axes if each != axis)
+
+
+def find_place(
+    stage: Stage, letters: tuple[str, ...], bad: np.ndarray, box: Box, hidden: np.ndarray | None, spec: Any = None
+) -> tuple[Place, np.ndarray]:
+    """Where elements are wrong, and all elements of the place that is told.
+
+    Args:
+        stage: which stage.
+        letters: of its axes.
+        bad: which elements are wrong, at least one.
+        box: which indices of each axis have wrong elements.
+        hidden: which cells the mask hides, (B, N, T, S), where that is known.
+        spec: the `AttentionSpec`, where that is known.
+    """
+    in_box = np.zeros(bad.shape, bool)
+    in_box[np.ix_(*box)] = True
+    count = int(np.count_nonzero(bad))
+    if count == 1:
+        part, name, words = bad, "", "one element: " + ", ".join(_one(letters, box))
+    else:
+        name, cells, part = next(_cells(stage, letters, bad, in_box, hidden), ("", "", in_box))
+        axes = [axis for axis in range(bad.ndim) if letters[axis] not in SAID_BY.get(name, "")]
+        if name == "rows":  # of scattered ones only what they share is said
+            axes = [axis for axis in axes if len(box[axis]) == 1]
+        slices = [_of_axis(stage, letters, bad, box, axis, spec) for axis in axes]
+        words = ", ".join(filter(None, [*slices, cells])) or "everywhere"
+    return Place(words, **_fields(letters, box), cells=name, wrong=count, size=bad.size), part
+
+
+def _one(letters: tuple[str, ...], box: Box) -> Iterator[str]:
+    for axis in range(len(letters)):
+        yield f"{noun(letters, axis)[0]} {box[axis][0]}"
+
+
+def _fields(letters: tuple[str, ...], box: Box) -> dict[str, tuple[int, ...]]:
+    """The indices of the axes by what they are called."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, which in FIELDS.items():
+        axis = next((axis for axis, letter in enumerate(letters) if letter in which), None)
+        if axis is not None and not (name == "keys" and "T" not in letters):
+            found[name] = tuple(map(int, box[axis]))
+    if len(letters) > 1 and letters[-1] != "S":
+        found["features"] = tuple(map(int, box[-1]))
+    return found
+
+
+def _of_axis(
+    stage: Stage, letters: tuple[str, ...], bad: np.ndarray, box: Box, axis: int, spec: AttentionSpec | None
+) -> str:
+    """The wrong indices of one axis, in words; nothing if it is all of them."""
+    names, letter = noun(letters, axis), letters[axis]
+    if letter == "S" and stage.quantity.startswith("cache."):
+        names = ("slot", "slots")
+    words = indices(
+        box[axis], bad.shape[axis], names, in_time=letter in "TS", of=" of each head" if letter == "H" else ""
+    )
+    if not words or spec is None:
+        return words
+    return words + _what_they_are(stage, letter, box[axis], bad.shape[axis], spec)
+
+
+def _what_they_are(stage: Stage, letter: str, which: np.ndarray, size: int, spec: AttentionSpec) -> str:
+    """What some features or heads are in the layer, or nothing."""
+    group = spec.num_heads // spec.num_kv_heads
+    if letter == "N" and 1 < group == len(which) and which[0] % group == 0 and which[-1] - which[0] == group - 1:
+        return f", which are those of key/value head {which[0] // group}"
+    if letter == "H" and stage.quantity in ("q", "k") and spec.rope is not None and spec.rope.rotary_dim is not None:
+        rotated = np.arange(size)[spec.rope.rotated_features(size)]
+        if np.array_equal(which, rotated):
+            return ", which are those that RoPE rotates"
+        if np.array_equal(which, np.setdiff1d(np.arange(size), rotated)):
+            return ", which are those that RoPE does not rotate"
+    return ""
+
+
+def _cells(
+    stage: Stage, letters: tuple[str, ...], bad: np.ndarray, in_box: np.ndarray, hidden: np.ndarray | None
+) -> Iterator[tuple[str, str, np.ndarray]]:
+    """What wrong cells share beside their slices: a name, words, and all cells of that; the narrowest first."""
+    if hidden is not None and not stage.is_exact:
+        yield from _by_mask(letters, bad, in_box, hidden)
+    if letters[-2:] == ("T", "S"):
+        yield from _by_distance(bad, np.asarray(in_box.any(axis=(-2, -1), keepdims=True)))
+    if bad.ndim < 2:
+        return
+    rows: np.ndarray = np.asarray(bad.any(axis=-1))
+    in_rows: np.ndarray = np.asarray(in_box.any(axis=-1))
+    wrong, possible = int(np.count_nonzero(rows)), int(np.count_nonzero(in_rows))
+    if wrong <= SPARSE * possible:
+        part = np.broadcast_to(rows[..., None], bad.shape) & in_box
+        yield "rows", f"in {wrong} of {rows.size} rows", part
+    if hidden is not None and hidden.shape == bad.shape and (bad & ~hidden).any() and not (bad & hidden).any():
+        yield "", "", in_box & ~hidden  # what is hidden is right, and may hold anything
+
+
+def _by_mask(
+    letters: tuple[str, ...], bad: np.ndarray, in_box: np.ndarray, hidden: np.ndarray
+) -> Iterator[tuple[str, str, np.ndarray]]:
+    empty: np.ndarray = np.asarray(hidden.all(axis=-1))  # (B, N, T)
+    if letters == ("B", "T", "E"):
+        empty = np.asarray(empty.all(axis=1))
+    if "T" in letters and empty.shape == bad.shape[:-1] and empty.any() and not empty.all():
+        cells = np.broadcast_to(empty[..., None], bad.shape)
+        if not (bad & ~cells).any():
+            yield "empty rows", "only rows without a key", cells & in_box
+    if hidden.shape == bad.shape and not hidden.all() and not (bad & ~hidden).any():
+        yield "hidden", "only hidden cells", hidden & in_box
+
+
+def _by_distance(bad: np.ndarray, heads: np.ndarray) -> Iterator[tuple[str, str, np.ndarray]]:
+    queries, keys = bad.shape[-2:]
+    distance = np.arange(keys) - np.arange(queries)[:, None]
+    rows, columns = bad.nonzero()[-2:]
+    distances = np.unique(columns - rows)
+    if len(np.unique(rows)) < min(3, queries):  # in so few rows it may be chance
+        return
+    if len(distances) == 1:
+        away = int(distances[0])
+        words = "only the diagonal" if away == 0 else f"only the keys {abs(away)} {'after' if away > 0 else 'before'}"
+        yield "diagonal", words if away == 0 else f"{words} the query", (distance == away) & heads
+    elif distances[0] > 0:
+        yield "after", "only keys after the query", (distance > 0) & heads
+    elif distances[-1] < 0:
+        yield "before", "only keys before the query", (distance < 0) & heads

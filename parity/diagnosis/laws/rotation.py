@@ -1,0 +1,218 @@
+"""Laws of RoPE: by which frequencies and from which position queries and keys were rotated, read off the angles.
+
+A pair of features that should be rotated by position * f, and was by (position + offset) * g, is the expected one,
+rotated by position * (g - f) + offset * g. All g follow from how that angle grows from token to token, and the offset
+from where it begins. Then the plainest rule is told that gives these frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from parity.core.reference.rope import frequencies, pairs
+from parity.diagnosis.laws.record import Law, Seen
+from parity.diagnosis.laws.words import listed, said
+
+OFFSETS = np.arange(-4096, 4097)
+"""Offsets of positions that are looked for."""
+
+LOGARITHMS = np.linspace(math.log(1.2), math.log(1e9), 4001)
+"""Of the bases that are looked for first; the best is refined."""
+
+
+@dataclass(frozen=True)
+class _Turning:
+    """What is rotated, and how it was.
+
+    Attributes:
+        first, second: the features of each pair.
+        positions: of the tokens, (B or 1, T).
+        right: frequencies as they should be, (pairs,).
+        used: as they were.
+        begin: the angle at position 0, (pairs,).
+        amplitude: what the rotated features are multiplied by.
+    """
+
+    first: list[int]
+    second: list[int]
+    positions: np.ndarray
+    right: np.ndarray
+    used: np.ndarray
+    begin: np.ndarray
+    amplitude: float
+
+    def turned(self, seen: Seen, used: np.ndarray, offset: float = 0.0, amplitude: float = 1.0) -> np.ndarray:
+        """What is expected, rotated by other frequencies, and what is rotated multiplied by a number."""
+        angles = self.positions[..., None] * (used - self.right) + offset * used  # (B or 1, T, pairs)
+        cos, sin = amplitude * np.cos(angles)[:, None], amplitude * np.sin(angles)[:, None]
+        x, y = seen.expected[..., self.first], seen.expected[..., self.second]
+        found = seen.expected.copy()
+        found[..., self.first], found[..., self.second] = x * cos - y * sin, y * cos + x * sin
+        wrong = np.zeros((found.shape[0], found.shape[1], 1, 1), bool)
+        wrong[np.ix_(seen.box[0], seen.box[1])] = True
+        return np.where(wrong, found, seen.expected)
+
+
+def rotations(seen: Seen) -> Iterator[Law]:
+    """Other frequencies, or other positions, of queries or keys."""
+    turning = _turning(seen)
+    if turning is None:
+        return
+    for laws in (_offset, _forms, _scaled, _theta, _fewer, _any_frequencies):
+        found = next(laws(seen, turning), None)
+        if found is not None:
+            yield found
+            return
+
+
+def _turning(seen: Seen) -> _Turning | None:
+    """By what the queries or keys were rotated; None where that cannot be said."""
+    if (
+        seen.problem is None
+        or seen.stage.path
+        or seen.stage.quantity not in ("q", "latents", "k")
+        or seen.actual.ndim != 4
+    ):
+        return None
+    rope, head_dim = seen.problem.spec.rope, seen.actual.shape[3]
+    if rope is None or rope.sections is not None or not np.isfinite(seen.actual).all():
+        return None
+    positions = seen.problem.case.positions(seen.stage.step).astype(np.float64)
+    if positions.ndim != 2 or positions.shape[1] != seen.actual.shape[2] or positions.shape[1] < 2:
+        return None
+    first, second = pairs(rope, head_dim)
+    right = np.array(frequencies(rope, head_dim, int(positions.max()) + 1))
+    box = np.ix_(seen.box[0], seen.box[1])
+    a, e = (x[box][..., first] + 1j * x[box][..., second] for x in (seen.actual, seen.expected))
+    cross = a * e.conj()
+    # Sequences have positions of their own, or all the same.
+    where = positions[seen.box[0]] if len(positions) > 1 else positions
+    cross = cross.sum(axis=1) if len(positions) > 1 else cross.sum(axis=(0, 1))[None]  # (B or 1, T, pairs)
+    follows = np.diff(where, axis=1) == 1.0
+    if not follows.any():
+        return None
+    steps = (cross[:, 1:] * cross[:, :-1].conj() * follows[..., None]).sum(axis=(0, 1))
+    slope = np.angle(steps)
+    for _ in range(3):  # the slope of what is left around the mean angle, weighed by how well it is known
+        level = cross * np.exp(-1j * where[..., None] * slope)
+        mean = level.sum(axis=(0, 1))
+        rest, weight = np.angle(level * mean.conj()), np.abs(cross)
+        total = np.maximum(weight.sum(axis=(0, 1)), 1e-300)
+        centre = (weight * where[..., None]).sum(axis=(0, 1)) / total
+        away = where[..., None] - centre
+        spread = np.maximum((weight * away * away).sum(axis=(0, 1)), 1e-300)
+        slope = slope + (weight * away * rest).sum(axis=(0, 1)) / spread
+    begin = np.angle((cross * np.exp(-1j * where[..., None] * slope)).sum(axis=(0, 1)))
+    size = float((np.abs(e) ** 2).sum())
+    amplitude = float(np.abs(cross).sum()) / size if size else 1.0
+    return _Turning(first, second, positions, right, right + slope, begin, amplitude)
+
+
+# ---- Rules, the plainest first ---------------------------------------------------------------------------------------
+
+
+def _offset(seen: Seen, turning: _Turning) -> Iterator[Law]:
+    misfit = np.abs(np.exp(1j * (OFFSETS[:, None] * turning.right - turning.begin)) - 1.0).sum(axis=1)
+    nearest = misfit <= misfit.min() + 1e-3  # by slow pairs alone some offsets cannot be told apart
+    offset = int(min(OFFSETS[nearest], key=abs))
+    if offset and seen.holds(turning.turned(seen, turning.right, offset)):
+        words = f"RoPE's positions would be {abs(offset)} too {'high' if offset > 0 else 'low'}"
+        yield Law("rope offset", words, {"offset": offset}, 1)
+
+
+def _forms(seen: Seen, turning: _Turning) -> Iterator[Law]:
+    """The right base with an exponent of another form, and no rotation."""
+    if seen.problem is None or seen.problem.spec.rope is None:
+        return
+    rope, d = seen.problem.spec.rope, 2 * len(turning.right)
+    theta = rope.theta
+    head_dim, i = seen.actual.shape[3], np.arange(d // 2)
+    forms = {
+        "i / d": i / d,
+        "2 (i + 1) / d": 2 * (i + 1) / d,
+        "2 i / (d - 2)": 2 * i / max(d - 2, 1),
+        "4 i / d": 4 * i / d,
+        **({"2 i / H": 2 * i / head_dim} if head_dim != d else {}),
+    }
+    plain = 1.0 / rope.attention_factor  # which comes with the scaling
+    if seen.holds(turning.turned(seen, 0.0 * turning.right, 0.0, plain), plain):
+        yield Law("rope missing", "RoPE would be missing")
+    if seen.holds(turning.turned(seen, -turning.right)):
+        yield Law("rope reversed", "RoPE would rotate the other way")
+    if rope.scaling is not None and seen.holds(turning.turned(seen, theta ** (-2 * i / d), 0.0, plain), plain):
+        yield Law("rope unscaled", "RoPE's frequencies would not be scaled")
+    for form, exponent in forms.items():
+        if seen.holds(turning.turned(seen, theta**-exponent)):
+            same = {"i / d": theta**0.5, "4 i / d": theta**2}.get(form)
+            as_if = "" if same is None else f", or theta would be {said(same)} (the spec says {said(theta)})"
+            words = f"RoPE's frequencies would be theta ** -({form}), and not theta ** -(2 i / d){as_if}"
+            yield Law("rope exponent", words, {"theta": theta, "exponent": form})
+
+
+def _scaled(seen: Seen, turning: _Turning) -> Iterator[Law]:
+    factor = float((turning.used * turning.right).sum() / (turning.right**2).sum())
+    for value in _rounded(factor if abs(factor) > 1.0 else 1.0 / factor if factor else 0.0):
+        times = value if abs(factor) > 1.0 else 1.0 / value
+        if value and seen.holds(turning.turned(seen, times * turning.right)):
+            how = "multiplied" if abs(factor) > 1.0 else "divided"
+            words = f"RoPE's positions would be {how} by {said(value)}"
+            yield Law("rope scaling", words, {"factor": 1.0 / times}, 1)
+            return
+
+
+def _theta(seen: Seen, turning: _Turning) -> Iterator[Law]:
+    share = np.arange(len(turning.right)) * 2.0 / (2 * len(turning.right))
+    if len(share) < 2 or seen.problem is None or seen.problem.spec.rope is None:
+        return
+    misfit = ((np.exp(-LOGARITHMS[:, None] * share) - turning.used) ** 2).sum(axis=1)
+    logarithm = LOGARITHMS[misfit.argmin()]
+    for _ in range(20):  # Gauss-Newton
+        found = np.exp(-logarithm * share)
+        slope = -share * found
+        logarithm += float((slope * (turning.used - found)).sum() / (slope**2).sum())
+        logarithm = min(max(logarithm, LOGARITHMS[0]), LOGARITHMS[-1])
+    right = seen.problem.spec.rope.theta
+    for value in _rounded(math.exp(logarithm)):
+        if seen.holds(turning.turned(seen, value**-share)):
+            words = f"RoPE's theta would be {said(value)} (the spec says {said(right)}){as_form(value, right)}"
+            yield Law("rope theta", words, {"theta": value, "expected": right}, 1)
+            return
+
+
+def as_form(theta: float, right: float) -> str:
+    """What another base may come from."""
+    for power, form in ((0.5, "i / d"), (2.0, "4 i / d")):
+        if abs(theta - right**power) <= 1e-3 * theta:
+            return f", or the exponent {form} in place of 2 i / d"
+    return ""
+
+
+def _fewer(seen: Seen, turning: _Turning) -> Iterator[Law]:
+    """Only the first pairs are rotated, or the last."""
+    count, near = len(turning.right), np.abs(turning.used - turning.right) < np.abs(turning.used)
+    kept = int(np.count_nonzero(near))
+    for which, words in ((np.arange(count) < kept, "first"), (np.arange(count) >= count - kept, "last")):
+        if 0 < kept < count and seen.holds(turning.turned(seen, np.where(which, turning.right, 0.0))):
+            text = f"RoPE would rotate only the {words} {kept} of {count} pairs"
+            yield Law("rope partial", text, {"pairs": kept, "which": words}, 1)
+
+
+def _any_frequencies(seen: Seen, turning: _Turning) -> Iterator[Law]:
+    count = len(turning.right)
+    times = turning.amplitude if abs(turning.amplitude - 1.0) > 1e-4 else 1.0
+    if seen.is_enough(count + 1) and seen.holds(turning.turned(seen, turning.used, 0.0, times), times):
+        used, right = turning.used.tolist(), turning.right.tolist()
+        words = f"RoPE's frequencies would be {listed(used)} (and should be {listed(right)})"
+        words += f", and cosines and sines {said(times)} times what they should be" if times != 1.0 else ""
+        yield Law("rope frequencies", words, {"used": used, "right": right, "amplitude": times}, count)
+
+
+def _rounded(x: float) -> Iterator[float]:
+    """A number that somebody may have written, then the number as it is."""
+    for digits in (1, 2, 3, 6):
+        yield float(f"{x:.{digits}g}")
+    yield x

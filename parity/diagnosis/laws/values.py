@@ -1,0 +1,158 @@
+"""Laws of values: constants, factors and offsets, of everything or by head, position or feature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from parity.diagnosis.laws.record import Law, Seen
+from parity.diagnosis.laws.words import NOUNS, known_as, listed, noun, number_words, said
+
+CONSTANTS = {
+    "the smallest float32": float(np.finfo(np.float32).min),
+    "half of the smallest float32": float(np.finfo(np.float32).min) / 2,
+    "about the smallest bfloat16": -3.3895313892515355e38,
+    "the smallest float16": -65504.0,
+}
+"""What implementations put in the place of -infinity."""
+
+
+# ---- Constants -------------------------------------------------------------------------------------------------------
+
+
+def constants(seen: Seen) -> Iterator[Law]:
+    """The same value everywhere in the part."""
+    values = seen.actual[seen.part]
+    if not values.size:
+        return
+    value = float(values.flat[0]) if not np.isfinite(values).all() else float(np.median(values))
+    if seen.stage.is_exact:
+        if seen.stage.kind == "mask" and seen.count > 1 and seen.holds(seen.within(value)):
+            yield Law("constant", "all of them are hidden" if value else "none of them is hidden", {"value": value}, 0)
+        return
+    if seen.holds(seen.within(0.0)):
+        yield Law("zeros", "all values there are 0")
+    elif math.isnan(value) and seen.holds(seen.within(value)):
+        yield Law("nan", "all values there are NaN")
+    elif math.isinf(value) and seen.holds(seen.within(value)):
+        yield Law(
+            "infinite", f"all values there are {'-' if value < 0 else ''}infinity", {"sign": math.copysign(1, value)}
+        )
+    elif math.isfinite(value) and seen.is_enough(1) and seen.holds(seen.within(value)):
+        names = [name for name, known in CONSTANTS.items() if abs(value - known) <= 1e-6 * abs(known)]
+        if seen.stage.is_attn_weights and abs(value * seen.actual.shape[-1] - 1.0) < 1e-5:
+            names = ["1/S: uniform rows"]
+        yield Law("constant", f"all values there are {number_words(value, names)}", {"value": value}, 1)
+
+
+# ---- Factors and offsets ---------------------------------------------------------------------------------------------
+
+LATER = ("N", "K", "B", "T", "S", "H", "E", "W", "G", "d_in", "d_kv", "out", "in")
+"""The axes by which factors and offsets are looked for, in this order."""
+
+
+def factors(seen: Seen) -> Iterator[Law]:
+    """A multiple of what is expected: of everything, or of each head, sequence, position, feature by itself."""
+    if seen.stage.is_exact:
+        return
+    a, e = seen.known
+    products, squares = a * e, e * e
+    rows = [tuple(range(a.ndim - 1))] if seen.letters[-1] in ("H", "W") else []
+    for axes in [*_choices(seen), *rows]:
+        parameters = _parameters(seen, axes)
+        if not seen.is_enough(parameters):
+            continue
+        over = tuple(axis for axis in range(a.ndim) if axis not in axes)
+        size = squares.sum(axis=over, keepdims=True)
+        factor = np.divide(products.sum(axis=over, keepdims=True), size, out=np.ones_like(size), where=size > 0)
+        if not np.isfinite(factor).all() or (not axes and not factor.item()):
+            continue
+        if seen.holds(seen.within(factor * seen.expected), np.where(seen.part, np.abs(factor), 1.0)):
+            numbers = _in_box(seen, factor, axes)
+            yield Law("factor", _factor_words(seen, axes, numbers), _told(seen, axes, "factors", numbers), parameters)
+            return
+
+
+def offsets(seen: Seen) -> Iterator[Law]:
+    """Something added to what is expected: to everything, or by feature, head, position."""
+    if seen.stage.kind == "mask":
+        return
+    a, e = seen.known
+    differences, counted = a - e, seen.usable.astype(np.float64)
+    choices = [*_choices(seen), *_pairs(seen)]
+    for axes in sorted(choices, key=lambda axes: _parameters(seen, axes)):
+        parameters = _parameters(seen, axes)
+        if not seen.is_enough(parameters):
+            continue
+        over = tuple(axis for axis in range(a.ndim) if axis not in axes)
+        offset = differences.sum(axis=over, keepdims=True) / np.maximum(counted.sum(axis=over, keepdims=True), 1.0)
+        if seen.holds(seen.within(seen.expected + offset)):
+            numbers = _in_box(seen, offset, axes)
+            yield Law("offset", _offset_words(seen, axes, numbers), _told(seen, axes, "offsets", numbers), parameters)
+            return
+
+
+def _choices(seen: Seen) -> list[tuple[int, ...]]:
+    """No axis, then each alone."""
+    axes = [seen.letters.index(letter) for letter in LATER if letter in seen.letters]
+    return [(), *((axis,) for axis in axes or range(seen.actual.ndim))]
+
+
+def _pairs(seen: Seen) -> Iterator[tuple[int, ...]]:
+    """Features of each head, as a bias has them; and, of scores, rows and columns."""
+    if seen.letters[-1] in "HW" and len(seen.letters) == 4:
+        yield (1, 3)
+    if seen.letters[-2:] == ("T", "S") and not seen.stage.is_exact:
+        yield (0, 1, 2)
+        yield (0, 1, 3)
+
+
+def _parameters(seen: Seen, axes: tuple[int, ...]) -> int:
+    return math.prod(len(seen.box[axis]) for axis in axes)
+
+
+def _in_box(seen: Seen, numbers: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """The numbers of the wrong indices."""
+    kept = [seen.box[axis] if axis in axes else np.arange(1) for axis in range(numbers.ndim)]
+    return numbers[np.ix_(*kept)].ravel()
+
+
+def _told(seen: Seen, axes: tuple[int, ...], name: str, numbers: np.ndarray) -> dict[str, object]:
+    return {"axes": [seen.letters[axis] for axis in axes], name: numbers.tolist()}
+
+
+def sizes_of(seen: Seen) -> dict[str, int]:
+    """How large heads and layers are, by the letters that formulas have for them."""
+    sizes = {letter: seen.actual.shape[seen.letters.index(letter)] for letter in "HNE" if letter in seen.letters}
+    if seen.problem is not None:
+        spec = seen.problem.spec
+        sizes |= {"H": spec.head_dim, "N": spec.num_heads, "E": spec.d_model}
+    return sizes
+
+
+def _factor_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str:
+    if not axes:
+        factor = float(numbers[0])
+        names = known_as(factor, 4.0 * seen.precision + 1e-6, sizes_of(seen), seen.problem)
+        return f"the values there are {number_words(factor, names)} times what they should be"
+    is_row = len(axes) > 1
+    each = "token of each head" if is_row else noun(seen.letters, next(iter(axes)))[0]
+    as_a_norm = ", as where a norm is missing, or one too many" if is_row else ""
+    return f"each {each} there is multiplied by a number of its own{as_a_norm}: {listed(numbers.tolist())}"
+
+
+def _offset_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str:
+    if not axes:
+        return f"{said(float(numbers[0]))} is added to all values there"
+    if axes == (0, 1, 2):
+        return f"each row there differs by a constant of its own ({listed(numbers.tolist())}): harmless to a softmax"
+    if axes == (0, 1, 3):
+        return f"something is added there that depends on the key, the same for all queries: {listed(numbers.tolist())}"
+    ones = " and ".join(noun(seen.letters, axis)[0] for axis in axes[::-1])
+    as_a_bias = ", the same for all tokens, as a bias is" if seen.letters[axes[-1]] in _FEATURES else ""
+    return f"something is added there to each {ones}{as_a_bias}: {listed(numbers.tolist())}"
+
+
+_FEATURES = tuple(letter for letter, (one, _) in NOUNS.items() if one == "feature")

@@ -1,0 +1,173 @@
+"""Words: numbers that people know, and lists of indices as a person says them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from parity.core.problem import Problem
+
+MOST_LISTED = 16
+"""Numbers that are listed; of more the first and the last are said."""
+
+RATES = (0.1, 0.2, 0.05, 0.15, 0.25, 0.3, 0.4, 0.5)
+"""Dropout rates that are in use."""
+
+LOOSEST = 0.01
+"""How near a number must be to a known one at least, whatever is allowed."""
+
+
+# ---- Numbers ---------------------------------------------------------------------------------------------------------
+
+
+def said(x: float) -> str:
+    """A number with as many digits as a person wants to read."""
+    return f"{x:.0f}" if 1e4 <= abs(x) < 1e9 and x == round(x) else f"{x:.4g}"
+
+
+def listed(numbers: Sequence[float]) -> str:
+    """Numbers one after the other, or from where to where they go."""
+    if len(numbers) <= MOST_LISTED:
+        return ", ".join(map(said, numbers))
+    return f"from {said(min(numbers))} to {said(max(numbers))}"
+
+
+def known_as(x: float, tolerance: float, sizes: dict[str, int], problem: Problem | None = None) -> list[str]:
+    """What a factor is known as, the plainest first; nothing if it is near no known number.
+
+    Args:
+        x: the factor.
+        tolerance: how far it may be from the number, relative to it; `LOOSEST` at most.
+        sizes: of heads and layers by the letters that formulas have for them, `H`, `N`, `E`.
+        problem: of which dropout and scale are known.
+    """
+    tolerance = min(max(tolerance, 1e-9), LOOSEST)
+    names = [name for name, value in _known(sizes, problem) if abs(x - value) <= tolerance * abs(value)]
+    if not names or "H" not in sizes:  # scores do not show how wide heads are
+        some = _roots(x, squares="H" not in sizes)
+        names += [name for name, value in some if abs(x - value) <= min(tolerance, 1e-4) * abs(value)]
+    return list(dict.fromkeys(names))[:3]
+
+
+def _known(sizes: dict[str, int], problem: Problem | None) -> Iterator[tuple[str, float]]:
+    yield "the sign is turned", -1.0
+    for name, size in sizes.items():
+        if size > 1:
+            if name != "N":
+                yield f"sqrt({name})", math.sqrt(size)
+                yield f"1/sqrt({name})", 1.0 / math.sqrt(size)
+            yield name, float(size)
+            yield f"1/{name}", 1.0 / size
+    if problem is not None:
+        spec = problem.spec
+        yield "the scale of the scores", spec.score_scale
+        yield "1 / the scale of the scores", 1.0 / spec.score_scale
+        yield "query heads of a key/value head", spec.num_heads / spec.num_kv_heads
+        if spec.rope is not None and spec.rope.attention_factor != 1.0:
+            yield "RoPE's attention factor", spec.rope.attention_factor
+            yield "1 / RoPE's attention factor", 1.0 / spec.rope.attention_factor
+    rates = RATES if problem is None else (problem.spec.dropout, *RATES)
+    for rate in filter(None, dict.fromkeys(rates)):
+        yield f"1/{1 - rate:.6g}, dropout's 1/(1 - p) with p = {rate:g}", 1.0 / (1.0 - rate)
+    yield "ln 2", math.log(2.0)
+    yield "1/ln 2: powers of 2, and not of e", 1.0 / math.log(2.0)
+
+
+def _roots(x: float, *, squares: bool) -> Iterator[tuple[str, float]]:
+    """Whole numbers, their roots, and one over these, that x may be; roots of squares only where they are asked for."""
+    sign = "-" if x < 0 else ""
+    for power, plain, inverse in ((1.0, "{}", "1/{}"), (2.0, "sqrt({})", "1/sqrt({})")):
+        size = abs(x) ** power
+        for words, number, exponent in ((plain, size, 1.0 / power), (inverse, 1.0 / size if size else 0.0, -1 / power)):
+            if 1.5 < number < 1e4:
+                whole = round(number)
+                if power == 2.0 and math.isqrt(whole) ** 2 == whole and not squares:
+                    continue
+                yield sign + words.format(whole), math.copysign(whole**exponent, x)
+
+
+def number_words(x: float, names: Sequence[str]) -> str:
+    """A number and what it is known as."""
+    others = [name for name in names if name != said(x)]
+    return f"{said(x)} ({', or '.join(others)})" if others else said(x)
+
+
+# ---- Indices ---------------------------------------------------------------------------------------------------------
+
+NOUNS = {
+    "B": ("sequence", "sequences"),
+    "N": ("head", "heads"),
+    "K": ("key/value head", "key/value heads"),
+    "T": ("position", "positions"),
+    "S": ("position", "positions"),
+    "H": ("feature", "features"),
+    "E": ("feature", "features"),
+    "W": ("feature", "features"),
+    "G": ("feature", "features"),
+    "d_in": ("feature", "features"),
+    "d_kv": ("feature", "features"),
+    "out": ("row", "rows"),
+    "in": ("column", "columns"),
+}
+"""What an index of each axis is called."""
+
+
+def noun(letters: Sequence[str], axis: int) -> tuple[str, str]:
+    """What one and several indices of an axis are called, in a stage of these axes."""
+    letter = letters[axis]
+    if "T" in letters and "S" in letters and letter in "TS":
+        return ("query", "queries") if letter == "T" else ("key", "keys")
+    return NOUNS.get(letter, (f"index of {letter}", f"indices of {letter}"))
+
+
+def indices(which: np.ndarray, size: int, names: tuple[str, str], *, in_time: bool, of: str = "") -> str:
+    """Some of the indices 0 … size - 1, in words; nothing if it is all of them.
+
+    Args:
+        which: in rising order, at least one.
+        size: of the axis.
+        names: what one and several of them are called.
+        in_time: whether they are tokens, which have a first, a last, and later ones.
+        of: whose halves two halves are.
+    """
+    one, several = names
+    first, last, count = int(which[0]), int(which[-1]), len(which)
+    if count == size:
+        return ""
+    if count == 1:
+        token = "token" if one == "position" else one
+        if in_time and first in (0, size - 1):
+            return f"only the {'first' if first == 0 else 'last'} {token}"
+        return f"only {one} {first}" + ("" if in_time else f" (of {size})")
+    if count == last - first + 1:
+        if in_time and count == size - 1 and not first:
+            return f"all {several} but the last"
+        if in_time and last == size - 1:
+            return f"{several} {first} and later"
+        half = size % 2 == 0 and count == size // 2 and first in (0, size // 2)
+        which_half = f"(the {'second' if first else 'first'} half{of})"
+        return f"{several} {first}-{last} " + (which_half if half and not in_time else f"(of {size})")
+    step = int(which[1]) - first
+    if count > 2 and np.array_equal(which, np.arange(first, size, step)):
+        if step == 2:
+            return f"{'odd' if first % 2 else 'even'} {several}" + (f" from {first} on" if first > 1 else "")
+        return f"every {_ordinal(step)} {one} from {first} on"
+    missing = np.setdiff1d(np.arange(size), which)
+    if len(missing) <= min(2, size // 4):
+        return f"all {several} but {and_listed(missing)}"
+    if count <= MOST_LISTED // 2:
+        return f"{several} {and_listed(which)} (of {size})"
+    return f"{count} of {size} {several}"
+
+
+def and_listed(which: Sequence[Any] | np.ndarray) -> str:
+    """0, 2 and 5."""
+    *most, last = map(str, which)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _ordinal(n: int) -> str:
+    return {3: "third", 4: "fourth", 5: "fifth", 6: "sixth", 8: "eighth"}.get(n, f"{n}th")
