@@ -78,7 +78,7 @@ def search(replay: Replay, clock: Clock, begin: Mistakes = ()) -> Found:
     """
     explanations: list[Explanation] = []
     unknowns: list[Unknown] = []
-    of_stages = begin
+    of_stages, made = begin, list[Mistake]()
     count = len(begin)
     for part, words in PARTS.items():
         of_part = [stage for stage in replay.stages if stage_named(stage).path == part]
@@ -91,6 +91,7 @@ def search(replay: Replay, clock: Clock, begin: Mistakes = ()) -> Found:
             for choice in path.choices:
                 explanations.append(_explanation(replay, of_part, found, choice, words))
                 found = (*found, *choice.mistakes)
+                made += [mistake for mistake in choice.mistakes if mistake not in made]
                 count += len(choice.mistakes)
             if not path.unexplained:
                 break
@@ -99,7 +100,21 @@ def search(replay: Replay, clock: Clock, begin: Mistakes = ()) -> Found:
         of_stages = found if part == "" else of_stages
         if unknowns:  # the paths of a module have the same in them
             break
-    return Found(explanations, unknowns, count)
+    found_all = Found(explanations, unknowns, count)
+    return _with_begin(replay, found_all, begin, tuple(made)) if begin else found_all
+
+
+def _with_begin(replay: Replay, found: Found, begin: Mistakes, others: Mistakes) -> Found:
+    """What was found, with what the mistakes that it began with explain beside the others; without, if nothing."""
+    wrong = replay.wrong(replay.stages, others)
+    still = replay.wrong(wrong, (*begin, *others))
+    explained = next((stage for stage in wrong if stage not in still), "")
+    if not explained:
+        return Found(found.explanations, found.unknowns, found.count - len(begin))
+    explanation = _explanation(replay, replay.stages, others, _Choice(explained, begin), "")
+    order = replay.stages.index
+    explanations = sorted([*found.explanations, explanation], key=lambda each: order(each.stage))
+    return Found(explanations, found.unknowns, found.count)
 
 
 @dataclass(frozen=True)
@@ -189,7 +204,11 @@ def _explain(
 
     may_lose = at_once == 1 and _is_small(replay, stage, found)
     may_be = (mistake for mistake in replay.known if may_lose or not mistake.is_loss)
-    known = [mistake for mistake in may_be if mistake not in found and changes(mistake)]
+    known = [
+        mistake
+        for mistake in may_be
+        if mistake not in found and (changes(mistake) or (at_once > 1 and not mistake.shows_alone))
+    ]
     fitting = list(filter(explains, itertools.permutations(known, at_once)))
     fitting = list({frozenset(mistake.name for mistake in added): added for added in reversed(fitting)}.values())[::-1]
     return sorted(fitting, key=lambda added: len(replay.wrong(stages, (*found, *added)))) if fitting[1:] else fitting

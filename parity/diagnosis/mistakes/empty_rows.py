@@ -60,6 +60,7 @@ def _mistake(case: Case, name: str, about: str, of_scores: Callable[[np.ndarray]
         ("attn_weights",),
         {"of_empty_rows": of_empty_rows},
         breaking(masked_softmax=softmax) if has_some else None,
+        shows_alone=has_some,
     )
 
 
