@@ -97,12 +97,30 @@ def _diagnosed(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: s
     if not views:
         raise ValueError(f"observed must have stages of the problem, got {sorted(stages)}")
     plain = views[0]
-    found = {id(view): search(view.replay, clock) for view in views[:1]}
+    found = {id(plain): _searched(plain.replay, clock)}
     for view in views[1:]:
         if found[id(plain)].unknowns and len(view.wrong) < len(plain.wrong):
-            found[id(view)] = search(view.replay, clock)
+            found[id(view)] = _searched(view.replay, clock)
     view = min((view for view in views if id(view) in found), key=lambda view: found[id(view)].cost)
     return _told(view, found[id(view)], clock)
+
+
+def _searched(replay: Replay, clock: Clock) -> Found:
+    """What a search finds; where a stage has NaN of its own, that of rows without a key is a mistake beside others."""
+    begin = tuple(mistake for mistake in replay.known if mistake.name == "empty-row-nan")
+    if not begin or not any(_has_nan_of_its_own(replay, stage) for stage in replay.stages):
+        return search(replay, clock)
+    with_nan = search(replay, clock, begin)
+    if not with_nan.unknowns and with_nan.count == 1:
+        return with_nan
+    return min(search(replay, clock), with_nan, key=lambda found: found.cost)
+
+
+def _has_nan_of_its_own(replay: Replay, stage: str) -> bool:
+    expected, actual = replay.computed(replay.step_of[stage], ())[stage], replay.observed[stage]
+    if expected.shape != actual.shape or stage_named(stage).is_exact:
+        return False
+    return bool((np.isnan(actual) & ~np.isnan(expected)).any())
 
 
 def _told(view: _View, found: Found, clock: Clock) -> Diagnosis:
