@@ -77,7 +77,7 @@ class Layer:
         is_hidden = mask if bias is None or not np.isneginf(bias).any() else mask | np.isneginf(bias)
         # A row is empty because every key is hidden, never because its scores are not finite: 0 / 0 is NaN there.
         total = exponentials.sum(axis=-1, keepdims=True)
-        is_empty = is_hidden.all(axis=-1, keepdims=True) & (sinks is None)
+        is_empty = np.logical_and(is_hidden.all(axis=-1, keepdims=True), sinks is None)
         total = np.where(is_empty, 1.0, total) if sinks is None else total + enter(np.exp(enter(sinks) - highest))
         attn_weights = self.arithmetic.keep(exponentials / total.astype(exponentials.dtype))
         return {"attn_weights": self.of_empty_rows(attn_weights, scores, is_empty)}
