@@ -12,8 +12,9 @@ import parity.core.compare
 from mha_spec import AttentionSpec
 from parity import CASES, Case, first_difference, make_problem
 from parity.backends.record import record
-from parity.core.compare import FACTOR, budget, factor, kept_dtype
+from parity.core.compare import FACTOR, budget, factor, kept_dtype, slope
 from parity.core.trace import Reference, Trace, _nudged, judge
+from parity.core.weights import dtype_named
 
 ABOUT = {"case": "c", "backend": "b", "dtype": "float32", "stage": "context"}
 
@@ -42,10 +43,45 @@ def test_rounding_alone_passes(expected, rng):
 
 
 def test_an_error_of_a_millionth_everywhere_is_seen(expected, rng):
-    same = expected.astype(np.float32)
-    comparison = compare((expected * (1 + 1e-6)).astype(np.float32), expected, same, **ABOUT)
+    same, signs = expected.astype(np.float32), rng.choice([-1.0, 1.0], expected.shape)
+    comparison = compare((expected * (1 + 1e-6 * signs)).astype(np.float32), expected, same, **ABOUT)
     assert not comparison.passed
     assert comparison.norm == "rms"
+
+
+@pytest.mark.parametrize(("dtype", "gain"), [("float32", 2e-7), ("bfloat16", 0.003), ("float16", 5e-4)])
+def test_a_gain_that_single_elements_hide_is_seen_by_the_slope(rng, dtype, gain):
+    expected = rng.standard_normal((4, 10, 50, 50))
+    kept = dtype_named(dtype)
+    about = {**ABOUT, "dtype": dtype, "stage": "q"}
+    same = expected.astype(kept)
+    right = compare(noisy(expected, rng, float(np.finfo(np.float32).eps) / 4), expected, same, **about)
+    assert right.passed
+    wrong = compare(expected * (1 + gain), expected, same, **about)
+    assert (wrong.passed, wrong.norm) == (False, "slope")
+    allowed = budget(expected, same, dtype)
+    errors = np.abs((expected * (1 + gain)).astype(kept).astype(np.float64) - expected)
+    assert errors.max() <= allowed["max"]
+    assert np.sqrt(np.mean(errors**2)) <= allowed["rms"]
+
+
+def test_the_slope_is_that_of_least_squares(expected, rng):
+    counted = np.ones(expected.shape, bool)
+    size = np.sqrt(np.mean(expected**2))
+    assert slope(1.25 * expected, expected, counted) == pytest.approx(0.25 * size)
+    away = rng.standard_normal(expected.shape)
+    away -= expected * (away * expected).sum() / (expected**2).sum()  # what is no gain
+    assert slope(expected + away, expected, counted) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_slope_is_judged_neither_of_gradients_nor_where_numbers_are_cut_off(expected):
+    same = expected.astype(np.float32)
+    assert "slope" in budget(expected, same, "float32")
+    assert "slope" not in budget(expected, same, "float32", arithmetic="tensix")
+    assert "slope" not in budget(expected, same, "float32", has_slope=False)
+    gain = (expected * (1 + 4e-7)).astype(np.float32)
+    assert compare(gain, expected, same, **ABOUT).norm == "slope"
+    assert compare(gain, expected, same, **{**ABOUT, "stage": "grad.query"}).norm != "slope"
 
 
 def test_one_wrong_element_among_many_is_seen(rng):
@@ -130,7 +166,8 @@ def test_a_nan_that_spreads_fails_and_is_named(expected):
 def test_an_error_beside_a_nan_is_seen(expected):
     """NaN neither hides it nor lends it its share of the mean."""
     expected = with_nan(expected)
-    exact = compare((expected * (1 + 1e-6)).astype(np.float32), expected, expected.astype(np.float32), **ABOUT)
+    signs = np.where(np.arange(expected.shape[-1]) % 2, 1.0, -1.0)
+    exact = compare((expected * (1 + 1e-6 * signs)).astype(np.float32), expected, expected.astype(np.float32), **ABOUT)
     assert not exact.passed
     assert exact.norm == "rms"
 

@@ -9,8 +9,9 @@ implementation of the same precision (Dao-AILab/flash-attention#446).
 Where the reference is NaN, because the case has a NaN that the row may see, so must the implementation be; everywhere
 else it must be finite. The error is that of the elements where both are.
 
-The error is measured in two norms, and the worse ratio decides: the root mean square sees a small error everywhere,
-which the largest element would hide; the maximum sees one wrong element, which the mean would hide.
+The error is measured in three norms, and the worst ratio decides: the root mean square sees a small error everywhere,
+which the largest element would hide; the maximum sees one wrong element, which the mean would hide; the slope sees what
+is wrong in the same way everywhere, as a gain is, which the noise of single elements would hide.
 
 Tenstorrent's hardware does not compute as IEEE 754 says ("tensix" in `reference.ARITHMETICS`). What it is allowed
 follows from documented facts: float32 enters the matrix engine as TF32, cut off and not rounded, sums are in float32,
@@ -37,6 +38,9 @@ Two correct implementations are not equally lucky. Over the case list and 60 ran
 the part of it that `docs/parity.md` shows; `tests/test_compare.py` shows what it still sees.
 """
 
+DEVIATIONS = 2.0
+"""How many standard deviations are added to the slope of the same-precision reference, which may be small by luck."""
+
 SAME_PRECISION = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float32"}
 """The dtype of the same-precision reference. For float64 that is float32, its error scaled by the units of rounding."""
 
@@ -61,7 +65,7 @@ class Comparison:
         error: distance from float64, in the norm that decides.
         budget: what that distance may be.
         ratio: error / budget; at most 1 passes. Infinite where nothing is allowed or nothing can be measured.
-        norm: the norm that decides, `rms` or `max`.
+        norm: the norm that decides, `rms`, `max` or `slope`.
         max_abs: largest absolute error.
         max_ulp: largest error in units in the last place of the expected value, in the stage's dtype.
         pcc: Pearson correlation. Shown because it is customary; it cannot see a wrong scale and decides nothing.
@@ -188,7 +192,8 @@ def compare(
         return failure(expected, f"dtype {actual.dtype}, expected {kept_dtype(stage, dtype)}", **about)
     exact = stage_named(stage).is_exact
     expected = expected.astype(np.float64)
-    allowed = NOTHING if exact else budget(expected, same_precision, dtype, terms, arithmetic)
+    has_slope = terms is None and not stage_named(stage).is_gradient
+    allowed = NOTHING if exact else budget(expected, same_precision, dtype, terms, arithmetic, has_slope=has_slope)
     ulps_of = "float32" if exact else kept_dtype(stage, dtype).name
     return measure(actual, expected, allowed, **about, ulps_of=ulps_of)
 
@@ -208,13 +213,12 @@ def measure(
 
     Args:
         actual, expected: at least one element. Where one is NaN and the other is not, the error is infinite.
-        allowed: by norm, `rms` and `max`.
+        allowed: by norm, `rms`, `max` and, where it is to be judged, `slope`.
         case, backend, dtype, stage: what is compared.
         ulps_of: name of the dtype whose units in the last place are counted.
     """
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
-    errors = errors_of(actual, expected)
-    measured = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
+    errors, measured = measured_in(actual, expected, allowed)
     ratios = {norm: share(measured[norm], allowed[norm]) for norm in measured}
     norm = max(ratios, key=ratios.__getitem__)
     worst = np.unravel_index(int(errors.argmax()), errors.shape)
@@ -241,6 +245,27 @@ def measure(
         reason=_what_is_not_finite(actual, expected),
         by_position=_by_position(errors, allowed["max"], stage),
     )
+
+
+def measured_in(actual: np.ndarray, expected: np.ndarray, norms: Iterable[str]) -> tuple[np.ndarray, dict[str, float]]:
+    """Absolute errors, and their size in each norm, infinite where one side alone is not finite."""
+    errors = errors_of(actual, expected)
+    measured = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
+    if "slope" in norms:
+        is_finite = math.isfinite(measured["max"])
+        measured["slope"] = slope(actual, expected, np.isfinite(expected)) if is_finite else math.inf
+    return errors, measured
+
+
+def slope(actual: np.ndarray, expected: np.ndarray, counted: np.ndarray) -> float:
+    """How much of an error is a gain: the slope of the line through 0 of errors on expected values, times their size.
+
+    Least squares, over the elements that count. Of n of them that err each in its own way it is sqrt(n) times smaller
+    than the root mean square of their errors.
+    """
+    x = expected[counted].astype(np.float64)
+    size = math.sqrt(float(np.mean(x**2))) if x.size else 0.0
+    return abs(float(np.mean((actual[counted].astype(np.float64) - x) * x))) / size if size > 0.0 else 0.0
 
 
 def errors_of(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
@@ -296,18 +321,36 @@ def budget(
     terms: np.ndarray | None = None,
     arithmetic: str = "ieee",
     same_dtype: str | None = None,
+    *,
+    has_slope: bool = True,
 ) -> dict[str, float]:
     """How far a stage may be from float64, by norm: some multiple of the same-precision reference's error, and a floor.
 
     The floor is one unit of rounding of the stage's scale, for a reference that happens to be exact. `same_dtype` is
-    what the same-precision reference was computed in; what `SAME_PRECISION` names when absent.
+    what the same-precision reference was computed in; what `SAME_PRECISION` names when absent. The slope is judged if
+    `has_slope` says so, and the arithmetic does not cut numbers off, which is a slope by itself.
     """
     shrink = unit_of_rounding(dtype) / unit_of_rounding(same_dtype or SAME_PRECISION[dtype])
     known = ~np.isnan(expected)  # what must be NaN has no budget
     terms = expected if terms is None else terms
     scale, noise = norms_of(terms, known), norms_of(same_precision.astype(np.float64) - expected, known)
+    if has_slope and arithmetic == "ieee":
+        scale["slope"], noise["slope"] = scale["rms"], _slope_noise(expected, same_precision, noise["rms"])
     times, least = factor(int(known.sum()) or 1), floor(dtype, arithmetic)
     return {norm: times * shrink * noise[norm] + least * scale[norm] for norm in noise}
+
+
+def _slope_noise(expected: np.ndarray, same_precision: np.ndarray, noise: float) -> float:
+    """The slope of the same-precision reference's own error, and `DEVIATIONS` of what it would be by chance.
+
+    Errors in proportion to their values weigh as those do: then the fourth moment of the values counts.
+    """
+    known = np.isfinite(expected) & np.isfinite(same_precision.astype(np.float64))
+    squares = expected[known].astype(np.float64) ** 2
+    if not squares.any():
+        return 0.0
+    by_chance = noise * math.sqrt(float(np.mean(squares**2)) / squares.size) / float(np.mean(squares))
+    return slope(same_precision, expected, known) + DEVIATIONS * by_chance
 
 
 def factor(size: int) -> float:
@@ -371,8 +414,7 @@ def share(error: float, allowed: float) -> float:
 
 def share_of(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str) -> tuple[float, float]:
     """The root mean square of an error, infinite where one side alone is not finite; its worse share of a budget."""
-    errors = errors_of(whole_rows(actual, stage), whole_rows(expected, stage))
-    error = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
+    _, error = measured_in(whole_rows(actual, stage), whole_rows(expected, stage), allowed)
     if not math.isfinite(error["rms"]):
         return math.inf, math.inf
     return error["rms"], max(share(error[norm], allowed[norm]) for norm in error)

@@ -44,7 +44,8 @@ def _kept_softmax(layer: Layer, original: Any, values: Values) -> dict[str, np.n
     total = a.widen(exponentials.sum(axis=-1, keepdims=True))
     sinks = layer.sinks()
     total = total if sinks is None else a.widen(total + np.exp(a.widen(a.widen(sinks) - highest)))
-    return {"attn_weights": a.keep(exponentials / np.where(total == 0.0, a.wide.type(1.0), total))}
+    attn_weights = a.keep(exponentials / np.where(total == 0.0, a.wide.type(1.0), total))
+    return {"attn_weights": layer.of_empty_rows(attn_weights, values["scores"], total == 0.0)}
 
 
 def _log_sum_exp(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
@@ -60,7 +61,8 @@ def _log_sum_exp(layer: Layer, original: Any, values: Values) -> dict[str, np.nd
     with np.errstate(divide="ignore"):
         logarithm = (highest + np.log(total)).astype(a.wide)
     logarithm = np.where(np.isfinite(logarithm), logarithm, 0.0).astype(a.wide)
-    return {"attn_weights": a.keep(np.exp(shown - logarithm))}
+    is_empty = total == 0.0
+    return {"attn_weights": layer.of_empty_rows(a.keep(np.exp(shown - logarithm)), values["scores"], is_empty)}
 
 
 AS_THE_REFERENCE = Choice("")

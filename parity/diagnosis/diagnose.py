@@ -25,7 +25,9 @@ from parity.core.compare import FACTOR
 from parity.core.problem import Problem
 from parity.core.stages import STAGES, stage_named
 from parity.core.trace import Trace
+from parity.core.weights import is_floating
 from parity.diagnosis.choices import Choice, choices_for
+from parity.diagnosis.exactness import told_by_dtype
 from parity.diagnosis.mistakes import PRECISIONS
 from parity.diagnosis.readings import Read, Right, read
 from parity.diagnosis.replay import Replay, Verdict
@@ -63,6 +65,26 @@ def diagnose(
         ValueError: if there is no stage of the problem among the names.
     """
     stages = stages_of("observed", observed, "output")
+    return replace(
+        _diagnosed(stages, problem, arithmetic, seconds), dtypes=_other_dtypes(stages, problem), dtype=problem.dtype
+    )
+
+
+def _other_dtypes(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[str, str]:
+    """The dtypes of stages that are not the problem's; scores and attention weights may be kept in a wider one."""
+    wide = (np.float32, np.float64)
+    found = {name: x.dtype for name, x in stages.items() if is_floating(x.dtype) and stage_named(name).kind in STAGES}
+    may_differ = ("scores", "attn_weights")
+    return {
+        name: dtype.name
+        for name, dtype in found.items()
+        if dtype.name != problem.dtype and not (stage_named(name).quantity in may_differ and dtype in wide)
+        if not stage_named(name).is_exact
+    }
+
+
+def _diagnosed(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, seconds: float) -> Diagnosis:
+    """Where they agree in one way of several, nothing is wrong; else what a search finds."""
     clock = Clock(seconds)
     views: list[_View] = []
     for choice in choices_for(problem.dtype, stages):
@@ -73,19 +95,42 @@ def diagnose(
             kind = "unknown" if right.malformed else kind
             return right.diagnosis(kind)
     if not views:
-        raise ValueError(f"observed must have stages of the problem, got {sorted(observed)}")
+        raise ValueError(f"observed must have stages of the problem, got {sorted(stages)}")
     plain = views[0]
-    found = {id(view): search(view.replay, clock) for view in views[:1]}
+    found = {id(plain): _searched(plain.replay, clock)}
     for view in views[1:]:
         if found[id(plain)].unknowns and len(view.wrong) < len(plain.wrong):
-            found[id(view)] = search(view.replay, clock)
+            found[id(view)] = _searched(view.replay, clock)
     view = min((view for view in views if id(view) in found), key=lambda view: found[id(view)].cost)
     return _told(view, found[id(view)], clock)
+
+
+def _searched(replay: Replay, clock: Clock) -> Found:
+    """What a search finds; where a stage has NaN of its own, that of rows without a key is a mistake beside others."""
+    begin = tuple(mistake for mistake in replay.known if mistake.name == "empty-row-nan")
+    if not begin or not any(_has_nan_of_its_own(replay, stage) for stage in replay.stages):
+        return search(replay, clock)
+    with_nan = search(replay, clock, begin)
+    if not with_nan.unknowns and with_nan.count == 1:
+        return with_nan
+    return min(search(replay, clock), with_nan, key=lambda found: found.cost)
+
+
+def _has_nan_of_its_own(replay: Replay, stage: str) -> bool:
+    expected, actual = replay.computed(replay.step_of[stage], ())[stage], replay.observed[stage]
+    if expected.shape != actual.shape or stage_named(stage).is_exact:
+        return False
+    return bool((np.isnan(actual) & ~np.isnan(expected)).any())
 
 
 def _told(view: _View, found: Found, clock: Clock) -> Diagnosis:
     """What a search says."""
     explanations, unknowns = found.explanations, found.unknowns
+    losses = {mistake.name for mistake in view.replay.known if mistake.is_loss}
+    are_losses = all({*explanation.hypotheses} <= losses for explanation in explanations)
+    is_short = not unknowns and len(explanations) == 1
+    if are_losses and not is_short and (whole := told_by_dtype(view.replay, view.before, view.wrong)):
+        return view.diagnosis("precision", explanations=[whole])
     if unknowns and not explanations:
         if explanation := _precision(view.replay, view.before, view.wrong):
             return view.diagnosis("precision", explanations=[explanation])
@@ -96,8 +141,9 @@ def _told(view: _View, found: Found, clock: Clock) -> Diagnosis:
         has_laws = any(unknown.laws for unknown in unknowns)
         if not has_laws and max(view.before[stage].ratio for stage in view.wrong) <= ALMOST:
             return view.diagnosis("rounding", unknowns=unknowns)
+    explained = "precision" if are_losses else "structure"
     return view.diagnosis(
-        "unknown" if unknowns else "structure",
+        "unknown" if unknowns else explained,
         explanations=explanations,
         unknowns=unknowns,
         untried=clock.untried if unknowns else "",

@@ -15,7 +15,7 @@ from parity.core.problem import Problem
 from parity.core.stages import Stage, Step, stage_named
 from parity.diagnosis.choices import AS_THE_REFERENCE, Choice
 from parity.diagnosis.laws import Findings, describe
-from parity.diagnosis.mistakes import Mistake, mistakes_for, permuted_heads, wrong_layer
+from parity.diagnosis.mistakes import Mistake, low_products, mistakes_for, permuted_heads, wrong_layer
 from parity.diagnosis.mistakes.record import Change
 
 Mistakes = tuple[Mistake, ...]
@@ -62,7 +62,10 @@ class Replay:
         self.step_of = {name: index for index, found in enumerate(names) for name in found}
         self.observed = {name: x for name, x in observed.items() if name in values}  # gradients are not explained
         self.stages = [name for found in names for name in found if name in self.observed]
-        self.known = [*mistakes_for(problem.case), *permuted_heads(values, self.observed)]
+        known = [*mistakes_for(problem.case), *permuted_heads(values, self.observed)]
+        known += low_products() if len(self.stages) == 1 else []  # of more the size of the noise tells
+        may_lose = problem.dtype in ("float32", "float64")  # what is narrow may be rounded to itself
+        self.known = [mistake for mistake in known if may_lose or not mistake.is_loss]
         self._found: dict[tuple[Any, ...], dict[str, np.ndarray]] = {}
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from parity.core.compare import norms_of
 from parity.core.stages import stage_named
 from parity.diagnosis.mistakes import Mistake
 from parity.diagnosis.replay import Mistakes, Replay
@@ -25,6 +26,7 @@ and what to say of it."""
 
 MOST_MISTAKES = 4  # that are looked for at the same time
 MOST_BRANCHES = 6  # ways to explain a stage that are followed
+SMALL = 0.25  # the share of a stage up to which its error may be lost precision
 
 
 class Clock:
@@ -76,7 +78,7 @@ def search(replay: Replay, clock: Clock, begin: Mistakes = ()) -> Found:
     """
     explanations: list[Explanation] = []
     unknowns: list[Unknown] = []
-    of_stages = begin
+    of_stages, made = begin, list[Mistake]()
     count = len(begin)
     for part, words in PARTS.items():
         of_part = [stage for stage in replay.stages if stage_named(stage).path == part]
@@ -89,6 +91,7 @@ def search(replay: Replay, clock: Clock, begin: Mistakes = ()) -> Found:
             for choice in path.choices:
                 explanations.append(_explanation(replay, of_part, found, choice, words))
                 found = (*found, *choice.mistakes)
+                made += [mistake for mistake in choice.mistakes if mistake not in made]
                 count += len(choice.mistakes)
             if not path.unexplained:
                 break
@@ -97,7 +100,21 @@ def search(replay: Replay, clock: Clock, begin: Mistakes = ()) -> Found:
         of_stages = found if part == "" else of_stages
         if unknowns:  # the paths of a module have the same in them
             break
-    return Found(explanations, unknowns, count)
+    found_all = Found(explanations, unknowns, count)
+    return _with_begin(replay, found_all, begin, tuple(made)) if begin else found_all
+
+
+def _with_begin(replay: Replay, found: Found, begin: Mistakes, others: Mistakes) -> Found:
+    """What was found, with what the mistakes that it began with explain beside the others; without, if nothing."""
+    wrong = replay.wrong(replay.stages, others)
+    still = replay.wrong(wrong, (*begin, *others))
+    explained = next((stage for stage in wrong if stage not in still), "")
+    if not explained:
+        return Found(found.explanations, found.unknowns, found.count - len(begin))
+    explanation = _explanation(replay, replay.stages, others, _Choice(explained, begin), "")
+    order = replay.stages.index
+    explanations = sorted([*found.explanations, explanation], key=lambda each: order(each.stage))
+    return Found(explanations, found.unknowns, found.count)
 
 
 @dataclass(frozen=True)
@@ -185,21 +202,35 @@ def _explain(
             return False
         return replay.verdict(stage, mistakes).ratio <= 1.0 and not replay.wrong(right, mistakes)
 
-    known = [mistake for mistake in replay.known if mistake not in found and changes(mistake)]
+    may_lose = at_once == 1 and _is_small(replay, stage, found)
+    may_be = (mistake for mistake in replay.known if may_lose or not mistake.is_loss)
+    known = [
+        mistake
+        for mistake in may_be
+        if mistake not in found and (changes(mistake) or (at_once > 1 and not mistake.shows_alone))
+    ]
     fitting = list(filter(explains, itertools.permutations(known, at_once)))
     fitting = list({frozenset(mistake.name for mistake in added): added for added in reversed(fitting)}.values())[::-1]
     return sorted(fitting, key=lambda added: len(replay.wrong(stages, (*found, *added)))) if fitting[1:] else fitting
 
 
+def _is_small(replay: Replay, stage: str, found: Mistakes) -> bool:
+    """Whether so little of a stage is wrong that lost precision may be why."""
+    expected = replay.computed(replay.step_of[stage], found)[stage]
+    if stage_named(stage).is_exact:
+        return False
+    return replay.verdict(stage, found).error <= SMALL * norms_of(expected, np.isfinite(expected))["rms"]
+
+
 def _unknown(replay: Replay, stage: str, found: Mistakes, clock: Clock) -> Unknown:
     """A stage that nothing explains: where it differs and by what law, and what lessens its error most."""
-    verdict = replay.verdict(stage, found)
+    verdict, may_lose = replay.verdict(stage, found), _is_small(replay, stage, found)
     findings = replay.findings(stage, found)
     nearest = []
     for mistake in replay.known:
         if clock.is_over("what is nearest"):
             break
-        if mistake not in found:
+        if mistake not in found and (may_lose or not mistake.is_loss):
             nearest.append((mistake.about, replay.verdict(stage, (*found, mistake), quick=True).error))
     nearest = sorted((each for each in nearest if each[1] < 0.5 * verdict.error), key=lambda each: each[1])
     return Unknown(stage, verdict.error, verdict.ratio, findings, tuple(nearest[:3]))

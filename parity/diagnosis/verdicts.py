@@ -111,6 +111,8 @@ class Diagnosis:
         choice: how it computes, where not as the reference, in words; it is no mistake.
         untried: what there was no time for, in words.
         agrees: whether the output agrees all the same.
+        dtypes: of stages whose dtype is not the problem's.
+        dtype: the problem's.
     """
 
     kind: str
@@ -125,6 +127,8 @@ class Diagnosis:
     choice: str = ""
     untried: str = ""
     agrees: bool = False
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    dtype: str = ""
 
     @property
     def is_wrong(self) -> bool:
@@ -147,6 +151,19 @@ class Diagnosis:
         return {name: finite(value) for name, value in told.items()}
 
     def __str__(self) -> str:
+        return "\n".join([*self._told_dtypes(), self._told()])
+
+    def _told_dtypes(self) -> list[str]:
+        """The stages of each other dtype, in a line."""
+        by_dtype: dict[str, list[str]] = {}
+        for stage, dtype in self.dtypes.items():
+            by_dtype.setdefault(dtype, []).append(stage)
+        return [
+            f"{_listed(stages, 'has', 'have')} dtype {dtype}, of a {self.dtype} problem"
+            for dtype, stages in by_dtype.items()
+        ]
+
+    def _told(self) -> str:
         lines = [f"{stage} {words}" for stage, words in self.conventions.items()]
         lines += [f"{self.choice}, which is no mistake"] if self.choice else []
         if self.kind == "none":
@@ -170,8 +187,8 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-def _listed(stages: Sequence[str]) -> str:
+def _listed(stages: Sequence[str], of_one: str = "matches", of_more: str = "match") -> str:
     """Some stages and how many more, with a verb."""
     shown = ", ".join(stages[:3])
     more = f" and {len(stages) - 3} more" if len(stages) > 3 else ""
-    return f"{shown}{more} {'matches' if len(stages) == 1 else 'match'}"
+    return f"{shown}{more} {of_one if len(stages) == 1 else of_more}"

@@ -178,7 +178,7 @@ def _compare_stage(arrays: Mapping[str, Stages], stage: str, dtype: str, name: s
         return _explained(measure(actual, expected, NOTHING, **about, ulps_of="float32"))
     wide = expected.astype(np.float64)
     if same_precision is not None:
-        allowed = budget(wide, same_precision, dtype, same_dtype=dtype)
+        allowed = budget(wide, same_precision, dtype, same_dtype=dtype, has_slope=False)
         return _explained(measure(actual, wide, allowed, **about, ulps_of=actual.dtype.name), "same_precision")
     scale = {"rms": float(np.sqrt(np.mean(wide**2))), "max": float(np.abs(wide).max())}
     allowed = {norm: UNITS[dtype] * unit(dtype) * size for norm, size in scale.items()}

@@ -77,11 +77,10 @@ class Layer:
         is_hidden = mask if bias is None or not np.isneginf(bias).any() else mask | np.isneginf(bias)
         # A row is empty because every key is hidden, never because its scores are not finite: 0 / 0 is NaN there.
         total = exponentials.sum(axis=-1, keepdims=True)
-        if sinks is None:
-            total = np.where(is_hidden.all(axis=-1, keepdims=True), 1.0, total)
-        else:
-            total = total + enter(np.exp(enter(sinks) - highest))
-        return {"attn_weights": self.arithmetic.keep(exponentials / total.astype(exponentials.dtype))}
+        is_empty = np.logical_and(is_hidden.all(axis=-1, keepdims=True), sinks is None)
+        total = np.where(is_empty, 1.0, total) if sinks is None else total + enter(np.exp(enter(sinks) - highest))
+        attn_weights = self.arithmetic.keep(exponentials / total.astype(exponentials.dtype))
+        return {"attn_weights": self.of_empty_rows(attn_weights, scores, is_empty)}
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
         """The weighed values of the keys that a row may see: of others nothing, whatever they hold."""
@@ -165,6 +164,10 @@ class Layer:
     def hidden(self, masked: np.ndarray) -> np.ndarray:
         """The mask as it is used: True where a key is hidden."""
         return masked
+
+    def of_empty_rows(self, attn_weights: np.ndarray, scores: np.ndarray, is_empty: np.ndarray) -> np.ndarray:
+        """The attention weights, those of rows without a key as they are: 0."""
+        return attn_weights
 
     def score_bias(self) -> np.ndarray | None:
         """What is added to the scores, or None."""
@@ -398,14 +401,17 @@ class Layer:
     def rotate(self, x: np.ndarray, positions: np.ndarray, direction: int = 1) -> np.ndarray:
         """Turn the pairs of x by their positions; direction -1 is the transpose, which turns them back."""
         first, second = pairs(self.rope(), x.shape[-1])
-        angles, factor = self.angles(positions), self.arithmetic.wide.type(self.attention_factor())
-        keep = self.arithmetic.between
-        cos, sin = keep(factor * np.cos(angles)), keep(direction * factor * np.sin(angles))
-        x = self.arithmetic.widen(x)
+        (cos, sin), keep, x = self.tables(positions), self.arithmetic.between, self.arithmetic.widen(x)
+        sin = direction * sin
         rotated = x.copy()  # what is in no pair passes through
         rotated[..., first] = keep(x[..., first] * cos) - keep(x[..., second] * sin)
         rotated[..., second] = keep(x[..., second] * cos) + keep(x[..., first] * sin)
         return self.arithmetic.keep(rotated)
+
+    def tables(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The cosines and sines that pairs are rotated by, (B or 1, 1, T, pairs) each."""
+        angles, factor = self.angles(positions), self.arithmetic.wide.type(self.attention_factor())
+        return self.arithmetic.between(factor * np.cos(angles)), self.arithmetic.between(factor * np.sin(angles))
 
     def rope(self) -> Rope:
         """How queries and keys are rotated."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from parity.core.compare import axis_names, errors_of, kept_dtype, whole_rows
+from parity.core.compare import axis_names, errors_of, kept_dtype, slope, whole_rows
 from parity.core.problem import Problem
 from parity.core.stages import stage_named
 from parity.diagnosis.laws.fits import Recompute, fits
@@ -90,6 +90,9 @@ def describe(
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
     errors = errors_of(actual, expected)
     bad, box = wrong_elements(errors, allowed)
+    gain = _gain(actual, expected, allowed)
+    if not bad.any() and gain:
+        return Findings(Place("everywhere", wrong=bad.size, size=bad.size), (gain,))
     if not bad.any():
         return Findings(Place("nowhere", size=expected.size))
     letters = axis_names(stage, expected.ndim)
@@ -103,6 +106,16 @@ def describe(
             found += fits(seen, recompute)
         signs = [*_nan(seen), *weights_signs(seen), *([] if seen.stage.is_exact else rounding_signs(seen))]
     return Findings(place, tuple(sorted(_unlike(found), key=lambda law: law.parameters)), tuple(signs))
+
+
+def _gain(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float]) -> Law | None:
+    """The factor of all values together, where single ones hide it in their rounding; none if the slope allows it."""
+    known = np.isfinite(actual) & np.isfinite(expected)
+    if "slope" not in allowed or slope(actual, expected, known) <= allowed["slope"]:
+        return None
+    x = expected[known]
+    factor = float((actual[known] * x).sum() / (x * x).sum())
+    return Law("gain", f"on the whole the values are {factor:.8g} times what they should be", {"factor": factor}, 1)
 
 
 def _unlike(laws: list[Law]) -> Iterator[Law]:

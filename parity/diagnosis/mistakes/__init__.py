@@ -18,11 +18,13 @@ from parity.core.weights import dtype_named
 from parity.diagnosis.mistakes import (
     alibi,
     caches,
+    empty_rows,
     gates,
     heads,
     latents,
     masks,
     norms,
+    precision,
     relative_bias,
     rope,
     rope_kinds,
@@ -32,14 +34,15 @@ from parity.diagnosis.mistakes import (
     weights,
 )
 from parity.diagnosis.mistakes.heads import permuted_heads
+from parity.diagnosis.mistakes.precision import PRECISIONS, low_products
 from parity.diagnosis.mistakes.record import Change, Mistake, Override, Plan
-from parity.diagnosis.mistakes.scores import PRECISIONS
 
 __all__ = [
     "PRECISIONS",
     "Mistake",
     "Override",
     "Plan",
+    "low_products",
     "mistakes_for",
     "page_by_mistake",
     "permuted_heads",
@@ -82,6 +85,8 @@ GROUPS = (
     weights.no_out_proj,
     weights.missing_biases,
     caches.caches,
+    empty_rows.empty_rows,
+    precision.rounded_parts,
 )
 
 

@@ -67,6 +67,8 @@ class Mistake:
         stages: one of them must be the first that shows it.
         in_reference: makes it in the reference: overrides by the methods of `reference.Layer`.
         in_sibling: makes it in a sibling. None for what is only searched for.
+        is_loss: whether only precision is lost. Such a one is searched for last and alone, where little is wrong.
+        shows_alone: whether it can be seen in a layer that is right otherwise; else it is searched for beside others.
     """
 
     name: str
@@ -76,6 +78,8 @@ class Mistake:
     stages: tuple[str, ...]
     in_reference: Mapping[str, Override]
     in_sibling: Callable[[Plan], None] | None
+    is_loss: bool = False
+    shows_alone: bool = True
 
 
 def instead(function: Callable[..., Any]) -> Override:

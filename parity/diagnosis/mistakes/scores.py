@@ -1,4 +1,4 @@
-"""Mistakes from the scores to the attention weights: scale, bias, softmax, NaN, and products that lose too much."""
+"""Mistakes from the scores to the attention weights: scale, bias, softmax, and NaN."""
 
 from __future__ import annotations
 
@@ -302,63 +302,3 @@ def _leaking() -> Mistake:
         {"context": lambda layer, original, values: layer.weighed(values)},
         breaking(attend=formula),
     )
-
-
-# ---- Precision -------------------------------------------------------------------------------------------------------
-
-
-def _products_of(kind: str, bits: int, about: str, fix: str) -> Mistake:
-    """Every matrix product takes inputs of so many explicit mantissa bits.
-
-    In the reference that is an arithmetic of its own (`reference.MANTISSA`) and no override: which bits are lost
-    depends on the order of a sum, so that only the size of the error can be told, and no value.
-    """
-
-    def plant(plan: Plan) -> None:
-        def cut(x: Any) -> Any:
-            return _fewer_bits(plan.xp, x, bits)
-
-        for name in (name for name in plan.weights if name.endswith("proj.weight")):
-            plan.weights[name] = _fewer_bits(np, plan.weights[name], bits)
-
-        def project_with(_: Plan, original: Any, *held: Any) -> Any:
-            return lambda which, x: original(*held)(which, cut(x) if which.endswith("proj") else x)
-
-        plan.functions |= {
-            "project_with": project_with,
-            "attention_scores": lambda _, f, q, k, *rest: f(cut(q), cut(k), *rest),
-            "attention_context": lambda _, f, attn_weights, v: f(cut(attn_weights), cut(v)),
-        }
-
-    return Mistake(f"precision-{kind}", about, fix, "low-precision", ("q",), {}, plant)
-
-
-def _fewer_bits(xp: Any, x: Any, bits: int) -> Any:
-    """x with so many explicit bits of its mantissa, rounded."""
-    tiny = 2.0**-100  # what is smaller may stay as it is
-    exponent = xp.floor(xp.log2(xp.where(abs(x) < tiny, xp.ones_like(x), abs(x))))
-    step = xp.exp2(exponent - bits)
-    return xp.where(abs(x) < tiny, x, xp.round(x / step) * step)
-
-
-PRECISIONS = {
-    "tf32": _products_of(
-        "tf32",
-        10,
-        "matrix products take their inputs as TF32, with 10 bits",
-        "set the float32 matmul precision to highest",
-    ),
-    "bfloat16": _products_of(
-        "bfloat16",
-        7,
-        "matrix products take their inputs as bfloat16",
-        "compute products of float32 in float32",
-    ),
-    "lofi": _products_of(
-        "lofi",
-        4,
-        "matrix products take 4 bits of each input (LoFi)",
-        "raise the math fidelity to HiFi4",
-    ),
-}
-"""Arithmetics that explain a difference that is everywhere and small, the finest first."""

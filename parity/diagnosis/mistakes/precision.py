@@ -1,0 +1,373 @@
+"""Precision that is lost: weights, inputs and stages rounded to a narrower dtype, and products that lose too much.
+
+What is rounded can be computed again, so that nothing but float32's own rounding is left where it was. Which way a
+number goes that lies about in the middle between two narrower ones the rounding before it decides; there the
+same-precision reference stays in the middle, and the budget allows both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from mha_spec import Rope
+from parity.core.cases import Case
+from parity.core.reference import Layer
+from parity.core.reference.arithmetic import MANTISSA
+from parity.core.stages import Values
+from parity.core.weights import dtype_named, is_floating
+from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking
+
+PAGE = "low-precision"
+
+BITS = {"bfloat16": 7, "float16": 10}
+"""The explicit bits of the mantissa of each dtype that float32 is rounded to."""
+
+STAGES = {"q_proj": ("q",), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("output",)}
+"""Where a projection is seen first."""
+
+OF_INPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "q_a_proj", "kv_a_proj")
+"""The projections of what the layer is given."""
+
+NEAR = 2.0**-20
+"""How near to the middle between two narrower numbers, by its size, a float32 may be rounded either way."""
+
+LAST = np.uint32(63)
+"""The last bits of a float32's mantissa."""
+
+Cut = Callable[[np.ndarray], np.ndarray]
+"""Takes bits away."""
+
+
+def rounded_parts(case: Case) -> Iterator[Mistake]:
+    """One part after the other, in each dtype; those that are the more usual first."""
+    for dtype in BITS:
+        yield _weights(dtype)
+        yield _inputs(dtype)
+        if case.spec.latent is None:
+            yield from (_weights(dtype, name) for name in _projections(case))
+        yield from (_projection(dtype, name) for name in _projections(case) if case.spec.latent is None)
+        if case.spec.rope is not None:
+            yield _tables(dtype)
+        if case.is_cached:
+            yield _cache(dtype)
+        yield _scores(dtype)
+        yield _softmax(dtype)
+        yield _attn_weights(dtype)
+
+
+def _projections(case: Case) -> list[str]:
+    return [name for name in STAGES if name != "out_proj" or case.spec.out_proj]
+
+
+def _mistake(name: str, about: str, fix: str, stages: tuple[str, ...], in_reference: Any, in_sibling: Any) -> Mistake:
+    return Mistake(name, about, fix, PAGE, stages, in_reference, in_sibling, is_loss=True)
+
+
+# ---- Rounding --------------------------------------------------------------------------------------------------------
+
+
+def _to(dtype: str) -> Cut:
+    """Rounds to a dtype, and back to the array's own."""
+    return lambda x: x.astype(dtype_named(dtype)).astype(x.dtype) if is_floating(x.dtype) else x
+
+
+def _rounded(layer: Layer, x: np.ndarray, cut: Cut) -> np.ndarray:
+    """What was computed, cut; in the same-precision reference in the middle where it may be cut either way.
+
+    A number whose last bits are 0 is exact, most likely: an input, or a sum of short numbers; all cut it alike.
+    """
+    if layer.arithmetic.dtype != np.float32 or not x.size:
+        return cut(x)
+    x = x.astype(np.float32)
+    known = np.abs(x[np.isfinite(x)], dtype=np.float32)
+    room = np.float32(NEAR) * np.maximum(np.abs(x), np.sqrt(np.mean(known**2)) if known.size else np.float32(0.0))
+    room = np.where(x.view(np.uint32) & LAST == 0, np.float32(0.0), room)
+    return (cut(x - room) + cut(x + room)) / 2
+
+
+def _entering(layer: Layer, projection: str, x: np.ndarray, cut: Cut) -> np.ndarray:
+    """What a projection is given, cut: inputs are what they are."""
+    wide = layer.arithmetic.widen(x)
+    return cut(wide) if projection in OF_INPUTS else _rounded(layer, wide, cut)
+
+
+def _lower(plan: Plan, x: Any, dtype: str) -> Any:
+    """An array of a sibling, rounded to a dtype. By arithmetic: XLA leaves out a conversion there and back."""
+    return _fewer_bits(plan.xp, x, BITS[dtype])
+
+
+# ---- Weights and inputs ----------------------------------------------------------------------------------------------
+
+
+def _weights(dtype: str, projection: str = "") -> Mistake:
+    """Of all of the layer, or of one projection."""
+
+    def is_rounded(name: str) -> bool:
+        return name.startswith(projection)
+
+    def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
+        return _to(dtype)(original(name)) if is_rounded(name) else original(name)
+
+    def plant(plan: Plan) -> None:
+        for name in filter(is_rounded, plan.weights):
+            plan.weights[name] = _fewer_bits(np, plan.weights[name], BITS[dtype])
+
+    return _mistake(
+        f"{projection}-weights-{dtype}" if projection else f"weights-{dtype}",
+        f"the weights{' of ' + projection if projection else ''} are rounded to {dtype}",
+        "load the weights in the dtype that they are computed in, or compare with the rounded ones",
+        STAGES.get(projection, ("q",)),
+        {"parameter": parameter},
+        plant,
+    )
+
+
+def _inputs(dtype: str) -> Mistake:
+    def project(_: Layer, original: Any, query: np.ndarray, key: np.ndarray, *rest: Any) -> dict[str, np.ndarray]:
+        return original(_to(dtype)(query), _to(dtype)(key), *rest)
+
+    def project_with(plan: Plan, original: Any, *held: Any) -> Any:
+        def projected(which: str, x: Any) -> Any:
+            return original(*held)(which, _lower(plan, x, dtype) if which in OF_INPUTS else x)
+
+        return projected
+
+    return _mistake(
+        f"inputs-{dtype}",
+        f"the inputs are rounded to {dtype}",
+        "give the layer its inputs in its own dtype",
+        ("q", "latents"),
+        {"project": project},
+        breaking(project_with=project_with),
+    )
+
+
+def _projection(dtype: str, projection: str) -> Mistake:
+    """Input, weights and what comes out are of the narrower dtype; it is summed in float32, as all hardware does."""
+
+    def linear(layer: Layer, original: Any, name: str, x: np.ndarray) -> np.ndarray:
+        if name != projection:
+            return original(name, x)
+        a, cut = layer.arithmetic, _to(dtype)
+        weight = a.widen(cut(layer.parameter(f"{name}.weight")))
+        bias = a.widen(cut(layer.parameter(f"{name}.bias"))) if layer.has_bias(name) else 0.0
+        return a.keep(_rounded(layer, a.matmul(_entering(layer, name, x, cut), weight.T, bias), cut))
+
+    def plant(plan: Plan) -> None:
+        for name in (name for name in plan.weights if name.startswith(projection)):
+            plan.weights[name] = _fewer_bits(np, plan.weights[name], BITS[dtype])
+
+        def project_with(plan: Plan, original: Any, *held: Any) -> Any:
+            def projected(which: str, x: Any) -> Any:
+                if which != projection:
+                    return original(*held)(which, x)
+                return _lower(plan, original(*held)(which, _lower(plan, x, dtype)), dtype)
+
+            return projected
+
+        plan.functions["project_with"] = project_with
+
+    return _mistake(
+        f"{projection}-in-{dtype}",
+        f"{projection} is computed in {dtype}",
+        f"compute {projection} in the dtype of the layer, outside of autocast",
+        STAGES[projection],
+        {"linear": linear},
+        plant,
+    )
+
+
+# ---- Stages ----------------------------------------------------------------------------------------------------------
+
+
+def _tables(dtype: str) -> Mistake:
+    def tables(layer: Layer, original: Any, positions: np.ndarray) -> tuple[np.ndarray, ...]:
+        return tuple(_rounded(layer, table, _to(dtype)) for table in original(positions))
+
+    def apply_rope(plan: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
+        size = x.shape[-1]
+        count = rope.rotary_dim or size
+        start = 0 if rope.rotated == "first" else size - count
+        places = list(range(start, start + count))
+        is_half = rope.pairs == "half"
+        first = places[: count // 2] if is_half else places[0::2]
+        second = places[count // 2 :] if is_half else places[1::2]
+        rest = [place for place in range(size) if place not in places]
+        ones = plan.backend.from_numpy(np.isin(np.arange(size), first).astype(np.float32))
+        turned = _lower(plan, rotate(plan.xp.zeros_like(x) + ones, positions, rope), dtype)
+        cos, sin = turned[..., first], turned[..., second]
+        parts = [x[..., first] * cos - x[..., second] * sin, x[..., second] * cos + x[..., first] * sin, x[..., rest]]
+        return plan.xp.concatenate(parts, axis=-1)[..., np.argsort([*first, *second, *rest])]
+
+    return _mistake(
+        f"rope-tables-{dtype}",
+        f"RoPE's cosines and sines are rounded to {dtype}",
+        "make cosines and sines in float32, and turn queries and keys by them in float32",
+        ("q", "latents", "k"),
+        {"tables": tables},
+        breaking(apply_rope=apply_rope),
+    )
+
+
+def _cache(dtype: str) -> Mistake:
+    def appended(layer: Layer, original: Any, cache: str, values: Values, new: Any, *rest: Any) -> Any:
+        return original(cache, values, {name: _rounded(layer, x, _to(dtype)) for name, x in new.items()}, *rest)
+
+    def append(plan: Plan, original: Any, cache: Any, *new: Any, **options: Any) -> Any:
+        return original(cache, *(_lower(plan, x, dtype) for x in new), **options)
+
+    return _mistake(
+        f"cache-{dtype}",
+        f"what is cached is rounded to {dtype}",
+        "make the cache in the dtype of the layer",
+        ("cache.latents", "cache.keys"),
+        {"appended": appended},
+        breaking(append_to_cache=append, append_to_latent_cache=append),
+    )
+
+
+def _of_stage(stage: str, dtype: str, *, begins: str = "") -> Override:
+    """Rounds what a method gives, and perhaps one of the stages that it begins with."""
+
+    def override(layer: Layer, original: Any, values: Values, *rest: Any) -> dict[str, np.ndarray]:
+        cut = _to(dtype)
+        given = {**values, begins: _rounded(layer, layer.arithmetic.widen(values[begins]), cut)} if begins else values
+        return {stage: _rounded(layer, original(given, *rest)[stage], cut)}
+
+    return override
+
+
+def _scores(dtype: str) -> Mistake:
+    return _mistake(
+        f"scores-{dtype}",
+        f"scores are rounded to {dtype}",
+        "keep scores in float32 until the softmax",
+        ("scores",),
+        {"scores": _of_stage("scores", dtype)},
+        breaking(attention_scores=lambda plan, scores, *inputs: _lower(plan, scores(*inputs), dtype)),
+    )
+
+
+def _softmax(dtype: str) -> Mistake:
+    def softmax(plan: Plan, original: Any, scores: Any, *rest: Any) -> Any:
+        return _lower(plan, original(_lower(plan, scores, dtype), *rest), dtype)
+
+    return _mistake(
+        f"softmax-{dtype}",
+        f"the softmax takes its scores, and gives attention weights, in {dtype}",
+        "take the softmax of scores in float32",
+        ("attn_weights",),
+        {"attn_weights": _of_stage("attn_weights", dtype, begins="scores")},
+        breaking(masked_softmax=softmax),
+    )
+
+
+def _attn_weights(dtype: str) -> Mistake:
+    return _mistake(
+        f"attn-weights-{dtype}",
+        f"attention weights are rounded to {dtype}",
+        "weigh the values by attention weights of the layer's dtype",
+        ("attn_weights",),
+        {"attn_weights": _of_stage("attn_weights", dtype)},
+        breaking(masked_softmax=lambda plan, softmax, *inputs: _lower(plan, softmax(*inputs), dtype)),
+    )
+
+
+# ---- Products --------------------------------------------------------------------------------------------------------
+
+
+def low_products() -> Iterator[Mistake]:
+    """Every product of inputs with fewer bits, bit by bit: what explains an output alone."""
+    for kind, mistake in PRECISIONS.items():
+        for cut in (_nearest(MANTISSA[kind]), _cut_off(MANTISSA[kind])):
+            yield _mistake(mistake.name, mistake.about, mistake.fix, mistake.stages, _of_products(cut), None)
+
+
+def _of_products(cut: Cut) -> dict[str, Override]:
+    def linear(layer: Layer, _: Any, name: str, x: np.ndarray) -> np.ndarray:
+        a = layer.arithmetic
+        weight = cut(a.widen(layer.parameter(f"{name}.weight")))
+        bias = a.widen(layer.parameter(f"{name}.bias")) if layer.has_bias(name) else 0.0
+        return a.keep(a.matmul(_entering(layer, name, x, cut), weight.T, bias))
+
+    def of(*names: str) -> Override:
+        def override(layer: Layer, original: Any, values: Values) -> Any:
+            wide = {name: layer.arithmetic.widen(values[name]) for name in names}
+            return original({**values, **{name: _rounded(layer, x, cut) for name, x in wide.items()}})
+
+        return override
+
+    return {"linear": linear, "products": of("q", "k"), "weighed": of("attn_weights", "v")}
+
+
+def _nearest(bits: int) -> Cut:
+    """To the nearest number of so many explicit bits, as a conversion does."""
+    return lambda x: _fewer_bits(np, x, bits)
+
+
+def _cut_off(bits: int) -> Cut:
+    """Towards 0, as a matrix unit does that is given float32."""
+
+    def cut(x: np.ndarray) -> np.ndarray:
+        mantissa, exponent = np.frexp(x)
+        return np.ldexp(np.trunc(mantissa * 2.0 ** (bits + 1)), exponent - bits - 1).astype(x.dtype)
+
+    return cut
+
+
+def _products_of(kind: str, about: str, fix: str) -> Mistake:
+    """Every matrix product takes inputs of so many explicit mantissa bits.
+
+    In the reference that is an arithmetic of its own (`reference.MANTISSA`) and no override: which bits are lost
+    depends on the order of a sum, so that only the size of the error can be told, and no value.
+    """
+    bits = MANTISSA[kind]
+
+    def plant(plan: Plan) -> None:
+        def cut(x: Any) -> Any:
+            return _fewer_bits(plan.xp, x, bits)
+
+        for name in (name for name in plan.weights if name.endswith("proj.weight")):
+            plan.weights[name] = _fewer_bits(np, plan.weights[name], bits)
+
+        def project_with(_: Plan, original: Any, *held: Any) -> Any:
+            return lambda which, x: original(*held)(which, cut(x) if which.endswith("proj") else x)
+
+        plan.functions |= {
+            "project_with": project_with,
+            "attention_scores": lambda _, f, q, k, *rest: f(cut(q), cut(k), *rest),
+            "attention_context": lambda _, f, attn_weights, v: f(cut(attn_weights), cut(v)),
+        }
+
+    return Mistake(f"precision-{kind}", about, fix, "low-precision", ("q",), {}, plant)
+
+
+def _fewer_bits(xp: Any, x: Any, bits: int) -> Any:
+    """x with so many explicit bits of its mantissa, rounded."""
+    tiny = 2.0**-100  # what is smaller may stay as it is
+    exponent = xp.floor(xp.log2(xp.where(abs(x) < tiny, xp.ones_like(x), abs(x))))
+    step = xp.exp2(exponent - bits)
+    return xp.where(abs(x) < tiny, x, xp.round(x / step) * step)
+
+
+PRECISIONS = {
+    "tf32": _products_of(
+        "tf32",
+        "matrix products take their inputs as TF32, with 10 bits",
+        "set the float32 matmul precision to highest",
+    ),
+    "bfloat16": _products_of(
+        "bfloat16",
+        "matrix products take their inputs as bfloat16",
+        "compute products of float32 in float32",
+    ),
+    "lofi": _products_of(
+        "lofi",
+        "matrix products take 4 bits of each input (LoFi)",
+        "raise the math fidelity to HiFi4",
+    ),
+}
+"""Arithmetics that explain a difference that is everywhere and small, the finest first."""
