@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from parity.running.run import run_cases
     from parity.tapping import tap
     from parity.tapping.record import Tapped, load_tap
-    from parity.testing.assertion import assert_parity
+    from parity.testing.assertion import ConventionWarning, assert_parity
 
 __all__ = [
     "CASES",
@@ -51,6 +51,7 @@ __all__ = [
     "Case",
     "Comparison",
     "Conformance",
+    "ConventionWarning",
     "Diagnosis",
     "Gate",
     "Latent",
@@ -111,7 +112,7 @@ __all__ = [
 _MODULES = {
     "mha_spec": ["Alibi", "AttentionSpec", "Gate", "Latent", "Norm", "RelativeBias", "Rope", "Temperature"],
     "parity.core.arrays": ["to_jax", "to_numpy", "to_torch"],
-    "parity.testing.assertion": ["assert_parity"],
+    "parity.testing.assertion": ["ConventionWarning", "assert_parity"],
     "parity.backends.caches": ["load_cache", "save_cache"],
     "parity.core.compare": ["Comparison", "first_difference"],
     "parity.conformance.answers": ["Conformance"],

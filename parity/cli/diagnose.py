@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +16,7 @@ from parity.cli.paths import is_trace
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from parity.core.problem import Problem
     from parity.diagnosis.diagnose import Diagnosis
 
 PAGE = Page(
@@ -50,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what explains a difference."""
     from parity.cli import taps
-    from parity.diagnosis.diagnose import diagnose
     from parity.reporting.console import console
     from parity.reporting.diagnosis import print_diagnosis
     from parity.reporting.json import write_json
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     if not is_function and (given := [flag for flag, value in of_function.items() if value]):
         raise ValueError(f"{', '.join(given)} must come with PKG.MODULE:CALLABLE, got {' '.join(options.files)}")
     if is_function:
-        diagnosis = diagnose(*_observed(options))
+        diagnosis = _diagnose_function(options, out)
     elif len(options.files) <= 2 and _are_traces(options.files):
         diagnosis = _diagnose_traces(options.files, out)
     elif len(options.files) == 2:
@@ -125,6 +126,10 @@ def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
     traces = [load_trace(path) for path in files]
     if len({trace.problem.digest for trace in traces}) > 1:
         raise ValueError(f"traces must be of one problem, got {' '.join(files)}")
+    if len({trace.title for trace in traces}) < len(traces):  # of one backend: the files tell them apart
+        traces = [
+            replace(trace, folder=path, is_named_by_folder=True) for trace, path in zip(traces, files, strict=True)
+        ]
     sides = judge_together(traces)
     if len(traces) > 1:
         print_divergence(sides, distances(traces[0], traces[1], sides), out)
@@ -133,19 +138,37 @@ def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
     return diagnose_worst(traces, sides)
 
 
-def _observed(options: argparse.Namespace) -> tuple[Any, Any]:
-    """What a function gives for probe inputs, and those, with the weights that it should have."""
+def _diagnose_function(options: argparse.Namespace, out: Console) -> Diagnosis:
+    """The diagnosis of somebody's function, and what was taken for granted."""
+    from parity.diagnosis.diagnose import diagnose, observe
+
+    function, problem, framework = _function(options)
+    case = problem.case
+    diagnosis = diagnose(observe(function, problem, framework), problem)
+    if case.is_causal:
+        told = f"{options.files[0]} is taken to be causal; --not-causal says that every token sees every other"
+        out.print(told, soft_wrap=True, highlight=False)
+        if diagnosis.is_wrong:
+            other = replace(problem, case=replace(case, is_causal=False))
+            if not diagnose(observe(function, other, framework), other, seconds=0.0).is_wrong:
+                out.print("with --not-causal nothing differs", style="bold", soft_wrap=True, highlight=False)
+    return diagnosis
+
+
+def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
+    """A function, probe inputs with the weights that it should have, and its framework."""
     from parity.backends import why_missing
     from parity.conformance.discover import framework_of, load_callable
     from parity.conformance.subjects import FRAMEWORKS
     from parity.conversion.convert import load
     from parity.conversion.verify import probe_case
     from parity.core.problem import make_problem
-    from parity.diagnosis.diagnose import observe
 
     if options.weights is None:
         raise ValueError(f"--weights must name a file of the weights that {options.files[0]} should have")
     function = load_callable(options.files[0])
+    if isinstance(function, type):
+        raise ValueError(f"{options.files[0]} must be a function or a layer that was made, got the class")
     framework = options.framework or framework_of(function)
     if framework is None:
         raise ValueError(f"--framework must say whose arrays {options.files[0]} takes, one of {list(FRAMEWORKS)}")
@@ -155,5 +178,4 @@ def _observed(options: argparse.Namespace) -> tuple[Any, Any]:
     with in_flags(options):
         weights, spec = load(options.weights, layouts[0], prefix=prefixes[0], **layer_options(options))
     case = probe_case("diagnose", spec, is_causal=False if options.not_causal else None)
-    problem = make_problem(case, "float32", weights)
-    return observe(function, problem, framework), problem
+    return function, make_problem(case, "float32", weights), framework

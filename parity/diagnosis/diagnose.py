@@ -100,7 +100,8 @@ def _diagnosed(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: s
     if right is not None and found[id(plain)].unknowns:
         return right.diagnosis("unknown" if right.malformed else "convention")
     for view in views[1:]:
-        if found[id(plain)].unknowns and len(view.wrong) < len(plain.wrong):
+        first = found[id(plain)]
+        if (first.unknowns or first.count > 1) and len(view.wrong) < len(plain.wrong):
             found[id(view)] = _searched(view.replay, clock)
     view = min((view for view in views if id(view) in found), key=lambda view: found[id(view)].cost)
     return _told(view, found[id(view)], clock)

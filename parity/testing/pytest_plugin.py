@@ -52,17 +52,23 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
     """`parity.assert_parity(actual, expected, …)`, titled by the test and collected for `--parity-report`."""
     recorder = request.config.pluginmanager.get_plugin(_Recorder.NAME)
 
-    def assert_parity(actual: Any, expected: Any = None, *, name: str = "", **options: Any) -> None:
+    def assert_parity(
+        actual: Any, expected: Any = None, *, name: str = "", diagnose: bool = True, **options: Any
+    ) -> None:
         __tracebackhide__ = True
-        from parity.testing.assertion import compare_arrays, explanation, message
+        from parity.core.compare import first_difference
+        from parity.testing.assertion import compare_arrays, explained, message
 
-        title = f"{request.node.nodeid} {name}".rstrip()
+        title, explanation = f"{request.node.nodeid} {name}".rstrip(), ""
         comparisons = compare_arrays(actual, expected, name=title, **options)
+        if diagnose and options.get("problem") is not None and first_difference(comparisons) is not None:
+            about = options["problem"], options.get("stage", "output")
+            comparisons, explanation = explained(comparisons, actual, *about)
         if recorder is not None:
             test = _test_of(request.node, name)
             recorder.comparisons.extend(replace(comparison, test=test) for comparison in comparisons)
         if text := message(comparisons):
-            raise AssertionError(text + explanation(actual, options.get("problem"), options.get("stage", "output")))
+            raise AssertionError(text + explanation)
 
     return assert_parity
 

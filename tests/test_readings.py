@@ -1,0 +1,244 @@
+"""Right layers that are recorded in customary other ways, or computed in ways that are no mistake: nothing is wrong."""
+
+import json
+import math
+import warnings
+
+import numpy as np
+import pytest
+
+import parity
+from mha_spec import AttentionSpec, Rope
+from parity.cli.main import main
+from parity.core import reference
+from parity.core.cases import Case
+from parity.core.problem import make_problem
+from parity.core.stages import run_steps, stage_named
+from parity.core.weights import dtype_named, save_weights
+from parity.diagnosis.choices import LOG_SUM_EXP, SCORES, SOFTMAX
+from parity.diagnosis.diagnose import diagnose
+from parity.diagnosis.mistakes import mistakes_for, wrong_layer
+from parity.diagnosis.readings import BEFORE_ROPE, BEFORE_SCALE
+
+SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
+GQA = Case("readings", SPEC, "shared heads, RoPE, two masks", seq_len=6, is_causal=True, key_padding_lengths=(4, 6))
+CACHED = Case("readings-cached", SPEC, "a prompt, then tokens", seq_len=6, chunks=(4, 1, 1), capacity=9)
+
+
+def right(case, dtype="float32", *changes, arithmetic="ieee"):
+    """What a layer gives that is right, recorded as the changes say."""
+    problem = make_problem(case, dtype)
+    with np.errstate(all="ignore"):
+        values = run_steps(wrong_layer(problem, dtype, changes, arithmetic).steps())
+    return problem, {name: x for name, x in values.items() if not stage_named(name).path}
+
+
+def kept(values, change):
+    """Stages with one or some of them recorded otherwise."""
+    return {**values, **change(values)}
+
+
+RECORDED = {
+    "(B, T, N, H)": lambda v: {name: v[name].swapaxes(1, 2) for name in ("q", "k", "v", "context")},
+    "(B, T, N * H)": lambda v: {name: v[name].swapaxes(1, 2).reshape(2, 6, -1) for name in ("q", "k", "context")},
+    "(B * N, T, H)": lambda v: {"q": v["q"].reshape(8, 6, 8)},
+    "(T, B, E)": lambda v: {"output": v["output"].swapaxes(0, 1)},
+    "after the repeat": lambda v: {name: v[name].repeat(2, axis=1) for name in "kv"},
+    "True shows": lambda v: {"mask": ~v["mask"]},
+    "additive": lambda v: {"mask": np.where(v["mask"], np.float32(-1e9), np.float32(0.0))},
+    "additive -inf": lambda v: {"mask": np.where(v["mask"], -np.inf, 0.0).astype(np.float32)},
+    "mask (B, T, S)": lambda v: {"mask": v["mask"][:, 0]},
+    "masked scores": lambda v: {"scores": np.where(v["mask"], -np.inf, v["scores"]).astype(np.float32)},
+    "unscaled scores": lambda v: {"scores": (v["scores"] * np.sqrt(8.0)).astype(np.float32)},
+    "scaled q": lambda v: {"q": (v["q"] / np.sqrt(8.0)).astype(np.float32)},
+    "averaged weights": lambda v: {"attn_weights": v["attn_weights"].mean(axis=1)},
+    "interleaved pairs": lambda v: {name: v[name][..., [0, 4, 1, 5, 2, 6, 3, 7]] for name in "qk"},
+    "padding zeroed": lambda v: {
+        "output": np.where(np.arange(6)[None, :, None] >= np.array([4, 6])[:, None, None], np.float32(0), v["output"])
+    },
+}
+
+
+@pytest.mark.parametrize("recorded", RECORDED)
+def test_what_is_recorded_otherwise_is_a_convention(recorded):
+    problem, values = right(GQA)
+    diagnosis = diagnose(kept(values, RECORDED[recorded]), problem)
+    assert (diagnosis.kind, diagnosis.is_wrong) == ("convention", False), str(diagnosis)
+    assert diagnosis.conventions.keys() >= RECORDED[recorded](values).keys()
+    json.dumps(diagnosis.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("recorded", RECORDED)
+def test_a_mistake_is_named_beside_what_is_recorded_otherwise(recorded):
+    """Here in what follows: the output projection is transposed."""
+    (made,) = (mistake for mistake in mistakes_for(GQA) if mistake.name == "out_proj-transposed")
+    problem, values = right(GQA, "float32", made)
+    diagnosis = diagnose(kept(values, RECORDED[recorded]), problem)
+    assert diagnosis.is_wrong
+    if recorded not in ("(T, B, E)", "padding zeroed"):  # which are of the wrong stage itself
+        assert [each.hypotheses for each in diagnosis.explanations] == [("out_proj-transposed",)], str(diagnosis)
+
+
+@pytest.mark.parametrize("changed", ["scores", "attn_weights", "context", "output"])
+def test_what_follows_must_bear_a_reading_out(changed):
+    """q is recorded before RoPE, and something after it is wrong, too."""
+    problem, values = right(GQA)
+    _, before = right(GQA, "float32", BEFORE_ROPE)
+    values = {**values, "q": before["q"], "k": before["k"]}
+    assert diagnose(values, problem).kind == "convention"
+    assert diagnose({**values, changed: values[changed] * np.float32(1.01)}, problem).is_wrong == (changed == "output")
+    alone = diagnose({"q": before["q"]}, problem)
+    assert [each.hypotheses for each in alone.explanations] == [("rope-missing",)]
+
+
+def test_scores_may_be_recorded_before_the_scale():
+    problem, values = right(GQA)
+    _, before = right(GQA, "float32", BEFORE_SCALE)
+    diagnosis = diagnose({**values, "scores": before["scores"]}, problem)
+    assert diagnosis.conventions == {"scores": "is recorded before the scale"}
+
+
+def test_a_cache_may_grow_and_hold_anything_in_slots_that_nothing_reads():
+    problem, values = right(CACHED)
+    grown, filled = {}, {0: 4, 1: 5, 2: 6}
+    for name, x in values.items():
+        stage = stage_named(name)
+        if stage.quantity in ("cache.keys", "cache.values"):
+            grown[name] = x[:, :, : filled[stage.step]]
+        elif stage.quantity in ("mask", "scores", "attn_weights"):
+            grown[name] = x[..., : filled[stage.step]]
+        else:
+            grown[name] = x
+    assert diagnose(grown, problem).kind == "convention"
+    dirty = dict(values)
+    for step in range(3):
+        for name in ("cache.keys", "cache.values"):
+            x = dirty[f"step{step}.{name}"].copy()
+            x[:, :, filled[step] :] = 7.0
+            dirty[f"step{step}.{name}"] = x
+    assert diagnose(dirty, problem).kind == "convention"
+    stale = dict(values)
+    stale["step2.cache.values"] = stale["step1.cache.values"]
+    assert diagnose(stale, problem).is_wrong
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("choice", [SCORES, SOFTMAX], ids=["scores", "softmax"])
+@pytest.mark.parametrize("stages", ["all", "but scores", "output"])
+def test_scores_in_16_bits_are_no_mistake(dtype, choice, stages):
+    problem, values = right(GQA, dtype, choice, arithmetic=choice.arithmetic)
+    values["scores"] = values["scores"].astype(dtype_named(dtype))
+    observed = {
+        name: x
+        for name, x in values.items()
+        if stages == "all" or ((stages == "output") == (name == "output") and name != "scores")
+    }
+    assert not diagnose(observed, problem).is_wrong
+    (made,) = (mistake for mistake in mistakes_for(GQA) if mistake.name == "scale-missing")
+    problem, wrong = right(GQA, dtype, made, choice, arithmetic=choice.arithmetic)
+    diagnosis = diagnose({"output": wrong["output"], "scores": wrong["scores"].astype(dtype_named(dtype))}, problem)
+    assert [each.hypotheses for each in diagnosis.explanations] == [("scale-missing",)]
+
+
+def test_a_softmax_by_log_sum_exp_is_no_mistake():
+    case = Case("readings-gain", SPEC, "large logits", seq_len=24, gain=1000.0)
+    problem, values = right(case, "float32", LOG_SUM_EXP)
+    diagnosis = diagnose(values, problem)
+    assert not diagnosis.is_wrong
+    assert "log sum exp" in str(diagnosis)
+
+
+def test_the_search_ends_in_time_and_says_what_it_did_not_try():
+    problem, values = right(GQA)
+    observed = {"output": values["output"] + np.random.default_rng(0).standard_normal(values["output"].shape)}
+    diagnosis = diagnose(observed, problem, seconds=0.0)
+    assert (diagnosis.kind, diagnosis.untried) == ("unknown", "single mistakes")
+    assert "not tried for want of time: single mistakes" in str(diagnosis)
+    assert diagnose(observed, problem, seconds=math.inf).untried == ""
+
+
+def test_it_goes_on_after_a_stage_that_nothing_explains():
+    (made,) = (mistake for mistake in mistakes_for(GQA) if mistake.name == "out_proj-transposed")
+    problem, values = right(GQA, "float32", made)
+    values["scores"] = values["scores"] + np.random.default_rng(0).standard_normal(values["scores"].shape).astype("f")
+    problem, values = problem, dict(values)
+    with np.errstate(all="ignore"):
+        layer = reference.Layer(problem, reference.Arithmetic(dtype_named("float32")))
+        values |= layer.attn_weights(values)
+        values |= layer.context(values)
+        values |= wrong_layer(problem, "float32", (made,)).output(values)
+    diagnosis = diagnose(values, problem)
+    assert [unknown.stage for unknown in diagnosis.unknowns] == ["scores"]
+    assert [each.hypotheses for each in diagnosis.explanations] == [("out_proj-transposed",)]
+
+
+def test_what_nothing_explains_is_told_with_where_and_by_what_law():
+    problem, values = right(GQA)
+    q = values["q"].copy()
+    q[:, 3] *= np.float32(1.25)
+    diagnosis = diagnose({"q": q}, problem)
+    assert diagnosis.kind == "unknown"
+    assert "only head 3" in diagnosis.unknowns[0].where
+    assert "1.25" in diagnosis.unknowns[0].laws[0]
+    assert "1.25" in str(diagnosis)
+    found = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))["unknowns"][0]["findings"]
+    assert found["place"]["heads"] == [3]
+
+
+# ---- assert_parity and the command line ------------------------------------------------------------------------------
+
+
+def test_assert_parity_warns_of_a_convention_and_passes():
+    problem, values = right(GQA)
+    told = RECORDED["(B, T, N, H)"](values)
+    with pytest.warns(parity.ConventionWarning, match=r"q has axes \(B, T, N, H\)"):
+        parity.assert_parity({**values, **told}, problem=problem)
+    with pytest.raises(AssertionError, match="q: actual differs"):
+        parity.assert_parity({**values, **told}, problem=problem, diagnose=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parity.assert_parity(values, problem=problem)
+
+
+def test_assert_parity_may_leave_the_diagnosis_out():
+    problem, values = right(GQA)
+    with pytest.raises(AssertionError) as whole:
+        parity.assert_parity(values["output"] * 1.5, problem=problem)
+    with pytest.raises(AssertionError) as short:
+        parity.assert_parity(values["output"] * 1.5, problem=problem, diagnose=False)
+    assert "no mistake known here explains it" in str(whole.value)
+    assert str(whole.value).startswith(str(short.value))
+
+
+PORT = """
+import numpy as np
+import torch
+
+weights = {name: torch.from_numpy(x) for name, x in dict(np.load(__file__.replace("port.py", "w.npz"))).items()}
+
+def encoder(query: torch.Tensor) -> torch.Tensor:
+    q, k, v = (torch.nn.functional.linear(query, weights[f"{n}_proj.weight"], weights[f"{n}_proj.bias"]) for n in "qkv")
+    q, k, v = (x.unflatten(-1, (4, 8)).transpose(1, 2) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    return torch.nn.functional.linear(out, weights["out_proj.weight"], weights["out_proj.bias"])
+
+class Encoder(torch.nn.Module):
+    pass
+"""
+
+
+def test_the_command_says_that_it_took_a_function_for_causal(tmp_path, monkeypatch, capsys):
+    spec = AttentionSpec(32, 4)
+    weights = parity.random_weights(spec)
+    save_weights(tmp_path / "w.safetensors", weights, spec)
+    np.savez(tmp_path / "w.npz", **weights)
+    (tmp_path / "port.py").write_text(PORT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    told = ["diagnose", "port:encoder", "--framework", "torch", "--weights", str(tmp_path / "w.safetensors")]
+    assert main(told) == 1
+    out = capsys.readouterr().out
+    assert "port:encoder is taken to be causal; --not-causal says" in out
+    assert "with --not-causal nothing differs" in out
+    assert main([*told, "--not-causal"]) == 0
+    assert main(["diagnose", "port:Encoder", *told[2:]]) == 2
+    assert "port:Encoder must be a function or a layer that was made, got the class" in capsys.readouterr().err
