@@ -87,17 +87,18 @@ def _diagnosed(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: s
     """Where they agree in one way of several, nothing is wrong; else what a search finds."""
     clock = Clock(seconds)
     views: list[_View] = []
+    right = None
     for choice in choices_for(problem.dtype, stages):
         views += _views(stages, problem, arithmetic, choice)
-        right = next((view for view in views if not view.wrong), None)
-        if right is not None:
-            kind = "convention" if right.conventions else "none"
-            kind = "unknown" if right.malformed else kind
-            return right.diagnosis(kind)
+        right = right or next((view for view in views if not view.wrong), None)
+        if right is not None and (not right.is_weak or right is views[0]):
+            return right.diagnosis("unknown" if right.malformed else "convention" if right.conventions else "none")
     if not views:
         raise ValueError(f"observed must have stages of the problem, got {sorted(stages)}")
     plain = views[0]
     found = {id(plain): _searched(plain.replay, clock)}
+    if right is not None and found[id(plain)].unknowns:
+        return right.diagnosis("unknown" if right.malformed else "convention")
     for view in views[1:]:
         if found[id(plain)].unknowns and len(view.wrong) < len(plain.wrong):
             found[id(view)] = _searched(view.replay, clock)
@@ -169,6 +170,7 @@ class _View:
         conventions: how stages are recorded, where not as ours.
         malformed: stages that cannot be taken, and why.
         choice: what is allowed.
+        is_weak: whether a mistake that explains all is to be preferred.
     """
 
     replay: Replay
@@ -177,6 +179,7 @@ class _View:
     conventions: dict[str, str]
     malformed: dict[str, str]
     choice: Choice
+    is_weak: bool = False
 
     @property
     def wrong(self) -> list[str]:
@@ -233,23 +236,23 @@ def _views(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, 
         replay = Replay(problem, values, arithmetic, choice)
         before = {stage: replay.verdict(stage, ()) for stage in replay.stages}
         conventions = {name: reading.words for name, reading in way.items() if reading.words}
-        views.append(_View(replay, right, before, conventions, malformed, choice))
+        is_weak = any(reading.is_weak for reading in way.values())
+        views.append(_View(replay, right, before, conventions, malformed, choice, is_weak))
     return views
 
 
 def _is_borne_out(name: str, found: Mapping[str, Read]) -> bool:
-    """Whether something that follows a stage was recorded, and can be judged."""
-    names = list(found)
+    """Whether something that is made of a stage was recorded in its step, too, and can be judged."""
     reading = found[name].agreed
-    if reading is None or reading.is_shape or not reading.words:
+    if reading is None or reading.is_certain or not reading.words:
         return True
-    stage = stage_named(name)
-    order = list(STAGES)
+    order, stage = list(STAGES), stage_named(name)
+    first = max(order.index("scores"), order.index(stage.kind) + 1)
     return any(
-        order.index(stage_named(each).kind) > order.index(stage.kind)
+        order.index(stage_named(each).kind) >= first
         and stage_named(each).step == stage.step
-        and (read.agreed is None or read.agreed.values is not None)
-        for each, read in ((each, found[each]) for each in names)
+        and (other.agreed is None or other.agreed.values is not None)
+        for each, other in found.items()
     )
 
 

@@ -37,12 +37,14 @@ class Reading:
     Attributes:
         words: what to say after the name of the stage; nothing where it is as ours.
         values: the stage as ours is; None where it cannot be told from what was recorded.
-        is_shape: whether it is a matter of axes alone.
+        is_certain: whether nothing that follows has to bear it out: it is a matter of axes, or of what nothing reads.
+        is_weak: whether what nothing reads holds something, and not 0: a mistake that explains all would say why.
     """
 
     words: str
     values: np.ndarray | None
-    is_shape: bool = False
+    is_certain: bool = False
+    is_weak: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,15 @@ class Right:
                 self._runs[key] = run_steps(layer.steps())
         return self._runs[key]
 
-    def agrees(self, stage: str, actual: np.ndarray, shown: Changed | None = None) -> bool:
-        """Whether an array is what the reference gives, up to rounding."""
+    def agrees(
+        self, stage: str, actual: np.ndarray, shown: Changed | None = None, free: np.ndarray | None = None
+    ) -> bool:
+        """Whether an array is what the reference gives, up to rounding, but where that does not matter."""
         shown = AS_OURS if shown is None else shown
         expected = self.run("float64", shown)[stage]
         if actual.shape != expected.shape:
             return False
+        actual = actual if free is None else np.where(free & np.isfinite(actual), expected, actual)
         if stage_named(stage).is_exact:
             return bool(np.array_equal(actual, expected))
         same = self.run(SAME_PRECISION[self.problem.dtype], shown)[stage]
@@ -109,7 +114,11 @@ BEFORE_ROPE = Changed({"turned": lambda layer, original, name, x, positions: x})
 BEFORE_NORM = Changed({**BEFORE_ROPE.in_reference, "normed": lambda layer, original, name, x, norm: x})
 BEFORE_SCALE = Changed({"scale": instead(lambda: 1.0)})
 BEFORE_CAP = Changed({"capped": instead(lambda x: x)})
-BEFORE_BIAS = Changed({"score_bias": instead(lambda: None)})
+BEFORE_BIAS = Changed(
+    {"score_bias": instead(lambda: None)}
+    | dict.fromkeys(("lost_by_distance", "gained_by_distance"), instead(lambda places: np.zeros(())))
+)
+PRODUCTS = Changed({**BEFORE_SCALE.in_reference, **BEFORE_CAP.in_reference, **BEFORE_BIAS.in_reference})
 
 
 def read(observed: Mapping[str, np.ndarray], right: Right) -> dict[str, Read]:
@@ -147,7 +156,7 @@ class _Reader:
         if isinstance(typed, str):
             return Read(None, None, typed)
         if typed.shape == self.expected.shape and self.right.agrees(self.name, typed):
-            as_ours = Reading(self._as_typed(x, typed), typed, is_shape=True)
+            as_ours = Reading(self._as_typed(x, typed), typed, is_certain=True)
             return Read(as_ours, as_ours)
         shaped = list(self._shaped(typed))
         agreed = next(self._agreeing(typed, shaped), None)
@@ -181,17 +190,17 @@ class _Reader:
         """The array with the axes of the stage, in every way that its shape allows; as it is first."""
         target = self.expected.shape
         if x.shape == target:
-            yield Reading("", x, is_shape=True)
+            yield Reading("", x, is_certain=True)
         told = []
         for words, larger, undo in self._targets():
             for axes, y in _in_axes(x, larger, self.letters, may_broadcast=self.stage.is_exact):
                 values = undo(y)
                 if values is None or (values.shape == x.shape and not words and np.array_equal(values, x)):
                     continue
-                said = " and ".join(filter(None, (f"has axes {axes}" if axes else "", words)))
+                said = _joined(f"has axes {axes}" if axes else "", words)
                 if said not in told:
                     told.append(said)
-                    yield Reading(said, values, is_shape=True)
+                    yield Reading(said, values, is_certain=True)
 
     def _targets(self) -> Iterator[tuple[str, tuple[int, ...], Callable[[np.ndarray], np.ndarray | None]]]:
         """Shapes that are larger or smaller than ours for a reason, and what makes ours of them."""
@@ -243,18 +252,19 @@ class _Reader:
 
     def _agreeing(self, x: np.ndarray, shaped: Sequence[Reading]) -> Iterator[Reading]:
         """The readings under which the array is what the reference gives."""
-        for form in shaped:
-            if form.values is not None and form.words and self.right.agrees(self.name, form.values):
-                yield form
-        for form in shaped:
-            if form.values is None:
-                continue
-            for words, values in self._restored(form.values):
-                if self.right.agrees(self.name, values):
-                    yield Reading(" and ".join(filter(None, (form.words, words))), values)
-            for words, shown in self._shown():
-                if self.right.agrees(self.name, form.values, shown):
-                    yield Reading(" and ".join(filter(None, (form.words, words))), None)
+        told = self._free()
+        for free, aside in ((None, ""), *([] if told is None else [(told, self._free_words())])):
+            for form in shaped:
+                if form.values is None:
+                    continue
+                for words, values in (("", form.values), *self._restored(form.values)):
+                    if (form.words or words or aside) and self.right.agrees(self.name, values, free=free):
+                        kept = values if free is None else np.where(free, self.expected, values)
+                        is_weak = free is not None and bool(np.any(values[free]))
+                        yield Reading(_joined(form.words, words, aside), kept, not words, is_weak)
+                for words, shown in self._shown():
+                    if self.right.agrees(self.name, form.values, shown, free):
+                        yield Reading(_joined(form.words, words, aside), None)
         yield from self._averaged(x)
 
     def _restored(self, x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -264,9 +274,6 @@ class _Reader:
             yield "is True where a key is shown", ~x
         if self.stage.is_exact:
             return
-        free = self._free()
-        if free is not None:
-            yield f"differs in {self._free_words()} alone", np.where(free, self.expected, x)
         if quantity in ("q", "k", "cache.keys") and spec.rope is not None:
             rotated = spec.rope.rotated_features(x.shape[-1])
             count = len(range(*rotated.indices(x.shape[-1])))
@@ -275,11 +282,6 @@ class _Reader:
                 values = np.array(x)
                 values[..., rotated] = x[..., rotated][..., order]
                 yield "has the features of its pairs in another order", values
-                if free is not None:
-                    yield (
-                        f"has the features of its pairs in another order, {self._free_words()} aside",
-                        np.where(free, self.expected, values),
-                    )
         if quantity in ("q", "k", "cache.keys"):
             wide, scale = x.astype(np.float64), spec.score_scale
             if quantity == "q":
@@ -310,8 +312,10 @@ class _Reader:
             yield "is recorded before the scale", BEFORE_SCALE
             if spec.soft_cap is not None:
                 yield "is recorded before the soft cap", BEFORE_CAP
-            if self.right.problem.case.bias:
+            if self.right.problem.case.bias or spec.has_distance_bias:
                 yield "is recorded before the bias", BEFORE_BIAS
+            if spec.soft_cap is not None or self.right.problem.case.bias or spec.has_distance_bias:
+                yield "is recorded before the scale, the soft cap and the bias", PRODUCTS
 
     def _averaged(self, x: np.ndarray) -> Iterator[Reading]:
         """Attention weights, averaged over heads."""
@@ -351,7 +355,12 @@ class _Reader:
         return free if free.any() else None
 
     def _free_words(self) -> str:
-        return "slots that nothing reads" if "cache" in self.stage.quantity else "padding, which nothing reads,"
+        what = "slots" if "cache" in self.stage.quantity else "padding"
+        return f"differs in {what} that nothing reads"
+
+
+def _joined(*words: str) -> str:
+    return " and ".join(filter(None, words))
 
 
 def _in_axes(

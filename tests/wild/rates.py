@@ -118,8 +118,18 @@ def is_clean(verdict: Verdict) -> bool:
 
 
 def is_caught(verdict: Verdict) -> bool:
-    """Whether it says that something is."""
+    """Whether it says that something is; of what the output does not show, whether it says that the stage differs."""
+    if verdict["verdict"] == "convention" and not verdict["in_output"]:
+        return "differs" in verdict["said"]["conventions"].get(verdict["stage"], "")
     return verdict["verdict"] not in ("gave up", "error") and not is_clean(verdict)
+
+
+def is_placed(verdict: Verdict) -> bool:
+    """Whether it names a mistake, or says where the first stage that differs does, or by what law."""
+    unknowns = verdict["said"].get("unknowns", [])
+    findings = unknowns[0]["findings"] if unknowns else None
+    is_somewhere = findings is not None and findings["place"]["words"] != "everywhere"
+    return bool(verdict["names"]) or is_somewhere or bool(findings and findings["found"])
 
 
 def judged_names(verdict: Verdict) -> str:
