@@ -109,13 +109,11 @@ def _diagnosed(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: s
 
 def _searched(replay: Replay, clock: Clock) -> Found:
     """What a search finds; where a stage has NaN of its own, that of rows without a key is a mistake beside others."""
+    found = search(replay, clock)
     begin = tuple(mistake for mistake in replay.known if mistake.name == "empty-row-nan")
-    if not begin or not any(_has_nan_of_its_own(replay, stage) for stage in replay.stages):
-        return search(replay, clock)
-    with_nan = search(replay, clock, begin)
-    if not with_nan.unknowns and with_nan.count == 1:
-        return with_nan
-    return min(search(replay, clock), with_nan, key=lambda found: found.cost)
+    if not found.unknowns or not begin or not any(_has_nan_of_its_own(replay, stage) for stage in replay.stages):
+        return found
+    return min(found, search(replay, Clock(SECONDS / 2), begin), key=lambda found: found.cost)
 
 
 def _has_nan_of_its_own(replay: Replay, stage: str) -> bool:
