@@ -90,15 +90,18 @@ def _diagnosed(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: s
     right = None
     for choice in choices_for(problem.dtype, stages):
         views += _views(stages, problem, arithmetic, choice)
-        right = right or next((view for view in views if not view.wrong), None)
+        right = right or next((view for view in views if not (view.wrong or view.malformed)), None)
         if right is not None and (not right.is_weak or right is views[0]):
-            return right.diagnosis("unknown" if right.malformed else "convention" if right.conventions else "none")
+            return right.diagnosis("convention" if right.conventions else "none")
     if not views:
         raise ValueError(f"observed must have stages of the problem, got {sorted(stages)}")
+    lacking = next((view for view in views if not view.wrong), None)
+    if right is None and lacking is not None:  # what is there agrees, and a stage cannot be taken at all
+        return lacking.diagnosis("unknown")
     plain = views[0]
     found = {id(plain): _searched(plain.replay, clock)}
     if right is not None and found[id(plain)].unknowns:
-        return right.diagnosis("unknown" if right.malformed else "convention")
+        return right.diagnosis("convention")
     for view in views[1:]:
         first = found[id(plain)]
         if (first.unknowns or first.count > 1) and len(view.wrong) < len(plain.wrong):
@@ -223,7 +226,6 @@ def _views(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, 
     found = read(stages, right)
     if not found:
         return []
-    malformed = {name: each.reason for name, each in found.items() if each.plain is None and each.agreed is None}
     plain = {name: each.plain for name, each in found.items() if each.plain is not None}
     ways = [plain]
     agreed = {
@@ -238,6 +240,7 @@ def _views(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, 
         before = {stage: replay.verdict(stage, ()) for stage in replay.stages}
         conventions = {name: reading.words for name, reading in way.items() if reading.words}
         is_weak = any(reading.is_weak for reading in way.values())
+        malformed = {name: each.reason for name, each in found.items() if name not in way}
         views.append(_View(replay, right, before, conventions, malformed, choice, is_weak))
     return views
 
