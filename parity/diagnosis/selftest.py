@@ -232,6 +232,15 @@ SELFTEST_CASES = [
         is_causal=True,
     ),
     Case("chunk", AttentionSpec(32, 4, chunk_size=3), "a layer of chunks", seq_len=8, is_causal=True),
+    Case(
+        "padded",
+        AttentionSpec(32, 4, qkv_bias=False, out_bias=False),
+        "sequences of three lengths, all of them padded",
+        batch=3,
+        seq_len=7,
+        key_padding_lengths=(5, 3, 6),
+    ),
+    Case("rope-far", _rotating(Rope()), "positions that a bfloat16 cannot count", seq_len=9, first_position=1000),
 ]
 """Where the mistakes are planted: three different specifications, what only a window or a cache has, trained layers,
 and then features by themselves, each with what it alone makes possible."""

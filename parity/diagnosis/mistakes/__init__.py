@@ -17,6 +17,7 @@ from parity.core.reference import Arithmetic, Layer
 from parity.core.weights import dtype_named
 from parity.diagnosis.mistakes import (
     alibi,
+    batches,
     caches,
     gates,
     heads,
@@ -28,6 +29,7 @@ from parity.diagnosis.mistakes import (
     rope_kinds,
     scores,
     sinks,
+    softmax,
     temperature,
     weights,
 )
@@ -78,8 +80,14 @@ GROUPS = (
     relative_bias.relative_bias,
     sinks.sinks,
     scores.softmax_axis,
-    masks.after_softmax,
+    softmax.after_softmax,
+    softmax.mask_as_number,
+    softmax.other_functions,
+    softmax.dropout,
+    batches.batches,
     weights.no_out_proj,
+    weights.residual,
+    weights.out_columns,
     weights.missing_biases,
     caches.caches,
 )
