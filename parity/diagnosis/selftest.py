@@ -246,7 +246,8 @@ SELFTEST_CASES = [
 and then features by themselves, each with what it alone makes possible."""
 
 NUM_GENERAL = [case.name for case in SELFTEST_CASES].index("trained-smollm2-causal") + 1
-"""How many of them have every mistake that could be in them planted; the others those of no case before."""
+"""How many of them have every mistake that could be in them planted; the others those of no case before, but for the
+trained ones."""
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,7 @@ def planted_in(case: Case) -> list[str]:
     place = SELFTEST_CASES.index(case)
     if place < NUM_GENERAL:
         return mistakes_in(case)
-    before = {name for earlier in SELFTEST_CASES[:place] for name in mistakes_in(earlier)}
+    before = {name for earlier in SELFTEST_CASES[:place] if earlier.trained is None for name in mistakes_in(earlier)}
     return [name for name in mistakes_in(case) if name not in before]
 
 

@@ -59,7 +59,7 @@ def _exchanged(case: Case) -> Mistake:
         return context.swapaxes(0, 2), attn_weights
 
     return _mistake(
-        "batch-first-forgotten",
+        "batch-as-tokens",
         "batch and tokens are exchanged: each token attends to those at its place in the other sequences",
         _attending(lambda x: x.swapaxes(0, 2), lambda x, _: x.swapaxes(0, 2), mask),
         attend,
