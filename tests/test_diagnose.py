@@ -237,6 +237,14 @@ def test_what_no_mistake_explains_is_said_to_be_unknown():
     assert "no mistake known here explains it" in str(diagnosis)
 
 
+def test_a_wrong_output_of_the_module_is_not_a_way_to_record_it():
+    problem = make_problem(CASES["causal"], "float32")
+    observed = observed_in(problem)
+    observed["module.output"] = observed["module.output"] * np.linspace(0.5, 2.0, 32, dtype=np.float32)
+    diagnosis = diagnose(observed, problem)
+    assert (diagnosis.kind, diagnosis.unexplained) == ("unknown", "module.output")
+
+
 def test_a_known_mistake_before_an_unknown_one_is_named():
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, "float32")

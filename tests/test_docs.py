@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import parity
-from parity.diagnosis.mistakes import PRECISIONS, mistakes_for
+from parity.core.stages import STAGES
+from parity.diagnosis.mistakes import PRECISIONS, mistakes_for, page_by_mistake
 from parity.diagnosis.selftest import SELFTEST_CASES, planted_in
 
 ROOT = Path(__file__).parent.parent
@@ -76,12 +77,28 @@ def test_a_reproduction_prints_what_its_page_shows(page, capsys):
     assert f"see       mha-parity bugs {page}" in printed
 
 
+def test_every_mistake_leads_to_its_page():
+    by_page = mistakes_by_page()
+    assert {name: page for page, names in by_page.items() for name in names}.items() <= page_by_mistake().items()
+
+
 def test_the_list_of_bugs_has_every_page_and_every_mistake():
     index = (BUGS / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[([\w-]+)\]\(([\w-]+)\.md\) \|.*\| (.+?) \|$", index, flags=re.MULTILINE)
     assert all(title == target for title, target, _ in rows)
     assert {title: set(re.findall(r"`([\w-]+)`", names)) for title, _, names in rows} == mistakes_by_page()
     assert len(rows) == len(PAGES)
+
+
+def test_every_page_is_reached_from_its_symptoms():
+    symptoms = (ROOT / "docs" / "symptoms.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?!-|what )(.+?) \| (.+?) \| (.+?) \|$", symptoms, flags=re.MULTILINE)
+    linked = [re.findall(r"\]\(\.\./parity/bugs/([\w-]+)\.md\)", pages) for _, pages, _ in rows]
+    assert len(rows) > 20
+    assert all(linked)
+    assert {page for pages in linked for page in pages} == {*PAGES}
+    commands = {name for *_, shown in rows for name in re.findall(r"`([a-z]+)\b", shown)} - {"q", "k", "v", *STAGES}
+    assert commands - {"generate", "parity"} <= {page.stem for page in (ROOT / "parity" / "cli").glob("*.py")}
 
 
 def test_the_numbers_of_planted_mistakes_are_those_of_the_cases():

@@ -7,6 +7,7 @@ makes each in the siblings, where it must be seen, and named.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -17,6 +18,7 @@ from parity.core.reference import Arithmetic, Layer
 from parity.core.weights import dtype_named
 from parity.diagnosis.mistakes import (
     alibi,
+    batches,
     caches,
     empty_rows,
     gates,
@@ -30,6 +32,7 @@ from parity.diagnosis.mistakes import (
     rope_kinds,
     scores,
     sinks,
+    softmax,
     temperature,
     weights,
 )
@@ -81,8 +84,14 @@ GROUPS = (
     relative_bias.relative_bias,
     sinks.sinks,
     scores.softmax_axis,
-    masks.after_softmax,
+    softmax.after_softmax,
+    softmax.mask_as_number,
+    softmax.other_functions,
+    softmax.dropout,
+    batches.batches,
     weights.no_out_proj,
+    weights.residual,
+    weights.out_columns,
     weights.missing_biases,
     caches.caches,
     empty_rows.empty_rows,
@@ -109,7 +118,8 @@ def mistakes_for(case: Case) -> list[Mistake]:
 def page_by_mistake() -> dict[str, str]:
     """The page of every mistake that is known, by its name."""
     in_any_order = (heads.permuted(name, np.arange(0)) for name in "qkv")
-    in_cases = (mistake for case in CASES.values() for mistake in mistakes_for(case))
+    cases = (*CASES.values(), replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)))  # one that is between
+    in_cases = (mistake for case in cases for mistake in mistakes_for(case))
     return {mistake.name: mistake.page for mistake in (*in_cases, *PRECISIONS.values(), *in_any_order)}
 
 

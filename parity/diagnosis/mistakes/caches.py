@@ -19,8 +19,13 @@ def caches(case: Case) -> Iterator[Mistake]:
     if case.is_cached:
         if case.spec.value_head_dim == case.spec.head_dim and case.spec.latent is None:
             yield _keys_as_values()
+        if case.spec.latent is None:
+            yield _values_missing()
         yield _keys_rolled()
+        if case.batch > 1:
+            yield _rows_rolled()
         yield _slot_late(case)
+        yield from _slots_before()
         yield _slot_stale()
         if case.new_lengths:
             yield _holds_padding(case)
@@ -43,6 +48,40 @@ def _keys_as_values() -> Mistake:
         ("cache.values",),
         {"appended": appended},
         breaking(append_to_cache=lambda _, append, cache, k, v, **options: append(cache, k, k, **options)),
+    )
+
+
+def _values_missing() -> Mistake:
+    def appended(_: Layer, original: Any, cache: str, values: Values, new: dict[str, np.ndarray], *rest: Any) -> Any:
+        return original(cache, values, {**new, "values": np.zeros_like(new["values"])}, *rest)
+
+    return Mistake(
+        "cache-values-missing",
+        "new values are not cached",
+        "append keys and values, both",
+        "cache-slots",
+        ("cache.values",),
+        {"appended": appended},
+        breaking(append_to_cache=lambda _, append, cache, k, v, **options: append(cache, k, v * 0.0, **options)),
+    )
+
+
+def _rows_rolled() -> Mistake:
+    def appended(_: Layer, original: Any, cache: str, values: Values, new: dict[str, np.ndarray], *rest: Any) -> Any:
+        return original(cache, values, {name: np.roll(x, 1, axis=0) for name, x in new.items()}, *rest)
+
+    def append(_: Plan, original: Any, cache: Any, *new: Any, **options: Any) -> Any:
+        last = new[0].shape[0] - 1
+        return original(cache, *(x[np.array([last, *range(last)])] for x in new), **options)
+
+    return Mistake(
+        "cache-rows-rolled",
+        "the new tokens of each sequence are cached in the row of the next one",
+        "let row b of the cache be sequence b, and reorder it with the sequences",
+        "cache-slots",
+        STAGES,
+        {"appended": appended},
+        _appending(append),
     )
 
 
@@ -102,6 +141,43 @@ def _slot_late(case: Case) -> Mistake:
         _into_slots(lambda _, before, added: (np.minimum(before + (before > 0), case.capacity - added), added)),
         _appending(append),
     )
+
+
+def _slots_before() -> Iterator[Mistake]:
+    """Too early, over tokens that were cached before."""
+
+    def appending(begin: Any) -> Callable[[Plan], None]:
+        def append(plan: Plan, original: Any, cache: Any, *new: Any, new_lengths: Any = None) -> Any:
+            added = new[0].shape[2] if new_lengths is None else new_lengths
+            earlier = cache.with_slots(cache.slots.values(), begin(plan, cache.lengths))
+            early = original(earlier, *new, new_lengths=new_lengths)
+            return early.with_slots(early.slots.values(), cache.lengths + added)
+
+        return _appending(append)
+
+    for name, about, begin, planted in (
+        (
+            "cache-slot-early",
+            "after the first call tokens are cached one slot too early, over the last one",
+            lambda before: np.maximum(before - 1, 0),
+            lambda plan, lengths: plan.xp.where(lengths > 0, lengths - 1, lengths),
+        ),
+        (
+            "cache-slot-first",
+            "every call caches its tokens from slot 0 on, over the first ones",
+            np.zeros_like,
+            lambda _, lengths: lengths * 0,
+        ),
+    ):
+        yield Mistake(
+            name,
+            about,
+            "write new token i into slot length + i",
+            "cache-slots",
+            STAGES,
+            _into_slots(lambda _, before, added, begin=begin: (begin(before), added)),
+            appending(planted),
+        )
 
 
 def _slot_stale() -> Mistake:

@@ -70,27 +70,6 @@ def _softmax_unmasked(_: Plan, masked_softmax: Any, scores: Any, mask: Any = Non
     return masked_softmax(scores, None, *sinks, **options)
 
 
-def after_softmax(case: Case) -> Iterator[Mistake]:
-    def attn_weights(_: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
-        found = original({**values, "mask": np.zeros_like(values["mask"])})["attn_weights"]
-        return {"attn_weights": np.where(values["mask"], np.zeros((), found.dtype), found)}
-
-    def softmax(plan: Plan, masked_softmax: Any, scores: Any, mask: Any = None, *sinks: Any) -> Any:
-        found = masked_softmax(scores, None, *sinks)
-        return found if mask is None else plan.xp.where(mask, 0.0, found)
-
-    if case.has_mask or case.is_cached:
-        yield Mistake(
-            "mask-after-softmax",
-            "the mask is applied after the softmax, so that rows do not sum to 1",
-            "hide keys before the softmax",
-            "mask-ignored",
-            ("attn_weights",),
-            {"attn_weights": attn_weights},
-            breaking(masked_softmax=softmax),
-        )
-
-
 # ---- The causal mask -------------------------------------------------------------------------------------------------
 
 
@@ -99,6 +78,11 @@ def causal(case: Case) -> Iterator[Mistake]:
     if is_causal:
         yield _off_by_one(case)
         yield _excludes_self(case)
+    is_square = case.seq_len == case.key_len and not case.is_cached and case.seq_len > 1
+    if is_square and (case.is_causal or case.window_size is not None):
+        yield _transposed(case)
+        if case.key_padding_lengths or case.random_mask:
+            yield _all_transposed()
     if case.is_cached:
         yield _top_left()
     if case.is_causal and case.key_len != case.seq_len:
@@ -145,6 +129,38 @@ def _excludes_self(case: Case) -> Mistake:
             window=lambda distance, size: (distance <= 0) | (distance >= size),
             causal=one_early,
         ),
+    )
+
+
+def _transposed(case: Case) -> Mistake:
+    return Mistake(
+        "causal-transposed",
+        "each token sees itself and those after it: the causal mask is transposed",
+        "hide every key whose position is greater than the query's, s > t: the upper triangle, without the diagonal",
+        "causal-alignment",
+        ("mask",),
+        {"is_later": instead(lambda t, s: s < t)},
+        _where_it_is_made(
+            case,
+            cached=lambda _, f, *inputs, **options: f(*inputs, **options),
+            window=lambda distance, size: (distance > 0) | (distance >= size),
+            causal=lambda _, f, t, s: f(t, s).T,
+        ),
+    )
+
+
+def _all_transposed() -> Mistake:
+    def create_attention_mask(_: Plan, original: Any, *inputs: Any, **options: Any) -> Any:
+        return original(*inputs, **options).swapaxes(-1, -2)
+
+    return Mistake(
+        "mask-transposed",
+        "the whole mask is transposed, (B, N, S, T) for (B, N, T, S)",
+        "let rows of a mask be queries, and columns keys",
+        "mask-polarity",
+        ("mask",),
+        {"hidden": lambda _, original, masked: original(masked.swapaxes(2, 3))},
+        breaking(create_attention_mask=create_attention_mask),
     )
 
 
@@ -236,6 +252,40 @@ def padding(case: Case) -> Iterator[Mistake]:
 
     yield _padding_shifted("one", "shows one padding key", 1, one_later)
     yield _padding_shifted("minus-one", "hides one real key", -1, one_earlier)
+    yield from _padding_of_others(case.key_padding_lengths, case.key_len)
+    if case.key_len == case.seq_len:
+        yield Mistake(
+            "padding-of-queries",
+            "the queries of padding are hidden from, and not its keys",
+            "hide the keys of padding from every query: (B, 1, 1, S)",
+            "padding",
+            ("mask",),
+            {"is_padding": lambda _, original, s, lengths: original(s, lengths).swapaxes(2, 3)},
+            _joining(padding=lambda _, f, lengths, s: f(lengths, s)[:, :, 0, :, None]),
+        )
+
+
+def _padding_of_others(lengths: tuple[int, ...], key_len: int) -> Iterator[Mistake]:
+    """Every sequence with the length of another."""
+    count = len(lengths)
+    told = {lengths, (key_len,) * count}  # the second of them is padding-ignored
+    for name, words, wrong, changed in (
+        ("the-longest", "the longest one", (max(lengths),) * count, lambda x: np.full_like(x, x.max())),
+        ("the-shortest", "the shortest one", (min(lengths),) * count, lambda x: np.full_like(x, x.min())),
+        ("the-other", "the one before it", (*lengths[-1:], *lengths[:-1]), lambda x: np.roll(x, 1, axis=0)),
+        ("the-first", "the first one", lengths[:1] * count, lambda x: np.repeat(x[:1], len(x), axis=0)),
+    ):
+        if wrong not in told:
+            told.add(wrong)
+            yield Mistake(
+                f"padding-of-{name}",
+                f"each sequence has the padding of {words}",
+                "hide the keys from each sequence's own length on, row b of the mask for sequence b",
+                "padding",
+                ("mask",),
+                {"is_padding": lambda _, original, s, x, changed=changed: original(s, changed(x))},
+                _joining(padding=lambda _, f, x, s, wrong=wrong: f(wrong, s)),
+            )
 
 
 def _padding_shifted(by: str, words: str, step: int, planted: Override) -> Mistake:

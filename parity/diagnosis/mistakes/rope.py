@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import cycle
 from typing import Any, cast
 
 import numpy as np
 
-from mha_spec import Rope
+from mha_spec import DynamicScaling, Rope, YarnScaling
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking
@@ -34,8 +34,17 @@ def turned_otherwise(case: Case) -> Iterator[Mistake]:
             yield _reversed(of, whose, suffix)
         yield _shifted(of, whose, f"one{suffix}", 1)
         yield _shifted(of, whose, f"minus-one{suffix}", -1)
+        yield _twice(of, whose, suffix)
         if case.is_cached and not case.has_positions:
             yield from _cached_positions(of, whose, suffix)
+            if any(len({*case.lengths_before(call)}) > 1 for call in range(len(case.chunks))):
+                yield _of_longest(of, whose, suffix)
+    if case.positions().max() > 256:
+        yield _rounded_positions()
+    if case.spec.latent is None and case.spec.value_head_dim == case.spec.head_dim:
+        norm = case.spec.v_norm
+        if norm is None or not norm.after_rope:
+            yield _of_values()
 
 
 def _turning(of: str, turned: Override) -> dict[str, Override]:
@@ -185,6 +194,85 @@ def _shifted(of: str, whose: str, by: str, step: int) -> Mistake:
     )
 
 
+def _twice(of: str, whose: str, suffix: str) -> Mistake:
+    def planted(_: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
+        return rotate(rotate(x, positions, rope), positions, rope)
+
+    return Mistake(
+        f"rope-twice{suffix}",
+        f"{whose} RoPE is applied twice",
+        "rotate queries and keys once: keys from a cache have been rotated",
+        "rope-positions",
+        STAGES,
+        _turning(of, lambda layer, x, positions: layer.rotate(layer.rotate(x, positions), positions)),
+        _turning_in_sibling(
+            of, lambda _, rotate, x, positions, rope: rotate(rotate(x, positions, rope), positions, rope)
+        ),
+    )
+
+
+def _of_values() -> Mistake:
+    def turned(layer: Layer, original: Any, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return layer.rotate(x, positions) if name == "v" else original(name, x, positions)
+
+    def project_qkv(plan: Plan, original: Any, *inputs: Any) -> tuple[Any, Any, Any]:
+        q, k, v = original(*inputs)
+        spec, positions = inputs[4], inputs[5] if len(inputs) > 5 else None
+        positions = plan.xp.arange(v.shape[2])[None] if positions is None else positions
+        return q, k, plan.sibling.apply_rope(v, positions, spec.rope)
+
+    return Mistake(
+        "rope-on-values",
+        "values are rotated, too",
+        "rotate queries and keys only",
+        "rope-positions",
+        ("v",),
+        {"turned": turned},
+        breaking(project_qkv=project_qkv),
+    )
+
+
+def _rounded_positions() -> Mistake:
+    """Whole numbers above 256 have more bits than a bfloat16 has."""
+
+    def rounded(layer: Layer, original: Any, x: np.ndarray, positions: np.ndarray, *direction: int) -> np.ndarray:
+        step = np.maximum(np.exp2(np.floor(np.log2(np.maximum(positions, 1))) - 7), 1)
+        return original(x, (np.round(positions / step) * step).astype(positions.dtype), *direction)
+
+    def planted(plan: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
+        collapsed = plan.xp.asarray(plan.xp.asarray(positions, dtype=plan.xp.bfloat16), dtype=plan.xp.int32)
+        return rotate(x, collapsed, rope)
+
+    return Mistake(
+        "rope-positions-bfloat16",
+        "RoPE positions are numbers of bfloat16, in which those above 256 collapse",
+        "keep positions as integers, and make the angles of them in float32",
+        "rope-positions",
+        STAGES,
+        {"rotate": rounded},
+        breaking(apply_rope=planted),
+    )
+
+
+def _of_longest(of: str, whose: str, suffix: str) -> Mistake:
+    def turned(layer: Layer, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        first = positions[:, :1]
+        return layer.rotate(x, positions - first + first.max())
+
+    def planted(plan: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
+        return rotate(x, positions + (plan.xp.max(positions[:, 0]) - positions[:, :1]), rope)
+
+    return Mistake(
+        f"cache-position-of-longest{suffix}",
+        f"{whose} RoPE positions of all sequences go on from the longest one",
+        "a new token's position is the number of tokens cached before it, in its own sequence",
+        "cache-positions",
+        STAGES,
+        _turning(of, turned),
+        _turning_in_sibling(of, planted),
+    )
+
+
 def _cached_positions(of: str, whose: str, suffix: str) -> Iterator[Mistake]:
     def one_late(plan: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
         return rotate(x, plan.xp.where(positions[:, :1] > 0, positions + 1, positions), rope)
@@ -212,9 +300,17 @@ def _cached_positions(of: str, whose: str, suffix: str) -> Iterator[Mistake]:
 # ---- Theta -----------------------------------------------------------------------------------------------------------
 
 
-def other_theta(case: Case) -> Iterable[Mistake]:
+def other_theta(case: Case) -> Iterator[Mistake]:
+    """Another base, or other exponents, which are another base, too: both are said where that one is in use."""
     rope = case.spec.rope
-    return () if rope is None else (_other_theta(theta, rope.theta) for theta in THETAS if theta != rope.theta)
+    if rope is None:
+        return
+    said = {rope.theta}
+    if not isinstance(rope.scaling, (YarnScaling, DynamicScaling)):  # which look at theta for more than its powers
+        for word, exponents, power in (("halved", "i / R", 0.5), ("doubled", "4 i / R", 2.0)):
+            yield _other_exponents(word, exponents, power, rope.theta)
+            said.add(rope.theta**power)
+    yield from (_other_theta(theta, rope.theta) for theta in THETAS if theta not in said)
 
 
 def _other_theta(theta: float, right: float) -> Mistake:
@@ -227,3 +323,21 @@ def _other_theta(theta: float, right: float) -> Mistake:
         {"rope": lambda layer, original: replace(original(), theta=theta)},
         breaking(apply_rope=lambda plan, rotate, x, positions, rope: rotate(x, positions, replace(rope, theta=theta))),
     )
+
+
+def _other_exponents(word: str, exponents: str, power: float, right: float) -> Mistake:
+    theta = right**power
+    return Mistake(
+        f"rope-exponents-{word}",
+        f"RoPE's frequencies are theta ** (-{exponents}) and not theta ** (-2 i / R), or theta is {theta:g} "
+        f"and not {right:g}",
+        f"let pair i of R features have the exponent 2 i / R, of theta = {right:g}",
+        "rope-theta",
+        STAGES,
+        {"rope": lambda layer, original: replace(original(), theta=theta)},
+        breaking(apply_rope=lambda _, rotate, x, positions, rope: rotate(x, positions, _with_power(rope, power))),
+    )
+
+
+def _with_power(rope: Rope, power: float) -> Rope:
+    return replace(rope, theta=rope.theta**power)

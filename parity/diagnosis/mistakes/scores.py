@@ -20,21 +20,27 @@ def scale(case: Case) -> Iterator[Mistake]:
     """Scores are divided by sqrt(H), or by 1 / scale where a layer has a scale of its own: not by anything else."""
     spec = case.spec
     root = float(np.sqrt(spec.head_dim))
-    right, meant, squared = root, "1 / sqrt(H)", "1 / H"
+    right, meant, squared, inverse = root, "1 / sqrt(H)", "1 / H", "sqrt(H)"
     fix = f"divide the scores by sqrt(head_dim) = {root:g}"
     if spec.scale is not None:
         right, meant, squared = 1.0 / spec.scale, f"{spec.scale:g}", f"the square of {spec.scale:g}"
+        inverse = f"1 / {spec.scale:g}"
         fix = f"multiply the scores by {spec.scale:g}"
-    told = {right}
+    told: dict[float, tuple[str, str]] = {}
     for name, words, divisor in (
         ("missing", "is missing", 1.0),
         ("ignored", "is 1 / sqrt(H)", root),
         ("squared", f"is {squared}", right**2 if spec.scale else float(spec.head_dim)),
         ("by-d-model", "is 1 / sqrt(d_model)", float(np.sqrt(spec.d_model))),
         ("by-value-head-dim", "is 1 / sqrt(value_head_dim)", float(np.sqrt(spec.value_head_dim))),
+        ("by-num-heads", "is 1 / sqrt(N)", float(np.sqrt(spec.num_heads))),
+        ("fourth-root", "is the fourth root of 1 / H", float(spec.head_dim**0.25)),
+        ("inverted", f"is {inverse}", 1.0 / right),
     ):
-        if divisor not in told:
-            told.add(divisor)
+        first, said = told.get(divisor, (name, ""))
+        told[divisor] = first, f"{said}, or {words}" if said else words
+    for divisor, (name, words) in told.items():
+        if divisor != right:
             about = f"the scale of the scores {words}, and not {meant}"
             yield other_scale(f"scale-{name}", about, f"{fix}, once", "scale", divisor, right / divisor)
     if right != 1.0:

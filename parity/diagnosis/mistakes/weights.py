@@ -238,6 +238,50 @@ def missing_biases(case: Case) -> Iterator[Mistake]:
         yield _missing_bias("out_proj", "out_proj", out, STAGES["out_proj"])
     if held and has_out_bias:
         yield _missing_bias("all", "every projection", held + out, STAGES[held[0]])
+    if has_out_bias and spec.num_heads > 1:
+        yield _out_bias_per_head(spec.num_heads)
+    widths = {"q": spec.q_width, "k": spec.k_width, "v": spec.v_width}
+    for one, other in (("k", "q"), ("v", "k")):
+        if {f"{one}_proj", f"{other}_proj"} <= {*held} and widths[one] == widths[other]:
+            yield _bias_of_another(one, other)
+
+
+def _out_bias_per_head(num_heads: int) -> Mistake:
+    def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
+        return original(name) * original(name).dtype.type(num_heads) if name == "out_proj.bias" else original(name)
+
+    def plant(plan: Plan) -> None:
+        plan.weights["out_proj.bias"] = np.sum([plan.weights["out_proj.bias"]] * num_heads, axis=0)
+
+    return Mistake(
+        "out_proj-bias-per-head",
+        f"the bias of out_proj is added once for each of {num_heads} heads",
+        "add the bias of out_proj once, after what heads (or ranks) give has been summed",
+        "missing-bias",
+        STAGES["out_proj"],
+        {"parameter": parameter},
+        plant,
+    )
+
+
+def _bias_of_another(one: str, other: str) -> Mistake:
+    wrong = f"{one}_proj.bias"
+
+    def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
+        return original(f"{other}_proj.bias" if name == wrong else name)
+
+    def plant(plan: Plan) -> None:
+        plan.weights[wrong] = plan.weights[f"{other}_proj.bias"]
+
+    return Mistake(
+        f"{one}-bias-from-{other}",
+        f"the bias of {one}_proj is that of {other}_proj",
+        f"load the bias of {one}_proj under its own name",
+        "missing-bias",
+        STAGES[f"{one}_proj"],
+        {"parameter": parameter},
+        plant,
+    )
 
 
 def _missing_bias(name: str, whose: str, projections: Sequence[str], stages: tuple[str, ...]) -> Mistake:
@@ -333,3 +377,59 @@ def no_out_proj(case: Case) -> Iterator[Mistake]:
             {"output": output},
             breaking(project_with=project_with),
         )
+
+
+def out_columns(case: Case) -> Iterator[Mistake]:
+    """The columns of out_proj in another order of heads than the context has."""
+    spec = case.spec
+    num_heads, size = spec.num_heads, spec.value_head_dim
+    if not spec.out_proj or num_heads == 1 or size == 1 or num_heads == size:  # then it is heads-combined-innermost
+        return
+
+    def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
+        found = original(name)
+        if name != "out_proj.weight":
+            return found
+        return found.reshape(-1, num_heads, size).swapaxes(1, 2).reshape(found.shape)
+
+    def plant(plan: Plan) -> None:
+        columns = np.arange(num_heads * size)
+        plan.weights["out_proj.weight"] = plan.weights["out_proj.weight"][:, np.argsort(columns % size, kind="stable")]
+
+    yield Mistake(
+        "out_proj-heads-innermost",
+        "the columns of out_proj are in the order (H, N) and not (N, H)",
+        "reshape the columns of out_proj.weight to (N, H), heads outermost, as they are combined",
+        "head-order",
+        STAGES["out_proj"],
+        {"parameter": parameter},
+        plant,
+    )
+
+
+def residual(case: Case) -> Iterator[Mistake]:
+    """What a block adds to the output of its attention, added by the attention."""
+    spec = case.spec
+    if not spec.out_proj or spec.d_in != spec.d_model or case.is_cached or case.not_finite:
+        return
+
+    def output(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+        a = layer.arithmetic
+        return {"output": a.keep(a.widen(original(values)["output"]) + a.widen(layer.problem.inputs["query"]))}
+
+    def project_with(plan: Plan, original: Any, *held: Any) -> Any:
+        def project(which: str, x: Any) -> Any:
+            found = original(*held)(which, x)
+            return found + plan.backend.from_numpy(plan.problem.inputs["query"]) if which == "out_proj" else found
+
+        return project
+
+    yield Mistake(
+        "residual-added",
+        "the input is added to the output",
+        "compare attention without the residual connection of its block, or give it without",
+        "residual",
+        STAGES["out_proj"],
+        {"output": output},
+        breaking(project_with=project_with),
+    )

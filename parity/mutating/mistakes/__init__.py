@@ -13,9 +13,6 @@ from parity.mutating.view import View
 MISTAKES = (*MASKS, *PROJECTED, *INPUTS, *EXTRAS, *OURS)
 """In the order in which they are planted; of those of one name the first that a callable allows is."""
 
-OWN_PAGES = {"batch-as-tokens": "softmax-axis"}
-"""Pages of mistakes that the diagnosis has no name for."""
-
 
 def names() -> list[str]:
     """Every name once."""
@@ -38,4 +35,4 @@ def page_of(name: str) -> str:
     """The page of a mistake, for `mha-parity bugs`."""
     from parity.diagnosis.mistakes import page_by_mistake
 
-    return OWN_PAGES.get(name) or page_by_mistake()[name]
+    return page_by_mistake()[name]

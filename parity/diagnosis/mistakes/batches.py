@@ -1,0 +1,101 @@
+"""Mistakes in what the axes of a batch are: attention that goes from one sequence to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from parity.core.cases import Case
+from parity.core.reference import Layer
+from parity.core.stages import Values
+from parity.diagnosis.mistakes.record import Mistake, Plan, breaking
+
+FIX = "let every query attend to the keys of its own sequence: heads are (B, N, T, H), batch first"
+
+
+def batches(case: Case) -> Iterator[Mistake]:
+    """The context of the wrong tokens; the weights, where they have the shape that they should have, are right."""
+    spec = case.spec
+    is_by_place = spec.alibi or spec.relative_bias or spec.window_size or spec.chunk_size or case.window_size
+    if case.is_cached or case.not_finite or case.bias or case.random_mask or is_by_place:
+        return
+    is_square = case.key_len == case.seq_len
+    if is_square and case.key_padding_lengths is None and spec.rope is None and case.seq_len > 1:
+        yield _exchanged(case)
+    if case.batch > 1 and (is_square or not case.is_causal):
+        yield _flattened(case)
+
+
+def _mistake(name: str, about: str, context: Any, attend: Any) -> Mistake:
+    stages = ("module.output",)  # what the sibling's stages are given fits no other shape
+    return Mistake(name, about, FIX, "batch-axis", stages, {"context": context}, breaking(attend=attend))
+
+
+def _attending(entered: Callable[[np.ndarray], np.ndarray], left: Callable[..., np.ndarray], mask: Any) -> Any:
+    """The reference that attends in other axes: `entered` puts heads into them, `left` puts the context back."""
+
+    def context(layer: Layer, _: Any, values: Values) -> dict[str, np.ndarray]:
+        found = {name: entered(values[name]) for name in "qkv"}
+        found |= layer.scores(found)
+        found["mask"] = np.zeros(found["scores"].shape, bool) | mask(layer, values["mask"])
+        found |= layer.attn_weights(found)
+        return {"context": left(layer.weighed(found)["context"], values["q"].shape)}
+
+    return context
+
+
+def _exchanged(case: Case) -> Mistake:
+    def mask(layer: Layer, _: np.ndarray) -> np.ndarray:
+        b = np.arange(case.batch)
+        return layer.is_later(b[:, None], b) if case.is_causal else np.zeros(1, bool)
+
+    def attend(plan: Plan, original: Any, q: Any, k: Any, v: Any, masking: Any, *rest: Any, **options: Any) -> Any:
+        _, attn_weights = original(q, k, v, masking, *rest, **options)
+        causal = plan.sibling.create_causal_mask(case.batch, case.batch) if case.is_causal else None
+        context, _ = original(*(x.swapaxes(0, 2) for x in (q, k, v)), replace(masking, mask=causal), *rest, **options)
+        return context.swapaxes(0, 2), attn_weights
+
+    return _mistake(
+        "batch-as-tokens",
+        "batch and tokens are exchanged: each token attends to those at its place in the other sequences",
+        _attending(lambda x: x.swapaxes(0, 2), lambda x, _: x.swapaxes(0, 2), mask),
+        attend,
+    )
+
+
+def _flattened(case: Case) -> Mistake:
+    count, lengths = case.batch * case.key_len, case.key_padding_lengths
+
+    def in_a_row(x: np.ndarray) -> np.ndarray:
+        return x.transpose(1, 0, 2, 3).reshape(1, x.shape[1], -1, x.shape[3])
+
+    def in_sequences(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        return x.reshape(shape[1], shape[0], shape[2], -1).transpose(1, 0, 2, 3)
+
+    def mask(layer: Layer, _: np.ndarray) -> np.ndarray:
+        places, hidden = np.arange(count), np.zeros((1, count), bool)
+        if lengths is not None:
+            hidden = layer.is_padding(places % case.key_len, np.repeat(lengths, case.key_len))[None]
+        return hidden | layer.is_later(places[:, None], places) if case.is_causal else hidden
+
+    def attend(plan: Plan, original: Any, q: Any, k: Any, v: Any, masking: Any, *rest: Any, **options: Any) -> Any:
+        _, attn_weights = original(q, k, v, masking, *rest, **options)
+        sequences = [[x[b : b + 1] for b in range(case.batch)] for x in (q, k, v)]
+        hidden = plan.sibling.create_attention_mask(case.seq_len * case.batch, count, is_causal=case.is_causal)
+        if lengths is not None:
+            padding = plan.sibling.create_padding_mask(lengths, case.key_len)
+            hidden = hidden | padding.reshape(1, 1, 1, count)
+        whole = (plan.xp.concatenate(each, 2) for each in sequences)
+        context, _ = original(*whole, replace(masking, mask=hidden), *rest, **options)
+        parts = [context[:, :, b * case.seq_len : (b + 1) * case.seq_len] for b in range(case.batch)]
+        return plan.xp.concatenate(parts, 0), attn_weights
+
+    return _mistake(
+        "sequences-flattened",
+        "the sequences of a batch are one: tokens attend to those of other sequences",
+        _attending(in_a_row, in_sequences, mask),
+        attend,
+    )
