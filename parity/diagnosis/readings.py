@@ -335,14 +335,14 @@ class _Reader:
         lengths: dict[str, Any] = {}
         if step is not None:
             added = case.added(step)
-            is_cache = "cache" in self.stage.quantity
-            lengths = {"S": np.add(case.lengths_before(step), added) if is_cache else added, "T": added}
-            if self.stage.quantity in ("scores", "attn_weights"):
+            is_of_slots = "cache" in self.stage.quantity or self.stage.quantity == "scores"
+            lengths = {"S": np.add(case.lengths_before(step), added) if is_of_slots else added, "T": added}
+            if self.stage.quantity in ("mask", "attn_weights"):
                 del lengths["S"]
         elif case.key_padding_lengths is not None:
             lengths = {"S": case.key_padding_lengths}
             lengths |= {"T": case.key_padding_lengths} if case.seq_len_k is None else {}
-            if self.stage.quantity in ("scores", "attn_weights"):
+            if self.stage.quantity in ("mask", "scores", "attn_weights"):
                 del lengths["S"]
         free = np.zeros(self.expected.shape, bool)
         for letter, of_sequences in lengths.items():

@@ -197,8 +197,11 @@ def _explain(
 
     def explains(added: Mistakes) -> bool:
         mistakes = (*found, *added)
-        # The budget of each wrong layer takes long; that of the right one is near it.
-        if clock.is_over(words) or replay.verdict(stage, mistakes, quick=True).ratio > 100.0:
+        if clock.is_over(words):
+            return False
+        # The budget of each wrong layer takes long; that of the right one is near it, but where precision is lost.
+        is_loss = any(mistake.is_loss for mistake in added)
+        if not is_loss and replay.verdict(stage, mistakes, quick=True).ratio > 100.0:
             return False
         return replay.verdict(stage, mistakes).ratio <= 1.0 and not replay.wrong(right, mistakes)
 

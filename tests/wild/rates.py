@@ -128,7 +128,9 @@ def is_placed(verdict: Verdict) -> bool:
     """Whether it names a mistake, or says where the first stage that differs does, or by what law."""
     unknowns = verdict["said"].get("unknowns", [])
     findings = unknowns[0]["findings"] if unknowns else None
-    is_somewhere = findings is not None and findings["place"]["words"] != "everywhere"
+    is_somewhere = findings is not None and (
+        findings["place"]["words"] != "everywhere" or any("are NaN: only" in sign for sign in findings["signs"])
+    )
     return bool(verdict["names"]) or is_somewhere or bool(findings and findings["found"])
 
 
