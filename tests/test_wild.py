@@ -66,6 +66,24 @@ def test_every_mistake_is_where_its_record_says(style):
     assert not differ
 
 
+@pytest.mark.parametrize("style", STYLES)
+def test_right_ports_raise_no_alarm(style):
+    """Of the half `apart` the number alone is told."""
+    asked = [job for job in jobs(["known", "apart"], [style]) if job.id in RIGHTS]
+    verdicts = [judge(job) for job in asked if RIGHTS[job.id].how.mode != "compile"]
+    alarms = [verdict for verdict in verdicts if not is_clean(verdict)]
+    assert [verdict["id"] for verdict in alarms if verdict["half"] == "known"] == []
+    assert len(alarms) == 0
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_mistakes_are_caught_by_their_stages(style):
+    verdicts = [judge(job) for job in jobs(["known", "apart"], [style]) if job.id in MISTAKES and not job.output_only]
+    missed = [verdict for verdict in verdicts if not is_caught(verdict)]
+    assert [verdict["id"] for verdict in missed if verdict["half"] == "known"] == []
+    assert len(missed) == 0
+
+
 def test_an_edit_that_changes_nothing_is_no_mistake():
     same = ("att = att * (1.0 / math.sqrt(hs))", "att = att / math.sqrt(hs)")
     mistake = replace(MISTAKES["nanogpt-no-scale"], edit=same)
