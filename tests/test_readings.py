@@ -45,6 +45,7 @@ RECORDED = {
     "(T, B, E)": lambda v: {"output": v["output"].swapaxes(0, 1)},
     "after the repeat": lambda v: {name: v[name].repeat(2, axis=1) for name in "kv"},
     "True shows": lambda v: {"mask": ~v["mask"]},
+    "1.0 shows": lambda v: {"mask": (~v["mask"]).astype(np.float32)},
     "additive": lambda v: {"mask": np.where(v["mask"], np.float32(-1e9), np.float32(0.0))},
     "additive -inf": lambda v: {"mask": np.where(v["mask"], -np.inf, 0.0).astype(np.float32)},
     "mask (B, T, S)": lambda v: {"mask": v["mask"][:, 0]},

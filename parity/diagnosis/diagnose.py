@@ -48,6 +48,9 @@ ALMOST = 3.0
 SECONDS = 5.0
 """How long the search for mistakes may take."""
 
+MOST_VIEWS = 3
+"""Ways to take what was observed that are searched for mistakes."""
+
 
 def diagnose(
     observed: Mapping[str, np.ndarray], problem: Problem, *, arithmetic: str = "ieee", seconds: float = SECONDS
@@ -85,7 +88,6 @@ def _other_dtypes(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[st
 
 def _diagnosed(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, seconds: float) -> Diagnosis:
     """Where they agree in one way of several, nothing is wrong; else what a search finds."""
-    clock = Clock(seconds)
     views: list[_View] = []
     right = None
     for choice in choices_for(problem.dtype, stages):
@@ -99,24 +101,27 @@ def _diagnosed(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: s
     if right is None and lacking is not None:  # what is there agrees, and a stage cannot be taken at all
         return lacking.diagnosis("unknown")
     plain = views[0]
-    found = {id(plain): _searched(plain.replay, clock)}
-    if right is not None and found[id(plain)].unknowns:
+    others = sorted((view for view in views if len(view.wrong) < len(plain.wrong)), key=lambda view: len(view.wrong))
+    searched = [plain, *([] if right is not None else others[: MOST_VIEWS - 1])]
+    untried, found = "", []
+    for view in searched:
+        if not found or found[0].unknowns or found[0].count > 1:
+            clock = Clock(seconds / len(searched))
+            found.append(_searched(view.replay, clock, seconds / len(searched)))
+            untried = untried or clock.untried
+    if right is not None and found[0].unknowns:
         return right.diagnosis("convention")
-    for view in views[1:]:
-        first = found[id(plain)]
-        if (first.unknowns or first.count > 1) and len(view.wrong) < len(plain.wrong):
-            found[id(view)] = _searched(view.replay, clock)
-    view = min((view for view in views if id(view) in found), key=lambda view: found[id(view)].cost)
-    return _told(view, found[id(view)], clock)
+    best = min(range(len(found)), key=lambda index: found[index].cost)
+    return _told(searched[best], found[best], untried)
 
 
-def _searched(replay: Replay, clock: Clock) -> Found:
+def _searched(replay: Replay, clock: Clock, seconds: float) -> Found:
     """What a search finds; where a stage has NaN of its own, that of rows without a key is a mistake beside others."""
     found = search(replay, clock)
     begin = tuple(mistake for mistake in replay.known if mistake.name == "empty-row-nan")
     if not found.unknowns or not begin or not any(_has_nan_of_its_own(replay, stage) for stage in replay.stages):
         return found
-    return min(found, search(replay, Clock(SECONDS / 2), begin), key=lambda found: found.cost)
+    return min(found, search(replay, Clock(seconds / 2), begin), key=lambda found: found.cost)
 
 
 def _has_nan_of_its_own(replay: Replay, stage: str) -> bool:
@@ -126,7 +131,7 @@ def _has_nan_of_its_own(replay: Replay, stage: str) -> bool:
     return bool((np.isnan(actual) & ~np.isnan(expected)).any())
 
 
-def _told(view: _View, found: Found, clock: Clock) -> Diagnosis:
+def _told(view: _View, found: Found, untried: str) -> Diagnosis:
     """What a search says."""
     explanations, unknowns = found.explanations, found.unknowns
     losses = {mistake.name for mistake in view.replay.known if mistake.is_loss}
@@ -149,7 +154,7 @@ def _told(view: _View, found: Found, clock: Clock) -> Diagnosis:
         "unknown" if unknowns else explained,
         explanations=explanations,
         unknowns=unknowns,
-        untried=clock.untried if unknowns else "",
+        untried=untried if unknowns else "",
         agrees=view.agrees_in_the_end,
     )
 

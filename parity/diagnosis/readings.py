@@ -173,7 +173,7 @@ class _Reader:
             if x.dtype == np.bool_:
                 return x
             wide = x.astype(np.float64)
-            if np.isin(wide, (0.0, 1.0)).all() and not is_floating(x.dtype):
+            if np.isin(wide, (0.0, 1.0)).all():
                 return wide > 0.0
             if not np.isnan(wide).any() and ((wide == 0.0) | (wide <= PENALTY)).all():
                 return wide < 0.0

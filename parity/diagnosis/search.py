@@ -30,19 +30,19 @@ SMALL = 0.25  # the share of a stage up to which its error may be lost precision
 
 
 class Clock:
-    """How long a search may take.
+    """How long a search may take: seconds of the processor, so that other work beside it changes no verdict.
 
     Attributes:
         untried: what there was no time for, in words; nothing if there was time for all.
     """
 
     def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
+        self._end = time.thread_time() + seconds
         self.untried = ""
 
     def is_over(self, what: str) -> bool:
         """Whether no time is left for something, which is kept in mind."""
-        if time.monotonic() < self._end:
+        if time.thread_time() < self._end:
             return False
         self.untried = self.untried or what
         return True
