@@ -10,11 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from wild.accepted import ACCEPTED
 from wild.audit import is_right, measured
 from wild.how import How
-from wild.rates import Job, first_said, is_caught, is_clean, jobs, judge
+from wild.rates import Job, first_said, is_caught, is_clean, jobs, judge, judged_names
 from wild.records import STYLES, Right, half, port_of
 from wild.sets import CASES, MISTAKES, RIGHTS
+
+from parity.diagnosis.mistakes import mistakes_for, page_by_mistake
 
 ROOT = Path(__file__).parents[1]
 
@@ -113,6 +116,39 @@ def test_a_verdict_says_what_was_caught():
     assert not is_caught(clean)
     assert first_said("output", ["attn_weights"]) == "attn_weights"
     assert first_said("step1.q", ["step0.output"]) == "step0.output"
+
+
+def test_every_mistake_has_its_accepted_names():
+    assert list(ACCEPTED) == list(MISTAKES)
+    assert set().union(*ACCEPTED.values()) <= page_by_mistake().keys()
+
+
+def named(which, *explanations):
+    """What is judged of a verdict: names, and what they cannot be told from."""
+    said = {"explanations": [{"hypotheses": names, "others": others} for names, others in explanations]}
+    return judged_names({"id": which, "names": [name for names, _ in explanations for name in names], "said": said})
+
+
+def test_names_of_a_verdict_are_judged():
+    abouts = {each.name: each.about for each in mistakes_for(MISTAKES["nanogpt-no-scale"].problem.case)}
+    scale, squared = abouts["scale-missing"], abouts["scale-squared"]
+    assert named("nanogpt-no-scale") == "none given"
+    assert named("nanogpt-no-scale", (["scale-missing"], [])) == "right"
+    assert named("nanogpt-no-scale", (["scale-squared"], [])) == "wrong"
+    assert named("nanogpt-no-scale", (["scale-squared"], [squared])) == "wrong"
+    assert named("nanogpt-no-scale", (["scale-squared"], [scale])) == "one of several"
+    assert named("nanogpt-no-scale", (["scale-squared"], [scale]), (["mask-ignored"], [])) == "wrong"
+    assert named("nanogpt-head-3-louder", (["scale-missing"], [scale])) == "wrong"
+    assert named("a mistake of tomorrow", (["scale-missing"], [])) == "to be judged"
+
+
+def test_two_names_of_a_verdict_are_judged_together():
+    which = "nanogpt-strict-causal"
+    abouts = {each.name: each.about for each in mistakes_for(MISTAKES[which].problem.case)}
+    strict, empty, scale = (abouts[name] for name in ("causal-excludes-self", "empty-row-nan", "scale-missing"))
+    assert named(which, (["empty-row-nan"], []), (["causal-excludes-self"], [])) == "right"
+    assert named(which, (["scale-missing"], [f"{empty} and {strict}"])) == "one of several"
+    assert named(which, (["scale-missing"], [f"{empty} and {scale}"])) == "wrong"
 
 
 def test_jobs_are_of_a_half_and_a_style():

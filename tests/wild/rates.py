@@ -6,11 +6,14 @@ import signal
 import time
 import types
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import parity
+from parity.core.cases import Case
 from parity.core.stages import stage_named
+from parity.diagnosis.mistakes import PRECISIONS, mistakes_for
 from wild.accepted import ACCEPTED
 from wild.audit import ORDER, is_right
 from wild.records import Mistake, Right, half
@@ -80,7 +83,7 @@ def judge(job: Job) -> Verdict:
     verdict |= {"verdict": said.kind, "seconds": time.process_time() - began, "text": str(said), "said": said.to_dict()}
     explanations = verdict["said"]["explanations"]
     verdict["names"] = [name for each in explanations for name in each["hypotheses"]]
-    verdict["others"] = [each.get("others") for each in explanations]
+    verdict["others"] = [each["others"] for each in explanations]
     verdict["first"] = first_said(said.stage, said.malformed)
     return verdict
 
@@ -134,10 +137,30 @@ def is_placed(verdict: Verdict) -> bool:
     return bool(verdict["names"]) or is_somewhere or bool(findings and findings["found"])
 
 
+JUDGEMENTS = ("right", "one of several", "wrong", "none given", "to be judged")
+
+
 def judged_names(verdict: Verdict) -> str:
-    """Whether the names given for a mistake are right: `none given`, `to be judged`, `right` or `wrong`."""
+    """Whether the names given for a mistake are right: one of `JUDGEMENTS`.
+
+    `one of several`: wherever they are not, the diagnosis says that it cannot tell them from what is right. An order of
+    heads has no words before it is observed, and is not looked for there.
+    """
     if not verdict["names"]:
         return "none given"
     if verdict["id"] not in ACCEPTED:
         return "to be judged"
-    return "right" if set(verdict["names"]) <= ACCEPTED[verdict["id"]] else "wrong"
+    accepted = ACCEPTED[verdict["id"]]
+    if accepted.issuperset(verdict["names"]):
+        return "right"
+    words = _words_for(accepted, MISTAKES[verdict["id"]].problem.case)
+    explanations = verdict["said"]["explanations"]
+    is_said = all(accepted.issuperset(each["hypotheses"]) or words & {*each["others"]} for each in explanations)
+    return "one of several" if is_said else "wrong"
+
+
+def _words_for(names: Collection[str], case: Case) -> set[str]:
+    """What the diagnosis calls mistakes, one or two at once, that it cannot tell from those that it names."""
+    known = (*mistakes_for(case), *PRECISIONS.values())
+    abouts = {mistake.about for mistake in known if mistake.name in names}
+    return {*abouts, *(" and ".join(pair) for pair in permutations(abouts, 2))}
