@@ -237,7 +237,7 @@ def _why_not(values: Mapping[str, Any]) -> str:
     name = values.get("model_type")
     if isinstance(name, str) and name in NOT_COVERED:
         return f"model_type {name!r} is not covered: {NOT_COVERED[name]}"
-    if name in WITHOUT_ATTENTION:
+    if isinstance(name, str) and name in WITHOUT_ATTENTION:
         return f"model_type {name!r} has no attention of its own"
     if parts := sections_of(values):
         return f"model_type {name!r} has several parts of its own: {', '.join(parts)}"

@@ -197,7 +197,9 @@ def _tables(dtype: str) -> Mistake:
         second = places[count // 2 :] if is_half else places[1::2]
         rest = [place for place in range(size) if place not in places]
         ones = plan.backend.from_numpy(np.isin(np.arange(size), first).astype(np.float32))
-        turned = _lower(plan, rotate(plan.xp.zeros_like(x) + ones, positions, rope), dtype)
+        turned = _lower(
+            plan, rotate(plan.xp.zeros_like(x) + ones.reshape((1,) * (x.ndim - 1) + (-1,)), positions, rope), dtype
+        )
         cos, sin = turned[..., first], turned[..., second]
         parts = [x[..., first] * cos - x[..., second] * sin, x[..., second] * cos + x[..., first] * sin, x[..., rest]]
         return plan.xp.concatenate(parts, axis=-1)[..., np.argsort([*first, *second, *rest])]

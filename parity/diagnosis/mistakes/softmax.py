@@ -25,13 +25,13 @@ def mask_as_number(case: Case) -> Iterator[Mistake]:
         "mask-added",
         "the mask is added to the scores as 0 and 1, so that what it should hide weighs more",
         lambda scores, mask: scores + mask,
-        lambda _, scores, mask: scores + mask * 1.0,
+        lambda plan, scores, mask: plan.xp.where(mask, scores + 1.0, scores),
     )
     yield _numbered(
         "mask-added-inverted",
         "the mask of what is seen is added to the scores as 0 and 1, and hides nothing",
         lambda scores, mask: scores + ~mask,
-        lambda _, scores, mask: scores + (1.0 - mask * 1.0),
+        lambda plan, scores, mask: plan.xp.where(mask, scores, scores + 1.0),
     )
     yield _numbered(
         "mask-multiplied",
