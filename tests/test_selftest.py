@@ -9,7 +9,7 @@ import mha_torch
 from parity import CASES, make_problem
 from parity.cli.main import main
 from parity.diagnosis.mistakes import mistakes_for
-from parity.diagnosis.selftest import SELFTEST_CASES, Outcome, mistakes_in, plan_of, plant, planted, planted_in
+from parity.diagnosis.selftest import SELFTEST_CASES, Outcome, plan_of, plant, planted, planted_in
 
 CASE_OF = {case.name: case for case in SELFTEST_CASES}
 EVERY = [(name, mistake) for name, case in CASE_OF.items() for mistake in ("", *planted_in(case))]
