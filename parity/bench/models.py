@@ -68,8 +68,7 @@ def _alike(layers: Sequence[Layer]) -> list[tuple[Layer, str]]:
     """The first of the layers that compute the same, and which those are in words: `layers 0-4, 6`."""
     found: dict[Any, list[Layer]] = {}
     for layer in layers:
-        is_cross = layer.model is not None and layer.model.kind == "cross_attention"
-        if not is_cross and layer.spec.d_kv == layer.spec.d_in:
+        if not layer.is_cross:
             part = layer.prefix.split(".")[0] if layer.model is None else layer.model.part
             found.setdefault((layer.spec, _is_causal(layer), part), []).append(layer)
     if not found:
@@ -96,7 +95,7 @@ def _in_words(numbers: Sequence[int]) -> str:
 
 def _is_causal(layer: Layer) -> bool:
     """Whether no token sees a later one; so it is where nobody says."""
-    return layer.model is None or layer.model.is_causal is not False
+    return layer.model is None or layer.model.is_causal
 
 
 def _works(layer: Layer, label: str, dtype: str, quick: bool) -> list[Work]:

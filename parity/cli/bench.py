@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from parity.cli.help import Page
-from parity.cli.layers import add_layer_options, in_flags, layer_options
-from parity.cli.options import add_json_option, check_names, flag_of, name_list, range_list
+from parity.cli.layers import add_layer_options, in_flags, layer_options, said_of_layers
+from parity.cli.options import add_json_option, check_names, name_list, range_list
 
 PAGE = Page(
     "how fast: against other libraries in one process, and against the limit",
@@ -73,10 +73,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_model_options(options: argparse.Namespace) -> None:
     """Refuse what says something of a model that is not there, or of other work where there is one."""
-    of_model = {"--layers": options.layers, "--from": options.layout, "--prefix": options.prefix}
-    of_model |= {flag_of(name): value for name, value in layer_options(options).items()}
     if options.model is None:
-        if needless := [flag for flag, value in of_model.items() if value is not None]:
+        if needless := [*(["--layers"] if options.layers is not None else []), *said_of_layers(options)]:
             raise ValueError(f"{', '.join(needless)} must come with --model")
     elif options.what is not None or options.plot is not None:
         raise ValueError("--model must not be combined with --what or --plot")

@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     print_diagnosis(diagnosis, out)
     if options.json is not None:
         write_json(options.json, {"format": 1, **diagnosis.to_dict()})
-    return 0 if not diagnosis.is_wrong else 1
+    return 1 if diagnosis.is_wrong else 0
 
 
 def _diagnose_weights(options: argparse.Namespace, out: Console) -> int:

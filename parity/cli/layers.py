@@ -51,6 +51,13 @@ def layer_options(options: argparse.Namespace) -> dict[str, Any]:
     return {**{name: getattr(options, name) for name in HEADS}, "rope": None if theta is None else Rope(theta)}
 
 
+def said_of_layers(options: argparse.Namespace) -> list[str]:
+    """The flags that say something of the layers of files, and were given."""
+    said = {"--from": options.layout, "--prefix": options.prefix}
+    said |= {flag_of(name): value for name, value in layer_options(options).items()}
+    return [flag for flag, value in said.items() if value is not None]
+
+
 def warn_of_parts(path: str) -> None:
     """Say which parts of a model are passed over, and why, of a folder with a config.json."""
     from parity.models.config import read_config
@@ -68,7 +75,7 @@ def warn_of_parts(path: str) -> None:
 def in_flags(options: argparse.Namespace) -> Iterator[None]:
     """What is refused is said in the words of the command line: `--to-prefix a` and not `to_prefix='a'`."""
     flags = {"source": "--from", "layout": "--from", "target": "--to", "prefix": "--prefix", "to_prefix": "--to-prefix"}
-    flags["drop"] = "--drop"
+    flags |= {"drop": "--drop"}
     heads = {name: flag_of(name) for name in HEADS if getattr(options, name) is not None}
     try:
         yield

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from parity.backends import BACKENDS
 from parity.cli.cases import cases_named
 from parity.cli.help import Page
-from parity.cli.layers import add_layer_options, in_flags, layer_options, warn_of_parts
+from parity.cli.layers import add_layer_options, in_flags, layer_options, said_of_layers, warn_of_parts
 from parity.cli.messages import no_framework
-from parity.cli.options import check_names, flag_of, name_list, range_list
+from parity.cli.options import check_names, name_list, range_list
 from parity.cli.reports import add_report_options, attention_maps, print_and_write
 
 if TYPE_CHECKING:
@@ -106,11 +106,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_weight_options(options: argparse.Namespace) -> None:
     """Refuse what says something of weights that are not there, or of cases where there are weights."""
-    of_weights = {"--from": options.layout, "--prefix": options.prefix}
-    of_weights |= {flag_of(name): value for name, value in layer_options(options).items()}
     source = "--model" if options.model is not None else "--weights"
     if getattr(options, source[2:]) is None:
-        if needless := [flag for flag, value in of_weights.items() if value is not None]:
+        if needless := said_of_layers(options):
             raise ValueError(f"{', '.join(needless)} must come with --weights or --model")
     elif options.cases is not None or options.random or options.save_traces or options.join:
         raise ValueError(f"{source} must not be combined with --cases, --random, --save-traces or --join")

@@ -86,6 +86,11 @@ class Layer:
         return self.written or self.spec
 
     @property
+    def is_cross(self) -> bool:
+        """Whether its keys and values come from elsewhere."""
+        return self.spec.d_kv != self.spec.d_in or (self.model is not None and self.model.kind == "cross_attention")
+
+    @property
     def label(self) -> str:
         """Its prefix, and its index if it is in a stack: what `load` takes."""
         return self.prefix if self.index is None else f"{self.prefix}[{self.index}]"

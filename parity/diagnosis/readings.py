@@ -73,7 +73,7 @@ class Right:
 
     def __init__(self, problem: Problem, arithmetic: str, choice: Choice) -> None:
         self.problem, self.arithmetic, self.choice = problem, arithmetic, choice
-        self._runs: dict[tuple[str, int], dict[str, np.ndarray]] = {}
+        self._runs: dict[tuple[str, Changed], dict[str, np.ndarray]] = {}
 
     @property
     def values(self) -> dict[str, np.ndarray]:
@@ -82,7 +82,7 @@ class Right:
 
     def run(self, dtype: str, shown: Changed) -> dict[str, np.ndarray]:
         """Every stage in a dtype, as it is shown."""
-        key = (dtype, id(shown))
+        key = (dtype, shown)
         if key not in self._runs:
             layer = wrong_layer(self.problem, dtype, (shown,), self.arithmetic)
             if dtype != "float64":
@@ -93,17 +93,22 @@ class Right:
         return self._runs[key]
 
     def agrees(
-        self, stage: str, actual: np.ndarray, shown: Changed | None = None, free: np.ndarray | None = None
+        self,
+        stage: str,
+        actual: np.ndarray,
+        shown: Changed | None = None,
+        free: np.ndarray | None = None,
+        form: Callable[[np.ndarray], np.ndarray] = lambda x: x,
     ) -> bool:
-        """Whether an array is what the reference gives, up to rounding, but where that does not matter."""
+        """Whether an array is what the reference gives, in a form, up to rounding, but where that does not matter."""
         shown = AS_OURS if shown is None else shown
-        expected = self.run("float64", shown)[stage]
+        expected = form(self.run("float64", shown)[stage])
         if actual.shape != expected.shape:
             return False
         actual = actual if free is None else np.where(free & np.isfinite(actual), expected, actual)
         if stage_named(stage).is_exact:
             return bool(np.array_equal(actual, expected))
-        same = self.run(SAME_PRECISION[self.problem.dtype], shown)[stage]
+        same = form(self.run(SAME_PRECISION[self.problem.dtype], shown)[stage])
         with np.errstate(all="ignore"):
             allowed = budget(expected.astype(np.float64), same, self.problem.dtype, arithmetic=self.arithmetic)
         return share_of(actual, expected, allowed, stage)[1] <= 1.0
@@ -123,12 +128,7 @@ PRODUCTS = Changed({**BEFORE_SCALE.in_reference, **BEFORE_CAP.in_reference, **BE
 
 def read(observed: Mapping[str, np.ndarray], right: Right) -> dict[str, Read]:
     """How each recorded stage of the reference's may be taken; what is no stage of it is left out."""
-    found = {}
-    for name, x in observed.items():
-        if name in right.values:
-            reader = _Reader(name, right)
-            found[name] = reader.read(x)
-    return found
+    return {name: _Reader(name, right).read(x) for name, x in observed.items() if name in right.values}
 
 
 @dataclass(frozen=True)
@@ -321,10 +321,7 @@ class _Reader:
         """Attention weights, averaged over heads."""
         if not self.stage.is_attn_weights or x.ndim != 3:
             return
-        wide = self.expected.mean(axis=1)
-        same = self.right.run(SAME_PRECISION[self.right.problem.dtype], AS_OURS)[self.name].astype(np.float64).mean(1)
-        allowed = budget(wide, same, self.right.problem.dtype, arithmetic=self.right.arithmetic)
-        if x.shape == wide.shape and share_of(x, wide, allowed, "")[1] <= 1.0:
+        if self.right.agrees(self.name, x, form=lambda weights: weights.astype(np.float64).mean(axis=1)):
             yield Reading("is averaged over the heads", None)
 
     # ---- What nothing reads ------------------------------------------------------------------------------------------

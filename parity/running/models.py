@@ -83,8 +83,7 @@ def run_model(
         for layer in chosen:
             weights, spec = layer.load()
             of = {} if layer.model is None else {"is_causal": layer.model.is_causal}
-            is_cross = layer.model is not None and layer.model.kind == "cross_attention"
-            cases = cases_of(names[layer.label], spec, is_cross=is_cross, **of)
+            cases = cases_of(names[layer.label], spec, is_cross=layer.is_cross, **of)
             told = {"with_gradients": with_gradients, "weights": weights, "on_case": on_case, "on_judged": on_judged}
             one = run_cases(cases, backends, dtypes, **told)
             if skeleton is not None:
