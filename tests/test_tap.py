@@ -678,6 +678,21 @@ def test_what_two_recordings_must_have_in_common():
         parity.judge_taps(one, less)
 
 
+# ---- Printed ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_recording_is_printed_as_what_was_seen_and_not_as_its_numbers():
+    model = of_six_layers("qwen3")
+    with parity.tap(model) as tapped:
+        model(prompts(12)["input_ids"])
+    lines = str(tapped).splitlines()
+    assert lines[0] == "Qwen3ForCausalLM, tapped"
+    assert lines[1].startswith("layer 0 (full_attention), model.layers.0.self_attn: 1 call, with input, positions")
+    assert lines[1].endswith("q, k, v, attn_weights, context, output")
+    assert len(lines) == 7
+    assert "array(" not in repr(tapped)
+
+
 # ---- Files -----------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -70,8 +70,8 @@ class Problem:
 
     case: Case
     dtype: str
-    weights: Weights
-    inputs: dict[str, np.ndarray]
+    weights: Weights = field(repr=False)
+    inputs: dict[str, np.ndarray] = field(repr=False)
 
     @property
     def spec(self) -> AttentionSpec:

@@ -36,10 +36,10 @@ class Trace:
 
     problem: Problem
     backend: str
-    accumulated: dict[str, np.ndarray]
-    local: dict[str, np.ndarray]
+    accumulated: dict[str, np.ndarray] = field(repr=False)
+    local: dict[str, np.ndarray] = field(repr=False)
     paths: tuple[str, ...] = PATHS
-    environment: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict, repr=False)
     with_gradients: bool = False
     skipped: str = ""
     error: str = ""

@@ -55,7 +55,7 @@ class TappedCall:
         first_key: which of all tokens the first key is that the call attended to: a cache of a window drops others.
     """
 
-    values: dict[str, np.ndarray]
+    values: dict[str, np.ndarray] = field(repr=False)
     past: int | None = None
     first_key: int = 0
 
@@ -84,7 +84,13 @@ class TappedLayer:
     training: bool = False
     attention: str = ""
     scale: float | None = None
-    calls: list[TappedCall] = field(default_factory=list)
+    calls: list[TappedCall] = field(default_factory=list, repr=False)
+
+    def __str__(self) -> str:
+        seen = {name for call in self.calls for name in call.values}
+        names = [name for name in VALUES if name in seen] + sorted(seen - VALUES.keys())
+        count = f"{len(self.calls)} call{'' if len(self.calls) == 1 else 's'}"
+        return f"{self.title}, {self.name}: {count}" + (f", with {', '.join(names)}" if names else "")
 
     @property
     def is_cross(self) -> bool:
@@ -108,8 +114,11 @@ class Tapped:
     """
 
     layers: list[TappedLayer]
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict, repr=False)
     model: str = ""
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.model}, tapped", *map(str, self.layers)])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recording to a safetensors file, whole or not at all.
