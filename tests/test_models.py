@@ -690,6 +690,7 @@ def test_the_command_prints_each_kind_of_layer_and_writes_json(tmp_path, capsys)
     assert "gemma3_text, layers 0 to 4, 6 of 7: sliding_attention" in out
     assert "gemma3_text, layer 5 of 7: full_attention" in out
     assert "query_pre_attn_scalar ** -0.5" in out
+    assert " rope_parameters.sliding_attention.rope_theta " in out  # in one piece, where others are wrapped
     (_, _, _, _, _, full, _) = json.loads((tmp_path / "s.json").read_text())["layers"]
     assert AttentionSpec.from_json(json.dumps(full["spec"])) == specs_of(values)[5].spec
     assert main(["spec", str(tmp_path), "--part", "vision_config"]) == 2

@@ -15,6 +15,12 @@ from parity.reporting.console import begin_table
 if TYPE_CHECKING:
     from parity.models.specs import ModelLayer
 
+LINES = 10
+"""What the lines and the spaces between three columns take, in characters."""
+
+LEAST = 24
+"""How narrow the values of a table may become, in characters."""
+
 
 def print_heading(part: str, out: Console, *words: str) -> None:
     """Print which part of a model follows, and what else there is to say of it."""
@@ -36,9 +42,13 @@ def print_layers(model_type: str, layers: Sequence[ModelLayer], out: Console) ->
             out.print(Text(f"{title}, which is not attention over keys", style="bold"))
             continue
         table = begin_table(out, title)
-        for column in ("field", "value", "from"):
-            table.add_column(column, overflow="fold")
-        for name in (field.name for field in fields(first.spec) if field.name in first.origins):
+        names = [field.name for field in fields(first.spec) if field.name in first.origins]
+        # What leaves room for the others: keys of a configuration stay in one piece.
+        keys = max(len(word) for name in names for word in first.origins[name].split())
+        room = out.width - max(map(len, names)) - keys - LINES
+        for column, most in (("field", None), ("value", max(room, LEAST)), ("from", None)):
+            table.add_column(column, overflow="fold", max_width=most)
+        for name in names:
             table.add_row(name, Text(repr(getattr(first.spec, name))), Text(first.origins[name]))
         out.print(table)
 
