@@ -11,7 +11,7 @@ import parity
 from mha_spec import AttentionSpec, Rope
 from parity.cli.main import main
 from parity.core import reference
-from parity.core.cases import Case
+from parity.core.cases import CASES, Case
 from parity.core.problem import make_problem
 from parity.core.stages import run_steps, stage_named
 from parity.core.weights import dtype_named, save_weights
@@ -19,6 +19,7 @@ from parity.diagnosis.choices import LOG_SUM_EXP, SCORES, SOFTMAX
 from parity.diagnosis.diagnose import diagnose
 from parity.diagnosis.mistakes import mistakes_for, wrong_layer
 from parity.diagnosis.readings import BEFORE_ROPE, BEFORE_SCALE
+from parity.diagnosis.remembered import remembering
 
 SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
 GQA = Case("readings", SPEC, "shared heads, RoPE, two masks", seq_len=6, is_causal=True, key_padding_lengths=(4, 6))
@@ -153,7 +154,8 @@ def test_the_search_ends_in_time_and_says_what_it_did_not_try():
     problem, values = right(GQA)
     observed = {"output": values["output"] + np.random.default_rng(0).standard_normal(values["output"].shape)}
     diagnosis = diagnose(observed, problem, seconds=0.0)
-    assert (diagnosis.kind, diagnosis.untried) == ("unknown", "single mistakes")
+    untried = "single mistakes, two mistakes at once, numbers of the specification, the nearest mistakes"
+    assert (diagnosis.kind, diagnosis.untried) == ("unknown", untried)
     assert "not tried for want of time: single mistakes" in str(diagnosis)
     assert diagnose(observed, problem, seconds=math.inf).untried == ""
 
@@ -243,3 +245,15 @@ def test_the_command_says_that_it_took_a_function_for_causal(tmp_path, monkeypat
     assert main([*told, "--not-causal"]) == 0
     assert main(["diagnose", "port:Encoder", *told[2:]]) == 2
     assert "port:Encoder must be a function or a layer that was made, got the class" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["rope-gqa", "latent-yarn", "gate", "fused-qkv-cross", "decode-gqa-rope"])
+def test_projections_that_are_remembered_are_those_of_each_layer(name):
+    case = CASES[name]
+    problem = make_problem(case, "float32")
+    base = remembering()
+    for mistake in mistakes_for(case):
+        with np.errstate(all="ignore"):
+            fresh = run_steps(wrong_layer(problem, "float64", (mistake,)).steps())
+            again = run_steps(wrong_layer(problem, "float64", (mistake, base)).steps())
+        assert all(np.array_equal(fresh[stage], again[stage], equal_nan=True) for stage in fresh), mistake.name

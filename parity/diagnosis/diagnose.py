@@ -29,7 +29,9 @@ from parity.core.weights import is_floating
 from parity.diagnosis.choices import Choice, choices_for
 from parity.diagnosis.exactness import told_by_dtype
 from parity.diagnosis.mistakes import PRECISIONS
+from parity.diagnosis.mistakes.record import Changed
 from parity.diagnosis.readings import Read, Right, read
+from parity.diagnosis.remembered import remembering
 from parity.diagnosis.replay import Replay, Verdict
 from parity.diagnosis.search import Clock, Found, search
 from parity.diagnosis.verdicts import Diagnosis, Explanation, Unknown
@@ -89,9 +91,9 @@ def _other_dtypes(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[st
 def _diagnosed(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, seconds: float) -> Diagnosis:
     """Where they agree in one way of several, nothing is wrong; else what a search finds."""
     views: list[_View] = []
-    right = None
+    right, base = None, remembering()
     for choice in choices_for(problem.dtype, stages):
-        views += _views(stages, problem, arithmetic, choice)
+        views += _views(stages, problem, arithmetic, choice, base)
         right = right or next((view for view in views if not (view.wrong or view.malformed)), None)
         if right is not None and (not right.is_weak or right is views[0]):
             return right.diagnosis("convention" if right.conventions else "none")
@@ -226,9 +228,11 @@ class _View:
         )
 
 
-def _views(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, choice: Choice) -> list[_View]:
+def _views(
+    stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, choice: Choice, base: Changed
+) -> list[_View]:
     """What was observed by its shapes alone, and in the ways in which it agrees with the reference, if that is more."""
-    right = Right(problem, arithmetic, choice)
+    right = Right(problem, arithmetic, choice, base)
     found = read(stages, right)
     if not found:
         return []
@@ -242,7 +246,7 @@ def _views(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, 
     views = []
     for way in ways:
         values = {name: reading.values for name, reading in way.items() if reading.values is not None}
-        replay = Replay(problem, values, arithmetic, choice)
+        replay = Replay(problem, values, arithmetic, choice, base)
         before = {stage: replay.verdict(stage, ()) for stage in replay.stages}
         conventions = {name: reading.words for name, reading in way.items() if reading.words}
         is_weak = any(reading.is_weak for reading in way.values())

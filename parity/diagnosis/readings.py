@@ -69,10 +69,11 @@ class Right:
         problem: what was computed.
         arithmetic: of the hardware.
         choice: what is allowed in the same precision.
+        base: what every layer is made of, see `parity.diagnosis.remembered`.
     """
 
-    def __init__(self, problem: Problem, arithmetic: str, choice: Choice) -> None:
-        self.problem, self.arithmetic, self.choice = problem, arithmetic, choice
+    def __init__(self, problem: Problem, arithmetic: str, choice: Choice, base: Changed) -> None:
+        self.problem, self.arithmetic, self.choice, self.base = problem, arithmetic, choice, base
         self._runs: dict[tuple[str, Changed], dict[str, np.ndarray]] = {}
 
     @property
@@ -84,10 +85,10 @@ class Right:
         """Every stage in a dtype, as it is shown."""
         key = (dtype, shown)
         if key not in self._runs:
-            layer = wrong_layer(self.problem, dtype, (shown,), self.arithmetic)
+            layer = wrong_layer(self.problem, dtype, (shown, self.base), self.arithmetic)
             if dtype != "float64":
                 arithmetic = self.choice.arithmetic or self.arithmetic
-                layer = wrong_layer(self.problem, dtype, (shown, self.choice), arithmetic)
+                layer = wrong_layer(self.problem, dtype, (shown, self.choice, self.base), arithmetic)
             with np.errstate(all="ignore"):
                 self._runs[key] = run_steps(layer.steps())
         return self._runs[key]

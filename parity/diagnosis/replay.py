@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from parity.core.stages import Stage, Step, stage_named
 from parity.diagnosis.choices import AS_THE_REFERENCE, Choice
 from parity.diagnosis.laws import Findings, describe
 from parity.diagnosis.mistakes import Mistake, low_products, mistakes_for, permuted_heads, wrong_layer
-from parity.diagnosis.mistakes.record import Change
+from parity.diagnosis.mistakes.record import Change, Changed
+from parity.diagnosis.remembered import remembering
 
 Mistakes = tuple[Mistake, ...]
 
@@ -45,16 +46,23 @@ class Replay:
         observed: stages of the reference's, in its shapes.
         arithmetic: of the hardware.
         choice: what is allowed in the same precision.
+        base: what every layer is made of, see `parity.diagnosis.remembered`; one of its own when absent.
     """
 
     def __init__(
-        self, problem: Problem, observed: Mapping[str, np.ndarray], arithmetic: str, choice: Choice = AS_THE_REFERENCE
+        self,
+        problem: Problem,
+        observed: Mapping[str, np.ndarray],
+        arithmetic: str,
+        choice: Choice = AS_THE_REFERENCE,
+        base: Changed | None = None,
     ) -> None:
         self.problem, self.arithmetic, self.choice = problem, arithmetic, choice
+        self._base = base or remembering()
         with np.errstate(all="ignore"):
             names: list[list[str]] = []
             values: dict[str, np.ndarray] = {}
-            for step in wrong_layer(problem, "float64", (), arithmetic).steps():
+            for step in wrong_layer(problem, "float64", (self._base,), arithmetic).steps():
                 found = step(values)
                 values |= found
                 names.append(list(found))
@@ -88,7 +96,7 @@ class Replay:
         changes: tuple[Change, ...] = mistakes
         if dtype != "float64":
             changes, kind = (*mistakes, self.choice), kind or self.choice.arithmetic
-        return wrong_layer(problem, dtype, changes, kind or self.arithmetic).steps()
+        return wrong_layer(problem, dtype, (*changes, self._base), kind or self.arithmetic).steps()
 
     def _values_before(
         self, index: int, mistakes: Mistakes, dtype: str = "float64", kind: str = "", problem: Problem | None = None
@@ -135,8 +143,14 @@ class Replay:
                 self._budgets[key] = budget(expected, same, dtype, arithmetic=self.arithmetic)
         return self._budgets[key]
 
-    def findings(self, stage: str, mistakes: Mistakes) -> Findings | None:
-        """Where a stage differs from the one with mistakes in it, and by what law; None if it has another shape."""
+    def findings(self, stage: str, mistakes: Mistakes, is_over: Callable[[], bool] = lambda: False) -> Findings | None:
+        """Where a stage differs from the one with mistakes in it, and by what law; None if it has another shape.
+
+        Args:
+            stage: the stage.
+            mistakes: in what it is compared with.
+            is_over: whether no time is left to try numbers of the specification.
+        """
         index, actual = self.step_of[stage], self.observed[stage]
         values = self._values_before(index, mistakes)
         expected = self.computed(index, mistakes)[stage]
@@ -144,6 +158,8 @@ class Replay:
             return None
 
         def recompute(spec: AttentionSpec) -> np.ndarray:
+            if is_over():
+                raise TimeoutError
             problem = replace(self.problem, case=replace(self.problem.case, spec=spec))
             with np.errstate(all="ignore"):
                 return self._steps(problem, mistakes)[index](self._values_before(index, mistakes, problem=problem))[

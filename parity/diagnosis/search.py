@@ -27,24 +27,26 @@ and what to say of it."""
 MOST_MISTAKES = 4  # that are looked for at the same time
 MOST_BRANCHES = 6  # ways to explain a stage that are followed
 SMALL = 0.25  # the share of a stage up to which its error may be lost precision
+FOR_MISTAKES = 0.7  # of the time; the rest is for what can be said of stages that none explains
 
 
 class Clock:
-    """How long a search may take: seconds of the processor, so that other work beside it changes no verdict.
-
-    Attributes:
-        untried: what there was no time for, in words; nothing if there was time for all.
-    """
+    """How long a search may take: seconds of the processor, so that other work beside it changes no verdict."""
 
     def __init__(self, seconds: float) -> None:
-        self._end = time.thread_time() + seconds
-        self.untried = ""
+        self._begin, self._seconds = time.thread_time(), seconds
+        self._untried: dict[str, None] = {}
 
-    def is_over(self, what: str) -> bool:
-        """Whether no time is left for something, which is kept in mind."""
-        if time.thread_time() < self._end:
+    @property
+    def untried(self) -> str:
+        """What there was no time for, in words; nothing if there was time for all."""
+        return ", ".join(self._untried)
+
+    def is_over(self, what: str, share: float = 1.0) -> bool:
+        """Whether no time is left for something, or its share of the time is spent; which is kept in mind."""
+        if time.thread_time() < self._begin + share * self._seconds:
             return False
-        self.untried = self.untried or what
+        self._untried[what] = None
         return True
 
 
@@ -141,7 +143,7 @@ class _Path:
 def _path(replay: Replay, stages: Sequence[str], found: Mistakes, clock: Clock) -> _Path:
     """The shortest way to explain all stages, or one that goes far: single mistakes first, then two at once, too."""
     best = _walk(replay, stages, found, clock, most=1)
-    if best.unexplained and not clock.is_over("two mistakes at once"):
+    if best.unexplained and not clock.is_over("two mistakes at once", FOR_MISTAKES):
         other = _walk(replay, stages, found, clock, most=2)
         if not other.unexplained or stages.index(other.unexplained) > stages.index(best.unexplained):
             return other
@@ -191,13 +193,13 @@ def _explain(
     words = "single mistakes" if at_once == 1 else "two mistakes at once"
 
     def changes(mistake: Mistake) -> bool:
-        if clock.is_over(words):
+        if clock.is_over(words, FOR_MISTAKES):
             return False
         return not np.array_equal(expected, replay.computed(index, (*found, mistake))[stage], equal_nan=True)
 
     def explains(added: Mistakes) -> bool:
         mistakes = (*found, *added)
-        if clock.is_over(words):
+        if clock.is_over(words, FOR_MISTAKES):
             return False
         # The budget of each wrong layer takes long; that of the right one is near it. Of lost precision it is not, but
         # what explains so much less than nearly all may be the loss of another part.
@@ -228,10 +230,10 @@ def _is_small(replay: Replay, stage: str, found: Mistakes) -> bool:
 def _unknown(replay: Replay, stage: str, found: Mistakes, clock: Clock) -> Unknown:
     """A stage that nothing explains: where it differs and by what law, and what lessens its error most."""
     verdict, may_lose = replay.verdict(stage, found), _is_small(replay, stage, found)
-    findings = replay.findings(stage, found)
+    findings = replay.findings(stage, found, lambda: clock.is_over("numbers of the specification"))
     nearest = []
     for mistake in replay.known:
-        if clock.is_over("what is nearest"):
+        if clock.is_over("the nearest mistakes"):
             break
         if mistake not in found and (may_lose or not mistake.is_loss):
             nearest.append((mistake.about, replay.verdict(stage, (*found, mistake), quick=True).error))

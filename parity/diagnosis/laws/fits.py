@@ -15,7 +15,7 @@ from parity.diagnosis.laws.rotation import as_form
 from parity.diagnosis.laws.words import said
 
 Recompute = Callable[[AttentionSpec], np.ndarray]
-"""Computes the stage with another specification, from the same stages before it."""
+"""Computes the stage with another specification, from the same stages before it; TimeoutError if no time is left."""
 
 STEPS = 8
 """Of Gauss and Newton, from the best number of a grid."""
@@ -52,9 +52,10 @@ def fits(seen: Seen, recompute: Recompute) -> Iterator[Law]:
     finite = np.isfinite(seen.actual)
     for number in _numbers(seen.problem.spec, seen.actual.shape):
         tried = _Tried(seen, recompute, number, finite)
-        if not tried.has_effect():
-            continue
-        law = tried.law(tried.best())
+        try:
+            law = tried.law(tried.best()) if tried.has_effect() else None
+        except TimeoutError:
+            return
         if law is not None:
             yield law
 
