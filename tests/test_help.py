@@ -229,7 +229,7 @@ def test_bugs_without_a_name_prints_the_list(tmp_path, capsys):
     assert json.loads((tmp_path / "b.json").read_text())["pages"].keys() == {"README"}
 
 
-def test_the_wheel_holds_every_page(tmp_path):
+def test_the_wheel_holds_every_page_and_the_list_of_public_names(tmp_path):
     source = tmp_path / "source"
     ignore = shutil.ignore_patterns("__pycache__")
     for package in ("parity", "mha_jax", "mha_torch", "mha_tt"):
@@ -241,3 +241,4 @@ def test_the_wheel_holds_every_page(tmp_path):
     (wheel,) = tmp_path.glob("mha_parity-*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
     assert {f"parity/bugs/{page.name}" for page in (ROOT / "parity" / "bugs").glob("*.md")} <= held
+    assert {"parity/__init__.pyi", "parity/py.typed"} <= held

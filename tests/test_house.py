@@ -38,7 +38,7 @@ ROOMS = [
     ["", "__main__"],
 ]
 """The same within `parity`, whose own `__init__.py` is the door, "": nothing inside may come in through it, and what
-stands in its table of public names is no arrow."""
+stands in its list of public names, `__init__.pyi`, is no arrow."""
 
 DOOR = "parity"
 

@@ -1,0 +1,53 @@
+"""The public names, and where each lies: for type checkers, editors, and `__init__.py`, which reads them here."""
+
+from mha_spec import (
+    Alibi as Alibi,
+    AttentionSpec as AttentionSpec,
+    Gate as Gate,
+    Latent as Latent,
+    Norm as Norm,
+    RelativeBias as RelativeBias,
+    Rope as Rope,
+    Temperature as Temperature,
+)
+from parity.backends.caches import load_cache as load_cache, save_cache as save_cache
+from parity.backends.numerics import numerics_lock as numerics_lock
+from parity.conformance.answers import Conformance as Conformance
+from parity.conformance.examine import examine as examine
+from parity.conversion.convert import convert as convert, convert_file as convert_file, load as load
+from parity.conversion.differences import WeightsComparison as WeightsComparison, compare_weights as compare_weights
+from parity.conversion.layouts import LAYOUTS as LAYOUTS, Layout as Layout
+from parity.conversion.not_carried import NotCarriedWarning as NotCarriedWarning
+from parity.conversion.verify import verify as verify
+from parity.core.arrays import to_jax as to_jax, to_numpy as to_numpy, to_torch as to_torch
+from parity.core.cases import CASES as CASES, Case as Case, random_case as random_case
+from parity.core.compare import Comparison as Comparison, first_difference as first_difference
+from parity.core.problem import Problem as Problem, make_problem as make_problem
+from parity.core.stages import STAGES as STAGES
+from parity.core.weights import (
+    check_weights as check_weights,
+    load_tensors as load_tensors,
+    load_weights as load_weights,
+    random_weights as random_weights,
+    save_tensors as save_tensors,
+    save_weights as save_weights,
+    weight_shapes as weight_shapes,
+)
+from parity.diagnosis.diagnose import Diagnosis as Diagnosis, diagnose as diagnose
+from parity.diagnosis.tap_pairs import TapDifference as TapDifference, judge_taps as judge_taps
+from parity.diagnosis.taps import TapVerdict as TapVerdict, judge_tap as judge_tap
+from parity.foreign import (
+    from_module as from_module,
+    load_into as load_into,
+    save as save,
+    spec_of as spec_of,
+    weights_of as weights_of,
+)
+from parity.foreign.live import from_transformers as from_transformers
+from parity.models.specs import ModelLayer as ModelLayer, specs_of as specs_of
+from parity.running.models import run_model as run_model
+from parity.running.report import Report as Report
+from parity.running.run import run_cases as run_cases
+from parity.tapping import tap as tap
+from parity.tapping.record import Tapped as Tapped, load_tap as load_tap
+from parity.testing.assertion import ConventionWarning as ConventionWarning, assert_parity as assert_parity
