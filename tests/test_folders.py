@@ -64,11 +64,7 @@ def decoder(family):
     return Model(family, options | OWN.get(family, {}), dtype=torch.float32)
 
 
-NOT_YET = {  # read by their configuration, and not from their files
-    "longcat_flash",  # whose latents have factors that no specification says
-}
 HERE = {**MODELS, **{family: None for family in FAMILIES if family not in APART | {m.family for m in MODELS.values()}}}
-HERE = {name: model for name, model in HERE.items() if name not in NOT_YET}
 
 
 def saved(name, folder):

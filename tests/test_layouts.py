@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mha_spec import Alibi, Gate, Latent, LinearScaling, Norm, RelativeBias, Rope, Temperature
 from parity import AttentionSpec, random_weights
 from parity.conversion.layouts.detection import tensors_for
-from parity.conversion.layouts.layout import RULES, Layout, Tensor, check_carried, without
+from parity.conversion.layouts.layout import RULES, Layout, Tensor, check_carried, with_dropped, without
 from parity.conversion.layouts.tables import LAYOUTS
 from parity.conversion.layouts.views import from_canonical, to_canonical
 from parity.core.weights import check_weights, dtype_named, weight_shapes
@@ -332,6 +332,7 @@ NORMS, NORMS_1W = (
     f"norms must be of kind 'rms' with weight='{weight}', got .*qk_norm=Norm" for weight in ("w", "1\\+w")
 )
 NO_LAYER_NORMS = "norms must be of kind 'rms' with weight='w', got .*kind='layer'"
+FACTORS = r"latents must have the factors sqrt\(d_model / q_rank\) and .*, got d_model=10, latent=.*q_factor=1\.0"
 NOT_HELD = {
     "torch.nn.MultiheadAttention": [GROUPS, OUT, SQUARE, BIASES],
     "qkv_proj": [WIDTHS],
@@ -348,6 +349,7 @@ NOT_HELD = {
     "transformers.GPT-NeoX": [GROUPS, OUT, WIDTHS, SQUARE, BIASES],
     "transformers.Falcon": [OUT, WIDTHS, SQUARE, BIASES],
     "transformers.LLaMA": [OUT],
+    "transformers.LongCat": [FACTORS],
     "meta.LLaMA": [OUT, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
     "gguf.LLaMA": [OUT, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
     "gguf.Qwen2": [OUT, NORMS, NO_LAYER_NORMS],
@@ -378,6 +380,7 @@ CHANGES = {
     NO_OUT_BIAS: {"out_bias": True},
     VALUES: {"value_head_dim": 2},
     SCALE: {"scale": None},
+    FACTORS: {"latent": Latent(4, 2, 3, kv_factor=(10 / 4) ** 0.5), "num_kv_heads": 4},
     NORMS: {"qk_norm": Norm(weight="1+w")},
     NORMS_1W: {"qk_norm": Norm()},
     NO_LAYER_NORMS: {"qk_norm": Norm("layer")},
@@ -454,6 +457,21 @@ def test_what_no_weight_shows_is_carried_or_refused(name, field):
     from_canonical(weights, without(spec, [field]), layout)
 
 
+@pytest.mark.parametrize("name", ["canonical", "transformers.DeepSeek"])
+def test_factors_of_latents_are_carried_or_refused(name):
+    layout, weights = LAYOUTS[name], random_weights(LONGCAT)
+    if "latent.factors" in layout.carries:
+        back, _ = to_canonical(from_canonical(weights, LONGCAT, layout), layout, spec=LONGCAT)
+        assert bits(back) == bits(weights)
+        return
+    with pytest.raises(ValueError, match=r"say nothing of latent\.factors=\(2\.0, 1\.549.*\); drop=latent\.factors "):
+        from_canonical(weights, LONGCAT, layout)
+    dropped = without(LONGCAT, ["latent.factors"])
+    assert dropped == LATENTS
+    assert with_dropped(dropped, LONGCAT, ["latent.factors"]) == LONGCAT
+    from_canonical(weights, dropped, layout)
+
+
 def test_the_scaling_of_rope_is_dropped_by_itself():
     spec = replace(GQA, d_kv=7, rope=Rope(500.0, scaling=LinearScaling(2.0)))
     with pytest.raises(ValueError, match=r"say nothing of rope.scaling=LinearScaling.*; drop=rope.scaling leaves it"):
@@ -468,11 +486,14 @@ NORMED = replace(MHA, d_in=12, qk_norm=Norm("layer", bias=True))
 LATENTS = AttentionSpec(
     12, 2, head_dim=6, value_head_dim=4, latent=Latent(5, 2, 3), rope=Rope(rotary_dim=2, rotated="last")
 )
+FACTORS_OF_WIDTHS = {"q_factor": (12 / 3) ** 0.5, "kv_factor": (12 / 5) ** 0.5}
+LONGCAT = replace(LATENTS, latent=replace(LATENTS.latent, **FACTORS_OF_WIDTHS))
 OF_ONE_WIDTH = replace(GQA, d_kv=7)
 PLAIN = replace(OF_ONE_WIDTH, qkv_bias=False, out_bias=False)
 SPECS = {
     "transformers.Qwen3-Next": replace(GQA, d_kv=7, qkv_bias=False, gate=Gate()),
     "transformers.DeepSeek": LATENTS,
+    "transformers.LongCat": LONGCAT,
     "megatron.gate": replace(OF_ONE_WIDTH, gate=Gate(bias=True)),
 }
 TOLD = {
@@ -491,6 +512,8 @@ TOLD = {
     "Qwen3-Next": ("transformers.Qwen3-Next", replace(SPECS["transformers.Qwen3-Next"], qk_norm=Norm(weight="1+w"))),
     "Qwen3-Next, biases": ("transformers.Qwen3-Next", replace(GQA, gate=Gate(bias=True))),
     "DeepSeek": ("transformers.DeepSeek", LATENTS),
+    "LongCat": ("transformers.LongCat", LONGCAT),
+    "canonical, factors": ("canonical", LONGCAT),
     "DeepSeek, whole queries": ("transformers.DeepSeek", replace(LATENTS, latent=Latent(5, 2))),
     "ViT, BEiT's biases": ("transformers.ViT", replace(MHA, qkv_bias=(True, False, True))),
     "ViT-5, BEiT's biases": ("transformers.ViT-5", replace(MHA, qkv_bias=(True, False, True))),
