@@ -341,6 +341,19 @@ def test_norms_that_a_target_has_no_room_for_are_refused_or_dropped(capsys, tmp_
     assert "--drop" not in out
 
 
+def test_latents_go_to_maxtext_and_their_factors_do_not(capsys, tmp_path):
+    for name in ("deepseek_v3", "longcat_flash"):
+        saved(name, tmp_path / name)
+    to = ("--to", "maxtext.MLA", "--rest", "drop", "--to-prefix", "params.decoder.moe_layers_{i}.self_attention")
+    said(capsys, "convert", tmp_path / "deepseek_v3", tmp_path / "m.npz", *to)
+    out = said(capsys, "verify", tmp_path / "deepseek_v3", tmp_path / "m.npz")
+    assert "in all 2 layers: 2 the same, bit for bit" in " ".join(out.split())
+    out = said(capsys, "convert", tmp_path / "longcat_flash", tmp_path / "l.npz", *to, status=2)
+    assert "say nothing of latent.factors=(" in out
+    out = said(capsys, "convert", tmp_path / "longcat_flash", tmp_path / "l", "--to", "transformers.DeepSeek", status=2)
+    assert "say nothing of latent.factors=(" in out
+
+
 def test_scaling_of_rope_is_not_lost_on_the_way(llama, capsys, tmp_path):
     folder = tmp_path / "scaled"
     folder.mkdir()

@@ -40,8 +40,8 @@ class Tensor:
         kind: `weight` or `bias`, or `whole`: a weight without heads to be laid out, such as that of a norm.
         axes: its axes, outermost first, in einops' words: n heads (of all projections in it), h features of a head, d
             input width, e output width. In `(n h) d` the rows are the features of all heads, head by head. In `p n d h`
-            the projections in it, of equally many heads, are an axis. Of kind `whole`, `...` is as it is, and `d e` the
-            transpose.
+            the projections in it, of equally many heads, are an axis. Of kind `whole`, `...` is as it is, `d e` the
+            transpose, and `d n h` that with the rows of each head by themselves.
         is_shared: the projections in it are one and the same, as where values are made as keys are.
     """
 
@@ -75,7 +75,7 @@ class Tensor:
     def logical(self) -> str:
         """The axes of what is in it, before it is laid out."""
         if self.is_whole:
-            return "..." if self.axes == "..." else "e d"
+            return {"...": "...", "d e": "e d", "d n h": "n h d"}[self.axes]
         return LOGICAL[f"out.{self.kind}" if self.holds == "out" else self.kind]
 
     @property
@@ -214,6 +214,14 @@ RULES: dict[str, Rule] = {
         ("head_dim", "value_head_dim"),
         lambda spec: spec.value_head_dim == spec.head_dim,
     ),
+    **{
+        f"{count} parts": Rule(
+            f"num_kv_heads must be divisible by {count}",
+            ("num_kv_heads",),
+            lambda spec, count=count: spec.num_kv_heads % count == 0,
+        )
+        for count in (2, 4, 8)
+    },
     "four blocks": Rule("num_heads must be divisible by 4", ("num_heads",), lambda spec: spec.num_heads % 4 == 0),
     "even": Rule("head_dim must be even", ("head_dim",), lambda spec: spec.head_dim % 2 == 0),
     "factors of widths": Rule(
@@ -359,8 +367,7 @@ def shapes_of(present: Iterable[Tensor], spec: AttentionSpec, layout: Layout) ->
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in present:
         if tensor.is_whole:
-            shape = spec.weight_shapes[tensor.holds]
-            shape = shape if tensor.axes == "..." else shape[::-1]
+            shape = _shape_of_whole(tensor, spec)
             count, shape = (shape[0], shape[1:]) if tensor.is_per_head else (1, shape)
         else:
             sizes = sizes_of(tensor, spec, layout)
@@ -368,6 +375,13 @@ def shapes_of(present: Iterable[Tensor], spec: AttentionSpec, layout: Layout) ->
         names = [tensor.name.format(n=n) for n in range(count)] if tensor.is_per_head else [tensor.name]
         shapes |= dict.fromkeys(names, shape)
     return shapes
+
+
+def _shape_of_whole(tensor: Tensor, spec: AttentionSpec) -> tuple[int, ...]:
+    shape = spec.weight_shapes[tensor.holds]
+    if tensor.axes == "...":
+        return shape
+    return (shape[1], spec.num_heads, shape[0] // spec.num_heads) if tensor.axes == "d n h" else shape[::-1]
 
 
 def sizes_of(tensor: Tensor, spec: AttentionSpec, layout: Layout) -> dict[str, int]:
