@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mha_spec.norm import Norm
-from mha_spec.rules import as_count, as_number
+from mha_spec.rules import as_count, as_factor, as_number
 
 if TYPE_CHECKING:
     from mha_spec.rope import Rope
@@ -19,25 +19,31 @@ class Latent:
 
     Of a token x: kv_a_proj gives the latent, which kv_a_norm normalises, and after it the last rope_dim features of all
     keys, which are rotated; kv_b_proj makes of the latent, head by head, the other features of the key and then the
-    value. Queries are as elsewhere, or made of a latent of their own: q_a_proj, q_a_norm, q_b_proj.
+    value. Queries are as elsewhere, or made of a latent of their own: q_a_proj, q_a_norm, q_b_proj. After its norm a
+    latent is multiplied by its factor.
 
     Attributes:
         kv_rank: width of the latent of keys and values.
         rope_dim: features of a key, its last ones, that the heads share; RoPE rotates these alone.
         q_rank: width of the latent of queries, or None where q_proj makes them of the input.
         eps: of the RMS norms of the latents.
+        q_factor, kv_factor: what the latents are multiplied by, those of queries and those of keys and values:
+            sqrt(d_model / q_rank) and sqrt(d_model / kv_rank) in LongCat-Flash.
 
     Raises:
-        TypeError: if a width is not an integer, or eps not a number.
-        ValueError: if a width is below 1, or eps is not positive and finite.
+        TypeError: if a width is not an integer, or eps or a factor not a number.
+        ValueError: if a width is below 1, eps or a factor is not positive and finite, or queries that are made of no
+            latent have a factor.
 
-    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; the factors, LongCat-Flash, arXiv:2509.01322.
     """
 
     kv_rank: int
     rope_dim: int
     q_rank: int | None = None
     eps: float = 1e-6
+    q_factor: float = 1.0
+    kv_factor: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("kv_rank", "rope_dim", "q_rank"):
@@ -46,6 +52,10 @@ class Latent:
         object.__setattr__(self, "eps", as_number("eps", self.eps))
         if not 0.0 < self.eps < math.inf:
             raise ValueError(f"eps must be positive and finite, got eps={self.eps}")
+        for name in ("q_factor", "kv_factor"):
+            object.__setattr__(self, name, as_factor(name, getattr(self, name)))
+        if self.q_rank is None and self.q_factor != 1.0:
+            raise ValueError(f"q_factor must be 1 without q_rank, got q_factor={self.q_factor}")
 
     @property
     def width(self) -> int:
@@ -58,6 +68,11 @@ class Latent:
         widths = {"q_a_norm": self.q_rank, "kv_a_norm": self.kv_rank}
         norm = Norm(over="width", eps=self.eps)
         return {name: (norm, width) for name, width in widths.items() if width is not None}
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """What the latents are multiplied by after their norms, by the names of these."""
+        return {"q_a_norm": self.q_factor, "kv_a_norm": self.kv_factor}
 
 
 def check_latent_rope(latent: Latent, rope: Rope | None) -> None:

@@ -105,8 +105,8 @@ def project_latents(
         positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
 
     Returns:
-        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: of each token the latent, normalised, and
-        then what the heads share of their keys, rotated.
+        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: of each token the latent, normalised
+        and times its factor, and then what the heads share of their keys, rotated.
 
     Raises:
         ValueError: if the layer has no latents.
@@ -119,9 +119,10 @@ def project_latents(
     if latent.q_rank is None:
         q = project("q_proj", x)
     else:
-        q = project("q_b_proj", project("q_a_norm", project("q_a_proj", x)))
+        q = project("q_b_proj", _normed(project, "q_a_norm", project("q_a_proj", x), latent))
     q, compressed = split_heads(q, spec.num_heads), project("kv_a_proj", x)
-    normed, shared = project("kv_a_norm", compressed[..., : latent.kv_rank]), compressed[..., latent.kv_rank :]
+    normed = _normed(project, "kv_a_norm", compressed[..., : latent.kv_rank], latent)
+    shared = compressed[..., latent.kv_rank :]
     latents = torch.cat([normed, shared], dim=-1)[:, None]
     if spec.rope is not None and positions is not None:
         q, latents = apply_rope(q, positions, spec.rope), apply_rope(latents, positions, spec.rope)
@@ -250,6 +251,12 @@ def project_output(
         context = apply_gate(context, project("gate_proj", query))
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output
+
+
+def _normed(project: Project, name: str, x: Tensor, latent: Latent) -> Tensor:
+    """A latent after its norm, times its factor, in the dtype of what the norm gives."""
+    normed, factor = project(name, x), latent.factors[name]
+    return normed if factor == 1.0 else (at_least_float32(normed) * factor).to(normed.dtype)
 
 
 def _weights_of_heads(kv_b: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:

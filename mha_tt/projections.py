@@ -12,7 +12,7 @@ import ttnn
 from jaxtyping import Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Temperature
+from mha_spec import AttentionSpec, Latent, Temperature
 from mha_spec.attention import check_latent, check_spec
 from mha_spec.temperature import check_temperature
 from mha_tt.arrays import check_count, check_floating
@@ -122,8 +122,9 @@ def project_latents(
             `Rotation` made of them for heads of rope_dim features is uploaded once for many calls.
 
     Returns:
-        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: of each token the latent, normalised, and
-        then what the heads share of their keys, rotated. Both parts of H and of W are padded by themselves.
+        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: of each token the latent, normalised
+        and times its factor, and then what the heads share of their keys, rotated. Both parts of H and of W are padded
+        by themselves.
 
     Raises:
         ValueError: if the layer has no latents.
@@ -135,12 +136,13 @@ def project_latents(
     if latent.q_rank is None:
         q = project("q_proj", x)
     else:
-        q = project("q_b_proj", project("q_a_norm", project("q_a_proj", x)))
+        q = project("q_b_proj", _normed(project, "q_a_norm", project("q_a_proj", x), latent))
     q, compressed = split_heads(q, spec.num_heads), project("kv_a_proj", x)
     if 0 in (batch_size, seq_len):
         return q, zeros((batch_size, 1, seq_len, compressed.shape[2]), x.dtype, x.device())
     kv_rank, own_features = padded_features("kv_a_norm", spec), round_up(spec.head_dim - latent.rope_dim)
-    normed, shared = project("kv_a_norm", compressed[:, :, :kv_rank]), compressed[:, :, kv_rank:]
+    normed = _normed(project, "kv_a_norm", compressed[:, :, :kv_rank], latent)
+    shared = compressed[:, :, kv_rank:]
     normed, shared = (ttnn.reshape(part, (batch_size, 1, seq_len, part.shape[2])) for part in (normed, shared))
     if rotation is not None:
         q = _side_by_side(q[:, :, :, :own_features], rotation.rotate(q[:, :, :, own_features:]))
@@ -334,6 +336,12 @@ def _placed(
     if isinstance(positions, Rotation):
         return positions.positions, positions
     return positions, None if 0 in (x.shape[0], x.shape[1]) else rotation_of(positions, spec, device=x.device())
+
+
+def _normed(project: Project, name: str, x: Tensor, latent: Latent) -> Tensor:
+    """A latent after its norm, times its factor, in the dtype of what the norm gives."""
+    normed, factor = project(name, x), latent.factors[name]
+    return normed if factor == 1.0 else as_dtype(ttnn.multiply(at_least_float32(normed), factor), normed.dtype)
 
 
 def _side_by_side(first: Tensor, second: Tensor) -> Tensor:

@@ -302,14 +302,6 @@ def _gates(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor
     return parts
 
 
-def _scaled_latents(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
-    """Of LongCat: its latents are multiplied by numbers that follow from their widths; to us by their norms."""
-    assert spec.latent is not None
-    assert spec.latent.q_rank is not None
-    widths = {"q_a_norm.weight": spec.latent.q_rank, "kv_a_norm.weight": spec.latent.kv_rank}
-    return {name: found[name] * (spec.d_model / width) ** 0.5 for name, width in widths.items()}
-
-
 def _keys_as_values(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
     """Of Gemma 4: values are made as keys are where there is no other projection."""
     names = ("weight", "bias")
@@ -317,11 +309,7 @@ def _keys_as_values(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[st
     return {} if "v_proj.weight" in found else held
 
 
-OWN = {
-    "transformers.Qwen3-Next": _gates,
-    "transformers.LongCat": _scaled_latents,
-    "transformers.Gemma4": _keys_as_values,
-}
+OWN = {"transformers.Qwen3-Next": _gates, "transformers.Gemma4": _keys_as_values}
 """What some layouts need beside names and packing."""
 
 

@@ -1,6 +1,7 @@
 """Multi-head latent attention: both its forms, its cache, and what is refused; released layers elsewhere."""
 
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -50,6 +51,26 @@ def test_absorbed_and_expanded_are_the_same_function(sibling, absorb):
         )
         outputs.append(sibling.numpy(output))
     assert near(np.concatenate(outputs, axis=1), expected(sibling))
+
+
+@pytest.mark.parametrize("absorb", [True, False])
+def test_factors_of_latents_are_as_if_the_weights_of_their_norms_had_them(sibling, absorb):
+    spec = replace(SPEC, latent=replace(SPEC.latent, q_factor=1.75, kv_factor=2.5))
+    held = sibling.backend.to_params if sibling.name == "jax" else sibling.backend.to_state_dict
+    folded = {name: WEIGHTS[name] * factor for name, factor in (("q_a_norm.weight", 1.75), ("kv_a_norm.weight", 2.5))}
+    found = []
+    for weights, each in ((WEIGHTS, spec), (WEIGHTS | folded, SPEC), (WEIGHTS, SPEC)):
+        cache, outputs = sibling.package.init_latent_cache(2, 13, 32, 8), []
+        for begin, end in ((0, 12), (12, 13)):
+            output, cache = sibling.package.multi_head_latent_attention(
+                sibling.array(X[:, begin:end]), held(weights, each), each, cache, absorb=absorb
+            )
+            outputs.append(sibling.numpy(output))
+        whole = parity.load_into(sibling.module("MultiHeadSelfAttention", each), weights)
+        found += [np.concatenate(outputs, axis=1), sibling.numpy(whole(sibling.array(X), is_causal=True))]
+    with_factors, _, *others = found
+    assert all(near(other, with_factors) for other in found[1:4])
+    assert not any(near(other, with_factors, 0.1) for other in others[2:])
 
 
 def test_the_module_takes_whichever_costs_less(sibling, monkeypatch):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mha_spec import Alibi, Gate, Latent, LinearScaling, Norm, RelativeBias, Rope, Temperature
 from parity import AttentionSpec, random_weights
 from parity.conversion.layouts.detection import tensors_for
-from parity.conversion.layouts.layout import RULES, Layout, Tensor, check_carried, without
+from parity.conversion.layouts.layout import RULES, Layout, Tensor, check_carried, with_dropped, without
 from parity.conversion.layouts.tables import LAYOUTS
 from parity.conversion.layouts.views import from_canonical, to_canonical
 from parity.core.weights import check_weights, dtype_named, weight_shapes
@@ -93,13 +93,13 @@ def tensors_of(layout, spec=None):
 
 
 def example(layout):
-    """A layer that the layout can hold: four heads, two groups, and all biases if there may be."""
+    """A layer that the layout can hold: four heads, two groups or as many as it must, all biases if there may be."""
     rules = set(layout.rules)
-    square = "square" in rules
+    square, groups = "square" in rules, max([2, *(int(rule[0]) for rule in rules if rule.endswith(" parts"))])
     return AttentionSpec(
         16 if square else 10,
-        4,
-        num_kv_heads=4 if "no groups" in rules else 2,
+        2 * groups,
+        num_kv_heads=4 if "no groups" in rules else groups,
         head_dim=4,
         d_in=16 if square else 10,
         qkv_bias="no biases" not in rules,
@@ -332,6 +332,7 @@ NORMS, NORMS_1W = (
     f"norms must be of kind 'rms' with weight='{weight}', got .*qk_norm=Norm" for weight in ("w", "1\\+w")
 )
 NO_LAYER_NORMS = "norms must be of kind 'rms' with weight='w', got .*kind='layer'"
+FACTORS = r"latents must have the factors sqrt\(d_model / q_rank\) and .*, got d_model=10, latent=.*q_factor=1\.0"
 NOT_HELD = {
     "torch.nn.MultiheadAttention": [GROUPS, OUT, SQUARE, BIASES],
     "qkv_proj": [WIDTHS],
@@ -348,11 +349,15 @@ NOT_HELD = {
     "transformers.GPT-NeoX": [GROUPS, OUT, WIDTHS, SQUARE, BIASES],
     "transformers.Falcon": [OUT, WIDTHS, SQUARE, BIASES],
     "transformers.LLaMA": [OUT],
+    "transformers.LongCat": [FACTORS],
     "meta.LLaMA": [OUT, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
     "gguf.LLaMA": [OUT, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
     "gguf.Qwen2": [OUT, NORMS, NO_LAYER_NORMS],
     "maxtext": [OUT, VALUES, NORMS, NO_LAYER_NORMS, SCALE],
     "maxtext.qkv_proj": [OUT, WIDTHS, VALUES, NORMS, NO_LAYER_NORMS, SCALE],
+    **{f"maxtext.qkv_proj.{parts}": [WIDTHS, f"num_kv_heads must be divisible by {parts}"] for parts in (2, 4, 8)},
+    "maxtext.GPT-3": [GROUPS, OUT, WIDTHS, VALUES, ALL_BIASES],
+    "maxtext.MLA": [OUT],
     "maxtext.LLaMA-3.1": [OUT, VALUES, NORMS, SCALE, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
     "tunix.LLaMA": [OUT, VALUES, NORMS, NO_OUT_BIAS],
     "tunix.Gemma": [OUT, VALUES, NORMS_1W, WIDTHS, NO_BIASES],
@@ -366,6 +371,7 @@ NOT_HELD = {
     "ttnn": [WIDTHS, HALVES, HALVES_OF_WHOLE],
 }
 CHANGES = {
+    **{f"num_kv_heads must be divisible by {parts}": {"num_kv_heads": 1} for parts in (2, 4, 8)},
     GROUPS: {"num_kv_heads": 2},
     OUT: {"out_proj": False},
     NO_OUT: {"out_proj": True},
@@ -378,6 +384,7 @@ CHANGES = {
     NO_OUT_BIAS: {"out_bias": True},
     VALUES: {"value_head_dim": 2},
     SCALE: {"scale": None},
+    FACTORS: {"latent": Latent(4, 2, 3, kv_factor=(10 / 4) ** 0.5), "num_kv_heads": 4},
     NORMS: {"qk_norm": Norm(weight="1+w")},
     NORMS_1W: {"qk_norm": Norm()},
     NO_LAYER_NORMS: {"qk_norm": Norm("layer")},
@@ -405,7 +412,7 @@ NAMELESS = {
     "relative_bias": {"relative_bias": RelativeBias()},
     "sinks": {"sinks": True},
     "q_norm": {"qk_norm": Norm()},
-    "kv_a_proj": {"latent": Latent(4, 2), "num_kv_heads": 4},
+    "kv_a_proj": {"latent": Latent(4, 2)},
 }
 LOST = {
     "rope": Rope(),
@@ -423,7 +430,9 @@ LOST = {
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("weight", NAMELESS)
 def test_what_a_layout_has_no_names_for_is_refused(name, weight):
-    layout, spec = LAYOUTS[name], replace(example(LAYOUTS[name]), **NAMELESS[weight])
+    layout, spec = LAYOUTS[name], example(LAYOUTS[name])
+    groups = spec.num_heads if weight == "kv_a_proj" else spec.num_kv_heads
+    spec = replace(spec, **NAMELESS[weight], num_kv_heads=groups)
     if any(part.startswith(weight) for tensor in (*layout.tensors, *layout.others) for part in tensor.parts):
         return  # it holds it, as the tests of released layers show
     with pytest.raises(ValueError, match=f"^{re.escape(name)} cannot hold this layer: it has no names for .*{weight}"):
@@ -454,6 +463,22 @@ def test_what_no_weight_shows_is_carried_or_refused(name, field):
     from_canonical(weights, without(spec, [field]), layout)
 
 
+@pytest.mark.parametrize("name", ["canonical", "transformers.DeepSeek", "maxtext.MLA"])
+def test_factors_of_latents_are_carried_or_refused(name):
+    layout, spec = LAYOUTS[name], replace(LONGCAT, qkv_bias=False)
+    weights = random_weights(spec)
+    if "latent.factors" in layout.carries:
+        back, _ = to_canonical(from_canonical(weights, spec, layout), layout, spec=spec)
+        assert bits(back) == bits(weights)
+        return
+    with pytest.raises(ValueError, match=r"say nothing of latent\.factors=\(2\.0, 1\.549.*\); drop=latent\.factors "):
+        from_canonical(weights, spec, layout)
+    dropped = without(spec, ["latent.factors"])
+    assert dropped == replace(LATENTS, qkv_bias=False)
+    assert with_dropped(dropped, spec, ["latent.factors"]) == spec
+    from_canonical(weights, dropped, layout)
+
+
 def test_the_scaling_of_rope_is_dropped_by_itself():
     spec = replace(GQA, d_kv=7, rope=Rope(500.0, scaling=LinearScaling(2.0)))
     with pytest.raises(ValueError, match=r"say nothing of rope.scaling=LinearScaling.*; drop=rope.scaling leaves it"):
@@ -468,12 +493,16 @@ NORMED = replace(MHA, d_in=12, qk_norm=Norm("layer", bias=True))
 LATENTS = AttentionSpec(
     12, 2, head_dim=6, value_head_dim=4, latent=Latent(5, 2, 3), rope=Rope(rotary_dim=2, rotated="last")
 )
+FACTORS_OF_WIDTHS = {"q_factor": (12 / 3) ** 0.5, "kv_factor": (12 / 5) ** 0.5}
+LONGCAT = replace(LATENTS, latent=replace(LATENTS.latent, **FACTORS_OF_WIDTHS))
 OF_ONE_WIDTH = replace(GQA, d_kv=7)
 PLAIN = replace(OF_ONE_WIDTH, qkv_bias=False, out_bias=False)
 SPECS = {
     "transformers.Qwen3-Next": replace(GQA, d_kv=7, qkv_bias=False, gate=Gate()),
     "transformers.DeepSeek": LATENTS,
+    "transformers.LongCat": LONGCAT,
     "megatron.gate": replace(OF_ONE_WIDTH, gate=Gate(bias=True)),
+    "maxtext.MLA": replace(LATENTS, qkv_bias=False),
 }
 TOLD = {
     "canonical, everything": ("canonical", replace(GQA, gate=Gate(bias=True), qk_norm=Norm(), sinks=True)),
@@ -491,10 +520,17 @@ TOLD = {
     "Qwen3-Next": ("transformers.Qwen3-Next", replace(SPECS["transformers.Qwen3-Next"], qk_norm=Norm(weight="1+w"))),
     "Qwen3-Next, biases": ("transformers.Qwen3-Next", replace(GQA, gate=Gate(bias=True))),
     "DeepSeek": ("transformers.DeepSeek", LATENTS),
+    "LongCat": ("transformers.LongCat", LONGCAT),
+    "canonical, factors": ("canonical", LONGCAT),
     "DeepSeek, whole queries": ("transformers.DeepSeek", replace(LATENTS, latent=Latent(5, 2))),
     "ViT, BEiT's biases": ("transformers.ViT", replace(MHA, qkv_bias=(True, False, True))),
     "ViT-5, BEiT's biases": ("transformers.ViT-5", replace(MHA, qkv_bias=(True, False, True))),
     "maxtext": ("maxtext", replace(GQA, scale=1.0)),
+    "maxtext.qkv_proj.2": ("maxtext.qkv_proj.2", replace(OF_ONE_WIDTH, scale=1.0)),
+    "maxtext.qkv_proj.8": ("maxtext.qkv_proj.8", replace(PLAIN, num_heads=16, num_kv_heads=8, scale=1.0)),
+    "maxtext.GPT-3": ("maxtext.GPT-3", replace(MHA, d_in=12)),
+    "maxtext.MLA": ("maxtext.MLA", SPECS["maxtext.MLA"]),
+    "maxtext.MLA, whole queries": ("maxtext.MLA", replace(LATENTS, latent=Latent(5, 2), qkv_bias=False)),
     "maxtext, everything": (
         "maxtext",
         replace(PLAIN, scale=0.5, qk_norm=Norm(), v_norm=Norm(), sinks=True, soft_cap=30.0, window_size=3, rope=Rope()),
@@ -583,11 +619,12 @@ SEEN = {
     ALL_BIASES,
     OUT_BIAS,
 }  # in the tensors themselves; of a stack of heads, some would be missing
+NOT_SEEN = {"heads.W_query", "maxtext.GPT-3"}  # which must be told
 
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [(name, rule) for name, rules in NOT_HELD.items() for rule in rules if rule in SEEN and name != "heads.W_query"],
+    [(name, rule) for name, rules in NOT_HELD.items() for rule in rules if rule in SEEN and name not in NOT_SEEN],
     ids=lambda value: value.replace("\\", ""),
 )
 def test_tensors_of_a_layer_that_a_layout_cannot_hold_are_refused_with_the_rule(name, rule):

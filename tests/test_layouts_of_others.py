@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from mha_spec import Gate, Norm, Rope
+from mha_spec import Gate, Latent, Norm, Rope, YarnScaling
 from parity import AttentionSpec, Case, random_weights
 from parity.conversion.convert import convert_file, load
 from parity.conversion.layouts import LAYOUTS, from_canonical, to_canonical
@@ -95,6 +95,64 @@ def fused(tensors, spec, x):
     return np.split(heads, [spec.num_heads, spec.num_heads + spec.num_kv_heads], axis=2)
 
 
+def fused_of_parts(parts):
+    """split_qkv of a mesh that divides heads: each device splits its own, by how many of them are queries."""
+
+    def project(tensors, spec, x):
+        heads = np.einsum("bqd,dnh->bqnh", x, tensors["qkv_proj.kernel"]) + tensors.get("qkv_proj.bias", 0.0)
+        local = []
+        for part in np.split(heads, parts, axis=2):
+            queries = part.shape[2] * spec.num_heads // (spec.num_heads + 2 * spec.num_kv_heads)
+            local.append(np.split(part, [queries, queries + (part.shape[2] - queries) // 2], axis=2))
+        return [np.concatenate(each, axis=2) for each in zip(*local, strict=True)]
+
+    return project
+
+
+def gpt3(tensors, spec, x):
+    """qkv_projection of Gpt3MultiHeadAttention: qkv_proj[:, :, 0, ...], 1 and 2."""
+    mixed = np.einsum("bqd,dpnh->bqpnh", x, tensors["qkv_proj.kernel"]) + tensors["qkv_proj.bias"]
+    return [mixed[:, :, index, ...] for index in range(3)]
+
+
+def yarn(x, rope):
+    """YarnRotaryEmbedding: pairs interleaved or not, what is real first in the result, and then what is imaginary."""
+    size, base, scaling = x.shape[-1], rope.theta, rope.scaling
+    frequencies = 1.0 / base ** (2.0 * np.arange(size // 2) / size)
+    if scaling is not None:
+        low, high = (
+            size * np.log(scaling.original_length / (turns * 2 * np.pi)) / (2 * np.log(base))
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        low, high = max(np.floor(low), 0), min(np.ceil(high), size - 1)
+        smooth = 1 - np.clip((np.arange(size // 2) - low) / (high - low), 0, 1)
+        frequencies = frequencies / scaling.factor * (1 - smooth) + frequencies * smooth
+    first, second = (x[..., ::2], x[..., 1::2]) if rope.pairs == "interleaved" else np.split(x, 2, axis=-1)
+    turned = (first + 1j * second) * np.exp(1j * np.outer(np.arange(x.shape[1]), frequencies))[:, None]
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def mla(tensors, spec, x):
+    """mla_query_projection, mla_kv_projection and mla_get_key_value: of whole heads, q scaled by softmax_scale."""
+    latent, own_features = spec.latent, spec.head_dim - spec.latent.rope_dim
+    softmax_scale = spec.head_dim**-0.5
+    if spec.rope.scaling is not None:
+        softmax_scale *= (0.1 * spec.rope.scaling.mscale_all_dim * np.log(spec.rope.scaling.factor) + 1.0) ** 2
+    if "query.kernel" in tensors:
+        q = np.einsum("bld,dnh->blnh", x, tensors["query.kernel"])
+    else:
+        low_rank_q = rms(x @ tensors["wq_a.kernel"], tensors["q_norm.scale"])
+        q = np.einsum("blr,rnh->blnh", low_rank_q, tensors["wq_b.kernel"])
+    q_nope, q_pe = np.split(q, [own_features], axis=-1)
+    query = np.concatenate([q_nope, yarn(q_pe, spec.rope)], axis=-1) * softmax_scale
+    low_rank_main, low_rank_rope = np.split(x @ tensors["wkv_a.kernel"], [latent.kv_rank], axis=-1)
+    key_rope = yarn(low_rank_rope[:, :, None], spec.rope)
+    kv_out = np.einsum("blr,rnh->blnh", rms(low_rank_main, tensors["kv_norm.scale"]), tensors["wkv_b.kernel"])
+    key_nope, value = np.split(kv_out, [own_features], axis=-1)
+    key_rope = np.broadcast_to(key_rope, (*key_nope.shape[:3], latent.rope_dim))
+    return [query, np.concatenate([key_nope, key_rope], axis=-1), value]
+
+
 def gemma_out(tensors, spec, context):
     return np.einsum("BTNH,NHD->BTD", context, tensors["attn_vec_einsum.w"])
 
@@ -144,7 +202,10 @@ TUNIX = einsums(
 
 @dataclass(frozen=True)
 class OnPaper:
-    """A layer of a library: its layout, the specification, and what it does with tensors."""
+    """A layer of a library: its layout, the specification, and what it does with tensors.
+
+    Where `is_done` is said, what projects also rotates queries and keys, and multiplies queries by the scale.
+    """
 
     layout: str
     spec: AttentionSpec
@@ -153,6 +214,7 @@ class OnPaper:
     rotate: Callable = halves
     norms: tuple[str, str] = ("", "")
     sinks: str = ""
+    is_done: bool = False
 
     def run(self, tensors, x):
         tensors = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
@@ -162,9 +224,9 @@ class OnPaper:
                 rms(y, tensors[n] + (self.spec.qk_norm.weight == "1+w"))
                 for y, n in zip((q, k), self.norms, strict=True)
             )
-        if self.spec.rope is not None:
+        if self.spec.rope is not None and not self.is_done:
             q, k = (self.rotate(y, self.spec.rope.theta) for y in (q, k))
-        context = attend(q, k, v, self.spec.score_scale, tensors.get(self.sinks))
+        context = attend(q, k, v, 1.0 if self.is_done else self.spec.score_scale, tensors.get(self.sinks))
         return self.out(tensors, self.spec, context / (1 + np.exp(-gate[0])) if gate else context)
 
 
@@ -172,6 +234,21 @@ GROUPED = AttentionSpec(30, 6, num_kv_heads=2, head_dim=4, qkv_bias=False, out_b
 BIASED = replace(GROUPED, qkv_bias=True, out_bias=True)
 NORMED, NORMED_1W = (replace(GROUPED, qk_norm=Norm(weight=weight)) for weight in ("w", "1+w"))
 SINKS = replace(BIASED, sinks=True)
+LATENTS = AttentionSpec(
+    *(30, 6),
+    head_dim=10,
+    value_head_dim=6,
+    qkv_bias=False,
+    latent=Latent(12, 6, q_rank=14),
+    rope=Rope(
+        500.0,
+        rotary_dim=6,
+        rotated="last",
+        pairs="interleaved",
+        scaling=YarnScaling(4.0, 64, beta_fast=8.0, beta_slow=0.5, mscale=0.7, mscale_all_dim=0.7),
+    ),
+)
+WHOLE_QUERIES = replace(LATENTS, latent=Latent(12, 6), out_bias=False, rope=Rope(500.0, rotary_dim=6, rotated="last"))
 OF_MAXTEXT, OF_TUNIX = ("query_norm.scale", "key_norm.scale"), ("q_norm.w", "k_norm.w")
 OF_KERAS = ("query_dense_layernorm.scale", "key_dense_layernorm.scale")
 OF_GEMMA, OF_TITAN = ("_query_norm.scale", "_key_norm.scale"), ("q_norm.weight", "k_norm.weight")
@@ -183,6 +260,18 @@ LAYERS = {
     "maxtext, Qwen2": OnPaper("maxtext", replace(GROUPED, qkv_bias=True, scale=1.0), *MAXTEXT),
     "maxtext, LLaMA 3.1": OnPaper("maxtext.LLaMA-3.1", replace(GROUPED, scale=1.0), *MAXTEXT, rotate=neighbours),
     "maxtext, fused": OnPaper("maxtext.qkv_proj", replace(SINKS, scale=1.0), fused, MAXTEXT[1], sinks="sinks"),
+    **{
+        f"maxtext, fused, {parts} parts": OnPaper(
+            f"maxtext.qkv_proj.{parts}",
+            replace(BIASED, num_heads=24, num_kv_heads=8, scale=1.0),
+            fused_of_parts(parts),
+            MAXTEXT[1],
+        )
+        for parts in (2, 4, 8)
+    },
+    "maxtext, GPT-3": OnPaper("maxtext.GPT-3", replace(BIASED, num_kv_heads=6, rope=None), gpt3, MAXTEXT[1]),
+    "maxtext, MLA": OnPaper("maxtext.MLA", LATENTS, mla, MAXTEXT[1], is_done=True),
+    "maxtext, MLA, whole queries": OnPaper("maxtext.MLA", WHOLE_QUERIES, mla, MAXTEXT[1], is_done=True),
     "tunix, LLaMA": OnPaper("tunix.LLaMA", GROUPED, *TUNIX),
     "tunix, Qwen2": OnPaper("tunix.LLaMA", replace(GROUPED, qkv_bias=True), *TUNIX),
     "tunix, Qwen3": OnPaper("tunix.LLaMA", NORMED, *TUNIX, norms=OF_TUNIX),
@@ -232,10 +321,19 @@ def holding(layout, name, holds):
     return replace(layout, forms=tuple(forms))
 
 
+def with_axes(layout, name, axes):
+    """The layout with the axes of a tensor in another order."""
+    forms = [tuple(replace(t, axes=axes) if t.name == name else t for t in form) for form in layout.forms]
+    return replace(layout, forms=tuple(forms))
+
+
 WRONG = {
     "maxtext, LLaMA 3.1": lambda layout: replace(layout, rope="half"),
     "maxtext": lambda layout: replace(layout, rope="interleaved"),
     "maxtext, fused": lambda layout: replace(layout, grouped=True),
+    "maxtext, fused, 4 parts": lambda layout: replace(layout, blocks=2),
+    "maxtext, GPT-3": lambda layout: holding(layout, "qkv_proj.kernel", "qvk"),
+    "maxtext, MLA": lambda layout: with_axes(layout, "out.kernel", "h n e"),
     "torchtitan, LLaMA": lambda layout: replace(layout, rope="half"),
     "torchtitan, Qwen3": lambda layout: replace(layout, rope="interleaved"),
     "tunix, Gemma 3": lambda layout: holding(layout, "kv_einsum.w", "vk"),
@@ -277,36 +375,44 @@ def test_the_form_for_grouped_heads_is_read_of_other_layers_too():
 # ---- Scanned layers --------------------------------------------------------------------------------------------------
 
 PREFIX, SCALED = "params.decoder.layers.self_attention", replace(NORMED, scale=1.0)
+SCANNED = {
+    "maxtext": SCALED,
+    "maxtext.qkv_proj.2": SCALED,
+    "maxtext.GPT-3": replace(BIASED, num_kv_heads=6, rope=None),
+    "maxtext.MLA": LATENTS,
+}
+every_scanned = pytest.mark.parametrize("layout", SCANNED)
 
 
-def scanned(tmp_path, axis, count=3):
+def scanned(tmp_path, axis, count=3, layout="maxtext"):
     """A file of layers that are stacked on an axis, and their canonical weights."""
-    weights = [random_weights(SCALED, seed=i) for i in range(count)]
-    each = [from_canonical(x, SCALED, LAYOUTS["maxtext"]) for x in weights]
+    spec = SCANNED[layout]
+    weights = [random_weights(spec, seed=i) for i in range(count)]
+    each = [from_canonical(x, spec, LAYOUTS[layout]) for x in weights]
     tensors = {f"{PREFIX}.{name}": np.stack([layer[name] for layer in each], axis) for name in each[0]}
     path = tmp_path / "a.npz"
     write_tensors(path, {name: (x.shape, x.dtype) for name, x in tensors.items()}, tensors.__getitem__)
     return path, weights
 
 
+@every_scanned
 @pytest.mark.parametrize("axis", [0, 1])
-def test_layers_that_maxtext_scans_are_read_on_either_axis(tmp_path, axis):
-    path, weights = scanned(tmp_path, axis)
+def test_layers_that_maxtext_scans_are_read_on_either_axis(tmp_path, layout, axis):
+    path, weights = scanned(tmp_path, axis, layout=layout)
     for index, expected in enumerate(weights):
-        found, spec = load(path, "maxtext", prefix=f"{PREFIX}[{index}]", spec=SCALED)
-        assert spec == SCALED
+        found, spec = load(path, layout, prefix=f"{PREFIX}[{index}]", spec=SCANNED[layout])
+        assert spec == SCANNED[layout]
         assert same_bits(found, expected)
 
 
-def test_layers_that_maxtext_scans_are_taken_apart_and_scanned_again_bit_for_bit(tmp_path):
-    path, weights = scanned(tmp_path, 1)
-    told = {"source": "maxtext", "prefix": PREFIX, "spec": SCALED}
+@every_scanned
+def test_layers_that_maxtext_scans_are_taken_apart_and_scanned_again_bit_for_bit(tmp_path, layout):
+    path, weights = scanned(tmp_path, 1, layout=layout)
+    told = {"source": layout, "prefix": PREFIX, "spec": SCANNED[layout]}
     convert_file(path, tmp_path / "c.safetensors", target="canonical", to_prefix="layers.{i}", **told)
     for index, expected in enumerate(weights):
         assert same_bits(load(tmp_path / "c.safetensors", prefix=f"layers.{index}")[0], expected)
-    convert_file(
-        tmp_path / "c.safetensors", tmp_path / "b.npz", target="maxtext", prefix="layers.{i}", to_prefix=PREFIX
-    )
+    convert_file(tmp_path / "c.safetensors", tmp_path / "b.npz", target=layout, prefix="layers.{i}", to_prefix=PREFIX)
     with open_tensors(path) as before, open_tensors(tmp_path / "b.npz") as after:
         assert before.infos.keys() == after.infos.keys()
         for name in before.infos:
@@ -344,3 +450,14 @@ def test_a_layer_of_maxtext_must_be_told(tmp_path):
         ValueError, match=r"scale must be told, 1\.0 where the weights of queries hold it, got scale=None"
     ):
         load(path, "maxtext", prefix=PREFIX, spec=NORMED)
+
+
+# ---- Beside latents ---------------------------------------------------------------------------------------------------
+
+
+def test_an_indexer_beside_latents_is_refused_by_name(tmp_path):
+    tensors = from_canonical(random_weights(LATENTS), LATENTS, LAYOUTS["maxtext.MLA"])
+    tensors = {f"a.{name}": x for name, x in (tensors | {"indexer.wk.kernel": np.zeros((30, 4), np.float32)}).items()}
+    write_tensors(tmp_path / "a.npz", {name: (x.shape, x.dtype) for name, x in tensors.items()}, tensors.__getitem__)
+    with pytest.raises(ValueError, match=r"unknown names \['indexer\.wk\.kernel'\]"):
+        load(tmp_path / "a.npz", "maxtext.MLA", prefix="a", spec=LATENTS)

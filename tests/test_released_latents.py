@@ -1,5 +1,6 @@
 """Multi-head latent attention, as in the released modules of transformers."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -28,12 +29,6 @@ def kimi_linear():
     config._attn_implementation = "eager"
     module = KimiLinearAttention(config, layer_idx=0)
     return Released(module, spec(latent=Latent(20, 8, eps=module.kv_a_layernorm.variance_epsilon)))
-
-
-def scaled(weights):
-    """The factors of LongCat's latents: the square roots of 32 / 24 and 32 / 20, of its norms' weights to us."""
-    factors = {"q_a_norm.weight": (32 / 24) ** 0.5, "kv_a_norm.weight": (32 / 20) ** 0.5}
-    return weights | {name: weights[name] * factor for name, factor in factors.items()}
 
 
 LAYERS = {
@@ -75,9 +70,8 @@ LAYERS = {
         made,
         "longcat_flash",
         "LongcatFlash",
-        spec(latent=LATENT, rope=neighbours()),
+        spec(latent=replace(LATENT, q_factor=(32 / 24) ** 0.5, kv_factor=(32 / 20) ** 0.5), rope=neighbours()),
         options={**WITH_QUERIES, "head_dim": 8},
-        repacked=scaled,
         kind="MLA",
     ),
     "MiniCPM3": partial(made, "minicpm3", "MiniCPM3", spec(latent=LATENT, rope=rope()), options=WITH_QUERIES),

@@ -227,7 +227,7 @@ def test_latents_have_projections_and_norms_of_their_own():
         value_head_dim=5,
         qkv_bias=(True, False, False),
         out_bias=False,
-        latent=Latent(7, 2, q_rank=9, eps=1e-5),
+        latent=Latent(7, 2, q_rank=9, eps=1e-5, q_factor=1.5, kv_factor=2),
         rope=Rope(rotary_dim=2, rotated="last", scaling=YarnScaling(4.0, 64, mscale=1.0, mscale_all_dim=0.5)),
     )
     assert spec.weight_shapes == {
@@ -245,6 +245,20 @@ def test_latents_have_projections_and_norms_of_their_own():
     assert replace(spec, scale=0.5).score_scale == 0.5
     assert spec.cache_nbytes(2, 10, np.dtype(np.float16), num_layers=3) == 2 * 10 * (7 + 2) * 2 * 3
     assert AttentionSpec.from_json(spec.to_json()) == spec
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"q_rank": 3, "q_factor": 0.0}, ValueError, "q_factor must be positive and finite, got q_factor=0.0"),
+        ({"kv_factor": math.inf}, ValueError, "kv_factor must be positive and finite, got kv_factor=inf"),
+        ({"kv_factor": "2"}, TypeError, "kv_factor must be a number, got kv_factor='2'"),
+        ({"q_factor": 2.0}, ValueError, "q_factor must be 1 without q_rank, got q_factor=2.0"),
+    ],
+)
+def test_factors_of_latents_that_are_none_are_refused(keywords, error, message):
+    with pytest.raises(error, match=message):
+        Latent(6, 2, **keywords)
 
 
 def test_absorbed_is_attention_over_latents():

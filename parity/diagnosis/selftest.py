@@ -218,7 +218,7 @@ SELFTEST_CASES = [
             value_head_dim=6,
             qkv_bias=False,
             out_bias=False,
-            latent=Latent(10, 4, q_rank=14, eps=0.01),
+            latent=Latent(10, 4, q_rank=14, eps=0.01, q_factor=1.5, kv_factor=1.8),
             rope=Rope(
                 100.0,
                 rotary_dim=4,
@@ -227,7 +227,7 @@ SELFTEST_CASES = [
                 scaling=YarnScaling(4.0, 64, mscale=1.0, mscale_all_dim=0.4),
             ),
         ),
-        "queries, keys and values made of latents; mscale in the scale",
+        "queries, keys and values made of latents times factors; mscale in the scale",
         seq_len=8,
         is_causal=True,
     ),

@@ -37,6 +37,7 @@ def covers(case: Case) -> str:
         f"clip {spec.clip_qkv}": spec.clip_qkv is not None,
         f"latents of {spec.latent.kv_rank} + {spec.latent.rope_dim}" if spec.latent else "": spec.latent is not None,
         "latent queries": spec.latent is not None and spec.latent.q_rank is not None,
+        "factors of latents": spec.latent is not None and set(spec.latent.factors.values()) != {1.0},
         "norm of q and k": spec.qk_norm is not None,
         "norm of v": spec.v_norm is not None,
         f"values of {spec.value_head_dim}": spec.value_head_dim != spec.head_dim,

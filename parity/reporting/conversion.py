@@ -54,7 +54,8 @@ def print_layout(layout: Layout, out: Console) -> None:
         for column in ("tensor", "holds", "axes"):
             table.add_column(column, overflow="fold")
         for tensor in layout.others:
-            table.add_row(tensor.name, tensor.holds, "as they are" if tensor.axes == "..." else "transposed")
+            words = {"...": "as they are", "d e": "transposed", "d n h": "transposed, heads as an axis"}[tensor.axes]
+            table.add_row(tensor.name, tensor.holds, words)
         out.print(table)
     of_group = {"q": "queries", "k": "key", "v": "value", "g": "gate"}
     if shared := [tensor.name for tensor in layout.tensors if tensor.is_shared]:

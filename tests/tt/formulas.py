@@ -99,10 +99,10 @@ def latent_heads(
     if latent.q_rank is None:
         q = project(weights, "q_proj", x)
     else:
-        q = project(weights, "q_b_proj", normed("q_a_norm", project(weights, "q_a_proj", x)))
+        q = project(weights, "q_b_proj", latent.q_factor * normed("q_a_norm", project(weights, "q_a_proj", x)))
     q, own_features = split(q, num_heads), spec.head_dim - latent.rope_dim
     compressed, shared = np.split(project(weights, "kv_a_proj", x), [latent.kv_rank], axis=2)
-    kv = split(project(weights, "kv_b_proj", normed("kv_a_norm", compressed)), num_heads)
+    kv = split(project(weights, "kv_b_proj", latent.kv_factor * normed("kv_a_norm", compressed)), num_heads)
     shared = np.repeat(turned(split(shared, 1)), num_heads, axis=1)
     q = np.concatenate([q[..., :own_features], turned(q[..., own_features:])], axis=-1)
     return q, np.concatenate([kv[..., :own_features], shared], axis=-1), kv[..., own_features:]

@@ -30,7 +30,7 @@ SPECS = {  # no width takes whole tiles, and blocks of a head take different num
         4,
         head_dim=44,
         value_head_dim=40,
-        latent=Latent(70, 6, q_rank=13, eps=0.1),
+        latent=Latent(70, 6, q_rank=13, eps=0.1, q_factor=1.6, kv_factor=0.75),
         rope=parity.Rope(500.0, rotary_dim=6, rotated="last"),
     ),
     "no-rope": parity.AttentionSpec(24, 2, head_dim=12, latent=Latent(33, 5), out_bias=False),

@@ -308,6 +308,8 @@ MUTATIONS = {
         projections.project_latents,
         lambda f, project, *rest: f(lambda name, x: x if name == "kv_a_norm" else project(name, x), *rest),
     ),
+    "latents without their factor": Mutation("latent-factors", "latents", "latent-kv-factor-missing"),
+    "queries' latents without their factor": Mutation("latent-factors", "q", "latent-q-factor-missing"),
     "keys of other heads taken into queries": one(
         "decode-latent",
         "step0.module.output",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mha_spec import AttentionSpec, Norm, Rope
+from mha_spec import AttentionSpec, Latent, Norm, Rope
 
 TILE = 32  # rows and columns in which TTNN keeps tensors
 
@@ -40,8 +40,8 @@ class Tensor:
         kind: `weight` or `bias`, or `whole`: a weight without heads to be laid out, such as that of a norm.
         axes: its axes, outermost first, in einops' words: n heads (of all projections in it), h features of a head, d
             input width, e output width. In `(n h) d` the rows are the features of all heads, head by head. In `p n d h`
-            the projections in it, of equally many heads, are an axis. Of kind `whole`, `...` is as it is, and `d e` the
-            transpose.
+            the projections in it, of equally many heads, are an axis. Of kind `whole`, `...` is as it is, `d e` the
+            transpose, and `d n h` that with the rows of each head by themselves.
         is_shared: the projections in it are one and the same, as where values are made as keys are.
     """
 
@@ -75,7 +75,7 @@ class Tensor:
     def logical(self) -> str:
         """The axes of what is in it, before it is laid out."""
         if self.is_whole:
-            return "..." if self.axes == "..." else "e d"
+            return {"...": "...", "d e": "e d", "d n h": "n h d"}[self.axes]
         return LOGICAL[f"out.{self.kind}" if self.holds == "out" else self.kind]
 
     @property
@@ -214,8 +214,21 @@ RULES: dict[str, Rule] = {
         ("head_dim", "value_head_dim"),
         lambda spec: spec.value_head_dim == spec.head_dim,
     ),
+    **{
+        f"{count} parts": Rule(
+            f"num_kv_heads must be divisible by {count}",
+            ("num_kv_heads",),
+            lambda spec, count=count: spec.num_kv_heads % count == 0,
+        )
+        for count in (2, 4, 8)
+    },
     "four blocks": Rule("num_heads must be divisible by 4", ("num_heads",), lambda spec: spec.num_heads % 4 == 0),
     "even": Rule("head_dim must be even", ("head_dim",), lambda spec: spec.head_dim % 2 == 0),
+    "factors of widths": Rule(
+        "latents must have the factors sqrt(d_model / q_rank) and sqrt(d_model / kv_rank)",
+        ("d_model", "latent"),
+        lambda spec: spec.latent is None or _has_factors_of_widths(spec.latent, spec.d_model),
+    ),
     "whole halves": Rule(
         "RoPE must rotate the pairs (i, i + H/2) of whole heads",
         ("rope",),
@@ -227,6 +240,11 @@ RULES: dict[str, Rule] = {
 
 def _rotates_whole_halves(rope: Rope, head_dim: int) -> bool:
     return rope.pairs == "half" and rope.rotary_dim in (None, head_dim)
+
+
+def _has_factors_of_widths(latent: Latent, d_model: int) -> bool:
+    pairs = (latent.q_factor, latent.q_rank), (latent.kv_factor, latent.kv_rank)
+    return all(rank is not None and math.isclose(factor, math.sqrt(d_model / rank)) for factor, rank in pairs)
 
 
 def _has_rms_norms(spec: AttentionSpec, weight: str) -> bool:
@@ -243,7 +261,7 @@ def broken_rules(spec: AttentionSpec, layout: Layout) -> str:
 
 
 CARRIED = ("rope", "rope.scaling", "scale", "soft_cap", "window_size", "chunk_size", "alibi", "clip_qkv", "temperature")
-CARRIED += ("qk_norm", "v_norm")
+CARRIED += ("qk_norm", "v_norm", "latent.factors")
 """What a layer computes and no weight shows, and norms, whose weights a layout may have no names for."""
 
 UNSAID = "relative_position_bias"
@@ -257,6 +275,8 @@ def lost_in(layout: Layout, spec: AttentionSpec) -> dict[str, Any]:
     """What a layer computes and weights in a layout do not say, nor the module that takes them: names of `CARRIED`."""
     said = {name: getattr(spec, name, None) for name in CARRIED}
     said["rope.scaling"] = None if spec.rope is None else spec.rope.scaling
+    factors = () if spec.latent is None else (spec.latent.q_factor, spec.latent.kv_factor)
+    said["latent.factors"] = factors if set(factors) - {1.0} else None
     named = {part for tensor in (*layout.tensors, *layout.others) for part in tensor.parts}
     held = {
         name for name, norm in _norms_of(spec) if norm is not None and norm.weight and weights_of_norm(name) <= named
@@ -304,7 +324,9 @@ def check_carried(spec: AttentionSpec, layout: Layout, but_for: Collection[str] 
 def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
     """A layer without what some names of `CARRIED` say."""
     names = set(names)
-    changes: dict[str, Any] = dict.fromkeys(names - {"rope.scaling"})
+    changes: dict[str, Any] = dict.fromkeys(names - {"rope.scaling", "latent.factors"})
+    if "latent.factors" in names and spec.latent is not None:
+        changes["latent"] = replace(spec.latent, q_factor=1.0, kv_factor=1.0)
     if "rope.scaling" in names and "rope" not in names and spec.rope is not None:
         changes["rope"] = replace(spec.rope, scaling=None)
     return replace(spec, **changes)
@@ -313,8 +335,12 @@ def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
 def with_dropped(spec: AttentionSpec, other: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
     """A layer with what another one has of some names of `CARRIED`."""
     names = set(names)
-    changes = {name: getattr(other, name) for name in names - {"rope.scaling", UNSAID}}
+    changes = {name: getattr(other, name) for name in names - {"rope.scaling", "latent.factors", UNSAID}}
     changes = {name: value for name, value in changes.items() if not _has_weights(value)}  # which are gone
+    if "latent.factors" in names and spec.latent is not None and other.latent is not None:
+        changes["latent"] = replace(
+            spec.latent, q_factor=other.latent.q_factor, kv_factor=other.latent.kv_factor
+        )  # its ranks are compared
     if "rope.scaling" in names and "rope" not in names and spec.rope is not None and other.rope is not None:
         changes["rope"] = replace(spec.rope, scaling=other.rope.scaling)  # its base is compared
     return replace(spec, **changes)
@@ -341,8 +367,7 @@ def shapes_of(present: Iterable[Tensor], spec: AttentionSpec, layout: Layout) ->
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in present:
         if tensor.is_whole:
-            shape = spec.weight_shapes[tensor.holds]
-            shape = shape if tensor.axes == "..." else shape[::-1]
+            shape = _shape_of_whole(tensor, spec)
             count, shape = (shape[0], shape[1:]) if tensor.is_per_head else (1, shape)
         else:
             sizes = sizes_of(tensor, spec, layout)
@@ -350,6 +375,13 @@ def shapes_of(present: Iterable[Tensor], spec: AttentionSpec, layout: Layout) ->
         names = [tensor.name.format(n=n) for n in range(count)] if tensor.is_per_head else [tensor.name]
         shapes |= dict.fromkeys(names, shape)
     return shapes
+
+
+def _shape_of_whole(tensor: Tensor, spec: AttentionSpec) -> tuple[int, ...]:
+    shape = spec.weight_shapes[tensor.holds]
+    if tensor.axes == "...":
+        return shape
+    return (shape[1], spec.num_heads, shape[0] // spec.num_heads) if tensor.axes == "d n h" else shape[::-1]
 
 
 def sizes_of(tensor: Tensor, spec: AttentionSpec, layout: Layout) -> dict[str, int]:

@@ -52,11 +52,10 @@ _MAXTEXT = [
     )
 ]
 
-_MAXTEXT.append(
+_MAXTEXT += [
     Layout(
-        "maxtext.qkv_proj",
-        "fused_qkv: qkv_proj.kernel (in, N + 2 K, H), all q, then all k, then all v, of a mesh that divides no heads; "
-        "one that does has its parts in turn. out.kernel, scan and scale as in maxtext",
+        name,
+        f"fused_qkv: qkv_proj.kernel (in, N + 2 K, H), {words}. out.kernel, scan and scale as in maxtext",
         "AI-Hypercomputer/maxtext, src/maxtext/layers/attentions.py, init_qkv_w and qkv_projection",
         (
             (
@@ -66,10 +65,72 @@ _MAXTEXT.append(
             ),
         ),
         others=(*_scales(q_norm="query_norm", k_norm="key_norm", v_norm="value_norm"), _SINKS),
-        rules=("out_proj", "one width", "one head_dim", "rms norms, w", "scale told"),
+        blocks=parts,
+        rules=("out_proj", "one width", "one head_dim", "rms norms, w", "scale told", *rules),
         prefixes=("params.decoder.layers_{i}.self_attention",),
-        needs_spec=True,
+        needs_spec=True,  # nor how many parts the mesh had
         carries=_MAXTEXT[0].carries,
+        stack_axis=1,
+    )
+    for name, parts, words, rules in (
+        ("maxtext.qkv_proj", 1, "all q, then all k, then all v, of a mesh that divides no heads", ()),
+        *(
+            (
+                f"maxtext.qkv_proj.{parts}",
+                parts,
+                f"of a mesh that divides heads into {parts} parts: in each its q, then its k, then its v",
+                (f"{parts} parts",),
+            )
+            for parts in (2, 4, 8)
+        ),
+    )
+]
+
+_MAXTEXT.append(
+    Layout(
+        "maxtext.GPT-3",
+        "fused_qkv of GPT-3: qkv_proj.kernel (in, 3, N, H), or query, key, value as in maxtext; out.kernel, scan",
+        "AI-Hypercomputer/maxtext, src/maxtext/models/gpt3.py, Gpt3MultiHeadAttention",
+        (
+            (
+                Tensor("qkv_proj.kernel", "qkv", "weight", "d p n h"),
+                Tensor("qkv_proj.bias", "qkv", "bias", "p n h"),
+                *(tensor for tensor in separate("", "", "", "out", **EINSUM) if tensor.holds == "out"),
+            ),
+            separate("query", "key", "value", "out", **EINSUM),
+        ),
+        rules=("no groups", "out_proj", "one width", "one head_dim", "biases"),
+        prefixes=("params.decoder.layers_{i}.self_attention",),
+        needs_spec=True,  # whose scale is not that of the same names in maxtext
+        stack_axis=1,
+    )
+)
+
+_MAXTEXT.append(
+    Layout(
+        "maxtext.MLA",
+        "latents: wq_a, q_norm, wq_b (q_rank, N, H) or query (in, N, H); wkv_a, kv_norm, wkv_b (kv_rank, N, H - R "
+        "+ Hv); out (N, Hv, out); scanned as in maxtext. The module scales the scores by itself",
+        "AI-Hypercomputer/maxtext, src/maxtext/layers/attention_mla.py",
+        tuple(
+            tuple(
+                tensor
+                for tensor in separate("query", "", "", "out", **EINSUM)
+                if tensor.holds in holds and (tensor.holds, tensor.kind) != ("q", "bias")
+            )
+            for holds in (("q", "out"), ("out",))
+        ),
+        others=(
+            Tensor("wq_a.kernel", "q_a_proj.weight", "whole", "d e"),
+            Tensor("wq_b.kernel", "q_b_proj.weight", "whole", "d n h"),
+            Tensor("wkv_a.kernel", "kv_a_proj.weight", "whole", "d e"),
+            Tensor("wkv_b.kernel", "kv_b_proj.weight", "whole", "d n h"),
+            *_scales(q_a_norm="q_norm", kv_a_norm="kv_norm"),
+        ),
+        prefixes=tuple(f"params.decoder.{kind}_layers_{{i}}.self_attention" for kind in ("dense", "moe")),
+        rules=("out_proj",),
+        needs_spec=True,
+        carries=("rope", "rope.scaling"),
         stack_axis=1,
     )
 )

@@ -24,6 +24,24 @@ def _separate(name: str, words: tuple[str, str, str, str], file: str, about: str
     return _layout(name, told, file, separate(*words), **options)
 
 
+def _of_latents(name: str, words: str, file: str, *forms: tuple[str, ...], **options: Any) -> Layout:
+    """A layout of latents, by the projections that are not of them, in each of its forms."""
+    return _layout(
+        name,
+        f"the projections of latents: kv_a_proj_with_mqa, kv_b_proj, o_proj, and q_a_proj, {words}",
+        file,
+        *(tuple(each for each in separate("q_proj", "", "", "o_proj") if each.holds in held) for held in forms),
+        others=beside(
+            ("q_a_proj", "q_b_proj", "kv_b_proj"),
+            kv_a_proj="kv_a_proj_with_mqa",
+            q_a_norm="q_a_layernorm",
+            kv_a_norm="kv_a_layernorm",
+        ),
+        needs_spec=True,
+        **options,
+    )
+
+
 OF_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALIKE = ("no groups", "out_proj", "one width", "square")
 """What older modules ask of a layer."""
@@ -310,21 +328,20 @@ OF_TRANSFORMERS = [
         grouped=True,
         needs_spec=True,
     ),
-    _layout(
+    _of_latents(
         "DeepSeek",
-        "the projections of latents: kv_a_proj_with_mqa, kv_b_proj, o_proj, and q_a_proj, q_b_proj or q_proj",
+        "q_b_proj or q_proj",
         "deepseek_v3",
-        *(
-            tuple(tensor for tensor in separate("q_proj", "", "", "o_proj") if tensor.holds in held)
-            for held in (("q", "out"), ("out",))
-        ),
-        others=beside(
-            ("q_a_proj", "q_b_proj", "kv_b_proj"),
-            kv_a_proj="kv_a_proj_with_mqa",
-            q_a_norm="q_a_layernorm",
-            kv_a_norm="kv_a_layernorm",
-        ),
-        needs_spec=True,
+        *(("q", "out"), ("out",)),
+        carries=tuple(name for name in CARRIED if name != "latent.factors"),
+    ),
+    _of_latents(
+        "LongCat",
+        "q_b_proj; its modules multiply the latents by what follows from their widths",
+        "longcat_flash",
+        ("out",),
+        rules=("out_proj", "factors of widths"),
+        prefixes=tuple(f"{begin}layers.{{i}}.self_attn.{part}" for begin in ("model.", "") for part in (0, 1)),
     ),
 ]
 """Those without `carries` are of many families, which together have all of it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mha_spec import (
     Alibi,
     AttentionSpec,
@@ -64,6 +66,7 @@ _LATENT = AttentionSpec(
     latent=Latent(16, 8, q_rank=20),
     rope=Rope(10000.0, rotary_dim=8, rotated="last", pairs="interleaved"),
 )
+_LATENT_FACTORS = replace(_LATENT, latent=Latent(16, 8, q_rank=20, q_factor=1.6, kv_factor=1.75))
 _LATENT_YARN = AttentionSpec(
     *(32, 4),
     head_dim=16,
@@ -130,6 +133,7 @@ LAYERS = [
         key_padding_lengths=(3, 9),
     ),
     Case("latent", _LATENT, "keys and values made of a latent, queries of another", seq_len=9, is_causal=True),
+    Case("latent-factors", _LATENT_FACTORS, "latents times factors after their norms", seq_len=9, is_causal=True),
     Case(
         "latent-yarn",
         _LATENT_YARN,
@@ -399,6 +403,9 @@ CACHED = [
         capacity=10,
     ),
     Case(
+        "decode-latent-factors", _LATENT_FACTORS, "decode, latents times factors", seq_len=7, chunks=(5, 2), capacity=8
+    ),
+    Case(
         "decode-latent-yarn",
         _LATENT_YARN,
         "a prompt over keys made of latents, steps over latents",
@@ -481,7 +488,15 @@ MORE = frozenset(
         *("decode-sections", "random-3", "random-4", "random-5", "decode-scale", "decode-gate", "decode-fused-qkv"),
         *("rope-longrope", "rope-partial-interleaved", "fused-qkv-gqa", "bias", "causal-tall", "no-bias", "one-key"),
         *("nan-hidden-cross", "random-1", "random-2"),
-        *("latent-yarn", "latent-window", "decode-latent-yarn", "sinks-masked", "decode-sinks", "alibi-both-ways"),
+        *(
+            "latent-yarn",
+            "latent-window",
+            "decode-latent-yarn",
+            "decode-latent-factors",
+            "sinks-masked",
+            "decode-sinks",
+            "alibi-both-ways",
+        ),
         *("decode-alibi", "relative-bias-padded", "decode-relative-bias"),
     }
 )

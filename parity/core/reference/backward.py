@@ -117,11 +117,11 @@ class Backward:
         if layer.problem.spec.temperature is not None:
             d_q = d_q * layer.factors(positions)
         d_q = layer.combine_heads(self.turned_back(a.keep(d_q), positions))
-        if not layer.has_query_latents():
+        if layer.latent().q_rank is None:
             return a.widen(self.of_linear("q_proj", x, d_q, grads))
         entered = _without_bad_tokens(layer.problem.inputs["query"])
         d_latents = self.of_linear("q_b_proj", self.sized(layer.query_latents(entered)), d_q, grads)
-        d_latents = self.of_norm("q_a", layer.linear("q_a_proj", entered), d_latents, grads)
+        d_latents = self.of_latent_norm("q_a", layer.linear("q_a_proj", entered), d_latents, grads)
         return a.widen(self.of_linear("q_a_proj", x, d_latents, grads))
 
     def of_latents(
@@ -133,7 +133,7 @@ class Backward:
         grads: dict[str, np.ndarray],
     ) -> np.ndarray:
         """The gradient of the input of a layer with latents, from those of its keys and values."""
-        layer, a, rank = self.layer, self.arithmetic, self.layer.kv_rank()
+        layer, a, rank = self.layer, self.arithmetic, self.layer.latent().kv_rank
         entered = _without_bad_tokens(layer.problem.inputs["query"])
         latents, compressed = layer.latents(entered, positions)[:, 0], layer.linear("kv_a_proj", entered)
         own_features = layer.problem.spec.head_dim - (latents.shape[-1] - rank)
@@ -141,7 +141,7 @@ class Backward:
         d_kv = layer.combine_heads(a.keep(np.concatenate([d_k[..., :own_features], d_v], axis=-1)))
         d_normed = self.of_linear("kv_b_proj", self.sized(latents[..., :rank]), d_kv, grads)
         d_latents = self.turned_back(np.concatenate([d_normed[:, None], a.keep(d_shared)], axis=-1), positions)[:, 0]
-        d_normed = self.of_norm("kv_a", compressed[..., :rank], d_latents[..., :rank], grads)
+        d_normed = self.of_latent_norm("kv_a", compressed[..., :rank], d_latents[..., :rank], grads)
         d_compressed = np.concatenate([d_normed, d_latents[..., rank:]], axis=-1)
         return a.widen(self.of_linear("kv_a_proj", x, d_compressed, grads))
 
@@ -154,6 +154,11 @@ class Backward:
         if self.layer.problem.spec.rope is None or self.magnitude:
             return d_heads
         return self.layer.rotate(d_heads, positions, direction=-1)
+
+    def of_latent_norm(self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray]) -> np.ndarray:
+        """The gradient of what enters the norm of a latent, which is then multiplied by its factor."""
+        d_normed = self.arithmetic.keep(self.arithmetic.widen(d_y) * self.layer.latent_factor(name))
+        return self.of_norm(name, x, d_normed, grads)
 
     def of_norm(self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray]) -> np.ndarray:
         """The gradient of what enters a norm; those of its weight and bias are put with the others."""

@@ -309,38 +309,39 @@ class Layer:
 
     def latent_queries(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """The queries of a layer with latents."""
-        q = self.linear("q_b_proj", self.query_latents(x)) if self.has_query_latents() else self.linear("q_proj", x)
+        q = self.linear("q_b_proj", self.query_latents(x)) if self.latent().q_rank else self.linear("q_proj", x)
         return self.tempered("q", self.turned("q", self.split_heads(q, self.num_heads("q")), positions), positions)
-
-    def has_query_latents(self) -> bool:
-        """Whether queries are made of a latent of their own."""
-        return "q_a_norm" in self.problem.spec.norms
 
     def query_latents(self, x: np.ndarray) -> np.ndarray:
         """What queries are made of, (B, T, q_rank)."""
-        return self.normed("q_a", self.linear("q_a_proj", x), self.norm_named("q_a"))
+        return self.normed_latent("q_a", self.linear("q_a_proj", x))
 
     def latents(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """What a cache keeps of a token: the latent, normalised, and what heads share of their keys, (B, 1, T, W)."""
-        compressed, rank = self.linear("kv_a_proj", x), self.kv_rank()
-        normed = self.normed("kv_a", compressed[..., :rank], self.norm_named("kv_a"))
-        return self.turned("k", np.concatenate([normed, compressed[..., rank:]], axis=-1)[:, None], positions)
+        """What a cache keeps of a token: the latent and what heads share of their keys, (B, 1, T, W)."""
+        latent, shared = np.split(self.linear("kv_a_proj", x), [self.latent().kv_rank], axis=-1)
+        latents = np.concatenate([self.normed_latent("kv_a", latent), shared], axis=-1)
+        return self.turned("k", latents[:, None], positions)
 
     def expanded(self, latents: np.ndarray) -> dict[str, np.ndarray]:
         """The keys and values of all heads that latents (B, 1, S, W) stand for."""
-        shared = latents[..., self.kv_rank() :]
+        latent, shared = np.split(latents, [self.latent().kv_rank], axis=-1)
         own_features = self.problem.spec.head_dim - shared.shape[-1]
-        kv = self.split_heads(self.linear("kv_b_proj", latents[:, 0, :, : self.kv_rank()]), self.num_heads("k"))
+        kv = self.split_heads(self.linear("kv_b_proj", latent[:, 0]), self.num_heads("k"))
         shared = np.broadcast_to(shared, (*kv.shape[:3], shared.shape[-1]))
         return {"k": np.concatenate([kv[..., :own_features], shared], axis=-1), "v": kv[..., own_features:]}
 
-    def kv_rank(self) -> int:
-        """Width of the latent of keys and values."""
-        return cast(Latent, self.problem.spec.latent).kv_rank  # asked for where there is one
+    def latent(self) -> Latent:
+        """What keys and values are made of."""
+        return cast(Latent, self.problem.spec.latent)  # asked for where there is one
 
-    def norm_named(self, name: str) -> Norm:
-        """A norm that is there."""
-        return cast(Norm, self.norm(name))
+    def normed_latent(self, name: str, x: np.ndarray) -> np.ndarray:
+        """A latent after its norm, times its factor."""
+        normed = self.normed(name, x, cast(Norm, self.norm(name)))
+        return self.arithmetic.keep(self.arithmetic.widen(normed) * self.latent_factor(name))
+
+    def latent_factor(self, name: str) -> np.floating:
+        """What a latent is multiplied by after its norm."""
+        return self.arithmetic.wide.type(self.latent().factors[f"{name}_norm"])
 
     def tempered(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """q, times what its positions say if there is a temperature; k and v as they are."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mha_spec import AttentionSpec, Latent
+from mha_spec.attention import check_latent
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.diagnosis.mistakes.record import Mistake, Plan, breaking
@@ -25,6 +27,7 @@ def latents(case: Case) -> Iterator[Mistake]:
     yield _norm_missing("kv_a", "the latent of keys and values", ("latents",))
     if latent.q_rank is not None:
         yield _norm_missing("q_a", "the latent of queries", ("q",))
+    yield from _other_factors(latent)
     yield from _columns_read_otherwise(spec, latent, own_features)
     yield from _other_scales(spec, latent, own_features)
 
@@ -42,6 +45,38 @@ def _norm_missing(name: str, words: str, stages: tuple[str, ...]) -> Mistake:
         {"normed": normed},
         _projecting(lambda project, of, x: x if of == f"{name}_norm" else project(of, x)),
     )
+
+
+def _other_factors(latent: Latent) -> Iterator[Mistake]:
+    """What the latents are multiplied by after their norms: nothing, its square, or what is the other's."""
+    for of, words, stage in (("q", "queries", "q"), ("kv", "keys and values", "latents")):
+        name, factor = f"{of}_factor", getattr(latent, f"{of}_factor")
+        fix = f"multiply the latent of {words} by {factor:.6g} after its norm, once"
+        if factor != 1.0:
+            about = f"the latent of {words} is not multiplied by its factor"
+            yield _factored(f"latent-{of}-factor-missing", about, fix, (stage,), {name: 1.0})
+            about = f"the latent of {words} is multiplied by its factor twice, or by it without its square root"
+            yield _factored(f"latent-{of}-factor-twice", about, fix, (stage,), {name: factor**2})
+    if latent.q_rank is not None and latent.q_factor != latent.kv_factor:
+        yield _factored(
+            "latent-factors-swapped",
+            "the latent of queries is multiplied by the factor of keys and values, and theirs by that of queries",
+            f"multiply queries' latent by {latent.q_factor:.6g}, that of keys and values by {latent.kv_factor:.6g}",
+            ("q", "latents"),
+            {"q_factor": latent.kv_factor, "kv_factor": latent.q_factor},
+        )
+
+
+def _factored(name: str, about: str, fix: str, stages: tuple[str, ...], factors: dict[str, float]) -> Mistake:
+    """Latents times other factors."""
+
+    def latent(_: Layer, original: Any) -> Latent:
+        return replace(original(), **factors)
+
+    def plant(_: Plan, original: Any, project: Any, x: Any, spec: AttentionSpec, *rest: Any) -> Any:
+        return original(project, x, replace(spec, latent=replace(check_latent(spec), **factors)), *rest)
+
+    return Mistake(name, about, fix, "latents", stages, {"latent": latent}, breaking(project_latents=plant))
 
 
 def _columns_read_otherwise(spec: AttentionSpec, latent: Latent, own_features: int) -> Iterator[Mistake]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 from mha_spec import Latent
@@ -15,6 +17,16 @@ def _latent(place: Place) -> Value:
     q_rank = place.config.asked("q_lora_rank") or NOTHING  # without one queries are projected at once
     origins = [each.origin for each in (kv_rank, rope_dim, q_rank) if each.value is not None]
     return Value(Latent(kv_rank.value, rope_dim.value, q_rank.value), ", ".join(origins))
+
+
+def _scaled_latent(place: Place) -> Value:
+    """Latents times the square root of how much wider than they the layer is."""
+    found, width = _latent(place), place.config.read("hidden_size").value
+    if found.value.q_rank is None:
+        raise ValueError("the configuration must have q_lora_rank: there is no layer without it, got q_lora_rank=None")
+    q_factor, kv_factor = (math.sqrt(width / rank) for rank in (found.value.q_rank, found.value.kv_rank))
+    factors = replace(found.value, q_factor=q_factor, kv_factor=kv_factor)
+    return Value(factors, f"{found.origin}, factors of hidden_size over both ranks")
 
 
 def _sum(*names: str) -> Rule:
@@ -72,7 +84,9 @@ WITH_LATENTS: dict[str, Family] = {
     ),
     "longcat_flash": Family(
         tuple(
-            stack(LATENTS, part=part, layout="transformers.LongCat", count=("num_layers",), **more)
+            stack(
+                *(LATENTS, more), part=part, layout="transformers.LongCat", count=("num_layers",), latent=_scaled_latent
+            )
             for part, more in PARTS_OF_LONGCAT.items()
         ),
         frozenset(OF_LATENTS),
