@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from parity.running.models import run_model
     from parity.running.report import Report
     from parity.running.run import run_cases
+    from parity.sharding.shard import ShardPlan, shard, unshard
     from parity.tapping import tap
     from parity.tapping.record import Tapped, load_tap
     from parity.testing.assertion import ConventionWarning, assert_parity
@@ -63,6 +64,7 @@ __all__ = [
     "RelativeBias",
     "Report",
     "Rope",
+    "ShardPlan",
     "TapDifference",
     "TapVerdict",
     "Tapped",
@@ -96,12 +98,14 @@ __all__ = [
     "save_cache",
     "save_tensors",
     "save_weights",
+    "shard",
     "spec_of",
     "specs_of",
     "tap",
     "to_jax",
     "to_numpy",
     "to_torch",
+    "unshard",
     "verify",
     "weight_shapes",
     "weights_of",
@@ -132,6 +136,7 @@ _MODULES = {
     "parity.running.report": ["Report"],
     "parity.running.models": ["run_model"],
     "parity.running.run": ["run_cases"],
+    "parity.sharding.shard": ["ShardPlan", "shard", "unshard"],
     "parity.tapping": ["tap"],
     "parity.tapping.record": ["Tapped", "load_tap"],
     "parity.core.cases": ["CASES", "Case", "random_case"],
