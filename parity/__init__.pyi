@@ -48,6 +48,7 @@ from parity.models.specs import ModelLayer as ModelLayer, specs_of as specs_of
 from parity.running.models import run_model as run_model
 from parity.running.report import Report as Report
 from parity.running.run import run_cases as run_cases
+from parity.sharding.shard import ShardPlan as ShardPlan, shard as shard, unshard as unshard
 from parity.tapping import tap as tap
 from parity.tapping.record import Tapped as Tapped, load_tap as load_tap
 from parity.testing.assertion import ConventionWarning as ConventionWarning, assert_parity as assert_parity

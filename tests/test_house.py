@@ -22,6 +22,7 @@ PACKAGES = [["mha_spec"], ["mha_jax", "mha_torch", "mha_tt"], ["parity"]]
 ROOMS = [
     ["files", "pretrained"],
     ["core"],
+    ["sharding"],
     ["models"],
     ["tapping"],
     ["backends"],

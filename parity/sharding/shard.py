@@ -1,0 +1,236 @@
+"""A layer whose heads are divided over ranks: the weights and the specification of each, and the way back.
+
+What is divided follows from the specification alone. The rows of projections into attention lie head by head, the
+columns of out_proj, too; what has no heads is copied to every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mha_spec import AttentionSpec
+from mha_spec.attention import NORMS, check_spec
+from mha_spec.rules import as_count
+from parity.core.weights import Weights, check_weights
+
+OUT_BIAS = "out_proj.bias"
+
+ROWS, COLUMNS = 0, 1
+
+OF_QUERIES: dict[str, int] = dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "q_norm", "sinks"), ROWS)
+OF_QUERIES |= {"out_proj": COLUMNS, "relative_bias": COLUMNS}
+OF_KEYS: dict[str, int] = dict.fromkeys(("k_proj", "v_proj", "k_norm", "v_norm"), ROWS)
+"""What has something for each query head, or each key/value head, and on which axis. With latents, which every query
+head expands for itself, the two are the same heads."""
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """How a layer is divided over ranks.
+
+    Attributes:
+        tensor: number of ranks that share the query heads, as many on each: tensor parallelism.
+
+    Raises:
+        TypeError: if it is not an integer.
+        ValueError: if it is below 1.
+
+    Source: Megatron-LM, arXiv:1909.08053, section 3.
+    """
+
+    tensor: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensor", as_count("tensor", self.tensor))
+
+
+class Held(NamedTuple):
+    """The heads of a rank, by their numbers in the whole layer.
+
+    Attributes:
+        queries: its query heads, neighbours.
+        keys: the key/value heads that these see, one for each group of its own.
+    """
+
+    queries: range
+    keys: list[int]
+
+
+def heads_of(spec: AttentionSpec, plan: ShardPlan, rank: int) -> Held:
+    """The heads of a rank.
+
+    Where there are fewer key/value heads than ranks, several ranks have the same one. Where neither number divides the
+    other, a rank's query heads are in parts of several groups; a key/value head then stands for as many of them as all
+    parts can be cut into, and may be there twice.
+
+    Raises:
+        As `shard_spec`.
+    """
+    _check(spec, plan, rank)
+    count, group = spec.num_heads // plan.tensor, spec.num_heads // spec.num_kv_heads
+    queries = range(rank * count, (rank + 1) * count)
+    return Held(queries, [first // group for first in queries[:: math.gcd(count, group)]])
+
+
+def shard_spec(spec: AttentionSpec, plan: ShardPlan, rank: int) -> AttentionSpec:
+    """The specification of what a rank computes: `shard` says what, and what it raises."""
+    held = heads_of(spec, plan, rank)
+    has_bias = spec.out_bias and (rank == 0 or not spec.out_proj)
+    return replace(spec, num_heads=len(held.queries), num_kv_heads=len(held.keys), out_bias=has_bias)
+
+
+def shard(weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank: int) -> tuple[Weights, AttentionSpec]:
+    """What a rank must hold of a layer, bit for bit, and what it computes with it.
+
+    The outputs of all ranks, each for the whole input, add up to that of the layer; without out_proj they are its
+    parts, side by side. A mask or a bias with an axis of heads is divided as query heads are.
+
+    Of N query heads each of R ranks has N / R neighbours, with their rows of q_proj, gate_proj and, of a layer with
+    latents, q_b_proj and kv_b_proj, their columns of out_proj and of a relative bias, their sinks; of key/value heads
+    those that they see, with the rows of k_proj and v_proj: K / R of them, or one that other ranks have, too. Norms
+    with weights for each head are divided with them. Other norms, and what makes latents, are copied.
+
+    The bias of out_proj is on rank 0 alone, so that it is added once, bit for bit; the specification of the other ranks
+    has none, so that none of them trains a copy of it.
+
+    Args:
+        weights: canonical weights of the whole layer, as arrays of any framework.
+        spec: the whole layer.
+        plan: how it is divided.
+        rank: which part, from 0.
+
+    Returns:
+        Canonical weights of the rank, NumPy arrays of the same dtype, and their specification.
+
+    Raises:
+        TypeError: if something is not of its kind, or the weights are not floating-point arrays of one dtype.
+        ValueError: if the weights are not those of the spec, there is no such rank, or the layer cannot be divided so:
+            the query heads not evenly; a norm over the width of all heads, which needs a sum over ranks; ALiBi, whose
+            slopes follow from the number of all heads; outputs that are dropped after they are added up.
+
+    Source: Megatron-LM, arXiv:1909.08053, section 3.
+    """
+    own, held = shard_spec(spec, plan, rank), heads_of(spec, plan, rank)
+    whole, part = check_weights(weights, spec), {}
+    for name, shape in own.weight_shapes.items():
+        part[name] = np.empty(shape, whole[name].dtype)
+        _by_heads(name, part[name], own)[...] = _by_heads(name, whole[name], spec)[_heads_in(name, spec, held)]
+    return part, own
+
+
+def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: ShardPlan) -> Weights:
+    """The weights of a layer from those of all ranks: the inverse of `shard`, bit for bit.
+
+    Args:
+        shards: canonical weights of each rank, in order, as arrays of any framework.
+        spec: the whole layer.
+        plan: how it is divided.
+
+    Returns:
+        Canonical weights of the whole layer, as NumPy arrays.
+
+    Raises:
+        TypeError, ValueError: as `shard`, or if a rank is missing, or two ranks hold something else where they should
+            hold the same.
+    """
+    _check(spec, plan, 0)
+    if len(shards) != plan.tensor:
+        raise ValueError(f"shards must be one of each rank, got {len(shards)} of them and tensor={plan.tensor}")
+    ranks = [_checked(shard, spec, plan, rank) for rank, shard in enumerate(shards)]
+    dtypes = list(dict.fromkeys(weight.dtype for held, _ in ranks for weight in held.values()))
+    if len(dtypes) > 1:
+        raise TypeError(f"shards must have one dtype, got {sorted(map(str, dtypes))}")
+    whole = {name: np.empty(shape, dtypes[0]) for name, shape in spec.weight_shapes.items()}
+    for name, weight in whole.items():
+        heads = _by_heads(name, weight, spec)
+        parts = [
+            (rank, _heads_in(name, spec, heads_of(spec, plan, rank)), _by_heads(name, held[name], own))
+            for rank, (held, own) in enumerate(ranks)
+            if name in held
+        ]
+        for _, which, part in parts:
+            heads[which] = part
+        for rank, which, part in parts:
+            if heads[which].tobytes() != part.tobytes():
+                raise ValueError(f"{name} must be the same on all ranks that share it, got others on rank {rank}")
+    return whole
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
+    """Refuse a rank that there is not, and a layer that cannot be divided or whose parts no specification says."""
+    check_spec(spec)
+    if not isinstance(plan, ShardPlan):
+        raise TypeError(f"plan must be a ShardPlan, got plan={plan!r}")
+    if as_count("rank", rank, 0) >= plan.tensor:
+        raise ValueError(f"rank must be below the number of ranks, got rank={rank} and tensor={plan.tensor}")
+    if plan.tensor == 1:
+        return
+    if spec.num_heads % plan.tensor:
+        raise ValueError(
+            f"num_heads must be a multiple of the number of ranks, "
+            f"got num_heads={spec.num_heads} and tensor={plan.tensor}"
+        )
+    for name in NORMS:
+        norm = getattr(spec, name)
+        if norm is not None and norm.over == "width":
+            raise ValueError(
+                f"{name} must be over='head' to be divided, since that over the width of all heads needs a sum over "
+                f"ranks, got {name}={norm}"
+            )
+    if spec.alibi is not None:
+        raise ValueError(
+            f"alibi must be None to be divided, since its slopes follow from the number of all heads, "
+            f"got alibi={spec.alibi}"
+        )
+    if spec.output_dropout and spec.out_proj:
+        raise ValueError(
+            f"output_dropout must be 0 to be divided, since outputs are dropped after they are added up, "
+            f"got output_dropout={spec.output_dropout}"
+        )
+
+
+def _checked(
+    weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank: int
+) -> tuple[Weights, AttentionSpec]:
+    """The weights of a rank, as NumPy arrays, and its specification."""
+    own = shard_spec(spec, plan, rank)
+    try:
+        return check_weights(weights, own), own
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"rank {rank}: {error}") from None
+
+
+# ---- Views -----------------------------------------------------------------------------------------------------------
+
+
+def _axis_of(name: str, spec: AttentionSpec) -> int | None:
+    """The axis of a weight on which its heads lie, one after the other; None for one that has none."""
+    part = name.partition(".")[0]
+    if name == OUT_BIAS or (part in spec.norms and not spec.norms[part].per_head):
+        return None
+    return (OF_QUERIES | OF_KEYS).get(part)
+
+
+def _by_heads(name: str, weight: np.ndarray, spec: AttentionSpec) -> np.ndarray:
+    """A view of a weight with its heads on the first axis; one that has none is as of one head."""
+    axis = _axis_of(name, spec)
+    if axis is None:
+        return weight[None]
+    count = spec.num_kv_heads if name.partition(".")[0] in OF_KEYS else spec.num_heads
+    heads = weight.reshape(*weight.shape[:axis], count, weight.shape[axis] // count, *weight.shape[axis + 1 :])
+    return np.moveaxis(heads, axis, 0)
+
+
+def _heads_in(name: str, spec: AttentionSpec, held: Held) -> list[int]:
+    """Which heads of a weight a rank has."""
+    if _axis_of(name, spec) is None:
+        return [0]
+    return held.keys if name.partition(".")[0] in OF_KEYS else list(held.queries)

@@ -1,0 +1,249 @@
+"""What each rank holds of a layer: the outputs of all of them add up to the layer's, and the way back is exact."""
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import mha_torch
+import parity
+from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope
+from parity import CASES, ShardPlan, make_problem, random_weights, shard, unshard
+from parity.core import reference
+from parity.core.problem import Problem
+from parity.core.stages import run_steps
+
+RANKS = (2, 4, 8)
+OUT_BIAS = "out_proj.bias"
+
+EVERYTHING = AttentionSpec(
+    *(32, 8),
+    num_kv_heads=4,
+    head_dim=6,
+    value_head_dim=10,
+    rope=Rope(),
+    qk_norm=Norm("layer", per_head=True, bias=True),
+    v_norm=Norm(),
+    gate=Gate(per_head=True, bias=True),
+    sinks=True,
+    relative_bias=RelativeBias(8, 8),
+)
+LATENT = AttentionSpec(32, 8, head_dim=8, value_head_dim=6, latent=Latent(12, 4, q_rank=10), gate=Gate())
+
+
+def refused(spec, ranks):
+    """The field by which a layer cannot be divided, if there is one."""
+    if spec.num_heads % ranks:
+        return "num_heads"
+    if spec.qk_norm is not None and spec.qk_norm.over == "width":
+        return "qk_norm"
+    return "alibi" if spec.alibi is not None else None
+
+
+def heads(ranks, rank, spec):
+    each = spec.num_heads // ranks
+    return slice(rank * each, (rank + 1) * each)
+
+
+def shards_of(weights, spec, ranks):
+    return [shard(weights, spec, ShardPlan(ranks), rank) for rank in range(ranks)]
+
+
+def outputs_of(problem, parts):
+    """What each rank computes of a problem, on every path of the reference."""
+    of_ranks = []
+    for rank, (weights, spec) in enumerate(parts):
+        own = heads(len(parts), rank, problem.spec)
+        inputs = {name: x[:, own] if name in ("bias", "mask") else x for name, x in problem.inputs.items()}
+        part = Problem(replace(problem.case, spec=spec), problem.dtype, weights, inputs)
+        stages = run_steps(reference.steps(part, "float64"))
+        of_ranks.append({name: stage for name, stage in stages.items() if name.endswith("output")})
+    return of_ranks
+
+
+def joined(of_ranks, spec):
+    """The outputs of all ranks added up, or without out_proj side by side."""
+    join = sum if spec.out_proj else lambda parts: np.concatenate(list(parts), axis=-1)
+    return {name: join(part[name] for part in of_ranks) for name in of_ranks[0]}
+
+
+def assert_bits_equal(actual, expected):
+    assert list(actual) == list(expected)
+    for name, array in expected.items():
+        assert (actual[name].dtype, actual[name].shape) == (array.dtype, array.shape)
+        assert actual[name].tobytes() == np.ascontiguousarray(array).tobytes(), name
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_of_all_ranks_add_up_to_those_of_the_layer(name, ranks):
+    problem = make_problem(CASES[name], "float64")
+    spec = problem.spec
+    if (field := refused(spec, ranks)) is not None:
+        with pytest.raises(ValueError, match=f"^{field} must"):
+            shard(problem.weights, spec, ShardPlan(ranks), 0)
+        return
+    parts = shards_of(problem.weights, spec, ranks)
+    assert_bits_equal(unshard([weights for weights, _ in parts], spec, ShardPlan(ranks)), problem.weights)
+    parity.assert_parity(joined(outputs_of(problem, parts), spec), problem=problem, diagnose=False)
+
+
+def test_each_rank_number_divides_some_cases():
+    divided = {ranks: [name for name in CASES if refused(CASES[name].spec, ranks) is None] for ranks in RANKS}
+    assert all(len(divided[ranks]) >= count for ranks, count in zip(RANKS, (100, 80, 5), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("spec", [EVERYTHING, LATENT, replace(EVERYTHING, num_kv_heads=2, fused_qkv=True)])
+@pytest.mark.parametrize("ranks", [1, *RANKS])
+def test_there_and_back_is_exact(spec, ranks, dtype):
+    weights = {name: weight.astype(dtype) for name, weight in random_weights(spec).items()}
+    parts = shards_of(weights, spec, ranks)
+    for held, own in parts:
+        parity.check_weights(held, own)
+    assert_bits_equal(unshard([held for held, _ in parts], spec, ShardPlan(ranks)), weights)
+    if ranks == 1:
+        assert parts[0][1] == spec
+        assert_bits_equal(parts[0][0], weights)
+
+
+def test_what_a_rank_holds_of_a_layer_with_everything():
+    weights = random_weights(EVERYTHING)
+    held, own = shard(weights, EVERYTHING, ShardPlan(4), 1)
+    assert (own.num_heads, own.num_kv_heads, own.out_bias) == (2, 1, False)
+    assert replace(own, num_heads=8, num_kv_heads=4, out_bias=True) == EVERYTHING
+    query, key = slice(2, 4), slice(1, 2)
+    expected = {
+        **{f"q_proj.{leaf}": weights[f"q_proj.{leaf}"][12:24] for leaf in ("weight", "bias")},
+        **{f"k_proj.{leaf}": weights[f"k_proj.{leaf}"][6:12] for leaf in ("weight", "bias")},
+        **{f"v_proj.{leaf}": weights[f"v_proj.{leaf}"][10:20] for leaf in ("weight", "bias")},
+        "out_proj.weight": weights["out_proj.weight"][:, 20:40],
+        **{f"gate_proj.{leaf}": weights[f"gate_proj.{leaf}"][query] for leaf in ("weight", "bias")},
+        **{f"q_norm.{leaf}": weights[f"q_norm.{leaf}"][query] for leaf in ("weight", "bias")},
+        **{f"k_norm.{leaf}": weights[f"k_norm.{leaf}"][key] for leaf in ("weight", "bias")},
+        "v_norm.weight": weights["v_norm.weight"],
+        "sinks": weights["sinks"][query],
+        "relative_bias": weights["relative_bias"][:, query],
+    }
+    assert_bits_equal(held, expected)
+
+
+def test_what_a_rank_holds_of_a_layer_with_latents():
+    weights = random_weights(LATENT)
+    held, own = shard(weights, LATENT, ShardPlan(4), 3)
+    assert own == replace(LATENT, num_heads=2, num_kv_heads=2, out_bias=False)
+    copied = ("q_a_proj.weight", "q_a_proj.bias", "kv_a_proj.weight", "kv_a_proj.bias")
+    expected = {
+        **{name: weights[name] for name in (*copied, "q_a_norm.weight", "kv_a_norm.weight")},
+        "q_b_proj.weight": weights["q_b_proj.weight"][48:],
+        "kv_b_proj.weight": weights["kv_b_proj.weight"][60:],  # 8 - 4 features of a key and 6 of a value for each head
+        "out_proj.weight": weights["out_proj.weight"][:, 36:],
+        "gate_proj.weight": weights["gate_proj.weight"][36:],
+    }
+    assert_bits_equal(held, {name: expected[name] for name in own.weight_shapes})
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "ranks", "expected"),
+    [
+        (8, 8, 4, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (8, 4, 2, [[0, 1], [2, 3]]),
+        (8, 2, 4, [[0], [0], [1], [1]]),  # neighbours share one, and not every other rank
+        (8, 1, 2, [[0], [0]]),
+        (12, 3, 2, [[0, 0, 1], [1, 2, 2]]),  # groups of four query heads, six of them on a rank
+        (12, 6, 4, [[0, 0, 1], [1, 2, 2], [3, 3, 4], [4, 5, 5]]),
+    ],
+)
+def test_key_value_heads_of_each_rank(num_heads, num_kv_heads, ranks, expected):
+    spec = AttentionSpec(24, num_heads, num_kv_heads=num_kv_heads, head_dim=2)
+    weights = random_weights(spec)
+    weights["v_proj.bias"] = np.repeat(np.arange(num_kv_heads, dtype=np.float32), 2)  # each head's number
+    parts = shards_of(weights, spec, ranks)
+    assert [list(map(int, held["v_proj.bias"][::2])) for held, _ in parts] == expected
+    assert_bits_equal(unshard([held for held, _ in parts], spec, ShardPlan(ranks)), weights)
+    x = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole = torch_output(x, weights, spec)
+    total = sum(torch_output(x, *part) for part in parts)
+    torch.testing.assert_close(total, whole, atol=1e-14, rtol=0)  # sums of 24 terms of size 1 in float64
+
+
+def torch_output(x, weights, spec):
+    weights = {name: torch.from_numpy(weight).double() for name, weight in weights.items()}
+    return mha_torch.multi_head_attention(x, weights, spec)[0]
+
+
+def test_the_bias_of_out_proj_is_added_once():
+    problem = make_problem(CASES["full"], "float64")
+    parts = shards_of(problem.weights, problem.spec, 2)
+    assert [OUT_BIAS in held for held, _ in parts] == [True, False]
+    assert parts[0][0][OUT_BIAS].tobytes() == problem.weights[OUT_BIAS].tobytes()
+    twice = [(held | {OUT_BIAS: problem.weights[OUT_BIAS]}, replace(own, out_bias=True)) for held, own in parts]
+    with pytest.raises(AssertionError, match="output"):
+        parity.assert_parity(joined(outputs_of(problem, twice), problem.spec), problem=problem, diagnose=False)
+
+
+def test_replicated_heads_in_another_order_are_refused():
+    spec = AttentionSpec(16, 8, num_kv_heads=2, out_bias=False)
+    parts = [held for held, _ in shards_of(random_weights(spec), spec, 4)]
+    with pytest.raises(ValueError, match=r"^k_proj\.weight must be the same on all ranks that share it, got .* rank 0"):
+        unshard([parts[rank] for rank in (0, 2, 1, 3)], spec, ShardPlan(4))
+
+
+@pytest.mark.parametrize("name", ["kv_a_proj.weight", "q_a_norm.weight"])
+def test_copies_that_differ_are_refused(name):
+    parts = [held for held, _ in shards_of(random_weights(LATENT), LATENT, 2)]
+    parts[0][name].flat[-1] += 1.0
+    with pytest.raises(ValueError, match=rf"^{name} must be the same on all ranks that share it, got others on rank 0"):
+        unshard(parts, LATENT, ShardPlan(2))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (AttentionSpec(12, 6), "num_heads must be a multiple of the number of ranks, got num_heads=6 and tensor=4"),
+        (
+            AttentionSpec(16, 4, qk_norm=Norm(over="width")),
+            "qk_norm must be over='head' to be divided, since that over",
+        ),
+        (AttentionSpec(16, 4, v_norm=Norm(over="width")), "v_norm must be over='head' to be divided, since that over"),
+        (AttentionSpec(16, 4, alibi=Alibi()), "alibi must be None to be divided, since its slopes follow from the"),
+        (AttentionSpec(16, 4, output_dropout=0.1), "output_dropout must be 0 to be divided, since outputs are dropped"),
+    ],
+)
+def test_what_no_part_can_say_is_refused_and_held_whole_by_one_rank(spec, message):
+    weights = random_weights(spec)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        shard(weights, spec, ShardPlan(4), 0)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        unshard([weights] * 4, spec, ShardPlan(4))
+    held, own = shard(weights, spec, ShardPlan(1), 0)
+    assert own == spec
+    assert_bits_equal(held, weights)
+
+
+def test_bad_input():
+    spec = AttentionSpec(8, 4)
+    weights, plan = random_weights(spec), ShardPlan(2)
+    parts = [held for held, _ in shards_of(weights, spec, 2)]
+    for value, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"^tensor must be"):
+            ShardPlan(value)
+    for rank in (2, -1):
+        with pytest.raises(ValueError, match=r"^rank must be"):
+            shard(weights, spec, plan, rank)
+    with pytest.raises(TypeError, match=r"^plan must be a ShardPlan"):
+        shard(weights, spec, 2, 0)
+    with pytest.raises(TypeError, match=r"^spec must be an AttentionSpec"):
+        unshard(parts, 4, plan)
+    with pytest.raises(ValueError, match=r"^q_proj.weight must have shape"):
+        shard(weights | {"q_proj.weight": weights["q_proj.weight"][:4]}, spec, plan, 0)
+    with pytest.raises(ValueError, match=r"^shards must be one of each rank, got 1 of them and tensor=2"):
+        unshard(parts[:1], spec, plan)
+    with pytest.raises(
+        ValueError, match=r"^rank 0: weights must have exactly the names .* missing \['out_proj.bias'\]"
+    ):
+        unshard(parts[::-1], spec, plan)
+    with pytest.raises(TypeError, match=r"^shards must have one dtype, got"):
+        unshard([parts[0], {name: part.astype(np.float16) for name, part in parts[1].items()}], spec, plan)
