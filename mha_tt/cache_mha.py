@@ -280,9 +280,7 @@ def _attend_in_step(
     spec, slots = attention.spec, tuple(cache.slots.values())
     are_alike = slots[0].shape[3] == slots[-1].shape[3] and (len(slots) == 2 or attention.over_latents)
     fits = are_alike and fused.step_takes(slots[0].shape[3])
-    # Few heads are 2 % off in the kernel (docs/ttnn.md): with sinks they keep to that of prompts, which is not.
-    takes_sinks = masking.sinks is None or q.shape[1] > fused.FEW_HEADS
-    takes_kernel = q.dtype != ttnn.float32 and fits and takes_sinks and fused.kernel_takes(spec)
+    takes_kernel = q.dtype != ttnn.float32 and fits and fused.kernel_takes(spec)
     is_plain = not takes_kernel or dropout.rate or not len(before)
     # The kernel multiplies a mask by the scale (tt-metal#55337). Its windows are right, but let through what is not
     # finite in the keys that they have left behind (docs/ttnn.md).

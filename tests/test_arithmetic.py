@@ -15,6 +15,7 @@ from parity.core.compare import budget, floor
 from parity.core.reference import Arithmetic
 from parity.core.stages import run_steps
 from parity.core.trace import Reference, judge
+from parity.core.weights import dtype_named
 
 ATEN = torch.ops.aten
 FUSED = ATEN._scaled_dot_product_flash_attention_for_cpu.default
@@ -102,6 +103,21 @@ def test_float32_enters_as_tf32_cut_off_and_not_rounded():
     np.testing.assert_array_equal(tensix.enter(values), np.float32([1 + 2**-10, 1.0, -1.0, 2.0**-130, np.inf]))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "measured"),
+    [("float32", [1.19e-3, 1.15e-3]), ("bfloat16", [3.1e-4, 3.1e-4])],
+    ids=["float32", "bfloat16"],
+)
+def test_products_lose_what_those_of_the_real_kernels_do(dtype, measured):
+    """Relative L2 of products of 64 and 512 terms, in ttsim: HiFi4, float32 sums, Blackhole."""
+    rng, arithmetic = np.random.default_rng(0), Arithmetic(dtype_named(dtype), "tensix")
+    for num_terms, expected in zip((64, 512), measured, strict=True):
+        a, b = (arithmetic.widen(rng.standard_normal(shape)) for shape in ((64, num_terms), (num_terms, 64)))
+        exact = a.astype(np.float64) @ b.astype(np.float64)
+        error = np.linalg.norm(arithmetic.matmul(a, b) - exact) / np.linalg.norm(exact)
+        assert error == pytest.approx(expected, rel=0.25)  # a quarter: of which term is cut where, less is known
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrower_operands_are_exact(dtype):
     problem = make_problem(CASES["wide"], dtype)
@@ -120,7 +136,7 @@ def test_masks_and_lengths_are_exact_on_a_card():
 def test_an_exact_reference_leaves_a_card_what_one_value_loses(rng):
     expected = rng.standard_normal((2, 3, 4, 5))
     allowed = budget(expected, expected, "float32", arithmetic="tensix")
-    assert allowed["max"] == pytest.approx(2**-10 * np.abs(expected).max())
+    assert allowed["max"] == pytest.approx(2**-9 * np.abs(expected).max())
     assert floor("bfloat16", "tensix") == 2**-8
 
 

@@ -738,6 +738,26 @@ def test_step_reads_the_filled_part_of_the_cache_only(device, calls):
     assert names.count("ttnn.transformer.scaled_dot_product_attention") == 0
 
 
+@pytest.mark.board
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "taken"), [(1, 1, 17), (4, 2, 20), (6, 6, 18), (16, 4, 32), (17, 1, 17)], ids=str
+)
+def test_step_of_few_heads_fills_more_than_half_a_tile(device, rng, calls, num_heads, num_kv_heads, taken):
+    """Up to 16 heads would be 2 % off on a card. Each must meet its own keys, whichever way it is repeated."""
+    last_positions = np.array([5, 63])
+    query = rounded(rng.standard_normal((1, 2, num_heads, 32)), ttnn.bfloat16)
+    keys, values = (rounded(rng.standard_normal((2, num_kv_heads, 64, 32)), ttnn.bfloat16) for _ in "kv")
+    q, k, v = (mha_tt.upload(x, device=device) for x in (query, keys, values))
+    found = mha_tt.download(mha_tt.fused.attend_to_cache(q, k, v, last_positions))
+    name = "ttnn.transformer.scaled_dot_product_attention_decode"
+    assert [call.arguments[0].shape[2] for call in calls if call.name == name] == [taken]
+    keys, values = (np.repeat(x, num_heads // num_kv_heads, axis=1).astype(np.float64) for x in (keys, values))
+    scores = np.einsum("bnh,bnsh->bns", query[0], keys) / np.sqrt(32)
+    shown = np.exp(np.where(np.arange(64) <= last_positions[:, None, None], scores, -np.inf))
+    expected = np.einsum("bns,bnsh->bnh", shown / shown.sum(-1, keepdims=True), values)
+    assert_close(found, expected[None], ttnn.bfloat16)
+
+
 # ---- Making and measuring caches -------------------------------------------------------------------------------------
 
 

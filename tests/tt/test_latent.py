@@ -223,14 +223,14 @@ def test_changed_cache_of_latents_decodes_as_its_sequences_do(device, dtype):
 
 
 def test_step_reads_the_latents_with_the_kernel_for_one_token(device, calls):
-    # More heads than fit a core, each as wide as a latent: 40 are taken 32 at a time.
+    # More heads than fit a core, each as wide as a latent: 40 are taken 32 at a time, the last 8 three times each.
     spec = parity.AttentionSpec(24, 40, head_dim=12, value_head_dim=8, latent=Latent(310, 4), qkv_bias=False)
     module, x = latent_layer(spec, device, ttnn.bfloat16), random_tokens(7, ttnn.bfloat16, batch=2)
     _, cache = feed(module, x[:, :6], [6], module.init_cache(2, 40), ttnn.bfloat16)
     calls.clear()
     output, _ = feed(module, x[:, 6:], [1], cache, ttnn.bfloat16)
     taken = [call for call in calls if call.name == "ttnn.transformer.scaled_dot_product_attention_decode"]
-    assert [call.arguments[0].shape[2] for call in taken] == [32, 8]
+    assert [call.arguments[0].shape[2] for call in taken] == [32, 24]
     assert all(call.arguments[1] is call.arguments[2] is cache.latents for call in taken)
     assert_close(output, full_pass(spec, ttnn.bfloat16, x)[:, 6:], ttnn.bfloat16)
 
