@@ -80,17 +80,21 @@ def shown(case):
     return {h.name for h in found if not h.is_loss}, {h.name for h in found if h.is_loss}
 
 
-def in_each(cases):
-    """Every mistake in every plain case, in the others and of lost precision those of no case before."""
-    before, losses = set().union(*(shown(case)[0] for case in PLAIN)), set()
-    for case in cases:
+def in_one(cases):
+    """Each mistake in the last plain case that shows it, with what rivals it has there, or in the last of the others;
+    lost precision in the first."""
+    last, first = {}, {}
+    for case in (*(case for case in cases if case not in PLAIN), *PLAIN):
         plain, lost = shown(case)
-        yield from ((case.name, name) for name in sorted(plain if case in PLAIN else plain - before))
-        yield from ((case.name, name) for name in sorted(lost - losses))
-        losses |= lost
+        last |= dict.fromkeys(sorted(plain), case.name)
+    for case in reversed(cases):
+        plain, lost = shown(case)
+        first |= dict.fromkeys(sorted(lost), case.name)
+    return [(case, name) for name, case in {**last, **first}.items()]
 
 
-ALL = list(in_each(SELFTEST_CASES))  # test_selftest plants all of them in trained layers of torch
+ALL = in_one(SELFTEST_CASES)
+"""test_selftest plants all of them in torch, most in several of the cases before, and trained layers, too."""
 
 
 NEAREST = {

@@ -2,17 +2,31 @@
 
 import json
 from contextlib import nullcontext
+from functools import cache
 
 import pytest
 
 import mha_torch
-from parity import CASES, make_problem
+from parity import CASES, make_problem, random_weights
+from parity.backends import driver
+from parity.backends import jax as jax_backend
 from parity.cli.main import main
-from parity.diagnosis.mistakes import mistakes_for
+from parity.core.stages import run_steps, stage_named
+from parity.diagnosis.mistakes import PRECISIONS, mistakes_for
+from parity.diagnosis.replay import Replay
 from parity.diagnosis.selftest import SELFTEST_CASES, Outcome, plan_of, plant, planted, planted_in
 
 CASE_OF = {case.name: case for case in SELFTEST_CASES}
-EVERY = [(name, mistake) for name, case in CASE_OF.items() for mistake in ("", *planted_in(case))]
+TRAINED = "trained-anarcii-causal", "trained-smollm2-causal"
+
+
+def is_planted(case, name):
+    """In the second trained layer, the widest, what the first has not; and lost precision, which its width shows."""
+    first, second = TRAINED
+    return case != second or name in ("", *PRECISIONS) or name not in planted_in(CASE_OF[first])
+
+
+EVERY = [(case, name) for case in CASE_OF for name in ("", *planted_in(CASE_OF[case])) if is_planted(case, name)]
 
 
 def lies_in_weights(case, name):
@@ -30,7 +44,10 @@ def once(pairs):
 # JAX compiles what is made of a function anew for each mistake in it: there each is planted once, to show that its
 # words for JAX make it. What lies in the weights alone, changed in NumPy before either sibling is given them, torch
 # stands for.
-PLANTED = {"torch": EVERY, "jax": once([(case, name) for case, name in EVERY if not lies_in_weights(case, name)])}
+IN_JAX = once([(case, name) for case, name in EVERY if not lies_in_weights(case, name)])
+WHOLE_IN_JAX = [("gqa-rope-causal", name) for name in ("", "rope-interleaved", "kv-heads-tiled", "causal-off-by-one")]
+WHOLE_IN_JAX += [("gqa-rope-causal", name) for name in PRECISIONS]
+PLANTED = {"torch": EVERY, "jax": WHOLE_IN_JAX}
 PRECISIONS_CONFUSED = {
     # The scores of trained layers are so large that what products lose is not told from what a finer product loses.
     ("trained-anarcii-causal", "precision-lofi"),
@@ -60,12 +77,49 @@ def test_a_planted_mistake_is_seen_at_its_stage_and_named(backend, case, name):
         assert outcome.kind in ("unknown", "structure")
     else:
         assert outcome.is_named, f"named {outcome.named}"
+        is_loss = bool(name) and mistake_planted(CASE_OF[case], name).is_loss
+        assert outcome.kind == ("none" if not name else "precision" if is_loss else "structure")
+
+
+def mistake_planted(case, name):
+    """The form of a mistake that is planted."""
+    known = (*mistakes_for(case), *PRECISIONS.values())
+    return next(mistake for mistake in known if mistake.name == name and mistake.in_sibling is not None)
+
+
+@cache
+def problem_of(case):
+    """What is given to JAX, and what the stages of each call begin with."""
+    spec = CASE_OF[case].spec
+    weights = None if case in TRAINED else random_weights(spec)
+    return make_problem(CASE_OF[case], "float32", weights)
+
+
+@pytest.mark.parametrize(("case", "name"), [pair for pair in IN_JAX if pair[1] not in PRECISIONS])
+def test_a_mistake_planted_in_jax_is_what_the_reference_has_with_it(case, name):
+    """Of the same stages torch shows what they are diagnosed as. The paths of the module, which take the longest to
+    compile, are made of the same functions."""
+    problem = problem_of(case)
+    num_steps = 8 if problem.case.is_cached else 7  # of a call, the last of them the module
+    with planted(name, problem, "jax") as given, jax_backend.lock("float32"):
+        steps = driver.steps(jax_backend, given)
+        stages = run_steps(step for place, step in enumerate(steps, start=1) if place % num_steps)
+    replay = Replay(problem, stages, "ieee")
+    assert len(replay.stages) >= num_steps
+    wrong = replay.wrong(replay.stages, ())
+    if not name:
+        assert wrong == []
+        return
+    made = mistake_planted(problem.case, name)
+    assert stage_named(wrong[0]).kind in made.stages
+    same = next(mistake for mistake in replay.known if mistake.name == name and mistake.about == made.about)
+    assert replay.wrong(replay.stages, (same,)) == []
 
 
 def test_every_mistake_is_planted_somewhere():
     cases = [*CASES.values(), *SELFTEST_CASES]
     known = {mistake.name for case in cases for mistake in mistakes_for(case)}
-    in_torch, in_jax = ({name for _, name in PLANTED[backend]} for backend in ("torch", "jax"))
+    in_torch, in_jax = ({name for _, name in pairs} for pairs in (EVERY, [*IN_JAX, *WHOLE_IN_JAX]))
     assert known - in_torch == set()
     assert known - in_jax == {name for case, name in EVERY if lies_in_weights(case, name)} - in_jax
 

@@ -306,8 +306,9 @@ NARROW = [family for family in GENERATED if LESS_SEEN.get(family, SEEN) == SEEN 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_layers_in_16_bits_are_judged_right(dtype, implementation):
-    families = [family for family in NARROW if implementation == "eager" or family not in NO_SDPA]
-    assert len(families) >= 30
+    turn = (dtype == torch.float16) ^ (implementation == "sdpa")  # of two, one is eager in this dtype, the other sdpa
+    families = [family for family in NARROW[turn::2] if implementation == "eager" or family not in NO_SDPA]
+    assert len(families) >= 15
     for family in families:
         model = made(family, COMMON | OWN.get(family, {}), implementation=implementation).to(dtype)
         with parity.tap(model) as tapped:
