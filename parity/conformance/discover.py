@@ -33,7 +33,17 @@ ROLES = {
 
 NO_MASKS = (
     *("scale", "softmax_scale", "bias", "attn_bias", "positions", "position_ids", "position_embeddings"),
-    *("enable_gqa", "average_attn_weights", "inference", "rngs", "decode", "cache", "new_lengths", "theta", "rope_theta"),
+    *(
+        "enable_gqa",
+        "average_attn_weights",
+        "inference",
+        "rngs",
+        "decode",
+        "cache",
+        "new_lengths",
+        "theta",
+        "rope_theta",
+    ),
 )
 """Parameters that are asked nothing, and are no mask either."""
 

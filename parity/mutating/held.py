@@ -124,7 +124,7 @@ def _projections(words_by_path: Mapping[Path, list[str]]) -> dict[str, Path]:
     if not layers:
         names = [".".join(words) for words in words_by_path.values()]
         listed = ", ".join(names[:6]) + (", …" if len(names) > 6 else "") if names else "it has none"
-        raise Unfit(f"no projections of q, k and v are known among its weights: {listed}")
+        raise Unfit(f"no projections of q and k are known among its weights: {listed}")
     if len(layers) > 1:
         named = ", ".join(".".join(prefix) or "itself" for prefix in layers[:4])
         raise Unfit(f"it holds {len(layers)} attention layers, {named}: name the class of one")
@@ -141,7 +141,7 @@ def _projections(words_by_path: Mapping[Path, list[str]]) -> dict[str, Path]:
 
 
 def _is_attention(group: Mapping[str, Path]) -> bool:
-    return f"{PACKED_PROJECTION}.weight" in group or all(f"{name}_proj.weight" in group for name in "qkv")
+    return f"{PACKED_PROJECTION}.weight" in group or {"q_proj.weight", "k_proj.weight"} <= group.keys()
 
 
 # ---- Where they lie --------------------------------------------------------------------------------------------------
@@ -251,13 +251,15 @@ def _of_linen(call: Call) -> _Carrier:
     def run(function: Function, changed: Mapping[Path, Any]) -> Any:
         owner = call.owner
         params = traverse_util.unflatten_dict({**flat, **changed})
-        mutable = [name for name in owner.variables if name != "params" and owner.is_mutable_collection(name)]
         rngs = {name: owner.make_rng(name) for name in owner.scope.rngs}
-        other = owner.clone(parent=None).bind({**owner.variables, "params": params}, rngs=rngs, mutable=mutable)
+        other = owner.clone(parent=None).bind(
+            {**owner.variables, "params": params}, rngs=rngs, mutable=owner.scope.mutable
+        )
         result = function(call.of(other))
-        for collection in mutable:
-            for name, value in other.variables.get(collection, {}).items():
-                owner.put_variable(collection, name, value)
+        for collection, values in other.variables.items():
+            for name, value in values.items() if owner.is_mutable_collection(collection) else ():
+                if collection != "params":
+                    owner.put_variable(collection, name, value)
         return result
 
     return _Carrier(flat, run)

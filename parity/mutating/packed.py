@@ -20,7 +20,8 @@ Parts = dict[str, np.ndarray]
 """The places of `q_proj`, `k_proj` and `v_proj` in a packed projection."""
 
 WEIGHT, BIAS = f"{PACKED_PROJECTION}.weight", f"{PACKED_PROJECTION}.bias"
-_found: dict[tuple[Any, ...], Parts | None] = {}
+_found: dict[tuple[Any, ...], tuple[Parts, Any]] = {}
+"""By module, kept so that no other one gets its id, and by shapes."""
 
 
 def unpacked(held: Held, parts: Parts) -> Held:
@@ -93,7 +94,7 @@ def _as_matrix(held: Held) -> tuple[Any, int, tuple[int, ...]]:
 
 
 def parts_of(call: Call, function: Function, held: Held, heads: tuple[int | None, int | None]) -> Parts:
-    """Where q, k and v lie in the packed projection of a call; found once for its shapes.
+    """Where q, k and v lie in the packed projection of a call; found once for a module.
 
     Args:
         call: what is called, on copies.
@@ -104,19 +105,18 @@ def parts_of(call: Call, function: Function, held: Held, heads: tuple[int | None
     Raises:
         Unfit: if none of the customary orders is that of this call.
     """
-    key = (*(tuple(x.shape) for x in held.arrays.values()), heads)
-    if key not in _found:
-        _found[key] = next(
-            (parts for parts in candidates(held, heads) if _is_right(call, function, parts)),
-            None,
-        )
-    parts = _found[key]
+    key = (id(call.owner), heads, *(tuple(x.shape) for x in held.arrays.values()))
+    if key in _found:
+        return _found[key][0]
+    parts = next((parts for parts in candidates(held, heads) if _is_right(call, function, parts)), None)
     if parts is None:
         raise Unfit(
             f"where q, k and v lie in its packed projection {tuple(held.arrays[WEIGHT].shape)} cannot be found out: "
             "neither one after the other nor head by head"
             + ("" if heads[0] else ", and the number of heads is not known")
         )
+    if call.owner is None or library_of(call.owner) in ("torch", "nnx"):  # others are made anew for every call
+        _found[key] = parts, call.owner
     return parts
 
 

@@ -38,8 +38,9 @@ class Weights:
 
     def __getitem__(self, leaf: str) -> Any:
         if leaf not in self.held.arrays:
-            name, _, kind = leaf.partition(".")
-            raise Unfit(f"no {name} is known among its weights" if kind == "weight" else f"its {name} has no bias")
+            name = leaf.partition(".")[0]
+            is_there = f"{name}.weight" in self.held.arrays
+            raise Unfit(f"its {name} has no bias" if is_there else f"no {name} is known among its weights")
         return self.held.arrays[leaf]
 
     @property
