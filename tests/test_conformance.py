@@ -307,7 +307,11 @@ CONTROLS = [
     ("future", "future token", "hidden without weights, leaks else"),
     ("flipped", "mask", "True shows, declared: hides"),
     ("bottom-right", "causal", "bottom-right, declared: top-left"),
-    ("penalty", "masked key", "hidden in float16, leaks else"),
+    ("penalty", "masked key", "hidden in float16, a finite penalty of about -10000 else"),
+    ("penalty", "causal", "top-left, by a finite penalty of about -10000"),
+    ("penalty", "causal and mask", "both in float16, mask by a finite penalty of about -10000 else"),
+    ("penalty", "future token", "hidden in float16, a finite penalty of about -10000 else"),
+    ("penalty", "padding", "True hides in float16, True hides, by a finite penalty else"),
     ("penalty", "empty row", "as if unmasked"),
     ("causal drops mask", "causal and mask", "mask dropped"),
     ("batch", "other sequence", "leaks"),
@@ -825,3 +829,25 @@ def test_the_first_reason_of_a_refusal_is_printed(capsys):
     assert main(["conformance", "--peers", "--only", "mha_torch.fused", "--questions", "weights"]) == 0
     out = capsys.readouterr().out
     assert "mha_torch.fused, weights: refused (float32, eval, no grad, with weights: ValueError: need_weights" in out
+
+
+@pytest.mark.parametrize("penalty", [-10.0, -100.0, -3e4])
+def test_the_size_of_a_finite_penalty_is_found(penalty):
+    def attention(query, key, value, mask=None):
+        scores = query @ key.mT / query.shape[-1] ** 0.5
+        scores = scores if mask is None else scores + penalty * mask
+        return scores.softmax(-1) @ value
+
+    found = examine(attention, ["masked key"], ("float32",), framework="torch", axes="BNTH")["masked key"]
+    assert found.words == f"a finite penalty of about {penalty:g}"
+
+
+def test_padding_behind_a_finite_penalty_keeps_its_polarity():
+    def attention(query, key, value, key_padding_mask=None):
+        scores = query @ key.mT / query.shape[-1] ** 0.5
+        scores = scores if key_padding_mask is None else scores - 1e4 * key_padding_mask[:, None, None]
+        return scores.softmax(-1) @ value
+
+    found = examine(attention, ["padding"], ("float32",), framework="torch", axes="BNTH")["padding"]
+    assert found.words == "True hides, by a finite penalty"
+    assert found.is_broken

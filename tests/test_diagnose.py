@@ -15,6 +15,7 @@ from parity import CASES, Case, make_problem, random_weights
 from parity.backends import driver
 from parity.backends.record import record
 from parity.cli.main import main
+from parity.conversion.ulps import FEWER_BITS
 from parity.core.compare import kept_dtype
 from parity.core.stages import run_steps
 from parity.core.trace import Reference
@@ -382,6 +383,28 @@ def test_weights_in_another_order_are_told():
     names = [f"{projection}_proj.{leaf}" for projection in "qk" for leaf in ("weight", "bias")]
     diagnosis = diagnose_weights(weights, SPEC, interleaved(weights, names), SPEC)
     assert names_of(diagnosis) == ["rope-weights-interleaved"]
+
+
+@pytest.mark.parametrize("names", [["q_proj.weight"], ["k_proj.weight", "out_proj.bias"], None])
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [("rounded to bfloat16", "weights-bfloat16"), ("rounded to float16", "weights-float16")],
+)
+def test_weights_in_fewer_bits_are_told_as_such(way, name, names):
+    weights = {each: 8 * x for each, x in random_weights(SPEC).items()}
+    rounded = {each: FEWER_BITS[way](x) for each, x in weights.items()}
+    other = {each: rounded[each] if names is None or each in names else x for each, x in weights.items()}
+    diagnosis = diagnose_weights(weights, SPEC, other, SPEC)
+    assert (diagnosis.kind, names_of(diagnosis)) == ("precision", [name])
+    assert f"the weights are {way}" in str(diagnosis)
+
+
+def test_weights_in_tf32_are_told_as_such_and_others_are_not():
+    weights = {name: np.float32(3e7) * x for name, x in random_weights(SPEC).items()}  # more than float16 holds
+    other = {**weights, "v_proj.weight": FEWER_BITS["rounded to TF32"](weights["v_proj.weight"])}
+    assert names_of(diagnose_weights(weights, SPEC, other, SPEC)) == ["weights-tf32"]
+    other["v_proj.weight"] = other["v_proj.weight"] * np.float32(1 + 2.0**-12)
+    assert diagnose_weights(weights, SPEC, other, SPEC).kind == "unknown"
 
 
 def test_the_same_weights_have_nothing_to_tell():

@@ -1,9 +1,14 @@
 """`mutate`: what is planted in a user's attention, and what is said of their tests."""
 
 import json
+import os
+import pathlib
 import re
+import signal
+import subprocess
 import sys
 import textwrap
+import time
 import types
 from dataclasses import asdict, replace
 
@@ -283,12 +288,9 @@ def test_weights_are_changed_wherever_they_lie(carrier, name):
     view = View("torch", "BTE", ("x",), roles={"query": "x"}, projections=True, biases=True)
     x = torch.zeros(1, 3, 4)
     if carrier == "torch":
-        type(layer).forward, before = lambda self, x: seen_of_torch(self), type(layer).forward
-        try:
-            run = planted_in(view)[0][name].make(Call(view, (x,), {}, layer))
-            found = run(lambda call: pytest.fail("it is called with its own weights"))
-        finally:
-            type(layer).forward = before
+        run = planted_in(view)[0][name].make(Call(view, (x,), {}, layer))
+        found = run(lambda call: seen_of_torch(call.owner))
+        np.testing.assert_equal(seen_of_torch(layer), weights)
     elif carrier == "nnx":
         run = planted_in(view)[0][name].make(
             Call(replace(view, framework="jax"), (jnp.zeros((1, 3, 4)),), {}, jax_layer)
@@ -636,3 +638,67 @@ def test_a_traced_call_takes_ours_only_where_both_are_equal():
             lambda q, f=factor: planted("softmax-over-heads", q, k, v, view=view, function=lambda *a: theirs(*a, f))
         )(q)
         assert same(found, theirs(q, k, v, factor)) == (factor == 2.0)
+
+
+def test_an_interruption_ends_the_tests_and_changes_nothing(tmp_path):
+    (tmp_path / "mine.py").write_text(ATTENTION)
+    (tmp_path / "test_mine.py").write_text(
+        "import os, pathlib, time\nimport mine\n\ndef test_it():\n"
+        "    pathlib.Path('begun').write_text(str(os.getpid()))\n    time.sleep(600)\n"
+    )
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    arguments = ["mutate", "mine:attention", "--only", "scale-missing", "--", "pytest", "-q", "test_mine.py"]
+    program = (
+        "import signal, sys\nfrom parity.cli.main import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is born without it\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    begun = tmp_path / "begun"
+    while not (begun.exists() and begun.read_text()) and process.poll() is None and time.monotonic() < began + 300:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert said == "mha-parity: interrupted\n"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(begun.read_text()), 0)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path != begun} == before
+
+
+def test_options_of_pytest_reach_it_and_its_workers_have_the_mistake(project):
+    tests = GOOD.replace("test_values", "test_one") + GOOD.replace("test_values", "test_two")
+    command = ("pytest", "-x", "-p", "xdist", "-n", "2", "-k", "two", "test_mine.py")
+    status, found = project(tests, "--only", "scale-missing", command=command)
+    assert status == 0
+    assert found["scale-missing"]["by"] == "test_mine.py::test_two"
+
+
+def test_what_a_layer_does_not_allow_is_no_gap_of_the_tests(project, capsys):
+    tests = """
+    import torch
+    from mine.attention import Layer
+
+    def test_layer():
+        torch.manual_seed(0)
+        layer, x = Layer(4), torch.randn(2, 3, 4)
+        expected = torch.softmax(layer.q_proj(x) @ layer.k_proj(x).mT / 2, -1) @ x
+        torch.testing.assert_close(layer(x), expected)
+    """
+    status, found = project(tests, "--only", "q_proj-transposed,out_proj-*,rope-theta-*", target="mine.attention:Layer")
+    said = " ".join(capsys.readouterr().out.split())
+    assert (status, {name: each["status"] for name, each in found.items()}) == (0, {"q_proj-transposed": "noticed"})
+    assert "not planted, no out_proj is known among its weights: out_proj-transposed, out_proj-bias-missing" in said
+    assert json.loads(pathlib.Path("found.json").read_text())["not_planted"].keys() == {
+        *("out_proj-transposed", "out_proj-bias-missing", "rope-theta-10000", "rope-theta-500000"),
+    }
+    status, _ = project(tests, "--only", "out_proj-*", target="mine.attention:Layer")
+    assert status == 2
+    assert "got none: out_proj-transposed: no out_proj is known among its weights" in capsys.readouterr().err

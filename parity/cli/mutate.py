@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+from collections.abc import Mapping
 
 from parity.cli.help import Page
 from parity.cli.options import add_json_option, name_list
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Plant the mistakes, and print what became of them."""
     from parity.mutating.mistakes import planted_in
-    from parity.mutating.run import Suite, mutate
+    from parity.mutating.run import Status, Suite, mutate
     from parity.mutating.view import view_of
     from parity.reporting.console import console, progress_bar
     from parity.reporting.json import write_json
@@ -58,18 +59,25 @@ def run(options: argparse.Namespace) -> int:
     names = [name for name in fit if name in wanted]
     left_out = {name: reason for name, reason in reasons.items() if name in wanted}
     if not names:
-        raise ValueError(
-            f"--only must leave a mistake that can be planted in {options.subject}, got none: "
-            + "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
-        )
+        raise ValueError(_nothing(options.subject, left_out))
     tests = Suite(options.subject, view, options.tests, options.timeout)
     with progress_bar(1 + len(names)) as on_mistake:
         outcomes = list(mutate(tests, names, jobs=options.jobs, on_mistake=on_mistake))
+    left_out |= {outcome.mistake: outcome.by for outcome in outcomes if outcome.status is Status.NOT_PLANTED}
+    outcomes = [outcome for outcome in outcomes if outcome.status is not Status.NOT_PLANTED]
+    if not outcomes:
+        raise ValueError(_nothing(options.subject, left_out))
     print_mutations(options.subject, outcomes, left_out, console(), view.note)
     if options.json is not None:
         found = {"outcomes": [outcome.to_dict() for outcome in outcomes], "not_planted": left_out}
         write_json(options.json, {"format": 1, "subject": options.subject, "not_examined": view.note, **found})
     return 0 if all(outcome.is_caught for outcome in outcomes) else 1
+
+
+def _nothing(subject: str, left_out: Mapping[str, str]) -> str:
+    """What is said where none of the mistakes that were asked for can be planted."""
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
+    return f"--only must leave a mistake that can be planted in {subject}, got none: {reasons}"
 
 
 def _wanted(only: list[str] | None, skip: list[str] | None) -> set[str]:

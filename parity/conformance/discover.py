@@ -33,12 +33,22 @@ ROLES = {
 
 NO_MASKS = (
     *("scale", "softmax_scale", "bias", "attn_bias", "positions", "position_ids", "position_embeddings"),
-    *("enable_gqa", "average_attn_weights", "inference", "rngs", "decode", "cache", "new_lengths"),
+    *(
+        "enable_gqa",
+        "average_attn_weights",
+        "inference",
+        "rngs",
+        "decode",
+        "cache",
+        "new_lengths",
+        "theta",
+        "rope_theta",
+    ),
 )
 """Parameters that are asked nothing, and are no mask either."""
 
 WIDTHS = ("d_model", "embed_dim", "in_features", "query_size", "hidden_size", "dim")
-HEADS = ("num_heads", "n_heads", "nhead", "heads", "num_attention_heads")
+HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
 
 
 def load_callable(target: str) -> Any:

@@ -115,7 +115,7 @@ class Examination:
         inputs = self.inputs()
         padding = np.zeros((BATCH, TOKENS), bool)
         padding[:, -1] = True
-        others = perturbed(inputs, TOKENS - 1, self.base)
+        others = perturbed(inputs, TOKENS - 1, self.base, scale=3.0)
         return not self.moved(self.base, inputs, others, [0, 1], padding=padding)[0]
 
     def inputs(self, num_keys: int | None = None, num_queries: int = TOKENS, seed: int = SEED) -> Inputs:

@@ -10,17 +10,19 @@ from dataclasses import replace
 import numpy as np
 
 from mha_spec import AttentionSpec
+from parity.conversion.ulps import in_fewer_bits
 from parity.conversion.verify import probe
 from parity.core import reference
 from parity.core.stages import run_steps
 from parity.core.weights import Weights
-from parity.diagnosis.diagnose import Diagnosis, Unknown, diagnose
+from parity.diagnosis.diagnose import Diagnosis, Explanation, Unknown, diagnose
 
 
 def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec) -> Diagnosis:
     """Find the mistakes in the second of two sets of weights that should hold the same attention.
 
-    Its kind is never `rounding` nor `precision`: both are computed alike, so that nothing but the weights differs.
+    Its kind is never `rounding`: both are computed alike, so that nothing but the weights differs. It is `precision`
+    only where every tensor that differs is that of the first one in fewer bits, exactly.
 
     Raises:
         ValueError: if the layers differ in more than their weights.
@@ -29,7 +31,40 @@ def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, othe
     with np.errstate(over="ignore", invalid="ignore"):
         observed = run_steps(reference.steps(other_problem, problem.dtype))
     diagnosis = diagnose(observed, problem)
+    if diagnosis.is_wrong and diagnosis.kind != "structure" and (ways := _ways_to_fewer_bits(weights, other)):
+        return _rounded(diagnosis, ways)
     if diagnosis.kind not in ("rounding", "precision"):
         return diagnosis
     unknowns = diagnosis.unknowns or [Unknown(diagnosis.stage, diagnosis.error, diagnosis.ratio)]
     return replace(diagnosis, kind="unknown", explanations=[], unknowns=unknowns)
+
+
+def _ways_to_fewer_bits(weights: Weights, other: Weights) -> list[str]:
+    """In which words every tensor that differs is that of the first weights in fewer bits, exactly; all that hold."""
+    differing = [name for name, x in weights.items() if not np.array_equal(x, other[name], equal_nan=True)]
+    ways = [(in_fewer_bits(weights[name], other[name]) or "").split(" or ") for name in differing]
+    common = [way for way in ways[0] if way and all(way in each for each in ways)] if ways else []
+    return sorted(common, key=lambda way: "TF32" in way)  # dtypes that weights are kept in first
+
+
+def _rounded(diagnosis: Diagnosis, ways: list[str]) -> Diagnosis:
+    """The diagnosis of weights that are others in fewer bits, by the ways in which they may have been made."""
+    way, *others = [(f"the weights are {words}", f"weights-{_dtype(words)}") for words in ways]
+    found = Explanation(
+        diagnosis.stage,
+        (diagnosis.stage,),
+        (way[1],),
+        way[0],
+        ("keep the weights in the dtype that they were trained in, or compare with the rounded ones",),
+        ("low-precision",),
+        diagnosis.error,
+        0.0,
+        0.0,
+        tuple(about for about, _ in others),
+    )
+    return replace(diagnosis, kind="precision", explanations=[found], unknowns=[])
+
+
+def _dtype(words: str) -> str:
+    """The dtype of `rounded to bfloat16`, as names of mistakes have it."""
+    return words.split(" to ")[1].split()[0].lower()

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from parity.mutating.calls import Call, Function, Planted
+from parity.mutating.calls import Call, Function, Planted, library_of
 from parity.mutating.compare import Unfit, arrays_in, copied, is_traced, same
 from parity.mutating.mistakes import planted_in
 from parity.mutating.record import note, order
@@ -43,13 +43,13 @@ def _wrapped(original: Any, view: View, is_method: bool, attend: Attend) -> Any:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if getattr(busy, "on", False):  # one that calls itself
-            return original(*args, **kwargs)
         owner, given = (args[0], args[1:]) if is_method else (None, args)
+        if getattr(busy, "on", False) or _is_initialized(owner):  # one that calls itself, or only makes its weights
+            return original(*args, **kwargs)
         call = Call(view, given, kwargs, owner)
 
         def function(call: Call) -> Any:
-            return original(*([owner] if is_method else []), *call.args, **call.kwargs)
+            return original(*([call.owner] if is_method else []), *call.args, **call.kwargs)
 
         def beside() -> Any:
             first = [copied(owner)] if is_method else []
@@ -65,6 +65,11 @@ def _wrapped(original: Any, view: View, is_method: bool, attend: Attend) -> Any:
     return wrapper
 
 
+def _is_initialized(owner: Any) -> bool:
+    """Whether a module of flax.linen is called to make its parameters."""
+    return library_of(owner) == "linen" and owner.is_initializing()
+
+
 def _watched(fit: dict[str, Planted]) -> Attend:
     """Nothing is planted; which mistakes could be is told."""
     left = dict(fit)
@@ -73,6 +78,9 @@ def _watched(fit: dict[str, Planted]) -> Attend:
         for name, mistake in list(left.items()):
             try:
                 fits = mistake.make(call) is not None
+            except Unfit as error:
+                note("unfit", f"{name}: {error}")
+                continue
             except Exception:  # whatever unusual arguments raise; it is planted, and then told
                 fits = True
             if fits:
@@ -94,6 +102,9 @@ def _broken(mistake: Planted) -> Attend:
     def attend(call: Call, function: Function, beside: Callable[[], Any]) -> Any:
         try:
             run = mistake.make(call)
+        except Unfit as error:
+            note("unfit", str(error))
+            run = None
         except Exception as error:  # whatever unusual arguments raise
             note("unfit", f"it cannot be made in such a call: {type(error).__name__}: {error}")
             run = None

@@ -31,7 +31,8 @@ class Status(Enum):
 
     `NOTICED`: the tests fail, and what the callable gives is changed; `REFUSED`: the callable raises an error by
     itself, whatever the tests look at; `SURVIVED`: the tests pass; `UNCHANGED`: no call gives anything else than
-    without it; `NOT_REACHED`: no call allows it, such as one with a mask; `TIMED_OUT`.
+    without it; `NOT_REACHED`: no call allows it, such as one with a mask; `TIMED_OUT`. `NOT_PLANTED` is no
+    gap of the tests: what a call shows of the callable does not allow it.
     """
 
     NOTICED = "noticed"
@@ -40,6 +41,7 @@ class Status(Enum):
     UNCHANGED = "changed nothing"
     NOT_REACHED = "not reached"
     TIMED_OUT = "timed out"
+    NOT_PLANTED = "not planted"
 
 
 @dataclass(frozen=True)
@@ -234,12 +236,14 @@ def mutate(
     if tests.timeout is None:
         tests.timeout = max(LEAST_TIMEOUT, TIMES_LONGER * first.seconds)
     allowed = {more for event, more in first.told if event == "fits"}
+    reasons = dict(more.split(": ", 1) for event, more in reversed(first.told) if event == "unfit")
     fit, _ = planted_in(tests.view)
 
     def outcome(name: str) -> Outcome:
         on_mistake(name)
         if name not in allowed:
-            found = (Status.NOT_REACHED, "no call allows it", 0.0)
+            reason = reasons.get(name, "")
+            found = (Status.NOT_PLANTED, reason, 0.0) if reason else (Status.NOT_REACHED, "no call allows it", 0.0)
         else:
             run = tests.run(name)
             found = (*_judged(run), run.seconds)
@@ -263,7 +267,8 @@ def _judged(run: Run) -> tuple[Status, str]:
         return Status.TIMED_OUT, f"after {run.seconds:.0f} s"
     fails = run.first("failed") or f"exit status {run.status}"
     if "reached" not in kinds:
-        return Status.NOT_REACHED, run.first("unfit") or "no call allows it"
+        reason = run.first("unfit")
+        return (Status.NOT_PLANTED, reason) if reason else (Status.NOT_REACHED, "no call allows it")
     if kinds & {"changed", "uncompared"}:
         how = "" if "changed" in kinds else f"; outputs were not compared: {run.first('uncompared')}"
         return (Status.SURVIVED, how.strip("; ")) if run.status == 0 else (Status.NOTICED, fails + how)

@@ -28,19 +28,33 @@ MORE_ROLES = {
     "sinks": ("sinks",),
     "weights": ("weights", "params"),
     "scale": ("scale", "softmax_scale", "sm_scale"),
+    "theta": ("theta", "rope_theta"),
 }
 """Parameters that mistakes need beside those of `conformance`, by what they are for."""
 
 PROJECTIONS = {
-    "q_proj": ("q_proj", "wq", "w_q", "q_weight", "q_kernel", "query", "to_q", "q"),
-    "k_proj": ("k_proj", "wk", "w_k", "k_weight", "k_kernel", "key", "to_k", "k"),
-    "v_proj": ("v_proj", "wv", "w_v", "v_weight", "v_kernel", "value", "to_v", "v"),
-    "out_proj": ("out_proj", "o_proj", "wo", "w_o", "o_weight", "out_weight", "to_out", "out", "proj", "c_proj"),
+    f"{name[0]}_proj": (
+        *(f"{name[0]}_proj", f"w{name[0]}", f"w_{name[0]}", f"{name[0]}_weight", f"{name[0]}_kernel", f"{name[0]}_lin"),
+        *(name, f"{name}_proj", f"to_{name[0]}", f"linear_{name[0]}", f"{name[0]}_linear", name[0]),
+    )
+    for name in ("query", "key", "value")
+} | {
+    "out_proj": (
+        *("out_proj", "o_proj", "wo", "w_o", "o_weight", "out_weight", "o_kernel", "out_kernel", "to_out", "out_lin"),
+        *("output_proj", "linear_out", "out_linear", "dense", "out", "proj", "c_proj", "o"),
+    )
 }
-"""What a projection may be called: a parameter, a key of `weights` or an attribute of a module."""
+"""What a projection may be called, in small letters: a parameter, a key of `weights` or an attribute of a module."""
+
+PACKED = (
+    *("qkv_proj", "qkv", "wqkv", "w_qkv", "qkv_weight", "qkv_kernel", "to_qkv", "c_attn", "in_proj", "in_proj_weight"),
+    *("query_key_value", "w_pack", "qkv_linear"),
+)
+"""What the projection of queries, keys and values may be called that is one."""
 
 BIASES = {f"{name}_proj": (f"b{name}", f"b_{name}", f"{name}_bias", f"{name}_proj_bias") for name in "qkv"} | {
-    "out_proj": ("bo", "b_o", "o_bias", "out_bias", "out_proj_bias", "o_proj_bias")
+    "out_proj": ("bo", "b_o", "o_bias", "out_bias", "out_proj_bias", "o_proj_bias"),
+    "qkv_proj": ("bqkv", "b_qkv", "qkv_bias", "qkv_proj_bias", "in_proj_bias"),
 }
 """What the bias of a projection may be called as a parameter."""
 
@@ -70,6 +84,8 @@ OTHER_NEEDS = {
     "ours": "ours cannot stand in for it: it is no function of split heads that gives what ours gives",
     "projections": "it has no projections: neither a module's nor weights among its parameters",
     "biases": "it has no biases of projections",
+    "module": "it has no mask among its parameters",
+    "rotation": "nothing in it is known to be RoPE",
 }
 """Why a mistake cannot be planted in a callable that lacks something, beside parameters."""
 
@@ -89,6 +105,7 @@ class View:
         has_groups: whether it takes fewer key/value heads.
         is_ours: whether it gives what ours gives, so that ours can stand in for it.
         projections, biases: whether it may have any, of its module or among its parameters.
+        is_module: whether it is a method, of a module.
         note: what could not be found out, and why.
     """
 
@@ -104,6 +121,7 @@ class View:
     is_ours: bool = False
     projections: bool = False
     biases: bool = False
+    is_module: bool = False
     note: str = ""
 
     @classmethod
@@ -125,6 +143,8 @@ class View:
             "ours": self.is_ours,
             "projections": self.projections,
             "biases": self.biases,
+            "module": self.is_module,
+            "rotation": self.is_module or bool(self.roles.keys() & {"theta", "position_embeddings", "cos"}),
             "padding": bool(self.roles.keys() & {"padding", "lengths"}),
             "cos": "position_embeddings" in self.roles or self.roles.keys() >= {"cos", "sin"},
         }
@@ -193,8 +213,9 @@ def view_of(
         mask_true or "",
         padding_true or "",
         causal=causal or "",
-        projections=has_weights or any(left & {*names} for names in PROJECTIONS.values()),
+        projections=has_weights or bool(left & {*PACKED, *(n for names in PROJECTIONS.values() for n in names)}),
         biases=has_weights or any(left & {*names} for names in BIASES.values()),
+        is_module=is_method,
     )
     declared = {"axes": axes, "mask_name": mask_name, "mask_true": mask_true, "causal_name": causal_name}
     try:
@@ -222,9 +243,10 @@ def _roles(
     more = {role: name for role, name in more.items() if name}
     known = {*more.values(), *(name for names in PROJECTIONS.values() for name in names)}
     left = {name: parameter for name, parameter in parameters.items() if name not in known or name in ("key", "value")}
+    beside = known - {"query", "q"}  # weights may come first
     left |= {name: parameters[name] for name in ("k", "v", "query") if name in parameters}
     return {
-        "query": next(iter(parameters)),
+        "query": next((name for name in parameters if name not in beside), next(iter(parameters))),
         **more,
         **roles_of(target, left, mask_name=mask_name, causal_name=causal_name),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,51 @@ from parity.conformance.answers import Answer, Finding, Kind, Question, asks
 from parity.conformance.calls import Refused, run
 from parity.conformance.examination import Examination, change, describe_shapes, mapped, perturbed, tolerance
 from parity.conformance.rules import broken
-from parity.conformance.subjects import BATCH, FEW_TOKENS, TOKENS, Path
+from parity.conformance.subjects import BATCH, FEW_TOKENS, TOKENS, Inputs, Path
+
+USUAL = 3.0
+"""Size of a token that no finite penalty of use is too small for."""
+
+MOST_PENALTY = 1e9
+"""The largest penalty that is looked for; larger ones are not outweighed by what is asked."""
+
+
+def _is_finite(exam: Examination, path: Path, inputs: Inputs, token: int, rows: Sequence[int], **options: Any) -> bool:
+    """Whether a token that is felt where it is hidden is not, where it is of the usual size."""
+    return not exam.moved(path, inputs, perturbed(inputs, token, path, scale=USUAL), rows, **options)[0]
+
+
+def _leak(
+    exam: Examination, path: Path, inputs: Inputs, token: int, rows: Sequence[int], seen: str, **options: Any
+) -> Finding:
+    """What a hidden token that is felt says: it is not hidden, or by a number that its scores outweigh."""
+    if _is_finite(exam, path, inputs, token, rows, **options):
+        return Finding(_penalty(exam, **options), Kind.BROKEN, seen)
+    return Finding("leaks", Kind.BROKEN, seen)
+
+
+def _penalty(exam: Examination, **options: Any) -> str:
+    """That what is hidden has a finite penalty, and of split heads how large it is."""
+    if exam.subject.is_layer:
+        return "a finite penalty"
+    query, key, value = exam.inputs()
+    hidden = options.get("hidden")
+    row, token = (0, TOKENS - 1) if hidden is None or hidden[0, -1] else map(int, np.argwhere(hidden)[0])
+    before = exam.run(exam.base, (query, key, value), **options).output[..., row, :]
+
+    def outweighs(score: float) -> bool:
+        others, one = key.copy(), query[..., row, :]
+        others[..., token, :] = one * score * np.sqrt(one.shape[-1]) / np.sum(one**2, -1, keepdims=True)
+        after = exam.run(exam.base, (query, others, value), **options).output[..., row, :]
+        return bool(np.abs(after - value[..., token, :]).max() < np.abs(after - before).max())
+
+    least, most = 1.0, MOST_PENALTY
+    if outweighs(least) or not outweighs(most):
+        return "a finite penalty"
+    while most / least > 1.1:
+        middle = (least * most) ** 0.5
+        least, most = (least, middle) if outweighs(middle) else (middle, most)
+    return f"a finite penalty of about {-float(f'{most:.0e}'):g}"
 
 
 @asks("mask", "which keys does a boolean mask with one True hide?")
@@ -57,16 +102,21 @@ def causal(exam: Examination, question: Question) -> Answer:
         return Answer(question.name, Kind.KEPT, "T = S only")
     inputs = exam.inputs(TOKENS, FEW_TOKENS)
 
-    def ask(path: Path) -> Finding:
+    def ask_with(path: Path, scale: float | None = None) -> tuple[str | None, np.ndarray]:
         before = exam.run(path, inputs, is_causal=True).output
         sees = np.zeros((FEW_TOKENS, TOKENS), bool)
         for s in range(TOKENS):
-            after = exam.run(path, perturbed(inputs, s, path, "kv"), is_causal=True).output
+            after = exam.run(path, perturbed(inputs, s, path, "kv", scale), is_causal=True).output
             sees[:, s] = [change(before[..., [t], :], after[..., [t], :], path, [t])[0] for t in range(FEW_TOKENS)]
         offset = TOKENS - FEW_TOKENS
         known = {"top-left": np.tri(FEW_TOKENS, TOKENS), "bottom-right": np.tri(FEW_TOKENS, TOKENS, offset)}
-        found = next((words for words, triangle in known.items() if (sees == triangle.astype(bool)).all()), None)
+        return next((words for words, triangle in known.items() if (sees == triangle.astype(bool)).all()), None), sees
+
+    def ask(path: Path) -> Finding:
+        found, sees = ask_with(path)
         rows = "; ".join(f"query {t} sees {np.flatnonzero(sees[t]).tolist()}" for t in range(FEW_TOKENS))
+        if found is None and (small := ask_with(path, USUAL)[0]):
+            return Finding(f"{small}, by {_penalty(exam, is_causal=True)}", Kind.BROKEN, f"of large keys {rows}")
         if found is None:
             return Finding("all keys seen" if sees.all() else "neither triangle", Kind.BROKEN, rows)
         if subject.causal is not None and subject.causal != found:
@@ -90,10 +140,14 @@ def causal_and_mask(exam: Examination, question: Question) -> Answer:
     def ask(path: Path) -> Finding:
         masked, seen_masked, _ = exam.moved(path, inputs, perturbed(inputs, 1, path), [2, 3, 4], **options)
         future, seen_future, _ = exam.moved(path, inputs, perturbed(inputs, 4, path), [0, 1, 2, 3], **options)
-        if masked:
-            return Finding("mask dropped", Kind.BROKEN, f"token 1, hidden by the mask, is changed: {seen_masked}")
-        if future:
-            return Finding("causal dropped", Kind.BROKEN, f"token 4 is changed: {seen_future}")
+        for token, rows, leaks, what, seen in (
+            (1, [2, 3, 4], masked, "mask", f"token 1, hidden by the mask, is changed: {seen_masked}"),
+            (4, [0, 1, 2, 3], future, "causal", f"token 4 is changed: {seen_future}"),
+        ):
+            if leaks and _is_finite(exam, path, inputs, token, rows, **options):
+                return Finding(f"{what} by {_penalty(exam, **options)}", Kind.BROKEN, seen)
+            if leaks:
+                return Finding(f"{what} dropped", Kind.BROKEN, seen)
         return Finding("both")
 
     return exam.answer(question, ask)
@@ -124,7 +178,8 @@ def future_token(exam: Examination, question: Question) -> Answer:
                 refusals.append(refused)
                 continue
             if leaks:
-                return Finding("leaks", Kind.BROKEN, f"token {TOKENS - 1} is changed, with {way}: {seen}")
+                seen = f"token {TOKENS - 1} is changed, with {way}: {seen}"
+                return _leak(exam, path, inputs, TOKENS - 1, range(TOKENS - 1), seen, **options)
             if np.isnan(before).any():
                 return Finding("NaN", Kind.BROKEN, f"the output is NaN, with {way}")
         if len(refusals) == len(ways):
@@ -145,7 +200,8 @@ def masked_key(exam: Examination, question: Question) -> Answer:
     def ask(path: Path) -> Finding:
         leaks, seen, _ = exam.moved(path, inputs, perturbed(inputs, 2, path), [0, 1, 3, 4], hidden=hidden)
         if leaks:
-            return Finding("leaks", Kind.BROKEN, f"token 2, hidden from all, is changed: {seen}")
+            seen = f"token 2, hidden from all, is changed: {seen}"
+            return _leak(exam, path, inputs, 2, [0, 1, 3, 4], seen, hidden=hidden)
         return Finding("hidden")
 
     return exam.answer(question, ask)
@@ -163,9 +219,9 @@ def padding(exam: Examination, question: Question) -> Answer:
     ways = {"by lengths": lengths} if kind == "lengths" else {"True hides": hidden, "True shows": ~hidden}
     real, last = range(3), TOKENS - 1
 
-    def ask(path: Path) -> Finding:
+    def ask_with(path: Path, scale: float | None = None) -> tuple[str, str]:
         def with_other_keys(x: np.ndarray) -> np.ndarray:
-            others = perturbed(perturbed((x, x, x), 3, path), last, path)[0]
+            others = perturbed(perturbed((x, x, x), 3, path, scale=scale), last, path, scale=scale)[0]
             others[1:, ..., last, :] = x[1:, ..., last, :]  # whose output tells whether key 3 is felt
             return others
 
@@ -176,7 +232,16 @@ def padding(exam: Examination, question: Question) -> Answer:
             leaks, seen = change(before[:1, ..., :3, :], after[:1, ..., :3, :], path, real)
             feels, _ = change(before[1:, ..., [last], :], after[1:, ..., [last], :], path, [last])
             if feels and not leaks and np.isfinite(before[:, ..., :3, :]).all():
-                return Finding(words)
-        return Finding("leaks", Kind.BROKEN, f"tokens 3 and 4, the padding of sequence 0, are changed: {seen}")
+                return words, seen
+        return "", seen
+
+    def ask(path: Path) -> Finding:
+        words, seen = ask_with(path)
+        if words:
+            return Finding(words)
+        seen = f"tokens 3 and 4, the padding of sequence 0, are changed: {seen}"
+        if words := ask_with(path, USUAL)[0]:
+            return Finding(f"{words}, by a finite penalty", Kind.BROKEN, seen)
+        return Finding("leaks", Kind.BROKEN, seen)
 
     return exam.answer(question, ask)

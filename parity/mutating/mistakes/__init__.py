@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from parity.mutating.calls import Planted
+from parity.mutating.mistakes.buffers import BUFFERS
 from parity.mutating.mistakes.extras import EXTRAS
 from parity.mutating.mistakes.inputs import INPUTS
 from parity.mutating.mistakes.masks import MASKS
 from parity.mutating.mistakes.ours import OURS
-from parity.mutating.mistakes.projections import PROJECTED
+from parity.mutating.mistakes.projections import HEADS_REORDERED, PROJECTED
+from parity.mutating.mistakes.rope import ROPE
 from parity.mutating.view import View
 
-MISTAKES = (*MASKS, *PROJECTED, *INPUTS, *EXTRAS, *OURS)
+MISTAKES = (*MASKS, *BUFFERS, *PROJECTED, *INPUTS, *HEADS_REORDERED, *EXTRAS, *ROPE, *OURS)
 """In the order in which they are planted; of those of one name the first that a callable allows is."""
 
 

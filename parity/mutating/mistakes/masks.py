@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from parity.mutating.calls import Call, Planted, Run, taken, with_call
+from parity.mutating.compare import Unfit
+from parity.mutating.view import OTHER_NEEDS
 
 FORBIDDEN = -1e4  # what is below it hides in a mask that is added
 
@@ -23,6 +25,8 @@ def _hidden(call: Call, mask: Any) -> Any:
     """Where a mask hides, whatever its kind: booleans, numbers 0 and 1, or what is added to scores."""
     if _is_added(mask):
         return mask <= FORBIDDEN
+    if not call.view.mask_true:
+        raise Unfit(OTHER_NEEDS["polarity"])
     true = mask != 0
     return true if call.view.mask_true == "hides" else ~true
 
@@ -65,6 +69,8 @@ def _ignored(call: Call) -> Call | None:
 
 def _tried(call: Call, hidden: np.ndarray) -> Run:
     """Calls it with a mask (T, S) of its own making, in the first shape that it takes."""
+    if not call.view.mask_true:
+        raise Unfit(OTHER_NEEDS["polarity"])
     query = call.get("query")
     batch = query.shape[0]
     shapes = [(batch, 1, *hidden.shape), hidden.shape, (batch, *hidden.shape)]
@@ -176,10 +182,10 @@ MASKS = (
     Planted(
         "causal-off-by-one",
         "each token sees the next one, too",
-        ("mask", "polarity"),
+        ("mask",),
         _causal(lambda t, s: s > t + 1),
     ),
-    Planted("causal-excludes-self", "no token sees itself", ("mask", "polarity"), _causal(lambda t, s: s >= t)),
+    Planted("causal-excludes-self", "no token sees itself", ("mask",), _causal(lambda t, s: s >= t)),
     Planted(
         "causal-bottom-right",
         "the causal mask is aligned to the last key",

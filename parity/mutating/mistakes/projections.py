@@ -2,206 +2,291 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from parity.conformance.discover import HEADS
-from parity.mutating.calls import Call, Function, Planted, Run
-from parity.mutating.view import BIASES, PROJECTIONS
+from parity.mutating.calls import Call, Planted, Run, taken
+from parity.mutating.compare import Unfit
+from parity.mutating.held import PACKED_PROJECTION, Arrays, Held, held_in
+from parity.mutating.mistakes.rope import has_rope
+from parity.mutating.packed import candidates, parts_of, unpacked
+from parity.mutating.view import PROJECTIONS
 
-LEAVES = {"weight": "weight", "kernel": "weight", "w": "weight", "bias": "bias", "b": "bias"}
-Arrays = dict[str, Any]
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+HEAD_DIMS = ("head_dim", "head_size", "d_head", "d_k")
 
 
 @dataclass(frozen=True)
-class Held:
-    """The projections of a call.
+class Weights:
+    """The projections of a call, and what is known of its heads.
 
     Attributes:
-        arrays: by `q_proj.weight`, `q_proj.bias` and so on; kernels in whatever order of their axes.
-        run: calls with some of them changed.
+        call: what is called.
+        held: the projections, each apart.
     """
 
-    arrays: Arrays
-    run: Callable[[Function, Arrays], Any]
+    call: Call
+    held: Held
+
+    def __contains__(self, leaf: str) -> bool:
+        return leaf in self.held.arrays
+
+    def __getitem__(self, leaf: str) -> Any:
+        if leaf not in self.held.arrays:
+            name = leaf.partition(".")[0]
+            is_there = f"{name}.weight" in self.held.arrays
+            raise Unfit(f"its {name} has no bias" if is_there else f"no {name} is known among its weights")
+        return self.held.arrays[leaf]
+
+    @property
+    def num_heads(self) -> int | None:
+        """N, as the module or the call says it."""
+        return _told(self.call, self.held, HEADS)
+
+    @property
+    def width(self) -> int:
+        """N * H."""
+        kernel = self["q_proj.weight"]
+        if kernel.ndim == 3:
+            return kernel.shape[-2] * kernel.shape[-1]
+        if "q_proj.weight" in self.held.in_first:
+            return kernel.shape[1]
+        if "q_proj.weight" in self.held.out_first or kernel.shape[0] == kernel.shape[1]:
+            return kernel.shape[0]
+        raise Unfit(f"which axis of q_proj {tuple(kernel.shape)} is that of its heads is not known")
+
+    def reordered(self, projection: str, order: Callable[[int, int], np.ndarray]) -> Arrays:
+        """A projection whose features are in another order, of `out_proj` those that go in.
+
+        Args:
+            projection: its name.
+            order: takes the number of its heads and H, and gives the places in which the features stand.
+        """
+        kernel, name = self[f"{projection}.weight"], f"{projection}.weight"
+        axis = self._axis_of_heads(projection)
+        matrix = (
+            kernel if kernel.ndim == 2 else kernel.reshape((-1, kernel.shape[-1]) if axis == 0 else (len(kernel), -1))
+        )
+        places = order(matrix.shape[axis] // self.head_dim, self.head_dim)
+        changed = {name: taken(matrix, places, axis).reshape(kernel.shape)}
+        bias = f"{projection}.bias"
+        if projection != "out_proj" and bias in self:
+            changed[bias] = taken(self[bias].reshape(-1), places, 0).reshape(self[bias].shape)
+        return changed
+
+    def _axis_of_heads(self, projection: str) -> int:
+        kernel, name = self[f"{projection}.weight"], f"{projection}.weight"
+        is_last = projection == "out_proj"
+        if kernel.ndim == 3:
+            return 0 if is_last else 1
+        if name in self.held.out_first or name in self.held.in_first:
+            return int((name in self.held.in_first) != is_last)
+        if not is_last and self.width in kernel.shape and kernel.shape[0] != kernel.shape[1]:
+            return tuple(kernel.shape).index(self.width)
+        raise Unfit(f"whether its kernels are (in, out) or (out, in) is not to be seen, got {tuple(kernel.shape)}")
+
+    @property
+    def head_dim(self) -> int:
+        """H."""
+        kernel = self["q_proj.weight"]
+        if kernel.ndim == 3:
+            return kernel.shape[-1]
+        if size := _told(self.call, self.held, HEAD_DIMS):
+            return size
+        if not self.num_heads:
+            raise Unfit(f"the number of heads is not known: neither it nor its module has one of {', '.join(HEADS)}")
+        return self.width // self.num_heads
 
 
-def _leaf(words: list[str]) -> str:
-    """`q_proj.weight` for what a path of names calls so; empty if it is no projection's."""
-    if not words:
-        return ""
-    last = words[-1]
-    leaf = LEAVES.get(last, "")
-    for projection, aliases in PROJECTIONS.items():
-        if leaf and len(words) > 1 and words[-2] in aliases:
-            return f"{projection}.{leaf}"
-        if last in aliases:
-            return f"{projection}.weight"
-        if last in BIASES[projection]:
-            return f"{projection}.bias"
-    return ""
+def _told(call: Call, held: Held, names: tuple[str, ...]) -> int | None:
+    """A number that a module, its configuration or the call has by one of some names."""
+    holders = [each for owner in held.owners for each in (owner, getattr(owner, "config", None))]
+    told = [getattr(holder, name, None) for holder in holders for name in names]
+    told += [call.named(name) for name in names]
+    return next((number for number in told if isinstance(number, int) and number > 0), None)
 
 
-def _held(call: Call) -> Held | None:
-    """Where a call has its projections: its module, a mapping of weights, or parameters."""
-    if call.owner is not None:
-        return _of_torch(call) if hasattr(call.owner, "named_parameters") else _of_nnx(call)
-    mapping = call.get("weights")
-    if isinstance(mapping, Mapping):
-        return _of_mapping(call, mapping)
-    data = {call.view.roles.get(role) for role in ("query", "key", "value")}
-    names = [name for name in {*call.view.order, *call.kwargs} if name not in data]
-    places = {leaf: name for name in names if (leaf := _leaf([name])) and call.named(name) is not None}
-    return Held(
-        {leaf: call.named(name) for leaf, name in places.items()},
-        lambda function, changed: function(call.but_named({places[leaf]: x for leaf, x in changed.items()})),
-    )
+def _with(change: Callable[[Weights], Arrays]) -> Callable[[Call], Run | None]:
+    """A mistake in the arrays; `change` gives those that are other."""
 
+    def make(call: Call) -> Run:
+        held = held_in(call)
+        if f"{PACKED_PROJECTION}.weight" not in held.arrays:
+            changed = change(Weights(call, held))
+            return lambda function: held.run(function, changed)
+        num_heads = _told(call, held, HEADS)
+        heads = (num_heads, _told(call, held, KV_HEADS) or num_heads)
+        for parts in candidates(held, heads):  # whichever it is, the shapes are the same
+            change(Weights(call, unpacked(held, parts)))
+            break
 
-def _of_torch(call: Call) -> Held:
-    from torch.func import functional_call
+        def run(function: Callable[[Call], Any]) -> Any:
+            apart = unpacked(held, parts_of(call, function, held, heads))
+            return apart.run(function, change(Weights(call, apart)))
 
-    named = dict(call.owner.named_parameters())
-    places = {leaf: name for name in named if (leaf := _leaf(name.split(".")))}
-
-    def run(function: Function, changed: Arrays) -> Any:
-        other = {places[leaf]: x for leaf, x in changed.items()}
-        return functional_call(call.owner, other, call.args, dict(call.kwargs))
-
-    return Held({leaf: named[name] for leaf, name in places.items()}, run)
-
-
-def _of_nnx(call: Call) -> Held:
-    found = {}
-    for projection, aliases in PROJECTIONS.items():
-        module = next((m for alias in aliases if (m := getattr(call.owner, alias, None)) is not None), None)
-        for leaf, name in (("weight", "kernel"), ("bias", "bias")):
-            if getattr(module, name, None) is not None:
-                found[f"{projection}.{leaf}"] = (module, name, getattr(module, name))
-
-    def run(function: Function, changed: Arrays) -> Any:
-        with _replaced([(*found[leaf], x) for leaf, x in changed.items()]):
-            return function(call)
-
-    return Held({leaf: parameter[...] for leaf, (_, _, parameter) in found.items()}, run)
-
-
-@contextmanager
-def _replaced(places: list[tuple[Any, str, Any, Any]]) -> Iterator[None]:
-    """Parameters of modules with other values, for a while."""
-    for module, name, parameter, x in places:
-        setattr(module, name, type(parameter)(x))
-    try:
-        yield
-    finally:
-        for module, name, parameter, _ in places:
-            setattr(module, name, parameter)
-
-
-def _of_mapping(call: Call, mapping: Mapping[str, Any]) -> Held:
-    """Of a flat mapping, its names with dots in them, or of one that holds others."""
-    paths: dict[str, tuple[str, ...]] = {}
-    for name, value in mapping.items():
-        inner = [(name, key) for key in value] if isinstance(value, Mapping) else [(name,)]
-        for path in inner:
-            if leaf := _leaf(".".join(map(str, path)).split(".")):
-                paths[leaf] = path
-
-    def run(function: Function, changed: Arrays) -> Any:
-        other = {name: dict(value) if isinstance(value, Mapping) else value for name, value in mapping.items()}
-        for leaf, x in changed.items():
-            *outer, last = paths[leaf]
-            (other[outer[0]] if outer else other)[last] = x
-        return function(call.but(weights=other))
-
-    def at(path: tuple[str, ...]) -> Any:
-        return mapping[path[0]] if len(path) == 1 else mapping[path[0]][path[1]]
-
-    return Held({leaf: at(path) for leaf, path in paths.items()}, run)
-
-
-def _with(change: Callable[[Call, Arrays], Arrays | None]) -> Callable[[Call], Run | None]:
-    """A mistake in the arrays; `change` gives those that are other, or None."""
-
-    def make(call: Call) -> Run | None:
-        held = _held(call)
-        changed = None if held is None or not held.arrays else change(call, held.arrays)
-        return None if held is None or not changed else lambda function: held.run(function, changed)
+        return run
 
     return make
 
 
-def _is_square(x: Any) -> bool:
-    return x is not None and x.ndim == 2 and x.shape[0] == x.shape[1]
-
-
-def _transposed(projection: str) -> Callable[[Call, Arrays], Arrays | None]:
+def _transposed(projection: str) -> Callable[[Weights], Arrays]:
+    """A square kernel transposed; of three axes, taken as one of two."""
     name = f"{projection}.weight"
-    return lambda _, arrays: {name: arrays[name].swapaxes(0, 1)} if _is_square(arrays.get(name)) else None
+
+    def change(weights: Weights) -> Arrays:
+        return {name: _square(projection, weights[name]).swapaxes(0, 1).reshape(weights[name].shape)}
+
+    return change
 
 
-def _swapped(one: str, other: str) -> Callable[[Call, Arrays], Arrays | None]:
-    def change(_: Call, arrays: Arrays) -> Arrays | None:
+def _square(projection: str, kernel: Any) -> Any:
+    """A kernel as a square matrix.
+
+    Raises:
+        Unfit: if it is none.
+    """
+    shape = tuple(kernel.shape)
+    matrix = kernel
+    if kernel.ndim == 3:  # (in, N, H), or (N, H, in)
+        matrix = kernel.reshape((-1, shape[2]) if projection == "out_proj" else (shape[0], -1))
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise Unfit(f"its {projection} is not square: {shape}")
+    return matrix
+
+
+def _swapped(one: str, other: str) -> Callable[[Weights], Arrays]:
+    def change(weights: Weights) -> Arrays:
         changed = {}
         for leaf in ("weight", "bias"):
-            first, second = arrays.get(f"{one}_proj.{leaf}"), arrays.get(f"{other}_proj.{leaf}")
-            if getattr(first, "shape", None) != getattr(second, "shape", None):
-                return None
-            if first is not None:
-                changed |= {f"{one}_proj.{leaf}": second, f"{other}_proj.{leaf}": first}
+            first, second = f"{one}_proj.{leaf}", f"{other}_proj.{leaf}"
+            if leaf == "bias" and first not in weights and second not in weights:
+                continue
+            if tuple(weights[first].shape) != tuple(weights[second].shape):
+                shapes = " and ".join(str(tuple(weights[name].shape)) for name in (first, second))
+                raise Unfit(f"its {one}_proj and {other}_proj are of other shapes: {shapes}")
+            changed |= {first: weights[second], second: weights[first]}
         return changed
 
     return change
 
 
-def _without_bias(projection: str) -> Callable[[Call, Arrays], Arrays | None]:
+def _without_bias(projection: str) -> Callable[[Weights], Arrays]:
     name = f"{projection}.bias"
-    return lambda _, arrays: {name: arrays[name] * 0} if name in arrays else None
+    return lambda weights: {name: weights[name] * 0}
 
 
-def _no_out_proj(call: Call, arrays: Arrays) -> Arrays | None:
-    kernel: Any = arrays.get("out_proj.weight")
-    if not _is_square(kernel):
-        return None
-    identity = call.array(np.eye(kernel.shape[0], dtype=np.float32), like=kernel) + kernel * 0
-    return {"out_proj.weight": identity} | (_without_bias("out_proj")(call, arrays) or {})
+def _no_out_proj(weights: Weights) -> Arrays:
+    kernel = weights["out_proj.weight"]
+    size = _square("out_proj", kernel).shape[0]
+    identity = weights.call.array(np.eye(size, dtype=np.float32), like=kernel).reshape(kernel.shape) + kernel * 0
+    return {"out_proj.weight": identity} | (_without_bias("out_proj")(weights) if "out_proj.bias" in weights else {})
 
 
-def _width(call: Call, kernel: Any) -> int:
-    """N * H, by a kernel (in, N, H), torch's (out, in) or JAX's (in, out)."""
-    if kernel.ndim == 3:
-        return kernel.shape[-2] * kernel.shape[-1]
-    return kernel.shape[0 if call.view.framework == "torch" else -1]
-
-
-def _head_dim(call: Call, kernel: Any) -> int | None:
-    """H, by the number of heads that the module or the call says; None where the width of q is not to be seen."""
-    if kernel.ndim == 3:
-        return kernel.shape[-1]
-    told = [getattr(call.owner, name, None) if call.owner is not None else call.named(name) for name in HEADS]
-    num_heads = next((number for number in told if isinstance(number, int) and number > 0), None)
-    if num_heads is None or (call.owner is None and not _is_square(kernel)):
-        return None
-    return _width(call, kernel) // num_heads
-
-
-def _scaled(power: Callable[[int, int], float]) -> Callable[[Call, Arrays], Arrays | None]:
+def _scaled(power: Callable[[int, int], float]) -> Callable[[Weights], Arrays]:
     """Queries multiplied where they are projected; `power` takes H and the width of q."""
 
-    def change(call: Call, arrays: Arrays) -> Arrays | None:
-        kernel = arrays.get("q_proj.weight")
-        size = None if kernel is None else _head_dim(call, kernel)
-        if not size:
-            return None
-        factor = power(size, _width(call, kernel))
-        return {name: x * factor for name, x in arrays.items() if name.startswith("q_proj.")}
+    def change(weights: Weights) -> Arrays:
+        factor = power(weights.head_dim, weights.width)
+        leaves = [leaf for leaf in ("q_proj.weight", "q_proj.bias") if leaf in weights]
+        if math.isclose(factor, 1.0):
+            raise Unfit("the scale is 1 with it, too")
+        return {leaf: weights[leaf] * factor for leaf in leaves}
 
     return change
 
+
+# ---- Heads -----------------------------------------------------------------------------------------------------------
+
+
+def _by_head(order: Callable[[int], np.ndarray], fewest: int) -> Callable[[int, int], np.ndarray]:
+    def places(count: int, size: int) -> np.ndarray:
+        if count < fewest:
+            raise Unfit(f"it has {count} head{'s' * (count != 1)}, and {fewest} are needed")
+        return np.arange(count * size).reshape(count, size)[order(count)].ravel()
+
+    return places
+
+
+def _heads(projection: str, order: Callable[[int], np.ndarray], fewest: int) -> Callable[[Weights], Arrays]:
+    return lambda weights: weights.reordered(projection, _by_head(order, fewest))
+
+
+def _tiled(weights: Weights) -> Arrays:
+    """Query head n gets key/value head n % K: it is computed where the head stands that has that one."""
+    num_heads = weights.width // weights.head_dim
+    num_kv_heads = math.prod(weights["k_proj.weight"].shape) * num_heads // math.prod(weights["q_proj.weight"].shape)
+    if not 1 < num_kv_heads < num_heads:
+        raise Unfit(f"it has {num_heads} query heads and {num_kv_heads} key/value heads")
+
+    def order(count: int) -> np.ndarray:
+        return np.arange(count).reshape(-1, num_kv_heads).T.ravel()
+
+    return weights.reordered("q_proj", _by_head(order, 1)) | weights.reordered("out_proj", _by_head(order, 1))
+
+
+def _after_softmax(weights: Weights) -> Arrays:
+    """Scores without their scale, and values with it."""
+    factors = {"q_proj": weights.head_dim**0.5, "v_proj": weights.head_dim**-0.5}
+    leaves = [(f"{name}.{leaf}", factor) for name, factor in factors.items() for leaf in ("weight", "bias")]
+    return {leaf: weights[leaf] * factor for leaf, factor in leaves if leaf.endswith(".weight") or leaf in weights}
+
+
+def _pairs(places: Callable[[int], np.ndarray]) -> Callable[[Weights], Arrays]:
+    """The features of each head of q and k in another order, which only RoPE tells from the right one."""
+
+    def order(count: int, size: int) -> np.ndarray:
+        return (np.arange(count)[:, None] * size + places(size)).ravel()
+
+    def change(weights: Weights) -> Arrays:
+        if not has_rope(weights.call):
+            raise Unfit("nothing in it is known to be RoPE")
+        if weights.head_dim % 4:
+            raise Unfit(f"its heads have {weights.head_dim} features")
+        return weights.reordered("q_proj", order) | weights.reordered("k_proj", order)
+
+    return change
+
+
+def _interleaved(size: int) -> np.ndarray:
+    """Feature i and i + H/2 side by side."""
+    return np.arange(size).reshape(2, -1).T.ravel()
+
+
+HEADS_REORDERED = (
+    *(
+        Planted(f"{name}-heads-{word}", f"{name}'s heads are {word}", ("layer", "projections"), _with(change))
+        for name in "qkv"
+        for word, change in (
+            ("reversed", _heads(f"{name}_proj", lambda count: np.arange(count)[::-1], 2)),
+            ("rolled", _heads(f"{name}_proj", lambda count: np.roll(np.arange(count), 1), 3)),
+        )
+    ),
+    Planted("kv-heads-tiled", "key/value heads are tiled and not repeated", ("layer", "projections"), _with(_tiled)),
+    Planted(
+        "scale-after-softmax",
+        "the scale is applied after the softmax",
+        ("layer", "projections"),
+        _with(_after_softmax),
+    ),
+    Planted(
+        "rope-weights-interleaved",
+        "the weights of q and k are in the order of interleaved RoPE pairs",
+        ("layer", "projections"),
+        _with(_pairs(_interleaved)),
+    ),
+    Planted(
+        "rope-weights-deinterleaved",
+        "the weights of q and k were un-interleaved, though they had been in order",
+        ("layer", "projections"),
+        _with(_pairs(lambda size: np.argsort(_interleaved(size)))),
+    ),
+)
+"""What is planted in layers by another order of the features of their projections."""
 
 PROJECTED = (
     *(

@@ -1,0 +1,297 @@
+"""Where a call has the weights of its projections: its module, a mapping of them, or parameters of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from parity.mutating.calls import Call, Function, library_of
+from parity.mutating.compare import Unfit
+from parity.mutating.view import BIASES, PACKED, PROJECTIONS
+
+LEAVES = {"weight": "weight", "kernel": "weight", "w": "weight", "bias": "bias", "b": "bias"}
+PACKED_PROJECTION = "qkv_proj"
+Arrays = dict[str, Any]
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """The projections of a call.
+
+    Attributes:
+        arrays: by `q_proj.weight`, `q_proj.bias` and so on, `qkv_proj` where those of q, k and v are one; kernels in
+            whatever order of their axes.
+        out_first: those kernels that are (out, in), as far as that is known.
+        in_first: those that are (in, out).
+        owners: the modules from that which is called to that which has the projections, the last one first.
+        run: calls with some of them changed.
+    """
+
+    arrays: Arrays
+    out_first: frozenset[str]
+    in_first: frozenset[str]
+    owners: tuple[Any, ...]
+    run: Callable[[Function, Arrays], Any]
+
+
+@dataclass(frozen=True)
+class _Carrier:
+    """Whatever has weights: each by its path, and how it is called with other ones."""
+
+    leaves: Mapping[Path, Any]
+    run: Callable[[Function, Mapping[Path, Any]], Any]
+
+
+def held_in(call: Call) -> Held:
+    """The projections of a call.
+
+    Raises:
+        Unfit: if it has none by a name that is known, or those of several layers.
+    """
+    carrier = _carrier(call)
+    places = _projections({path: [str(word) for word in path] for path in carrier.leaves})
+    library = "" if call.owner is None else library_of(call.owner)
+    kernels = {leaf: str(places[leaf][-1]) for leaf in places if leaf.endswith(".weight")}
+    out_first = {
+        leaf
+        for leaf, name in kernels.items()
+        if library == "equinox" or name == "in_proj_weight" or (library == "torch" and _is_linear(call, places[leaf]))
+    }
+    in_first = {leaf for leaf, name in kernels.items() if name == "kernel" and call.view.framework == "jax"}
+    return Held(
+        {leaf: carrier.leaves[path] for leaf, path in places.items()},
+        frozenset(out_first),
+        frozenset(in_first),
+        _owners(call.owner, next(places[leaf] for leaf in kernels if leaf != "out_proj.weight")),
+        lambda function, changed: carrier.run(function, {places[leaf]: x for leaf, x in changed.items()}),
+    )
+
+
+def _owners(module: Any, path: Path) -> tuple[Any, ...]:
+    found = [] if module is None else [module]
+    for word in path[:-1]:
+        if found and isinstance(word, str) and hasattr(found[-1], word):
+            found.append(getattr(found[-1], word))
+    return tuple(reversed(found))
+
+
+def _is_linear(call: Call, path: Path) -> bool:
+    from torch import nn
+
+    return isinstance(call.owner.get_submodule(".".join(path[:-1])), nn.Linear)
+
+
+# ---- By their names --------------------------------------------------------------------------------------------------
+
+
+def leaf_of(words: list[str]) -> tuple[str, int]:
+    """`q_proj.weight` for what a path of names calls so, and how many of them that takes; empty if it is none."""
+    words = [word.lower() for word in words]
+    if not words:
+        return "", 0
+    last = words[-1]
+    leaf = LEAVES.get(last, "")
+    for projection, aliases in {**PROJECTIONS, PACKED_PROJECTION: PACKED}.items():
+        if leaf and len(words) > 1 and words[-2] in aliases:
+            return f"{projection}.{leaf}", 2
+        if last in aliases:
+            return f"{projection}.weight", 1
+        if last in BIASES[projection]:
+            return f"{projection}.bias", 1
+    return "", 0
+
+
+def _projections(words_by_path: Mapping[Path, list[str]]) -> dict[str, Path]:
+    """The paths of the projections of the one attention layer that has them.
+
+    Raises:
+        Unfit: if there is none, or more than one.
+    """
+    groups: dict[tuple[str, ...], dict[str, Path]] = {}
+    for path, words in words_by_path.items():
+        leaf, count = leaf_of(words)
+        if not leaf:
+            continue
+        group = groups.setdefault(tuple(words[:-count]), {})
+        if leaf in group:
+            two = " and ".join(".".join(map(str, each)) for each in (group[leaf], path))
+            raise Unfit(f"two of its weights may be {leaf}: {two}")
+        group[leaf] = path
+    layers = [prefix for prefix, group in groups.items() if _is_attention(group)]
+    if not layers:
+        names = [".".join(words) for words in words_by_path.values()]
+        listed = ", ".join(names[:6]) + (", …" if len(names) > 6 else "") if names else "it has none"
+        raise Unfit(f"no projections of q and k are known among its weights: {listed}")
+    if len(layers) > 1:
+        named = ", ".join(".".join(prefix) or "itself" for prefix in layers[:4])
+        raise Unfit(f"it holds {len(layers)} attention layers, {named}: name the class of one")
+    found = groups[layers[0]]
+    beside = [
+        {leaf: path for leaf, path in group.items() if leaf.startswith("out_proj.")}
+        for prefix, group in groups.items()
+        if layers[0] and prefix != layers[0] and prefix[: len(layers[0]) - 1] == layers[0][:-1]
+    ]
+    beside = [each for each in beside if each]
+    if "out_proj.weight" not in found and len(beside) == 1:  # as BERT has it: self.query, output.dense
+        return {**found, **beside[0]}
+    return found
+
+
+def _is_attention(group: Mapping[str, Path]) -> bool:
+    return f"{PACKED_PROJECTION}.weight" in group or {"q_proj.weight", "k_proj.weight"} <= group.keys()
+
+
+# ---- Where they lie --------------------------------------------------------------------------------------------------
+
+
+def _carrier(call: Call) -> _Carrier:
+    if call.owner is not None:
+        library = library_of(call.owner)
+        if library == "torch":
+            return _of_torch(call)
+        if library == "equinox":
+            return _of_equinox(call)
+        if library == "linen":
+            return _of_linen(call)
+        if library == "nnx":
+            return _of_nnx(call)
+        raise Unfit("it is a module of no library whose weights can be changed here")
+    mapping = call.get("weights")
+    if mapping is not None:
+        return _of_mapping(call, mapping)
+    data = {call.view.roles.get(role) for role in ("query", "key", "value")}
+    others = {name: call.named(name) for name in (*call.view.order, *call.kwargs) if name not in data}
+    given = {name: x for name, x in others.items() if hasattr(x, "shape")}
+    return _Carrier(
+        {(name,): x for name, x in given.items()},
+        lambda function, changed: function(call.but_named({path[0]: x for path, x in changed.items()})),
+    )
+
+
+def _of_torch(call: Call) -> _Carrier:
+    leaves = {tuple(name.split(".")): x for name, x in call.owner.named_parameters()}
+
+    def run(function: Function, changed: Mapping[Path, Any]) -> Any:
+        return replaced_in_torch(call, {".".join(path): x for path, x in changed.items()}, function)
+
+    return _Carrier(leaves, run)
+
+
+def replaced_in_torch(call: Call, changed: Mapping[str, Any], function: Function) -> Any:
+    """Call a module of torch, some of its parameters and buffers others meanwhile, by their names."""
+    places = []
+    for name, x in changed.items():
+        prefix, _, last = name.rpartition(".")
+        module = call.owner.get_submodule(prefix)
+        held = module._parameters if last in module._parameters else module._buffers
+        places.append((held.__setitem__, last, held[last], x))
+    with _replaced(places):
+        return function(call)
+
+
+def _of_nnx(call: Call) -> _Carrier:
+    from flax import nnx
+
+    found = dict(nnx.to_flat_state(nnx.state(call.owner, nnx.Param)))
+
+    def holder(path: Path) -> Any:
+        module = call.owner
+        for word in path[:-1]:
+            module = module[word] if isinstance(word, int) or isinstance(module, Mapping) else getattr(module, word)
+        return module
+
+    def run(function: Function, changed: Mapping[Path, Any]) -> Any:
+        places = []
+        for path, x in changed.items():
+            module, name = holder(path), path[-1]
+            parameter = getattr(module, name)
+            places.append((lambda n, value, m=module: setattr(m, n, value), name, parameter, type(parameter)(x)))
+        with _replaced(places):
+            return function(call)
+
+    return _Carrier({path: parameter[...] for path, parameter in found.items()}, run)
+
+
+@contextmanager
+def _replaced(places: list[tuple[Callable[[Any, Any], None], Any, Any, Any]]) -> Iterator[None]:
+    """What is set by name to other values, for a while."""
+    for put, name, _, x in places:
+        put(name, x)
+    try:
+        yield
+    finally:
+        for put, name, before, _ in places:
+            put(name, before)
+
+
+def _of_equinox(call: Call) -> _Carrier:
+    import jax
+
+    flat, form = jax.tree_util.tree_flatten_with_path(call.owner)
+    words = [
+        tuple(getattr(key, "name", getattr(key, "key", getattr(key, "idx", ""))) for key in path) for path, _ in flat
+    ]
+
+    def run(function: Function, changed: Mapping[Path, Any]) -> Any:
+        leaves = [changed.get(path, x) for path, (_, x) in zip(words, flat, strict=True)]
+        return function(call.of(jax.tree_util.tree_unflatten(form, leaves)))
+
+    return _Carrier({path: x for path, (_, x) in zip(words, flat, strict=True) if hasattr(x, "shape")}, run)
+
+
+def _of_linen(call: Call) -> _Carrier:
+    """Of a module of flax.linen: another one of its kind, bound to other parameters; what it writes is kept."""
+    from flax import core, traverse_util
+
+    flat = traverse_util.flatten_dict(core.unfreeze(call.owner.variables.get("params", {})))
+
+    def run(function: Function, changed: Mapping[Path, Any]) -> Any:
+        owner = call.owner
+        params = traverse_util.unflatten_dict({**flat, **changed})
+        rngs = {name: owner.make_rng(name) for name in owner.scope.rngs}
+        other = owner.clone(parent=None).bind(
+            {**owner.variables, "params": params}, rngs=rngs, mutable=owner.scope.mutable
+        )
+        result = function(call.of(other))
+        for collection, values in other.variables.items():
+            for name, value in values.items() if owner.is_mutable_collection(collection) else ():
+                if collection != "params":
+                    owner.put_variable(collection, name, value)
+        return result
+
+    return _Carrier(flat, run)
+
+
+def _of_mapping(call: Call, mapping: Any) -> _Carrier:
+    """Of a mapping that may hold others, its names perhaps with dots in them."""
+    paths = dict(_paths(mapping)) if isinstance(mapping, Mapping) else {}
+    if not paths:
+        raise Unfit(f"its weights are no mapping of arrays by name but {type(mapping).__name__}")
+    split = {tuple(".".join(map(str, path)).split(".")): path for path in paths}
+
+    def run(function: Function, changed: Mapping[Path, Any]) -> Any:
+        return function(call.but(weights=_changed(mapping, {split[path]: x for path, x in changed.items()})))
+
+    return _Carrier({words: paths[path] for words, path in split.items()}, run)
+
+
+def _paths(mapping: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    for name, value in mapping.items():
+        if isinstance(value, Mapping):
+            yield from _paths(value, (*above, name))
+        elif hasattr(value, "shape"):
+            yield (*above, name), value
+
+
+def _changed(mapping: Mapping[Any, Any], changed: Mapping[Path, Any], above: Path = ()) -> Any:
+    """A mapping of the same kind with other arrays at some paths."""
+    inner = {
+        name: _changed(value, changed, (*above, name))
+        if isinstance(value, Mapping)
+        else changed.get((*above, name), value)
+        for name, value in mapping.items()
+    }
+    return inner if type(mapping) is dict else type(mapping)(inner)  # type: ignore[call-arg]

@@ -1,0 +1,222 @@
+"""A projection of queries, keys and values that is one: which of its rows are whose is found out by calling it.
+
+Nothing but the call says whether q, k and v lie one after the other, or head by head. So parts of it are set to 0:
+without queries the weights are those without keys, for all scores are 0, and without values nothing depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from parity.mutating.calls import Call, Function, library_of
+from parity.mutating.compare import Unfit, arrays_in, copied, is_traced, same
+from parity.mutating.held import PACKED_PROJECTION, Arrays, Held, held_in
+
+Parts = dict[str, np.ndarray]
+"""The places of `q_proj`, `k_proj` and `v_proj` in a packed projection."""
+
+WEIGHT, BIAS = f"{PACKED_PROJECTION}.weight", f"{PACKED_PROJECTION}.bias"
+_found: dict[tuple[Any, ...], tuple[Parts, Any]] = {}
+"""By module, kept so that no other one gets its id, and by shapes."""
+
+
+def unpacked(held: Held, parts: Parts) -> Held:
+    """The projections of a call, those of a packed one apart.
+
+    Args:
+        held: with a packed one.
+        parts: of it, see `parts_of`.
+    """
+    (kernel, axis, shape), bias = _as_matrix(held), held.arrays.get(BIAS)
+    apart: Arrays = {name: x for name, x in held.arrays.items() if name not in (WEIGHT, BIAS)}
+    for name, places in parts.items():
+        apart[f"{name}.weight"] = kernel[places] if axis == 0 else kernel[:, places]
+        if bias is not None:
+            apart[f"{name}.bias"] = bias.reshape(-1)[places]
+
+    def run(function: Function, changed: Arrays) -> Any:
+        whole = {name: x for name, x in changed.items() if name in held.arrays}
+        if any(f"{name}.weight" in changed for name in parts):
+            places = np.concatenate([*parts.values()])
+            given = [changed.get(f"{name}.weight", apart[f"{name}.weight"]) for name in parts]
+            whole[WEIGHT] = _put_back(_functions_for(kernel), given, places, axis).reshape(shape)
+        if any(f"{name}.bias" in changed for name in parts):
+            places = np.concatenate([*parts.values()])
+            given = [changed.get(f"{name}.bias", apart[f"{name}.bias"]) for name in parts]
+            whole[BIAS] = _put_back(_functions_for(kernel), given, places, 0).reshape(tuple(held.arrays[BIAS].shape))
+        return held.run(function, whole)
+
+    names = frozenset(f"{name}.weight" for name in parts)
+    out_first, in_first = (names, frozenset()) if axis == 0 else (frozenset(), names)
+    return Held(apart, held.out_first | out_first, held.in_first | in_first, held.owners, run)
+
+
+def _functions_for(x: Any) -> Any:
+    """The array functions for an array."""
+    import importlib
+
+    return importlib.import_module("torch" if hasattr(type(x), "detach") else "jax.numpy")
+
+
+def _put_back(xp: Any, given: list[Any], places: np.ndarray, axis: int) -> Any:
+    """What was taken from `places`, one part after the other, where it was."""
+    back = np.argsort(places)
+    joined = xp.concatenate(given, axis)
+    return joined[back] if axis == 0 else joined[:, back]
+
+
+def _as_matrix(held: Held) -> tuple[Any, int, tuple[int, ...]]:
+    """The packed kernel with two axes, which of them is that of q, k and v, and the shape that it has.
+
+    Raises:
+        Unfit: if that is not to be seen.
+    """
+    kernel, bias = held.arrays[WEIGHT], held.arrays.get(BIAS)
+    shape = tuple(kernel.shape)
+    if len(shape) < 2:
+        raise Unfit(f"its packed projection has {len(shape)} axes")
+    matrix = kernel.reshape(shape[0], -1)
+    rows, columns = matrix.shape
+    size = None if bias is None else int(np.prod(bias.shape))
+    if len(shape) > 2 or WEIGHT in held.in_first:
+        axis = 1
+    elif WEIGHT in held.out_first:
+        axis = 0
+    elif rows == columns:
+        raise Unfit(f"its packed projection is square, {shape}")
+    else:
+        axis = (rows, columns).index(size) if size in (rows, columns) else int(columns > rows)
+    return matrix, axis, shape
+
+
+def parts_of(call: Call, function: Function, held: Held, heads: tuple[int | None, int | None]) -> Parts:
+    """Where q, k and v lie in the packed projection of a call; found once for a module.
+
+    Args:
+        call: what is called, on copies.
+        function: the attention.
+        held: its projections.
+        heads: of queries, and of keys and values, as far as they are known.
+
+    Raises:
+        Unfit: if none of the customary orders is that of this call.
+    """
+    key = (id(call.owner), heads, *(tuple(x.shape) for x in held.arrays.values()))
+    if key in _found:
+        return _found[key][0]
+    parts = next((parts for parts in candidates(held, heads) if _is_right(call, function, parts)), None)
+    if parts is None:
+        raise Unfit(
+            f"where q, k and v lie in its packed projection {tuple(held.arrays[WEIGHT].shape)} cannot be found out: "
+            "neither one after the other nor head by head"
+            + ("" if heads[0] else ", and the number of heads is not known")
+        )
+    if call.owner is None or library_of(call.owner) in ("torch", "nnx"):  # others are made anew for every call
+        _found[key] = parts, call.owner
+    return parts
+
+
+def candidates(held: Held, heads: tuple[int | None, int | None]) -> Iterator[Parts]:
+    """The customary orders: q, k and v one after the other, head by head, or by groups of query heads."""
+    matrix, axis, _ = _as_matrix(held)
+    size = matrix.shape[axis]
+    num_heads, num_kv_heads = heads
+    every = np.arange(size)
+    if num_heads and num_kv_heads and num_heads % num_kv_heads == 0 and size % (num_heads + 2 * num_kv_heads) == 0:
+        head_dim, group = size // (num_heads + 2 * num_kv_heads), num_heads // num_kv_heads
+        ends = [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim]
+        yield _named(*np.split(every, ends))
+        by_group = every.reshape(num_kv_heads, group + 2, head_dim)
+        yield _named(*(each.ravel() for each in (by_group[:, :group], by_group[:, group], by_group[:, group + 1])))
+    elif size % 3 == 0:
+        yield _named(*np.split(every, 3))
+
+
+def _named(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Parts:
+    return {"q_proj": q, "k_proj": k, "v_proj": v}
+
+
+def _is_right(call: Call, function: Function, parts: Parts) -> bool:
+    def output(*without: str) -> Any:
+        with _quietly(call):
+            other = aside(call)
+            held = unpacked(held_in(other), parts)
+            changed = {leaf: x * 0 for leaf, x in held.arrays.items() if leaf.split(".")[0] in without}
+            return next(arrays_in(held.run(function, changed)))
+
+    try:
+        right, without_values = output(), output("v_proj")
+        return (
+            same(output("q_proj"), output("k_proj"))
+            and same(without_values, output("v_proj", "q_proj"))
+            and not same(without_values, right)
+        )
+    except Exception as error:  # whatever cannot be copied, or called so
+        raise Unfit(f"its packed projection cannot be looked into: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _quietly(call: Call) -> Iterator[None]:
+    """What is called leaves no trace: random numbers stay as they were, and nothing is compiled."""
+    if call.view.framework == "torch":
+        import torch
+
+        with torch.no_grad(), torch.random.fork_rng():
+            yield
+    else:
+        import jax
+
+        with jax.ensure_compile_time_eval():
+            yield
+
+
+def aside(call: Call) -> Call:
+    """The call with copies of everything; what has no values yet, because JAX traces, gets some."""
+    if call.view.framework == "torch":
+        return Call(call.view, copied(tuple(call.args)), copied(dict(call.kwargs)), copied(call.owner))
+    import jax
+
+    rng = np.random.default_rng(0)
+
+    def concrete(x: Any) -> Any:
+        return _drawn(rng, x) if is_traced(x) else x
+
+    args, kwargs = jax.tree.map(concrete, (call.args, dict(call.kwargs)))
+    return Call(call.view, args, kwargs, _concrete_owner(call.owner, concrete))
+
+
+def _concrete_owner(owner: Any, concrete: Callable[[Any], Any]) -> Any:
+    import jax
+
+    if owner is None:
+        return None
+    library = library_of(owner)
+    if library == "linen":
+        variables = jax.tree.map(concrete, owner.variables)
+        rngs = {name: jax.random.key(0) for name in owner.scope.rngs}
+        return owner.clone(parent=None).bind(variables, rngs=rngs, mutable=[n for n in variables if n != "params"])
+    if library == "nnx":
+        from flax import nnx
+
+        graph, state = nnx.split(owner)
+        return nnx.merge(graph, jax.tree.map(concrete, state))
+    return jax.tree.map(concrete, owner)
+
+
+def _drawn(rng: np.random.Generator, x: Any) -> Any:
+    """Values for an array that is traced: no masks that hide nothing or everything, no lengths of 0."""
+    import jax
+    import jax.numpy as jnp
+
+    with jax.ensure_compile_time_eval():
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.split(jax.random.key(0), x.shape)
+        if x.dtype == bool:
+            return jnp.asarray(np.indices(x.shape).sum(0) % 2 == 0)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.asarray(rng.standard_normal(x.shape), x.dtype)
+        return jnp.ones(x.shape, x.dtype)
