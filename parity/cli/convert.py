@@ -24,7 +24,7 @@ PAGE = Page(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    parser.add_argument("source", metavar="SRC", help="a file, or a folder of shards")
+    parser.add_argument("source", metavar="SRC", help="a file, or a folder of shards or of ranks' files")
     parser.add_argument("target", metavar="DST", help="a file, whose suffix decides the format; or a folder")
     parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="from the file's metadata by default")
     parser.add_argument("--to", required=True, metavar="LAYOUT", help="see `mha-parity layouts`")
@@ -42,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fill-bias", action="store_true", help="add biases of zeros where the target must have some")
     parser.add_argument("--max-shard-gib", type=float, metavar="G", help="divide the target into files of that size")
+    parser.add_argument(
+        "--ranks", type=int, metavar="R", help="divide the heads over R ranks: DST is a new folder with a file for each"
+    )
     parser.add_argument("--force", action="store_true", help="replace DST, if it is of the same format")
     add_layer_options(parser, "a layer")
     add_json_option(parser)
@@ -68,6 +71,7 @@ def run(options: argparse.Namespace) -> int:
             to_prefix=options.to_prefix,
             keep_rest=options.rest == "keep",
             max_shard_bytes=None if gib is None else max(1, int(gib * 2**30)),
+            ranks=options.ranks,
             drop=options.drop,
             fill_bias=options.fill_bias,
             force=options.force,

@@ -28,12 +28,12 @@ def run(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from parity.conversion.inspect import find_layers
-    from parity.files import open_tensors
+    from parity.conversion.ranks import open_checkpoint
     from parity.reporting.console import console
     from parity.reporting.conversion import print_inspection
     from parity.reporting.json import write_json
 
-    with open_tensors(options.file) as file:
+    with open_checkpoint(options.file) as file:
         found = find_layers(file, **layer_options(options))
         infos = {name: {"shape": list(info.shape), "dtype": info.dtype.name} for name, info in file.infos.items()}
         for name, kind in file.quantised.items():

@@ -19,8 +19,9 @@ from parity.conversion.layouts.layout import DROPPABLE, UNSAID, Tensor, check_ca
 from parity.conversion.layouts.views import form_for
 from parity.conversion.metadata import ENTRY, Heads, concrete_prefix, metadata_of, sources, what_is_known
 from parity.conversion.prefixes import fitting_prefixes, join
+from parity.conversion.ranks import open_checkpoint, write_ranks
 from parity.core.weights import Weights
-from parity.files import open_tensors, write_tensors
+from parity.files import write_tensors
 from parity.files.reading import SUFFIXES
 
 
@@ -176,6 +177,7 @@ def convert_file(
     to_prefix: str | None = None,
     keep_rest: bool = True,
     max_shard_bytes: int | None = None,
+    ranks: int | None = None,
     drop: Collection[str] = (),
     fill_bias: bool = False,
     force: bool = False,
@@ -189,8 +191,9 @@ def convert_file(
     has none.
 
     Args:
-        source_path: a file, or a folder of shards.
-        target_path: a file, whose suffix decides the format; or a folder that is there, for a `model.safetensors`.
+        source_path: a file, or a folder of shards, or of the files of ranks.
+        target_path: a file, whose suffix decides the format; or a folder that is there, for a `model.safetensors`;
+            with `ranks` a new folder.
         source: layout of the layers; from the file's metadata, or the model's family, when absent.
         target: layout to write.
         prefix: what the names of a layer begin with, without the last dot; `{i}` stands for its number. From the
@@ -198,6 +201,8 @@ def convert_file(
         to_prefix: what they shall begin with; the same when absent.
         keep_rest: write all other tensors, too, as they are; else leave them out.
         max_shard_bytes: divide the target into files of about that size.
+        ranks: divide the heads of the target over so many ranks, a file for each, as the programs do that have the
+            layout.
         drop: what layers compute that may be left out where the target does not carry it: names of
             `parity.conversion.layouts.layout.DROPPABLE`, such as `rope.scaling`.
         fill_bias: add biases of zeros where the target must have some.
@@ -212,10 +217,10 @@ def convert_file(
             stacked, the target is the source, what is there is not of the target's format, or the target does not
             carry what layers compute.
     """
-    target_layout, target_path = find_layout(target, "target"), _file_in(target_path)
+    target_layout, target_path = find_layout(target, "target"), target_path if ranks else _file_in(target_path)
     if unknown := sorted(set(drop) - {*DROPPABLE}):
         raise ValueError(f"drop must name some of {', '.join(DROPPABLE)}, got {', '.join(unknown)}")
-    with open_tensors(source_path) as file:
+    with open_checkpoint(source_path) as file:
         known, cache = what_is_known(file, heads), TensorCache(file)
         found = sources(file, known, prefix, source, source_path, "source")
         known = known.without_unsaid(file.infos, [layout for _, layout in found]) if UNSAID in drop else known
@@ -244,15 +249,9 @@ def convert_file(
 
         specs = list(dict.fromkeys(layer.spec for layer in layers))
         ignored = _ignored(layers, known.ignored, target_layout)
-        written_to = write_tensors(
-            target_path,
-            plan.infos,
-            read,
-            plan.metadata(None if len(found) > 1 else to, kept, ignored),
-            max_shard_bytes=max_shard_bytes,
-            overwrite=force,
-            source=source_path,
-        )
+        metadata = plan.metadata(None if len(found) > 1 else to, kept, ignored)
+        options = {"max_shard_bytes": max_shard_bytes, "overwrite": force, "source": source_path}
+        written_to = _write(plan, read, metadata, ranks, options)
         shapes = {file.infos[name].shape for name in plan.prefixes_of}
         return Converted(
             source=layers[0].layout.name,
@@ -271,6 +270,21 @@ def convert_file(
             missing=known.missing([layer.label for layer in layers], file),
             dequantised=[name for name in file.quantised if name not in dropped],
         )
+
+
+def _write(
+    plan: _Plan,
+    read: Callable[[str], np.ndarray],
+    metadata: Mapping[str, str],
+    ranks: int | None,
+    options: dict[str, Any],
+) -> Path:
+    """Write what is planned: a file or its shards, as the options of `write_tensors` say, or the files of ranks."""
+    if ranks is None:
+        return write_tensors(plan.path, plan.infos, read, metadata, **options)
+    if options["max_shard_bytes"] is not None:
+        raise ValueError(f"max_shard_bytes must be left out with ranks, got ranks={ranks}")
+    return write_ranks(plan.path, plan.layout, ranks, plan.specs, plan.infos, read, metadata)
 
 
 def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:

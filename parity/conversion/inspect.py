@@ -11,12 +11,13 @@ from parity.conversion.layouts import LAYOUTS
 from parity.conversion.layouts.detection import DoesNotFit
 from parity.conversion.metadata import what_is_known
 from parity.conversion.prefixes import names_under, numbered, possible_prefixes
-from parity.files import TensorFile, open_tensors
+from parity.conversion.ranks import open_checkpoint
+from parity.files import TensorFile
 
 
 def count_tensors(path: str | os.PathLike[str]) -> int:
     """How many tensors a file holds: about as many as its conversion writes."""
-    with open_tensors(path) as file:
+    with open_checkpoint(path) as file:
         return len(file.infos)
 
 

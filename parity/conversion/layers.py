@@ -20,8 +20,9 @@ from parity.conversion.metadata import ENTRY, Known, concrete_prefix, sources, w
 from parity.conversion.model_config import Beside, is_of_rope
 from parity.conversion.not_carried import NotCarriedWarning
 from parity.conversion.prefixes import either, fitting_prefixes
+from parity.conversion.ranks import open_checkpoint
 from parity.core.weights import Weights, is_finite, is_floating, weight_shapes
-from parity.files import TensorFile, open_tensors
+from parity.files import TensorFile
 from parity.models.specs import ModelLayer
 
 
@@ -38,7 +39,7 @@ def open_layers(
     Raises:
         As `load`.
     """
-    with open_tensors(path) as file:
+    with open_checkpoint(path) as file:
         known, cache = what_is_known(file, heads), TensorCache(file)
         layers = [
             layer

@@ -17,8 +17,9 @@ from parity.conversion.layouts import LAYOUTS, Layout, find_layout, find_spec
 from parity.conversion.layouts.layout import DROPPABLE, UNSAID
 from parity.conversion.model_config import HEADS, Beside, beside, is_of_rope
 from parity.conversion.prefixes import either, fitting_prefixes, numbered
+from parity.conversion.ranks import open_checkpoint
 from parity.core.weights import FORMAT, read_spec
-from parity.files import TensorFile, open_tensors
+from parity.files import TensorFile
 from parity.files.tensor_file import parse_json
 from parity.models.specs import ModelLayer, sections_named
 
@@ -209,7 +210,7 @@ def _own_specs(file: TensorFile) -> dict[str, AttentionSpec]:
 
 def tells_layout(path: str | os.PathLike[str]) -> bool:
     """Whether a file was written here, and says where its layers are, and in which layout."""
-    with open_tensors(path) as file:
+    with open_checkpoint(path) as file:
         return _is_ours(file.metadata) and "layout" in file.metadata
 
 

@@ -258,6 +258,8 @@ def find_spec(
         raise DoesNotFit(
             f"shapes must be those of a layer in {layout.name}{f' ({reasons[0]})' if reasons else ''}, got {told}"
         )
+    if layout.ranks is not None and head_dim is None:
+        _check_whole(fitting, layout)
     if len(fitting) > 1:
         fitting.sort(key=lambda s: (USUAL.index(s.head_dim) if s.head_dim in USUAL else len(USUAL), -s.head_dim))
         options = ", ".join(f"{s.num_heads} x {s.head_dim} (key/value {s.num_kv_heads})" for s in fitting[:4])
@@ -266,6 +268,19 @@ def find_spec(
             f"{', …' if len(fitting) > 4 else ''}; {_deciding(fitting)} decides"
         )
     return fitting[0]
+
+
+def _check_whole(fitting: list[AttentionSpec], layout: Layout) -> None:
+    """Refuse what may be the part of one rank: heads that together are not as wide as the model.
+
+    Of a model whose heads are so by themselves it must be said how wide one is.
+    """
+    if all(spec.q_width != spec.d_model for spec in fitting):
+        raise DoesNotFit(
+            f"head_dim must be said in {layout.name} where num_heads * head_dim is not d_model, as in the file of one "
+            f"rank of several, got num_heads={fitting[0].num_heads}, head_dim={fitting[0].head_dim} and "
+            f"d_model={fitting[0].d_model}"
+        )
 
 
 def _counts(**said: int | None) -> dict[str, int]:

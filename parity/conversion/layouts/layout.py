@@ -99,6 +99,30 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """How a program keeps a checkpoint whose heads are divided over ranks: a file for each, the same names in all.
+
+    What holds heads is divided with them, as its axes say. Of the other tensors, by names with wildcards:
+
+    Attributes:
+        file: the path of a rank's file in the folder; `{rank}` stands for its number, of two digits.
+        rows: divided on the first axis.
+        columns: divided on the last one.
+        gated: divided on the first axis, too, which is a gate and what it multiplies, one after the other, where it is
+            twice as long as the last axis of the weight that the other name is that of.
+        embeddings: divided on the last axis, and written on the first: older programs and newer ones differ.
+        copied: the same on all ranks.
+    """
+
+    file: str
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    gated: tuple[tuple[str, str], ...] = ()
+    embeddings: str = ""
+    copied: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Layout:
     """How a checkpoint holds an attention layer.
 
@@ -123,6 +147,7 @@ class Layout:
         carries: what a layer may have that weights do not show, names of `CARRIED`: its module computes it, or is told
             of it by a configuration.
         stack_axis: on which stacked layers are written; they are read from this one and from the first.
+        ranks: how checkpoints of several ranks are kept, where they are.
     """
 
     name: str
@@ -141,6 +166,7 @@ class Layout:
     needs_spec: bool = False
     carries: tuple[str, ...] = ()
     stack_axis: int = 0
+    ranks: Ranks | None = None
 
     @property
     def tensors(self) -> list[Tensor]:

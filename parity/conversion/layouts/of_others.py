@@ -6,7 +6,7 @@ has the equations in which they use their tensors.
 
 from __future__ import annotations
 
-from parity.conversion.layouts.layout import Layout, Tensor
+from parity.conversion.layouts.layout import Layout, Ranks, Tensor
 from parity.conversion.layouts.tensors import EINSUM, ROWS, beside, packed, separate
 
 _EACH_HEAD = {**EINSUM, "heads": "n d h"}
@@ -251,6 +251,13 @@ _MEGATRON = [
         prefixes=("decoder.layers.{i}.self_attention",),
         needs_spec="g" in holds,
         carries=("rope", "rope.scaling", "scale", "window_size", "qk_norm"),
+        ranks=Ranks(
+            "mp_rank_{rank}/model_optim_rng.pt",
+            rows=("*embedding.word_embeddings.weight", "*output_layer.weight"),
+            columns=("*.mlp.linear_fc2.weight",),
+            gated=tuple((f"*.mlp.linear_fc1.{leaf}", "linear_fc2.weight") for leaf in ("weight", "bias")),
+            copied=("*layernorm.*", "*layer_norm_*", "*.linear_fc2.bias", "*position_embeddings.weight"),
+        ),
     )
     for name, holds, words in (("megatron", "qkv", ""), ("megatron.gate", "qgkv", "their gates, "))
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parity.conversion.layouts.layout import CARRIED, Layout, Tensor
+from parity.conversion.layouts.layout import CARRIED, Layout, Ranks, Tensor
 from parity.conversion.layouts.of_others import OF_OTHERS
 from parity.conversion.layouts.of_transformers import OF_TRANSFORMERS
 from parity.conversion.layouts.tensors import (
@@ -177,6 +177,13 @@ _TABLE = [
         carries=("rope",),
         ignored=("inner_attention.rope.freqs",),
         prefixes=("layers.{i}.attention",),
+        ranks=Ranks(
+            "consolidated.{rank}.pth",
+            rows=("output.weight", "*.feed_forward.w1.weight", "*.feed_forward.w3.weight"),
+            columns=("*.feed_forward.w2.weight",),
+            embeddings="tok_embeddings.weight",
+            copied=("norm.weight", "*.attention_norm.weight", "*.ffn_norm.weight", "rope.freqs", "*.rope.freqs"),
+        ),
     ),
     *(
         Layout(
