@@ -13,7 +13,7 @@ from mha_spec import AttentionSpec
 from parity import CASES, Case, first_difference, make_problem
 from parity.backends.record import record
 from parity.core.compare import FACTOR, budget, factor, kept_dtype, slope
-from parity.core.trace import Reference, Trace, _nudged, judge
+from parity.core.trace import Reference, Trace, nudged, judge
 from parity.core.weights import dtype_named
 
 ABOUT = {"case": "c", "backend": "b", "dtype": "float32", "stage": "context"}
@@ -403,7 +403,7 @@ def test_one_sample_of_the_noise_may_be_too_small():
     over = []
     for number in range(60):
         problem, rng = saturated(number), np.random.default_rng(number)
-        values = Reference(_nudged(problem, rng)).same_precision(local=False)  # right, but for rounding
+        values = Reference(nudged(problem, rng)).same_precision(local=False)  # right, but for rounding
         expected = Reference(problem)
         same, exact = expected.same_precision(local=False)["attn_weights"], expected.accumulated["attn_weights"]
         about = {"case": "", "backend": "", "dtype": "float32", "stage": "attn_weights"}

@@ -99,7 +99,7 @@ class Reference:
         rng = np.random.default_rng(int(self.problem.digest[:8], 16))
         dtype = SAME_PRECISION[self.problem.dtype]
         return [
-            Reference(_nudged(self.problem, rng)).same_precision(local=False)
+            Reference(nudged(self.problem, rng)).same_precision(local=False)
             for _ in range(RECOUNTS if dtype == "float32" else 0)
         ]
 
@@ -138,19 +138,21 @@ MOST_OVER = 4.0
 """How far a stage may be over its budget for that: a poor estimate of the noise is seldom further off."""
 
 
-def _nudged(problem: Problem, rng: np.random.Generator) -> Problem:
+def nudged(problem: Problem, rng: np.random.Generator) -> Problem:
     """A problem whose weights and inputs are each a unit of rounding more or less, or what they were."""
     unit = unit_of_rounding(SAME_PRECISION[problem.dtype])
+    weights = nudged_values(problem.weights, unit, rng)
+    return replace(problem, weights=weights, inputs=nudged_values(problem.inputs, unit, rng))
 
-    def nudge(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {
-            name: (value * (1.0 + unit * rng.integers(-1, 2, value.shape))).astype(value.dtype)
-            if is_floating(value.dtype)
-            else value
-            for name, value in values.items()
-        }
 
-    return replace(problem, weights=nudge(problem.weights), inputs=nudge(problem.inputs))
+def nudged_values(values: Mapping[str, np.ndarray], unit: float, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Arrays whose numbers are each a unit more or less, or what they were; others as they are."""
+    return {
+        name: (value * (1.0 + unit * rng.integers(-1, 2, value.shape))).astype(value.dtype)
+        if is_floating(value.dtype)
+        else value
+        for name, value in values.items()
+    }
 
 
 def judge(trace: Trace, reference: Reference) -> list[Comparison]:
