@@ -13,7 +13,7 @@ from mha_spec import AttentionSpec
 from parity import CASES, Case, first_difference, make_problem
 from parity.backends.record import record
 from parity.core.compare import FACTOR, budget, factor, kept_dtype, slope
-from parity.core.trace import Reference, Trace, nudged, judge
+from parity.core.trace import Reference, Trace, judge, nudged
 from parity.core.weights import dtype_named
 
 ABOUT = {"case": "c", "backend": "b", "dtype": "float32", "stage": "context"}

@@ -58,11 +58,6 @@ PRECISIONS_CONFUSED = {
     ("trained-anarcii-causal", "precision-lofi"),
     ("trained-smollm2-causal", "precision-bfloat16"),
 }
-SEEN_ONLY = {
-    # A softmax over two sequences, of scores in the thousands, is 1.6 times its budget. A bias of keys, which changes
-    # nothing but the noise that the budget is made of, explains it with this; whether it is tried is a matter of time.
-    ("trained-anarcii-causal", "batch-as-tokens"),
-}
 
 
 @pytest.mark.parametrize(
@@ -78,13 +73,12 @@ def test_a_planted_mistake_is_seen_at_its_stage_and_named(backend, case, name):
     assert outcome.is_caught, f"seen at {outcome.stage or 'no stage'}, and not at one of {outcome.expected}"
     if (case, name) in PRECISIONS_CONFUSED:
         assert outcome.kind == "precision"
-    elif (case, name) in SEEN_ONLY:
-        assert outcome.kind in ("unknown", "structure")
     else:
         assert outcome.is_named, f"named {outcome.named}"
         if name in PRODUCTS:
             assert outcome.kind == "precision"
-        elif not (name and mistake_planted(CASE_OF[case], name).is_loss):  # whose rounding may show elsewhere, too
+        elif case != "nan" and not (name and mistake_planted(CASE_OF[case], name).is_loss):
+            # NaN may spread further in the paths of a module, and rounding show elsewhere, too
             assert outcome.kind == ("structure" if name else "none")
 
 
