@@ -452,7 +452,7 @@ def test_a_layer_of_maxtext_must_be_told(tmp_path):
         load(path, "maxtext", prefix=PREFIX, spec=NORMED)
 
 
-# ---- Beside latents ---------------------------------------------------------------------------------------------------
+# ---- Beside latents --------------------------------------------------------------------------------------------------
 
 
 def test_an_indexer_beside_latents_is_refused_by_name(tmp_path):
