@@ -394,6 +394,33 @@ def test_numbers_of_rotated_features():
     assert specs_of(former)[0].spec.rope == Rope(rotary_dim=32)
 
 
+def test_parts_of_parts_are_named_by_the_keys_on_the_way(tmp_path, capsys):
+    inner = {**LLAMA, "num_hidden_layers": 1}
+    values = {"model_type": "unseen", "thinker_config": {"model_type": "unseen_thinker", "text_config": inner}}
+    way = "thinker_config.text_config"
+    assert specs_of(values, part=way) == specs_of(inner)
+    with pytest.raises(ValueError, match=rf"the model: {way} \(llama\); got part='thinker_config'"):
+        specs_of(values, part="thinker_config")
+    with pytest.raises(
+        ValueError, match=rf"be a part of the model: {way} \(llama\); got part='thinker_config\.vision'"
+    ):
+        specs_of(values, part="thinker_config.vision")
+    with pytest.raises(ValueError, match=rf"none, for {way} is one; got part='{way}\.text_config'"):
+        specs_of(values, part=f"{way}.text_config")
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert main(["spec", str(tmp_path), "--part", way]) == 0
+    assert f"{way}" in capsys.readouterr().out
+
+
+def test_both_windows_of_a_modernbert_decoder_must_say_the_same():
+    values = transformers.ModernBertDecoderConfig(local_attention=10).to_dict()
+    assert values["sliding_window"] == 5
+    assert specs_of(values)[1].spec.window_size == 5
+    assert specs_of({name: x for name, x in values.items() if name != "sliding_window"}) == specs_of(values)
+    with pytest.raises(ValueError, match=r"sliding_window must be local_attention // 2, got sliding_window=7 and loc"):
+        specs_of({**values, "sliding_window": 7})
+
+
 def test_older_words_for_layers():
     values = transformers.GraniteMoeHybridConfig(num_hidden_layers=2, position_embedding_type="nope").to_dict()
     layers = specs_of({**values, "layer_types": ["mamba", "attention"]})

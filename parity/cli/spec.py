@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part",
         metavar="NAME",
-        help="of a model with several parts one alone: the key of its configuration, text_config",
+        help="of a model with several parts one alone: the key of its configuration, text_config, or the keys on "
+        "the way to it, thinker_config.text_config",
     )
     add_json_option(parser)
 
@@ -30,20 +31,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the specifications."""
     from parity.models.config import read_config
-    from parity.models.specs import known_parts, specs_of, unknown_parts
+    from parity.models.specs import known_parts, part_of, specs_of, unknown_parts
     from parity.reporting.console import console
     from parity.reporting.json import write_json
     from parity.reporting.models import print_heading, print_layers
 
     config, out = read_config(options.path), console()
-    parts = known_parts(config)
-    names = (list(parts) or [""]) if options.part is None else [options.part]
+    names = (list(known_parts(config)) or [""]) if options.part is None else [options.part]
     layers = {name: specs_of(config, part=name or None) for name in names}
     unread = unknown_parts(config) if options.part is None else {}
     for name, found in layers.items():
         if name:
             print_heading(name, out)
-        print_layers(str(parts[name]["model_type"]), found, out)
+        print_layers(str(part_of(config, name or None)["model_type"]), found, out)
     for name, why in unread.items():
         print_heading(name or str(config["model_type"]), out, f"not read: {why}")
     if options.json is not None:

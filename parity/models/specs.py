@@ -81,7 +81,8 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str], *, part: str | 
 
     Args:
         config: the values of a configuration, or the path of a config.json, or of the folder that it lies in.
-        part: of a model with several, the key of the configuration of one: `text_config`.
+        part: of a model with several, the key of the configuration of one: `text_config`; of a part that has parts of
+            its own, the keys on the way to one: `thinker_config.text_config`.
 
     Returns:
         Every layer, in order, of models with several parts one part after the other; `spec` is None for those that are
@@ -94,9 +95,8 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str], *, part: str | 
             makes layers that no specification has, or there are several parts, and none is named.
     """
     values = config if isinstance(config, Mapping) else read_config(config)
-    if part is not None:
-        values = _part(values, part)
-    family = _family(values)
+    values = part_of(values, part)
+    family = _family(values, f"{part}." if part else "")
     read = Config(values, defaults=family.defaults)
     _check_fixed(family, read)
     try:
@@ -110,6 +110,18 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str], *, part: str | 
             f"{', '.join(unread)}"
         )
     return layers
+
+
+def part_of(config: Mapping[str, Any], part: str | None) -> Mapping[str, Any]:
+    """The configuration of a part, by the keys on the way to it; None for the whole.
+
+    Raises:
+        ValueError: if there is no such part.
+    """
+    where = ""
+    for name in () if part is None else part.split("."):
+        config, where = _part(config, name, where), f"{where}{name}."
+    return config
 
 
 def known_parts(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -156,18 +168,21 @@ def sections_named(label: str, sections: Iterable[str]) -> set[str]:
     return {name for name in sections if any(word.startswith(name.removesuffix("_config")) for word in words)}
 
 
-def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The configuration of a part; older ones have no family of its own, but none or that of the whole."""
+def _part(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str, Any]:
+    """The configuration of a part; older ones have no family of its own, but none or that of the whole.
+
+    `where` are the keys on the way to `config`, of a part of a part.
+    """
     if name not in sections_of(config):
-        parts = _in_words(config) or "none, for the model is one"
-        raise ValueError(f"part must be a part of the model: {parts}; got part={name!r}")
+        parts = _in_words(config, where) or f"none, for {where.removesuffix('.') or 'the model'} is one"
+        raise ValueError(f"part must be a part of the model: {parts}; got part={where + name!r}")
     part, whole = config[name], config.get("model_type")
     own = part.get("model_type")
     return part if own and own != whole else {**part, "model_type": f"{whole}_{name.removesuffix('_config')}"}
 
 
-def _in_words(config: Mapping[str, Any]) -> str:
-    return " or ".join(f"{name} ({_part(config, name)['model_type']})" for name in sections_of(config))
+def _in_words(config: Mapping[str, Any], where: str) -> str:
+    return " or ".join(f"{where}{name} ({_part(config, name)['model_type']})" for name in sections_of(config))
 
 
 def _is_known(config: Mapping[str, Any]) -> bool:
@@ -224,11 +239,12 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
     return layers
 
 
-def _family(values: Mapping[str, Any]) -> Family:
+def _family(values: Mapping[str, Any], where: str) -> Family:
     if "" in known_parts(values):
         return FAMILIES[str(values["model_type"])]
     if sections_of(values) and values.get("model_type") not in NOT_COVERED:
-        raise ValueError(f"part must tell which part of the model: {_in_words(values)}; got part=None")
+        part = where.removesuffix(".") or None
+        raise ValueError(f"part must tell which part of the model: {_in_words(values, where)}; got part={part!r}")
     raise ValueError(_why_not(values))
 
 

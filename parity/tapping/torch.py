@@ -23,6 +23,8 @@ from parity.core.arrays import to_numpy
 from parity.tapping.record import Tapped, TappedCall, TappedLayer, chosen, is_hidden, kinds_of
 
 POSITIONS = ("position_ids", "positions")
+COUNTING = ("RoFormerSinusoidalPositionalEmbedding",)
+"""Modules that count positions themselves, padding with the tokens, and give what layers rotate by."""
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 KEY_INPUTS = ("key_value_states", "encoder_hidden_states", "key")
 """What the parameters of attention layers are called, whose first tensor is the input."""
@@ -146,6 +148,8 @@ class _ModelState:
             _pre_hook(module, self._model_called, stack)
         elif "Rotary" in type(module).__name__:
             _pre_hook(module, self._rotary_called, stack)
+        elif type(module).__name__ in COUNTING:
+            _pre_hook(module, self._counted, stack)
 
     def _model_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         told = _arguments(module, args, kwargs)
@@ -157,6 +161,11 @@ class _ModelState:
         positions = _first(_arguments(module, args, kwargs), POSITIONS)
         if positions is not None:
             self.positions = positions
+
+    def _counted(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        told = _arguments(module, args, kwargs)
+        begin = told.get("past_key_values_length") or 0
+        self.positions = torch.arange(begin, begin + told["input_ids_shape"][1])[None]
 
 
 def _padding(mask: Any) -> tuple[Tensor | None, bool]:

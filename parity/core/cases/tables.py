@@ -488,15 +488,8 @@ MORE = frozenset(
         *("decode-sections", "random-3", "random-4", "random-5", "decode-scale", "decode-gate", "decode-fused-qkv"),
         *("rope-longrope", "rope-partial-interleaved", "fused-qkv-gqa", "bias", "causal-tall", "no-bias", "one-key"),
         *("nan-hidden-cross", "random-1", "random-2"),
-        *(
-            "latent-yarn",
-            "latent-window",
-            "decode-latent-yarn",
-            "decode-latent-factors",
-            "sinks-masked",
-            "decode-sinks",
-            "alibi-both-ways",
-        ),
+        *("latent-yarn", "latent-window", "decode-latent-yarn"),
+        *("decode-latent-factors", "sinks-masked", "decode-sinks", "alibi-both-ways"),
         *("decode-alibi", "relative-bias-padded", "decode-relative-bias"),
     }
 )

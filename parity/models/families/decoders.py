@@ -141,8 +141,14 @@ def _scale_of_hyperclovax(place: Place) -> Value:
 
 
 def _window_of_modernbert_decoder(place: Place) -> Value:
-    whole = place.config.read("local_attention", default=128)
-    place.config.find("sliding_window")
+    whole, half = place.config.read("local_attention", default=128), place.config.find("sliding_window")
+    if (
+        half is not None and half.value != whole.value // 2
+    ):  # transformers makes one of the other, unless both are there
+        raise ValueError(
+            f"sliding_window must be local_attention // 2, "
+            f"got sliding_window={half.value} and local_attention={whole.value} ({whole.origin})"
+        )
     return Value(whole.value // 2, f"{whole.origin} // 2") if place.kind == "sliding_attention" else NOTHING
 
 
