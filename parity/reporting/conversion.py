@@ -76,6 +76,8 @@ def print_layout(layout: Layout, out: Console) -> None:
         out.print(f"not said: {', '.join(layout.unsaid)}; drop {UNSAID} leaves it out", soft_wrap=True, markup=False)
     for prefix in layout.prefixes:
         out.print(Text(f"prefix: {prefix}"))
+    if layout.ranks is not None:
+        out.print(Text(f"files of ranks: {layout.ranks.file}"))
 
 
 def print_inspection(path: str, file: TensorFile, found: list[Found], out: Console) -> None:
