@@ -831,7 +831,7 @@ def test_the_first_reason_of_a_refusal_is_printed(capsys):
     assert "mha_torch.fused, weights: refused (float32, eval, no grad, with weights: ValueError: need_weights" in out
 
 
-@pytest.mark.parametrize("penalty", [-10.0, -100.0, -3e4])
+@pytest.mark.parametrize("penalty", [-100.0, -3e4])
 def test_the_size_of_a_finite_penalty_is_found(penalty):
     def attention(query, key, value, mask=None):
         scores = query @ key.mT / query.shape[-1] ** 0.5
