@@ -244,6 +244,50 @@ def test_a_mistake_on_one_path_only_is_told_with_its_path(monkeypatch):
     assert "fused.output matches the reference if in the fused path: the mask is ignored" in str(diagnosis)
 
 
+def test_what_shows_in_later_calls_only_is_not_what_every_call_would_show():
+    problem = make_problem(CASE_OF["cached"], "float32")
+    observed, wrong = observed_in(problem), observed_in(problem, [mistake(CASE_OF["cached"], "causal-excludes-self")])
+    later = {name: wrong[name] for name in wrong if name.endswith("mask") and not name.startswith("step0")}
+    observed |= later
+    del observed["step2.output"]  # which agrees, so that nothing would be wrong
+    diagnosis = diagnose({name: x for name, x in observed.items() if "module" not in name}, problem)
+    assert not np.array_equal(observed["step0.mask"], wrong["step0.mask"])
+    assert (diagnosis.kind, names_of(diagnosis)) == ("unknown", [])
+
+
+def test_two_mistakes_are_not_named_where_nothing_was_observed_of_them():
+    case = CASE_OF["mha"]
+    problem = make_problem(case, "float32")
+    made = [mistake(case, name) for name in ("q_proj-transposed", "v-heads-reversed")]
+    observed = observed_in(problem, made)
+    assert set(names_of(diagnose(observed, problem))) == {"q_proj-transposed", "v-heads-reversed"}
+    diagnosis = diagnose({"output": observed["output"]}, problem)
+    assert (diagnosis.kind, names_of(diagnosis)) == ("unknown", [])
+
+
+def test_weights_that_are_exchanged_without_their_biases_are_told_so():
+    problem = make_problem(CASE_OF["mha"], "float32")
+    weights = dict(problem.weights)
+    weights |= {"q_proj.weight": weights["k_proj.weight"], "k_proj.weight": weights["q_proj.weight"]}
+    observed = observed_in(replace(problem, weights=weights))
+    for seen in (observed, {"output": observed["output"]}):
+        diagnosis = diagnose(seen, problem)
+        assert names_of(diagnosis) == ["q-k-swapped"]
+        assert "the weights of q_proj and k_proj are exchanged, and not their biases" in str(diagnosis)
+
+
+def test_rope_over_heads_is_told_beside_what_gives_the_same_output():
+    case = replace(CASE_OF["gqa-rope-causal"], spec=replace(CASE_OF["gqa-rope-causal"].spec, num_kv_heads=6))
+    problem = make_problem(case, "float32")
+    observed = observed_in(problem, [mistake(case, "rope-over-heads")])
+    assert names_of(diagnose(observed, problem)) == ["rope-over-heads"]
+    (explanation,) = diagnose({"output": observed["output"]}, problem).explanations
+    assert "RoPE turns heads by their number, and not tokens by their position" in (
+        explanation.about,
+        *explanation.others,
+    )
+
+
 # ---- Neither ---------------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ and what to say of it."""
 
 MOST_MISTAKES = 4  # that are looked for at the same time
 MOST_BRANCHES = 6  # ways to explain a stage that are followed
+NEARLY = 10.0  # what one mistake leaves of the error, over what is allowed, beside which another is but noise
 SMALL = 0.25  # the share of a stage up to which its error may be lost precision
 FOR_MISTAKES = 0.7  # of the time; the rest is for what can be said of stages that none explains
 
@@ -176,7 +177,9 @@ def _walk(replay: Replay, stages: Sequence[str], found: Mistakes, clock: Clock, 
 def _explain(
     replay: Replay, stages: Sequence[str], stage: str, found: Mistakes, clock: Clock, *, at_once: int
 ) -> list[Mistakes]:
-    """What explains a stage beside what was found, and spoils none that its step gives; the best first.
+    """What explains a stage beside what was found, and spoils none that is right; the best first.
+
+    What is made in every call, and not seen in an earlier or a later one, was not made.
 
     Args:
         replay: the reference.
@@ -187,8 +190,8 @@ def _explain(
         at_once: how many mistakes to add.
     """
     index = replay.step_of[stage]
-    wrong = replay.wrong(stages, found)
-    right = [each for each in stages if replay.step_of[each] == index and each not in wrong]
+    of_part = [each for each in replay.stages if stage_named(each).path == stage_named(stage).path]
+    right = [each for each in of_part if each not in replay.wrong(of_part, found)]
     expected = replay.computed(index, found)[stage]
     words = "single mistakes" if at_once == 1 else "two mistakes at once"
 
@@ -205,6 +208,8 @@ def _explain(
         # what explains so much less than nearly all may be the loss of another part.
         if replay.verdict(stage, mistakes, quick=True).ratio > 100.0:
             return False
+        if at_once > 1 and any(replay.verdict(stage, (*found, one)).ratio <= NEARLY for one in added):
+            return False
         return replay.verdict(stage, mistakes).ratio <= 1.0 and not replay.wrong(right, mistakes)
 
     may_lose = at_once == 1 and _is_small(replay, stage, found)
@@ -213,10 +218,24 @@ def _explain(
         mistake
         for mistake in may_be
         if mistake not in found and (changes(mistake) or (at_once > 1 and not mistake.shows_alone))
+        if at_once == 1 or _is_made_in_sight(replay, index, found, mistake)
     ]
     fitting = list(filter(explains, itertools.permutations(known, at_once)))
     fitting = list({frozenset(mistake.name for mistake in added): added for added in reversed(fitting)}.values())[::-1]
     return sorted(fitting, key=lambda added: len(replay.wrong(stages, (*found, *added)))) if fitting[1:] else fitting
+
+
+def _is_made_in_sight(replay: Replay, index: int, found: Mistakes, mistake: Mistake) -> bool:
+    """Whether a mistake changes no step before one of which nothing was observed: of what is made there, two at once
+    explain too much, and what nobody knows looks like two that are known."""
+    unseen = (i for i in range(index) if not any(name in replay.observed for name in replay.steps[i]))
+    return all(_is_same(replay, i, found, mistake) for i in unseen)
+
+
+def _is_same(replay: Replay, index: int, found: Mistakes, mistake: Mistake) -> bool:
+    """Whether a mistake leaves what a step gives as it is."""
+    right, wrong = replay.computed(index, found), replay.computed(index, (*found, mistake))
+    return all(np.array_equal(right[name], wrong[name], equal_nan=True) for name in replay.steps[index])
 
 
 def _is_small(replay: Replay, stage: str, found: Mistakes) -> bool:
@@ -230,7 +249,7 @@ def _is_small(replay: Replay, stage: str, found: Mistakes) -> bool:
 def _unknown(replay: Replay, stage: str, found: Mistakes, clock: Clock) -> Unknown:
     """A stage that nothing explains: where it differs and by what law, and what lessens its error most."""
     verdict, may_lose = replay.verdict(stage, found), _is_small(replay, stage, found)
-    findings = replay.findings(stage, found, lambda: clock.is_over("numbers of the specification"))
+    findings = replay.findings(stage, found, lambda: clock.is_over("numbers and parts of the layer"))
     nearest = []
     for mistake in replay.known:
         if clock.is_over("the nearest mistakes"):
@@ -244,11 +263,8 @@ def _unknown(replay: Replay, stage: str, found: Mistakes, clock: Clock) -> Unkno
 def _explanation(replay: Replay, stages: Sequence[str], found: Mistakes, choice: _Choice, words: str) -> Explanation:
     def made_in(mistake: Mistake) -> int:
         """The first step that a mistake changes."""
-        for index, names in enumerate(replay.steps):
-            right, wrong = replay.computed(index, found), replay.computed(index, (*found, mistake))
-            if not all(np.array_equal(right[name], wrong[name], equal_nan=True) for name in names):
-                return index
-        return len(replay.steps)
+        count = len(replay.steps)
+        return next((index for index in range(count) if not _is_same(replay, index, found, mistake)), count)
 
     added = tuple(sorted(choice.mistakes, key=made_in)) if len(choice.mistakes) > 1 else choice.mistakes
     before, after = replay.verdict(choice.stage, found), replay.verdict(choice.stage, (*found, *choice.mistakes))

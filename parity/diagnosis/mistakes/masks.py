@@ -83,12 +83,17 @@ def causal(case: Case) -> Iterator[Mistake]:
         yield _transposed(case)
         if case.key_padding_lengths or case.random_mask:
             yield _all_transposed()
+    elif is_square and case.random_mask:
+        yield _all_transposed(is_planted=False)
     if case.is_cached:
         yield _top_left()
     if case.is_causal and case.key_len != case.seq_len:
         yield _bottom_right(case)
+    reach = case.window_size or case.spec.window_size or case.spec.chunk_size
     if case.is_causal and (case.key_padding_lengths or case.random_mask):
         yield _causal_ignored()
+    elif case.is_cached or (is_causal and reach):
+        yield _causal_ignored(is_planted=False)
     if not (is_causal or case.random_mask) and case.seq_len > 1:
         yield _unasked()
 
@@ -149,7 +154,7 @@ def _transposed(case: Case) -> Mistake:
     )
 
 
-def _all_transposed() -> Mistake:
+def _all_transposed(*, is_planted: bool = True) -> Mistake:
     def create_attention_mask(_: Plan, original: Any, *inputs: Any, **options: Any) -> Any:
         return original(*inputs, **options).swapaxes(-1, -2)
 
@@ -160,7 +165,7 @@ def _all_transposed() -> Mistake:
         "mask-polarity",
         ("mask",),
         {"hidden": lambda _, original, masked: original(masked.swapaxes(2, 3))},
-        breaking(create_attention_mask=create_attention_mask),
+        breaking(create_attention_mask=create_attention_mask) if is_planted else None,
     )
 
 
@@ -188,15 +193,19 @@ def _bottom_right(case: Case) -> Mistake:
     )
 
 
-def _causal_ignored() -> Mistake:
+def _causal_ignored(*, is_planted: bool = True) -> Mistake:
+    def is_later(t: np.ndarray, s: np.ndarray) -> np.ndarray:
+        """In a call with a cache, what lies after all of its tokens: slots that are not filled."""
+        return s > (t.max(axis=2, keepdims=True) if t.ndim == 4 else np.full_like(t, s.max()))
+
     return Mistake(
         "causal-ignored",
         "the causal mask is missing from the others",
         "hide what any of the masks hides",
         "mask-ignored",
         ("mask",),
-        {"is_later": instead(lambda t, s: np.zeros(np.broadcast_shapes(t.shape, s.shape), bool))},
-        _joining(causal=lambda _, f, t, s: f(t, s) & False),
+        {"is_later": instead(is_later)},
+        _joining(causal=lambda _, f, t, s: f(t, s) & False) if is_planted else None,
     )
 
 

@@ -39,6 +39,9 @@ def turned_otherwise(case: Case) -> Iterator[Mistake]:
             yield from _cached_positions(of, whose, suffix)
             if any(len({*case.lengths_before(call)}) > 1 for call in range(len(case.chunks))):
                 yield _of_longest(of, whose, suffix)
+    rope = case.spec.rope
+    if case.spec.num_heads > 1 and case.spec.latent is None and rope.sections is None and not rope.depends_on_length:
+        yield _over_heads()
     if case.positions().max() > 256:
         yield _rounded_positions()
     if case.spec.latent is None and case.spec.value_head_dim == case.spec.head_dim:
@@ -208,6 +211,24 @@ def _twice(of: str, whose: str, suffix: str) -> Mistake:
         _turning_in_sibling(
             of, lambda _, rotate, x, positions, rope: rotate(rotate(x, positions, rope), positions, rope)
         ),
+    )
+
+
+def _over_heads() -> Mistake:
+    def planted(plan: Plan, rotate: Any, x: Any, _: Any, rope: Rope) -> Any:
+        return rotate(x.swapaxes(1, 2), plan.xp.arange(x.shape[1])[None], rope).swapaxes(1, 2)
+
+    def turned(layer: Layer, x: np.ndarray, _: np.ndarray) -> np.ndarray:
+        return layer.rotate(x.swapaxes(1, 2), np.arange(x.shape[1])[None]).swapaxes(1, 2)
+
+    return Mistake(
+        "rope-over-heads",
+        "RoPE turns heads by their number, and not tokens by their position",
+        "let cosines and sines go along the tokens: (B, 1, T, H) beside (B, N, T, H)",
+        "rope-positions",
+        STAGES,
+        _turning("qk", turned),
+        _turning_in_sibling("qk", planted),
     )
 
 

@@ -61,24 +61,29 @@ def swapped(case: Case) -> Iterator[Mistake]:
     has_rope = spec.rope is not None
     q, k, v = spec.qkv_biases  # one that only one of two has would not be loaded into the other
     has_one_width = spec.value_head_dim == spec.head_dim
-    if k == v and has_one_width:
-        yield _swapped("k", "v", is_planted=not has_rope)  # with RoPE the one of the same name is planted, below
+    pairs = [("k", "v", k == v)] if has_one_width else []
     if spec.num_heads == spec.num_kv_heads and spec.d_in == spec.d_kv:
-        others = (("k", k), ("v", v)) if has_one_width else (("k", k),)
-        yield from (_swapped("q", other) for other, has_bias in others if has_bias == q)
+        pairs += [("q", "k", q == k), *([("q", "v", q == v)] if has_one_width else [])]
+    for one, other, have_both in pairs:
+        if have_both:  # with RoPE the one of the same name is planted, below
+            yield _swapped(one, other, is_planted=not (has_rope and one == "k"))
+    has_bias = dict(zip("qkv", (q, k, v), strict=True))
+    yield from (_swapped(one, other, is_alone=True) for one, other, _ in pairs if has_bias[one] or has_bias[other])
     if has_rope and has_one_width:  # without it the same as the first
         yield _swapped_after_rope()
 
 
-def _swapped(one: str, other: str, *, is_planted: bool = True) -> Mistake:
+def _swapped(one: str, other: str, *, is_alone: bool = False, is_planted: bool = True) -> Mistake:
+    """Two projections exchanged; or their weights alone, which are loaded by themselves: that is only searched for."""
     names = {f"{one}_proj": f"{other}_proj", f"{other}_proj": f"{one}_proj"}
 
     def has_bias(_: Layer, original: Any, name: str) -> bool:
-        return original(names.get(name, name))
+        return original(name if is_alone else names.get(name, name))
 
     def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
         projection, dot, leaf = name.partition(".")
-        return original(names.get(projection, projection) + dot + leaf)
+        is_in_place = is_alone and leaf == "bias"
+        return original(name if is_in_place else names.get(projection, projection) + dot + leaf)
 
     def plant(plan: Plan) -> None:
         for leaf in ("weight", "bias"):
@@ -88,12 +93,14 @@ def _swapped(one: str, other: str, *, is_planted: bool = True) -> Mistake:
 
     return Mistake(
         f"{one}-{other}-swapped",
-        f"{one}_proj and {other}_proj are exchanged",
+        f"the weights of {one}_proj and {other}_proj are exchanged, and not their biases"
+        if is_alone
+        else f"{one}_proj and {other}_proj are exchanged",
         f"exchange {one}_proj and {other}_proj, or the order in which a packed projection is split",
         "swapped-projections",
         (one,),
         {"has_bias": has_bias, "parameter": parameter},
-        plant if is_planted else None,
+        plant if is_planted and not is_alone else None,
     )
 
 
@@ -134,12 +141,11 @@ def fused_qkv(case: Case) -> Iterator[Mistake]:
     groups = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])  # the heads of q, of k, of v
     grouped = np.concatenate([part.reshape(spec.num_kv_heads, -1) for part in groups], axis=1).reshape(-1)
 
-    def parameter_in(order: np.ndarray) -> Any:
+    def parameter_in(order: np.ndarray, leaves: Sequence[str] = ("weight", "bias")) -> Any:
         def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
-            projection = name.partition(".")[0]
-            if projection not in QKV:
+            projection, __, leaf = name.partition(".")
+            if projection not in QKV or leaf not in leaves:
                 return original(name)
-            leaf = name.partition(".")[2]
             parts = [original(f"{each}_proj.{leaf}") for each in "qkv"]
             heads = np.concatenate([part.reshape(-1, spec.head_dim, *part.shape[1:]) for part in parts])
             mixed = np.split(heads[order], np.cumsum(sizes)[:-1])["qkv".index(projection[0])]
@@ -147,24 +153,27 @@ def fused_qkv(case: Case) -> Iterator[Mistake]:
 
         return parameter
 
-    yield Mistake(
-        "fused-qkv-read-per-head",
-        "a fused QKV weight that holds all q, all k, all v is read head by head (or group by group)",
-        "split the fused weight into q, k and v first, then into heads",
-        "fused-qkv",
-        ("q", "k"),
-        {"parameter": parameter_in(np.argsort(grouped))},
-        lambda plan: _repack(plan, _read_by_groups),
-    )
-    yield Mistake(
-        "fused-qkv-read-as-thirds",
-        "a fused QKV weight that holds q, k, v head by head (or group by group) is read as all q, all k, all v",
-        "split the fused weight into heads (or groups) first, as GPT-NeoX and Falcon keep it",
-        "fused-qkv",
-        ("q", "k"),
-        {"parameter": parameter_in(grouped)},
-        lambda plan: _repack(plan, _read_as_thirds),
-    )
+    for name, about, fix, order, read in (
+        (
+            "fused-qkv-read-per-head",
+            "a fused QKV weight that holds all q, all k, all v is read head by head (or group by group)",
+            "split the fused weight into q, k and v first, then into heads",
+            np.argsort(grouped),
+            _read_by_groups,
+        ),
+        (
+            "fused-qkv-read-as-thirds",
+            "a fused QKV weight that holds q, k, v head by head (or group by group) is read as all q, all k, all v",
+            "split the fused weight into heads (or groups) first, as GPT-NeoX and Falcon keep it",
+            grouped,
+            _read_as_thirds,
+        ),
+    ):
+        changed = {"parameter": parameter_in(order)}
+        yield Mistake(name, about, fix, "fused-qkv", ("q", "k"), changed, lambda plan, read=read: _repack(plan, read))
+        if any(spec.qkv_biases):  # which are loaded by themselves: only searched for
+            about, changed = f"{about}, and not its bias", {"parameter": parameter_in(order, ("weight",))}
+            yield Mistake(name, about, fix, "fused-qkv", ("q", "k"), changed, None)
 
 
 def _kv_read_as_halves(spec: AttentionSpec) -> Mistake:
