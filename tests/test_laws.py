@@ -470,6 +470,13 @@ def test_transposed_axes_are_told():
     assert names(described("q", width.reshape(2, 4, 8, 3).transpose(0, 3, 1, 2), q, rng)) == ["reshaped"]
 
 
+def test_axes_in_any_other_order_are_told():
+    rng = np.random.default_rng(0)
+    k = rng.standard_normal((2, 4, 4, 4))
+    findings = described("k", k.transpose(0, 2, 3, 1), k, rng)
+    assert findings.laws == ("axes are exchanged: in place of (B, K, S, H) they are (B, S, H, K)",)
+
+
 def test_values_of_other_stages_are_told():
     rng = np.random.default_rng(0)
     k, v, before = (rng.standard_normal((2, 2, 6, 6)) for _ in range(3))

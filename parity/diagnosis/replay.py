@@ -94,20 +94,26 @@ class Replay:
                 self._found[key] = {name: np.empty(0) for name in self.steps[index]}
         return self._found[key]
 
-    def _steps(self, problem: Problem, mistakes: Mistakes, dtype: str = "float64", kind: str = "") -> list[Step]:
+    def _steps(
+        self, problem: Problem, changes: tuple[Change, ...], dtype: str = "float64", kind: str = ""
+    ) -> list[Step]:
         """The stages of the reference with mistakes in it, as functions."""
-        changes: tuple[Change, ...] = mistakes
         if dtype != "float64":
-            changes, kind = (*mistakes, self.choice), kind or self.choice.arithmetic
+            changes, kind = (*changes, self.choice), kind or self.choice.arithmetic
         return wrong_layer(problem, dtype, (*changes, self._base), kind or self.arithmetic).steps()
 
     def _values_before(
-        self, index: int, mistakes: Mistakes, dtype: str = "float64", kind: str = "", problem: Problem | None = None
+        self,
+        index: int,
+        changes: tuple[Change, ...],
+        dtype: str = "float64",
+        kind: str = "",
+        problem: Problem | None = None,
     ) -> dict[str, np.ndarray]:
         """What was observed, and what was not, up to a step, with mistakes in it."""
         values = dict(self.observed)
         with np.errstate(all="ignore"):
-            steps = self._steps(problem or self.problem, mistakes, dtype, kind)[:index]
+            steps = self._steps(problem or self.problem, changes, dtype, kind)[:index]
             for step, names in zip(steps, self.steps, strict=False):
                 if not all(name in self.observed for name in names):
                     values |= {name: x for name, x in step(values).items() if name not in self.observed}
@@ -173,7 +179,7 @@ class Replay:
         Args:
             stage: the stage.
             mistakes: in what it is compared with.
-            is_over: whether no time is left to try numbers of the specification.
+            is_over: whether no time is left to try numbers of the specification, and parts of the layer.
         """
         index, actual = self.step_of[stage], self.observed[stage]
         values = self._values_before(index, mistakes)
@@ -181,14 +187,15 @@ class Replay:
         if actual.shape != expected.shape:
             return None
 
-        def recompute(spec: AttentionSpec) -> np.ndarray:
+        def again(problem: Problem, changes: tuple[Change, ...]) -> np.ndarray:
             if is_over():
                 raise TimeoutError
-            problem = replace(self.problem, case=replace(self.problem.case, spec=spec))
             with np.errstate(all="ignore"):
-                return self._steps(problem, mistakes)[index](self._values_before(index, mistakes, problem=problem))[
-                    stage
-                ]
+                before = self._values_before(index, changes, problem=problem)
+                return self._steps(problem, changes)[index](before)[stage]
+
+        def recompute(spec: AttentionSpec) -> np.ndarray:
+            return again(replace(self.problem, case=replace(self.problem.case, spec=spec)), mistakes)
 
         known = stage_named(stage)
         return describe(
@@ -199,5 +206,6 @@ class Replay:
             hidden=None if known.is_exact else values.get(str(Stage("mask", step=known.step))),
             problem=self.problem,
             recompute=recompute,
+            recomputed=lambda change: again(self.problem, (*mistakes, change)),
             others={name: x for name, x in values.items() if self.step_of[name] <= index and name != stage},
         )

@@ -10,12 +10,15 @@ from parity.core.compare import axis_names, errors_of, kept_dtype, slope, whole_
 from parity.core.problem import Problem
 from parity.core.stages import stage_named
 from parity.diagnosis.laws.fits import Recompute, fits
+from parity.diagnosis.laws.mixed import dropouts, mixtures
 from parity.diagnosis.laws.orders import orders, other_stages, shifts, transposes
+from parity.diagnosis.laws.parts import Recomputed, parts
 from parity.diagnosis.laws.places import find_place, wrong_elements
 from parity.diagnosis.laws.record import Findings, Law, Place, Seen
 from parity.diagnosis.laws.rotation import rotations
-from parity.diagnosis.laws.rounding import rounded, rounding_signs
+from parity.diagnosis.laws.rounding import narrow, rounded, rounding_signs
 from parity.diagnosis.laws.rows import attn_weights, contexts, masks, scores, weights_signs
+from parity.diagnosis.laws.turned import turned
 from parity.diagnosis.laws.values import constants, factors, offsets
 
 GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (
@@ -28,17 +31,23 @@ GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (
     attn_weights,
     contexts,
     rounded,
+    narrow,
     offsets,
     shifts,
     scores,
     rotations,
+    dropouts,
+    mixtures,
 )
 """The laws, of those with as many fitted numbers the more usual ones first."""
 
 IMPLIED_BY = {
     "factor": {"zeros"},
+    "narrow": {"rounded"},
     "power": {"uniform"},
     "rows": {"factor"},
+    "tokens and features": {"factor"},
+    "heads in output": {"factor", "offset", "multiple", "weight"},
     "rank one": {"factor", "offset", "slope"},
     "by distance": {"offset", "slope"},
     "slope": {"offset"},
@@ -48,6 +57,9 @@ IMPLIED_BY = {
     "rope frequencies": {"factor"},
 }
 """Laws that are not told beside one that says the same in a plainer way."""
+
+PLAIN = 4
+"""So many fitted numbers a law has at most beside which no part of the layer is looked for that would say the same."""
 
 MANTISSA = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 """Explicit bits of the dtypes that stages are kept in."""
@@ -62,20 +74,23 @@ def describe(
     hidden: np.ndarray | None = None,
     problem: Problem | None = None,
     recompute: Recompute | None = None,
+    recomputed: Recomputed | None = None,
     others: Mapping[str, np.ndarray] | None = None,
 ) -> Findings:
     """Say where a stage is wrong, and by what law.
 
     Args:
         stage: its name, whose axes `STAGES` gives.
-        actual: what was observed, in the dtype in which it was observed: of values that are rounded to bfloat16
-            something is said only where that dtype holds more.
+        actual: what was observed: of values that are rounded to bfloat16 something is said only where the dtype of the
+            problem, or theirs where that is not known, holds more.
         expected: float64, computed from the stages before it.
         allowed: errors by norm, `rms` and `max`, as `parity.core.compare.budget` gives them; 0 of masks and lengths.
         hidden: which cells the mask hides, (B, N, T, S), boolean, where that is known.
         problem: what was computed, where that is known.
         recompute: computes what would be expected with another specification, from the same stages before it. With it
             and the problem numbers of the specification are fitted.
+        recomputed: computes what would be expected with a part of the layer changed. With it and the problem parts are
+            tried that others may stand in for, where no plainer law holds.
         others: other stages by name, as they should be or were observed, of which this one may have the values.
 
     Raises:
@@ -83,9 +98,8 @@ def describe(
     """
     if actual.shape != expected.shape:
         raise ValueError(f"actual must have the shape of expected, {expected.shape}, got actual={actual.shape}")
-    kept = MANTISSA.get(actual.dtype.name, 52)
-    if problem is not None:
-        kept = min(kept, MANTISSA.get(kept_dtype(stage, problem.dtype).name, 52))
+    dtype = actual.dtype if problem is None else kept_dtype(stage, problem.dtype)
+    kept = MANTISSA.get(dtype.name, 52)
     known = stage_named(stage)
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
     errors = errors_of(actual, expected)
@@ -104,6 +118,10 @@ def describe(
         found = [law for group in GROUPS for law in group(seen)]
         if problem is not None and recompute is not None:
             found += fits(seen, recompute)
+        if not found:
+            found += turned(seen)
+        if recomputed is not None and all(law.parameters > PLAIN for law in found):
+            found += parts(seen, recomputed)
         signs = [*_nan(seen), *weights_signs(seen), *([] if seen.stage.is_exact else rounding_signs(seen))]
     return Findings(place, tuple(sorted(_unlike(found), key=lambda law: law.parameters)), tuple(signs))
 

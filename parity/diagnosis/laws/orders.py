@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import permutations
 
 import numpy as np
 
@@ -61,6 +62,12 @@ def transposes(seen: Seen) -> Iterator[Law]:
                 names = [noun(seen.letters, axis)[1] for axis in (i, j)]
                 axes = [seen.letters[axis] for axis in (i, j)]
                 yield Law("transposed", f"{names[0]} and {names[1]} are exchanged: transposed", {"axes": axes})
+    for order in permutations(range(e.ndim)):  # of more than two
+        is_new = np.count_nonzero(np.array(order) != np.arange(e.ndim)) > 2
+        if is_new and e.transpose(order).shape == e.shape and seen.holds(seen.in_slices(e.transpose(order))):
+            axes = [seen.letters[axis] for axis in order]
+            words = f"axes are exchanged: in place of ({', '.join(seen.letters)}) they are ({', '.join(axes)})"
+            yield Law("transposed", words, {"axes": axes})
     if e.ndim != 4 or "H" not in seen.letters:
         return
     batch, heads, tokens, features = e.shape

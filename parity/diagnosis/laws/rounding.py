@@ -12,6 +12,9 @@ from parity.diagnosis.laws.words import said
 FORMATS = {"bfloat16": 7, "float16 or TF32": 10}
 """How many explicit bits the mantissas of narrow formats have, the coarsest first."""
 
+UNITS = 4.0
+"""How many units of a narrow format, of the largest value, a stage that is computed in it is off by at most."""
+
 LEAST = 8
 """So many values that are not 0 tell something about bits."""
 
@@ -25,6 +28,18 @@ def rounded(seen: Seen) -> Iterator[Law]:
         if _is_within(seen, FORMATS[name], share):
             yield Law("rounded", f"the values are {how} to {name}", {"format": name, "bits": FORMATS[name]})
             return
+
+
+def narrow(seen: Seen) -> Iterator[Law]:
+    """Every value has the bits of a narrower format, and is off by as little as computing in it costs."""
+    name = _format_of(seen)
+    if name is None:
+        return
+    unit = 2.0 ** (np.floor(np.log2(seen.scale)) - FORMATS[name])
+    units = float(seen.errors.max()) / unit
+    if units <= UNITS:
+        words = f"the values have the bits of {name}, and are off by no more than computing in it costs"
+        yield Law("narrow", f"{words}: {_two_digits(units)} units of the largest", {"format": name, "units": units})
 
 
 def _is_within(seen: Seen, bits: int, share: float) -> bool:

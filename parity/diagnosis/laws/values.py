@@ -49,6 +49,9 @@ def constants(seen: Seen) -> Iterator[Law]:
 
 # ---- Factors and offsets ---------------------------------------------------------------------------------------------
 
+ALTERNATIONS = 200
+"""Rounds in which the factors of tokens and those of features are fitted in turn."""
+
 LATER = ("N", "K", "B", "T", "S", "H", "E", "W", "G", "d_in", "d_kv", "out", "in")
 """The axes by which factors and offsets are looked for, in this order."""
 
@@ -92,6 +95,33 @@ def offsets(seen: Seen) -> Iterator[Law]:
             numbers = _in_box(seen, offset, axes)
             yield Law("offset", _offset_words(seen, axes, numbers), _told(seen, axes, "offsets", numbers), parameters)
             return
+
+
+def rows_and_features(seen: Seen) -> Iterator[Law]:
+    """A multiple of what is expected, by a number for each token and one for each feature, in each head by itself."""
+    if seen.letters[-1] not in ("H", "W") or seen.actual.ndim != 4 or not seen.usable.all():
+        return
+    (batch, heads, tokens, features), (a, e) = seen.actual.shape, seen.known
+    parameters = batch * heads * (tokens + features)
+    if not seen.is_enough(parameters):
+        return
+    of_row = np.ones((batch, heads, tokens, 1))
+    of_feature = np.ones((batch, heads, 1, features))
+    for _ in range(ALTERNATIONS):
+        x = e * of_feature
+        of_row = _ratio(a, x, 3)
+        x = e * of_row
+        of_feature = _ratio(a, x, 2)
+    factor = of_row * of_feature
+    if np.isfinite(factor).all() and seen.holds(seen.within(factor * e), np.where(seen.part, np.abs(factor), 1.0)):
+        words = "each token and each feature of a head is multiplied by a number, as by a norm over another axis"
+        yield Law("tokens and features", words, {}, parameters)
+
+
+def _ratio(a: np.ndarray, x: np.ndarray, axis: int) -> np.ndarray:
+    """The numbers along an axis that x is to be multiplied by, to be nearest to a."""
+    size = (x * x).sum(axis=axis, keepdims=True)
+    return np.divide((a * x).sum(axis=axis, keepdims=True), size, out=np.ones_like(size), where=size > 0)
 
 
 def _choices(seen: Seen) -> list[tuple[int, ...]]:

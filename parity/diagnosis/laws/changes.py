@@ -1,0 +1,298 @@
+"""What may stand in for a part of a layer: another weight, input, mask or order of axes; in words and as a change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from mha_spec import Norm
+from parity.core.problem import Problem
+from parity.core.stages import Values
+from parity.core.weights import QKV
+from parity.diagnosis.laws.words import and_listed
+from parity.diagnosis.mistakes.record import Changed
+
+Part = tuple[str, Changed]
+"""What would be the case, and the same in the reference."""
+
+Form = Callable[[np.ndarray], np.ndarray]
+
+
+# ---- Weights ---------------------------------------------------------------------------------------------------------
+
+
+def weights(problem: Problem, names: list[str]) -> Iterator[Part]:
+    """A weight that is another, two that are exchanged, one or all projections' read in another form.
+
+    Args:
+        problem: whose weights they are.
+        names: those that the stage depends on.
+    """
+    held = problem.weights
+    for one in names:
+        for other in (name for name in held if name != one and held[name].shape == held[one].shape):
+            yield f"{one} would be {other}", _replaced({one: held[other]})
+    for one, other in combinations(names, 2):
+        if held[one].shape == held[other].shape:
+            yield f"{one} and {other} would be exchanged", _replaced({one: held[other], other: held[one]})
+    yield from _projections(held, names)
+    forms = {name: dict(_forms(name, problem)) for name in names}
+    for some in _together(names):
+        for words in forms[some[0]]:
+            if all(words in forms[name] for name in some):
+                changed = {name: forms[name][words](held[name].astype(np.float64)) for name in some}
+                yield f"{and_listed(some)} would be {words}", _replaced(changed)
+
+
+def _projections(held: Mapping[str, np.ndarray], names: list[str]) -> Iterator[Part]:
+    """A projection that is another, its bias, too."""
+    leaves = {one: {leaf: w.shape for leaf, w in _leaves(held, one).items()} for one in (*QKV, "out_proj")}
+    for one, shapes in leaves.items():
+        for other in leaves:
+            if other != one and leaves[other] == shapes and len(shapes) > 1 and f"{one}.weight" in names:
+                changed = {f"{one}.{leaf}": w for leaf, w in _leaves(held, other).items()}
+                yield f"{one} would be {other}", _replaced(changed)
+
+
+def _leaves(held: Mapping[str, np.ndarray], projection: str) -> dict[str, np.ndarray]:
+    names = {leaf: f"{projection}.{leaf}" for leaf in ("weight", "bias")}
+    return {leaf: held[name] for leaf, name in names.items() if name in held}
+
+
+def multiple(name: str, times: float) -> Changed:
+    """A weight, times a number."""
+
+    def parameter(_: Any, original: Any, which: str) -> np.ndarray:
+        return original(which).astype(np.float64) * times if which == name else original(which)
+
+    return Changed({"parameter": parameter})
+
+
+def _replaced(others: Mapping[str, np.ndarray]) -> Changed:
+    def parameter(_: Any, original: Any, name: str) -> np.ndarray:
+        return others[name] if name in others else original(name)
+
+    return Changed({"parameter": parameter})
+
+
+def _together(names: list[str]) -> Iterator[list[str]]:
+    """Weights that are read alike: each alone, then those of several projections."""
+    yield from ([name] for name in names)
+    for leaf in ("weight", "bias"):
+        of = [name for name in (f"{projection}.{leaf}" for projection in (*QKV, "out_proj")) if name in names]
+        some = [of[:2], of[:3], of]
+        yield from (each for i, each in enumerate(some) if len(each) > 1 and each not in some[:i])
+
+
+def _forms(name: str, problem: Problem) -> Iterator[tuple[str, Form]]:
+    """How a weight may be read that holds other numbers, or the same ones in another order."""
+    w, spec = problem.weights[name], problem.spec
+    if w.ndim == 1:
+        yield "the exponential of what it is", np.exp
+        yield "1 + what it is", lambda x: x + 1.0
+        yield "what it is, less 1", lambda x: x - 1.0
+        yield "the square of what it is", np.square
+        yield "without its sign", np.abs
+        yield "1 throughout", np.ones_like
+    elif w.ndim == 2 and w.shape[0] == w.shape[1]:
+        yield "transposed", np.transpose
+    heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
+    if name.startswith(QKV) and spec.latent is None and heads[name[0]] > 1:
+        yield from _rows(heads[name[0]])
+    elif name == "out_proj.weight" and spec.num_heads > 1:
+        for words, form in _rows(spec.num_heads):
+            yield words.replace("rows", "columns"), lambda x, form=form: form(x.T).T
+
+
+def _rows(heads: int) -> Iterator[tuple[str, Form]]:
+    """The rows of a projection in another order."""
+
+    def inside(x: np.ndarray) -> np.ndarray:
+        return x.reshape(heads, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+    def outside(x: np.ndarray) -> np.ndarray:
+        return x.reshape(-1, heads, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+    def rolled(x: np.ndarray) -> np.ndarray:
+        return np.roll(x.reshape(heads, -1, *x.shape[1:]), 1, axis=0).reshape(x.shape)
+
+    yield "read with rows (H, N), which are (N, H)", inside
+    yield "read with rows (N, H), which are (H, N)", outside
+    yield "read with its heads rolled by 1", rolled
+
+
+# ---- Inputs ----------------------------------------------------------------------------------------------------------
+
+
+def inputs(problem: Problem) -> Iterator[Part]:
+    """Projections of the other input, of another sequence, or of other tokens."""
+    if problem.case.is_cached or problem.spec.latent is not None:
+        return
+    query, key = problem.inputs["query"], problem.inputs.get("key")
+    if key is not None and key.shape == query.shape:
+        both = {"q_proj": key, "k_proj": query, "v_proj": query}
+        yield "the query and the key would be exchanged", _projecting(both)
+        for some in (QKV[:1], QKV[1:2], QKV[2:], QKV[1:]):
+            words = (
+                f"{and_listed([name[0] for name in some])} would be made of the {'key' if 'q' in some[0] else 'query'}"
+            )
+            yield words, _projecting({name: both[name] for name in some})
+    forms: dict[str, Form] = {
+        "the sequence before": lambda x: np.roll(x, 1, axis=0),
+        "the first sequence": lambda x: np.broadcast_to(x[:1], x.shape),
+        "the token before": lambda x: np.roll(x, 1, axis=1),
+        "the token after": lambda x: np.roll(x, -1, axis=1),
+        "tokens in reverse order": lambda x: x[:, ::-1],
+    }
+    for some in (QKV[:1], QKV[1:2], QKV[2:], QKV[1:]):
+        for words, form in forms.items():
+            others = {name: form(query if key is None or name == "q_proj" else key) for name in some}
+            yield f"{and_listed([name[0] for name in some])} would be made of {words}", _projecting(others)
+
+
+def _projecting(others: Mapping[str, np.ndarray]) -> Changed:
+    """The layer whose projections of some names are of other inputs."""
+    return Changed({"linear": lambda _, original, name, x: original(name, others.get(name, x))})
+
+
+# ---- Masks and biases ------------------------------------------------------------------------------------------------
+
+
+def masks_and_biases(problem: Problem) -> Iterator[Part]:
+    """A mask, and a bias of the scores, in other axes or of another head or sequence."""
+    forms = dict(_planes())
+    if problem.case.is_causal and problem.case.key_padding_lengths is not None:
+        yield (
+            "the mask would hide what all of its parts hide, and not what one of them hides",
+            Changed({"mask": _all_of}),
+        )
+    if problem.case.has_mask:
+        for words, form in forms.items():
+            yield f"the mask would be {words}", Changed({"hidden": lambda _, f, x, form=form: form(f(x))})
+    if problem.case.bias:
+        others = {"subtracted": np.negative, "added twice": lambda x: x + x, **forms}
+        for words, form in others.items():
+            yield (
+                f"the bias of the scores would be {words}",
+                Changed({"score_bias": lambda _, f, form=form: form(f().astype(np.float64))}),
+            )
+
+
+def _all_of(layer: Any, original: Any, values: Values) -> dict[str, np.ndarray]:
+    """What causality and padding hide both."""
+    none = np.zeros((1, 1), bool)
+    with _having(layer, is_later=lambda *_: none):
+        padding = original(values)["mask"]
+    with _having(layer, is_padding=lambda *_: none):
+        return {"mask": padding & original(values)["mask"]}
+
+
+def _planes() -> Iterator[tuple[str, Form]]:
+    """Queries by keys of each sequence and head, in other orders."""
+    yield "transposed", lambda x: x.swapaxes(2, 3)
+    yield "that of the first head", lambda x: np.broadcast_to(x[:, :1], x.shape)
+    yield "that of the first sequence", lambda x: np.broadcast_to(x[:1], x.shape)
+    yield "that of the sequence before", lambda x: np.roll(x, 1, axis=0)
+    yield "with its heads rolled by 1", lambda x: np.roll(x, 1, axis=1)
+    yield "with its heads in reverse order", lambda x: x[:, ::-1]
+    yield "in the order (N, B), read as (B, N)", lambda x: _as_rows(x.swapaxes(0, 1), x.shape)
+    yield (
+        "in the order (B, N), read as (N, B)",
+        lambda x: x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).swapaxes(0, 1),
+    )
+
+
+def _as_rows(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return np.ascontiguousarray(x).reshape(shape)
+
+
+# ---- Products of heads -----------------------------------------------------------------------------------------------
+
+
+def products(problem: Problem) -> Iterator[Part]:
+    """Scores and contexts of other keys and values, or of the same ones in other axes."""
+    spec = problem.spec
+    eps = Norm().eps if spec.qk_norm is None else spec.qk_norm.eps
+    yield "the keys would not be transposed in the product", _given("products", k=lambda x: x.swapaxes(2, 3))
+    yield (
+        "the products of queries and keys would be transposed",
+        Changed({"products": lambda _, f, values: f(values).swapaxes(2, 3)}),
+    )
+    transposed = _given("weighed", attn_weights=lambda x: x.swapaxes(2, 3))
+    yield "the attention weights would be transposed where they weigh the values", transposed
+    for method, name, whose in (("products", "k", "keys"), ("weighed", "v", "values")):
+        forms: dict[str, Form] = {
+            "of the token before": lambda x: np.roll(x, 1, axis=2),
+            "of the sequence before": lambda x: np.roll(x, 1, axis=0),
+            "normalised, each head by itself": lambda x: x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps),
+        }
+        for words, form in forms.items():
+            yield f"the {whose} used would be {words}", _given(method, **{name: form})
+        yield from _heads_of(method, whose, spec.num_heads, spec.num_kv_heads)
+    yield from _heads_of("", "keys and values", spec.num_heads, spec.num_kv_heads)
+    if spec.soft_cap is not None:
+        cap = spec.soft_cap
+        yield "scores would be capped twice", Changed({"capped": lambda _, f, x: f(f(x))})
+        yield (
+            "scores would be clipped, and not capped softly",
+            Changed({"capped": lambda _, f, x: np.clip(x, -cap, cap)}),
+        )
+        yield "the soft cap would not be multiplied back", Changed({"capped": lambda _, f, x: f(x) / cap})
+
+
+def _given(method: str, **forms: Form) -> Changed:
+    """The layer of which a method is given other values."""
+
+    def override(_: Any, original: Any, values: Values) -> Any:
+        return original({**values, **{name: form(values[name]) for name, form in forms.items()}})
+
+    return Changed({method: override})
+
+
+def _heads_of(method: str, whose: str, count: int, shared: int) -> Iterator[Part]:
+    """Keys, or values, of other key/value heads."""
+    if shared == 1:
+        return
+    own = np.arange(count) // (count // shared)
+    orders = {
+        "tiled (0 1 0 1)": np.arange(count) % shared,
+        "those of the next group": (own + 1) % shared,
+        "those of the groups in reverse order": shared - 1 - own,
+        "those of the first head": np.zeros(count, int),
+    }
+    for words, order in orders.items():
+        if not np.array_equal(order, own):
+            yield f"the {whose} used would be {words}", meeting(order, method)
+
+
+def meeting(order: np.ndarray, method: str = "") -> Changed:
+    """The layer whose query heads meet other key/value heads: in scores and contexts, or in what one method gives."""
+
+    def heads(x: np.ndarray) -> np.ndarray:
+        return x[:, order]
+
+    if not method:
+        return Changed({"per_query_head": lambda _, __, x: heads(x)})
+
+    def override(layer: Any, original: Any, values: Values) -> Any:
+        with _having(layer, per_query_head=heads):
+            return original(values)
+
+    return Changed({method: override})
+
+
+@contextmanager
+def _having(layer: Any, **methods: Any) -> Iterator[None]:
+    """A layer that has other methods for a while."""
+    before = {name: vars(layer)[name] for name in methods if name in vars(layer)}
+    vars(layer).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(layer)[name]
+        vars(layer).update(before)

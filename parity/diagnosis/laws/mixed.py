@@ -1,0 +1,166 @@
+"""Laws of what is weighed and put together: dropout that was left on, heads that are mixed in the output.
+
+Dropout of attention weights is seen behind them, too: the weights that a context was made of are solved for, where a
+row sees no more keys than values have features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from parity.core.stages import Stage
+from parity.diagnosis.laws.record import Law, Seen
+from parity.diagnosis.laws.words import and_listed, said
+
+LEAST_FACTOR = 1.01
+"""What dropout multiplies by what it keeps, at least."""
+
+KEPT = 8
+"""So many values that are kept, and so many that are not, tell dropout from a few that are lost."""
+
+DEVIATIONS = 5.0
+"""How far the share that is lost may be from the one that the factor says."""
+
+MOST_ROWS = 4096
+"""Rows whose weights are solved for."""
+
+MOST_HEADS = 16
+"""Heads whose parts of an output are told apart."""
+
+WORST = 1e4
+"""The condition up to which out_proj is undone."""
+
+
+# ---- Dropout ---------------------------------------------------------------------------------------------------------
+
+
+def dropouts(seen: Seen) -> Iterator[Law]:
+    """Values that are 0 here and there, and the others multiplied: in the stage, or in the weights behind it."""
+    if seen.stage.is_exact or not np.isfinite(seen.actual).all() or not np.isfinite(seen.expected).all():
+        return
+    law = _dropped(seen)
+    if law is None and seen.stage.quantity in ("context", "output"):
+        law = _dropped_behind(seen)
+    if law is not None:
+        yield law
+
+
+def _dropped(seen: Seen) -> Law | None:
+    telling = np.abs(seen.expected) > 2.0 * seen.allowed["max"]
+    lost, kept = telling & (seen.actual == 0.0), telling & (seen.actual != 0.0)
+    a, e = seen.actual[kept], seen.expected[kept]
+    factor = float((a * e).sum() / (e * e).sum()) if e.size else 0.0
+    if not _is_dropout(lost, kept, factor):
+        return None
+    candidate = np.where(lost, 0.0, factor * seen.expected)
+    return _law(seen.stage.kind, lost, kept, factor) if seen.holds(candidate, factor) else None
+
+
+def _is_dropout(lost: np.ndarray, kept: np.ndarray, factor: float) -> bool:
+    """Whether about as much is lost as what is kept makes up for."""
+    some, others = np.count_nonzero(lost), np.count_nonzero(kept)
+    if factor < LEAST_FACTOR or some < KEPT or others < KEPT:
+        return False
+    p, n = 1.0 - 1.0 / factor, some + others
+    return bool(abs(some / n - p) <= DEVIATIONS * np.sqrt(p * (1.0 - p) / n))
+
+
+def _law(of: str, lost: np.ndarray, kept: np.ndarray, factor: float) -> Law:
+    some, p = np.count_nonzero(lost), 1.0 - 1.0 / factor
+    words = (
+        f"{some} of {some + np.count_nonzero(kept)} {of} are 0, and the others {said(factor)} times what they should be"
+    )
+    return Law("dropout", f"{words}: dropout is on, with p = {p:.2g}", {"factor": factor, "p": p}, 1)
+
+
+def _dropped_behind(seen: Seen) -> Law | None:
+    """Dropout of the attention weights that a context, or an output, was made of."""
+    weights, v = (seen.others.get(str(Stage(name))) for name in ("attn_weights", "v"))
+    problem = seen.problem
+    if problem is None or seen.stage.step is not None or seen.stage.path or weights is None or v is None:
+        return None
+    v = np.repeat(v.astype(np.float64), weights.shape[1] // v.shape[1], axis=1)
+    context = seen.actual if seen.stage.quantity == "context" else _undone(seen)
+    if context is None or np.prod(weights.shape[:3]) > MOST_ROWS or not np.isfinite(weights).all():
+        return None
+    weights = weights.astype(np.float64)
+    solved = np.zeros(weights.shape)
+    for b, n, t in np.ndindex(*weights.shape[:3]):
+        shown = np.flatnonzero(weights[b, n, t])
+        if len(shown) > v.shape[3]:
+            return None
+        solved[b, n, t, shown] = np.linalg.lstsq(v[b, n, shown].T, context[b, n, t], rcond=None)[0]
+    size = weights.max(axis=-1, keepdims=True)
+    ratio = np.divide(solved, weights, out=np.ones_like(solved), where=weights > 0.0)
+    large = weights > 0.05 * size  # of what is small the ratio is not known well
+    kept = (ratio > 0.5) & (weights > 0.0)
+    factor = float(np.median(ratio[kept & large])) if (kept & large).any() else 0.0
+    lost = (ratio <= 0.5) & (weights > 0.0)
+    if not _is_dropout(lost, kept, factor):
+        return None
+    made = np.where(lost, 0.0, factor * weights) @ v
+    candidate = made if seen.stage.quantity == "context" else _combined(seen, made)
+    return _law("attention weights", lost, kept, factor) if seen.holds(candidate, factor) else None
+
+
+def _undone(seen: Seen) -> np.ndarray | None:
+    """The context that an output was made of; None where it cannot be told."""
+    if (projection := _out_proj(seen)) is None:
+        return None
+    weight, bias = projection
+    if weight.shape[0] != weight.shape[1] or np.linalg.cond(weight) > WORST:
+        return None
+    combined = np.linalg.solve(weight, (seen.actual - bias).reshape(-1, weight.shape[0]).T).T
+    heads = seen.problem.spec.num_heads if seen.problem is not None else 1
+    return combined.reshape(*seen.actual.shape[:2], heads, -1).swapaxes(1, 2)
+
+
+def _combined(seen: Seen, context: np.ndarray) -> np.ndarray:
+    weight, bias = _out_proj(seen) or (np.eye(1), np.zeros(1))
+    return context.swapaxes(1, 2).reshape(*seen.actual.shape[:2], -1) @ weight.T + bias
+
+
+def _out_proj(seen: Seen) -> tuple[np.ndarray, np.ndarray] | None:
+    """Its weight and its bias, in a layer in which nothing lies between it and the context."""
+    problem = seen.problem
+    if problem is None or problem.spec.gate is not None or not problem.spec.out_proj:
+        return None
+    weight = problem.weights["out_proj.weight"].astype(np.float64)
+    bias = problem.weights.get("out_proj.bias")
+    return weight, np.zeros(len(weight)) if bias is None else bias.astype(np.float64)
+
+
+# ---- Heads in the output ---------------------------------------------------------------------------------------------
+
+
+def mixtures(seen: Seen) -> Iterator[Law]:
+    """An output whose heads are multiplied, exchanged or mixed: one number for each two of them."""
+    context = seen.others.get(str(Stage("context", step=seen.stage.step)))
+    projection = _out_proj(seen)
+    if seen.stage.quantity != "output" or context is None or projection is None or not np.isfinite(context).all():
+        return
+    heads, (weight, bias) = context.shape[1], projection
+    is_too_much = heads > MOST_HEADS or not seen.is_enough(heads**2) or seen.expected.ndim != 3
+    if heads < 2 or is_too_much or not np.isfinite(seen.actual).all():
+        return
+    columns = np.split(weight, heads, axis=1)
+    parts = [one @ column.T for column in columns for one in context.astype(np.float64).swapaxes(0, 1)]
+    terms = np.stack([part.ravel() for part in parts], axis=1)
+    numbers, _, rank, _ = np.linalg.lstsq(terms, (seen.actual - bias).ravel(), rcond=None)
+    mixture = numbers.reshape(heads, heads)
+    if rank == heads**2 and seen.holds((terms @ numbers).reshape(seen.expected.shape) + bias):
+        yield Law("heads in output", _mixture_words(mixture), {"heads": mixture.tolist()}, heads**2)
+
+
+def _mixture_words(mixture: np.ndarray) -> str:
+    """Which heads are others than they should be, and of what."""
+    heads = len(mixture)
+    wrong = [n for n in range(heads) if np.abs(mixture[n] - np.eye(heads)[n]).max() > 1e-3]
+
+    def made_of(n: int) -> str:
+        some = [m for m in range(heads) if abs(mixture[n, m]) > 1e-3]
+        return " + ".join(f"{said(float(mixture[n, m]))} * head {m}" for m in some) or "0"
+
+    return f"the output would be that of other heads: {and_listed([f'head {n} is {made_of(n)}' for n in wrong])}"

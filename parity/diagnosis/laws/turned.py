@@ -1,0 +1,109 @@
+"""Laws of queries and keys before RoPE: both are turned back, and told in the features that the projections gave.
+
+A bias that is missing is an offset by feature there, a norm's weight a factor by feature, heads that were split
+otherwise another order. Turning back leaves rounding errors as large as they are, pair by pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from parity.core.compare import errors_of
+from parity.core.reference import Arithmetic, Layer
+from parity.core.reference.rope import frequencies, pairs
+from parity.diagnosis.laws.orders import orders, transposes
+from parity.diagnosis.laws.places import find_place, wrong_elements
+from parity.diagnosis.laws.record import Law, Seen
+from parity.diagnosis.laws.values import factors, offsets, rows_and_features
+from parity.diagnosis.laws.words import listed, noun
+
+GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (factors, orders, transposes, offsets, rows_and_features)
+"""What the projection and the norm before RoPE may do."""
+
+MOST = 2**24
+"""Numbers that the search for positions may hold at once."""
+
+BEYOND = 8
+"""So many positions after the last one are looked at."""
+
+
+def turned(seen: Seen) -> Iterator[Law]:
+    """Laws of what is turned back, and of the positions of a rotation that are those of other tokens."""
+    problem = seen.problem
+    if problem is None or seen.stage.quantity not in ("q", "k") or seen.stage.path or seen.actual.ndim != 4:
+        return
+    spec = problem.spec
+    norm = spec.qk_norm
+    if spec.rope is None or spec.latent is not None or not np.isfinite(seen.actual).all():
+        return
+    layer = Layer(problem, Arithmetic(np.dtype(np.float64)))
+    positions = problem.case.positions(seen.stage.step)
+    rotated = np.zeros(seen.actual.shape[3], bool)
+    rotated[np.concatenate([np.ravel(features) for features in pairs(spec.rope, len(rotated))]).astype(int)] = True
+    shrunk = np.where(rotated, layer.attention_factor() ** -2, 1.0)
+
+    def back(x: np.ndarray) -> np.ndarray:
+        return layer.rotate(x, positions, -1) * shrunk
+
+    if norm is None or not norm.after_rope:
+        for law in _laws_of(seen, back(seen.actual), back(seen.expected)):
+            yield replace(law, words=f"before RoPE: {law.words}")
+    if positions.ndim == 2 and spec.rope.sections is None:
+        yield from _positions(seen, positions)
+
+
+def _laws_of(seen: Seen, actual: np.ndarray, expected: np.ndarray) -> list[Law]:
+    allowed = {**seen.allowed, "max": np.sqrt(2.0) * seen.allowed["max"]}  # one of a pair may have the errors of both
+    errors = errors_of(actual, expected)
+    bad, box = wrong_elements(errors, allowed)
+    if not bad.any():
+        return []
+    place, part = find_place(seen.stage, seen.letters, bad, box, None)
+    before = replace(
+        seen, actual=actual, expected=expected, allowed=allowed, errors=errors, bad=bad, box=box, part=part, place=place
+    )
+    return [law for group in GROUPS for law in group(before)]
+
+
+def _positions(seen: Seen, positions: np.ndarray) -> Iterator[Law]:
+    """Every token of every head turned by a whole position, each the one that is nearest."""
+    problem, (tokens, features) = seen.problem, seen.expected.shape[2:]
+    if problem is None or problem.spec.rope is None or problem.spec.rope.depends_on_length:
+        return
+    first, second = pairs(problem.spec.rope, features)
+    right = np.array(frequencies(problem.spec.rope, features, int(positions.max()) + 1))
+    begin = max(int(positions.min()) - tokens - BEYOND, 0)
+    places = np.arange(begin, int(positions.max()) + tokens + BEYOND)
+    wrong = math.prod(len(which) for which in seen.box[:3])
+    if seen.expected.size * len(places) > MOST or not seen.is_enough(wrong):
+        return
+    x = seen.expected[..., first] + 1j * seen.expected[..., second]  # (B, N, T, pairs)
+    away = places[:, None, None] - positions  # (places, B or 1, T)
+    turns = np.exp(1j * away[:, :, None, :, None] * right)
+    actual = seen.actual[..., first] + 1j * seen.actual[..., second]
+    distances = (np.abs(turns * x - actual) ** 2).sum(axis=-1)  # (places, B, N, T)
+    own = positions[:, None] - begin  # where others are no nearer, its own
+    is_own = np.take_along_axis(distances, np.broadcast_to(own, distances.shape[1:])[None], axis=0)[0]
+    slack = features * seen.allowed["max"] ** 2
+    nearest = np.where(is_own <= distances.min(axis=0) + slack, own, distances.argmin(axis=0))
+    found = np.take_along_axis(turns * x, nearest[None, ..., None], axis=0)[0]
+    candidate = seen.expected.copy()
+    candidate[..., first], candidate[..., second] = found.real, found.imag
+    if seen.holds(candidate):
+        yield _positions_law(seen, places[nearest])
+
+
+def _positions_law(seen: Seen, places: np.ndarray) -> Law:
+    """In words: by what the positions (B, N, T) are told."""
+    several, kind = noun(seen.letters, 1)[1], "rope positions"
+    if (places == places[:1, :1]).all():
+        told, by = places[0, 0], "tokens are turned as for the positions"
+    elif (places == places[:1, :, :1]).all():
+        told, by = places[0, :, 0], f"{several} are turned by a position each, and not tokens:"
+    else:
+        told, by = places.ravel(), "tokens are turned by positions of their own:"
+    return Law(kind, f"{by} {listed(told.tolist())}", {"positions": places.tolist()}, len(told))
