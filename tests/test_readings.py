@@ -154,7 +154,7 @@ def test_the_search_ends_in_time_and_says_what_it_did_not_try():
     problem, values = right(GQA)
     observed = {"output": values["output"] + np.random.default_rng(0).standard_normal(values["output"].shape)}
     diagnosis = diagnose(observed, problem, seconds=0.0)
-    untried = "single mistakes, two mistakes at once, numbers of the specification, the nearest mistakes"
+    untried = "single mistakes, two mistakes at once, numbers and parts of the layer, the nearest mistakes"
     assert (diagnosis.kind, diagnosis.untried) == ("unknown", untried)
     assert "not tried for want of time: single mistakes" in str(diagnosis)
     assert diagnose(observed, problem, seconds=math.inf).untried == ""
