@@ -29,6 +29,9 @@ MOST_ROWS = 4096
 MOST_HEADS = 16
 """Heads whose parts of an output are told apart."""
 
+LEAST = 1e-3
+"""How far a number of a mixture of heads is from what it should be, at least: less is told of the whole."""
+
 WORST = 1e4
 """The condition up to which out_proj is undone."""
 
@@ -150,17 +153,16 @@ def mixtures(seen: Seen) -> Iterator[Law]:
     terms = np.stack([part.ravel() for part in parts], axis=1)
     numbers, _, rank, _ = np.linalg.lstsq(terms, (seen.actual - bias).ravel(), rcond=None)
     mixture = numbers.reshape(heads, heads)
-    if rank == heads**2 and seen.holds((terms @ numbers).reshape(seen.expected.shape) + bias):
-        yield Law("heads in output", _mixture_words(mixture), {"heads": mixture.tolist()}, heads**2)
+    wrong = [n for n in range(heads) if np.abs(mixture[n] - np.eye(heads)[n]).max() > LEAST]
+    if wrong and rank == heads**2 and seen.holds((terms @ numbers).reshape(seen.expected.shape) + bias):
+        yield Law("heads in output", _mixture_words(mixture, wrong), {"heads": mixture.tolist()}, heads**2)
 
 
-def _mixture_words(mixture: np.ndarray) -> str:
-    """Which heads are others than they should be, and of what."""
-    heads = len(mixture)
-    wrong = [n for n in range(heads) if np.abs(mixture[n] - np.eye(heads)[n]).max() > 1e-3]
+def _mixture_words(mixture: np.ndarray, wrong: list[int]) -> str:
+    """What those heads are that are others than they should be."""
 
     def made_of(n: int) -> str:
-        some = [m for m in range(heads) if abs(mixture[n, m]) > 1e-3]
+        some = [m for m in range(len(mixture)) if abs(mixture[n, m]) > LEAST]
         return " + ".join(f"{said(float(mixture[n, m]))} * head {m}" for m in some) or "0"
 
     return f"the output would be that of other heads: {and_listed([f'head {n} is {made_of(n)}' for n in wrong])}"
