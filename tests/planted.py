@@ -287,7 +287,12 @@ MISTAKES = {
         ("sinks-ignored",), SEEN, function(lambda scores, mask: (scores + mask).softmax(-1)), lambda s: s.sinks
     ),
     "tiled": Planted(("kv-heads-tiled",), SEEN, function(tiled), lambda s: is_shared(s) and is_plain(s)),
-    "mask ignored": Planted(("mask-ignored",), SEEN, function(lambda scores, mask: scores.softmax(-1)), is_plain),
+    "mask ignored": Planted(
+        ("mask-ignored", "causal-ignored"),  # the same where nothing is padded
+        SEEN,
+        function(lambda scores, mask: scores.softmax(-1)),
+        is_plain,
+    ),
     "mask too late": Planted(
         ("mask-after-softmax",),
         SEEN,
