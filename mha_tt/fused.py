@@ -17,7 +17,7 @@ from mha_spec import AttentionSpec
 from mha_spec.rules import as_rate, check_head_groups
 from mha_tt import stages
 from mha_tt.arrays import check_floating, check_lengths
-from mha_tt.device import TILE, accurate_config, as_dtype, download, has_values, round_up, upload_integers, zeros
+from mha_tt.device import TILE, accurate_config, as_dtype, round_up, upload_integers, zeros
 from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device, check_sinks
 from mha_tt.not_finite import emptied, hide_not_finite, spoilt
 from mha_tt.rope import at_least_float32
@@ -28,14 +28,6 @@ LARGEST_CHUNK = 128
 
 WIDE = 256
 """Heads of more features, as latents are, fit a core with half as many queries and keys, and in a step 32 at a time."""
-
-LARGEST_LOGIT = 2.0**14
-"""Up to so large logits the kernel of prompts is right with float32 sums.
-
-There it rounds the largest score of a row to bfloat16, by up to 2^-8 of it, and subtracts that from the scores. Beyond
-88 the exponential of what is left is 0 or infinite, and the row is 0: on a simulator 18 of 80 rows at logits of up to
-39 000. At 2^14 it is off by 64, so that keys are lost that weigh less than exp(-24).
-"""
 
 HALF_TILE = TILE // 2
 """Up to so many heads are half a tile to the kernel of a step, for which it has approximate exponentials only: measured
@@ -65,8 +57,7 @@ def scaled_dot_product_attention(
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
     With a soft cap, or values that have more tiles than keys, or fewer, it is the plain path, for the kernel has
-    neither. So it is where a logit may exceed `LARGEST_LOGIT`, for which one number is read back, unless sums are in
-    bfloat16. The scores of masked keys must be far below 1e9 in size: to the kernel a mask is -1e9 added to a score. A
+    neither. The scores of masked keys must be far below 1e9 in size: to the kernel a mask is -1e9 added to a score. A
     masked key or value may hold NaN or infinity, a bias at a masked key may not. What is seen is never swallowed in
     IEEE arithmetic; a card's matrix unit has another, in which NaN is a number (docs/ttnn.md).
 
@@ -122,10 +113,7 @@ def attend(
     if as_rate("dropout", dropout.rate) or dropout.keep is not None:
         raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
     scale = score_scale(query, spec)
-    device, (batch_size, _, seq_len_q, _), seq_len_k = query.device(), query.shape, key.shape[2]
-    config = compute_kernel_config or accurate_config(device)
-    takes_kernel = kernel_takes(spec) and value.shape[3] == key.shape[3]
-    if not takes_kernel or _exceeds_kernel(query, key, masking.bias, scale, config):
+    if not kernel_takes(spec) or value.shape[3] != key.shape[3]:
         return stages.attend(
             query,
             key,
@@ -136,6 +124,7 @@ def attend(
             need_weights=False,
             compute_kernel_config=compute_kernel_config,
         )[0]
+    device, (batch_size, _, seq_len_q, _), seq_len_k = query.device(), query.shape, key.shape[2]
     if 0 in (batch_size, seq_len_q, seq_len_k):
         return zeros(tuple(query.shape), query.dtype, device)
     mask, bias = masking.with_infinite_bias().joined(seq_len_q, seq_len_k, device), masking.bias
@@ -144,6 +133,7 @@ def attend(
     spoilt_rows = None
     if mask is not None:
         (key, value), spoilt_rows = hide_not_finite(mask, seq_len_q, key, value)
+    config = compute_kernel_config or accurate_config(device)
     context = ttnn.transformer.scaled_dot_product_attention(
         query,
         key,
@@ -243,30 +233,6 @@ def _check_kernel_takes(query: Tensor) -> None:
         raise TypeError("query must be bfloat16 or bfloat8_b on the fused path, got query.dtype=float32")
     if query.shape[3] % TILE:
         raise ValueError(f"heads must have whole tiles of {TILE} features, got query.shape={tuple(query.shape)}")
-
-
-def _exceeds_kernel(
-    query: Tensor, key: Tensor, bias: np.ndarray | Tensor | None, scale: float, config: ttnn.DeviceComputeKernelConfig
-) -> bool:
-    """Whether a logit may be so large that the kernel would give rows of zeros.
-
-    No score exceeds the longest query times the longest key. Hidden keys count, too: then the plain path costs more.
-    """
-    if not config.fp32_dest_acc_en or 0 in (*query.shape, *key.shape) or not has_values():
-        return False
-    squares = ttnn.multiply(_largest_square(query, config), _largest_square(key, config))
-    largest = scale * math.sqrt(float(download(squares).item()))
-    if isinstance(bias, np.ndarray):
-        largest += float(np.max(bias, initial=0.0, where=~np.isnan(bias)))
-    elif bias is not None:
-        largest += max(0.0, float(download(ttnn.max(bias)).item()))
-    return not largest <= LARGEST_LOGIT  # a bias may be NaN
-
-
-def _largest_square(x: Tensor, config: ttnn.DeviceComputeKernelConfig) -> Tensor:
-    """The square of the longest of all heads of tokens that are finite: no path makes a number of the others."""
-    squares = ttnn.sum(ttnn.multiply(x, x), dim=3, keepdim=True, compute_kernel_config=config)
-    return ttnn.max(ttnn.where(ttnn.isfinite(squares), squares, 0.0))
 
 
 def _attn_mask(

@@ -134,7 +134,6 @@ EXTRA_NAMES = {
         *("HeadWeights", "weights_of_heads"),  # a weight is taken apart once for many calls
         "attend_to_cache",  # one new token of each sequence has a kernel of its own
         *("LARGEST_CHUNK", "WIDE"),  # of the fused kernel, which is told how to divide its work
-        "LARGEST_LOGIT",  # beyond which it loses rows,
         *("HALF_TILE", "STEP_FEATURES", "step_takes"),  # up to which the one of a step approximates; which it takes
         "MOST_KV_HEADS",  # more would be written wrongly, and unasked
         "AttentionLayer.load_weights",  # torch's state dict and nnx's state do this,

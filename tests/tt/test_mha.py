@@ -832,12 +832,10 @@ READS = {"ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"}
 
 @pytest.fixture
 def no_downloads(device, monkeypatch):
-    """Reading a tensor back fails the test, but for the one number that says how large logits may be."""
+    """Reading a tensor back fails the test."""
 
     def refuse(tensor):
-        if math.prod(tensor.shape) > 1:
-            pytest.fail("a tensor was read back")
-        return np.zeros(1, np.float32)
+        pytest.fail("a tensor was read back")
 
     with monkeypatch.context() as patch:
         patch.setattr(devices, "readers", [refuse])

@@ -182,14 +182,7 @@ def test_cached_token_that_is_nan_spoils_itself_and_what_comes_after_it(device, 
 LOOKS = {"ttnn.isfinite", "ttnn.where", "ttnn.cumsum"}
 
 
-@pytest.fixture
-def small_logits(monkeypatch):
-    """It is known that logits are small, so that nobody looks at how large they are."""
-    monkeypatch.setattr(mha_tt.fused, "_exceeds_kernel", lambda *_: False)
-
-
 @pytest.mark.parametrize("options", [{}, {"key_padding_lengths": [T, T]}, {"mask": np.zeros((T, T), bool)}], ids=str)
-@pytest.mark.usefixtures("small_logits")
 def test_nothing_is_looked_for_where_nothing_is_hidden(device, calls, options):
     inputs = [heads(ttnn.bfloat16, seed) for seed in range(3)]
     run(device, mha_tt.fused.scaled_dot_product_attention, ttnn.bfloat16, inputs, **options)
@@ -205,7 +198,6 @@ def test_nothing_is_looked_for_in_a_step(device, calls):
 
 
 @pytest.mark.parametrize("lengths", [[5, 40], [0, 40]], ids=str)
-@pytest.mark.usefixtures("small_logits")
 def test_padding_alone_is_cut_off_without_a_look_at_the_rest(device, calls, lengths):
     inputs = [heads(ttnn.bfloat16, seed) for seed in range(3)]
     run(device, mha_tt.fused.scaled_dot_product_attention, ttnn.bfloat16, inputs, key_padding_lengths=lengths)
