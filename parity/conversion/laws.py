@@ -11,7 +11,7 @@ import numpy as np
 from mha_spec import AttentionSpec
 from parity.conversion.roles import Role, digests, matched
 from parity.conversion.same_function import listed
-from parity.conversion.ulps import agree, coarser, in_fewer_bits, quantised_as
+from parity.conversion.ulps import agree, coarser, quantised_as, ways_to_fewer_bits
 from parity.core.weights import Weights
 
 FEWEST = 2  # elements that are not 0: one number alone is always a multiple of another
@@ -83,10 +83,10 @@ def _by_value(pair: Pair, one: np.ndarray, other: np.ndarray, spec: AttentionSpe
     zeros = _zeros(one, other)
     if zeros is not None:
         yield zeros
-    if words := in_fewer_bits(one, other):
-        yield Law("fewer-bits", f"the first's, {words}", "low-precision")
-    if words := in_fewer_bits(other, one):
-        yield Law("fewer-bits", f"what the first's is {words} of", "low-precision")
+    if ways := ways_to_fewer_bits(one, other):
+        yield Law("fewer-bits", f"the first's, {' or '.join(ways)}", "low-precision")
+    if ways := ways_to_fewer_bits(other, one):
+        yield Law("fewer-bits", f"what the first's is {' or '.join(ways)} of", "low-precision")
     if kind := quantised_as(one, other):
         yield Law("quantised", f"the first's, quantised as {kind}")
     if kind := quantised_as(other, one):

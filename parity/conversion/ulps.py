@@ -84,17 +84,16 @@ FEWER_BITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 """What may be left of values, given and told as float32, by its words; values too large become the largest."""
 
 
-def in_fewer_bits(one: np.ndarray, other: np.ndarray) -> str | None:
-    """In which words `other` is `one` in fewer bits, exactly, all that hold; None if it is not."""
+def ways_to_fewer_bits(one: np.ndarray, other: np.ndarray) -> list[str]:
+    """In which words `other` is `one` in fewer bits, exactly, all that hold."""
     wide, kept = one.astype(np.float32), other.astype(np.float32)
     if not np.array_equal(kept, other):
-        return None
-    found = [
+        return []
+    return [
         words
         for words, lessen in FEWER_BITS.items()
         if all(np.array_equal(lessen(wide[part]), kept[part]) for part in (slice(1), slice(None)))
     ]
-    return " or ".join(found) or None
 
 
 QUANTISED = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")

@@ -191,7 +191,8 @@ def _explain(
     """
     index = replay.step_of[stage]
     of_part = [each for each in replay.stages if stage_named(each).path == stage_named(stage).path]
-    right = [each for each in of_part if each not in replay.wrong(of_part, found)]
+    wrong = replay.wrong(of_part, found)
+    right = [each for each in of_part if each not in wrong]
     expected = replay.computed(index, found)[stage]
     words = "single mistakes" if at_once == 1 else "two mistakes at once"
 

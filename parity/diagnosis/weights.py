@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.conversion.ulps import in_fewer_bits
+from parity.conversion.ulps import ways_to_fewer_bits
 from parity.conversion.verify import probe
 from parity.core import reference
 from parity.core.stages import run_steps
@@ -31,7 +31,7 @@ def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, othe
     with np.errstate(over="ignore", invalid="ignore"):
         observed = run_steps(reference.steps(other_problem, problem.dtype))
     diagnosis = diagnose(observed, problem)
-    if diagnosis.is_wrong and diagnosis.kind != "structure" and (ways := _ways_to_fewer_bits(weights, other)):
+    if diagnosis.is_wrong and diagnosis.kind != "structure" and (ways := _common_ways(weights, other)):
         return _rounded(diagnosis, ways)
     if diagnosis.kind not in ("rounding", "precision"):
         return diagnosis
@@ -39,11 +39,11 @@ def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, othe
     return replace(diagnosis, kind="unknown", explanations=[], unknowns=unknowns)
 
 
-def _ways_to_fewer_bits(weights: Weights, other: Weights) -> list[str]:
+def _common_ways(weights: Weights, other: Weights) -> list[str]:
     """In which words every tensor that differs is that of the first weights in fewer bits, exactly; all that hold."""
     differing = [name for name, x in weights.items() if not np.array_equal(x, other[name], equal_nan=True)]
-    ways = [(in_fewer_bits(weights[name], other[name]) or "").split(" or ") for name in differing]
-    common = [way for way in ways[0] if way and all(way in each for each in ways)] if ways else []
+    ways = [ways_to_fewer_bits(weights[name], other[name]) for name in differing]
+    common = [way for way in ways[0] if all(way in each for each in ways)] if ways else []
     return sorted(common, key=lambda way: "TF32" in way)  # dtypes that weights are kept in first
 
 

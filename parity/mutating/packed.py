@@ -31,7 +31,7 @@ def unpacked(held: Held, parts: Parts) -> Held:
         held: with a packed one.
         parts: of it, see `parts_of`.
     """
-    (kernel, axis, shape), bias = _as_matrix(held), held.arrays.get(BIAS)
+    (kernel, axis), bias = _as_matrix(held), held.arrays.get(BIAS)
     apart: Arrays = {name: x for name, x in held.arrays.items() if name not in (WEIGHT, BIAS)}
     for name, places in parts.items():
         apart[f"{name}.weight"] = kernel[places] if axis == 0 else kernel[:, places]
@@ -40,14 +40,11 @@ def unpacked(held: Held, parts: Parts) -> Held:
 
     def run(function: Function, changed: Arrays) -> Any:
         whole = {name: x for name, x in changed.items() if name in held.arrays}
-        if any(f"{name}.weight" in changed for name in parts):
-            places = np.concatenate([*parts.values()])
-            given = [changed.get(f"{name}.weight", apart[f"{name}.weight"]) for name in parts]
-            whole[WEIGHT] = _put_back(_functions_for(kernel), given, places, axis).reshape(shape)
-        if any(f"{name}.bias" in changed for name in parts):
-            places = np.concatenate([*parts.values()])
-            given = [changed.get(f"{name}.bias", apart[f"{name}.bias"]) for name in parts]
-            whole[BIAS] = _put_back(_functions_for(kernel), given, places, 0).reshape(tuple(held.arrays[BIAS].shape))
+        for leaf, packed, along in (("weight", WEIGHT, axis), ("bias", BIAS, 0)):
+            if any(f"{name}.{leaf}" in changed for name in parts):
+                given = [changed.get(f"{name}.{leaf}", apart[f"{name}.{leaf}"]) for name in parts]
+                back = _put_back(_functions_for(kernel), given, np.concatenate([*parts.values()]), along)
+                whole[packed] = back.reshape(tuple(held.arrays[packed].shape))
         return held.run(function, whole)
 
     names = frozenset(f"{name}.weight" for name in parts)
@@ -69,8 +66,8 @@ def _put_back(xp: Any, given: list[Any], places: np.ndarray, axis: int) -> Any:
     return joined[back] if axis == 0 else joined[:, back]
 
 
-def _as_matrix(held: Held) -> tuple[Any, int, tuple[int, ...]]:
-    """The packed kernel with two axes, which of them is that of q, k and v, and the shape that it has.
+def _as_matrix(held: Held) -> tuple[Any, int]:
+    """The packed kernel with two axes, and which of them is that of q, k and v.
 
     Raises:
         Unfit: if that is not to be seen.
@@ -90,7 +87,7 @@ def _as_matrix(held: Held) -> tuple[Any, int, tuple[int, ...]]:
         raise Unfit(f"its packed projection is square, {shape}")
     else:
         axis = (rows, columns).index(size) if size in (rows, columns) else int(columns > rows)
-    return matrix, axis, shape
+    return matrix, axis
 
 
 def parts_of(call: Call, function: Function, held: Held, heads: tuple[int | None, int | None]) -> Parts:
@@ -122,7 +119,7 @@ def parts_of(call: Call, function: Function, held: Held, heads: tuple[int | None
 
 def candidates(held: Held, heads: tuple[int | None, int | None]) -> Iterator[Parts]:
     """The customary orders: q, k and v one after the other, head by head, or by groups of query heads."""
-    matrix, axis, _ = _as_matrix(held)
+    matrix, axis = _as_matrix(held)
     size = matrix.shape[axis]
     num_heads, num_kv_heads = heads
     every = np.arange(size)

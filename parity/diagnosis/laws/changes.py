@@ -21,6 +21,9 @@ Part = tuple[str, Changed]
 
 Form = Callable[[np.ndarray], np.ndarray]
 
+GIVEN_OTHERS = (QKV[:1], QKV[1:2], QKV[2:], QKV[1:])
+"""Projections that may be given another input: each alone, and keys and values together."""
+
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------
 
@@ -136,7 +139,7 @@ def inputs(problem: Problem) -> Iterator[Part]:
     if key is not None and key.shape == query.shape:
         both = {"q_proj": key, "k_proj": query, "v_proj": query}
         yield "the query and the key would be exchanged", _projecting(both)
-        for some in (QKV[:1], QKV[1:2], QKV[2:], QKV[1:]):
+        for some in GIVEN_OTHERS:
             words = (
                 f"{and_listed([name[0] for name in some])} would be made of the {'key' if 'q' in some[0] else 'query'}"
             )
@@ -148,7 +151,7 @@ def inputs(problem: Problem) -> Iterator[Part]:
         "the token after": lambda x: np.roll(x, -1, axis=1),
         "tokens in reverse order": lambda x: x[:, ::-1],
     }
-    for some in (QKV[:1], QKV[1:2], QKV[2:], QKV[1:]):
+    for some in GIVEN_OTHERS:
         for words, form in forms.items():
             others = {name: form(query if key is None or name == "q_proj" else key) for name in some}
             yield f"{and_listed([name[0] for name in some])} would be made of {words}", _projecting(others)
