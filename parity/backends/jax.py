@@ -34,7 +34,7 @@ SMALL_BLOCKS = BlockSizes(few_scores=0, queries=8, keys=8, last_keys=4, most_blo
 
 def from_numpy(x: np.ndarray) -> Array:
     """The JAX array of the same values and dtype (64-bit ones only where x64 is enabled)."""
-    return jnp.asarray(x)
+    return jax.device_put(x, may_alias=False)  # jnp.asarray compiles a program for every shape
 
 
 def to_numpy(x: Array) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, cast
 
 import numpy as np
@@ -95,6 +96,11 @@ class Stage:
         return self.kind in STAGES and self.quantity in EXACT
 
     @property
+    def is_end(self) -> bool:
+        """Whether no other stage is made of it: an output, or what a module gives beside it."""
+        return self.quantity == "output" or (self.path != "" and not self.quantity.startswith("cache."))
+
+    @property
     def is_attn_weights(self) -> bool:
         """Whether it holds attention weights, of any layer."""
         return self.quantity.endswith("attn_weights")
@@ -106,6 +112,7 @@ class Stage:
         return STAGES.get(anywhere) or (("out", "in") if self.quantity.endswith("weight") else ("out",))
 
 
+@lru_cache(maxsize=4096)
 def stage_named(name: str) -> Stage:
     """The stage of that name."""
     step, path, gradient, quantity = cast(re.Match[str], _NAME.fullmatch(name)).groups()  # it matches any text

@@ -62,6 +62,9 @@ class Read:
     reason: str = ""
 
 
+Form = Callable[[np.ndarray], np.ndarray]
+
+
 class Right:
     """What the reference gives, and under every other way to record it.
 
@@ -75,6 +78,7 @@ class Right:
     def __init__(self, problem: Problem, arithmetic: str, choice: Choice, base: Changed) -> None:
         self.problem, self.arithmetic, self.choice, self.base = problem, arithmetic, choice, base
         self._runs: dict[tuple[str, Changed], dict[str, np.ndarray]] = {}
+        self._budgets: dict[tuple[str, Changed, Form], dict[str, float]] = {}
 
     @property
     def values(self) -> dict[str, np.ndarray]:
@@ -99,7 +103,7 @@ class Right:
         actual: np.ndarray,
         shown: Changed | None = None,
         free: np.ndarray | None = None,
-        form: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+        form: Form = np.asarray,
     ) -> bool:
         """Whether an array is what the reference gives, in a form, up to rounding, but where that does not matter."""
         shown = AS_OURS if shown is None else shown
@@ -109,10 +113,13 @@ class Right:
         actual = actual if free is None else np.where(free & np.isfinite(actual), expected, actual)
         if stage_named(stage).is_exact:
             return bool(np.array_equal(actual, expected))
-        same = form(self.run(SAME_PRECISION[self.problem.dtype], shown)[stage])
-        with np.errstate(all="ignore"):
-            allowed = budget(expected.astype(np.float64), same, self.problem.dtype, arithmetic=self.arithmetic)
-        return share_of(actual, expected, allowed, stage)[1] <= 1.0
+        key = (stage, shown, form)
+        if key not in self._budgets:
+            same = form(self.run(SAME_PRECISION[self.problem.dtype], shown)[stage])
+            with np.errstate(all="ignore"):
+                allowed = budget(expected.astype(np.float64), same, self.problem.dtype, arithmetic=self.arithmetic)
+            self._budgets[key] = allowed
+        return share_of(actual, expected, self._budgets[key], stage)[1] <= 1.0
 
 
 AS_OURS = Changed({})
@@ -130,6 +137,10 @@ PRODUCTS = Changed({**BEFORE_SCALE.in_reference, **BEFORE_CAP.in_reference, **BE
 def read(observed: Mapping[str, np.ndarray], right: Right) -> dict[str, Read]:
     """How each recorded stage of the reference's may be taken; what is no stage of it is left out."""
     return {name: _Reader(name, right).read(x) for name, x in observed.items() if name in right.values}
+
+
+def _over_heads(attn_weights: np.ndarray) -> np.ndarray:
+    return attn_weights.astype(np.float64).mean(axis=1)
 
 
 @dataclass(frozen=True)
@@ -322,7 +333,7 @@ class _Reader:
         """Attention weights, averaged over heads."""
         if not self.stage.is_attn_weights or x.ndim != 3:
             return
-        if self.right.agrees(self.name, x, form=lambda weights: weights.astype(np.float64).mean(axis=1)):
+        if self.right.agrees(self.name, x, form=_over_heads):
             yield Reading("is averaged over the heads", None)
 
     # ---- What nothing reads ------------------------------------------------------------------------------------------

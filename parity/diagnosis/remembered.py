@@ -1,4 +1,4 @@
-"""What the projections of the inputs are, computed once: most mistakes, and most numbers tried, leave them alone."""
+"""Projections of the inputs and tables of RoPE, computed once: most mistakes and numbers tried leave them alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from parity.diagnosis.mistakes.record import Changed
 
 
 def remembering() -> Changed:
-    """The reference, which computes a projection of an input of its problem once for each arithmetic.
+    """The reference, which computes a projection of an input of its problem, and a table, once for each arithmetic.
 
     It must be the innermost change, and serve layers of one set of weights and inputs.
     """
     found: dict[tuple[str, str, Arithmetic], np.ndarray] = {}
+    found_tables: dict[tuple[Any, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def linear(layer: Layer, original: Any, name: str, x: np.ndarray) -> np.ndarray:
         given = next((key for key, array in layer.problem.inputs.items() if array is x), None)
@@ -26,7 +27,21 @@ def remembering() -> Changed:
             found[key] = original(name, x)
         return found[key].copy()  # a mistake may be made in place
 
-    return Changed({"linear": linear})
+    def tables(layer: Layer, original: Any, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if not vars(layer).keys().isdisjoint(MADE_OF):
+            return original(positions)
+        key = (layer.rope(), layer.problem.spec.head_dim, layer.arithmetic, layer.attention_factor())
+        key = (*key, positions.shape, positions.dtype, positions.tobytes())
+        if key not in found_tables:
+            found_tables[key] = original(positions)
+        cos, sin = found_tables[key]
+        return cos.copy(), sin.copy()
+
+    return Changed({"linear": linear, "tables": tables})
+
+
+MADE_OF = frozenset({"angles", "lengths"})
+"""What a table is made of, beside what it is asked for by."""
 
 
 def _has_its_own(layer: Layer, name: str) -> bool:

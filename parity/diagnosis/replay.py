@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -77,19 +77,28 @@ class Replay:
         known += low_products() if len(self.stages) == 1 else []  # of more the size of the noise tells
         may_lose = problem.dtype in ("float32", "float64")  # what is narrow may be rounded to itself
         self.known = [mistake for mistake in known if may_lose or not mistake.is_loss]
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin with nothing that was computed."""
+        self._layers: dict[tuple[Any, ...], list[Step]] = {}
         self._found: dict[tuple[Any, ...], dict[str, np.ndarray]] = {}
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
+        self._verdicts: dict[tuple[Any, ...], Verdict] = {}
 
     def computed(self, index: int, mistakes: Mistakes, dtype: str = "float64", kind: str = "") -> dict[str, np.ndarray]:
         """What a step gives, with mistakes in it."""
-        key = (index, tuple(map(self.known.index, mistakes)), dtype, kind)
+        key = (index, mistakes, dtype, kind)
         if key not in self._found:
             if len(self._found) > MOST_KEPT:
                 self._found.clear()
+                self._layers.clear()
+            if key[1:] not in self._layers:
+                self._layers[key[1:]] = self._steps(self.problem, mistakes, dtype, kind)
+            steps = self._layers[key[1:]]
             try:
-                values = self._values_before(index, mistakes, dtype, kind)
                 with np.errstate(all="ignore"):
-                    self._found[key] = self._steps(self.problem, mistakes, dtype, kind)[index](values)
+                    self._found[key] = steps[index](self._values_before(index, steps))
             except ValueError:  # two mistakes that do not fit together
                 self._found[key] = {name: np.empty(0) for name in self.steps[index]}
         return self._found[key]
@@ -102,21 +111,12 @@ class Replay:
             changes, kind = (*changes, self.choice), kind or self.choice.arithmetic
         return wrong_layer(problem, dtype, (*changes, self._base), kind or self.arithmetic).steps()
 
-    def _values_before(
-        self,
-        index: int,
-        changes: tuple[Change, ...],
-        dtype: str = "float64",
-        kind: str = "",
-        problem: Problem | None = None,
-    ) -> dict[str, np.ndarray]:
-        """What was observed, and what was not, up to a step, with mistakes in it."""
+    def _values_before(self, index: int, steps: Sequence[Step]) -> dict[str, np.ndarray]:
+        """What was observed, and what was not of all that others are made of, up to one of the steps."""
         values = dict(self.observed)
-        with np.errstate(all="ignore"):
-            steps = self._steps(problem or self.problem, changes, dtype, kind)[:index]
-            for step, names in zip(steps, self.steps, strict=False):
-                if not all(name in self.observed for name in names):
-                    values |= {name: x for name, x in step(values).items() if name not in self.observed}
+        for step, names in zip(steps[:index], self.steps, strict=False):
+            if any(name not in self.observed and not stage_named(name).is_end for name in names):
+                values |= {name: x for name, x in step(values).items() if name not in self.observed}
         return values
 
     def verdict(self, stage: str, mistakes: Mistakes, *, quick: bool = False, kind: str = "") -> Verdict:
@@ -128,8 +128,13 @@ class Replay:
             quick: take the budget of the layer without mistakes.
             kind: of the arithmetic that gives the budget.
         """
-        index = self.step_of[stage]
-        expected, actual = self.computed(index, mistakes)[stage], self.observed[stage]
+        key = (stage, mistakes, quick, kind)
+        if key not in self._verdicts:
+            self._verdicts[key] = self._judged(*key)
+        return self._verdicts[key]
+
+    def _judged(self, stage: str, mistakes: Mistakes, quick: bool, kind: str) -> Verdict:
+        expected, actual = self.computed(self.step_of[stage], mistakes)[stage], self.observed[stage]
         if actual.shape != expected.shape:
             return Verdict(math.inf, math.inf)
         if stage_named(stage).is_exact:
@@ -154,7 +159,8 @@ class Replay:
             other = copy(self)
             other.problem = nudged(self.problem, rng)
             other.observed = nudged_values(self.observed, unit_of_rounding(dtype), rng)
-            other._base, other._found, other._budgets = remembering(), {}, {}
+            other._base = remembering()
+            other._forget()
             found.append(other)
         return found
 
@@ -164,7 +170,7 @@ class Replay:
 
     def allowed(self, stage: str, mistakes: Mistakes, kind: str = "") -> dict[str, float]:
         """The budget of a stage of the layer with mistakes in it."""
-        key = (stage, tuple(map(self.known.index, mistakes)), kind)
+        key = (stage, mistakes, kind)
         if key not in self._budgets:
             index, dtype = self.step_of[stage], self.problem.dtype
             expected = self.computed(index, mistakes)[stage].astype(np.float64)
@@ -182,7 +188,8 @@ class Replay:
             is_over: whether no time is left to try numbers of the specification, and parts of the layer.
         """
         index, actual = self.step_of[stage], self.observed[stage]
-        values = self._values_before(index, mistakes)
+        with np.errstate(all="ignore"):
+            values = self._values_before(index, self._steps(self.problem, mistakes))
         expected = self.computed(index, mistakes)[stage]
         if actual.shape != expected.shape:
             return None
@@ -190,9 +197,9 @@ class Replay:
         def again(problem: Problem, changes: tuple[Change, ...]) -> np.ndarray:
             if is_over():
                 raise TimeoutError
+            steps = self._steps(problem, changes)
             with np.errstate(all="ignore"):
-                before = self._values_before(index, changes, problem=problem)
-                return self._steps(problem, changes)[index](before)[stage]
+                return steps[index](self._values_before(index, steps))[stage]
 
         def recompute(spec: AttentionSpec) -> np.ndarray:
             return again(replace(self.problem, case=replace(self.problem.case, spec=spec)), mistakes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -221,9 +221,16 @@ def _explain(
         if mistake not in found and (changes(mistake) or (at_once > 1 and not mistake.shows_alone))
         if at_once == 1 or _is_made_in_sight(replay, index, found, mistake)
     ]
-    fitting = list(filter(explains, itertools.permutations(known, at_once)))
+    fitting = list(filter(explains, _orders(known, at_once)))
     fitting = list({frozenset(mistake.name for mistake in added): added for added in reversed(fitting)}.values())[::-1]
     return sorted(fitting, key=lambda added: len(replay.wrong(stages, (*found, *added)))) if fitting[1:] else fitting
+
+
+def _orders(known: Sequence[Mistake], at_once: int) -> Iterator[Mistakes]:
+    """So many mistakes at once, in every order if they override the same; else all orders are one."""
+    for some in itertools.combinations(known, at_once):
+        overridden = [method for mistake in some for method in mistake.in_reference]
+        yield from itertools.permutations(some) if len({*overridden}) < len(overridden) else [some]
 
 
 def _is_made_in_sight(replay: Replay, index: int, found: Mistakes, mistake: Mistake) -> bool:
