@@ -73,7 +73,7 @@ class Arithmetic:
         """
         if self.wide == np.float64:
             return a @ b + start
-        a, b = self.enter(a), self.enter(b)
+        a, b = self.enter(a), np.ascontiguousarray(self.enter(b))  # its rows are read one by one
         total = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), self.wide)
         total += start
         term = np.empty_like(total)
