@@ -530,6 +530,19 @@ def test_bad_usage_is_refused_before_any_test_runs(project, capsys, options, mes
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ((), "mine.attention:attention must take a mistake that is known"),
+        (("--skip", "rope*"), "--skip must leave a mistake that can be planted in mine.attention:attention"),
+    ],
+)
+def test_nothing_that_can_be_planted_is_refused_with_the_reasons(project, capsys, monkeypatch, options, rule):
+    monkeypatch.setattr("parity.mutating.mistakes.planted_in", lambda view: ([], {"mask-ignored": "it has no mask"}))
+    assert project("", *options, command=("no-such-command",))[0] == 2
+    assert f"{rule}, got none: mask-ignored: it has no mask" in capsys.readouterr().err
+
+
 def test_a_command_that_is_not_there_is_refused(project, capsys):
     assert project("", "--only", "scale-missing", command=("no-such-command",))[0] == 2
     assert "no-such-command" in capsys.readouterr().err

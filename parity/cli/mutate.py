@@ -59,14 +59,14 @@ def run(options: argparse.Namespace) -> int:
     names = [name for name in fit if name in wanted]
     left_out = {name: reason for name, reason in reasons.items() if name in wanted}
     if not names:
-        raise ValueError(_nothing(options.subject, left_out))
+        raise ValueError(_nothing(options, left_out))
     tests = Suite(options.subject, view, options.tests, options.timeout)
     with progress_bar(1 + len(names)) as on_mistake:
         outcomes = list(mutate(tests, names, jobs=options.jobs, on_mistake=on_mistake))
     left_out |= {outcome.mistake: outcome.by for outcome in outcomes if outcome.status is Status.NOT_PLANTED}
     outcomes = [outcome for outcome in outcomes if outcome.status is not Status.NOT_PLANTED]
     if not outcomes:
-        raise ValueError(_nothing(options.subject, left_out))
+        raise ValueError(_nothing(options, left_out))
     print_mutations(options.subject, outcomes, left_out, console(), view.note)
     if options.json is not None:
         found = {"outcomes": [outcome.to_dict() for outcome in outcomes], "not_planted": left_out}
@@ -74,10 +74,13 @@ def run(options: argparse.Namespace) -> int:
     return 0 if all(outcome.is_caught for outcome in outcomes) else 1
 
 
-def _nothing(subject: str, left_out: Mapping[str, str]) -> str:
+def _nothing(options: argparse.Namespace, left_out: Mapping[str, str]) -> str:
     """What is said where none of the mistakes that were asked for can be planted."""
+    flags = [f"--{name}" for name in ("only", "skip") if getattr(options, name)]
+    rule = f"must leave a mistake that can be planted in {options.subject}"
+    rule = f"{' and '.join(flags)} {rule}" if flags else f"{options.subject} must take a mistake that is known"
     reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
-    return f"--only must leave a mistake that can be planted in {subject}, got none: {reasons}"
+    return f"{rule}, got none: {reasons}"
 
 
 def _wanted(only: list[str] | None, skip: list[str] | None) -> set[str]:
