@@ -267,7 +267,7 @@ def test_quiet_does_not_hide_a_failure(monkeypatch, capsys):
 
 def test_three_backends_fit_into_a_pipe(tmp_path):
     for folder in ("one", "other"):
-        run_in_a_pipe("run", "--cases", "trained-r*", "--backends", "torch", "--save-traces", str(tmp_path / folder))
+        main(["run", "--cases", "trained-r*", "--backends", "torch", "--save-traces", str(tmp_path / folder)])
     joined = ("--join", str(tmp_path / "one"), "--join", str(tmp_path / "other"))
     result = run_in_a_pipe("run", "--cases", "trained-r*", "--backends", "torch", *joined)
     assert result.stdout.splitlines()[2].count("ok 0.") == 3
