@@ -441,6 +441,15 @@ def test_a_leak_in_one_mode_is_found_and_the_mode_named():
     assert examine(TorchLayer(leaks=True), ["future token"])["future token"].words == "leaks in eval, hidden else"
 
 
+@pytest.mark.parametrize(("where", "words"), [("train", "train only"), ("always", "random in eval")])
+def test_dropout_that_nothing_declares_is_found(where, words):
+    class Dropping(TorchLayer):
+        def forward(self, x):
+            return torch.nn.functional.dropout(super().forward(x), 0.5, where == "always" or self.training)
+
+    assert examine(Dropping, ["dropout"], ["float32"])["dropout"].words.startswith(words)
+
+
 def test_a_module_of_a_library_answers_as_its_peer():
     module = torch.nn.MultiheadAttention(32, 4, batch_first=True)
     questions = ["mask", "empty row", "future token", "padding"]
