@@ -74,7 +74,7 @@ class Sibling:
         """A module of the package, `kind` being its class name, with weights drawn from the seed."""
         if self.name == "jax":
             return getattr(self.package, kind)(spec, rngs=nnx.Rngs(seed), **options)
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for each kind of accelerator
         return getattr(self.package, kind)(spec, **options)
 
 

@@ -1,5 +1,6 @@
 """The documentation: its code runs, it shows what is printed, every mistake has its page, and links lead somewhere."""
 
+import functools
 import os
 import re
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from shell import environment, run
 
 import parity
 from parity.core.stages import STAGES
@@ -20,6 +22,7 @@ LINKED = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(BU
 SECTIONS = ["What it looks like", "Reproduction", "How the tool shows it", "The fix"]
 
 
+@functools.cache
 def mistakes_by_page():
     """The names of all mistakes that are known, by the page that tells of them."""
     found = {}
@@ -103,11 +106,11 @@ def test_every_page_is_reached_from_its_symptoms():
 
 def test_the_numbers_of_planted_mistakes_are_those_of_the_cases():
     """Of docs/diagnosis.md: how many are known, and how many planted, in torch and in JAX with two sets of weights."""
-    cases = [case for case in SELFTEST_CASES if case.trained is None]
+    planted_in_each = [planted_in(case) for case in SELFTEST_CASES if case.trained is None]
     page_of = {name: page for page, names in mistakes_by_page().items() for name in names}
 
     def counted(page):
-        in_each = [[name for name in planted_in(case) if page in (page_of[name], "all")] for case in cases]
+        in_each = [[name for name in names if page in (page_of[name], "all")] for names in planted_in_each]
         with_nothing = page in ("(nothing planted)", "all")
         planted = [len(names) + with_nothing for names in in_each]
         known = str(len({name for names in in_each for name in names})) if page in PAGES else ""
@@ -132,13 +135,6 @@ def blocks_of(path):
     return re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def environment():
-    """That of a shell in which a user would work: the project's commands, no colours, nothing of the running pytest."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    paths = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}", "PYTHONPATH": str(ROOT)}
-    return kept | paths | {"NO_COLOR": "1", "COLUMNS": "80", "PYTEST_ADDOPTS": "-p no:cacheprovider -p no:xdist"}
-
-
 def without_numbers(text):
     """The lines of a text, with a mark for every number and without trailing blanks."""
     return [re.sub(r"-?\d[\d.]*(e[-+]\d+)?", "#", line).rstrip() for line in text.splitlines()]
@@ -153,17 +149,15 @@ def run_code(path, code, names, folder):
 
 
 def run_session(block, folder):
-    """Run the commands of a block in a shell, and want what it shows; … stands for any lines."""
+    """Run the commands of a block, and want what it shows; … stands for any lines."""
     lines = block.splitlines()
     commands = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     printed = ""
     for command in commands:
-        result = subprocess.run(
-            command, shell=True, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
-        )
+        status, output, errors = run(command, folder, environment())
         wanted = next((status for start, status in STATUS.items() if command.startswith(start)), 0)
-        assert (result.returncode, result.stderr) == (wanted, ""), f"{command}: {result.stdout}{result.stderr}"
-        printed += result.stdout
+        assert (status, errors) == (wanted, ""), f"{command}: {output}{errors}"
+        printed += output
     expected = without_numbers("\n".join(lines[len(commands) :]))
     pattern = "\n".join(".*" if line == "…" else re.escape(line).replace("…", ".*") for line in expected)
     assert re.fullmatch(pattern, "\n".join(without_numbers(printed)), re.DOTALL), printed

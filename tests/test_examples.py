@@ -3,11 +3,10 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from shell import PYTEST_OPTIONS, environment, run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PAGE = (EXAMPLES / "README.md").read_text("utf-8")
@@ -30,16 +29,14 @@ def sessions():
 def port(tmp_path):
     """A copy of examples/port, in which a command runs as it would there, warnings being errors."""
     folder = shutil.copytree(EXAMPLES / "port", tmp_path / "port", ignore=shutil.ignore_patterns("__pycache__"))
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    env |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}", "NO_COLOR": "1", "COLUMNS": "80"}
-    env |= {"PYTHONWARNINGS": "error", "PYTEST_ADDOPTS": "-p no:cacheprovider -W error"}
+    env = environment(f"{PYTEST_OPTIONS} -W error") | {"PYTHONWARNINGS": "error"}
 
-    def run(command):
-        result = subprocess.run(command, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
-        assert result.stderr == ""
-        return result
+    def port(command):
+        status, printed, errors = run(command, folder, env)
+        assert errors == ""
+        return status, printed
 
-    return run
+    return port
 
 
 def without_numbers(text):
@@ -51,9 +48,9 @@ def without_numbers(text):
 @pytest.mark.parametrize(("commands", "shown"), list(sessions()))
 def test_the_page_shows_what_the_commands_print(port, commands, shown):
     results = [port(command) for command in commands]
-    assert results[-1].returncode == STATUS.get(commands[-1], STATUS[commands[-1].split()[0]])
-    assert not any(result.returncode for result in results[:-1])
-    printed = without_numbers("".join(result.stdout for result in results))
+    assert results[-1][0] == STATUS.get(commands[-1], STATUS[commands[-1].split()[0]])
+    assert not any(status for status, _ in results[:-1])
+    printed = without_numbers("".join(printed for _, printed in results))
     pattern = "\n".join(".*" if line == "…" else re.escape(line) for line in without_numbers(shown))
     assert re.fullmatch(pattern, "\n".join(printed), re.DOTALL), "\n".join(printed)
 

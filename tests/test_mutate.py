@@ -357,6 +357,8 @@ class Layer(torch.nn.Module):
         return attention(*(p(x)[:, None] for p in (self.q_proj, self.k_proj)), x[:, None], attn_mask)[:, 0]
 '''
 
+# Each mistake is a process that imports torch, which takes longer than all else: so few are planted, and no test uses
+# torch.testing, which imports half as much again.
 GOOD = """
 import torch
 from mine.attention import attention
@@ -367,8 +369,8 @@ def test_values():
     q, k, v = torch.randn(3, 2, 4, 5, 8)
     mask = torch.ones(5, 5, dtype=torch.bool)
     mask[:, 3] = False
-    torch.testing.assert_close(attention(q, k, v, mask), sdpa(q, k, v, mask))
-    torch.testing.assert_close(attention(q, k, v, is_causal=True), sdpa(q, k, v, is_causal=True))
+    assert torch.allclose(attention(q, k, v, mask), sdpa(q, k, v, mask), atol=1e-6)
+    assert torch.allclose(attention(q, k, v, is_causal=True), sdpa(q, k, v, is_causal=True), atol=1e-6)
 """
 
 WEAK = """
@@ -381,7 +383,7 @@ def test_shape():
 
 def test_mask():
     q, k, v = torch.randn(3, 2, 4, 5, 8)
-    torch.testing.assert_close(mine.attention(q, k, v, torch.ones(5, 5, dtype=torch.bool)), mine.attention(q, k, v))
+    assert torch.equal(mine.attention(q, k, v, torch.ones(5, 5, dtype=torch.bool)), mine.attention(q, k, v))
 """
 
 
@@ -412,21 +414,9 @@ def project(tmp_path, monkeypatch):
     return mutate
 
 
-def test_good_tests_notice(project, capsys, tmp_path):
-    status, found = project(GOOD, "--only", "mask-*,causal-ignored", "--jobs", "2")
-    said = capsys.readouterr().out
-    assert status == 0, said
-    assert {name: outcome["status"] for name, outcome in found.items()} == dict.fromkeys(
-        ("mask-flipped", "mask-ignored", "causal-ignored", "mask-after-softmax"), "noticed"
-    )
-    assert found["mask-flipped"]["by"] == "test_mine.py::test_values"
-    assert "mask-polarity" in said
-    assert "4 mistakes planted: 4 noticed" in said
-    assert not (tmp_path / ".pytest_cache").exists()
-
-
-def test_weak_tests_do_not(project, capsys):
-    status, found = project(WEAK, "--only", "mask-flipped,mask-ignored,causal-ignored,scale-missing")
+def test_what_weak_tests_do_not_notice_is_said_with_the_reason(project, capsys, tmp_path):
+    options = ("--only", "mask-flip*,mask-ignored,causal-ignored,scale-missing", "--jobs", "2")
+    status, found = project(WEAK, *options)
     said = capsys.readouterr().out
     assert status == 1
     assert {name: outcome["status"] for name, outcome in found.items()} == {
@@ -435,32 +425,12 @@ def test_weak_tests_do_not(project, capsys):
         "causal-ignored": "not reached",
         "scale-missing": "not noticed",
     }
+    assert found["mask-flipped"]["by"] == "test_mine.py::test_mask"
+    assert "mask-polarity" in said
+    assert "4 mistakes planted: 1 noticed" in said
     assert "NOT NOTICED" in said
     assert "scale-missing: the scale of the scores is missing, and every test passes; mha-parity bugs scale" in said
-
-
-def test_other_runners_tell_by_their_exit_status(project):
-    tests = """
-    import unittest, torch
-    from mine.attention import Layer
-
-    class Tests(unittest.TestCase):
-        def test_layer(self):
-            torch.manual_seed(0)
-            layer, x = Layer(4), torch.randn(2, 3, 4)
-            mask = torch.ones(3, 3, dtype=torch.bool).tril()
-            out = layer(x, attn_mask=mask)
-            self.assertTrue(torch.equal(out[:, 0], x[:, 0]))
-    """
-    command = ("python", "-m", "unittest", "test_mine")
-    options = ("--only", "mask-ignored,q_proj-transposed,batch-as-tokens", "--mask-true", "shows")
-    status, found = project(tests, *options, command=command, target="mine.attention:Layer")
-    assert status == 1
-    assert {name: (outcome["status"], outcome["by"].split(":")[0]) for name, outcome in found.items()} == {
-        "mask-ignored": ("noticed", "exit status 1"),
-        "q_proj-transposed": ("not noticed", ""),
-        "batch-as-tokens": ("refused", "RuntimeError"),
-    }
+    assert not (tmp_path / ".pytest_cache").exists()
 
 
 def test_a_compiled_function_is_compared_when_it_runs(project, tmp_path):
@@ -686,32 +656,41 @@ def test_an_interruption_ends_the_tests_and_changes_nothing(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path != begun} == before
 
 
-def test_options_of_pytest_reach_it_and_its_workers_have_the_mistake(project):
+def test_options_of_pytest_reach_it_and_its_workers_have_the_mistake(project, capsys):
     tests = GOOD.replace("test_values", "test_one") + GOOD.replace("test_values", "test_two")
-    command = ("pytest", "-x", "-p", "xdist", "-n", "2", "-k", "two", "test_mine.py")
+    command = ("pytest", "-x", "-p", "xdist", "-n", "1", "-k", "two", "test_mine.py")
     status, found = project(tests, "--only", "scale-missing", command=command)
     assert status == 0
-    assert found["scale-missing"]["by"] == "test_mine.py::test_two"
+    assert (found["scale-missing"]["status"], found["scale-missing"]["by"]) == ("noticed", "test_mine.py::test_two")
+    assert "1 mistake planted: 1 noticed" in capsys.readouterr().out
 
 
-def test_what_a_layer_does_not_allow_is_no_gap_of_the_tests(project, capsys):
+def test_what_a_layer_does_not_allow_is_no_gap_of_the_tests_whatever_runs_them(project, capsys):
     tests = """
-    import torch
+    import unittest, torch
     from mine.attention import Layer
 
-    def test_layer():
-        torch.manual_seed(0)
-        layer, x = Layer(4), torch.randn(2, 3, 4)
-        expected = torch.softmax(layer.q_proj(x) @ layer.k_proj(x).mT / 2, -1) @ x
-        torch.testing.assert_close(layer(x), expected)
+    class Tests(unittest.TestCase):
+        def test_layer(self):
+            torch.manual_seed(0)
+            layer, x = Layer(4), torch.randn(2, 3, 4)
+            expected = torch.softmax(layer.q_proj(x) @ layer.k_proj(x).mT / 2, -1) @ x
+            everything = torch.ones(3, 3, dtype=torch.bool)
+            self.assertTrue(torch.allclose(layer(x, attn_mask=everything), expected, atol=1e-6))
     """
-    status, found = project(tests, "--only", "q_proj-transposed,out_proj-*,rope-theta-*", target="mine.attention:Layer")
+    command, target = ("python", "-m", "unittest", "test_mine"), "mine.attention:Layer"
+    only = "q_proj-transposed,batch-as-tokens,out_proj-*,rope-theta-*"
+    status, found = project(tests, "--only", only, command=command, target=target)
     said = " ".join(capsys.readouterr().out.split())
-    assert (status, {name: each["status"] for name, each in found.items()}) == (0, {"q_proj-transposed": "noticed"})
+    assert status == 0
+    assert {name: (each["status"], each["by"].split(":")[0]) for name, each in found.items()} == {
+        "q_proj-transposed": ("noticed", "exit status 1"),
+        "batch-as-tokens": ("refused", "RuntimeError"),
+    }
     assert "not planted, no out_proj is known among its weights: out_proj-transposed, out_proj-bias-missing" in said
     assert json.loads(pathlib.Path("found.json").read_text())["not_planted"].keys() == {
         *("out_proj-transposed", "out_proj-bias-missing", "rope-theta-10000", "rope-theta-500000"),
     }
-    status, _ = project(tests, "--only", "out_proj-*", target="mine.attention:Layer")
+    status, _ = project(tests, "--only", "out_proj-*", command=command, target=target)
     assert status == 2
     assert "got none: out_proj-transposed: no out_proj is known among its weights" in capsys.readouterr().err

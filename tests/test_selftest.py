@@ -33,7 +33,12 @@ EVERY = [(case, name) for case in CASE_OF for name in ("", *planted_in(CASE_OF[c
 
 def lies_in_weights(case, name):
     """Whether a mistake is planted in the weights alone."""
-    return bool(name) and not plan_of(name, make_problem(CASE_OF[case], "float32"), "torch").functions
+    return bool(name) and not plan_of(name, plain_problem(case), "torch").functions
+
+
+@cache
+def plain_problem(case):
+    return make_problem(CASE_OF[case], "float32")
 
 
 def once(pairs):

@@ -327,15 +327,16 @@ def peer(name: str) -> Subject:
     version = f"{library} {metadata.version(library)}"
     if package == "keras":
         version += f" on {subject.framework} {metadata.version(subject.framework)}"
-    return replace(subject, version=version, make=_kept(subject.make))
+    # A layer of Keras keeps the state of its random numbers; others draw from a key or from torch's seed at each call.
+    return replace(subject, version=version, make=_kept(subject.make, keeps_state=package == "keras"))
 
 
-def _kept(make: Callable[..., Call]) -> Callable[..., Call]:
-    """The same, but a layer is made once for a dtype and mode, unless it draws random numbers or is given weights."""
+def _kept(make: Callable[..., Call], keeps_state: bool) -> Callable[..., Call]:
+    """The same, but a layer is made once for a dtype and mode, unless it is given weights or draws from a state."""
     held: dict[Path, Call] = {}
 
     def kept(path: Path, **given: Any) -> Call:
-        if given or path.drops:
+        if given or (path.drops and keeps_state):
             return make(path, **given)
         mode = replace(path, need_weights=False, grad=False)
         if mode not in held:

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from mha_spec import (
@@ -332,8 +332,9 @@ def planted_in(case: Case) -> list[str]:
     return [name for name in mistakes_in(case) if name not in once & before]
 
 
-def _mistakes(case: Case) -> list[Mistake]:
-    return [*mistakes_for(case), *([] if case.is_cached else PRECISIONS.values())]
+@cache
+def _mistakes(case: Case) -> tuple[Mistake, ...]:
+    return (*mistakes_for(case), *(() if case.is_cached else PRECISIONS.values()))
 
 
 def plant(hypothesis: str, case: Case, backend: str, *, seed: int = 0) -> Outcome:

@@ -77,7 +77,10 @@ def _ways(exam: Examination, num_tokens: int) -> list[Way]:
 
 
 def _poison(exam: Examination, path: Path, way: Way, poisons: Sequence[Poison]) -> Poisoned:
-    """Call once for each poison, with it in the first sequence; the second is the same without it."""
+    """What becomes of each poison in a sequence of its own, beside the same sequence without any.
+
+    There are as many sequences in a call as the other questions have: in JAX every other shape is compiled once more.
+    """
     num_tokens = len(way.visible)
     is_separate = len(poisons[0].letters) < 3
     inputs = exam.separate_inputs(num_tokens) if is_separate else exam.inputs(num_queries=num_tokens)
@@ -92,13 +95,17 @@ def _poison(exam: Examination, path: Path, way: Way, poisons: Sequence[Poison]) 
     rows = range(num_tokens - 1) if way.name == "padding" else range(num_tokens)  # of what is no padding
     size = f" of {num_tokens}" if num_tokens != TOKENS else ""
     swallowed = leaked = ""
-    for poison in poisons:
-        # As many sequences as the other questions have: in JAX every other shape is compiled once more.
+    sequences: list[Poison | None] = [None, *poisons]
+    outputs: list[Any] = []
+    for first in range(0, len(sequences), BATCH):
         arrays = {id(x): np.repeat(x[:1], BATCH, axis=0) for x in inputs}
-        for letter, x in zip("qkv", inputs, strict=True):
-            if letter in poison.letters:
-                arrays[id(x)][0, ..., poison.token, :] = poison.value
-        poisoned, clean = exam.run(path, tuple(arrays[id(x)] for x in inputs), **options).output  # type: ignore[arg-type]
+        for i, poison in enumerate(sequences[first : first + BATCH]):
+            for letter, x in zip("qkv", inputs, strict=True):
+                if poison is not None and letter in poison.letters:
+                    arrays[id(x)][i, ..., poison.token, :] = poison.value
+        outputs += list(exam.run(path, tuple(arrays[id(x)] for x in inputs), **options).output)  # type: ignore[arg-type]
+    clean = outputs[0]
+    for poison, poisoned in zip(poisons, outputs[1 : len(sequences)], strict=True):
         sees = np.zeros(num_tokens, bool)
         if poison.letters != "q":
             sees |= way.visible[:, poison.token]

@@ -1,0 +1,61 @@
+"""Commands as pages show them. Ours, and programs of Python, run in this process, where the frameworks are imported."""
+
+import os
+import runpy
+import shlex
+import subprocess
+import sys
+from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from unittest import mock
+
+import jax
+
+from parity.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+
+# Hypothesis takes as long to import as torch.
+PYTEST_OPTIONS = "-p no:cacheprovider -p no:hypothesispytest"
+
+
+def environment(pytest_options: str = PYTEST_OPTIONS) -> dict[str, str]:
+    """That of a shell in which a user would work: the project's commands, no colours, nothing of the running pytest."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    paths = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}", "PYTHONPATH": str(ROOT)}
+    return kept | paths | {"NO_COLOR": "1", "COLUMNS": "80", "PYTEST_ADDOPTS": pytest_options}
+
+
+def run(command: str, folder: Path, env: dict[str, str]) -> tuple[int, str, str]:
+    """The exit status of a command, and what it prints on standard output and on standard error."""
+    words = shlex.split(command)
+    if words[0] in ("mha-parity", "python"):
+        return _run_here(words, folder, env)
+    result = subprocess.run(command, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    return result.returncode, result.stdout, result.stderr
+
+
+def _run_here(words: list[str], folder: Path, env: dict[str, str]) -> tuple[int, str, str]:
+    printed, errors, status = StringIO(), StringIO(), 0
+    before = set(sys.modules)
+    # A new process would look for modules beside a program, and in the folder only if the command sees to it.
+    places = [str(folder), *sys.path] if words[0] == "python" else [place for place in sys.path if place != str(folder)]
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, env, clear=True))
+        stack.enter_context(mock.patch.object(sys, "path", places))
+        stack.enter_context(mock.patch.object(sys, "argv", words[1:]))
+        for context in (chdir(folder), redirect_stdout(printed), redirect_stderr(errors)):
+            stack.enter_context(context)
+        for context in (jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")):  # as a user has them
+            stack.enter_context(context)
+        try:
+            if words[0] == "mha-parity":
+                status = main(words[1:])
+            else:
+                runpy.run_path(words[1], run_name="__main__")
+        finally:
+            for name in set(sys.modules) - before:
+                if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
+                    del sys.modules[name]
+    return status, printed.getvalue(), errors.getvalue()
