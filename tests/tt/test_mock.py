@@ -209,13 +209,40 @@ def test_tensor_from_before_the_shadow_has_no_value(opened_device):
         ttnn.multiply(x, 2.0)
 
 
+def test_graph_is_captured_where_one_is_asked_for(device):
+    x = mha_tt.upload(np.ones((2, 3)), device=device)
+    for _ in range(2):
+        ttnn.graph.begin_graph_capture()
+        y = ttnn.multiply(x, 2.0)
+        graph = ttnn.graph.end_graph_capture()
+        assert "ttnn.multiply" in str(graph)
+        assert mha_tt.download(ttnn.add(y, x)).tolist() == [[3.0] * 3] * 2
+        assert not ttnn.graph.is_graph_capture_active()
+
+
+def test_kernel_that_was_compiled_once_is_not_compiled_by_another_process(run_python):
+    program = """
+        import resource
+
+        import mha_tt, numpy as np, ttnn
+
+        with mha_tt.mock.board(values=False) as device:
+            before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+            ttnn.exp(mha_tt.upload(np.ones((2, 3)), device=device))
+            print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt > before)
+    """
+    assert [run_python(program).stdout for _ in range(2)] == ["True\n", "False\n"]
+
+
 def test_shadow_leaves_everything_as_it_was(opened_device):
+    graph = vars(ttnn.graph).copy()
     fast = ttnn.CONFIG.enable_fast_runtime_mode
     with pytest.raises(KeyboardInterrupt), mock.shadow():
         raise KeyboardInterrupt
     x = mha_tt.upload(np.ones((2, 3)), device=opened_device)
     ttnn.multiply(x, 2.0)
     assert ttnn.CONFIG.enable_fast_runtime_mode == fast
+    assert vars(ttnn.graph) == graph
     with pytest.raises(RuntimeError, match="values must come from a device that computes"):
         mha_tt.download(x)
 
