@@ -10,7 +10,7 @@ valid, and ttnn says what it computes. Nothing here knows attention; it serves a
         y = ttnn.to_torch(ttnn.softmax(x, dim=-1))
 
 What golden functions do not see: the filling of tiles, the rounding inside kernels, writes outside of a tensor. The
-worst of these traps are checked here (`_TRAPS` and the golden functions at the end).
+worst of these traps are checked here (`Shadow._check_filling` and the golden functions at the end).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import ttnn
@@ -36,6 +37,16 @@ if TYPE_CHECKING:
 
 # ---- Boards ----------------------------------------------------------------------------------------------------------
 
+_BLACKHOLE = """\
+arch: {0: blackhole}
+chips: {}
+chip_unique_ids: {0: 4476187513037}
+ethernet_connections: []
+chips_with_mmio: [0: 0]
+harvesting: {0: {noc_translation: true, harvest_mask: %d, dram_harvesting_mask: 0, eth_harvesting_mask: 288,
+                 pcie_harvesting_mask: 2, l2cpu_harvesting_mask: 0}}
+boards: [[board_id: 4476187513037, board_type: %s, chips: [0]]]
+"""
 BOARDS = {
     "n150": """\
 arch: {0: wormhole_b0}
@@ -55,36 +66,18 @@ chips_with_mmio: [0: 0]
 harvesting: {0: {noc_translation: true, harvest_mask: 65}, 1: {noc_translation: true, harvest_mask: 5}}
 boards: [[board_id: 72058994491072686, board_type: n300, chips: [0, 1]]]
 """,
-    "p100": """\
-arch: {0: blackhole}
-chips: {}
-chip_unique_ids: {0: 4476187513037}
-ethernet_connections: []
-chips_with_mmio: [0: 0]
-harvesting: {0: {noc_translation: true, harvest_mask: 3, dram_harvesting_mask: 0, eth_harvesting_mask: 288,
-                 pcie_harvesting_mask: 2, l2cpu_harvesting_mask: 0}}
-boards: [[board_id: 4476187513037, board_type: p100, chips: [0]]]
-""",
-    "p150": """\
-arch: {0: blackhole}
-chips: {}
-chip_unique_ids: {0: 4476187513037}
-ethernet_connections: []
-chips_with_mmio: [0: 0]
-harvesting: {0: {noc_translation: true, harvest_mask: 0, dram_harvesting_mask: 0, eth_harvesting_mask: 288,
-                 pcie_harvesting_mask: 2, l2cpu_harvesting_mask: 0}}
-boards: [[board_id: 4476187513037, board_type: p150, chips: [0]]]
-""",
+    "p100": _BLACKHOLE % (3, "p100"),
+    "p150": _BLACKHOLE % (0, "p150"),
 }
 """The boards in tt-umd's format: n150 is one Wormhole, n300 a mesh of 1 x 2 of them, p100 and p150 are Blackholes."""
 
 # What ttnn calls as a compiler. Its version text is part of the key under which ttnn caches kernels, so that nothing
-# compiled here is ever taken for a real kernel.
+# compiled here is ever taken for a real kernel. The shell itself writes the file: a process less than `cp`.
 _COMPILER = """\
 #!/bin/sh
 case "$*" in *--version*) echo "riscv-tt-elf-g++ (mha_tt mock)"; exit;; esac
 while [ "$1" != -o ]; do shift; done
-cp "${0%/*}/kernel.elf" "$2" && echo "$2:" > "${2%.*}.d"
+printf 'KERNEL' > "$2" && echo "$2:" > "${2%.*}.d"
 """
 
 _used: str | None = None
@@ -107,7 +100,7 @@ def use(board: str) -> None:
         raise ValueError(f"board must be one of {list(BOARDS)}, got board={board!r}")
     if _used not in (None, board):
         raise RuntimeError(f"board must stay the same for the whole process, got {board!r} after {_used!r}")
-    package = _ttnn_folder()
+    package = Path(ttnn.__file__).parent  # pyright: ignore
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = cache / "mha_tt" / f"mock-{zlib.crc32(str(package).encode()):08x}"  # two environments must not share one
     if any(character.isspace() for character in str(root)):
@@ -116,11 +109,11 @@ def use(board: str) -> None:
         )
     binaries = root / "runtime" / "sfpi" / "compiler" / "bin"
     binaries.mkdir(parents=True, exist_ok=True)
-    for name in ("tt_metal", "ttnn"):
+    for name in ("tt_metal", "ttnn", "runtime/hw"):  # without the last ttnn links every kernel again in every process
         with suppress(FileExistsError):  # from before, or from another process at this moment
             (root / name).symlink_to(package / name)
-    _write(binaries / "kernel.elf", _kernel_elf())
-    _write(binaries / "riscv-tt-elf-g++", _COMPILER.encode(), mode=0o755)
+    kernel = "".join(f"\\{byte:03o}" for byte in _kernel_elf())
+    _write(binaries / "riscv-tt-elf-g++", _COMPILER.replace("KERNEL", kernel).encode(), mode=0o755)
     _write(root / f"{board}.yaml", BOARDS[board].encode())
     os.environ["TT_METAL_RUNTIME_ROOT"] = str(root)
     os.environ["TT_METAL_CACHE"] = f"{root}/cache/"  # without the slash ttnn glues its key to the name
@@ -161,11 +154,6 @@ def _open_mesh() -> Iterator[ttnn.MeshDevice]:
         yield device
     finally:
         ttnn.close_mesh_device(device)
-
-
-def _ttnn_folder() -> Path:
-    spec = importlib.util.find_spec("ttnn")
-    return Path(spec.origin).parent  # pyright: ignore  (it is imported above)
 
 
 def _write(path: Path, content: bytes, mode: int = 0o644) -> None:
@@ -285,8 +273,8 @@ class Shadow:
         if name == "ttnn.to_torch":
             result.copy_(self[arguments[0]].reshape(result.shape))
             return
-        if name in _TRAPS:
-            _TRAPS[name](self, *arguments, **keywords)
+        if name == "ttnn.transformer.scaled_dot_product_attention":
+            self._check_filling(**keywords)
         function = _OWN_GOLDENS.get(name, operation.golden_function)
         if function is None:
             raise NotImplementedError(f"{name} has no golden function; mha_tt.mock.golden({name!r}) takes one")
@@ -304,7 +292,7 @@ class Shadow:
             return type(argument)(self._values_of(x) for x in argument)
         return self[argument] if isinstance(argument, ttnn.Tensor) else argument
 
-    def check_filling_of_mask(self, *_: Any, attn_mask: ttnn.Tensor | None = None, **__: Any) -> None:
+    def _check_filling(self, *, attn_mask: ttnn.Tensor | None = None, **_: Any) -> None:
         """The kernel reads what fills the last tiles of a mask, which no golden function sees (tt-metal#54833)."""
         if attn_mask is not None and attn_mask.shape[3] % TILE:
             filling = self._filling.get(attn_mask.tensor_id, 0.0)
@@ -315,12 +303,7 @@ class Shadow:
                 )
 
 
-_TRAPS: dict[str, Callable[..., None]] = {
-    "ttnn.transformer.scaled_dot_product_attention": Shadow.check_filling_of_mask,
-}
-
 _INTEGERS = (ttnn.int32, ttnn.uint8, ttnn.uint16, ttnn.uint32)
-
 _active: list[Shadow] = []
 
 
@@ -348,13 +331,31 @@ def shadow() -> Iterator[Shadow]:
     devices.observers.append(state.uploaded)
     devices.readers.append(state.download)
     try:
-        with ttnn.register_post_operation_hook(state):
+        with ttnn.register_post_operation_hook(state), _without_graphs():
             yield state
     finally:
         devices.readers.remove(state.download)
         devices.observers.remove(state.uploaded)
         _active.remove(state)
         ttnn.CONFIG.enable_fast_runtime_mode = fast
+
+
+@contextmanager
+def _without_graphs() -> Iterator[None]:
+    """Outside of its fast mode ttnn captures a graph of each operation, for reports: half of the time that it takes."""
+    begin, end = ttnn.graph.begin_graph_capture, ttnn.graph.end_graph_capture
+    captured: list[bool] = []
+
+    def begin_if_asked(*arguments: Any, _internal: bool = False) -> None:
+        captured.append(not _internal or ttnn.graph.is_graph_capture_active())
+        if captured[-1]:
+            begin(*arguments, _internal=_internal)
+
+    def end_if_begun() -> Any:
+        return end() if not captured or captured.pop() else []
+
+    with patch.multiple(ttnn.graph, begin_graph_capture=begin_if_asked, end_graph_capture=end_if_begun):
+        yield
 
 
 def _rounded(value: torch.Tensor, tensor: ttnn.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -25,6 +26,7 @@ OPTIONAL = {
 """By the name to install: the module, and what it is needed for."""
 
 
+@cache  # reading it takes longer than to run a small case
 def version_of(package: str) -> str | None:
     """The version that is installed, None where there is none."""
     try:
