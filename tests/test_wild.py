@@ -22,6 +22,12 @@ from parity.diagnosis.mistakes import mistakes_for, page_by_mistake
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.fixture(scope="module", params=STYLES)
+def style(request):
+    """Each style in turn; its tests come one after the other, for what ran in one of them is kept for the next."""
+    return request.param
+
+
 def rights_of(style):
     """Each way in which the ports of a style are run, once, however often it is recorded; not what takes a minute to
     compile, which tools/diagnosis-rates checks."""
@@ -41,20 +47,17 @@ def test_there_are_enough_of_them():
         assert 0.4 < known / len(ids) < 0.6
 
 
-@pytest.mark.parametrize("style", STYLES)
 def test_every_right_port_is_right(style):
     wrong = [right.id for right in rights_of(style) if not is_right(right)]
     assert not wrong
 
 
-@pytest.mark.parametrize("style", STYLES)
 def test_every_recording_can_be_made(style):
     for right in RIGHTS.values():
         if right.style == style and right.how.mode != "compile" and right.dtype == "float32":
             assert right.observed(), right.id
 
 
-@pytest.mark.parametrize("style", STYLES)
 def test_every_mistake_is_where_its_record_says(style):
     differ = {}
     for mistake in MISTAKES.values():
@@ -69,7 +72,6 @@ def test_every_mistake_is_where_its_record_says(style):
     assert not differ
 
 
-@pytest.mark.parametrize("style", STYLES)
 def test_right_ports_raise_no_alarm(style):
     """Of the half `apart` the number alone is told."""
     asked = [job for job in jobs(["known", "apart"], [style]) if job.id in RIGHTS]
@@ -79,7 +81,6 @@ def test_right_ports_raise_no_alarm(style):
     assert len(alarms) == 0
 
 
-@pytest.mark.parametrize("style", STYLES)
 def test_mistakes_are_caught_by_their_stages(style):
     verdicts = [judge(job) for job in jobs(["known", "apart"], [style]) if job.id in MISTAKES and not job.output_only]
     missed = [verdict for verdict in verdicts if not is_caught(verdict)]

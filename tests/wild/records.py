@@ -149,7 +149,7 @@ def _right_port(style: str) -> Callable[[Problem, How], Mapping[str, Any]]:
     return port_of(style)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _right_run(style: str, case: str, seed: int, dtype: str, how: How) -> Recorded:
     """What a right port notes: recorded in several ways, it runs once."""
     return run(style, problem_of(case, seed, dtype), how)
