@@ -154,7 +154,7 @@ def _run_torch(
         torch.default_generator.manual_seed(0)
         call = make()
         torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_available():
             torch.cuda.manual_seed_all(seed)
         output, attn_weights = call(*(leaves[name] for name in names), **options)
         _check_array(output, torch.Tensor)
@@ -178,7 +178,8 @@ def _run_jax(
     seed: int,
 ) -> Any:
     import jax
-    import jax.numpy as jnp
+
+    from parity.backends.jax import from_numpy
 
     def apply(*arrays: Any) -> Any:
         by_name = dict(zip(given, arrays, strict=True))
@@ -192,13 +193,13 @@ def _run_jax(
         jax.default_matmul_precision("highest"),  # but no TF32, whose rounding would look like a difference
     ):
         call = make()
-        arrays = [jnp.asarray(x) for x in given.values()]
-        options = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+        arrays = [from_numpy(x) for x in given.values()]
+        options = {name: from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
         grads: tuple[Any, ...] = ()
         if path.grad:
             output, backward, attn_weights = jax.vjp(apply, *arrays, has_aux=True)
             if cotangent is not None:
-                grads = backward(jnp.asarray(cotangent).astype(output.dtype))
+                grads = backward(from_numpy(cotangent).astype(output.dtype))
         else:
             output, attn_weights = apply(*arrays)
     return (
