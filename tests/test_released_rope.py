@@ -227,12 +227,14 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("length", [8, 11], ids="{} tokens".format)  # an original length, and more
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_equals_the_released_one(name, length):
+def test_a_layer_equals_the_released_one(name):
     released = LAYERS[name]()
     assert released.spec.rope is not None
-    check_equal(released, length=length, in_steps=not released.spec.rope.depends_on_length)
+    depends_on_length = released.spec.rope.depends_on_length
+    # An original length, and more. Elsewhere fewer tokens are the first ones of more: no token sees a later one.
+    for length in (8, 11) if depends_on_length else (11,):
+        check_equal(released, length=length, in_steps=not depends_on_length)
 
 
 @pytest.mark.parametrize("name", LAYERS)
