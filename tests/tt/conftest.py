@@ -1,5 +1,6 @@
 """What the tests of `mha_tt` share: the device, and what goes to it. `tests/conftest.py` needs JAX and is left out."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -26,6 +27,10 @@ from parity.backends import tt as backend
 from .formulas import IS_MOCK
 
 torch.set_num_threads(1)
+
+# What torch and ttnn hold for good need not be looked through for garbage, again and again.
+gc.freeze()
+gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_report_header() -> str:
