@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from mha_spec import AttentionSpec, Latent, Norm, Rope
@@ -64,7 +65,7 @@ class Tensor:
         """Whether it is one weight without heads to be laid out."""
         return self.kind == "whole"
 
-    @property
+    @cached_property
     def parts(self) -> list[str]:
         """The canonical names of what is in it."""
         if self.is_whole:
