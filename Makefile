@@ -9,6 +9,8 @@ BIN_TT := .venv-tt/bin
 # What JAX has compiled once: most of the time of the parity run and of the tests goes into compiling.
 export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/build/jax-cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
+# Processes that tests start need not compile modules again, whatever the surroundings say.
+export PYTHONDONTWRITEBYTECODE :=
 IF_TT := [ ! -e .venv-tt/installed ] ||
 
 .PHONY: parity test test-tt check-html fuzz lint clean
