@@ -1,5 +1,6 @@
 """What the tests share: the siblings behind one small adapter, and strict settings of the frameworks."""
 
+import functools
 import gc
 import os
 from collections.abc import Callable
@@ -73,9 +74,15 @@ class Sibling:
     def module(self, kind: str, spec: AttentionSpec, seed: int = 0, **options: Any) -> Any:
         """A module of the package, `kind` being its class name, with weights drawn from the seed."""
         if self.name == "jax":
-            return getattr(self.package, kind)(spec, rngs=nnx.Rngs(seed), **options)
+            return nnx.clone(_drawn(getattr(self.package, kind), spec, seed, jax.config.jax_enable_x64, **options))
         torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for each kind of accelerator
         return getattr(self.package, kind)(spec, **options)
+
+
+@functools.lru_cache(maxsize=256)
+def _drawn(kind: type, spec: AttentionSpec, seed: int, is_wide: bool, **options: Any) -> Any:
+    """A module of JAX, to be copied: to draw its weights takes twenty times as long."""
+    return kind(spec, rngs=nnx.Rngs(seed), **options)
 
 
 SIBLINGS = {

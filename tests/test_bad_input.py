@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from flax import nnx
 
 import parity
 from mha_spec import AttentionSpec, RelativeBias, Rope
@@ -181,8 +182,9 @@ def test_rope_refuses_theta(name):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", [8, None, {"d_model": 8, "num_heads": 2}], ids=repr)
 def test_module_refuses_what_is_not_a_spec(sibling, kind, spec):
+    keywords = {"rngs": nnx.Rngs(0)} if sibling.name == "jax" else {}
     with pytest.raises(TypeError, match=r"^spec must be an AttentionSpec, got spec="):
-        sibling.module(kind, spec)
+        getattr(sibling.package, kind)(spec, **keywords)
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
