@@ -227,8 +227,9 @@ def _explain(
 
 
 def _orders(known: Sequence[Mistake], at_once: int) -> Iterator[Mistakes]:
-    """So many mistakes at once, in every order if they override the same; else all orders are one."""
-    for some in itertools.combinations(known, at_once):
+    """So many mistakes at once, all of them usual ones first; in every order if they override the same, else in one."""
+    for places in sorted(itertools.combinations(range(len(known)), at_once), key=lambda places: places[::-1]):
+        some = tuple(known[place] for place in places)
         overridden = [method for mistake in some for method in mistake.in_reference]
         yield from itertools.permutations(some) if len({*overridden}) < len(overridden) else [some]
 
