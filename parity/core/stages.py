@@ -186,7 +186,7 @@ class _StepsOfCalls(Sequence[Step]):
         return steps[step]
 
 
-STEPS_OF_A_CALL = 8
+STEPS_OF_A_CALL = 8  # as many as `_steps_of_call` gives
 
 
 def _steps_of_call(layer: Layer, call: Call) -> list[Step]:
