@@ -5,7 +5,7 @@ How these get in and out is its port's. The order of the stages is that of `pari
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from parity.core.stages import Stage, Step, Values, steps_of
 from parity.core.weights import dtype_named
 
 
-def steps(port: Port, problem: Problem) -> list[Step]:
+def steps(port: Port, problem: Problem) -> Sequence[Step]:
     """The stages of a problem as functions, in the order of the data flow: see `parity.core.stages`."""
     return steps_of(_Layer(port, problem), problem.case)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, cast
+from typing import Protocol, cast, overload
 
 import numpy as np
 
@@ -152,7 +152,7 @@ class Layer(Protocol):
     def call(self, index: int) -> Call: ...
 
 
-def steps_of(layer: Layer, case: Case) -> list[Step]:
+def steps_of(layer: Layer, case: Case) -> Sequence[Step]:
     """The stages of a case as functions, in the order of the data flow, with a cache call by call.
 
     Each takes the values of the stages before it by name, so that it can run on its own implementation's values
@@ -160,8 +160,33 @@ def steps_of(layer: Layer, case: Case) -> list[Step]:
     """
     if not case.is_cached:
         return [layer.mask, layer.qkv, layer.scores, layer.attn_weights, layer.context, layer.output, layer.whole]
-    calls = map(layer.call, range(len(case.chunks)))
-    return [_in_call(index, step) for index, call in enumerate(calls) for step in _steps_of_call(layer, call)]
+    return _StepsOfCalls(layer, len(case.chunks))
+
+
+class _StepsOfCalls(Sequence[Step]):
+    """The steps of all calls, those of a call made when one of them is asked for: a mistake tried runs few."""
+
+    def __init__(self, layer: Layer, num_calls: int) -> None:
+        self._layer, self._calls = layer, list[list[Step] | None]([None] * num_calls)
+
+    def __len__(self) -> int:
+        return len(self._calls) * STEPS_OF_A_CALL
+
+    @overload
+    def __getitem__(self, place: int) -> Step: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Step]: ...
+    def __getitem__(self, place: int | slice) -> Step | list[Step]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        index, step = divmod(range(len(self))[place], STEPS_OF_A_CALL)
+        if (steps := self._calls[index]) is None:
+            steps = [_in_call(index, each) for each in _steps_of_call(self._layer, self._layer.call(index))]
+            self._calls[index] = steps
+        return steps[step]
+
+
+STEPS_OF_A_CALL = 8  # as many as `_steps_of_call` gives
 
 
 def _steps_of_call(layer: Layer, call: Call) -> list[Step]:

@@ -81,7 +81,7 @@ class Replay:
 
     def _forget(self) -> None:
         """Begin with nothing that was computed."""
-        self._layers: dict[tuple[Any, ...], list[Step]] = {}
+        self._layers: dict[tuple[Any, ...], Sequence[Step]] = {}
         self._found: dict[tuple[Any, ...], dict[str, np.ndarray]] = {}
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
         self._verdicts: dict[tuple[Any, ...], Verdict] = {}
@@ -105,7 +105,7 @@ class Replay:
 
     def _steps(
         self, problem: Problem, changes: tuple[Change, ...], dtype: str = "float64", kind: str = ""
-    ) -> list[Step]:
+    ) -> Sequence[Step]:
         """The stages of the reference with mistakes in it, as functions."""
         if dtype != "float64":
             changes, kind = (*changes, self.choice), kind or self.choice.arithmetic
@@ -114,10 +114,24 @@ class Replay:
     def _values_before(self, index: int, steps: Sequence[Step]) -> dict[str, np.ndarray]:
         """What was observed, and what was not of all that others are made of, up to one of the steps."""
         values = dict(self.observed)
-        for step, names in zip(steps[:index], self.steps, strict=False):
-            if any(name not in self.observed and not stage_named(name).is_end for name in names):
-                values |= {name: x for name, x in step(values).items() if name not in self.observed}
+        for before in self._unseen_before[index]:
+            values |= {name: x for name, x in steps[before](values).items() if name not in self.observed}
         return values
+
+    @cached_property
+    def _unseen_before(self) -> list[list[int]]:
+        """For each step those before it that others are made of, and that were not observed.
+
+        What a module gives in one call only the module itself takes up in the next.
+        """
+        unseen = [
+            any(name not in self.observed and not stage_named(name).is_end for name in names) for names in self.steps
+        ]
+        is_module = [stage_named(names[0]).path != "" for names in self.steps]
+        return [
+            [before for before in range(index) if unseen[before] and (is_module[index] or not is_module[before])]
+            for index in range(len(self.steps))
+        ]
 
     def verdict(self, stage: str, mistakes: Mistakes, *, quick: bool = False, kind: str = "") -> Verdict:
         """How far a stage is from the one with mistakes in it.

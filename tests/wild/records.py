@@ -111,7 +111,7 @@ class Mistake:
 
     def recorded(self) -> Recorded:
         """All that the port noted, in the canonical form."""
-        return run(self.style, self.problem, How(), self.edit)
+        return dict(_wrong_run(self.style, self.case, self.dtype, self.edit))
 
     def right(self) -> Recorded:
         """What the port notes without the edit."""
@@ -153,6 +153,12 @@ def _right_port(style: str) -> Callable[[Problem, How], Mapping[str, Any]]:
 def _right_run(style: str, case: str, seed: int, dtype: str, how: How) -> Recorded:
     """What a right port notes: recorded in several ways, it runs once."""
     return run(style, problem_of(case, seed, dtype), how)
+
+
+@lru_cache(maxsize=1024)
+def _wrong_run(style: str, case: str, dtype: str, edit: tuple[str, str]) -> Recorded:
+    """What a port with a mistake notes: measured and diagnosed, it runs once."""
+    return run(style, problem_of(case, 0, dtype), How(), edit)
 
 
 def run(style: str, problem: Problem, how: How, edit: tuple[str, str] | None = None) -> Recorded:

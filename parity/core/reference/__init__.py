@@ -7,6 +7,8 @@ a correct implementation may show.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from parity.core.problem import Problem
@@ -19,7 +21,7 @@ from parity.core.weights import dtype_named
 __all__ = ["ARITHMETICS", "MANTISSA", "UNFUSED", "Arithmetic", "Layer", "gradient_magnitudes", "gradients", "steps"]
 
 
-def steps(problem: Problem, dtype: str, arithmetic: str = "ieee") -> list[Step]:
+def steps(problem: Problem, dtype: str, arithmetic: str = "ieee") -> Sequence[Step]:
     """The stages of a problem as functions, in the order of the data flow, computed in a dtype and an arithmetic."""
     return Layer(problem, Arithmetic(dtype_named(dtype), arithmetic)).steps()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -22,7 +23,7 @@ class Layer:
     problem: Problem
     arithmetic: Arithmetic
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> Sequence[Step]:
         """The stages as functions: see `parity.core.stages`."""
         return steps_of(self, self.problem.case)
 
