@@ -357,6 +357,12 @@ class Layer(torch.nn.Module):
         return attention(*(p(x)[:, None] for p in (self.q_proj, self.k_proj)), x[:, None], attn_mask)[:, 0]
 '''
 
+UNCALLED = """
+def attention(query, key, value, is_causal=False):
+    from torch.nn.functional import scaled_dot_product_attention  # which takes longer than tests that never call it
+    return scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+"""
+
 # Each mistake is a process that imports torch, which takes longer than all else: so few are planted, and no test uses
 # torch.testing, which imports half as much again.
 GOOD = """
@@ -477,8 +483,9 @@ def test_a_compiled_function_is_compared_when_it_runs(project, tmp_path):
         ),
     ],
 )
-def test_tests_that_cannot_tell_are_refused(project, capsys, tests, message):
-    status, _ = project(tests, "--only", "scale-missing")
+def test_tests_that_cannot_tell_are_refused(project, capsys, tmp_path, tests, message):
+    (tmp_path / "mine" / "attention.py").write_text(UNCALLED)
+    status, _ = project(tests, "--only", "scale-missing", "--framework", "torch")
     assert status == 2
     assert re.search(message, capsys.readouterr().err)
 
@@ -624,13 +631,14 @@ def test_a_traced_call_takes_ours_only_where_both_are_equal():
 
 
 def test_an_interruption_ends_the_tests_and_changes_nothing(tmp_path):
-    (tmp_path / "mine.py").write_text(ATTENTION)
+    (tmp_path / "mine.py").write_text(UNCALLED)
     (tmp_path / "test_mine.py").write_text(
         "import os, pathlib, time\nimport mine\n\ndef test_it():\n"
         "    pathlib.Path('begun').write_text(str(os.getpid()))\n    time.sleep(600)\n"
     )
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    arguments = ["mutate", "mine:attention", "--only", "scale-missing", "--", "pytest", "-q", "test_mine.py"]
+    options = ["--only", "scale-missing", "--framework", "torch"]
+    arguments = ["mutate", "mine:attention", *options, "--", "pytest", "-q", "test_mine.py"]
     program = (
         "import signal, sys\nfrom parity.cli.main import main\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is born without it\n"
