@@ -112,8 +112,8 @@ def problem_of(case):
 
 @pytest.mark.parametrize(("case", "name"), [pair for pair in IN_JAX if pair not in WHOLE_IN_JAX or not pair[1]])
 def test_a_mistake_planted_in_jax_is_what_the_reference_has_with_it(case, name):
-    """Of the same stages torch shows what they are diagnosed as. What a mistake does not change the reference gives: JAX
-    need not compile it again. Nor the paths of the module, which take the longest and are made of the same functions."""
+    """Of the same stages torch shows what they are diagnosed as. What a mistake does not change the reference gives, so
+    that JAX does not compile it again. Nor the paths of the module, which take the longest and are made of the same."""
     problem = problem_of(case)
     made = mistake_planted(problem.case, name) if name else None
     values, num_run = {}, 0
