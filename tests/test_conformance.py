@@ -356,6 +356,7 @@ def examine_toy(framework, fault, questions=None):
     return examine(toy(framework, fault), questions, dtypes, **declared)
 
 
+@pytest.mark.usefixtures("fewer_paths_of_jax")
 @pytest.mark.parametrize(
     ("framework", "fault", "question", "words"),
     [
