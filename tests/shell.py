@@ -8,6 +8,7 @@ import sys
 from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import jax
@@ -16,8 +17,10 @@ from parity.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 
-# Hypothesis takes as long to import as torch.
-PYTEST_OPTIONS = "-p no:cacheprovider -p no:hypothesispytest"
+NO_HYPOTHESIS = "-p no:hypothesispytest"
+"""For processes of pytest: to import it takes as long as to import torch."""
+
+PYTEST_OPTIONS = f"-p no:cacheprovider {NO_HYPOTHESIS}"
 
 
 def environment(pytest_options: str = PYTEST_OPTIONS) -> dict[str, str]:
@@ -38,7 +41,12 @@ def run(command: str, folder: Path, env: dict[str, str]) -> tuple[int, str, str]
 
 def _run_here(words: list[str], folder: Path, env: dict[str, str]) -> tuple[int, str, str]:
     printed, errors, status = StringIO(), StringIO(), 0
-    before = set(sys.modules)
+    names = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/*.py")}
+
+    def take_out() -> dict[str, ModuleType]:
+        return {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] in names}
+
+    others = take_out()  # of the same names, which other tests have imported from elsewhere
     # A new process would look for modules beside a program, and in the folder only if the command sees to it.
     places = [str(folder), *sys.path] if words[0] == "python" else [place for place in sys.path if place != str(folder)]
     with ExitStack() as stack:
@@ -55,7 +63,6 @@ def _run_here(words: list[str], folder: Path, env: dict[str, str]) -> tuple[int,
             else:
                 runpy.run_path(words[1], run_name="__main__")
         finally:
-            for name in set(sys.modules) - before:
-                if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
-                    del sys.modules[name]
+            take_out()
+            sys.modules.update(others)
     return status, printed.getvalue(), errors.getvalue()

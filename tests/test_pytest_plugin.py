@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from shell import NO_HYPOTHESIS
 
 import parity.reporting.html
 import parity.reporting.junit  # pytester forgets what its runs import, so both are imported before
@@ -35,13 +36,9 @@ FROM_NUMPY = {
 }
 
 
-NO_HYPOTHESIS = "-p", "no:hypothesispytest"
-"""Each process of pytest would import it, which takes as long as all else."""
-
-
 @pytest.fixture
 def pytester(pytester, monkeypatch):
-    monkeypatch.setenv("PYTEST_ADDOPTS", " ".join(NO_HYPOTHESIS))
+    monkeypatch.setenv("PYTEST_ADDOPTS", NO_HYPOTHESIS)
     return pytester
 
 
@@ -544,7 +541,7 @@ def test_wrong(assert_parity):
     folder.mkdir()
     (folder / "test_port.py").write_text(port)
     report = ("--parity-report", "report.json")
-    out = run(python_with_the_wheel, "-m", "pytest", *NO_HYPOTHESIS, *report, cwd=folder, status=1)
+    out = run(python_with_the_wheel, "-m", "pytest", *NO_HYPOTHESIS.split(), *report, cwd=folder, status=1)
     assert re.search("^plugins: .*mha-parity", out, re.MULTILINE)
     assert "1 failed, 1 passed" in out
     assert "AssertionError: test_port.py::test_wrong/output: actual differs from expected (float64)" in out
