@@ -150,12 +150,9 @@ def _run_torch(
     leaves = {name: from_numpy(x).requires_grad_(path.grad) for name, x in given.items()}
     options = {name: from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(path.grad):
-        # torch.manual_seed notes a traceback for each kind of accelerator that has not begun: half the time of a call.
-        torch.default_generator.manual_seed(0)
+        _seed_torch(0)
         call = make()
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_available():
-            torch.cuda.manual_seed_all(seed)
+        _seed_torch(seed)
         output, attn_weights = call(*(leaves[name] for name in names), **options)
         _check_array(output, torch.Tensor)
         grads = ()
@@ -166,6 +163,14 @@ def _run_torch(
         None if attn_weights is None else to_numpy(attn_weights).astype(np.float64),
         tuple(to_numpy(grad).astype(np.float64) for grad in grads),
     )
+
+
+def _seed_torch(seed: int) -> None:
+    import torch
+
+    # torch.manual_seed notes a traceback for each kind of accelerator that has not begun: half the time of a call.
+    seeded = torch if torch.accelerator.is_available() else torch.default_generator
+    seeded.manual_seed(seed)
 
 
 def _run_jax(

@@ -88,14 +88,15 @@ class Replay:
 
     def computed(self, index: int, mistakes: Mistakes, dtype: str = "float64", kind: str = "") -> dict[str, np.ndarray]:
         """What a step gives, with mistakes in it."""
-        key = (index, mistakes, dtype, kind)
+        layer = (mistakes, dtype, kind)
+        key = (index, *layer)
         if key not in self._found:
             if len(self._found) > MOST_KEPT:
                 self._found.clear()
                 self._layers.clear()
-            if key[1:] not in self._layers:
-                self._layers[key[1:]] = self._steps(self.problem, mistakes, dtype, kind)
-            steps = self._layers[key[1:]]
+            if layer not in self._layers:
+                self._layers[layer] = self._steps(self.problem, *layer)
+            steps = self._layers[layer]
             try:
                 with np.errstate(all="ignore"):
                     self._found[key] = steps[index](self._values_before(index, steps))
