@@ -276,6 +276,37 @@ def test_weights_that_are_exchanged_without_their_biases_are_told_so():
         assert "the weights of q_proj and k_proj are exchanged, and not their biases" in str(diagnosis)
 
 
+def test_a_mistake_that_an_earlier_call_shows_to_be_another_is_not_named():
+    case = CASE_OF["cached"]
+    problem = make_problem(case, "float32")
+    empty = next(known for known in mistakes_for(case) if known.about == "the mask is empty")
+    observed = observed_in(problem, [empty])
+    later = {name: x for name, x in observed.items() if not name.startswith("step0.")}
+    assert names_of(diagnose(later, problem)) == ["mask-ignored"]
+    mask = observed["step0.mask"].copy()
+    mask[:, :, 2, 1] = True  # nothing known hides this key, and shows all others
+    diagnosis = diagnose({**later, "step0.mask": mask}, problem)
+    assert names_of(diagnosis) == []
+    assert [unknown.stage for unknown in diagnosis.unknowns] == [f"step{index}.mask" for index in range(3)]
+
+
+def test_of_nan_alone_no_two_mistakes_are_named():
+    problem = make_problem(CASE_OF["empty-rows"], "float32")
+    observed = observed_in(problem)
+    observed["attn_weights"] = np.full_like(observed["attn_weights"], np.nan)
+    diagnosis = diagnose({name: observed[name] for name in ("mask", "q", "k", "v", "scores", "attn_weights")}, problem)
+    assert (diagnosis.kind, names_of(diagnosis)) == ("unknown", [])
+
+
+def test_sines_for_cosines_are_told_beside_what_gives_the_same_output():
+    case = CASE_OF["gqa-rope-causal"]
+    problem = make_problem(case, "float32")
+    observed = observed_in(problem, [mistake(case, "rope-sin-cos-exchanged")])
+    assert names_of(diagnose(observed, problem)) == ["rope-sin-cos-exchanged"]
+    (explanation,) = diagnose({"output": observed["output"]}, problem).explanations
+    assert "RoPE's sines and cosines are exchanged" in (explanation.about, *explanation.others)
+
+
 def test_rope_over_heads_is_told_beside_what_gives_the_same_output():
     case = replace(CASE_OF["gqa-rope-causal"], spec=replace(CASE_OF["gqa-rope-causal"].spec, num_kv_heads=6))
     problem = make_problem(case, "float32")

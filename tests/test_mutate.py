@@ -213,12 +213,14 @@ def test_what_is_given_beside_is_changed(name, given, wrong):
     assert planted(name, np.zeros((1, 1, 3, 4)), view=view, function=lambda query, **more: more) is None
 
 
-@pytest.mark.parametrize("name", ["rope-missing", "rope-reversed"])
+COSINES = {"rope-missing": (1.0, 0.0), "rope-reversed": (0.5, -0.8), "rope-sin-cos-exchanged": (0.8, 0.5)}
+
+
+@pytest.mark.parametrize("name", COSINES)
 def test_cosines_and_sines_are_changed(name):
     view = View("torch", "BNTH", ("query", "cos", "sin"), roles={r: r for r in ("query", "cos", "sin")})
     pair = View("torch", "BNTH", ("query",), roles={r: r for r in ("query", "position_embeddings")})
     cos, sin = torch.full((3,), 0.5), torch.full((3,), 0.8)
-    wrong = (1.0, 0.0) if name == "rope-missing" else (0.5, -0.8)
     for found in (
         planted(name, Q, cos, sin, view=view, function=lambda query, *both: both),
         planted(
@@ -229,7 +231,7 @@ def test_cosines_and_sines_are_changed(name):
             function=lambda query, position_embeddings: position_embeddings,
         ),
     ):
-        assert [x[0].item() for x in found] == pytest.approx(wrong)
+        assert [x[0].item() for x in found] == pytest.approx(COSINES[name])
 
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------

@@ -179,7 +179,8 @@ def _explain(
 ) -> list[Mistakes]:
     """What explains a stage beside what was found, and spoils none that is right; the best first.
 
-    What is made in every call, and not seen in an earlier or a later one, was not made.
+    What is made in every call, and not seen in an earlier or a later one, was not made; nor what gives another thing
+    than is seen there. Of a stage without one number two mistakes at once are not told: NaN is what many give.
 
     Args:
         replay: the reference.
@@ -193,6 +194,9 @@ def _explain(
     of_part = [each for each in replay.stages if stage_named(each).path == stage_named(stage).path]
     wrong = replay.wrong(of_part, found)
     right = [each for each in of_part if each not in wrong]
+    earlier = [each for each in wrong if each not in stages and stage_named(each).kind == stage_named(stage).kind]
+    if at_once > 1 and not _has_numbers(replay, stage):
+        return []
     expected = replay.computed(index, found)[stage]
     words = "single mistakes" if at_once == 1 else "two mistakes at once"
 
@@ -211,7 +215,9 @@ def _explain(
             return False
         if at_once > 1 and any(replay.verdict(stage, (*found, one)).ratio <= NEARLY for one in added):
             return False
-        return replay.verdict(stage, mistakes).ratio <= 1.0 and not replay.wrong(right, mistakes)
+        if replay.verdict(stage, mistakes).ratio > 1.0 or replay.wrong(right, mistakes):
+            return False
+        return all(_is_same(replay, replay.step_of[each], found, added, [each]) for each in earlier)
 
     may_lose = at_once == 1 and _is_small(replay, stage, found)
     may_be = (mistake for mistake in replay.known if may_lose or not mistake.is_loss)
@@ -238,13 +244,18 @@ def _is_made_in_sight(replay: Replay, index: int, found: Mistakes, mistake: Mist
     """Whether a mistake changes no step before one of which nothing was observed: of what is made there, two at once
     explain too much, and what nobody knows looks like two that are known."""
     unseen = (i for i in range(index) if not any(name in replay.observed for name in replay.steps[i]))
-    return all(_is_same(replay, i, found, mistake) for i in unseen)
+    return all(_is_same(replay, i, found, (mistake,), replay.steps[i]) for i in unseen)
 
 
-def _is_same(replay: Replay, index: int, found: Mistakes, mistake: Mistake) -> bool:
-    """Whether a mistake leaves what a step gives as it is."""
-    right, wrong = replay.computed(index, found), replay.computed(index, (*found, mistake))
-    return all(np.array_equal(right[name], wrong[name], equal_nan=True) for name in replay.steps[index])
+def _is_same(replay: Replay, index: int, found: Mistakes, added: Mistakes, names: Sequence[str]) -> bool:
+    """Whether mistakes leave stages of a step as they are."""
+    right, wrong = replay.computed(index, found), replay.computed(index, (*found, *added))
+    return all(np.array_equal(right[name], wrong[name], equal_nan=True) for name in names)
+
+
+def _has_numbers(replay: Replay, stage: str) -> bool:
+    """Whether a number was observed in a stage, beside NaN and infinity."""
+    return bool(np.isfinite(replay.observed[stage]).any())
 
 
 def _is_small(replay: Replay, stage: str, found: Mistakes) -> bool:
@@ -272,8 +283,8 @@ def _unknown(replay: Replay, stage: str, found: Mistakes, clock: Clock) -> Unkno
 def _explanation(replay: Replay, stages: Sequence[str], found: Mistakes, choice: _Choice, words: str) -> Explanation:
     def made_in(mistake: Mistake) -> int:
         """The first step that a mistake changes."""
-        count = len(replay.steps)
-        return next((index for index in range(count) if not _is_same(replay, index, found, mistake)), count)
+        names = enumerate(replay.steps)
+        return next((i for i, some in names if not _is_same(replay, i, found, (mistake,), some)), len(replay.steps))
 
     added = tuple(sorted(choice.mistakes, key=made_in)) if len(choice.mistakes) > 1 else choice.mistakes
     before, after = replay.verdict(choice.stage, found), replay.verdict(choice.stage, (*found, *choice.mistakes))

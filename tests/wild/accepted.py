@@ -287,7 +287,7 @@ BY_STYLE: dict[str, dict[str, str]] = {
         "key-not-rotated": "rope-missing-k",
         "rotated-twice": of_both("rope-twice"),
         "values-rotated": "rope-on-values",
-        "sin-cos-swapped": "",
+        "sin-cos-swapped": "rope-sin-cos-exchanged",
         "tables-bf16": "rope-tables-bfloat16",
         "positions-bf16": "rope-positions-bfloat16",
         "frequencies-bf16": "",

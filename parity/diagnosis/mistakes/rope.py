@@ -42,6 +42,8 @@ def turned_otherwise(case: Case) -> Iterator[Mistake]:
     rope = case.spec.rope
     if case.spec.num_heads > 1 and case.spec.latent is None and rope.sections is None and not rope.depends_on_length:
         yield _over_heads()
+    if not rope.depends_on_length:
+        yield _exchanged(case)
     if case.positions().max() > 256:
         yield _rounded_positions()
     if case.spec.latent is None and case.spec.value_head_dim == case.spec.head_dim:
@@ -211,6 +213,27 @@ def _twice(of: str, whose: str, suffix: str) -> Mistake:
         _turning_in_sibling(
             of, lambda _, rotate, x, positions, rope: rotate(rotate(x, positions, rope), positions, rope)
         ),
+    )
+
+
+def _exchanged(case: Case) -> Mistake:
+    """A quarter turn, and back by the position: the scores are those of RoPE the other way."""
+
+    def planted(plan: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
+        rotated, order, signs = _rotated(case, x.shape[-1]), np.arange(x.shape[-1]), np.ones(x.shape[-1])
+        half = len(rotated) // 2
+        pairs = (rotated[:half], rotated[half:]) if rope.pairs == "half" else (rotated[0::2], rotated[1::2])
+        order[pairs[0]], order[pairs[1]], signs[pairs[0]] = pairs[1], pairs[0], -1
+        return rotate(x, -positions, rope)[..., order] * plan.xp.asarray(signs[None, None, None], dtype=x.dtype)
+
+    return Mistake(
+        "rope-sin-cos-exchanged",
+        "RoPE's sines and cosines are exchanged",
+        "rotate (x, y) to (x cos - y sin, y cos + x sin)",
+        "rope-positions",
+        STAGES,
+        {"tables": lambda layer, original, positions: original(positions)[::-1]},
+        breaking(apply_rope=planted),
     )
 
 

@@ -92,6 +92,12 @@ EXTRAS = (
         _turned(lambda cos, sin: (cos * 0 + 1, sin * 0)),
     ),
     Planted("rope-reversed", "RoPE rotates the other way", ("cos",), _turned(lambda cos, sin: (cos, -sin))),
+    Planted(
+        "rope-sin-cos-exchanged",
+        "RoPE's sines and cosines are exchanged",
+        ("cos",),
+        _turned(lambda cos, sin: (sin, cos)),
+    ),
     Planted("window-ignored", "the window is ignored", ("window",), _dropped("window")),
     Planted("window-one-too-wide", "the window is one too wide", ("window",), _changed("window", _window(1))),
     Planted("window-one-too-narrow", "the window is one too narrow", ("window",), _changed("window", _window(-1))),
