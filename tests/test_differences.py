@@ -258,6 +258,26 @@ def test_a_law_of_one_head_names_the_head(head):
     assert (difference.heads, difference.law.heads, difference.law.words) == ((head,), (head,), "the first's, times 3")
 
 
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        ((slice(5, 7),), "in rows 5 6 the first's, times 1.5"),
+        ((slice(5, 6),), "in row 5 the first's, times 1.5"),
+        ((slice(None), slice(2, 3)), "in column 2 the first's, times 1.5"),
+        ((slice(2, 12),), "in 10 of 16 rows the first's, times 1.5"),
+    ],
+)
+def test_a_law_of_some_rows_or_columns_names_them(places, words):
+    weights, name = random_weights(PLAIN), "v_proj.weight"
+    other = changed(weights, **{name: weights[name].copy()})
+    other[name][places] *= np.float32(1.5)
+    found = compared(weights, other)
+    assert f"  law       the second's is {words}\n" in f"{found}\n"
+    other[name][places] += np.random.default_rng(0).random(other[name][places].shape, np.float32)
+    (difference,) = compared(weights, other).differences
+    assert difference.law is None
+
+
 def test_exchanged_tensors_are_told_from_a_copy():
     weights = random_weights(ROPE)
     k, v = weights["k_proj.weight"], weights["v_proj.weight"]

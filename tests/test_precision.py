@@ -58,6 +58,18 @@ def test_what_is_rounded_is_named_from_the_output_alone(name):
     assert diagnosis.kind == "precision"
 
 
+@pytest.mark.parametrize("only", [dict, outputs])
+@pytest.mark.parametrize("projection", ["", "k_proj", "out_proj"])
+def test_weights_that_are_rounded_without_their_biases_are_named(projection, only):
+    problem = make_problem(CASE_OF["gqa-rope-causal"], "float32")
+    are_rounded = [name for name in problem.weights if name.startswith(projection) and name.endswith("weight")]
+    rounded = {name: problem.weights[name].astype(ml_dtypes.bfloat16).astype(np.float32) for name in are_rounded}
+    diagnosis = diagnose(only(exactly(replace(problem, weights={**problem.weights, **rounded}))), problem)
+    (explanation,) = diagnosis.explanations
+    assert explanation.hypotheses == ("-".join(filter(None, [projection, "weights-bfloat16"])),)
+    assert explanation.about.endswith(f"rounded to bfloat16, and not {'its bias' if projection else 'the biases'}")
+
+
 @pytest.mark.parametrize("name", ["weights-bfloat16", "scores-float16"])
 def test_lost_precision_is_named_beside_another_mistake(name):
     case = CASE_OF["gqa-rope-causal"]

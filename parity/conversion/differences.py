@@ -19,16 +19,20 @@ from parity.conversion.verify import check_alike, same_bits, with_biases
 from parity.core.compare import finite
 from parity.core.weights import Weights, check_weights
 
-MOST_HEADS = 8  # that are named
+MOST_NAMED = 8  # heads, rows or columns
 MOST_COUNTED = 1e6  # units in the last place: more say nothing
 
 
 def _heads_in_words(heads: tuple[int, ...], num_heads: int) -> str:
     if len(heads) == num_heads:
         return "all heads"
-    if len(heads) > MOST_HEADS:
-        return f"{len(heads)} of {num_heads} heads"
-    return f"head{'s' * (len(heads) > 1)} {' '.join(map(str, heads))}"
+    return _places_in_words(heads, num_heads, "head")
+
+
+def _places_in_words(places: tuple[int, ...], size: int, what: str) -> str:
+    if len(places) > MOST_NAMED:
+        return f"{len(places)} of {size} {what}s"
+    return f"{what}{'s' * (len(places) > 1)} {' '.join(map(str, places))}"
 
 
 @dataclass(frozen=True)
@@ -120,19 +124,21 @@ class WeightsComparison:
         lines = []
         for law, of_law in groupby(self.differences, key=lambda difference: difference.law):
             found = list(of_law)
-            lines += [*map(str, found), *_law_in_words(law, found[0].num_heads, len(found))]
+            lines += [*map(str, found), *_law_in_words(law, found[0], len(found))]
         return "\n".join(lines)
 
 
-def _law_in_words(law: Law | None, num_heads: int, count: int) -> list[str]:
-    """A law as lines beneath the tensors that it explains."""
+def _law_in_words(law: Law | None, first: TensorDifference, count: int) -> list[str]:
+    """A law as lines beneath the tensors that it explains, the first of them and how many they are."""
     if law is None:
         return [
             "  law       none that is known here explains it"
             if count == 1
             else "  law       none that is known here explains any of these"
         ]
-    inside = f"in {_heads_in_words(law.heads, num_heads)} " if law.heads else ""
+    inside = f"in {_heads_in_words(law.heads, first.num_heads)} " if law.heads else ""
+    for places, size, what in zip((law.rows, law.columns), first.shape, ("row", "column"), strict=False):
+        inside += f"in {_places_in_words(places, size, what)} " if places else ""
     each = "in each, " if count > 1 else ""
     lines = [f"  law       {each}the second's is {inside}{law.words}"]
     return lines + [f"  see       mha-parity bugs {law.page}"] * bool(law.page)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,13 +26,15 @@ class Law:
             `quantised`, `factor`, `factors` or `shift`; `bias`, for a bias that only one file has.
         words: what the second file has, said of the first one's.
         page: of parity/bugs that says more, or nothing.
-        heads: where it holds for these alone, and all else is the same; else empty.
+        heads, rows, columns: where it holds for these alone, and all else is the same; else empty.
     """
 
     name: str
     words: str
     page: str = ""
     heads: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,21 @@ def law_of(pair: Pair, weights: Weights, others: Weights, spec: AttentionSpec) -
         views = [pair.role.view(x, spec) for x in (one, other)]
         before, after = (view.reshape(-1, *view.shape[2:])[heads] for view in views)
         found = next(_by_value(pair, before, after, spec), None)
-        return found and Law(found.name, found.words, found.page, pair.heads)
-    return next(_by_value(pair, one, other, spec), None)
+        return replace(found, heads=pair.heads) if found else _of_some(pair, spec)
+    found = next(_by_value(pair, one, other, spec), None)
+    return _of_some(pair, spec) or found if found is None or found.name == "factors" else found
+
+
+def _of_some(pair: Pair, spec: AttentionSpec) -> Law | None:
+    """A law of those rows alone that differ, or of those columns."""
+    differs, whole = pair.one != pair.other, Pair(pair.name, pair.one, pair.other, None, ())
+    for axis, what in zip(range(differs.ndim), ("rows", "columns"), strict=False):
+        places = np.flatnonzero(np.moveaxis(differs, axis, 0).reshape(differs.shape[axis], -1).any(axis=1))
+        if len(places) < differs.shape[axis]:
+            found = next(_by_value(whole, pair.one.take(places, axis), pair.other.take(places, axis), spec), None)
+            if found is not None:
+                return replace(found, **{what: tuple(map(int, places))})
+    return None
 
 
 # ---- Values ----------------------------------------------------------------------------------------------------------

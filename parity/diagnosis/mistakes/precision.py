@@ -19,6 +19,7 @@ from parity.core.reference.arithmetic import MANTISSA
 from parity.core.stages import Values
 from parity.core.weights import dtype_named, is_floating
 from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking
+from parity.diagnosis.mistakes.rope import pairs_of
 
 PAGE = "low-precision"
 
@@ -44,10 +45,10 @@ Cut = Callable[[np.ndarray], np.ndarray]
 def rounded_parts(case: Case) -> Iterator[Mistake]:
     """One part after the other, in each dtype; those that are the more usual first."""
     for dtype in BITS:
-        yield _weights(dtype)
+        yield from _weights(case, dtype)
         yield _inputs(dtype)
-        if case.spec.latent is None:
-            yield from (_weights(dtype, name) for name in _projections(case))
+        for name in _projections(case) if case.spec.latent is None else ():
+            yield from _weights(case, dtype, name)
         yield from (_projection(dtype, name) for name in _projections(case) if case.spec.latent is None)
         if case.spec.rope is not None:
             yield _tables(dtype)
@@ -102,11 +103,16 @@ def _lower(plan: Plan, x: Any, dtype: str) -> Any:
 # ---- Weights and inputs ----------------------------------------------------------------------------------------------
 
 
-def _weights(dtype: str, projection: str = "") -> Mistake:
-    """Of all of the layer, or of one projection."""
+def _weights(case: Case, dtype: str, projection: str = "") -> Iterator[Mistake]:
+    """Of all of the layer, or of one projection; with the biases, or without."""
+    yield _rounded_weights(dtype, projection, "", "")
+    if any(name.startswith(projection) and name.endswith(".bias") for name in case.spec.weight_shapes):
+        yield _rounded_weights(dtype, projection, ".bias", f", and not {'its bias' if projection else 'the biases'}")
 
+
+def _rounded_weights(dtype: str, projection: str, without: str, words: str) -> Mistake:
     def is_rounded(name: str) -> bool:
-        return name.startswith(projection)
+        return name.startswith(projection) and not (without and name.endswith(without))
 
     def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
         return _to(dtype)(original(name)) if is_rounded(name) else original(name)
@@ -117,11 +123,11 @@ def _weights(dtype: str, projection: str = "") -> Mistake:
 
     return _mistake(
         f"{projection}-weights-{dtype}" if projection else f"weights-{dtype}",
-        f"the weights{' of ' + projection if projection else ''} are rounded to {dtype}",
+        f"the weights{' of ' + projection if projection else ''} are rounded to {dtype}{words}",
         "load the weights in the dtype that they are computed in, or compare with the rounded ones",
         STAGES.get(projection, ("q",)),
         {"parameter": parameter},
-        plant,
+        None if without else plant,
     )
 
 
@@ -189,13 +195,8 @@ def _tables(dtype: str) -> Mistake:
 
     def apply_rope(plan: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
         size = x.shape[-1]
-        count = rope.rotary_dim or size
-        start = 0 if rope.rotated == "first" else size - count
-        places = list(range(start, start + count))
-        is_half = rope.pairs == "half"
-        first = places[: count // 2] if is_half else places[0::2]
-        second = places[count // 2 :] if is_half else places[1::2]
-        rest = [place for place in range(size) if place not in places]
+        first, second = pairs_of(rope, size)
+        rest = [place for place in range(size) if place not in (*first, *second)]
         ones = plan.backend.from_numpy(np.isin(np.arange(size), first).astype(np.float32))
         turned = _lower(
             plan, rotate(plan.xp.zeros_like(x) + ones.reshape((1,) * (x.ndim - 1) + (-1,)), positions, rope), dtype

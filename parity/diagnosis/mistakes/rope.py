@@ -43,7 +43,7 @@ def turned_otherwise(case: Case) -> Iterator[Mistake]:
     if case.spec.num_heads > 1 and case.spec.latent is None and rope.sections is None and not rope.depends_on_length:
         yield _over_heads()
     if not rope.depends_on_length:
-        yield _exchanged(case)
+        yield _exchanged()
     if case.positions().max() > 256:
         yield _rounded_positions()
     if case.spec.latent is None and case.spec.value_head_dim == case.spec.head_dim:
@@ -80,9 +80,14 @@ def _turning_in_sibling(of: str, turned: Override) -> Callable[[Plan], None]:
 
 def _rotated(case: Case, size: int) -> list[int]:
     """Which of so many features are rotated."""
-    rope = cast(Rope, case.spec.rope)
-    count = rope.rotary_dim or size
-    return list(range(count)) if rope.rotated == "first" else list(range(size - count, size))
+    return list(range(size))[cast(Rope, case.spec.rope).rotated_features(size)]
+
+
+def pairs_of(rope: Rope, size: int) -> tuple[list[int], list[int]]:
+    """The first and the second feature of each pair that is rotated, of so many features."""
+    rotated = list(range(size))[rope.rotated_features(size)]
+    half = len(rotated) // 2
+    return (rotated[:half], rotated[half:]) if rope.pairs == "half" else (rotated[0::2], rotated[1::2])
 
 
 def _pairs_side_by_side(case: Case, size: int) -> np.ndarray:
@@ -216,14 +221,13 @@ def _twice(of: str, whose: str, suffix: str) -> Mistake:
     )
 
 
-def _exchanged(case: Case) -> Mistake:
+def _exchanged() -> Mistake:
     """A quarter turn, and back by the position: the scores are those of RoPE the other way."""
 
     def planted(plan: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
-        rotated, order, signs = _rotated(case, x.shape[-1]), np.arange(x.shape[-1]), np.ones(x.shape[-1])
-        half = len(rotated) // 2
-        pairs = (rotated[:half], rotated[half:]) if rope.pairs == "half" else (rotated[0::2], rotated[1::2])
-        order[pairs[0]], order[pairs[1]], signs[pairs[0]] = pairs[1], pairs[0], -1
+        first, second = pairs_of(rope, x.shape[-1])
+        order, signs = np.arange(x.shape[-1]), np.ones(x.shape[-1])
+        order[first], order[second], signs[first] = second, first, -1
         return rotate(x, -positions, rope)[..., order] * plan.xp.asarray(signs[None, None, None], dtype=x.dtype)
 
     return Mistake(
