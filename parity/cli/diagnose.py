@@ -140,7 +140,7 @@ def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
 
 def _diagnose_function(options: argparse.Namespace, out: Console) -> Diagnosis:
     """The diagnosis of somebody's function, and what was taken for granted."""
-    from parity.diagnosis.diagnose import diagnose, observe
+    from parity.diagnosis.diagnose import SECONDS, diagnose, observe
 
     function, problem, framework = _function(options)
     case = problem.case
@@ -150,9 +150,18 @@ def _diagnose_function(options: argparse.Namespace, out: Console) -> Diagnosis:
         out.print(told, soft_wrap=True, highlight=False)
         if diagnosis.is_wrong:
             other = replace(problem, case=replace(case, is_causal=False))
-            if not diagnose(observe(function, other, framework), other, seconds=0.0).is_wrong:
-                out.print("with --not-causal nothing differs", style="bold", soft_wrap=True, highlight=False)
+            seconds = SECONDS if diagnosis.unknowns else 0.0
+            if words := _words_of(diagnose(observe(function, other, framework), other, seconds=seconds)):
+                out.print(f"with --not-causal {words}", style="bold", soft_wrap=True, highlight=False)
     return diagnosis
+
+
+def _words_of(diagnosis: Diagnosis) -> str:
+    """What would be said otherwise, if that leaves nothing open."""
+    if not diagnosis.is_wrong:
+        return "nothing differs"
+    names = [name for explanation in diagnosis.explanations for name in explanation.hypotheses]
+    return "" if diagnosis.unknowns or not names else f"all that differs is explained by {', '.join(names)}"
 
 
 def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
