@@ -88,6 +88,15 @@ WEIGHTS = {
         "v",
         "v_proj.weight would be read with rows (H, N), which are (N, H)",
     ),
+    "heads exchanged": (
+        GROUPED,
+        lambda w: (
+            {"q_proj.weight": w["q_proj.weight"].reshape(6, 8, 48)[[0, 4, 2, 3, 1, 5]].reshape(48, 48)}
+            | {"q_proj.bias": w["q_proj.bias"].reshape(6, 8)[[0, 4, 2, 3, 1, 5]].reshape(48)}
+        ),
+        "output",
+        "heads 1 and 4 of q_proj would be exchanged",
+    ),
     "a multiple": (
         PLAIN,
         lambda w: {"out_proj.weight": np.float32(1.01) * w["out_proj.weight"]},

@@ -21,6 +21,9 @@ Part = tuple[str, Changed]
 
 Form = Callable[[np.ndarray], np.ndarray]
 
+MOST_HEADS = 16
+"""Of a projection, of which two may be exchanged."""
+
 GIVEN_OTHERS = (QKV[:1], QKV[1:2], QKV[2:], QKV[1:])
 """Projections that may be given another input: each alone, and keys and values together."""
 
@@ -43,6 +46,7 @@ def weights(problem: Problem, names: list[str]) -> Iterator[Part]:
         if held[one].shape == held[other].shape:
             yield f"{one} and {other} would be exchanged", _replaced({one: held[other], other: held[one]})
     yield from _projections(held, names)
+    yield from _heads_exchanged(problem, names)
     forms = {name: dict(_forms(name, problem)) for name in names}
     for some in _together(names):
         for words in forms[some[0]]:
@@ -59,6 +63,23 @@ def _projections(held: Mapping[str, np.ndarray], names: list[str]) -> Iterator[P
             if other != one and leaves[other] == shapes and len(shapes) > 1 and f"{one}.weight" in names:
                 changed = {f"{one}.{leaf}": w for leaf, w in _leaves(held, other).items()}
                 yield f"{one} would be {other}", _replaced(changed)
+
+
+def _heads_exchanged(problem: Problem, names: list[str]) -> Iterator[Part]:
+    """Two heads of a projection that are exchanged, its bias, too; heads next to each other first."""
+    spec = problem.spec
+    counts = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
+    for projection, count in counts.items() if spec.latent is None else ():
+        if f"{projection}.weight" not in names or not 2 < count <= MOST_HEADS:  # of two a known mistake tells
+            continue
+        for one, other in sorted(combinations(range(count), 2), key=lambda pair: pair[1] - pair[0]):
+            order = np.arange(count)
+            order[[one, other]] = other, one
+            changed = {
+                f"{projection}.{leaf}": w.reshape(count, -1, *w.shape[1:])[order].reshape(w.shape)
+                for leaf, w in _leaves(problem.weights, projection).items()
+            }
+            yield f"heads {one} and {other} of {projection} would be exchanged", _replaced(changed)
 
 
 def _leaves(held: Mapping[str, np.ndarray], projection: str) -> dict[str, np.ndarray]:
