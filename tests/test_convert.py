@@ -1,7 +1,6 @@
 """Conversion: layers in memory, checkpoints in files, and whether two files hold the same attention."""
 
 import functools
-import itertools
 import json
 import re
 import subprocess
@@ -45,11 +44,8 @@ def holds(layout, spec):
     return not layout.needs_spec and all(RULES[rule].holds(spec) for rule in layout.rules)
 
 
-PAIRS = [  # each once, there and back
-    (kind, source, target)
-    for kind, spec in (("GQA", GQA), ("MHA", MHA))
-    for source, target in itertools.combinations([name for name, layout in LAYOUTS.items() if holds(layout, spec)], 2)
-]
+KINDS = {"GQA": GQA, "MHA": MHA}
+HOLDING = {kind: [name for name, layout in LAYOUTS.items() if holds(layout, spec)] for kind, spec in KINDS.items()}
 
 
 def told(spec):
@@ -104,13 +100,16 @@ def tensors_of(spec, layout):
     return from_canonical(random_weights(spec), spec, LAYOUTS[layout])
 
 
-@pytest.mark.parametrize(("kind", "source", "target"), PAIRS)
-def test_every_layout_becomes_every_other_and_comes_back_bit_for_bit(kind, source, target):
-    spec = {"GQA": GQA, "MHA": MHA}[kind]
-    tensors = tensors_of(spec, source)
-    there = convert(tensors, source=source, target=target, **told(spec))
-    assert bits(there) == bits(tensors_of(spec, target))
-    assert bits(convert(there, source=target, target=source, **told(spec))) == bits(tensors)
+@pytest.mark.parametrize(("kind", "source"), [(kind, source) for kind in KINDS for source in HOLDING[kind]])
+def test_every_layout_becomes_every_other_and_comes_back_bit_for_bit(kind, source):
+    spec, names = KINDS[kind], HOLDING[kind]
+    tensors, wrong = tensors_of(spec, source), []
+    for target in names[names.index(source) + 1 :]:  # each pair once, there and back
+        there = convert(tensors, source=source, target=target, **told(spec))
+        back = convert(there, source=target, target=source, **told(spec))
+        if bits(there) != bits(tensors_of(spec, target)) or bits(back) != bits(tensors):
+            wrong.append(target)
+    assert wrong == []
 
 
 def test_an_unknown_layout_is_refused_with_those_there_are():

@@ -14,15 +14,18 @@ from parity.core import reference
 from parity.core.cases import CASES, Case
 from parity.core.problem import make_problem
 from parity.core.stages import run_steps, stage_named
+from parity.core.trace import MOST_OVER
 from parity.core.weights import dtype_named, save_weights
-from parity.diagnosis.choices import LOG_SUM_EXP, SCORES, SOFTMAX
+from parity.diagnosis.choices import AS_THE_REFERENCE, LOG_SUM_EXP, SCORES, SOFTMAX
 from parity.diagnosis.diagnose import diagnose
 from parity.diagnosis.mistakes import mistakes_for, wrong_layer
-from parity.diagnosis.readings import BEFORE_ROPE, BEFORE_SCALE
+from parity.diagnosis.readings import AS_OURS, BEFORE_ROPE, BEFORE_SCALE, Right
 from parity.diagnosis.remembered import remembering
+from parity.diagnosis.replay import Replay
 
 SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
 GQA = Case("readings", SPEC, "shared heads, RoPE, two masks", seq_len=6, is_causal=True, key_padding_lengths=(4, 6))
+GAIN = Case("readings-gain", SPEC, "large logits", seq_len=24, gain=1000.0)
 CACHED = Case("readings-cached", SPEC, "a prompt, then tokens", seq_len=6, chunks=(4, 1, 1), capacity=9)
 
 
@@ -143,11 +146,39 @@ def test_scores_in_16_bits_are_no_mistake(dtype, choice, stages):
 
 
 def test_a_softmax_by_log_sum_exp_is_no_mistake():
-    case = Case("readings-gain", SPEC, "large logits", seq_len=24, gain=1000.0)
-    problem, values = right(case, "float32", LOG_SUM_EXP)
+    problem, values = right(GAIN, "float32", LOG_SUM_EXP)
     diagnosis = diagnose(values, problem)
     assert not diagnosis.is_wrong
     assert "log sum exp" in str(diagnosis)
+
+
+def test_the_reference_with_another_choice_is_computed_anew_but_for_float64():
+    problem = make_problem(GAIN, "float32")
+    first, alone = (Right(problem, "ieee", choice, remembering()) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP))
+    before = {dtype: first.stage("attn_weights", dtype, AS_OURS) for dtype in ("float32", "float64")}
+    other = first.with_choice(LOG_SUM_EXP)
+    assert other.stage("attn_weights", "float64", AS_OURS) is before["float64"]
+    found = other.stage("attn_weights", "float32", AS_OURS)
+    assert np.array_equal(found, alone.stage("attn_weights", "float32", AS_OURS))
+    assert not np.array_equal(found, before["float32"])
+
+
+def test_a_replay_with_another_choice_says_what_it_would_say_alone():
+    """Also where the noise is measured again, just beyond the budget, as it was before for another stage."""
+    made = next(mistake for mistake in mistakes_for(GAIN) if mistake.name == "scale-missing")
+    problem, values = right(GAIN, "float32", made)
+    rng, alone = np.random.default_rng(0), Replay(problem, values, "ieee", LOG_SUM_EXP)
+    noise = {name: rng.standard_normal(values[name].shape) for name in ("attn_weights", "output")}
+    noise["attn_weights"] *= ~values["mask"]
+    for share in (1.1, 1.5, 3.0):
+        off = {name: share * alone.allowed(name, (made,))["rms"] * noise[name] for name in noise}
+        observed = {**values, **{name: (values[name] + off[name]).astype(np.float32) for name in noise}}
+        first, again = (Replay(problem, observed, "ieee", choice) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP))
+        before = {name: first.verdict(name, (made,)) for name in noise}
+        assert 1.0 < before["output"].ratio <= MOST_OVER
+        verdict = first.with_choice(LOG_SUM_EXP).verdict("attn_weights", (made,))
+        assert verdict == again.verdict("attn_weights", (made,))
+        assert verdict.ratio < before["attn_weights"].ratio
 
 
 def test_the_search_ends_in_time_and_says_what_it_did_not_try():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
+from types import ModuleType
 from typing import Any
 
 import flax
@@ -141,7 +141,7 @@ def _compiled(function: Callable[..., Any], quickly: bool, _: tuple[Any, ...]) -
 
 def _replaceable() -> tuple[Any, ...]:
     """What compiled functions are made of: the functions, classes and methods that the sibling's modules hold now."""
-    modules = [module for name, module in sys.modules.items() if name.split(".")[0] == SIBLING.__name__]
+    modules = [SIBLING, *(x for x in vars(SIBLING).values() if isinstance(x, ModuleType))]
     held = [x for module in modules for x in vars(module).values() if callable(x)]
     own = [x for x in held if isinstance(x, type) and x.__module__.split(".")[0] == SIBLING.__name__]
     return (*held, *(x for kind in own for x in vars(kind).values() if callable(x)))

@@ -273,15 +273,22 @@ def slope(actual: np.ndarray, expected: np.ndarray, counted: np.ndarray) -> floa
     than the root mean square of their errors.
     """
     x = expected[counted].astype(np.float64)
-    size = math.sqrt(float(np.mean(x**2))) if x.size else 0.0
-    return abs(float(np.mean((actual[counted].astype(np.float64) - x) * x))) / size if size > 0.0 else 0.0
+    size = math.sqrt(_mean(x**2)) if x.size else 0.0
+    return abs(_mean((actual[counted].astype(np.float64) - x) * x)) / size if size > 0.0 else 0.0
+
+
+def _mean(x: np.ndarray) -> float:
+    """That of some numbers, in a row: `x.mean()` in a third of its time, which is most of what little arrays take."""
+    return float(np.add.reduce(x)) / x.size
 
 
 def errors_of(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Absolute errors in float64: 0 where both are NaN, infinity where one is NaN or infinite and the other is not."""
-    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    actual, expected = actual.astype(np.float64, copy=False), expected.astype(np.float64, copy=False)
     with np.errstate(invalid="ignore"):
         errors = np.abs(actual - expected)
+    if not np.isnan(errors).any():
+        return errors
     return np.where(np.isnan(errors), np.where(np.isnan(actual) & np.isnan(expected), 0.0, np.inf), errors)
 
 
@@ -295,7 +302,7 @@ def whole_rows(x: np.ndarray, stage: str) -> np.ndarray:
 def norms_of(x: np.ndarray, counted: np.ndarray) -> dict[str, float]:
     """Root mean square and largest absolute value of the elements that count; 0 of none."""
     values = np.abs(x[counted], dtype=np.float64)
-    return {"rms": float(np.sqrt(np.mean(values**2))) if values.size else 0.0, "max": float(values.max(initial=0.0))}
+    return {"rms": math.sqrt(_mean(values**2)) if values.size else 0.0, "max": float(values.max(initial=0.0))}
 
 
 def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
@@ -358,7 +365,7 @@ def _slope_noise(expected: np.ndarray, same_precision: np.ndarray, noise: float)
     squares = expected[known].astype(np.float64) ** 2
     if not squares.any():
         return 0.0
-    by_chance = noise * math.sqrt(float(np.mean(squares**2)) / squares.size) / float(np.mean(squares))
+    by_chance = noise * math.sqrt(_mean(squares**2) / squares.size) / _mean(squares)
     return slope(same_precision, expected, known) + DEVIATIONS * by_chance
 
 

@@ -29,7 +29,6 @@ from parity.core.weights import is_floating
 from parity.diagnosis.choices import Choice, choices_for
 from parity.diagnosis.exactness import told_by_dtype
 from parity.diagnosis.mistakes import PRECISIONS
-from parity.diagnosis.mistakes.record import Changed
 from parity.diagnosis.readings import Read, Right, read
 from parity.diagnosis.remembered import remembering
 from parity.diagnosis.replay import Replay, Verdict
@@ -91,9 +90,10 @@ def _other_dtypes(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[st
 def _diagnosed(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, seconds: float) -> Diagnosis:
     """Where they agree in one way of several, nothing is wrong; else what a search finds."""
     views: list[_View] = []
-    right, base = None, remembering()
+    right, reference = None, None
     for choice in choices_for(problem.dtype, stages):
-        views += _views(stages, problem, arithmetic, choice, base)
+        reference = reference.with_choice(choice) if reference else Right(problem, arithmetic, choice, remembering())
+        views += _views(stages, reference, views)
         right = right or next((view for view in views if not (view.wrong or view.malformed)), None)
         if right is not None and (not right.is_weak or right is views[0]):
             return right.diagnosis("convention" if right.conventions else "none")
@@ -229,11 +229,8 @@ class _View:
         )
 
 
-def _views(
-    stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, choice: Choice, base: Changed
-) -> list[_View]:
+def _views(stages: Mapping[str, np.ndarray], right: Right, earlier: Sequence[_View]) -> list[_View]:
     """What was observed by its shapes alone, and in the ways in which it agrees with the reference, if that is more."""
-    right = Right(problem, arithmetic, choice, base)
     found = read(stages, right)
     if not found:
         return []
@@ -247,13 +244,21 @@ def _views(
     views = []
     for way in ways:
         values = {name: reading.values for name, reading in way.items() if reading.values is not None}
-        replay = Replay(problem, values, arithmetic, choice, base)
+        replay = _replay(values, right, earlier)
         before = {stage: replay.verdict(stage, ()) for stage in replay.stages}
         conventions = {name: reading.words for name, reading in way.items() if reading.words}
         is_weak = any(reading.is_weak for reading in way.values())
         malformed = {name: each.reason for name, each in found.items() if name not in way}
-        views.append(_View(replay, right, before, conventions, malformed, choice, is_weak))
+        views.append(_View(replay, right, before, conventions, malformed, right.choice, is_weak))
     return views
+
+
+def _replay(values: Mapping[str, np.ndarray], right: Right, earlier: Sequence[_View]) -> Replay:
+    """That of observed values; where they were taken so before, and something else was allowed, with what it has."""
+    for replay in (view.replay for view in earlier):
+        if replay.observed.keys() == values.keys() and all(replay.observed[name] is x for name, x in values.items()):
+            return replay.with_choice(right.choice)
+    return Replay(right.problem, values, right.arithmetic, right.choice, right)
 
 
 def _is_borne_out(name: str, found: Mapping[str, Read]) -> bool:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 
 from parity.core.compare import SAME_PRECISION, budget, share_of
 from parity.core.problem import Problem
-from parity.core.stages import STAGES, Stage, run_steps, stage_named
+from parity.core.stages import STAGES, Stage, Step, stage_named
 from parity.core.weights import is_floating
 from parity.diagnosis.choices import Choice
 from parity.diagnosis.mistakes import wrong_layer
@@ -65,6 +65,36 @@ class Read:
 Form = Callable[[np.ndarray], np.ndarray]
 
 
+class _Run:
+    """The stages of a layer, each from its own stages before; what comes after those asked for is not computed."""
+
+    def __init__(self, steps: Iterable[Step]) -> None:
+        self._left, self._values = iter(steps), dict[str, np.ndarray]()
+        self._by_step: list[dict[str, np.ndarray]] = []
+
+    def _next(self) -> bool:
+        """Run another step, if there is one."""
+        if (step := next(self._left, None)) is None:
+            return False
+        with np.errstate(all="ignore"):
+            found = step(self._values)
+        self._by_step.append(found)
+        self._values |= found
+        return True
+
+    def stage(self, name: str) -> np.ndarray:
+        """One of them."""
+        while name not in self._values and self._next():
+            pass
+        return self._values[name]
+
+    def to_the_end(self) -> list[dict[str, np.ndarray]]:
+        """All of them, step by step."""
+        while self._next():
+            pass
+        return self._by_step
+
+
 class Right:
     """What the reference gives, and under every other way to record it.
 
@@ -77,24 +107,37 @@ class Right:
 
     def __init__(self, problem: Problem, arithmetic: str, choice: Choice, base: Changed) -> None:
         self.problem, self.arithmetic, self.choice, self.base = problem, arithmetic, choice, base
-        self._runs: dict[tuple[str, Changed], dict[str, np.ndarray]] = {}
+        self._runs: dict[tuple[str, Changed], _Run] = {}
         self._budgets: dict[tuple[str, Changed, Form], dict[str, float]] = {}
 
-    @property
-    def values(self) -> dict[str, np.ndarray]:
-        """Every stage in float64, from its own stages before."""
-        return self.run("float64", AS_OURS)
+    def with_choice(self, choice: Choice) -> Right:
+        """The same where something else is allowed: float64 is what it was."""
+        other = Right(self.problem, self.arithmetic, choice, self.base)
+        other._runs = {key: run for key, run in self._runs.items() if key[0] == "float64"}
+        return other
 
-    def run(self, dtype: str, shown: Changed) -> dict[str, np.ndarray]:
-        """Every stage in a dtype, as it is shown."""
+    @cached_property
+    def by_step(self) -> list[dict[str, np.ndarray]]:
+        """Every stage in float64, from its own stages before, step by step."""
+        return self._run("float64", AS_OURS).to_the_end()
+
+    @cached_property
+    def values(self) -> dict[str, np.ndarray]:
+        """The same, by name."""
+        return {name: x for found in self.by_step for name, x in found.items()}
+
+    def stage(self, name: str, dtype: str, shown: Changed) -> np.ndarray:
+        """A stage in a dtype, as it is shown."""
+        return self._run(dtype, shown).stage(name)
+
+    def _run(self, dtype: str, shown: Changed) -> _Run:
         key = (dtype, shown)
         if key not in self._runs:
             layer = wrong_layer(self.problem, dtype, (shown, self.base), self.arithmetic)
             if dtype != "float64":
                 arithmetic = self.choice.arithmetic or self.arithmetic
                 layer = wrong_layer(self.problem, dtype, (shown, self.choice, self.base), arithmetic)
-            with np.errstate(all="ignore"):
-                self._runs[key] = run_steps(layer.steps())
+            self._runs[key] = _Run(layer.steps())
         return self._runs[key]
 
     def agrees(
@@ -107,7 +150,7 @@ class Right:
     ) -> bool:
         """Whether an array is what the reference gives, in a form, up to rounding, but where that does not matter."""
         shown = AS_OURS if shown is None else shown
-        expected = form(self.run("float64", shown)[stage])
+        expected = form(self.stage(stage, "float64", shown))
         if actual.shape != expected.shape:
             return False
         actual = actual if free is None else np.where(free & np.isfinite(actual), expected, actual)
@@ -115,7 +158,7 @@ class Right:
             return bool(np.array_equal(actual, expected))
         key = (stage, shown, form)
         if key not in self._budgets:
-            same = form(self.run(SAME_PRECISION[self.problem.dtype], shown)[stage])
+            same = form(self.stage(stage, SAME_PRECISION[self.problem.dtype], shown))
             with np.errstate(all="ignore"):
                 allowed = budget(expected.astype(np.float64), same, self.problem.dtype, arithmetic=self.arithmetic)
             self._budgets[key] = allowed
@@ -191,9 +234,11 @@ class _Reader:
                 return wide < 0.0
             return f"has dtype {x.dtype}, and should be boolean, True where a key is hidden"
         if self.stage.is_exact:
-            whole = np.asarray(x).astype(np.float64)
+            whole = x.astype(np.float64)
             is_whole = x.dtype.kind in "iuf" and bool((whole == np.floor(whole)).all())
-            return whole.astype(np.int32) if is_whole else f"has dtype {x.dtype}, and should be of integers"
+            if is_whole:
+                return x if x.dtype == np.int32 else whole.astype(np.int32)
+            return f"has dtype {x.dtype}, and should be of integers"
         return x if is_floating(x.dtype) else f"has dtype {x.dtype}, and should be floating-point"
 
     # ---- Axes --------------------------------------------------------------------------------------------------------
@@ -377,8 +422,7 @@ def _in_axes(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """An array with the axes of `letters` in their order, in every way that its shape allows, and which they were."""
     count = len(target)
-    orders = sorted(itertools.permutations(range(count)), key=lambda order: _unusual(order, letters))
-    for order in orders:
+    for order in _orders(letters):
         shape, names = [target[axis] for axis in order], [letters[axis] for axis in order]
         back = np.argsort(order)
         if x.shape == tuple(shape):
@@ -398,6 +442,12 @@ def _in_axes(
                     f"({', '.join(letters[axis] for axis in kept)})",
                     np.broadcast_to(x.reshape(shape), target),
                 )
+
+
+@cache
+def _orders(letters: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """The orders of axes, the more usual first."""
+    return sorted(itertools.permutations(range(len(letters))), key=lambda order: _unusual(order, letters))
 
 
 def _unusual(order: Sequence[int], letters: tuple[str, ...]) -> int:

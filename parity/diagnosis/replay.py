@@ -19,7 +19,8 @@ from parity.core.trace import MOST_OVER, RECOUNTS, nudged, nudged_values
 from parity.diagnosis.choices import AS_THE_REFERENCE, Choice
 from parity.diagnosis.laws import Findings, describe
 from parity.diagnosis.mistakes import Mistake, low_products, mistakes_for, permuted_heads, wrong_layer
-from parity.diagnosis.mistakes.record import Change, Changed
+from parity.diagnosis.mistakes.record import Change
+from parity.diagnosis.readings import Right
 from parity.diagnosis.remembered import remembering
 
 Mistakes = tuple[Mistake, ...]
@@ -49,7 +50,7 @@ class Replay:
         observed: stages of the reference's, in its shapes.
         arithmetic: of the hardware.
         choice: what is allowed in the same precision.
-        base: what every layer is made of, see `parity.diagnosis.remembered`; one of its own when absent.
+        right: what the reference gives; computed when absent.
     """
 
     def __init__(
@@ -58,26 +59,29 @@ class Replay:
         observed: Mapping[str, np.ndarray],
         arithmetic: str,
         choice: Choice = AS_THE_REFERENCE,
-        base: Changed | None = None,
+        right: Right | None = None,
     ) -> None:
         self.problem, self.arithmetic, self.choice = problem, arithmetic, choice
-        self._base = base or remembering()
-        with np.errstate(all="ignore"):
-            names: list[list[str]] = []
-            values: dict[str, np.ndarray] = {}
-            for step in wrong_layer(problem, "float64", (self._base,), arithmetic).steps():
-                found = step(values)
-                values |= found
-                names.append(list(found))
-        self.steps = names
-        self.step_of = {name: index for index, found in enumerate(names) for name in found}
+        right = right or Right(problem, arithmetic, choice, remembering())
+        self._base, values = right.base, right.values
+        self.steps = [list(found) for found in right.by_step]
+        self.step_of = {name: index for index, names in enumerate(self.steps) for name in names}
         self.observed = {name: x for name, x in observed.items() if name in values}  # gradients are not explained
-        self.stages = [name for found in names for name in found if name in self.observed]
+        self.stages = [name for name in values if name in self.observed]
         known = [*mistakes_for(problem.case), *permuted_heads(values, self.observed)]
         known += low_products() if len(self.stages) == 1 else []  # of more the size of the noise tells
         may_lose = problem.dtype in ("float32", "float64")  # what is narrow may be rounded to itself
         self.known = [mistake for mistake in known if may_lose or not mistake.is_loss]
         self._forget()
+
+    def with_choice(self, choice: Choice) -> Replay:
+        """The same where something else is allowed: what was computed in float64 it has, too."""
+        other = copy(self)
+        other.choice = choice
+        vars(other).pop("_recounts", None)
+        other._forget()
+        other._found = {key: found for key, found in self._found.items() if key[2] == "float64"}
+        return other
 
     def _forget(self) -> None:
         """Begin with nothing that was computed."""
