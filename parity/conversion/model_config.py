@@ -63,7 +63,7 @@ def beside(file: TensorFile, *, is_told: bool = False) -> Beside:
         config = read_config(path)
     except OSError:
         return Beside()
-    except (ValueError, RecursionError) as error:  # cut off, or something else: nobody says what of the model is in it
+    except ValueError as error:  # cut off, or something else: nobody says what of the model is in it
         raise ValueError(f"{path} must be a configuration, or not be there: {error}") from None
     parts = known_parts(config)
     plain = _beside("config.json", *_in_config(config))

@@ -162,6 +162,12 @@ def _longrope(values: Config, config: Config) -> LongRopeScaling:
     original = _original_length(values, config)
     short, long = (tuple(values.read(name).value) for name in ("short_factor", "long_factor"))
     told = _given(values, "attention_factor")
+    short_scale, long_scale = (values.find(name) for name in ("short_mscale", "long_mscale"))  # PhiMoE's words
+    if short_scale is not None and long_scale is not None:
+        if short_scale.value != long_scale.value:
+            both = f"{short_scale.origin}={short_scale.value} and {long_scale.origin}={long_scale.value}"
+            raise ValueError(f"calls of both lengths must have one factor, got {both}")
+        told["attention_factor"] = long_scale.value
     return LongRopeScaling(_factor(values, config, original), original, short, long, **told)
 
 
