@@ -4,6 +4,7 @@ Nothing is downloaded: models are tiny and have random weights.
 """
 
 import json
+import shutil
 from dataclasses import replace
 
 import jax
@@ -23,6 +24,7 @@ import mha_jax
 import mha_torch
 from parity import (
     AttentionSpec,
+    NotCarriedWarning,
     convert,
     convert_file,
     from_transformers,
@@ -311,7 +313,7 @@ def test_run_takes_a_model(gemma, capsys, tmp_path):
     assert "torch and transformers agree with the float64 reference: 6 cases" in out
     results = json.loads(report.read_text())["results"]
     assert {each["case"] for each in results} == {f"layer-{n}-{how}" for n in (1, 4, 5) for how in ("causal", "decode")}
-    assert "layers must be among [0, 1, 2, 3, 4, 5], got [9]" in said(
+    assert "--layers must be among those with attention over keys, [0, 1, 2, 3, 4, 5], got [9]" in said(
         capsys, "run", "--model", gemma, "--layers", "9", status=2
     )
     assert "must be numbers and ranges of them" in refused(capsys, "run", "--model", gemma, "--layers", "3-1")
@@ -577,10 +579,13 @@ def test_layers_beyond_the_last_are_left_as_they_are(llama, capsys, tmp_path):
     tensors = load_file(llama / "model.safetensors")
     more = {name.replace("layers.1.", "layers.2."): x for name, x in tensors.items() if "layers.1." in name}
     folder = with_tensors(llama, tmp_path / "more", more)
-    assert [label for label, *_ in layers_in(folder)] == ["layers.0.self_attn", "layers.1.self_attn"]
+    with pytest.warns(NotCarriedWarning, match=r"does not tell of them: others of layers\.\{i\}\.self_attn"):
+        assert [label for label, *_ in layers_in(folder)] == ["layers.0.self_attn", "layers.1.self_attn"]
     out = said(capsys, "convert", folder, tmp_path / "c.safetensors", "--to", "canonical")
     assert out.startswith("2 attention layers")
     assert "bit for bit" in said(capsys, "verify", folder, tmp_path / "c.safetensors")
+    out = said(capsys, "run", "--model", folder, "--backends", "torch")
+    assert "others of layers.{i}.self_attn" in out
 
 
 def test_layers_that_the_file_lacks_are_named(llama, capsys, tmp_path):
@@ -592,6 +597,21 @@ def test_layers_that_the_file_lacks_are_named(llama, capsys, tmp_path):
     words = "not in the file, which by its config.json should have them: layers.1.self_attn (1)"
     assert words in said(capsys, "convert", tmp_path / "part", tmp_path / "c.npz", "--to", "canonical")
     assert words not in said(capsys, "convert", llama, tmp_path / "d.npz", "--to", "canonical")
+    words = f"not in {tmp_path / 'part'}, which by its config.json should have them: layers.1.self_attn"
+    assert words in said(capsys, "run", "--backends", "torch", "--model", tmp_path / "part")
+    for command in ("verify", "diagnose"):  # which refuse other numbers of layers
+        assert words in said(capsys, command, llama, tmp_path / "part", status=2)
+    assert "should have them" not in said(capsys, "run", "--backends", "torch", "--model", llama)
+
+
+def test_modules_are_asked_for_where_a_configuration_tells_which(llama, capsys, tmp_path):
+    (tmp_path / "alone").mkdir()
+    shutil.copy(llama / "model.safetensors", tmp_path / "alone")
+    told = ("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn", "--num-heads", 4)
+    command = ("run", "--backends", "torch", "--model", tmp_path / "alone", *told)
+    assert "agrees with the float64 reference" in said(capsys, *command)
+    refused = said(capsys, *command, "--against", "transformers", status=2)
+    assert "--against must have layers of a model whose config.json tells of them" in refused
 
 
 def test_a_bias_that_no_layer_of_t5_takes_is_passed_over(tmp_path):

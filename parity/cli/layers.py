@@ -75,7 +75,7 @@ def warn_of_parts(path: str) -> None:
 def in_flags(options: argparse.Namespace) -> Iterator[None]:
     """What is refused is said in the words of the command line: `--to-prefix a` and not `to_prefix='a'`."""
     flags = {"source": "--from", "layout": "--from", "target": "--to", "prefix": "--prefix", "to_prefix": "--to-prefix"}
-    flags |= {"drop": "--drop", "ranks": "--ranks"}
+    flags |= {"drop": "--drop", "ranks": "--ranks", "against": "--against", "layers": "--layers"}
     heads = {name: flag_of(name) for name in HEADS if getattr(options, name) is not None}
     try:
         yield
