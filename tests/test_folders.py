@@ -388,7 +388,9 @@ def test_latents_go_to_maxtext_and_their_factors_do_not(capsys, tmp_path):
     assert "in all 2 layers: 2 the same, bit for bit" in " ".join(out.split())
     out = said(capsys, "convert", tmp_path / "longcat_flash", tmp_path / "l.npz", *to, status=2)
     assert "say nothing of latent.factors=(" in out
-    out = said(capsys, "convert", tmp_path / "longcat_flash", tmp_path / "l", "--to", "transformers.DeepSeek", status=2)
+    out = said(
+        capsys, "convert", tmp_path / "longcat_flash", tmp_path / "l.npz", "--to", "transformers.DeepSeek", status=2
+    )
     assert "say nothing of latent.factors=(" in out
 
 
@@ -406,6 +408,9 @@ def test_scaling_of_rope_is_not_lost_on_the_way(llama, capsys, tmp_path):
     with open_layers(target) as layers:
         assert layers[0].spec.rope == replace(specs_of(folder)[0].spec.rope, scaling=None)
         assert layers[0].dropped == ("rope.scaling",)
+    out = said(capsys, "verify", folder, target)
+    assert "bit for bit" in out
+    assert f"{target} was told to leave out rope.scaling: that is not compared" in out
 
 
 def test_biases_are_filled_only_when_asked(llama, capsys, tmp_path):
@@ -475,6 +480,39 @@ def test_shards_are_found_by_the_name_that_they_were_written_to(llama, capsys, t
     assert "bit for bit" in said(capsys, "verify", llama, target)
 
 
+def test_inspect_says_why_a_layer_of_a_model_does_not_fit(llama, capsys, tmp_path):
+    told = json.loads((llama / "config.json").read_text())
+    for name, changes, why in (
+        ("biases", {"attention_bias": True}, "got missing"),
+        ("heads", {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}, "q_proj.weight.shape="),
+    ):
+        shutil.copytree(llama, tmp_path / name)
+        (tmp_path / name / "config.json").write_text(json.dumps(told | changes))
+        out = " ".join(said(capsys, "inspect", tmp_path / name).split())
+        assert "layers.{i}.self_attn 2 transformers.LLaMA tensors must be those of" in out
+        assert why in out
+
+
+def test_why_a_configuration_tells_nothing_is_said_where_flags_are_asked_for(llama, capsys, tmp_path):
+    command = ("convert", tmp_path / "m", tmp_path / "c.npz", "--to", "canonical")
+    shutil.copytree(llama, tmp_path / "m")
+    told = json.loads((llama / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(told | {"model_type": "unseen", "rope_parameters": None}))
+    assert "fits; its config.json does not tell: model_type must be that of" in said(capsys, *command, status=2)
+    (tmp_path / "m" / "config.json").unlink()
+    assert "fits; no config.json lies beside it" in said(capsys, *command, status=2)
+    assert "must have a config.json, and" in said(capsys, "spec", tmp_path / "m", status=2)
+    (tmp_path / "m" / "config.json").write_text("{")
+    assert "a configuration must be JSON, got" in said(capsys, "spec", tmp_path / "m", status=2)
+
+
+def test_a_folder_that_is_not_there_is_not_made(llama, capsys, tmp_path):
+    for target in (f"{tmp_path}/new/", tmp_path / "new"):
+        out = said(capsys, "convert", llama, target, "--to", "canonical", status=2)
+        assert "must end in the suffix of a file, such as .safetensors, or be a folder that is there" in out
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_is_there_gets_the_weights(llama, capsys, tmp_path):
     (tmp_path / "there").mkdir()
     said(capsys, "convert", llama, tmp_path / "there", "--to", "canonical")
@@ -487,7 +525,7 @@ def test_one_from_is_that_of_the_file_that_does_not_say_it(llama, capsys, tmp_pa
     bare.write_bytes((llama / "model.safetensors").read_bytes())
     told = ("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn", "--num-heads", "4")
     out = said(capsys, "verify", bare, tmp_path / "j.safetensors", *told, status=2)
-    assert "rope=None and Rope(theta=10000.0); rope=Rope(…), or --rope-theta, says it of both" in out
+    assert "rope=None and Rope(theta=10000.0); --rope-theta 10000, or rope=Rope(10000), says it of the other" in out
     out = said(capsys, "verify", bare, tmp_path / "j.safetensors", *told, "--rope-theta", "1e4")
     assert "bit for bit" in out
 

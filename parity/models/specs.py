@@ -158,7 +158,7 @@ def unknown_parts(config: Mapping[str, Any]) -> dict[str, str]:
     known = known_parts(config)
     others = {name: _part(config, name) for name in sections_of(config) if name not in known}
     beside = {"": config} if config.get("model_type") in NOT_COVERED else {}
-    return {name: _why_not(part) for name, part in (beside | others).items()}
+    return {name: why_unknown(part) for name, part in (beside | others).items()}
 
 
 def sections_named(label: str, sections: Iterable[str]) -> set[str]:
@@ -243,14 +243,14 @@ def _family(values: Mapping[str, Any], where: str) -> Family:
         return FAMILIES[str(values["model_type"])]
     if sections_of(values) and values.get("model_type") not in NOT_COVERED:
         if not any(map(_is_known, (_part(values, name) for name in sections_of(values)))):
-            why = "; ".join(f"{where}{name}: {_why_not(_part(values, name))}" for name in sections_of(values))
+            why = "; ".join(f"{where}{name}: {why_unknown(_part(values, name))}" for name in sections_of(values))
             raise ValueError(f"a part of the model must be of a family that is known, and none is: {why}")
         part = where.removesuffix(".") or None
         raise ValueError(f"part must tell which part of the model: {_in_words(values, where)}; got part={part!r}")
-    raise ValueError(_why_not(values))
+    raise ValueError(why_unknown(values))
 
 
-def _why_not(values: Mapping[str, Any]) -> str:
+def why_unknown(values: Mapping[str, Any]) -> str:
     """Why a configuration without a known family is not read."""
     name = values.get("model_type")
     if isinstance(name, str) and name in NOT_COVERED:
