@@ -32,6 +32,7 @@ from parity import (
     random_weights,
     run_model,
     specs_of,
+    weights_of,
 )
 from parity.cli.main import main
 from parity.conversion.layers import open_layers
@@ -277,6 +278,9 @@ def test_a_live_module_is_its_layer(name, tmp_path):
         found, held = from_transformers(module, released.config, layer.index)
         assert found == spec
         assert same_bits(held, weights)
+        assert from_transformers(module, tmp_path, layer.index)[0] == spec
+        with pytest.raises(TypeError, match=r"parity.from_transformers takes it, with the configuration of its model"):
+            weights_of(module)
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
@@ -491,6 +495,15 @@ def test_inspect_says_why_a_layer_of_a_model_does_not_fit(llama, capsys, tmp_pat
         out = " ".join(said(capsys, "inspect", tmp_path / name).split())
         assert "layers.{i}.self_attn 2 transformers.LLaMA tensors must be those of" in out
         assert why in out
+
+
+@pytest.mark.parametrize("name", ["weight_scale_inv", "weight.absmax", "SCB", "scales"])
+def test_weights_that_are_quantised_are_refused_as_such(llama, capsys, tmp_path, name):
+    more = {f"layers.{i}.self_attn.{each}_proj.{name}": np.ones((1, 1), np.float32) for i in (0, 1) for each in "qkvo"}
+    folder = with_tensors(llama, tmp_path / "quantised", more)
+    for command in (("convert", folder, tmp_path / "c.npz", "--to", "canonical"), ("run", "--model", folder)):
+        assert "it is quantised, and only GGUF is read so" in said(capsys, *command, status=2)
+    assert "quantised, and only GGUF" in " ".join(said(capsys, "inspect", folder).split())
 
 
 def test_why_a_configuration_tells_nothing_is_said_where_flags_are_asked_for(llama, capsys, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -201,6 +202,12 @@ class TensorCache:
         return self._held[key]
 
 
+QUANTISED = re.compile(
+    r"\.(qweight|qzeros|scales|SCB|weight_scale(_inv)?|weight_packed|weight\.(absmax|quant_state.*))$"
+)
+"""What lies beside weights that GPTQ, AWQ, bitsandbytes, FP8 or compressed-tensors have quantised."""
+
+
 def layers_under(
     file: TensorCache, prefix: str, layout: Layout, known: Known, path: str | os.PathLike[str]
 ) -> list[Layer]:
@@ -233,7 +240,8 @@ def layers_under(
         except DoesNotFit as error:
             if not concrete and any(fitting_prefixes({name: info.shape for name, info in file.infos.items()}, layout)):
                 raise DoesNotFit(_no_layer(file, prefix, layout, path)) from None
-            raise DoesNotFit(f"{concrete or path}: {error}") from None
+            what = "; it is quantised, and only GGUF is read so" if any(map(QUANTISED.search, held.values())) else ""
+            raise DoesNotFit(f"{concrete or path}: {error}{what}") from None
         except ValueError as error:
             raise type(error)(f"{concrete or path}: {error}") from None
         dtypes = sorted({info.dtype.name for info in infos.values()})
