@@ -661,6 +661,14 @@ REFUSED = {
             "nheads",
         )
     },
+    "scaling that is no word": (
+        {"rope_parameters": {"rope_type": ["yarn"], "rope_theta": 1e4}},
+        r"rope_parameters.rope_type must be one of .*, got \"\['yarn'\]\"",
+    ),
+    "family that is no word": (
+        {"model_type": ["llama"], "text_config": {"model_type": ["x"]}},
+        r"and none is: text_config",
+    ),
     "key of attention": ({"attn_logit_softcapping": 30.0}, "these are not: attn_logit_softcapping=30.0"),
     "key of RoPE": (
         {"rope_parameters": {**LLAMA["rope_parameters"], "beta_fast": 8.0}},

@@ -49,7 +49,7 @@ def read_rope(
     values, is_local = _parameters(config, layer_type, local_theta)
     base = _base(config, values, theta, local_theta if is_local else None, names)
     kind = values.find("rope_type", "type")
-    word: Any = "default" if kind is None else KINDS.get(kind.value, kind.value)
+    word = "default" if kind is None else KINDS.get(str(kind.value), str(kind.value))
     share = _once(values.find("partial_rotary_factor"), config.find("partial_rotary_factor", "rotary_pct"))
     part = share.value if share is not None else fraction
     origins = [base.origin] + ([] if kind is None or word == "default" else [f"{kind.origin} {kind.value}"])

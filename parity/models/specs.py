@@ -157,7 +157,7 @@ def unknown_parts(config: Mapping[str, Any]) -> dict[str, str]:
     """Why the other parts of a model are not read, by their keys; under no name its own layers, beside the parts."""
     known = known_parts(config)
     others = {name: _part(config, name) for name in sections_of(config) if name not in known}
-    beside = {"": config} if config.get("model_type") in NOT_COVERED else {}
+    beside = {"": config} if str(config.get("model_type")) in NOT_COVERED else {}
     return {name: why_unknown(part) for name, part in (beside | others).items()}
 
 
@@ -241,7 +241,7 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
 def _family(values: Mapping[str, Any], where: str) -> Family:
     if "" in known_parts(values):
         return FAMILIES[str(values["model_type"])]
-    if sections_of(values) and values.get("model_type") not in NOT_COVERED:
+    if sections_of(values) and str(values.get("model_type")) not in NOT_COVERED:
         if not any(map(_is_known, (_part(values, name) for name in sections_of(values)))):
             why = "; ".join(f"{where}{name}: {why_unknown(_part(values, name))}" for name in sections_of(values))
             raise ValueError(f"a part of the model must be of a family that is known, and none is: {why}")
