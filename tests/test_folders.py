@@ -4,6 +4,7 @@ Nothing is downloaded: models are tiny and have random weights.
 """
 
 import json
+import shutil
 from dataclasses import replace
 
 import jax
@@ -23,6 +24,7 @@ import mha_jax
 import mha_torch
 from parity import (
     AttentionSpec,
+    NotCarriedWarning,
     convert,
     convert_file,
     from_transformers,
@@ -30,6 +32,7 @@ from parity import (
     random_weights,
     run_model,
     specs_of,
+    weights_of,
 )
 from parity.cli.main import main
 from parity.conversion.layers import open_layers
@@ -275,6 +278,9 @@ def test_a_live_module_is_its_layer(name, tmp_path):
         found, held = from_transformers(module, released.config, layer.index)
         assert found == spec
         assert same_bits(held, weights)
+        assert from_transformers(module, tmp_path, layer.index)[0] == spec
+        with pytest.raises(TypeError, match=r"parity.from_transformers takes it, with the configuration of its model"):
+            weights_of(module)
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
@@ -311,7 +317,7 @@ def test_run_takes_a_model(gemma, capsys, tmp_path):
     assert "torch and transformers agree with the float64 reference: 6 cases" in out
     results = json.loads(report.read_text())["results"]
     assert {each["case"] for each in results} == {f"layer-{n}-{how}" for n in (1, 4, 5) for how in ("causal", "decode")}
-    assert "layers must be among [0, 1, 2, 3, 4, 5], got [9]" in said(
+    assert "--layers must be among those with attention over keys, [0, 1, 2, 3, 4, 5], got [9]" in said(
         capsys, "run", "--model", gemma, "--layers", "9", status=2
     )
     assert "must be numbers and ranges of them" in refused(capsys, "run", "--model", gemma, "--layers", "3-1")
@@ -386,7 +392,9 @@ def test_latents_go_to_maxtext_and_their_factors_do_not(capsys, tmp_path):
     assert "in all 2 layers: 2 the same, bit for bit" in " ".join(out.split())
     out = said(capsys, "convert", tmp_path / "longcat_flash", tmp_path / "l.npz", *to, status=2)
     assert "say nothing of latent.factors=(" in out
-    out = said(capsys, "convert", tmp_path / "longcat_flash", tmp_path / "l", "--to", "transformers.DeepSeek", status=2)
+    out = said(
+        capsys, "convert", tmp_path / "longcat_flash", tmp_path / "l.npz", "--to", "transformers.DeepSeek", status=2
+    )
     assert "say nothing of latent.factors=(" in out
 
 
@@ -404,6 +412,9 @@ def test_scaling_of_rope_is_not_lost_on_the_way(llama, capsys, tmp_path):
     with open_layers(target) as layers:
         assert layers[0].spec.rope == replace(specs_of(folder)[0].spec.rope, scaling=None)
         assert layers[0].dropped == ("rope.scaling",)
+    out = said(capsys, "verify", folder, target)
+    assert "bit for bit" in out
+    assert f"{target} was told to leave out rope.scaling: that is not compared" in out
 
 
 def test_biases_are_filled_only_when_asked(llama, capsys, tmp_path):
@@ -473,6 +484,48 @@ def test_shards_are_found_by_the_name_that_they_were_written_to(llama, capsys, t
     assert "bit for bit" in said(capsys, "verify", llama, target)
 
 
+def test_inspect_says_why_a_layer_of_a_model_does_not_fit(llama, capsys, tmp_path):
+    told = json.loads((llama / "config.json").read_text())
+    for name, changes, why in (
+        ("biases", {"attention_bias": True}, "got missing"),
+        ("heads", {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}, "q_proj.weight.shape="),
+    ):
+        shutil.copytree(llama, tmp_path / name)
+        (tmp_path / name / "config.json").write_text(json.dumps(told | changes))
+        out = " ".join(said(capsys, "inspect", tmp_path / name).split())
+        assert "layers.{i}.self_attn 2 transformers.LLaMA tensors must be those of" in out
+        assert why in out
+
+
+@pytest.mark.parametrize("name", ["weight_scale_inv", "weight.absmax", "SCB", "scales"])
+def test_weights_that_are_quantised_are_refused_as_such(llama, capsys, tmp_path, name):
+    more = {f"layers.{i}.self_attn.{each}_proj.{name}": np.ones((1, 1), np.float32) for i in (0, 1) for each in "qkvo"}
+    folder = with_tensors(llama, tmp_path / "quantised", more)
+    for command in (("convert", folder, tmp_path / "c.npz", "--to", "canonical"), ("run", "--model", folder)):
+        assert "it is quantised, and only GGUF is read so" in said(capsys, *command, status=2)
+    assert "quantised, and only GGUF" in " ".join(said(capsys, "inspect", folder).split())
+
+
+def test_why_a_configuration_tells_nothing_is_said_where_flags_are_asked_for(llama, capsys, tmp_path):
+    command = ("convert", tmp_path / "m", tmp_path / "c.npz", "--to", "canonical")
+    shutil.copytree(llama, tmp_path / "m")
+    told = json.loads((llama / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(told | {"model_type": "unseen", "rope_parameters": None}))
+    assert "fits; its config.json does not tell: model_type must be that of" in said(capsys, *command, status=2)
+    (tmp_path / "m" / "config.json").unlink()
+    assert "fits; no config.json lies beside it" in said(capsys, *command, status=2)
+    assert "must have a config.json, and" in said(capsys, "spec", tmp_path / "m", status=2)
+    (tmp_path / "m" / "config.json").write_text("{")
+    assert "a configuration must be JSON, got" in said(capsys, "spec", tmp_path / "m", status=2)
+
+
+def test_a_folder_that_is_not_there_is_not_made(llama, capsys, tmp_path):
+    for target in (f"{tmp_path}/new/", tmp_path / "new"):
+        out = said(capsys, "convert", llama, target, "--to", "canonical", status=2)
+        assert "must end in the suffix of a file, such as .safetensors, or be a folder that is there" in out
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_is_there_gets_the_weights(llama, capsys, tmp_path):
     (tmp_path / "there").mkdir()
     said(capsys, "convert", llama, tmp_path / "there", "--to", "canonical")
@@ -485,7 +538,7 @@ def test_one_from_is_that_of_the_file_that_does_not_say_it(llama, capsys, tmp_pa
     bare.write_bytes((llama / "model.safetensors").read_bytes())
     told = ("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn", "--num-heads", "4")
     out = said(capsys, "verify", bare, tmp_path / "j.safetensors", *told, status=2)
-    assert "rope=None and Rope(theta=10000.0); rope=Rope(…), or --rope-theta, says it of both" in out
+    assert "rope=None and Rope(theta=10000.0); --rope-theta 10000, or rope=Rope(10000), says it of the other" in out
     out = said(capsys, "verify", bare, tmp_path / "j.safetensors", *told, "--rope-theta", "1e4")
     assert "bit for bit" in out
 
@@ -577,10 +630,13 @@ def test_layers_beyond_the_last_are_left_as_they_are(llama, capsys, tmp_path):
     tensors = load_file(llama / "model.safetensors")
     more = {name.replace("layers.1.", "layers.2."): x for name, x in tensors.items() if "layers.1." in name}
     folder = with_tensors(llama, tmp_path / "more", more)
-    assert [label for label, *_ in layers_in(folder)] == ["layers.0.self_attn", "layers.1.self_attn"]
+    with pytest.warns(NotCarriedWarning, match=r"does not tell of them: others of layers\.\{i\}\.self_attn"):
+        assert [label for label, *_ in layers_in(folder)] == ["layers.0.self_attn", "layers.1.self_attn"]
     out = said(capsys, "convert", folder, tmp_path / "c.safetensors", "--to", "canonical")
     assert out.startswith("2 attention layers")
     assert "bit for bit" in said(capsys, "verify", folder, tmp_path / "c.safetensors")
+    out = said(capsys, "run", "--model", folder, "--backends", "torch")
+    assert "others of layers.{i}.self_attn" in out
 
 
 def test_layers_that_the_file_lacks_are_named(llama, capsys, tmp_path):
@@ -592,6 +648,21 @@ def test_layers_that_the_file_lacks_are_named(llama, capsys, tmp_path):
     words = "not in the file, which by its config.json should have them: layers.1.self_attn (1)"
     assert words in said(capsys, "convert", tmp_path / "part", tmp_path / "c.npz", "--to", "canonical")
     assert words not in said(capsys, "convert", llama, tmp_path / "d.npz", "--to", "canonical")
+    words = f"not in {tmp_path / 'part'}, which by its config.json should have them: layers.1.self_attn"
+    assert words in said(capsys, "run", "--backends", "torch", "--model", tmp_path / "part")
+    for command in ("verify", "diagnose"):  # which refuse other numbers of layers
+        assert words in said(capsys, command, llama, tmp_path / "part", status=2)
+    assert "should have them" not in said(capsys, "run", "--backends", "torch", "--model", llama)
+
+
+def test_modules_are_asked_for_where_a_configuration_tells_which(llama, capsys, tmp_path):
+    (tmp_path / "alone").mkdir()
+    shutil.copy(llama / "model.safetensors", tmp_path / "alone")
+    told = ("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn", "--num-heads", 4)
+    command = ("run", "--backends", "torch", "--model", tmp_path / "alone", *told)
+    assert "agrees with the float64 reference" in said(capsys, *command)
+    refused = said(capsys, *command, "--against", "transformers", status=2)
+    assert "--against must have layers of a model whose config.json tells of them" in refused
 
 
 def test_a_bias_that_no_layer_of_t5_takes_is_passed_over(tmp_path):

@@ -572,7 +572,7 @@ def test_a_folder_of_shards_is_read_without_an_index(tmp_path):
     write(tmp_path / "w.safetensors", tensors, max_shard_bytes=100).unlink()
     assert same_tensors(read_all(tmp_path), tensors)
     next(tmp_path.glob("*-00002-*")).unlink()
-    refuses(tmp_path, "must have all . shards")
+    refuses(tmp_path, r"must have all \d shards, and lacks 'w-00002-of-\d+\.safetensors")
 
 
 def test_torch_shards_are_read_from_their_folder(tmp_path):
@@ -613,7 +613,7 @@ def point_at(shard):
         (point_at(".."), "must name shards in its own folder"),
         (point_at(""), "must name shards in its own folder"),
         (point_at("w\0"), "must name shards in its own folder"),
-        (point_at("nowhere.safetensors"), "No such file"),
+        (point_at("nowhere.safetensors"), "must name shards that are there, got 'nowhere.safetensors'"),
         (point_at("w.safetensors.index.json"), "must be"),
         (point_at(3), "must have a weight_map"),
         (lambda index: index.update(weight_map=[]), "must have a weight_map"),
@@ -1185,7 +1185,9 @@ print((peak - base) / size, of_all / size)
 def test_memory_holds_about_one_tensor_of_a_file_of_ten(tmp_path):
     def convert(source, target):
         program = [sys.executable, "-c", CONVERT, source, tmp_path / target]
-        result = subprocess.run(program, capture_output=True, text=True, check=False)
+        # Else glibc keeps a freed tensor or not by what else lies in its heap: 1.0 or 2.0 tensors for the same code.
+        own = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}
+        result = subprocess.run(program, capture_output=True, text=True, check=False, env=own)
         assert result.returncode == 0, result.stderr
         return [float(number) for number in result.stdout.split()]
 

@@ -113,6 +113,10 @@ ROTATED = {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 1
 WINDOW = {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 0}
 TYPES = {"layer_types": ["sliding_attention"], "sliding_window": 3}
 WIDE = {"head_dim": 16}
+# As long as no call here: beyond it the module of transformers takes the short factors, too.
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, "factor": 4.0}
+LONG |= {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+LONG |= {"short_mscale": 1.25, "long_mscale": 1.25}
 OTHERS = {
     "llama, biases": ("llama", "Llama", {"attention_bias": True, "head_dim": 12}),
     "mistral": ("mistral", "Mistral", {"sliding_window": 3}),
@@ -150,6 +154,12 @@ OTHERS = {
     "olmoe": ("olmoe", "Olmoe", {"attention_bias": True, "rms_norm_eps": 0.01}),
     "ministral": ("ministral", "Ministral", {**TYPES, "head_dim": 16}),
     "granitemoe": ("granitemoe", "GraniteMoe", {"attention_multiplier": 0.2}),
+    "phimoe, longrope": ("phimoe", "Phimoe", {"rope_parameters": LONG, "original_max_position_embeddings": 16}),
+    "hunyuan, alpha": (
+        "hunyuan_v1_dense",
+        "HunYuanDenseV1",
+        {"head_dim": 8, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
+    ),
     "gemma3, full": ("gemma3", "Gemma3", {**WIDE, "layer_types": ["full_attention"], "query_pre_attn_scalar": 5}),
 }
 
@@ -392,7 +402,19 @@ AS_RELEASED = {  # keys that configurations of released models have, and transfo
     "modernbert": {"position_embedding_type": "absolute", "repad_logits_with_grad": False},
     "minimax_m2": {"use_qk_norm": True, "qk_norm_type": "per_layer", "attn_type_list": [1] * 62},
     "longcat_flash": {"attention_method": "MLA", "mla_scale_q_lora": True, "mla_scale_kv_lora": True},
-    "lfm2": {"num_heads": 32, "block_mlp_init_scale": 1.0, "block_out_init_scale": 1.0},
+    "lfm2": {
+        "num_heads": 32,
+        "block_mlp_init_scale": 1.0,
+        "block_out_init_scale": 1.0,
+        "theta": 1e6,
+        "use_pos_enc": True,
+    },
+    "llama": {"rope_interleaved": False, "is_llama_config": True},
+    "phi3": {"full_attn_mod": 1, "interpolate_factor": 1},
+    "cohere2": {"use_qk_norm": False, "order_of_interleaved_layers": "local_attn_first", "layer_switch": 4},
+    "internlm3": {"bias": False, "qkv_bias": False},
+    "hunyuan_v1_dense": {"use_qk_norm": True, "use_rotary_pos_emb": True, "use_cla": False, "attention_head_dim": 128},
+    "bloom": {"masked_softmax_fusion": True, "bias_dropout_fusion": True, "offset_alibi": 100},
     "glm4v_text": {**TURNED_IN_PART, "attention_bias": True},
 }
 
@@ -402,6 +424,63 @@ def test_keys_of_released_models_change_nothing(family):
     values = transformers.AutoConfig.for_model(family).to_dict()
     values |= TURNED_IN_PART if family == "glm4v_text" else {}
     assert specs_of({**values, **AS_RELEASED[family]}) == specs_of(values)
+
+
+PARTS_AS_RELEASED = {  # which say only what is not usual
+    "llama": ({"max_position_embeddings": 4096}, (4096, 32, 32)),
+    "mistral": ({"num_key_value_heads": 8, "rope_theta": 1e6, "sliding_window": None}, (4096, 32, 8)),
+    "gemma": ({"hidden_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 1}, (2048, 8, 1)),
+    "clip_vision_model": ({"patch_size": 32}, (768, 12, 12)),
+    "clip_text_model": ({"vocab_size": 32}, (512, 8, 8)),
+    "siglip_text_model": ({}, (768, 12, 12)),
+}
+
+
+@pytest.mark.parametrize("family", PARTS_AS_RELEASED)
+def test_what_parts_of_released_models_leave_out_is_the_default_of_their_family(family):
+    said, (width, heads, kv_heads) = PARTS_AS_RELEASED[family]
+    layers = specs_of({"model_type": "llava", "text_config": {"model_type": family, **said}}, part="text_config")
+    assert [layer.spec for layer in layers] == [
+        layer.spec for layer in specs_of(transformers.AutoConfig.for_model(family, **said))
+    ]
+    spec = layers[0].spec
+    assert spec is not None
+    assert (spec.d_model, spec.num_heads, spec.num_kv_heads) == (width, heads, kv_heads)
+
+
+def test_a_configuration_may_be_live_values_or_a_path(tmp_path):
+    config = transformers.LlamaConfig(num_hidden_layers=2)
+    config.save_pretrained(tmp_path)
+    assert specs_of(config) == specs_of(config.to_dict()) == specs_of(tmp_path) == specs_of(str(tmp_path))
+    for wrong in (None, 3, config.to_dict):
+        with pytest.raises(TypeError, match="config must be that of a model, its values or a path, got"):
+            specs_of(wrong)
+
+
+def test_minicpm3_as_released_leaves_out_its_base_and_the_width_of_its_values():
+    values = transformers.MiniCPM3Config(num_hidden_layers=1).to_dict()
+    assert specs_of(changed(changed(values, "v_head_dim"), "rope_parameters"))[0].spec == specs_of(values)[0].spec
+
+
+def test_alpha_of_hunyuan_is_another_base():
+    rope = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
+    former = {**changed(transformers.HunYuanDenseV1Config(num_hidden_layers=1).to_dict(), "rope_parameters")}
+    former |= {"head_dim": 128, "rope_theta": 1e4, "rope_scaling": {**rope, "mscale_all_dim": 1.0}}
+    layer = specs_of(former)[0]
+    assert layer.spec is not None
+    assert layer.spec.rope == Rope(1e4 * 1000.0 ** (128 / 126))
+    assert layer.origins["rope"] == "rope_theta * rope_scaling.alpha ** (H / (H - 2))"
+    without = specs_of({**former, "rope_scaling": None})[0].spec
+    assert without is not None
+    assert without.rope == Rope()
+    for wrong, why in (
+        ({"type": "yarn"}, "alpha must be that of rope_type dynamic"),
+        ({"gamma": 2}, "rope_scaling.gamma"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            specs_of({**former, "rope_scaling": {**rope, **wrong}})
+    with pytest.raises(ValueError, match="attention_head_dim must be head_dim=128, got attention_head_dim=64"):
+        specs_of({**former, "attention_head_dim": 64})
 
 
 def test_numbers_of_rotated_features():
@@ -548,6 +627,19 @@ REFUSED = {
         {"model_type": "seen", "text_config": {"model_type": "llama"}, "vision_config": {"model_type": "seen"}},
         r"part must tell which part of the model: text_config \(llama\) or vision_config \(seen_vision\); got part=",
     ),
+    "parts": (
+        {"model_type": "seen", "text_config": {"model_type": "mllama_text_model"}, "vision_config": {"depth": 1}},
+        r"none is: text_config: model_type 'mllama_text_model' is not covered: .*; vision_config: .*'seen_vision'",
+    ),
+    "rope of two": (
+        {"model_type": "lfm2", "norm_eps": 1e-5, "rope_parameters": None, "rope_theta": 1e4, "theta": 1e5},
+        "theta must be rope_theta, got theta=100000.0 and rope_theta 10000.0",
+    ),
+    "factors of two lengths": (
+        {"rope_parameters": LONG | {"long_mscale": 1.5}},
+        "one factor, got rope_parameters.short_mscale=1.25 and rope_parameters.long_mscale=1.5",
+    ),
+    "pairs": ({"rope_interleaved": True}, "rope_interleaved must be False in models of this family"),
     "missing": ({"hidden_size": None}, "the configuration must have hidden_size, and it is not there"),
     "no scaling": (
         {"rope_parameters": {**LLAMA3, "factor": None}},
@@ -556,6 +648,26 @@ REFUSED = {
     "scaling": (
         {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
         "rope_parameters.rope_type must be one of .*'yarn'.*, got 'spiral'",
+    ),
+    **{  # none of which is a word of its family
+        f"key {name}": ({name: 2}, f"these are not: {name}=2")
+        for name in (
+            "multi_query",
+            "num_query_groups",
+            "use_dynamic_ntk",
+            "sliding",
+            "is_causal",
+            "numAttentionHeads",
+            "nheads",
+        )
+    },
+    "scaling that is no word": (
+        {"rope_parameters": {"rope_type": ["yarn"], "rope_theta": 1e4}},
+        r"rope_parameters.rope_type must be one of .*, got \"\['yarn'\]\"",
+    ),
+    "family that is no word": (
+        {"model_type": ["llama"], "text_config": {"model_type": ["x"]}},
+        r"and none is: text_config",
     ),
     "key of attention": ({"attn_logit_softcapping": 30.0}, "these are not: attn_logit_softcapping=30.0"),
     "key of RoPE": (

@@ -75,7 +75,7 @@ def warn_of_parts(path: str) -> None:
 def in_flags(options: argparse.Namespace) -> Iterator[None]:
     """What is refused is said in the words of the command line: `--to-prefix a` and not `to_prefix='a'`."""
     flags = {"source": "--from", "layout": "--from", "target": "--to", "prefix": "--prefix", "to_prefix": "--to-prefix"}
-    flags |= {"drop": "--drop", "ranks": "--ranks"}
+    flags |= {"drop": "--drop", "ranks": "--ranks", "against": "--against", "layers": "--layers"}
     heads = {name: flag_of(name) for name in HEADS if getattr(options, name) is not None}
     try:
         yield
@@ -115,6 +115,9 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[list[tuple[Any, Any
         if places[0] != places[1] and not len(one) == len(other) == 1:
             counts = " and ".join(f"{len(layers)} ({layers[0].label}, …)" for layers in (one, other))
             raise ValueError(f"both files must have layers of the same numbers to be compared, got {counts}")
+        for path, layers in zip(options.files, (one, other), strict=True):
+            if dropped := sorted({name for layer in layers for name in layer.dropped}):
+                warn(f"{path} was told to leave out {', '.join(dropped)}: that is not compared")
         yield [(_restored(each, beside), _restored(beside, each)) for each, beside in zip(one, other, strict=True)]
 
 

@@ -98,7 +98,7 @@ def load(
     heads: Heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     with open_layers(path, layout, prefix=prefix, **heads, rope=rope, spec=spec) as layers:
         if len(layers) != 1:
-            some = ", ".join(layers[index].label for index in (0, -1))
+            some = " to ".join(layers[index].label for index in (0, -1))
             raise ValueError(f"prefix must be that of one layer, got one of {len(layers)} in {path}: {some}")
         return layers[0].load()
 
@@ -293,6 +293,8 @@ def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     Raises:
         ValueError: if other weights are there already: the folder could not be opened afterwards.
     """
+    if not Path(path).suffix and not os.path.exists(path):
+        raise ValueError(f"{path} must end in the suffix of a file, such as .safetensors, or be a folder that is there")
     if not os.path.isdir(path) or Path(path).suffix in SUFFIXES:
         return path
     name = "model.safetensors"

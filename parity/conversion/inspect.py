@@ -67,14 +67,15 @@ def find_layers(file: TensorFile, **heads: Any) -> list[Found]:
                 alike.setdefault(kind, []).append(concrete)
             for first, *others in alike.values():
                 is_stacked, size = False, 1
+                of_model = known.layer_at(first)
                 try:
                     layers = layers_under(TensorCache(file), first, layout, known, "")
                     is_stacked, size, spec = layers[0].index is not None, len(layers), layers[0].spec
                     words = f"{spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}"
                     words += f" ({layers[0].heads_from})" if layers[0].heads_from else ""
-                except DoesNotFit:
-                    continue
                 except ValueError as error:
+                    if isinstance(error, DoesNotFit) and (of_model is None or of_model.spec is None):
+                        continue  # of a layer that a configuration tells of whoever looks shall know why
                     words = str(error).removeprefix(f"{first}: ")
                 dtype = file.infos[prefixes[first]].dtype.name
                 found.append(Found(prefix, (1 + len(others)) * size, layout.name, words, dtype, is_stacked))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,11 +20,11 @@ from parity.conversion.layouts.views import lay_out, read_out
 from parity.conversion.metadata import ENTRY, Known, concrete_prefix, sources, what_is_known
 from parity.conversion.model_config import Beside, is_of_rope
 from parity.conversion.not_carried import NotCarriedWarning
-from parity.conversion.prefixes import either, fitting_prefixes
+from parity.conversion.prefixes import either, fitting_prefixes, some_of
 from parity.conversion.ranks import open_checkpoint
 from parity.core.weights import Weights, is_finite, is_floating, weight_shapes
 from parity.files import TensorFile
-from parity.models.specs import ModelLayer
+from parity.models.specs import ModelLayer, sections_named
 
 
 @contextmanager
@@ -38,6 +39,9 @@ def open_layers(
 
     Raises:
         As `load`.
+
+    Warns:
+        NotCarriedWarning: likewise, or if all layers are asked for, and a configuration tells of others.
     """
     with open_checkpoint(path) as file:
         known, cache = what_is_known(file, heads), TensorCache(file)
@@ -46,7 +50,25 @@ def open_layers(
             for each, of_layout in sources(file, known, prefix, layout, path, "layout")
             for layer in sorted(layers_under(cache, each, of_layout, known, path), key=lambda layer: layer.place)
         ]
+        if prefix is None:
+            _warn_of_others(file, known, layers, path)
         yield layers
+
+
+def _warn_of_others(file: TensorFile, known: Known, layers: list[Layer], path: str | os.PathLike[str]) -> None:
+    """Name the layers that the configuration of a model tells of and its file has not, and the other way round."""
+    if missing := known.missing([layer.label for layer in layers], file):
+        words = f"not in {path}, which by its config.json should have them: {some_of(missing)}"
+        warnings.warn(words, NotCarriedWarning, stacklevel=4)
+    if not any(layer.model is not None for layer in layers):
+        return
+    own = {name for layer in layers for name in layer.sources}
+    rest = {name: info.shape for name, info in file.infos.items() if name not in own}
+    unread = set(known.beside.sections) - set(known.beside.parts)  # parts of families that are not known
+    others = [each for each in fitting_prefixes(rest, layers[0].layout) if not sections_named(each, unread)]
+    if others:
+        words = f"not read, for the config.json of {path} does not tell of them: others of {some_of(others)}"
+        warnings.warn(words, NotCarriedWarning, stacklevel=4)
 
 
 @dataclass(frozen=True)
@@ -180,6 +202,12 @@ class TensorCache:
         return self._held[key]
 
 
+QUANTISED = re.compile(
+    r"\.(qweight|qzeros|scales|SCB|weight_scale(_inv)?|weight_packed|weight\.(absmax|quant_state.*))$"
+)
+"""What lies beside weights that GPTQ, AWQ, bitsandbytes, FP8 or compressed-tensors have quantised."""
+
+
 def layers_under(
     file: TensorCache, prefix: str, layout: Layout, known: Known, path: str | os.PathLike[str]
 ) -> list[Layer]:
@@ -212,7 +240,8 @@ def layers_under(
         except DoesNotFit as error:
             if not concrete and any(fitting_prefixes({name: info.shape for name, info in file.infos.items()}, layout)):
                 raise DoesNotFit(_no_layer(file, prefix, layout, path)) from None
-            raise DoesNotFit(f"{concrete or path}: {error}") from None
+            what = "; it is quantised, and only GGUF is read so" if any(map(QUANTISED.search, held.values())) else ""
+            raise DoesNotFit(f"{concrete or path}: {error}{what}") from None
         except ValueError as error:
             raise type(error)(f"{concrete or path}: {error}") from None
         dtypes = sorted({info.dtype.name for info in infos.values()})

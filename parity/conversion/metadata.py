@@ -254,9 +254,11 @@ def sources(
     fitting = [
         f"{what}={each.name!r} with prefix={p!r}" for each in LAYOUTS.values() for p in fitting_prefixes(shapes, each)
     ]
+    why = known.beside.why_unknown
     raise ValueError(
         f"{what} must be given for {path}, whose metadata do not have it; "
         f"{f'{either(fitting)} fits' if fitting else '`mha-parity inspect` lists what is in it'}"
+        f"{f'; {why}' if why else ''}"
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from mha_spec import Rope
 from parity.files import TensorFile
 from parity.models.config import read_config
-from parity.models.specs import ModelLayer, known_parts, sections_of, specs_of
+from parity.models.specs import ModelLayer, known_parts, sections_of, specs_of, why_unknown
 
 HEADS = ("num_heads", "num_kv_heads", "head_dim", "rope")
 
@@ -29,6 +29,7 @@ class Beside:
         parts: of a model, the layers of those of its parts whose families are known, by the keys of their
             configurations; under no name those of a model that is one.
         sections: the keys of all its parts.
+        why_unknown: why no layers are told of, in words.
     """
 
     heads: dict[str, Any] = field(default_factory=dict)
@@ -36,6 +37,7 @@ class Beside:
     not_carried: tuple[str, ...] = ()
     parts: Mapping[str, Sequence[ModelLayer]] = field(default_factory=dict)
     sections: tuple[str, ...] = ()
+    why_unknown: str = ""
 
 
 def beside(file: TensorFile, *, is_told: bool = False) -> Beside:
@@ -62,13 +64,13 @@ def beside(file: TensorFile, *, is_told: bool = False) -> Beside:
     try:
         config = read_config(path)
     except OSError:
-        return Beside()
-    except (ValueError, RecursionError) as error:  # cut off, or something else: nobody says what of the model is in it
+        return Beside(why_unknown="no config.json lies beside it")
+    except ValueError as error:  # cut off, or something else: nobody says what of the model is in it
         raise ValueError(f"{path} must be a configuration, or not be there: {error}") from None
     parts = known_parts(config)
     plain = _beside("config.json", *_in_config(config))
     if not parts:
-        return plain
+        return replace(plain, why_unknown=f"its config.json does not tell: {why_unknown(config)}")
     try:
         layers = {name: specs_of(part) for name, part in parts.items()}
     except ValueError as error:

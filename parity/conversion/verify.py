@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Rope
 from parity.core import reference
 from parity.core.arrays import to_numpy_by_name
 from parity.core.cases import Case
@@ -93,9 +93,16 @@ def check_alike(spec: AttentionSpec, other_spec: AttentionSpec) -> AttentionSpec
         differ = [name for name in told if told[name] != others[name]]
         words = ", ".join(f"{name}={told[name]} and {others[name]}" for name in differ)
         if differ == ["rope"] and None in (spec.rope, other_spec.rope):
-            words += "; rope=Rope(…), or --rope-theta, says it of both"
+            words += _said_of_the_other(spec.rope or other_spec.rope)
         raise ValueError(f"the layers must be of one specification to be compared, got {words}")
     return spec
+
+
+def _said_of_the_other(rope: Rope | None) -> str:
+    """How the RoPE of one layer is said of another, of which nobody says any."""
+    if rope is not None and rope == Rope(rope.theta):
+        return f"; --rope-theta {rope.theta:g}, or rope=Rope({rope.theta:g}), says it of the other"
+    return "; rope=Rope(…), from Python, says it of the other"
 
 
 def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None) -> Case:

@@ -149,6 +149,8 @@ def _open_index(path: Path) -> TensorFile:
     with in_one_line(path, "index"):
         index = _read_index(path)
         shard_of = index["weight_map"]
+        if missing := sorted(shard for shard in set(shard_of.values()) if not (path.parent / shard).exists()):
+            raise FileNotFoundError(f"{path} must name shards that are there, got {', '.join(map(repr, missing[:3]))}")
         file = _open_shards(path, path.parent, sorted(set(shard_of.values())))
         try:
             lost = sorted(file.infos.keys() ^ shard_of.keys())
@@ -171,10 +173,10 @@ def _open_shards(path: Path, folder: Path, names: list[str]) -> TensorFile:
     """Several files as one; of their metadata, what they agree on."""
     for name in names:
         match = SHARD.fullmatch(name)
-        if match and any(
-            f"{match[1]}-{i:05}-of-{match[3]}{match[4]}" not in names for i in range(1, int(match[3]) + 1)
-        ):
-            raise ValueError(f"{path} must have all {int(match[3])} shards, got {names}")
+        numbers = range(1, int(match[3]) + 1) if match else ()
+        all_of = (f"{match[1]}-{i:05}-of-{match[3]}{match[4]}" for i in numbers if match)
+        if missing := next((each for each in all_of if each not in names), None):
+            raise ValueError(f"{path} must have all {len(numbers)} shards, and lacks {missing!r}")
     infos: dict[str, TensorInfo] = {}
     places: dict[str, list[Piece]] = {}
     shard_of: dict[str, TensorFile] = {}

@@ -184,5 +184,7 @@ def _adapter_of(module: Any) -> Adapter | Port:
                 return load_adapter(name)
     if isinstance(module, type):
         raise TypeError(f"module must be a module and not its class, got {module.__name__}")
-    others = ", ".join(LAYERS)
-    raise TypeError(f"module must be one of mha_jax, mha_torch or mha_tt, or of {others}, got {type(module).__name__}")
+    others, got = ", ".join(LAYERS), type(module).__name__
+    if type(module).__module__.startswith("transformers."):
+        got += "; parity.from_transformers takes it, with the configuration of its model"
+    raise TypeError(f"module must be one of mha_jax, mha_torch or mha_tt, or of {others}, got {got}")

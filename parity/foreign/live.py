@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from mha_spec import AttentionSpec
 from parity.conversion.layouts import LAYOUTS, to_canonical
 from parity.conversion.layouts.detection import DoesNotFit
 from parity.core.weights import Weights
+from parity.models.config import values_of
 from parity.models.specs import known_parts, sections_named, sections_of, specs_of
 
 
@@ -19,7 +19,7 @@ def from_transformers(
 
     Args:
         module: of one layer: `model.model.layers[3].self_attn`.
-        config: of the model: its `config`, or the values of one by name.
+        config: of the model: its `config`, or the values of one by name, or the path of its folder.
         layer_idx: which layer it is, from 0; `module.layer_idx` when absent.
         path: where it lies, in models in which several modules of one number fit: `decoder.layers.3.encoder_attn`.
 
@@ -27,11 +27,12 @@ def from_transformers(
         What it computes, by the configuration alone; and its weights by their canonical names, (out, in).
 
     Raises:
+        OSError: if there is no such folder.
         TypeError: if the number of the layer is not known.
         ValueError: if the configuration is not understood, has no such layer, or the module holds other weights than
             that layer.
     """
-    values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    values = values_of(config)
     index = getattr(module, "layer_idx", None) if layer_idx is None else layer_idx
     if isinstance(index, bool) or not isinstance(index, int):
         raise TypeError(f"layer_idx must be the number of a layer, got layer_idx={index!r}")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from parity.files.tensor_file import parse_json
 
 ABOUT_ATTENTION = re.compile(
-    r"attn|attention|rope|rotary|theta|yarn|mscale|window|chunk|softcap|alibi|relative|clip_qkv|lora_rank|temperature|"
-    r"layer_types|position|(^|_)(q|k|v|kv|qk|qkv|heads?|sinks?|bias|scale)(_|$)"
+    r"attn|attention|rope|rotary|theta|yarn|ntk|mscale|window|sliding|chunk|softcap|alibi|relative|clip_qkv|lora_rank|"
+    r"temperature|layer_types|position|causal|query|softmax|(^|_)(q|k|v|kv|qk|qkv|n?heads?|headdim|sinks?|bias|scale)(_|$)",
+    re.IGNORECASE,
 )
 """Keys that could speak of attention: one that is neither read nor known to say nothing of it is refused."""
 
@@ -38,13 +39,37 @@ def read_config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         ValueError: if it is not a configuration.
     """
     path = Path(path)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.exists():
+            raise FileNotFoundError(f"the folder of a model must have a config.json, and {path.parent} has none")
     if path.stat().st_size > LARGEST:
         raise ValueError(f"a configuration must have at most {LARGEST} bytes, got {path}")
-    values = parse_json(path.read_bytes())
+    try:
+        values = parse_json(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"a configuration must be JSON, got {path}: {error}") from None
     if not isinstance(values, Mapping):
         raise ValueError(f"a configuration must hold values by name, got {path}")
     return values
+
+
+def values_of(config: Any) -> Mapping[str, Any]:
+    """The values of a configuration, whoever holds them: a mapping, transformers, or a file or folder by its path.
+
+    Raises:
+        OSError: if the file cannot be read.
+        TypeError: if it is nothing of the kind.
+        ValueError: if the file is not a configuration.
+    """
+    if isinstance(config, Mapping):
+        return config
+    to_dict: Callable[[], Mapping[str, Any]] | None = getattr(config, "to_dict", None)
+    if to_dict is not None:
+        return to_dict()
+    if isinstance(config, str | os.PathLike):
+        return read_config(config)
+    raise TypeError(f"config must be that of a model, its values or a path, got {type(config).__name__}")
 
 
 class MissingKey(ValueError):

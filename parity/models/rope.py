@@ -49,7 +49,7 @@ def read_rope(
     values, is_local = _parameters(config, layer_type, local_theta)
     base = _base(config, values, theta, local_theta if is_local else None, names)
     kind = values.find("rope_type", "type")
-    word: Any = "default" if kind is None else KINDS.get(kind.value, kind.value)
+    word = "default" if kind is None else KINDS.get(str(kind.value), str(kind.value))
     share = _once(values.find("partial_rotary_factor"), config.find("partial_rotary_factor", "rotary_pct"))
     part = share.value if share is not None else fraction
     origins = [base.origin] + ([] if kind is None or word == "default" else [f"{kind.origin} {kind.value}"])
@@ -162,6 +162,12 @@ def _longrope(values: Config, config: Config) -> LongRopeScaling:
     original = _original_length(values, config)
     short, long = (tuple(values.read(name).value) for name in ("short_factor", "long_factor"))
     told = _given(values, "attention_factor")
+    short_scale, long_scale = (values.find(name) for name in ("short_mscale", "long_mscale"))  # PhiMoE's words
+    if short_scale is not None and long_scale is not None:
+        if short_scale.value != long_scale.value:
+            both = f"{short_scale.origin}={short_scale.value} and {long_scale.origin}={long_scale.value}"
+            raise ValueError(f"calls of both lengths must have one factor, got {both}")
+        told["attention_factor"] = long_scale.value
     return LongRopeScaling(_factor(values, config, original), original, short, long, **told)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -13,7 +12,7 @@ from typing import Any
 
 from mha_spec import AttentionSpec
 from mha_spec.rules import as_count
-from parity.models.config import ABOUT_ATTENTION, SAYS_NOTHING, Config, MissingKey, Value, read_config
+from parity.models.config import ABOUT_ATTENTION, SAYS_NOTHING, Config, MissingKey, Value, values_of
 from parity.models.families import FAMILIES
 from parity.models.families.not_covered import NOT_COVERED, WITHOUT_ATTENTION
 from parity.models.rules import Family, Place, Stack
@@ -74,13 +73,14 @@ class ModelLayer:
         return {**vars(self), "spec": spec, "origins": dict(self.origins), "shared": dict(self.shared)}
 
 
-def specs_of(config: Mapping[str, Any] | str | os.PathLike[str], *, part: str | None = None) -> list[ModelLayer]:
+def specs_of(config: Any, *, part: str | None = None) -> list[ModelLayer]:
     """The specification of each layer of a model of Hugging Face, by its configuration alone.
 
     Both dialects are read: `rope_parameters`, and `rope_theta` with `rope_scaling`, as it was before transformers 5.
 
     Args:
-        config: the values of a configuration, or the path of a config.json, or of the folder that it lies in.
+        config: the configuration of a live model, `model.config`; or its values by name; or the path of a config.json,
+            or of the folder that it lies in.
         part: of a model with several, the key of the configuration of one: `text_config`; of a part that has parts of
             its own, the keys on the way to one: `thinker_config.text_config`.
 
@@ -90,12 +90,11 @@ def specs_of(config: Mapping[str, Any] | str | os.PathLike[str], *, part: str | 
 
     Raises:
         OSError: if the file cannot be read.
-        TypeError: if the number of layers is not an integer.
+        TypeError: if it is no configuration, or the number of layers is not an integer.
         ValueError: if the family is not known, a key is missing, one that could speak of attention is not understood or
             makes layers that no specification has, or there are several parts, and none is named.
     """
-    values = config if isinstance(config, Mapping) else read_config(config)
-    values = part_of(values, part)
+    values = part_of(values_of(config), part)
     family = _family(values, f"{part}." if part else "")
     read = Config(values, defaults=family.defaults)
     _check_fixed(family, read)
@@ -158,8 +157,8 @@ def unknown_parts(config: Mapping[str, Any]) -> dict[str, str]:
     """Why the other parts of a model are not read, by their keys; under no name its own layers, beside the parts."""
     known = known_parts(config)
     others = {name: _part(config, name) for name in sections_of(config) if name not in known}
-    beside = {"": config} if config.get("model_type") in NOT_COVERED else {}
-    return {name: _why_not(part) for name, part in (beside | others).items()}
+    beside = {"": config} if str(config.get("model_type")) in NOT_COVERED else {}
+    return {name: why_unknown(part) for name, part in (beside | others).items()}
 
 
 def sections_named(label: str, sections: Iterable[str]) -> set[str]:
@@ -242,13 +241,16 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
 def _family(values: Mapping[str, Any], where: str) -> Family:
     if "" in known_parts(values):
         return FAMILIES[str(values["model_type"])]
-    if sections_of(values) and values.get("model_type") not in NOT_COVERED:
+    if sections_of(values) and str(values.get("model_type")) not in NOT_COVERED:
+        if not any(map(_is_known, (_part(values, name) for name in sections_of(values)))):
+            why = "; ".join(f"{where}{name}: {why_unknown(_part(values, name))}" for name in sections_of(values))
+            raise ValueError(f"a part of the model must be of a family that is known, and none is: {why}")
         part = where.removesuffix(".") or None
         raise ValueError(f"part must tell which part of the model: {_in_words(values, where)}; got part={part!r}")
-    raise ValueError(_why_not(values))
+    raise ValueError(why_unknown(values))
 
 
-def _why_not(values: Mapping[str, Any]) -> str:
+def why_unknown(values: Mapping[str, Any]) -> str:
     """Why a configuration without a known family is not read."""
     name = values.get("model_type")
     if isinstance(name, str) and name in NOT_COVERED:

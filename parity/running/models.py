@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mha_spec import AttentionSpec
 from parity.conversion.layers import Layer, open_layers
+from parity.conversion.prefixes import some_of
 from parity.core import reference
 from parity.core.cases import Case
 from parity.core.compare import SAME_PRECISION, compare
@@ -79,7 +80,12 @@ def run_model(
     with open_layers(path, about.pop("layout", None), prefix=about.pop("prefix", None), **about) as found:
         names = names_of(found)
         chosen = chosen_layers(found, layers)
-        skeleton = skeleton_of(path) if against and any(layer.model for layer in chosen) else None
+        if against and (unknown := [layer.label for layer in chosen if layer.model is None]):
+            raise ValueError(
+                f"against must have layers of a model whose config.json tells of them, by a family that is known, "
+                f"got against={against!r} for {some_of(unknown)}"
+            )
+        skeleton = skeleton_of(path) if against else None
         for layer in chosen:
             weights, spec = layer.load()
             of = {} if layer.model is None else {"is_causal": layer.model.is_causal}
@@ -102,7 +108,8 @@ def chosen_layers(found: Sequence[Layer], numbers: Collection[int] | None) -> li
     """
     chosen = [layer for layer in found if numbers is None or number_of(layer) in numbers]
     if missing := sorted(set(numbers or ()) - {number_of(layer) for layer in chosen}):
-        raise ValueError(f"layers must be among {sorted({number_of(layer) for layer in found})}, got {missing}")
+        held = sorted({number_of(layer) for layer in found})
+        raise ValueError(f"layers must be among those with attention over keys, {held}, got {missing}")
     return chosen
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mha_spec import Gate, Temperature
+from mha_spec import Gate, Rope, Temperature
 from parity.models.config import Config, Value
 from parity.models.families.encoders import OF_MODERNBERT
 from parity.models.families.usual import BIASES, HEADS, IN_PART, MOST_BIAS, PAIRED, SOME_BIAS, WIDTH, family
@@ -135,6 +135,29 @@ def _rope_of_each_layer(place: Place) -> Value:
     return Value(dataclasses.replace(turned.value, theta=base) if base else None, origin)
 
 
+def _width_of_hunyuan(place: Place) -> Value:
+    older = place.config.find("attention_head_dim")
+    if older is not None and older.value != head_dim(place):  # transformers reads the other
+        raise ValueError(f"attention_head_dim must be head_dim={head_dim(place)}, got {older.origin}={older.value}")
+    return place.config.find("head_dim") or NOTHING
+
+
+def _rope_of_hunyuan(place: Place) -> Value:
+    """With an `alpha` what is called dynamic is plain RoPE with another base, whatever the length."""
+    own = [name for name in ("rope_parameters", "rope_scaling") if name in place.config]
+    alpha = place.config.section(own[0]).find("alpha") if own else None
+    if alpha is None:
+        return rope()(place)
+    values, size = place.config.section(own[0]), head_dim(place)
+    kind = values.find("rope_type", "type")
+    if kind is None or kind.value != "dynamic":
+        raise ValueError(f"alpha must be that of rope_type dynamic, got {kind and kind.value!r}")
+    values.find("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which transformers does not read then
+    base = values.find("rope_theta") or place.config.read("rope_theta")
+    theta = base.value * alpha.value ** (size / (size - 2))
+    return Value(Rope(theta), f"{base.origin} * {alpha.origin} ** (H / (H - 2))")
+
+
 def _scale_of_hyperclovax(place: Place) -> Value:
     told = place.config.find("attention_multiplier")
     return told or Value(head_dim(place) ** -0.5, "attention_multiplier is not there: 1 / sqrt(H)")
@@ -185,14 +208,22 @@ def _kind_of_mimo(config: Config, index: int) -> str:
     return every(6)(config, index) if index else "full_attention"
 
 
+OF_LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32}
+OF_MISTRAL = {**OF_LLAMA, "num_key_value_heads": 8, "sliding_window": 4096}
+OF_GEMMA = {"hidden_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 16}
+OF_GEMMA |= {"head_dim": 256}
 OF_GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
 OF_GEMMA3 |= {"rms_norm_eps": 1e-6, "sliding_window": 4096, "hidden_size": 2304, "num_hidden_layers": 26}
-"""What its configurations leave out, those of the larger models nearly everything."""
+"""What their configurations leave out as parts of models for text and images, which say only what is not usual."""
+
+IN_HALVES = {"rope_interleaved": False}
+"""What SmolLM2's configurations say, and no layer reads."""
 
 
 DECODERS: dict[str, Family] = {
-    **dict.fromkeys(("llama", "aria_text"), family(BIASES, rope=rope(theta=1e4))),
-    **dict.fromkeys(("internlm3", "iquestcoder", "higgs_audio_v2"), family(HEADS, WIDTH, BIASES)),
+    **dict.fromkeys(("llama", "aria_text"), family(BIASES, rope=rope(theta=1e4), defaults=OF_LLAMA, fixed=IN_HALVES)),
+    **dict.fromkeys(("iquestcoder", "higgs_audio_v2"), family(HEADS, WIDTH, BIASES)),
+    "internlm3": family(HEADS, WIDTH, BIASES, fixed={"bias": False, "qkv_bias": False}),
     "csm_depth_decoder_model": family(HEADS, BIASES),
     "paddleocr_vl_text": family(
         HEADS,
@@ -211,7 +242,7 @@ DECODERS: dict[str, Family] = {
         fixed={"sliding_window": None},  # transformers reads it in no layer
     ),
     "eurobert": family(BIASES, is_causal=False),
-    "mistral": family(HEADS, window_size=asked("sliding_window"), rope=rope(theta=1e4)),
+    "mistral": family(HEADS, window_size=asked("sliding_window"), rope=rope(theta=1e4), defaults=OF_MISTRAL),
     "mixtral": family(HEADS, window_size=optional("sliding_window")),
     "ministral3": family(HEADS, WIDTH, window_size=optional("sliding_window"), temperature=tempered_by_rope),
     "qwen2": family(HEADS, qkv_bias=True, window_size=SLIDING, kind=_qwen),
@@ -244,7 +275,7 @@ DECODERS: dict[str, Family] = {
         kind=told_kind,
     ),
     "cwm": family(HEADS, WIDTH, window_size=SLIDING, kind=first_of(4)),
-    "gemma": family(HEADS, WIDTH, BIASES, rope=rope(theta=1e4)),
+    "gemma": family(HEADS, WIDTH, BIASES, rope=rope(theta=1e4), defaults=OF_GEMMA),
     **dict.fromkeys(
         ("gemma2", "vaultgemma"),
         family(
@@ -283,9 +314,15 @@ DECODERS: dict[str, Family] = {
         window_size=SLIDING,
         rope=only("sliding_attention", rope(pairs="interleaved")),
         kind=every(4, "sliding_window_pattern", "_sliding_window_pattern"),
+        fixed={"use_qk_norm": False},
         says_nothing={"position_embedding_type"},
     ),
-    "phi3": family(layout="transformers.Phi3", window_size=optional("sliding_window"), says_nothing={"attention_bias"}),
+    "phi3": family(
+        layout="transformers.Phi3",
+        window_size=optional("sliding_window"),
+        fixed={"full_attn_mod": 1},
+        says_nothing={"attention_bias"},
+    ),
     "smollm3": family(HEADS, BIASES, rope=_where_rotated(rope()), window_size=SLIDING, kind=_kind_of_smollm3),
     "afmoe": family(
         WIDTH,
@@ -445,6 +482,14 @@ DECODERS: dict[str, Family] = {
     ),
     **dict.fromkeys(
         ("hunyuan_v1_dense", "hunyuan_v1_moe"),
-        family(BIASES, layout="transformers.HunYuan", qk_norm=norm(after_rope=True)),
+        family(
+            BIASES,
+            layout="transformers.HunYuan",
+            qk_norm=norm(after_rope=True),
+            head_dim=_width_of_hunyuan,
+            rope=_rope_of_hunyuan,
+            fixed={"use_qk_norm": True, "use_rotary_pos_emb": True, "use_cla": False},
+            says_nothing={"add_classification_head"},
+        ),
     ),
 }

@@ -172,11 +172,13 @@ AIMV2: dict[str, Any] = {
 LIKE_VIT = ("vit", "deit", "dinov2", "dinov2_with_registers", "vit_msn", "ijepa", "yolos")
 LIKE_VIT += ("audio-spectrogram-transformer", "flava_image_model", "flava_text_model", "flava_multimodal_model")
 LIKE_VIT += ("pixio",)
-LIKE_CLIP = ("clip_vision_model", "siglip_vision_model", "siglip_text_model", "chinese_clip_vision_model")
+SIZES_OF_VIT = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12}
+"""What configurations leave out as parts of a model."""
+LIKE_CLIP = ("chinese_clip_vision_model",)
 LIKE_CLIP += ("siglip2_text_model", "siglip2_vision_model", "altclip_vision_model", "clipseg_vision_model")
 LIKE_CLIP += ("git_vision_model", "idefics2_vision", "idefics3_vision", "smolvlm_vision", "kosmos_2_vision_model")
 LIKE_CLIP += ("metaclip_2_vision_model", "owlvit_vision_model", "owlv2_vision_model", "phi4_multimodal_vision")
-TEXT_OF_CLIP = ("clip_text_model", "clipseg_text_model", "groupvit_text_model", "metaclip_2_text_model")
+TEXT_OF_CLIP = ("clipseg_text_model", "groupvit_text_model", "metaclip_2_text_model")
 TEXT_OF_CLIP += ("owlvit_text_model", "owlv2_text_model", "xclip_text_model")
 
 IMAGES: dict[str, Family] = {
@@ -187,6 +189,10 @@ IMAGES: dict[str, Family] = {
     **dict.fromkeys(
         LIKE_CLIP,
         family(CLIP, says_nothing={"vision_use_head"}),
+    ),
+    **dict.fromkeys(
+        ("clip_vision_model", "siglip_vision_model", "siglip_text_model"),
+        family(CLIP, says_nothing={"vision_use_head"}, defaults=SIZES_OF_VIT),
     ),
     **dict.fromkeys(
         ("beit", "data2vec-vision"),
@@ -200,6 +206,9 @@ IMAGES: dict[str, Family] = {
     **dict.fromkeys(("aimv2_vision_model", "ovis2_vision"), family(AIMV2, says_nothing={"use_head"})),
     "aimv2_text_model": family(AIMV2, is_causal=True),
     **dict.fromkeys(TEXT_OF_CLIP, family(CLIP, is_causal=True)),
+    "clip_text_model": family(
+        CLIP, is_causal=True, defaults={**SIZES_OF_VIT, "hidden_size": 512, "num_attention_heads": 8}
+    ),
 }
 
 # ---- Speech ----------------------------------------------------------------------------------------------------------

@@ -191,6 +191,7 @@ GPT_LIKE: dict[str, Family] = {
         says_nothing={
             "attention_softmax_in_fp32",
             "bias_dropout_fusion",
+            "masked_softmax_fusion",
             "offset_alibi",
             "skip_bias_add",
             "skip_bias_add_qkv",

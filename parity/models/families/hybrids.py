@@ -30,6 +30,14 @@ def _kind_of_lfm2(config: Config, index: int) -> str:
     return FULL if told is None or index in told.value else "conv"
 
 
+def _rope_of_lfm2(place: Place) -> Value:
+    """Released models say their base twice."""
+    found, again = rope()(place), place.config.find("theta")
+    if again is not None and again.value != found.value.theta:
+        raise ValueError(f"theta must be rope_theta, got theta={again.value} and {found.origin} {found.value.theta}")
+    return found
+
+
 def _kind_of_jamba(config: Config, index: int) -> str:
     period, offset = config.read("attn_layer_period", default=8), config.read("attn_layer_offset", default=4)
     return FULL if index % as_count(period.origin, period.value) == offset.value else "mamba"
@@ -103,6 +111,8 @@ HYBRIDS: dict[str, Family] = {
             qk_norm=norm(eps="norm_eps"),
             kind=_kind_of_lfm2,
             num_heads=key("num_attention_heads", "num_heads"),
+            rope=_rope_of_lfm2,
+            fixed={"use_pos_enc": True},
             says_nothing={"conv_bias", "use_expert_bias", "block_mlp_init_scale", "block_out_init_scale"},
         ),
     ),

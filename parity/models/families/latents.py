@@ -9,7 +9,7 @@ from typing import Any
 from mha_spec import Latent
 from parity.models.config import Config, Value
 from parity.models.families.usual import SOME_BIAS, family, stack
-from parity.models.rules import NOTHING, Family, Place, Rule, key, rope, tempered_by_rope
+from parity.models.rules import NOTHING, Family, Place, Rule, heads, key, rope, tempered_by_rope
 
 
 def _latent(place: Place) -> Value:
@@ -37,6 +37,12 @@ def _pairs_of_latents(place: Place) -> Value:
     paired = place.config.read("rope_interleave", default=True)
     found = rope(of="qk_rope_head_dim", pairs="interleaved" if paired.value else "half")(place)
     return Value(found.value, f"{found.origin}, {paired.origin}")
+
+
+def _width_of_values(place: Place) -> Value:
+    """As MiniCPM3 has it, whose released configurations leave it out."""
+    told, width = place.config.find("v_head_dim"), place.config.read("hidden_size")
+    return told or Value(width.value // heads(place), "v_head_dim is not there: hidden_size // num_attention_heads")
 
 
 def _kind_of_kimi_linear(config: Config, index: int) -> str:
@@ -74,7 +80,12 @@ PARTS_OF_LONGCAT = {
 WITH_LATENTS: dict[str, Family] = {
     "deepseek_v2": family(LATENTS, rope=rope(of="qk_rope_head_dim", pairs="interleaved"), says_nothing=OF_LATENTS),
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu", "axk1"), family(LATENTS, says_nothing=OF_LATENTS)),
-    "minicpm3": family(LATENTS, rope=rope(of="qk_rope_head_dim"), says_nothing=OF_LATENTS),
+    "minicpm3": family(
+        LATENTS,
+        rope=rope(of="qk_rope_head_dim", theta=1e4),
+        value_head_dim=_width_of_values,
+        says_nothing=OF_LATENTS,
+    ),
     "kimi_linear": family(
         LATENTS,
         rope=None,
