@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from mha_spec.rules import as_count, as_number
+from mha_spec.rules import as_count, as_number, as_one_of
 from mha_spec.scaling import DynamicScaling, LongRopeScaling, ProportionalScaling, Scaling, unscaled_frequencies
 
 CHOICES = {
@@ -61,8 +61,7 @@ class Rope:
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
             raise TypeError(f"scaling must be a scaling of mha_spec or None, got scaling={self.scaling!r}")
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {list(choices)}, got {name}={getattr(self, name)!r}")
+            as_one_of(name, getattr(self, name), choices)
         if self.rotary_dim is not None:
             object.__setattr__(self, "rotary_dim", as_count("rotary_dim", self.rotary_dim))
             if self.rotary_dim % 2:
@@ -83,7 +82,7 @@ class Rope:
     def _check_sections(self) -> None:
         if isinstance(self.sections, (str, bytes)) or not np.iterable(self.sections):
             raise TypeError(f"sections must be integers, one for each axis, got sections={self.sections!r}")
-        sections = tuple(as_count("sections", section) for section in self.sections or ())
+        sections = tuple(as_count("sections", section) for section in self.sections)
         object.__setattr__(self, "sections", sections)
         if len(sections) < 2:
             raise ValueError(f"sections must be two or more, got sections={sections}")

@@ -39,6 +39,14 @@ def test_spec_takes_the_key_width_from_the_query_width():
     assert AttentionSpec(32, 4, d_in=24).d_kv == 24
 
 
+def test_spec_keeps_plain_numbers():
+    numbers = {"window_size": np.int64(4), "scale": np.float32(0.5), "rope": Rope(sections=np.array([2, 1, 1]))}
+    spec = AttentionSpec(np.int64(32), 4, sinks=np.bool_(True), **numbers)
+    same = AttentionSpec(32, 4, window_size=4, scale=0.5, rope=Rope(sections=(2, 1, 1)), sinks=True)
+    assert (spec, spec.to_json()) == (same, same.to_json())
+    assert AttentionSpec(32, 4, chunk_size=np.int32(3)).to_json() == AttentionSpec(32, 4, chunk_size=3).to_json()
+
+
 def test_spec_never_derives_a_head_dim_that_is_given():
     assert AttentionSpec(30, 4, head_dim=12).q_width == 48
 
@@ -154,6 +162,7 @@ def test_spec_refuses_what_does_not_fit(keywords, error, message):
         ({"kind": "batch"}, ValueError, "kind must be one of"),
         ({"over": "tokens"}, ValueError, "over must be one of"),
         ({"weight": True}, ValueError, "weight must be one of"),
+        ({"kind": np.array(["rms", "layer"])}, ValueError, "kind must be one of"),
         ({"eps": 0}, ValueError, "eps must be positive and finite, got eps=0.0"),
         ({"eps": "small"}, TypeError, "eps must be a number"),
         ({"bias": 1}, TypeError, "bias must be a boolean"),
@@ -454,6 +463,8 @@ def test_spec_refuses_json_of_no_scaling(scaling, message):
         (lambda: Rope(rotated="middle"), ValueError, "rotated must be one of .*, got rotated='middle'"),
         (lambda: Rope(pairs="odd"), ValueError, "pairs must be one of .*, got pairs='odd'"),
         (lambda: Rope(section_order="x"), ValueError, "section_order must be one of .*, got section_order='x'"),
+        (lambda: Rope(pairs=np.array([1, 2])), ValueError, "pairs must be one of .*, got pairs=array"),
+        (lambda: Rope(10**400), ValueError, "theta must be at most 1.8e.308, got theta=1000"),
         (lambda: Rope(sections=3), TypeError, "sections must be integers, one for each axis, got sections=3"),
         (lambda: Rope(sections=(4,)), ValueError, r"sections must be two or more, got sections=\(4,\)"),
         (lambda: Rope(sections=(2, 0)), ValueError, "sections must be at least 1"),
