@@ -134,16 +134,16 @@ class Rope:
             ValueError: if heads of so many features cannot be rotated in this way.
         """
         rotated = self.rotated_features(head_dim)
-        return _axes((rotated.stop - rotated.start) // 2, self.sections or (), self.section_order)
+        pairs = (rotated.stop - rotated.start) // 2
+        return np.array(_axes(pairs, self.sections or (pairs,), self.section_order), np.int64)
 
 
-def _axes(pairs: int, sections: tuple[int, ...], order: str) -> np.ndarray:
-    if not sections:
-        return np.zeros(pairs, np.int64)
+def _axes(pairs: int, sections: tuple[int, ...], order: str) -> list[int]:
+    """In plain Python, since rules read it: torch.compile makes of NumPy's numbers values that it does not know."""
     if order == "contiguous":
-        return np.repeat(np.arange(len(sections)), sections)
-    turn, axis = np.divmod(np.arange(pairs), len(sections))
-    return np.where(turn < np.array(sections)[axis], axis, 0)
+        return [axis for axis, section in enumerate(sections) for _ in range(section)]
+    turns = [divmod(pair, len(sections)) for pair in range(pairs)]
+    return [axis if turn < sections[axis] else 0 for turn, axis in turns]
 
 
 def check_rotated(head_dim: int, rope: Rope) -> None:
@@ -160,11 +160,12 @@ def check_rotated(head_dim: int, rope: Rope) -> None:
         return
     if sum(rope.sections) != count // 2:
         raise ValueError(f"sections must be {count // 2} rotated pairs in all, got sections={rope.sections}")
-    held = np.bincount(_axes(count // 2, rope.sections, rope.section_order), minlength=len(rope.sections))
-    if tuple(held) != rope.sections:
+    axes = _axes(count // 2, rope.sections, rope.section_order)
+    held = tuple(axes.count(axis) for axis in range(len(rope.sections)))
+    if held != rope.sections:
         raise ValueError(
             f"interleaved sections must find their pairs among {count // 2}, got sections={rope.sections}, "
-            f"which would have {tuple(map(int, held))}"
+            f"which would have {held}"
         )
 
 
