@@ -209,11 +209,10 @@ def layers_under(
         infos = {short: file.infos[name] for name, short in held.items()}
         try:
             each, axis = _identify({short: info.shape for short, info in infos.items()}, concrete, layout, known)
-        except DoesNotFit as error:
-            if not concrete and any(fitting_prefixes({name: info.shape for name, info in file.infos.items()}, layout)):
-                raise DoesNotFit(_no_layer(file, prefix, layout, path)) from None
-            raise DoesNotFit(f"{concrete or path}: {error}") from None
         except ValueError as error:
+            shapes = {name: info.shape for name, info in file.infos.items()}
+            if isinstance(error, DoesNotFit) and not concrete and any(fitting_prefixes(shapes, layout)):
+                raise DoesNotFit(_no_layer(file, prefix, layout, path)) from None
             raise type(error)(f"{concrete or path}: {error}") from None
         dtypes = sorted({info.dtype.name for info in infos.values()})
         if len(dtypes) > 1 or not is_floating(next(iter(infos.values())).dtype):
