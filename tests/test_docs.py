@@ -191,9 +191,9 @@ PUBLIC = {name: set(importlib.import_module(name).__all__) for name in ("mha_spe
 
 @pytest.mark.parametrize("path", LINKED, ids=lambda path: path.name)
 def test_a_page_imports_public_names_only(path):
-    for code in [block for language, block in blocks_of(path) if language == "python"]:
-        tree = ast.parse(code.replace("…", "..."))
-        for node in ast.walk(tree):
+    blocks = [re.sub("#.*", "", block) for language, block in blocks_of(path) if language == "python"]
+    for code in [block for block in blocks if "…" not in block]:  # with it, it is the sketch of a fix
+        for node in ast.walk(ast.parse(code)):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module] if isinstance(node, ast.ImportFrom) else []
             ours = [module for module in modules if module.partition(".")[0] in (*PUBLIC, "mha_tt")]
