@@ -24,6 +24,7 @@ from mha_spec import (
 )
 from mha_spec.scaling import SCALINGS
 from parity import CASES, AttentionSpec, pretrained, random_case
+from parity.cli.run import MOST_RANDOM
 from parity.core.cases import case_named
 from parity.core.stages import STAGES, Stage, stage_named
 from parity.core.weights import load_tensors, weight_shapes
@@ -535,6 +536,11 @@ def test_every_cached_case_uses_all_its_tokens_and_fits():
 def test_random_case_is_the_same_every_time():
     assert random_case(3) == random_case(3)
     assert random_case(3) != random_case(4)
+
+
+def test_every_random_case_is_one():
+    """As many as `run --random` takes: what a draw puts together must fit."""
+    assert len({random_case(seed).name for seed in range(MOST_RANDOM)}) == MOST_RANDOM
 
 
 def test_random_cases_draw_every_feature():
