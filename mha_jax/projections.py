@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mha_jax.arrays import check_count, check_floating
+from mha_jax.not_finite import emptied, not_finite, spoilt
 from mha_jax.rope import apply_rope, at_least_float32, check_positions
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec, Latent, Rope, Temperature
@@ -248,9 +249,15 @@ def project_output(
         The output (B, T, E), or (B, T, N * Hv) without `out_proj`.
     """
     if spec.gate is not None:
-        context = apply_gate(context, project("gate_proj", query))
+        context = _gated(context, project("gate_proj", query), query)
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output
+
+
+def _gated(context: Array, gate: Array, query: Array) -> Array:
+    """`apply_gate`, through which a row or a token that is not finite spoils no gradient if nobody sees it."""
+    wrong, of_token = ~jnp.isfinite(context), not_finite(query)
+    return spoilt(apply_gate(emptied(context, wrong), emptied(gate, of_token)), wrong | of_token[:, None])
 
 
 def _normed(project: Project, name: str, x: Array, latent: Latent) -> Array:

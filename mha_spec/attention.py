@@ -21,6 +21,7 @@ from mha_spec.scaling import SCALINGS, Scaling, YarnScaling
 from mha_spec.temperature import Temperature, check_temperature
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv", "value_head_dim")
+REACHES = ("window_size", "chunk_size")
 FLAGS = ("out_bias", "out_proj", "fused_qkv", "sinks")
 RATES = ("dropout", "output_dropout")
 FACTORS = ("clip_qkv", "scale", "soft_cap")
@@ -131,10 +132,10 @@ class AttentionSpec:
     output_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for names, rule in ((SIZES, as_count), (FLAGS, as_boolean), (RATES, as_rate)):
+        for names, rule in ((SIZES + REACHES, as_count), (FLAGS, as_boolean), (RATES, as_rate)):
             for name in names:
                 value = getattr(self, name)
-                if value is not None or name not in SIZES[2:]:
+                if value is not None or name not in SIZES[2:] + REACHES:
                     object.__setattr__(self, name, rule(name, value))
         if self.rope is not None and not isinstance(self.rope, Rope):
             raise TypeError(f"rope must be a Rope or None, got rope={self.rope!r}")

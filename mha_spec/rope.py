@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from mha_spec.rules import as_count, as_number
+from mha_spec.rules import as_count, as_number, as_one_of
 from mha_spec.scaling import DynamicScaling, LongRopeScaling, ProportionalScaling, Scaling, unscaled_frequencies
 
 CHOICES = {
@@ -61,8 +61,7 @@ class Rope:
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
             raise TypeError(f"scaling must be a scaling of mha_spec or None, got scaling={self.scaling!r}")
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {list(choices)}, got {name}={getattr(self, name)!r}")
+            as_one_of(name, getattr(self, name), choices)
         if self.rotary_dim is not None:
             object.__setattr__(self, "rotary_dim", as_count("rotary_dim", self.rotary_dim))
             if self.rotary_dim % 2:
@@ -83,7 +82,7 @@ class Rope:
     def _check_sections(self) -> None:
         if isinstance(self.sections, (str, bytes)) or not np.iterable(self.sections):
             raise TypeError(f"sections must be integers, one for each axis, got sections={self.sections!r}")
-        sections = tuple(as_count("sections", section) for section in self.sections or ())
+        sections = tuple(as_count("sections", section) for section in self.sections)
         object.__setattr__(self, "sections", sections)
         if len(sections) < 2:
             raise ValueError(f"sections must be two or more, got sections={sections}")
@@ -135,16 +134,16 @@ class Rope:
             ValueError: if heads of so many features cannot be rotated in this way.
         """
         rotated = self.rotated_features(head_dim)
-        return _axes((rotated.stop - rotated.start) // 2, self.sections or (), self.section_order)
+        pairs = (rotated.stop - rotated.start) // 2
+        return np.array(_axes(pairs, self.sections or (pairs,), self.section_order), np.int64)
 
 
-def _axes(pairs: int, sections: tuple[int, ...], order: str) -> np.ndarray:
-    if not sections:
-        return np.zeros(pairs, np.int64)
+def _axes(pairs: int, sections: tuple[int, ...], order: str) -> list[int]:
+    """In plain Python, since rules read it: torch.compile makes of NumPy's numbers values that it does not know."""
     if order == "contiguous":
-        return np.repeat(np.arange(len(sections)), sections)
-    turn, axis = np.divmod(np.arange(pairs), len(sections))
-    return np.where(turn < np.array(sections)[axis], axis, 0)
+        return [axis for axis, section in enumerate(sections) for _ in range(section)]
+    turns = [divmod(pair, len(sections)) for pair in range(pairs)]
+    return [axis if turn < sections[axis] else 0 for turn, axis in turns]
 
 
 def check_rotated(head_dim: int, rope: Rope) -> None:
@@ -161,11 +160,12 @@ def check_rotated(head_dim: int, rope: Rope) -> None:
         return
     if sum(rope.sections) != count // 2:
         raise ValueError(f"sections must be {count // 2} rotated pairs in all, got sections={rope.sections}")
-    held = np.bincount(_axes(count // 2, rope.sections, rope.section_order), minlength=len(rope.sections))
-    if tuple(held) != rope.sections:
+    axes = _axes(count // 2, rope.sections, rope.section_order)
+    held = tuple(axes.count(axis) for axis in range(len(rope.sections)))
+    if held != rope.sections:
         raise ValueError(
             f"interleaved sections must find their pairs among {count // 2}, got sections={rope.sections}, "
-            f"which would have {tuple(map(int, held))}"
+            f"which would have {held}"
         )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -39,10 +41,14 @@ def as_number(name: str, value: object) -> float:
 
     Raises:
         TypeError: if it is not one.
+        ValueError: if it is an integer beyond the largest float.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name} must be a number, got {name}={value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be at most {sys.float_info.max:.2g}, got {name}={value}") from None
 
 
 def as_factor(name: str, value: object) -> float:
@@ -77,7 +83,7 @@ def as_one_of(name: str, value: Any, options: Sequence[object]) -> Any:
     Raises:
         ValueError: if it is none of them.
     """
-    if value not in options:
+    if not isinstance(value, (str, NoneType)) or value not in options:  # an array has no answer to `in`
         raise ValueError(f"{name} must be one of {list(options)}, got {name}={value!r}")
     return value
 

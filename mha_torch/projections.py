@@ -14,6 +14,7 @@ from mha_torch.arrays import (
     check_count,
     check_floating,
 )
+from mha_torch.not_finite import emptied, may_hold, not_finite, spoilt
 from mha_torch.rope import apply_rope, at_least_float32, check_positions
 from mha_torch.weights import Project
 
@@ -248,9 +249,17 @@ def project_output(
         The output (B, T, E), or (B, T, N * Hv) without `out_proj`.
     """
     if spec.gate is not None:
-        context = apply_gate(context, project("gate_proj", query))
+        context = _gated(context, project("gate_proj", query), query)
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output
+
+
+def _gated(context: Tensor, gate: Tensor, query: Tensor) -> Tensor:
+    """`apply_gate`, through which a row or a token that is not finite spoils no gradient if nobody sees it."""
+    wrong, of_token = ~context.detach().isfinite(), not_finite(query)
+    if not torch.is_grad_enabled() or not may_hold(wrong.any() | of_token.any()):
+        return apply_gate(context, gate)
+    return spoilt(apply_gate(emptied(context, wrong), emptied(gate, of_token)), wrong | of_token[:, None])
 
 
 def _normed(project: Project, name: str, x: Tensor, latent: Latent) -> Tensor:

@@ -309,7 +309,7 @@ def _attend_in_prefill(
     """Append tokens, q (B, N, T, H), new (B, K, T, H) each, and attend from each to everything up to it."""
     before, seq_len = cache.lengths, q.shape[2]
     cache = append_checked(cache, new, num_added(cache, seq_len, new_lengths))
-    if before.any():
+    if before.any() or seq_len > cache.capacity:  # padding beyond the capacity, which a mask does not reach
         return _attend_to_slots(q, cache, before, masking, dropout, attention), cache
     # Right padding needs no mask of its own: no real token sees what comes after it.
     masking = _first_slots(masking, seq_len).of_layer(attention.spec)

@@ -14,6 +14,7 @@ from parity.backends.caches import load_cache as load_cache, save_cache as save_
 from parity.backends.numerics import numerics_lock as numerics_lock
 from parity.conformance.answers import Conformance as Conformance
 from parity.conformance.examine import examine as examine
+from parity.conformance.subjects import Subject as Subject
 from parity.conversion.convert import convert as convert, convert_file as convert_file, load as load
 from parity.conversion.differences import WeightsComparison as WeightsComparison, compare_weights as compare_weights
 from parity.conversion.layouts import LAYOUTS as LAYOUTS, Layout as Layout
@@ -33,9 +34,11 @@ from parity.core.weights import (
     save_weights as save_weights,
     weight_shapes as weight_shapes,
 )
-from parity.diagnosis.diagnose import Diagnosis as Diagnosis, diagnose as diagnose
+from parity.diagnosis.attention import attention_of as attention_of
+from parity.diagnosis.diagnose import Diagnosis as Diagnosis, diagnose as diagnose, observe as observe
 from parity.diagnosis.tap_pairs import TapDifference as TapDifference, judge_taps as judge_taps
 from parity.diagnosis.taps import TapVerdict as TapVerdict, judge_tap as judge_tap
+from parity.diagnosis.weights import diagnose_weights as diagnose_weights
 from parity.foreign import (
     from_module as from_module,
     load_into as load_into,
@@ -45,6 +48,7 @@ from parity.foreign import (
 )
 from parity.foreign.live import from_transformers as from_transformers
 from parity.models.specs import ModelLayer as ModelLayer, specs_of as specs_of
+from parity.reporting.plot import plot_attention as plot_attention
 from parity.running.models import run_model as run_model
 from parity.running.report import Report as Report
 from parity.running.run import run_cases as run_cases

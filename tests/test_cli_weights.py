@@ -295,6 +295,16 @@ def test_inspect_tells_which_flags_would_decide(source, capsys):
     assert "--num-heads" in " ".join(capsys.readouterr().out.split())
 
 
+def test_inspect_says_which_heads_would_fit(tmp_path, capsys):
+    np.savez(
+        tmp_path / "y.npz", **{name: x.numpy() for name, x in torch.nn.MultiheadAttention(32, 4).state_dict().items()}
+    )
+    assert main(["inspect", str(tmp_path / "y.npz"), "--num-heads", "5"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "in torch.nn.MultiheadAttention, got num_heads=5" in shown
+    assert "No attention layer" not in shown
+
+
 def test_inspect_writes_json(source, tmp_path):
     assert main(["inspect", source, *HEADS, "--json", str(tmp_path / "r.json")]) == 0
     content = json.loads((tmp_path / "r.json").read_text())

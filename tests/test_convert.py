@@ -632,6 +632,14 @@ def test_heads_that_are_not_known_are_told_as_such(tmp_path):
     assert "the heads must be given" in found["transformers.LLaMA", PREFIX].heads
 
 
+def test_layers_of_other_heads_than_those_given_are_told_as_such(tmp_path):
+    path = write(tmp_path / "a.npz", checkpoint() | checkpoint((0,), MHA, "transformers.BERT", prefix="bert.{i}"))
+    found = found_in(path, num_heads=5)
+    assert found["transformers.LLaMA", PREFIX].heads.startswith("num_heads * head_dim must be 24")
+    assert {each.heads.rpartition(", ")[2] for each in found.values()} == {"got num_heads=5"}
+    assert all("must be" not in each.heads for each in found_in(path, num_heads=4).values())  # the control
+
+
 def test_nothing_is_found_where_there_is_nothing(tmp_path):
     assert found_in(write(tmp_path / "a.npz", rest(checkpoint()))) == {}
 

@@ -1,6 +1,8 @@
 """The documentation: its code runs, it shows what is printed, every mistake has its page, and links lead somewhere."""
 
+import ast
 import functools
+import importlib
 import os
 import re
 import subprocess
@@ -183,6 +185,21 @@ def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
 
 
 # ---- Public names ----------------------------------------------------------------------------------------------------
+
+PUBLIC = {name: set(importlib.import_module(name).__all__) for name in ("mha_spec", "mha_jax", "mha_torch", "parity")}
+
+
+@pytest.mark.parametrize("path", LINKED, ids=lambda path: path.name)
+def test_a_page_imports_public_names_only(path):
+    blocks = [re.sub("#.*", "", block) for language, block in blocks_of(path) if language == "python"]
+    for code in [block for block in blocks if "…" not in block]:  # with it, it is the sketch of a fix
+        for node in ast.walk(ast.parse(code)):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module] if isinstance(node, ast.ImportFrom) else []
+            ours = [module for module in modules if module.partition(".")[0] in (*PUBLIC, "mha_tt")]
+            assert [module for module in ours if "." in module] == []
+            if isinstance(node, ast.ImportFrom) and node.module in PUBLIC:
+                assert {alias.name for alias in node.names} <= PUBLIC[node.module]
 
 
 def test_the_page_of_public_names_is_that_of_the_source():

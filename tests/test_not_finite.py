@@ -14,7 +14,8 @@ from flax import nnx
 
 import mha_jax
 from mha_jax.blockwise import BlockSizes
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Gate, Rope
+from parity import random_weights
 
 NUM_QUERIES, NUM_KEYS = 29, 41  # with blocks of 16, the last of each are smaller
 NAN_KEY, NAN_VALUE = 13, 20
@@ -340,6 +341,38 @@ def test_gradients_do_not_know_what_nobody_sees(sibling, path, kind):
         assert np.isfinite(gradient).all()
     assert not found["key"][unseen].any()
     assert not found["value"][unseen].any()
+
+
+@pytest.mark.parametrize("gate", [None, Gate(), Gate(per_head=True, bias=True)], ids=["no-gate", "gate", "per-head"])
+def test_gradients_of_a_layer_do_not_know_its_padding(sibling, gate):
+    """Where nothing comes back of the outputs at the padding, as in training."""
+    spec, lengths = AttentionSpec(16, 4, num_kv_heads=2, gate=gate, rope=Rope(100.0)), [3, 9]
+    weights = {name: x.astype(np.float32) for name, x in random_weights(spec).items()}
+    x, is_real = np.concatenate([tokens(9)] * 2), np.arange(9) < np.array(lengths)[:, None]
+
+    def function(x, **weights):
+        package = sibling.package
+        if sibling.name == "jax":
+            parts = {name.partition(".")[0] for name in weights}
+            weights = {
+                part: {"kernel": weights[f"{part}.weight"].T}
+                | ({"bias": weights[f"{part}.bias"]} if f"{part}.bias" in weights else {})
+                for part in parts
+            }
+        return package.multi_head_attention(x, weights, spec, key_padding_lengths=sibling.array(lengths))[0]
+
+    cotangent = np.random.default_rng(3).standard_normal((2, 9, 16)).astype(np.float32) * is_real[..., None]
+    expected, found = (
+        gradients_of(
+            sibling, function, {"x": np.where(is_real[..., None], x, bad).astype(np.float32)} | weights, cotangent
+        )
+        for bad in (0.0, np.nan)
+    )
+    assert set(found) == {"x", *weights}
+    for name, gradient in found.items():
+        assert np.isfinite(gradient).all(), name
+        np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, atol=1e-6)
+    assert not found["x"][~is_real].any()
 
 
 def test_rows_without_a_key_are_0_beside_sinks_and_others_that_see_a_nan_are_nan(sibling):

@@ -24,6 +24,7 @@ from mha_spec import (
 )
 from mha_spec.scaling import SCALINGS
 from parity import CASES, AttentionSpec, pretrained, random_case
+from parity.cli.run import MOST_RANDOM
 from parity.core.cases import case_named
 from parity.core.stages import STAGES, Stage, stage_named
 from parity.core.weights import load_tensors, weight_shapes
@@ -37,6 +38,14 @@ def test_spec_fills_in_the_sizes_left_out():
 
 def test_spec_takes_the_key_width_from_the_query_width():
     assert AttentionSpec(32, 4, d_in=24).d_kv == 24
+
+
+def test_spec_keeps_plain_numbers():
+    numbers = {"window_size": np.int64(4), "scale": np.float32(0.5), "rope": Rope(sections=np.array([2, 1, 1]))}
+    spec = AttentionSpec(np.int64(32), 4, sinks=np.bool_(True), **numbers)
+    same = AttentionSpec(32, 4, window_size=4, scale=0.5, rope=Rope(sections=(2, 1, 1)), sinks=True)
+    assert (spec, spec.to_json()) == (same, same.to_json())
+    assert AttentionSpec(32, 4, chunk_size=np.int32(3)).to_json() == AttentionSpec(32, 4, chunk_size=3).to_json()
 
 
 def test_spec_never_derives_a_head_dim_that_is_given():
@@ -154,6 +163,7 @@ def test_spec_refuses_what_does_not_fit(keywords, error, message):
         ({"kind": "batch"}, ValueError, "kind must be one of"),
         ({"over": "tokens"}, ValueError, "over must be one of"),
         ({"weight": True}, ValueError, "weight must be one of"),
+        ({"kind": np.array(["rms", "layer"])}, ValueError, "kind must be one of"),
         ({"eps": 0}, ValueError, "eps must be positive and finite, got eps=0.0"),
         ({"eps": "small"}, TypeError, "eps must be a number"),
         ({"bias": 1}, TypeError, "bias must be a boolean"),
@@ -454,6 +464,8 @@ def test_spec_refuses_json_of_no_scaling(scaling, message):
         (lambda: Rope(rotated="middle"), ValueError, "rotated must be one of .*, got rotated='middle'"),
         (lambda: Rope(pairs="odd"), ValueError, "pairs must be one of .*, got pairs='odd'"),
         (lambda: Rope(section_order="x"), ValueError, "section_order must be one of .*, got section_order='x'"),
+        (lambda: Rope(pairs=np.array([1, 2])), ValueError, "pairs must be one of .*, got pairs=array"),
+        (lambda: Rope(10**400), ValueError, "theta must be at most 1.8e.308, got theta=1000"),
         (lambda: Rope(sections=3), TypeError, "sections must be integers, one for each axis, got sections=3"),
         (lambda: Rope(sections=(4,)), ValueError, r"sections must be two or more, got sections=\(4,\)"),
         (lambda: Rope(sections=(2, 0)), ValueError, "sections must be at least 1"),
@@ -524,6 +536,11 @@ def test_every_cached_case_uses_all_its_tokens_and_fits():
 def test_random_case_is_the_same_every_time():
     assert random_case(3) == random_case(3)
     assert random_case(3) != random_case(4)
+
+
+def test_every_random_case_is_one():
+    """As many as `run --random` takes: what a draw puts together must fit."""
+    assert len({random_case(seed).name for seed in range(MOST_RANDOM)}) == MOST_RANDOM
 
 
 def test_random_cases_draw_every_feature():

@@ -14,7 +14,20 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import mha_torch
-from mha_spec import AttentionSpec, RelativeBias, Rope
+from mha_spec import (
+    Alibi,
+    AttentionSpec,
+    DynamicScaling,
+    Gate,
+    Latent,
+    LongRopeScaling,
+    Norm,
+    ProportionalScaling,
+    RelativeBias,
+    Rope,
+    Temperature,
+    YarnScaling,
+)
 from mha_torch.arrays import values_of
 
 FORMS = {
@@ -199,6 +212,33 @@ def test_tensors_of_lengths_share_a_compiled_graph():
         found = compiled(tokens(2, 3, 16), key_padding_lengths=torch.tensor(lengths))
         torch.testing.assert_close(found, layer(tokens(2, 3, 16), key_padding_lengths=lengths))
     assert len(graphs) == 1
+
+
+FEATURES = {
+    "partial": {"rope": Rope(100.0, rotary_dim=2, rotated="last"), "qk_norm": Norm(after_rope=True)},
+    "sections": {"rope": Rope(100.0, sections=(2, 1, 1)), "head_dim": 8},
+    "interleaved-sections": {"rope": Rope(100.0, sections=(2, 1, 1), section_order="interleaved"), "head_dim": 8},
+    "dynamic": {"rope": Rope(100.0, scaling=DynamicScaling(2.0, 4)), "sinks": True},
+    "longrope": {"rope": Rope(100.0, scaling=LongRopeScaling(2.0, 4, (1.0, 2.0), (3.0, 4.0)))},
+    "proportional": {"rope": Rope(100.0, scaling=ProportionalScaling(0.5), pairs="interleaved"), "window_size": 2},
+    "alibi": {"alibi": Alibi(scaled=True), "soft_cap": 2.0, "temperature": Temperature(2)},
+    "relative-bias": {"relative_bias": RelativeBias(8, 9), "chunk_size": 3, "gate": Gate(per_head=True)},
+    "latent": {
+        "num_kv_heads": 4,
+        "latent": Latent(5, 2, 3),
+        "rope": Rope(100.0, rotary_dim=2, rotated="last", scaling=YarnScaling(4.0, 8)),
+    },
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fields", FEATURES.values(), ids=FEATURES)
+def test_every_feature_is_one_compiled_graph(fields):
+    layer = mha_torch.MultiHeadSelfAttention(AttentionSpec(16, 4, **fields), dtype=torch.float64)
+    x = tokens(2, 6, 16).double()
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, is_causal=True), layer(x, is_causal=True), rtol=1e-12, atol=1e-12)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 
 from parity.conversion.layers import TensorCache, layers_under
 from parity.conversion.layouts import LAYOUTS
-from parity.conversion.layouts.detection import DoesNotFit
+from parity.conversion.layouts.detection import DoesNotFit, HeadsDoNotFit
 from parity.conversion.metadata import what_is_known
 from parity.conversion.prefixes import names_under, numbered, possible_prefixes
 from parity.conversion.ranks import open_checkpoint
@@ -45,11 +45,14 @@ class Found:
 def find_layers(file: TensorFile, **heads: Any) -> list[Found]:
     """Every attention layer in a file, in every layout that fits its names.
 
+    Where none fits with the heads that are given, those that would with others.
+
     Args:
         file: an open file.
         heads: num_heads, num_kv_heads, head_dim, rope, as far as they are known.
     """
     found, known = [], what_is_known(file, heads)
+    of_other_heads: list[Found] = []
     for layout in LAYOUTS.values():
         groups: dict[str, list[str]] = {}
         prefixes = possible_prefixes(file.infos, layout)
@@ -66,17 +69,19 @@ def find_layers(file: TensorFile, **heads: Any) -> list[Found]:
                 kind = tuple(sorted((name, info.shape, info.dtype.name) for name, info in infos.items()))
                 alike.setdefault(kind, []).append(concrete)
             for first, *others in alike.values():
-                is_stacked, size = False, 1
-                of_model = known.layer_at(first)
+                is_stacked, size, among, of_model = False, 1, found, known.layer_at(first)
                 try:
                     layers = layers_under(TensorCache(file), first, layout, known, "")
                     is_stacked, size, spec = layers[0].index is not None, len(layers), layers[0].spec
                     words = f"{spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}"
                     words += f" ({layers[0].heads_from})" if layers[0].heads_from else ""
                 except ValueError as error:
-                    if isinstance(error, DoesNotFit) and (of_model is None or of_model.spec is None):
+                    is_told = of_model is not None and of_model.spec is not None
+                    if isinstance(error, DoesNotFit) and not isinstance(error, HeadsDoNotFit) and not is_told:
                         continue  # of a layer that a configuration tells of whoever looks shall know why
+                    among = of_other_heads if isinstance(error, HeadsDoNotFit) else found
                     words = str(error).removeprefix(f"{first}: ")
                 dtype = file.infos[prefixes[first]].dtype.name
-                found.append(Found(prefix, (1 + len(others)) * size, layout.name, words, dtype, is_stacked))
-    return found
+                among.append(Found(prefix, (1 + len(others)) * size, layout.name, words, dtype, is_stacked))
+    fitting = {each.prefix for each in found}
+    return found + [each for each in of_other_heads if each.prefix not in fitting]

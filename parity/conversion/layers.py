@@ -237,13 +237,14 @@ def layers_under(
         infos = {short: file.infos[name] for name, short in held.items()}
         try:
             each, axis = _identify({short: info.shape for short, info in infos.items()}, concrete, layout, known)
-        except DoesNotFit as error:
-            if not concrete and any(fitting_prefixes({name: info.shape for name, info in file.infos.items()}, layout)):
-                raise DoesNotFit(_no_layer(file, prefix, layout, path)) from None
-            what = "; it is quantised, and only GGUF is read so" if any(map(QUANTISED.search, held.values())) else ""
-            raise DoesNotFit(f"{concrete or path}: {error}{what}") from None
         except ValueError as error:
-            raise type(error)(f"{concrete or path}: {error}") from None
+            shapes, what = {name: info.shape for name, info in file.infos.items()}, ""
+            if isinstance(error, DoesNotFit):
+                if not concrete and any(fitting_prefixes(shapes, layout)):
+                    raise DoesNotFit(_no_layer(file, prefix, layout, path)) from None
+                is_quantised = any(map(QUANTISED.search, held.values()))
+                what = "; it is quantised, and only GGUF is read so" if is_quantised else ""
+            raise type(error)(f"{concrete or path}: {error}{what}") from None
         dtypes = sorted({info.dtype.name for info in infos.values()})
         if len(dtypes) > 1 or not is_floating(next(iter(infos.values())).dtype):
             raise ValueError(f"{concrete or path} must have one floating-point dtype, got {dtypes}")

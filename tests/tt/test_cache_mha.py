@@ -684,6 +684,16 @@ def test_padding_may_reach_past_the_capacity(device, dtype):
 
 
 @both_dtypes
+def test_a_mask_is_of_the_capacity_where_the_padding_of_a_prompt_reaches_past_it(device, dtype):
+    module, mask = cached_layer(GQA_ROPE, device, dtype), np.arange(6) == 1
+    x = mha_tt.upload(random_tokens(9, dtype), device=device, dtype=dtype)
+    output, cache = module(x, module.init_cache(3, 6, dtype), new_lengths=[1, 6, 4], mask=mask)
+    expected, _ = module(x, module.init_cache(3, 9, dtype), new_lengths=[1, 6, 4], mask=np.arange(9) == 1)
+    assert cache.lengths.tolist() == [1, 6, 4]
+    assert_close(mha_tt.download(output), mha_tt.download(expected), dtype)
+
+
+@both_dtypes
 @pytest.mark.parametrize("filled", [[0] * 8, [3] * 8], ids=["step", "chunk"])
 def test_batch_beyond_the_cores_is_refused_and_leaves_the_cache_as_it_was(device, filled, dtype):
     grid = device.compute_with_storage_grid_size()

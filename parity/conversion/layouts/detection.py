@@ -32,6 +32,10 @@ class DoesNotFit(ValueError):
     """Tensors are not those of a layout, or of no layer with these heads."""
 
 
+class HeadsDoNotFit(DoesNotFit):
+    """Tensors are those of a layout, with other heads than those that were given."""
+
+
 class HeadsUnknown(ValueError):
     """Shapes fit more than one number of heads."""
 
@@ -254,7 +258,7 @@ def find_spec(
     if not fitting:
         if said and not reasons and (rule := _head_rule(present, shapes, layout)):
             got = " and ".join(f"{name}={value}" for name, value in said.items())
-            raise DoesNotFit(f"{rule} in {layout.name}, got {got}")
+            raise HeadsDoNotFit(f"{rule} in {layout.name}, got {got}")
         raise DoesNotFit(
             f"shapes must be those of a layer in {layout.name}{f' ({reasons[0]})' if reasons else ''}, got {told}"
         )

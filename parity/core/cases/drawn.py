@@ -126,7 +126,7 @@ def _ropes(rope: Rope, head_dim: int) -> list[Rope]:
     """Rotations of other kinds that heads of so many features can have."""
     scalings = [
         LinearScaling(8.0),
-        DynamicScaling(4.0, 6),
+        DynamicScaling(4.0, 6) if head_dim >= 4 else LinearScaling(4.0),  # it has no base for one pair
         Llama3Scaling(8.0, 64),
         YarnScaling(4.0, 64),
         ProportionalScaling(0.5),
