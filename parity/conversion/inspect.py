@@ -69,15 +69,15 @@ def find_layers(file: TensorFile, **heads: Any) -> list[Found]:
                 kind = tuple(sorted((name, info.shape, info.dtype.name) for name, info in infos.items()))
                 alike.setdefault(kind, []).append(concrete)
             for first, *others in alike.values():
-                is_stacked, size, among, of_model = False, 1, found, known.layer_at(first)
+                is_stacked, size, among = False, 1, found
                 try:
                     layers = layers_under(TensorCache(file), first, layout, known, "")
                     is_stacked, size, spec = layers[0].index is not None, len(layers), layers[0].spec
                     words = f"{spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}"
                     words += f" ({layers[0].heads_from})" if layers[0].heads_from else ""
                 except ValueError as error:
-                    is_told = of_model is not None and of_model.spec is not None
-                    if isinstance(error, DoesNotFit) and not isinstance(error, HeadsDoNotFit) and not is_told:
+                    of_model = known.layer_at(first)
+                    if type(error) is DoesNotFit and (of_model is None or of_model.spec is None):
                         continue  # of a layer that a configuration tells of whoever looks shall know why
                     among = of_other_heads if isinstance(error, HeadsDoNotFit) else found
                     words = str(error).removeprefix(f"{first}: ")

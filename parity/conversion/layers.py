@@ -20,9 +20,10 @@ from parity.conversion.layouts.views import lay_out, read_out
 from parity.conversion.metadata import ENTRY, Known, concrete_prefix, sources, what_is_known
 from parity.conversion.model_config import Beside, is_of_rope
 from parity.conversion.not_carried import NotCarriedWarning
-from parity.conversion.prefixes import either, fitting_prefixes, some_of
+from parity.conversion.prefixes import either, fitting_prefixes
 from parity.conversion.ranks import open_checkpoint
 from parity.core.weights import Weights, is_finite, is_floating, weight_shapes
+from parity.core.words import some_of
 from parity.files import TensorFile
 from parity.models.specs import ModelLayer, sections_named
 
@@ -238,13 +239,13 @@ def layers_under(
         try:
             each, axis = _identify({short: info.shape for short, info in infos.items()}, concrete, layout, known)
         except ValueError as error:
-            shapes, what = {name: info.shape for name, info in file.infos.items()}, ""
+            why = f"{concrete or path}: {error}"
             if isinstance(error, DoesNotFit):
-                if not concrete and any(fitting_prefixes(shapes, layout)):
+                if not concrete and any(fitting_prefixes({name: x.shape for name, x in file.infos.items()}, layout)):
                     raise DoesNotFit(_no_layer(file, prefix, layout, path)) from None
-                is_quantised = any(map(QUANTISED.search, held.values()))
-                what = "; it is quantised, and only GGUF is read so" if is_quantised else ""
-            raise type(error)(f"{concrete or path}: {error}{what}") from None
+                if any(map(QUANTISED.search, held.values())):
+                    why += "; it is quantised, and only GGUF is read so"
+            raise type(error)(why) from None
         dtypes = sorted({info.dtype.name for info in infos.values()})
         if len(dtypes) > 1 or not is_floating(next(iter(infos.values())).dtype):
             raise ValueError(f"{concrete or path} must have one floating-point dtype, got {dtypes}")

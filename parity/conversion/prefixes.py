@@ -77,8 +77,3 @@ def possible_prefixes(names: Iterable[str], layout: Layout) -> dict[str, str]:
 def either(words: Sequence[str], most: int = 3) -> str:
     """What fits, in words, of which no more than some are shown."""
     return " or ".join(words[:most]) + (f" (or {len(words) - most} more)" if len(words) > most else "")
-
-
-def some_of(words: Sequence[str], most: int = 6) -> str:
-    """Names, of which no more than some are shown."""
-    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")

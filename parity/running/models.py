@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from mha_spec import AttentionSpec
 from parity.conversion.layers import Layer, open_layers
-from parity.conversion.prefixes import some_of
 from parity.core import reference
 from parity.core.cases import Case
 from parity.core.compare import SAME_PRECISION, compare
 from parity.core.problem import make_problem
 from parity.core.stages import run_steps
 from parity.core.weights import Weights
+from parity.core.words import some_of
 from parity.running.report import Report, SkippedCase
 from parity.running.run import OnJudged, run_cases
 

@@ -16,6 +16,7 @@ from parity.core.compare import Comparison
 from parity.core.problem import make_problem
 from parity.core.trace import Reference, Trace, judge
 from parity.core.weights import Weights
+from parity.core.words import some_of
 from parity.diagnosis.diagnose import Diagnosis, diagnose_trace
 from parity.running.report import Report, SkippedCase
 from parity.running.traces import load_traces, printable, save_trace
@@ -77,7 +78,7 @@ def run_cases(
     for name in here if backends else ():
         reasons = dict.fromkeys(load_backend(name).why_skipped(case, dtype) for case, dtype in chosen)
         if None not in reasons:
-            raise ValueError(f"{name} must be able to run one of the cases, got {_listed(map(str, reasons))}")
+            raise ValueError(f"{name} must be able to run one of the cases, got {some_of(map(str, reasons))}")
     where = environment(here)
 
     def recorded() -> Iterator[tuple[Trace, Reference]]:
@@ -175,7 +176,7 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace
     ]
     for backend in dict.fromkeys(each.backend for each in missing):
         lacking = (f"{each.case} in {each.dtype}" for each in missing if each.backend == backend)
-        warnings.append(f"{backend} has no trace of {_listed(lacking)}")
+        warnings.append(f"{backend} has no trace of {some_of(lacking)}")
     for backend, values in without_hardware.items():
         warnings.append(f"{backend} ran without its hardware: its values are those of {values}")
     warnings.extend(f"{backend} has no gradients: its other stages are compared" for backend in without_gradients)
@@ -211,10 +212,3 @@ def compare_traces(
 
     report = _judge_all(read(), traces, on_judged)
     return replace(report, environment={trace.folder: trace.environment for trace in traces})
-
-
-def _listed(names: Iterable[str], most: int = 8) -> str:
-    """Names in a line, and how many there are beyond some."""
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -105,14 +105,16 @@ def _lower(plan: Plan, x: Any, dtype: str) -> Any:
 
 def _weights(case: Case, dtype: str, projection: str = "") -> Iterator[Mistake]:
     """Of all of the layer, or of one projection; with the biases, or without."""
-    yield _rounded_weights(dtype, projection, "", "")
+    yield _rounded_weights(dtype, projection, with_biases=True)
     if any(name.startswith(projection) and name.endswith(".bias") for name in case.spec.weight_shapes):
-        yield _rounded_weights(dtype, projection, ".bias", f", and not {'its bias' if projection else 'the biases'}")
+        yield _rounded_weights(dtype, projection, with_biases=False)
 
 
-def _rounded_weights(dtype: str, projection: str, without: str, words: str) -> Mistake:
+def _rounded_weights(dtype: str, projection: str, *, with_biases: bool) -> Mistake:
+    but = "" if with_biases else f", and not {'its bias' if projection else 'the biases'}"
+
     def is_rounded(name: str) -> bool:
-        return name.startswith(projection) and not (without and name.endswith(without))
+        return name.startswith(projection) and (with_biases or not name.endswith(".bias"))
 
     def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
         return _to(dtype)(original(name)) if is_rounded(name) else original(name)
@@ -123,11 +125,11 @@ def _rounded_weights(dtype: str, projection: str, without: str, words: str) -> M
 
     return _mistake(
         f"{projection}-weights-{dtype}" if projection else f"weights-{dtype}",
-        f"the weights{' of ' + projection if projection else ''} are rounded to {dtype}{words}",
+        f"the weights{' of ' + projection if projection else ''} are rounded to {dtype}{but}",
         "load the weights in the dtype that they are computed in, or compare with the rounded ones",
         STAGES.get(projection, ("q",)),
         {"parameter": parameter},
-        None if without else plant,
+        plant if with_biases else None,
     )
 
 

@@ -78,21 +78,21 @@ def _turning_in_sibling(of: str, turned: Override) -> Callable[[Plan], None]:
 # ---- Pairs -----------------------------------------------------------------------------------------------------------
 
 
-def _rotated(case: Case, size: int) -> list[int]:
+def _rotated(rope: Rope | None, size: int) -> list[int]:
     """Which of so many features are rotated."""
-    return list(range(size))[cast(Rope, case.spec.rope).rotated_features(size)]
+    return list(range(size))[cast(Rope, rope).rotated_features(size)]
 
 
 def pairs_of(rope: Rope, size: int) -> tuple[list[int], list[int]]:
     """The first and the second feature of each pair that is rotated, of so many features."""
-    rotated = list(range(size))[rope.rotated_features(size)]
+    rotated = _rotated(rope, size)
     half = len(rotated) // 2
     return (rotated[:half], rotated[half:]) if rope.pairs == "half" else (rotated[0::2], rotated[1::2])
 
 
 def _pairs_side_by_side(case: Case, size: int) -> np.ndarray:
     """So many features, those of each pair one after the other: 0, R/2, 1, R/2 + 1, …"""
-    order, rotated = np.arange(size), _rotated(case, size)
+    order, rotated = np.arange(size), _rotated(case.spec.rope, size)
     order[rotated] = np.array(rotated).reshape(2, -1).T.reshape(-1)
     return order
 
@@ -103,7 +103,7 @@ def _interleaved(case: Case, of: str, whose: str, suffix: str) -> Mistake:
         return layer.rotate(x[..., np.argsort(order)], positions)[..., order]
 
     def planted(_: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
-        size, rotated = x.shape[-1], _rotated(case, x.shape[-1])
+        size, rotated = x.shape[-1], _rotated(rope, x.shape[-1])
         evens_first = np.array([*range(rotated[0]), *rotated[0::2], *rotated[1::2], *range(rotated[-1] + 1, size)])
         return rotate(x[..., evens_first], positions, rope)[..., np.argsort(evens_first)]
 
@@ -120,7 +120,7 @@ def _interleaved(case: Case, of: str, whose: str, suffix: str) -> Mistake:
 
 def _weights_reordered(case: Case, of: str, whose: str, suffix: str) -> Iterator[Mistake]:
     size = case.spec.head_dim
-    order, rotated = _pairs_side_by_side(case, size), _rotated(case, size)
+    order, rotated = _pairs_side_by_side(case, size), _rotated(case.spec.rope, size)
     half, features = len(rotated) // 2, slice(rotated[0], rotated[-1] + 1)
 
     def with_rows(rows: np.ndarray) -> dict[str, Override]:
