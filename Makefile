@@ -48,6 +48,8 @@ lint: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[jax,torch,dev]'
+	# Without what it reads text with, which is TensorFlow.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps keras-hub
 	touch $@
 
 .venv-tt/installed: pyproject.toml constraints-tt.txt

@@ -26,6 +26,7 @@ from mha_jax.compiled import compiled
 from mha_jax.masks import Masking, to_scores_rank
 from mha_jax.not_finite import emptied, not_finite, spoilt
 from mha_jax.rope import at_least_float32
+from mha_jax.sharding import is_automatic
 from mha_spec.reach import Reach
 
 
@@ -131,17 +132,37 @@ def attend_by_block(
     lengths: Any = masking.key_padding_lengths  # an array: see `Masking.as_arrays`
     sinks = None if masking.sinks is None else masking.sinks.reshape(1, num_kv_heads, -1, 1, 1)
     hidden = Hidden(mask, bias, lengths, sinks, masking.offsets)
-    context: Any = _attend((masking.is_causal, scoring, block_sizes), group(query), key, value, hidden)
-    return context.reshape(*query.shape[:3], value.shape[3])
+    options = _Options(masking.is_causal, scoring, block_sizes, is_automatic(query))
+    attend: Any = _attend_at_once if options.is_automatic else _attend
+    return attend(options, group(query), key, value, hidden).reshape(*query.shape[:3], value.shape[3])
+
+
+class _Options(NamedTuple):
+    """What a program is made for, beside the shapes."""
+
+    is_causal: bool
+    scoring: Scoring
+    block_sizes: BlockSizes
+    is_automatic: bool  # XLA divides the work among devices
+
+
+def _attend_at_once(options: _Options, query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
+    """All sequences at a time, and all heads of each: XLA divides products along these, and no loop over them."""
+    batch_size = query.shape[0]
+    axes = jax.tree.map(lambda x: 0 if x.shape[0] == batch_size else None, hidden)
+    query, key, value, hidden = jax.tree.map(
+        lambda x: x[:, None] if x.shape[0] == batch_size else x, (query, key, value, hidden)
+    )
+    return jax.vmap(partial(_attend, options), in_axes=(0, 0, 0, axes))(query, key, value, hidden)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: tuple[bool, Scoring, BlockSizes], query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
+def _attend(options: _Options, query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
     return _forward(options, query, key, value, hidden)[0]
 
 
 def _forward(
-    options: tuple[bool, Scoring, BlockSizes], query: Array, key: Array, value: Array, hidden: Hidden
+    options: _Options, query: Array, key: Array, value: Array, hidden: Hidden
 ) -> tuple[Array, tuple[Any, ...]]:
     blocks = _Blocks(query.shape, key.shape, hidden, *options)
 
@@ -175,9 +196,7 @@ def _forward(
     return context.astype(query.dtype), residuals
 
 
-def _backward(
-    options: tuple[bool, Scoring, BlockSizes], residuals: tuple[Any, ...], cotangent: Array
-) -> tuple[Any, ...]:
+def _backward(options: _Options, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
     query, key, value, hidden, context, log_sums = residuals
     blocks = _Blocks(query.shape, key.shape, hidden, *options)
 
@@ -243,6 +262,24 @@ def _grad_sinks(sinks: Array | None, log_sums: Array, context: Array, cotangent:
 _attend.defvjp(_forward, _backward)
 
 
+def weighed_sum(
+    scores: Float[Array, "B N T S"], value: Float[Array, "B K S Hv"], sinks: Float[Array, " N"] | None = None
+) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T 1"]]:
+    """softmax(scores) · value, divided last, of scores that are -inf where a key is hidden; in at least float32.
+
+    With it the logarithm of each sum of exponentials; 0 and infinity for a row to which no key gave anything.
+    """
+    batch_size, num_kv_heads, seq_len_k, width = value.shape
+    of_heads = scores.reshape(batch_size * num_kv_heads, -1, seq_len_k)
+    values = at_least_float32(value).reshape(batch_size * num_kv_heads, seq_len_k, width)
+    sums = _Sums.of(of_heads, values, may_be_empty=True)
+    if sinks is not None:
+        sinks = jnp.broadcast_to(at_least_float32(sinks)[None, :, None, None], (*scores.shape[:3], 1))
+        sums = sums.with_sinks(sinks.reshape(sums.largest.shape).astype(scores.dtype))
+    context, log_sums = (x.reshape(*scores.shape[:3], x.shape[2]) for x in sums.result())
+    return context, log_sums
+
+
 @compiled("scoring", "reach", "block_sizes")
 def attend_to_cache(
     query: Float[Array, "B N 1 H"],
@@ -269,7 +306,12 @@ _OfCache = tuple[Scoring, Reach | None, BlockSizes]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_to_cache(
+def _attend_to_cache(options: _OfCache, query: Array, keys: Array, *others: Any) -> Array:
+    attend = _attend_to_every_slot if is_automatic(keys) else _attend_to_filled_slots
+    return attend(options, query, keys, *others)
+
+
+def _attend_to_filled_slots(
     options: _OfCache,
     query: Array,
     keys: Array,
@@ -340,6 +382,34 @@ def _attend_to_cache(
     return contexts.reshape(*query.shape[:3], values.shape[3]).astype(query.dtype)
 
 
+def _attend_to_every_slot(
+    options: _OfCache,
+    query: Array,
+    keys: Array,
+    values: Array,
+    last_positions: Array,
+    sinks: Array | None,
+    bias: Array | None,
+) -> Array:
+    """Products of all sequences, heads and slots, which XLA divides among devices as the cache is."""
+    scoring, reach, _ = options
+    batch_size, num_kv_heads, capacity, _ = keys.shape
+    heads, slots = (jnp.arange(size, dtype=jnp.int32) for size in (num_kv_heads, capacity))
+    of_heads = None if sinks is None else sinks.reshape(num_kv_heads, -1, 1)
+
+    def attend_sequence(query: Array, keys: Array, values: Array, last: Array, bias: Array | None) -> Array:
+        scores = scoring.capped(jnp.einsum("kgh,ksh->kgs", query, at_least_float32(keys)))
+        scores = scoring.lessened(scores, heads, num_kv_heads, (last - slots)[None])
+        scores = scores if bias is None else scores + bias.reshape(scores.shape)
+        is_seen = slots <= last if reach is None else (slots <= last) & (slots >= reach.first(last))
+        attn_weights = _softmax_of_seen(scores, is_seen[None], of_heads)[..., :capacity]
+        return jnp.einsum("kgs,ksh->kgh", attn_weights, emptied(at_least_float32(values), ~is_seen[:, None]))
+
+    query = at_least_float32(query.reshape(batch_size, num_kv_heads, -1, query.shape[3])) * scoring.scale
+    contexts = jax.vmap(attend_sequence)(query, keys, values, last_positions, bias)
+    return contexts.reshape(batch_size, -1, 1, values.shape[3]).astype(keys.dtype)
+
+
 def _softmax_of_seen(scores: Array, is_seen: Array, sinks: Array | None) -> Array:
     """Attention weights of slots, (heads, G, S), 0 for a sequence without a key; those of sinks follow."""
     if sinks is not None:  # one more slot, which is always seen
@@ -405,6 +475,10 @@ class _Sums(NamedTuple):
             self.exponentials * ours + other.exponentials * theirs,
             self.values * ours + other.values * theirs,
         )
+
+    def with_sinks(self, sinks: Array) -> "_Sums":
+        """Those with one more score of each query, (P, G T, 1), whose value is 0."""
+        return self.join(_Sums(sinks, jnp.ones_like(sinks), jnp.zeros_like(self.values)))
 
     def result(self) -> tuple[Array, Array]:
         """The context, and the logarithm of the sum of exponentials: 0 and infinity for a row to which no key gave."""
@@ -479,6 +553,7 @@ class _Blocks:
         is_causal: bool,
         scoring: Scoring,
         block_sizes: BlockSizes,
+        is_automatic: bool,
     ) -> None:
         self.batch_size, self.num_kv_heads, self.group_size, self.seq_len_q, _ = query_shape
         self.seq_len_k = key_shape[2]
@@ -490,6 +565,9 @@ class _Blocks:
         self.scoring = scoring
         # Two products of matrices at a time keep two cores busier than one.
         self.tile_shape = (1, 2 if self.group_size == 1 and self.num_kv_heads % 2 == 0 else 1)
+        self.is_automatic = is_automatic
+        if is_automatic:  # it gathers what is cut out of a divided axis
+            self.tile_shape = (1, self.num_kv_heads)
         # Where every query sees the same, larger matrices are faster; elsewhere smaller ones leave out more. (A group
         # of heads makes them larger, too.)
         sees_alike = not is_causal and hidden.mask is None and self.group_size == 1
@@ -501,7 +579,7 @@ class _Blocks:
             for number, begin in enumerate(range(0, self.seq_len_q, block_queries))
         ]
         self.block_keys = min(block_sizes.keys, self.seq_len_k)
-        self.seen_blocks = None if hidden.mask is None else self.seen(hidden.mask)
+        self.seen_blocks = None if hidden.mask is None or is_automatic else self.seen(hidden.mask)
 
     def over_tiles(self, function: Callable[[_Tile, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
         """The results of a function for each tile, and what it hands on from one tile to the next."""
@@ -525,7 +603,8 @@ class _Blocks:
             first = i * size
             return add(sums, _Keys(jnp.minimum(first, self.seq_len_k - size), size, first))
 
-        if self.hidden.mask is not None or self.hidden.lengths is not None:
+        is_loop = self.is_automatic  # or else XLA holds the scores of all blocks at the same time
+        if is_loop or self.hidden.mask is not None or self.hidden.lengths is not None:
             return lax.fori_loop(*self.seen_of(num_blocks, tile, rows), add_block, zeros)
         # First the blocks of which every query sees all, then the rest: at once, if it is a block at most.
         clear = min(rows.begin, stop) if self.is_causal else stop
@@ -542,6 +621,8 @@ class _Blocks:
     def seen_of(self, num_blocks: int, tile: _Tile, rows: _Rows) -> tuple[Array | int, Array | int]:
         """Of so many blocks of keys, those that mask and lengths show a block of queries: the first, where to stop."""
         first, last = 0, num_blocks
+        if self.is_automatic:  # devices would have to agree on what all of them may leave out
+            return first, last
         if self.seen_blocks is not None:
             first_seen, last_seen = (tile.part(x)[..., rows.number] for x in self.seen_blocks)
             first, last = first_seen.min(), jnp.minimum(last, last_seen.max())
@@ -586,7 +667,8 @@ class _Blocks:
                 hidden |= positions >= lengths
             return gave_nothing & hidden.all(axis=-1, keepdims=True)
 
-        return lax.cond(gave_nothing.any(), look, lambda: gave_nothing)
+        # Several devices would have to agree on whether to look.
+        return look() if self.is_automatic else lax.cond(gave_nothing.any(), look, lambda: gave_nothing)
 
     def with_sinks(self, sums: _Sums, tile: _Tile, rows: _Rows) -> _Sums:
         """What the keys of a block of queries add up to, with the sinks, whose values are 0."""
@@ -594,7 +676,7 @@ class _Blocks:
             return sums
         sinks = at_least_float32(tile.of(self.hidden.sinks))  # (P, G, 1, 1)
         sinks = jnp.broadcast_to(sinks, (*sinks.shape[:2], rows.stop - rows.begin, 1)).reshape(sums.largest.shape)
-        return sums.join(_Sums(sinks, jnp.ones_like(sinks), jnp.zeros_like(sums.values)))
+        return sums.with_sinks(sinks)
 
     def may_hide_all(self, keys: _Keys) -> bool:
         """Whether a query may see no key of a block: by a mask, or as causality cuts up what is not clear."""

@@ -18,6 +18,7 @@ from mha_jax.arrays import check_count, check_floating, check_lengths
 from mha_jax.compiled import compiled
 from mha_jax.masks import Masking
 from mha_jax.not_finite import emptied
+from mha_jax.sharding import automatically, specs_of
 from mha_spec.reach import reach_of
 
 
@@ -293,16 +294,17 @@ def append_to_latent_cache(
 
 
 @compiled()
+@automatically(specs_of)
 def append_checked(cache: CacheT, new: tuple[Array, ...], added: Array) -> CacheT:
     """`append_to_cache` without its checks, of what goes into each array of slots."""
-    batch_size, _, seq_len, _ = new[0].shape
+    seq_len = new[0].shape[2]
     held, lengths = map(jnp.asarray, cache.slots.values()), jnp.asarray(cache.lengths)  # which NumPy may have read
     added = jnp.where(has_room(cache, added, seq_len), added, 0)
     is_real = jnp.arange(seq_len, dtype=jnp.int32)[None] < added[:, None]
-    rows = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
     slots = jnp.where(is_real, token_positions(lengths, seq_len), cache.capacity)  # (B, T), beyond = dropped
-    filled = (x.at[rows, :, slots].set(y.swapaxes(1, 2), mode="drop") for x, y in zip(held, new, strict=True))
-    return cache.with_slots(filled, lengths + added)
+    # Sequence by sequence, so that where they lie on several devices none needs another's.
+    put = jax.vmap(lambda held, slots, new: held.at[:, slots].set(new, mode="drop"))
+    return cache.with_slots((put(x, slots, y) for x, y in zip(held, new, strict=True)), lengths + added)
 
 
 def create_cache_mask(

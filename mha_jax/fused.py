@@ -22,6 +22,7 @@ from mha_jax.masks import Masking, to_scores_rank
 from mha_jax.not_finite import emptied, not_finite, sees_any, spoilt
 from mha_jax.relative_bias import relative_position_bias
 from mha_jax.rope import at_least_float32
+from mha_jax.sharding import automatically, of_heads
 from mha_jax.stages import Dropout, check_attention, score_scale
 from mha_spec import AttentionSpec
 from mha_spec.reach import Reach
@@ -93,7 +94,20 @@ def attend(
     """`scaled_dot_product_attention` as the layers call it: the context."""
     check_attention(query, key, value, masking)
     as_rate("dropout", dropout.rate)
-    masking = masking.as_arrays()
+    return _attend(query, key, value, masking.as_arrays(), dropout, spec=spec, block_sizes=block_sizes)
+
+
+@automatically(of_heads)
+def _attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    masking: Masking,
+    dropout: Dropout,
+    *,
+    spec: AttentionSpec | None,
+    block_sizes: BlockSizes,
+) -> Array:
     num_scores = math.prod(query.shape[:3]) * key.shape[2]
     if dropout.rate or not num_scores or (num_scores <= block_sizes.few_scores and _is_on_cpu()):
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
@@ -180,27 +194,38 @@ def _attend_in_reach(
                 x = lax.dynamic_slice_in_dim(x, begin, count, axis)
         return x
 
-    query = jnp.pad(query, [(0, 0), (0, 0), more_rows, (0, 0)])
-    key, value = (jnp.pad(x, [(0, 0), (0, 0), more_keys, (0, 0)]) for x in (key, value))
+    # What is not finite is looked for once, for keys are in the reach of several parts.
+    wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
+    query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
+    query, wrong_rows = (jnp.pad(x, [(0, 0), (0, 0), more_rows, (0, 0)]) for x in (query, wrong_rows))
+    key, value, wrong_keys = (jnp.pad(x, [(0, 0), (0, 0), more_keys, (0, 0)]) for x in (key, value, wrong_keys))
+    marked = jnp.repeat(wrong_keys, num_heads // key.shape[1], axis=1)
     masks = [None if x is None else to_scores_rank(x) for x in (masking.mask, masking.bias)]
     mask, bias = (padded(x, more_rows, more_keys) for x in masks)
     lengths: Any = masking.key_padding_lengths
     lengths = jnp.full((batch_size,), seq_len_k, jnp.int32) if lengths is None else lengths
 
     def attend_part(begin: Array) -> Array:
-        hidden, first = cut(mask, begin, size, num_keys), before - begin  # the first key that there is
+        masked, first = cut(mask, begin, size, num_keys), before - begin  # the first key that there is
         if before:
             is_before = jnp.arange(num_keys, dtype=jnp.int32)[None, None, None] < first
-            hidden = is_before if hidden is None else hidden | is_before
-        part = Masking(hidden, cut(bias, begin, size, num_keys), masking.is_causal, jnp.maximum(lengths + first, 0))
+            masked = is_before if masked is None else masked | is_before
+        part = Masking(masked, cut(bias, begin, size, num_keys), masking.is_causal, jnp.maximum(lengths + first, 0))
         part = replace(part, sinks=masking.sinks, relative_bias=masking.relative_bias)
         if reach.chunk_size is None:  # of its own chunk a query sees all, or all up to itself
             part = replace(part, reach=reach, offsets=jnp.full((1,), before, jnp.int32))
-        rows = lax.dynamic_slice_in_dim(query, begin, size, axis=2)
-        keys, values = (lax.dynamic_slice_in_dim(x, begin, num_keys, axis=2) for x in (key, value))
+        rows, keys, values = cut(query, begin, size), cut(key, begin, num_keys), cut(value, begin, num_keys)
+        hidden: Any = part.with_infinite_bias().joined(size, num_keys)  # there are lengths
+        is_wrong = cut(wrong_rows, begin, size)
         if batch_size * num_heads * size * num_keys <= block_sizes.few_scores:
-            return stages.attend(rows, keys, values, part, Dropout(), spec=spec, need_weights=False)[0]
-        return _attend_on_cpu(rows, keys, values, part, spec=spec, block_sizes=block_sizes)
+            scores = stages.attention_scores(rows, keys, part.bias, spec, part.offsets, part.relative_bias)
+            context, log_sums = blockwise.weighed_sum(jnp.where(hidden, -jnp.inf, scores), values, part.sinks)
+            is_wrong |= jnp.isposinf(log_sums)  # all scores of a row are -inf
+        else:
+            context = _attend_on_cpu(rows, keys, values, part, spec=spec, block_sizes=block_sizes)
+        is_wrong &= ~hidden.all(axis=-1, keepdims=True)
+        is_wrong |= sees_any(cut(marked, begin, num_keys)[..., 0], size, Masking(hidden))
+        return spoilt(context, is_wrong).astype(query.dtype)
 
     # What a part stores for its gradient it computes again.
     contexts = lax.map(jax.checkpoint(attend_part), jnp.arange(num_parts, dtype=jnp.int32) * size)
@@ -322,13 +347,27 @@ def attend_to_cache(
     """
     masking = Masking(is_causal=True, offsets=last_positions, sinks=sinks, relative_bias=relative_bias).of_layer(spec)
     check_attention(query, keys, values, masking)
+    return _attend_to_cache(query, keys, values, masking, spec=spec, block_sizes=block_sizes)
+
+
+@automatically(of_heads)
+def _attend_to_cache(
+    query: Array,
+    keys: Array,
+    values: Array,
+    masking: Masking,
+    *,
+    spec: AttentionSpec | None,
+    block_sizes: BlockSizes,
+) -> Array:
+    last_positions: Any = masking.offsets
     if keys.shape[2] > block_sizes.keys and query.size and _is_on_cpu():
         return blockwise.attend_to_cache(
             query,
             keys,
             values,
             last_positions,
-            sinks,
+            masking.sinks,
             _with_relative_bias(masking, query, keys, spec).bias,
             scoring=_scoring(query, spec),
             reach=None if spec is None else spec.reach,

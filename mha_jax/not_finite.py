@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from mha_jax.compiled import compiled
 from mha_jax.masks import Masking, to_scores_rank
+from mha_jax.sharding import is_automatic
 
 
 def not_finite(x: Float[Array, "*tokens H"]) -> Bool[Array, "*tokens 1"]:
@@ -40,6 +41,8 @@ def sees_any(marked: Bool[Array, "B N S"], seq_len_q: int, masking: Masking) -> 
         return jnp.broadcast_to(seen.any(axis=-1, keepdims=True), shape)
 
     shape = (*marked.shape[:2], seq_len_q, 1)
+    if is_automatic(marked):  # devices would have to agree on whether to look
+        return look()
     return lax.cond(marked.any(), look, lambda: jnp.zeros(shape, bool))  # scores are looked through if need be only
 
 

@@ -7,6 +7,7 @@ from mha_jax.arrays import check_array, check_floating
 from mha_jax.compiled import compiled
 from mha_spec import AttentionSpec, DynamicScaling, LongRopeScaling, Rope
 from mha_spec.rope import check_rope, position_shapes
+from mha_spec.scaling import exponents
 
 
 def apply_rope(
@@ -69,8 +70,9 @@ def _frequencies(positions: Array, rope: Rope, head_dim: int, dtype: jnp.dtype) 
     if isinstance(scaling, LongRopeScaling):
         longer = jnp.asarray(rope.frequencies(head_dim, scaling.original_length + 1), dtype)[None]
     else:
-        exponents = jnp.asarray(scaling.exponents(2 * frequencies.shape[1]), dtype)[None]
-        longer = frequencies * scaling.growth(length.astype(dtype)) ** exponents
+        count = frequencies.shape[1]
+        base = scaling.base(rope.theta, 2 * count, length.astype(dtype))
+        longer = 1.0 / base ** jnp.asarray(exponents(count, 2 * count), dtype)[None]
     return jnp.where(length > scaling.original_length, longer, frequencies)
 
 

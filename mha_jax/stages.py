@@ -18,6 +18,7 @@ from mha_jax.masks import Masking, check_bias, check_mask, check_sinks, to_score
 from mha_jax.not_finite import emptied, not_finite, sees_any, spoilt
 from mha_jax.relative_bias import check_relative_bias, relative_position_bias
 from mha_jax.rope import at_least_float32
+from mha_jax.sharding import automatically, is_explicit, of_heads, placed, placed_beside, spec_of
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups
@@ -35,7 +36,8 @@ def repeat_kv_heads(x: Float[Array, "B K S H"], num_heads: int) -> Float[Array, 
     check_head_groups(num_heads, x.shape[1])
     if num_heads == x.shape[1]:  # it would be copied
         return x
-    return jnp.repeat(x, num_heads // x.shape[1], axis=1)  # repeat, not tile
+    placement = placed(x, spec_of(x)) if is_explicit(x) else None
+    return jnp.repeat(x, num_heads // x.shape[1], axis=1, out_sharding=placement)  # repeat, not tile
 
 
 def attention_scores(
@@ -92,7 +94,8 @@ def masked_softmax(
             mask = to_scores_rank(mask)
             mask = jnp.broadcast_to(mask, (*mask.shape[:3], scores.shape[3]))
             mask = jnp.pad(mask, [(0, 0), (0, 0), (0, 0), (0, 1)])
-        return _softmax(jnp.concatenate([scores, column.astype(scores.dtype)], axis=3), mask)[..., :-1]
+        column = placed_beside(column.astype(scores.dtype), scores)
+        return _softmax(jnp.concatenate([scores, column], axis=3), mask)[..., :-1]
     return _softmax(scores, mask)
 
 
@@ -248,6 +251,7 @@ def attend(
 
 
 @compiled("spec", "need_weights")
+@automatically(of_heads)
 def _attend(
     query: Array,
     key: Array,

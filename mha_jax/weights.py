@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mha_jax.norms import apply_norm
 from mha_jax.rope import at_least_float32
+from mha_jax.sharding import is_explicit, placed, spec_of
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
 
@@ -38,9 +40,23 @@ def project_with(weights: Mapping[str, Any], spec: AttentionSpec | None = None) 
 def linear(x: Array, kernel: Array, bias: Array | None) -> Array:
     """x @ kernel + bias, in the dtype of x."""
     # The sum stays in float32 until the bias is added: its gradient is then summed in float32 too.
-    projected = jnp.einsum("bti,io->bto", x, kernel, preferred_element_type=at_least_float32(x).dtype)
+    kernel, placement = _placed(x, kernel)
+    projected = jnp.einsum(
+        "bti,io->bto", x, kernel, preferred_element_type=at_least_float32(x).dtype, out_sharding=placement
+    )
     projected = projected if bias is None else projected + at_least_float32(bias)[None, None]
     return projected.astype(x.dtype)
+
+
+def _placed(x: Array, kernel: Array) -> tuple[Array, NamedSharding | None]:
+    """The kernel, and where its product with x is to lie, if types say how the two are divided."""
+    if not is_explicit(x) or not is_explicit(kernel):
+        return kernel, None
+    (*of_tokens, features), (rows, columns) = spec_of(x), spec_of(kernel)
+    if rows is not None and rows != features:  # divided so that less is kept, not so that less is done
+        kernel = jax.sharding.reshard(kernel, placed(kernel, PartitionSpec(None, columns)))
+    is_taken = columns in of_tokens
+    return kernel, placed(x, PartitionSpec(*of_tokens, None if is_taken else columns))
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class Rope:
         return slice(0, count) if self.rotated == "first" else slice(head_dim - count, head_dim)
 
     def frequencies(self, head_dim: int, length: int = 0) -> np.ndarray:
-        """Angle, in radians per token, by which each pair of features is rotated: float64, (R/2,).
+        """Angle, in radians per token, by which each pair of features is rotated: float32, (R/2,).
 
         Args:
             head_dim: features of a head, H.

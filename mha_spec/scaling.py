@@ -1,4 +1,8 @@
-"""How RoPE's frequencies are scaled for longer contexts than those of the first training: a record for each kind."""
+"""How RoPE's frequencies are scaled for longer contexts than those of the first training: a record for each kind.
+
+All are float32, each step rounded, in the order in which Hugging Face's transformers takes them: so the models were
+released. In float64 they are others, by up to 35 units in the last place where terms cancel. Powers are rounded once.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,19 @@ import numpy as np
 from mha_spec.rules import as_boolean, as_count, as_number
 
 
+def exponents(count: int, features: int) -> np.ndarray:
+    """2 i / features of the first `count` pairs: float32, (count,)."""
+    return 2.0 * np.arange(count, dtype=np.float32) / np.float32(features)
+
+
+def powers(theta: float, count: int, features: int) -> np.ndarray:
+    """theta ** (2 i / features) of the first `count` pairs, each the nearest of float32: (count,)."""
+    return (np.float64(np.float32(theta)) ** exponents(count, features).astype(np.float64)).astype(np.float32)
+
+
 def unscaled_frequencies(theta: float, count: int, features: int) -> np.ndarray:
-    """The first `count` of the frequencies theta ** (-2 i / features): float64, (count,)."""
-    return theta ** (-2.0 * np.arange(count, dtype=np.float64) / features)
+    """The first `count` of the frequencies theta ** (-2 i / features): float32, (count,)."""
+    return 1.0 / powers(theta, count, features)
 
 
 @dataclass(frozen=True)
@@ -23,7 +37,7 @@ class Scaling:
     kind: str = field(default="", init=False, repr=False)
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
-        """Of the pairs of `features` features in a call whose last position is length - 1: float64, (features/2,)."""
+        """Of the pairs of `features` features in a call whose last position is length - 1: float32, (features/2,)."""
         raise NotImplementedError
 
     def amplitude(self) -> float:
@@ -92,17 +106,14 @@ class DynamicScaling(Scaling):
             factor=_positive("factor", self.factor), original_length=as_count("original_length", self.original_length)
         )
 
-    def growth(self, length: Any) -> Any:
-        """factor * length / original_length - (factor - 1), of a number or of an array of any framework."""
-        return self.factor * (length - self.original_length) / self.original_length + 1.0
-
-    def exponents(self, features: int) -> np.ndarray:
-        """The power of the growth by which each frequency is multiplied: float64, (features/2,)."""
-        return -2.0 * np.arange(features // 2) / (features - 2)
+    def base(self, theta: float, features: int, length: Any) -> Any:
+        """Of the frequencies in a call of that length, above the original: of a number or an array of any framework."""
+        growth = self.factor * (length - self.original_length) / self.original_length + 1.0
+        return theta * growth ** (features / (features - 2))
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
-        growth = self.growth(max(length, self.original_length))
-        return unscaled_frequencies(theta, features // 2, features) * growth ** self.exponents(features)
+        base = self.base(theta, features, max(length, self.original_length))
+        return unscaled_frequencies(base, features // 2, features)
 
     def check(self, theta: float, features: int) -> None:
         if features < 4:
@@ -144,10 +155,13 @@ class Llama3Scaling(Scaling):
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
         kept = unscaled_frequencies(theta, features // 2, features)
-        turns = self.original_length * kept / (2 * math.pi)  # in the original context
+        wavelengths = 1.0 / kept * (2 * math.pi)
+        turns = 1.0 / wavelengths * self.original_length  # in the original context
         share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        share = np.clip(share, 0.0, 1.0)
-        return (1.0 - share) * kept / self.factor + share * kept
+        between = (1.0 - share) * kept / self.factor + share * kept
+        often = wavelengths < self.original_length / self.high_freq_factor
+        seldom = wavelengths > self.original_length / self.low_freq_factor
+        return np.where(seldom, kept / self.factor, np.where(often, kept, between))
 
 
 @dataclass(frozen=True)
@@ -204,14 +218,14 @@ class YarnScaling(Scaling):
             )
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
-        kept = unscaled_frequencies(theta, features // 2, features)
         low, high = self._pair_of(self.beta_fast, theta, features), self._pair_of(self.beta_slow, theta, features)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, features - 1)
         high = high + 0.001 if low == high else high
-        scaled = np.clip((np.arange(features // 2) - low) / (high - low), 0.0, 1.0)
-        return kept / self.factor * scaled + kept * (1.0 - scaled)
+        kept = 1.0 - np.clip((np.arange(features // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0)
+        divisors = powers(theta, features // 2, features)
+        return 1.0 / (self.factor * divisors) * (1.0 - kept) + 1.0 / divisors * kept
 
     def _pair_of(self, turns: float, theta: float, features: int) -> float:
         """The pair, as a real number, that turns so often in the original context."""
@@ -279,7 +293,7 @@ class LongRopeScaling(Scaling):
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
         factors = self.long_factors if length > self.original_length else self.short_factors
-        return unscaled_frequencies(theta, features // 2, features) / np.array(factors)
+        return 1.0 / (np.array(factors, np.float32) * powers(theta, features // 2, features))
 
     def amplitude(self) -> float:
         if self.attention_factor is not None:
@@ -322,7 +336,7 @@ class ProportionalScaling(Scaling):
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
         rotated = int(self.fraction * features // 2)
-        frequencies = np.zeros(features // 2)
+        frequencies = np.zeros(features // 2, np.float32)
         frequencies[:rotated] = unscaled_frequencies(theta, rotated, features) / self.factor
         return frequencies
 

@@ -40,6 +40,7 @@ from mha_torch.projections import (
     project_qkv,
 )
 from mha_torch.rope import check_layer_positions
+from mha_torch.shards import spec_of_heads
 from mha_torch.stages import Dropout
 from mha_torch.weights import Project, check_weights, project_with
 
@@ -173,7 +174,6 @@ def cached_layer(
     check_cached_input(x, cache)
     seq_len = x.shape[1]
     check_layer_positions(positions, x.shape[0], seq_len, spec)
-    check_mask(masking.mask, (x.shape[0], spec.num_heads, seq_len, cache.capacity))
     lengths = check_room(cache, seq_len, new_lengths)
     is_real = None
     if new_lengths is not None:
@@ -186,6 +186,8 @@ def cached_layer(
             positions = torch.where(is_real, positions, positions[..., :1])
     project = by_finite_tokens(project)
     q, new = _entering(project, x, cache, spec, positions)
+    spec = spec_of_heads(spec, q.shape[1])  # fewer where heads are divided over processes
+    check_mask(masking.mask, (*q.shape[:3], cache.capacity))
     check_bias(masking.bias, (*q.shape[:3], cache.capacity), q)
     before, cache = cache, append_checked(cache, new, new_lengths, lengths)
     slots = _slots_seen(cache.capacity, spec, lengths, seq_len)
@@ -287,7 +289,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         """
         weight = next(self.parameters())
         dtype = cache_dtype(weight) if dtype is None else dtype
-        spec, device = self.spec, weight.device
+        spec, device = self.own_spec, weight.device
         widths = {"head_dim": spec.head_dim, "value_head_dim": spec.value_head_dim}
         return init_cache(batch_size, spec.num_kv_heads, capacity, dtype=dtype, device=device, **widths)
 
@@ -328,7 +330,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             self.project,
             x,
             cache,
-            self.spec,
+            self.own_spec,
             self.with_learned(Masking(mask, bias, is_causal=True)),
             new_lengths=new_lengths,
             positions=positions,

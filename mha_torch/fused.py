@@ -5,7 +5,7 @@ gives 0 for some rows of NaN, and lets a NaN that is hidden through to rows that
 On CUDA, what that function has no words for goes to FlexAttention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -108,7 +108,7 @@ def attend(
     if is_forward_mode or not kernel_takes(spec):
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
     if query.device.type == "cpu" and not torch.compiler.is_compiling():  # where looking costs little
-        has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        has_gradient = _takes_gradient(query, key, value)
         # In a gradient what is hidden is multiplied by 0.
         if has_gradient and _are_moderate(query, key, value, masking.bias, scale):
             return _attend_hidden(query, key, value, masking, rate, scoring)
@@ -204,7 +204,7 @@ def _attend_hidden(
     """The kernel with the cheapest form of what is hidden."""
     bias, is_causal, lengths = masking.bias, masking.is_causal, masking.key_padding_lengths
     reach, scale, has_distances = masking.reach, scoring.scale, scoring.has_distances
-    if reach is not None and masking.offsets is None and query.shape[2] > _num_together(reach):
+    if reach is not None and masking.offsets is None and query.shape[2] > _num_together(reach, key, value):
         return _attend_in_reach(query, key, value, masking, reach, dropout, scoring)
     # Where causality hides nothing, a relative bias is made at once, which is faster.
     in_parts = scoring.slopes is not None or (scoring.table is not None and is_causal)
@@ -334,9 +334,31 @@ def _attend_in_parts(
     return torch.cat(contexts, dim=2)
 
 
-def _num_together(reach: Reach) -> int:
+def _num_together(reach: Reach, key: Tensor, value: Tensor) -> int:
     """How many queries go together: those of a chunk, or so many that most keys of a window are those of them all."""
-    return reach.chunk_size or max(128, (reach.window_size or 0) // 4)
+    if reach.chunk_size is not None:
+        return reach.chunk_size
+    return max(64, (reach.window_size or 0) // 8) * (2 if _takes_gradient(key, value) else 1)  # measured
+
+
+def _takes_gradient(*arrays: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
+
+
+def _by_slices(x: Tensor, size: int) -> Callable[[slice], Tensor]:
+    """What gives slices of x along its third axis, which begin at multiples of size.
+
+    The gradient of a slice is as large as x. So where there is one, slices are joined from pieces that are cut once.
+    """
+    if not _takes_gradient(x):
+        return lambda among: x[:, :, among]
+    pieces = x.split(size, dim=2)
+
+    def joined(among: slice) -> Tensor:
+        parts = pieces[among.start // size : -(-among.stop // size)]
+        return torch.cat(parts, dim=2)[:, :, : among.stop - among.start]
+
+    return joined
 
 
 def _attend_in_reach(
@@ -344,17 +366,22 @@ def _attend_in_reach(
 ) -> Tensor:
     """A few queries at a time over the keys that they reach: the work grows with the length, not with its square."""
     seq_len_q, seq_len_k, is_causal = query.shape[2], key.shape[2], masking.is_causal
+    size = _num_together(reach, key, value)
+    keys_in, values_in = _by_slices(key, size), _by_slices(value, size)
     # Where only the window hides, every query sees itself, and most parts have the same mask: added, the fastest form.
     is_alone = masking.mask is None and masking.bias is None and masking.key_padding_lengths is None
     is_alone = is_alone and reach.chunk_size is None and not scoring.has_distances and seq_len_q <= seq_len_k
     added: dict[tuple[int, int, int], Tensor] = {}
     contexts, nothing = [], value.new_zeros(value.shape[3])
-    for begin in range(0, seq_len_q, _num_together(reach)):
-        end = min(begin + _num_together(reach), seq_len_q)
-        first = min(max(reach.first(begin), 0), seq_len_k)
+    for begin in range(0, seq_len_q, size):
+        end = min(begin + size, seq_len_q)
+        first = min(max(reach.first(begin), 0) // size * size, seq_len_k)
         stop = max(first, min(end if is_causal else reach.stop(end - 1), seq_len_k))
         rows, keys = slice(begin, end), slice(first, stop)
-        parts = (query[:, :, rows], key[:, :, keys], value[:, :, keys])
+        if stop == first:
+            contexts.append(query[:, :, rows, :1] * nothing)
+            continue
+        parts = (query[:, :, rows], keys_in(keys), values_in(keys))
         if is_alone:
             place = (begin - first, end - begin, stop - first)
             if place not in added:
@@ -367,9 +394,7 @@ def _attend_in_reach(
         inside = masking.part(rows, keys)
         if reach.chunk_size is not None:  # of its own chunk a query sees all, or all up to itself
             inside = replace(inside, reach=None, offsets=None)
-        contexts.append(
-            _attend_hidden(*parts, inside, dropout, scoring) if stop > first else parts[0][..., :1] * nothing
-        )
+        contexts.append(_attend_hidden(*parts, inside, dropout, scoring))
     return torch.cat(contexts, dim=2)
 
 

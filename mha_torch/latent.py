@@ -18,6 +18,7 @@ from mha_torch.cache import LatentCache, check_cached_input, check_is_cache, ini
 from mha_torch.cache_mha import cache_dtype, cached_layer
 from mha_torch.masks import Masking
 from mha_torch.mha import AttentionLayer
+from mha_torch.shards import PLACES, own_weight
 from mha_torch.stages import Dropout
 from mha_torch.weights import check_weights, project_with
 
@@ -152,7 +153,7 @@ class MultiHeadLatentAttention(AttentionLayer):
             self.project,
             x,
             cache,
-            self.spec,
+            self.own_spec,
             self.with_learned(Masking(mask, bias, is_causal=True)),
             new_lengths=new_lengths,
             positions=positions,
@@ -164,6 +165,10 @@ class MultiHeadLatentAttention(AttentionLayer):
     def _kv_b(self) -> Tensor | None:
         """The weight of kv_b_proj; None where more is to be done than to multiply by it: then it has to be called."""
         held = self.kv_b_proj
-        is_plain = type(held) is nn.Linear and held.bias is None and type(held.weight) in (Tensor, nn.Parameter)
-        hooks = (held._forward_hooks, held._forward_pre_hooks, held._backward_hooks, held._backward_pre_hooks)
-        return held.weight if is_plain and not any(hooks) and "forward" not in vars(held) else None
+        if type(held) is not nn.Linear or held.bias is not None or "forward" in vars(held):
+            return None
+        found = (held._forward_hooks, held._forward_pre_hooks, held._backward_hooks, held._backward_pre_hooks)
+        hooks = [hook for each in found for hook in each.values()]
+        is_placed = bool(hooks) and all(hasattr(hook, PLACES) for hook in hooks)
+        is_plain = not hooks and type(held.weight) in (Tensor, nn.Parameter)
+        return own_weight(held.weight) if is_placed or is_plain else None

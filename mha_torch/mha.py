@@ -21,6 +21,7 @@ from mha_torch.norms import NormLayer
 from mha_torch.not_finite import by_finite_tokens
 from mha_torch.projections import combine_heads, project_output, project_qkv, split_heads
 from mha_torch.rope import check_layer_positions
+from mha_torch.shards import check_normed_heads, is_distributed, own_part, own_weight, set_whole, spec_of_heads
 from mha_torch.stages import Dropout, scaled_dot_product_attention
 from mha_torch.weights import Project, check_projected, check_weights, project_with
 
@@ -133,10 +134,11 @@ def _attention_layer(
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
-    masking = masking.of_layer(spec)
-    if masking.may_hide:
+    if masking.may_hide or spec.reach is not None:
         project = by_finite_tokens(project)
     q, k, v = project_qkv(project, query, key, value, spec, positions)
+    spec = spec_of_heads(spec, q.shape[1])  # fewer where heads are divided over processes
+    masking = masking.of_layer(spec)
     if need_weights or dropout.keep is not None:
         context, attn_weights = stages.attend(q, k, v, masking, dropout, spec=spec, need_weights=need_weights)
     else:
@@ -154,6 +156,10 @@ class AttentionLayer(nn.Module):
         spec: what the layer computes.
         device, dtype: where and how the weights are kept.
 
+    Attributes:
+        spec: what the layer computes.
+        own_spec: what this process computes of it: all, or some of its heads where `parallel` divided them.
+
     Raises:
         TypeError: if spec is not an `AttentionSpec`, or the dtype not floating point.
         ValueError: if the layer attends to itself, and the spec has another width for keys.
@@ -168,7 +174,7 @@ class AttentionLayer(nn.Module):
         check_spec(spec, is_self_attention=self._is_self_attention)
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype must be floating point, got dtype={dtype}")
-        self.spec = spec
+        self.spec = self.own_spec = spec
         for name, projection in spec.projections.items():
             linear = nn.Linear(projection.d_in, projection.d_out, bias=projection.has_bias, device=device, dtype=dtype)
             self.add_module(name, linear)
@@ -186,8 +192,7 @@ class AttentionLayer(nn.Module):
         """Draw Xavier-uniform weights, q, k and v each on their own; biases and sinks become 0, norms multiply by 1."""
         for name, projection in self.spec.projections.items():
             linear: nn.Linear = getattr(self, name)
-            for part in linear.weight.detach().split(projection.widths):
-                nn.init.xavier_uniform_(part)
+            _draw(linear.weight.detach(), projection.widths)
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
         for name in self.spec.norms:
@@ -204,11 +209,13 @@ class AttentionLayer(nn.Module):
         """Apply the projection or the norm of that name, as a module, so that replaced layers take part."""
         if name in self.spec.norms:
             norm: NormLayer = getattr(self, name)
+            if x.ndim == 4:
+                check_normed_heads(name, norm, x, self.own_spec)
             return norm(x)
         linear: nn.Linear = getattr(self, name)
         if isinstance(getattr(linear, "weight", None), Tensor):  # a replaced layer may keep its weights elsewhere
             check_projected(name, x, linear.weight)
-        return linear(x)
+        return linear(x) if name == "out_proj" else own_part(linear(x))
 
     def attend(
         self,
@@ -226,7 +233,7 @@ class AttentionLayer(nn.Module):
             query,
             key,
             value,
-            self.spec,
+            self.own_spec,
             self.with_learned(masking),
             need_weights=need_weights,
             positions=positions,
@@ -236,7 +243,8 @@ class AttentionLayer(nn.Module):
 
     def with_learned(self, masking: Masking) -> Masking:
         """The same with what this module has learned of its scores: see `Masking.with_weights`."""
-        return replace(masking, sinks=self.sinks, relative_bias=self.relative_bias)
+        sinks, table = (None if held is None else own_weight(held) for held in (self.sinks, self.relative_bias))
+        return replace(masking, sinks=sinks, relative_bias=table)
 
     def drawn_dropout(self) -> Dropout:
         """What is dropped of the attention weights in this call: in training, and at a rate above 0."""
@@ -245,6 +253,15 @@ class AttentionLayer(nn.Module):
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """The output with some of it dropped, in training and at a rate above 0."""
         return F.dropout(output, self.spec.output_dropout, self.training)
+
+
+def _draw(weight: Tensor, widths: tuple[int, ...]) -> None:
+    """Draw a projection, each part on its own; of a distributed one the whole, of which each process takes its part."""
+    whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if is_distributed(weight) else weight
+    for part in whole.split(widths):
+        nn.init.xavier_uniform_(part)
+    if whole is not weight:
+        set_whole(weight, whole)
 
 
 class MultiHeadAttention(AttentionLayer):

@@ -8,6 +8,7 @@ from mha_spec import Norm
 from mha_spec.norm import check_norm
 from mha_torch.arrays import check_array
 from mha_torch.rope import at_least_float32
+from mha_torch.shards import is_distributed, own_weight
 
 
 def apply_norm(
@@ -82,7 +83,10 @@ class NormLayer(nn.Module):
 
     def forward(self, x: Float[Tensor, "*tokens H"]) -> Float[Tensor, "*tokens H"]:
         """x, normalised."""
-        return apply_norm(x, self.norm, self.weight, self.bias)
+        weight, bias = self.weight, self.bias
+        if not is_distributed(x):
+            weight, bias = (None if held is None else own_weight(held) for held in (weight, bias))
+        return apply_norm(x, self.norm, weight, bias)
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mha_torch.arrays import values_of
 from mha_torch.masks import Masking, as_lengths
+from mha_torch.shards import own_part
 
 
 def not_finite(x: Float[Tensor, "*tokens H"]) -> Bool[Tensor, "*tokens 1"]:
@@ -58,7 +59,7 @@ def by_finite_tokens(project: Callable[[str, Tensor], Tensor]) -> Callable[[str,
         return project
 
     def project_finite(name: str, x: Tensor) -> Tensor:
-        wrong = not_finite(x)
-        return spoilt(project(name, emptied(x, wrong)), wrong) if may_hold(wrong) else project(name, x)
+        wrong = not_finite(own_part(x))
+        return spoilt(project(name, emptied(own_part(x), wrong)), wrong) if may_hold(wrong) else project(name, x)
 
     return project_finite

@@ -10,12 +10,17 @@ from torch import Tensor
 from mha_spec import AttentionSpec, Latent, Rope, Temperature
 from mha_spec.attention import check_latent, check_spec
 from mha_spec.temperature import check_temperature
-from mha_torch.arrays import (
-    check_count,
-    check_floating,
-)
+from mha_torch.arrays import check_count, check_floating
 from mha_torch.not_finite import emptied, may_hold, not_finite, spoilt
 from mha_torch.rope import apply_rope, at_least_float32, check_positions
+from mha_torch.shards import (
+    check_features,
+    check_heads_together,
+    check_shared,
+    check_whole_heads,
+    own_part,
+    spec_of_heads,
+)
 from mha_torch.weights import Project
 
 
@@ -64,13 +69,15 @@ def project_qkv(
     check_spec(spec)
     if spec.latent is not None:
         q, latents = project_latents(project, query, spec, positions)
-        return q, *expand_latents(project, latents, spec)
+        return q, *expand_latents(project, latents, spec_of_heads(spec, q.shape[1]))
     if not spec.fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
     elif key is query and value is query:
         q, k, v = _unpack_qkv(project("qkv_proj", query), spec)
     else:
         q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
+    check_heads_together(spec, q, k, v)
+    spec = spec_of_heads(spec, q.shape[-1] // spec.head_dim)
     if spec.has_positions and positions is None:
         positions = torch.arange(q.shape[1], device=q.device)[None]
 
@@ -121,7 +128,10 @@ def project_latents(
         q = project("q_proj", x)
     else:
         q = project("q_b_proj", _normed(project, "q_a_norm", project("q_a_proj", x), latent))
-    q, compressed = split_heads(q, spec.num_heads), project("kv_a_proj", x)
+    compressed = project("kv_a_proj", x)
+    check_whole_heads(spec, q)
+    check_shared(spec, q, compressed)
+    q = split_heads(q, q.shape[-1] // spec.head_dim)
     normed = _normed(project, "kv_a_norm", compressed[..., : latent.kv_rank], latent)
     shared = compressed[..., latent.kv_rank :]
     latents = torch.cat([normed, shared], dim=-1)[:, None]
@@ -151,7 +161,9 @@ def expand_latents(
     latent = check_latent(spec)
     check_latents("latents", latents, latent)
     shared, own_features = latents[..., latent.kv_rank :], spec.head_dim - latent.rope_dim
-    kv = split_heads(project("kv_b_proj", latents[:, 0, :, : latent.kv_rank]), spec.num_heads)
+    kv = project("kv_b_proj", latents[:, 0, :, : latent.kv_rank])
+    check_features("kv_b_proj", kv, own_features + spec.value_head_dim, spec.num_heads)
+    kv = split_heads(kv, spec.num_heads)
     shared = shared.expand(-1, spec.num_heads, -1, -1)
     return torch.cat([kv[..., :own_features], shared], dim=-1), kv[..., own_features:]
 
@@ -249,14 +261,16 @@ def project_output(
         The output (B, T, E), or (B, T, N * Hv) without `out_proj`.
     """
     if spec.gate is not None:
-        context = _gated(context, project("gate_proj", query), query)
+        gate = project("gate_proj", query)
+        check_features("gate_proj", gate, 1 if spec.gate.per_head else spec.value_head_dim, spec.num_heads)
+        context = _gated(context, gate, query)
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output
 
 
 def _gated(context: Tensor, gate: Tensor, query: Tensor) -> Tensor:
     """`apply_gate`, through which a row or a token that is not finite spoils no gradient if nobody sees it."""
-    wrong, of_token = ~context.detach().isfinite(), not_finite(query)
+    wrong, of_token = ~context.detach().isfinite(), not_finite(own_part(query))
     if not torch.is_grad_enabled() or not may_hold(wrong.any() | of_token.any()):
         return apply_gate(context, gate)
     return spoilt(apply_gate(emptied(context, wrong), emptied(gate, of_token)), wrong | of_token[:, None])
@@ -276,6 +290,9 @@ def _weights_of_heads(kv_b: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor
 
 
 def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> list[Tensor]:
+    width = spec.q_width + spec.k_width + spec.v_width
+    if packed.shape[-1] != width:
+        raise ValueError(f"qkv_proj must give the {width} features of all q, k and v, got {packed.shape[-1]} features")
     return list(packed.split([spec.q_width, spec.k_width, spec.v_width], dim=-1))
 
 

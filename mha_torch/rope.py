@@ -6,6 +6,7 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec, DynamicScaling, LongRopeScaling, Rope
 from mha_spec.rope import check_rope, position_shapes
+from mha_spec.scaling import exponents
 from mha_torch.arrays import check_array, check_floating
 
 
@@ -66,8 +67,9 @@ def _frequencies(positions: Tensor, rope: Rope, head_dim: int, dtype: torch.dtyp
     if isinstance(scaling, LongRopeScaling):
         longer = torch.as_tensor(rope.frequencies(head_dim, scaling.original_length + 1), dtype=dtype, device=device)
     else:
-        exponents = torch.as_tensor(scaling.exponents(2 * frequencies.shape[1]), dtype=dtype, device=device)
-        longer = frequencies * scaling.growth(length.to(dtype)) ** exponents
+        count = frequencies.shape[1]
+        base = scaling.base(rope.theta, 2 * count, length.to(dtype))
+        longer = 1.0 / base ** torch.as_tensor(exponents(count, 2 * count), dtype=dtype, device=device)
     return torch.where(length > scaling.original_length, longer, frequencies)
 
 

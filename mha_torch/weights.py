@@ -12,6 +12,7 @@ from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
 from mha_torch.arrays import check_array, check_device, is_autocast_on, values_of
 from mha_torch.norms import apply_norm
+from mha_torch.shards import is_distributed
 
 Project = Callable[[str, Tensor], Tensor]
 """Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an
@@ -71,7 +72,12 @@ def check_finite(weights: Mapping[str, Tensor]) -> None:
 
 
 def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
-    """Refuse an input whose width or dtype is not that of the projection it goes into."""
+    """Refuse an input whose width or dtype is not that of the projection it goes into.
+
+    What a distributed weight is when it is used its engine knows: of which part, in which dtype, on which device.
+    """
+    if is_distributed(weight):
+        return
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"the input of {name} must have {weight.shape[1]} features, got shape={tuple(x.shape)}")
     mixed = x.dtype != weight.dtype and weight.is_floating_point()

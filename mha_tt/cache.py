@@ -19,7 +19,8 @@ from mha_spec.reach import reach_of
 from mha_tt.arrays import check_count, check_dtype, check_floating, check_lengths
 from mha_tt.device import TILE, TILE_NBYTES, as_dtype, padded_head_dim, round_up, upload, upload_integers, zeros
 from mha_tt.masks import Masking
-from mha_tt.slots import as_cached, extended, sequences
+from mha_tt.places import Places
+from mha_tt.slots import as_cached, extended, one_core_each, sequences
 
 MOST_KV_HEADS = TILE
 """What `paged_update_cache` writes right: it reads one row of tiles for each sequence, and takes more heads unasked."""
@@ -41,6 +42,7 @@ class Cache:
         raise NotImplementedError
 
     capacity: int  # kept beside the slots, which take whole tiles, so that their shape does not tell it
+    places: Places | None = None  # what a step leaves on the device for the next one, and any other change drops
 
     def with_slots(self, slots: Iterable[Float[Tensor, "B K S W"]], lengths: Int[np.ndarray, " B"]) -> Self:
         """A cache of the same kind that holds something else.
@@ -361,7 +363,7 @@ def num_added(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int
     return added.astype(np.int32)
 
 
-def write_rows(cache: Cache, new: Sequence[Tensor], slots: np.ndarray) -> None:
+def write_rows(cache: Cache, new: Sequence[Tensor], slots: np.ndarray | Tensor) -> None:
     """Write one token of each sequence, (1, B, K, H) for each tensor of slots, into its own slot; -1 writes nothing."""
     device, batch_size = new[0].device(), new[0].shape[1]
     grid = device.compute_with_storage_grid_size()
@@ -369,16 +371,12 @@ def write_rows(cache: Cache, new: Sequence[Tensor], slots: np.ndarray) -> None:
         raise ValueError(
             f"the batch must not exceed the {grid.x * grid.y} cores of the device, got {batch_size} sequences"
         )
-    where = upload_integers(slots, device=device)
+    where = slots if isinstance(slots, Tensor) else upload_integers(slots, device=device)
     for held, rows in zip(cache.slots.values(), new, strict=True):
-        one_core_each = ttnn.create_sharded_memory_config(
-            (round_up(rows.shape[2]), rows.shape[3]),
-            core_grid=ttnn.num_cores_to_corerangeset(batch_size, grid, row_wise=True),
-            strategy=ttnn.ShardStrategy.HEIGHT,
-            use_height_and_width_as_shard_shape=True,
-        )
         rows = as_dtype(rows, ttnn.bfloat16) if rows.dtype == ttnn.bfloat8_b else rows
-        rows = ttnn.to_memory_config(rows, one_core_each)
+        if not rows.is_sharded():
+            sharded = one_core_each(batch_size, round_up(rows.shape[2]), rows.shape[3], device)
+            rows = ttnn.to_memory_config(rows, sharded)
         ttnn.experimental.paged_update_cache(held, rows, update_idxs_tensor=where)
 
 

@@ -36,18 +36,19 @@ from mha_tt.cache import (
 from mha_tt.device import as_dtype, round_up, upload, zeros
 from mha_tt.masks import DeviceMask, Masking, on_host
 from mha_tt.mha import AttentionLayer
+from mha_tt.places import RotaryTable
 from mha_tt.projections import (
     HeadWeights,
     absorb_keys,
     absorb_values,
     expand_latents,
-    project_latents,
     project_output,
     project_qkv,
 )
-from mha_tt.rope import Rotation, check_layer_positions, rotation_of
+from mha_tt.rope import check_layer_positions, rotation_of
 from mha_tt.slots import joined
 from mha_tt.stages import Dropout
+from mha_tt.step import advance, entering, table_of
 from mha_tt.weights import Project, check_weights, padded_features, padded_width, project_with
 
 
@@ -176,10 +177,12 @@ def cached_layer(
     dropout: Dropout,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
     kv_b: Callable[[], HeadWeights] | None = None,
+    rotary_table: RotaryTable | None = None,
 ) -> tuple[Tensor, CacheT]:
     """Append new tokens to a cache of either kind, and attend; over the latents themselves where kv_b is given.
 
-    It is called after all checks, and makes the weights that are needed for that, or has kept them.
+    It is called after all checks, and makes the weights that are needed for that, or has kept them. A table of RoPE
+    that is kept serves steps.
     """
     check_cached_input(x, cache)
     batch_size, seq_len, _ = x.shape
@@ -187,12 +190,25 @@ def cached_layer(
     masking.check((batch_size, spec.num_heads, seq_len, cache.capacity))
     _check_is_of(cache, spec)
     check_room(cache, seq_len, new_lengths)
+    are_all_real = new_lengths is None or (np.asarray(new_lengths) == seq_len).all()
+    is_plain_step = seq_len == 1 and batch_size and are_all_real and positions is None and spec.temperature is None
+    if is_plain_step and _kernel_of_step(x, cache, masking, dropout, spec, kv_b is not None):
+        return advance(
+            project,
+            x,
+            cache,
+            spec,
+            masking.sinks,
+            table=rotary_table,
+            compute_kernel_config=compute_kernel_config,
+            kv_b=None if kv_b is None else kv_b(),
+        )
     if 0 in (batch_size, seq_len):
         output = zeros((batch_size, seq_len, padded_width("out_proj", spec)), x.dtype, x.device())
         return project("out_proj", output) if spec.out_proj else output, cache
     positions = cache.lengths[:, None] + np.arange(seq_len) if positions is None else positions
     is_real = None
-    if new_lengths is not None and (np.asarray(new_lengths) < seq_len).any():
+    if not are_all_real:
         is_real = np.arange(seq_len) < np.asarray(new_lengths)[:, None]
         positions = np.where(is_real, positions, positions[..., :1])  # padding makes no sequence longer
         is_real = upload(is_real[:, :, None], device=x.device(), dtype=x.dtype)
@@ -202,7 +218,7 @@ def cached_layer(
         x = ttnn.reshape(x, (1, batch_size, x.shape[2]))
         positions = np.broadcast_to(positions, (*positions.shape[:-2], batch_size, 1)).swapaxes(-1, -2)
     rotation = rotation_of(positions, spec, device=x.device(), side_by_side=is_step)
-    q, new = _entering(project, x, cache, spec, positions if rotation is None else rotation)
+    q, new = entering(project, x, cache, spec, positions if rotation is None else rotation)
     weights = None if kv_b is None else kv_b()
     q = q if weights is None else absorb_keys(q, weights, spec, compute_kernel_config=compute_kernel_config)
     attention = _Attention(project, spec, weights is not None, compute_kernel_config)
@@ -223,21 +239,6 @@ def _check_is_of(cache: KVCache | LatentCache, spec: AttentionSpec) -> None:
         check_cache_holds(cache, 1, padded_features("kv_a_proj", spec))
     else:
         check_cache_holds(cache, spec.num_kv_heads, *(padded_features(f"{part}_proj", spec) for part in "kv"))
-
-
-def _entering(
-    project: Project,
-    x: Tensor,
-    cache: KVCache | LatentCache,
-    spec: AttentionSpec,
-    positions: np.ndarray | Rotation,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The queries of new tokens, and what the cache keeps of them."""
-    if isinstance(cache, LatentCache):
-        q, latents = project_latents(project, x, spec, positions)
-        return q, (latents,)
-    q, k, v = project_qkv(project, x, x, x, spec, positions)
-    return q, (k, v)
 
 
 class _Attention(NamedTuple):
@@ -277,24 +278,38 @@ def _attend_in_step(
     added = num_added(cache, 1, new_lengths)
     write_rows(cache, [ttnn.transpose(x, 1, 2) for x in new], np.where(added > 0, cache.lengths, -1))
     before, cache = cache.lengths, cache.with_slots(cache.slots.values(), cache.lengths + added)
-    spec, slots = attention.spec, tuple(cache.slots.values())
-    are_alike = slots[0].shape[3] == slots[-1].shape[3] and (len(slots) == 2 or attention.over_latents)
-    fits = are_alike and fused.step_takes(slots[0].shape[3])
-    takes_kernel = q.dtype != ttnn.float32 and fits and fused.kernel_takes(spec)
-    is_plain = not takes_kernel or dropout.rate or not len(before)
-    # The kernel multiplies a mask by the scale (tt-metal#55337). Its windows are right, but let through what is not
-    # finite in the keys that they have left behind (docs/ttnn.md).
-    has_mask = masking.mask is not None or masking.bias is not None or spec.reach is not None
-    if is_plain or has_mask:
+    over_latents = attention.over_latents
+    takes_kernel = len(before) and _kernel_of_step(q, cache, masking, dropout, attention.spec, over_latents)
+    if not takes_kernel:
         q = ttnn.permute(q, (2, 1, 0, 3))
         context = _attend_to_slots(q, cache, before, masking, dropout, attention)
         return ttnn.permute(context, (2, 1, 0, 3)), cache
     # A sequence without a new token sees a slot that is there, so that its output, 0 in the end, is finite before.
     last_positions = np.minimum(before, cache.capacity - 1)
-    keys, values = attention.seen(slots, q.dtype)
+    keys, values = attention.seen(tuple(cache.slots.values()), q.dtype)
     queries, sinks = ttnn.transpose(q, 1, 2), masking.sinks
     context = fused.attend_to_cache(queries, keys, values, last_positions, sinks=sinks, **attention.arithmetic)
     return ttnn.transpose(context, 1, 2), cache
+
+
+def _kernel_of_step(
+    x: Tensor,
+    cache: KVCache | LatentCache,
+    masking: Masking,
+    dropout: Dropout,
+    spec: AttentionSpec,
+    over_latents: bool,
+) -> bool:
+    """Whether the framework's kernel of a step is right for what there is.
+
+    It multiplies a mask by the scale (tt-metal#55337). Its windows are right, but let through what is not finite in the
+    keys that they have left behind (docs/ttnn.md).
+    """
+    first, *others = cache.slots.values()
+    are_alike = others[0].shape[3] == first.shape[3] if others else over_latents
+    takes_layer = are_alike and fused.step_takes(first.shape[3]) and fused.kernel_takes(spec)
+    has_mask = masking.mask is not None or masking.bias is not None or spec.reach is not None
+    return bool(takes_layer and x.dtype != ttnn.float32 and not has_mask and not dropout.rate)
 
 
 def _attend_in_prefill(
@@ -355,6 +370,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
     """Causal multi-head self-attention over everything cached; made as `AttentionLayer`."""
 
     _is_self_attention = True
+    _table: RotaryTable | None = None
 
     def init_cache(self, batch_size: int, capacity: int, dtype: ttnn.DataType | None = None) -> KVCache:
         """An empty cache for this module, beside its weights.
@@ -421,5 +437,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             positions=positions,
             dropout=self.drawn_dropout(),
             compute_kernel_config=self.compute_kernel_config,
+            rotary_table=self._table,
         )
+        self._table = table_of(cache) or self._table
         return self.drop_output(output), cache

@@ -149,9 +149,19 @@ def upload_integers(
     array: np.ndarray | Sequence[int], *, device: ttnn.MeshDevice, is_index: bool = False
 ) -> ttnn.Tensor:
     """Put integers on a device, as int32 in rows, the form of positions, or as uint32 in tiles, that of an index."""
-    array = np.array(array, dtype=np.uint32 if is_index else np.int32, order="C")
-    form = (ttnn.uint32, None, ttnn.TILE_LAYOUT) if is_index else (ttnn.int32, None, ttnn.ROW_MAJOR_LAYOUT)
-    tensor = ttnn.to_device(ttnn.Tensor(array, *form), device)
+    if not is_index:
+        return upload_rows(np.asarray(array), device=device, dtype=ttnn.int32)
+    array = np.array(array, dtype=np.uint32, order="C")
+    tensor = ttnn.to_device(ttnn.Tensor(array, ttnn.uint32, None, ttnn.TILE_LAYOUT), device)
+    for observe in observers:
+        observe(tensor, array, 0.0)
+    return tensor
+
+
+def upload_rows(array: np.ndarray, *, device: ttnn.MeshDevice, dtype: ttnn.DataType) -> ttnn.Tensor:
+    """Put an array on a device in rows, not in tiles: positions, the rows of a table to pick, and that table."""
+    array = np.array(array, dtype={ttnn.int32: np.int32, ttnn.uint32: np.uint32}.get(dtype, np.float32), order="C")
+    tensor = ttnn.to_device(ttnn.Tensor(array, dtype, None, ttnn.ROW_MAJOR_LAYOUT), device)
     for observe in observers:
         observe(tensor, array, 0.0)
     return tensor

@@ -153,7 +153,7 @@ def attend_to_cache(
     query: Float[Tensor, "1 B N H"],
     keys: Float[Tensor, "B K S H"],
     values: Float[Tensor, "B K S Hv"],
-    last_positions: Int[np.ndarray, " B"],
+    last_positions: Int[np.ndarray, " B"] | Int[Tensor, " B"],
     spec: AttentionSpec | None = None,
     *,
     sinks: Float[Tensor, "1 N 1 1"] | None = None,
@@ -166,7 +166,7 @@ def attend_to_cache(
     Args:
         query: (1, B, N, H), bfloat16 or bfloat8_b, H whole tiles, that `step_takes`.
         keys, values: the cache, (B, K, S, H), bfloat16 or bfloat8_b; S whole tiles.
-        last_positions: the last slot that each sequence sees, (B,), on the host.
+        last_positions: the last slot that each sequence sees, (B,), on the host; or, unread, on the device, int32.
         spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         sinks: the logit of each head that takes part in the softmax and has no value, (1, N, 1, 1).
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
@@ -192,7 +192,8 @@ def attend_to_cache(
     # 0 lets the operation choose its chunks. Without a configuration it divides the keys among more cores than its tree
     # of sums has room for, on Blackhole with few heads.
     chunk = math.gcd(_largest_chunk(query), keys.shape[2]) if is_wide else 0
-    positions = upload_integers(last_positions, device=device)
+    is_there = isinstance(last_positions, Tensor)
+    positions = last_positions if is_there else upload_integers(last_positions, device=device)
     heads = as_dtype(query, ttnn.bfloat16)  # it takes no other with groups
     sinks = _unscaled(sinks, scale)
     sinks = None if sinks is None else ttnn.reshape(sinks, (num_heads, 1))
@@ -278,7 +279,7 @@ def _program_config(
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_cached_step(query: Tensor, keys: Tensor, values: Tensor, last_positions: np.ndarray) -> None:
+def check_cached_step(query: Tensor, keys: Tensor, values: Tensor, last_positions: np.ndarray | Tensor) -> None:
     """Refuse a query (1, B, N, H), a cache (B, K, S, H) or last positions (B,) that do not fit each other."""
     for name, x in (("keys", keys), ("values", values)):
         check_floating(name, x, rank=4)
@@ -294,4 +295,10 @@ def check_cached_step(query: Tensor, keys: Tensor, values: Tensor, last_position
     check_head_groups(query.shape[2], keys.shape[1])
     if keys.shape[2] % 32:
         raise ValueError(f"keys must have whole tiles of 32 slots, got keys.shape={tuple(keys.shape)}")
-    check_lengths("last_positions", last_positions, keys.shape[0], keys.shape[2] - 1)
+    if not isinstance(last_positions, Tensor):
+        check_lengths("last_positions", last_positions, keys.shape[0], keys.shape[2] - 1)
+    elif last_positions.dtype != ttnn.int32 or tuple(last_positions.shape) != (keys.shape[0],):
+        raise ValueError(
+            f"last_positions must be int32 of shape (B,) = ({keys.shape[0]},) on the device, "
+            f"got {last_positions.dtype} of shape {tuple(last_positions.shape)}"
+        )

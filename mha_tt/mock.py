@@ -10,7 +10,7 @@ valid, and ttnn says what it computes. Nothing here knows attention; it serves a
         y = ttnn.to_torch(ttnn.softmax(x, dim=-1))
 
 What golden functions do not see: the filling of tiles, the rounding inside kernels, writes outside of a tensor. The
-worst of these traps are checked here (`Shadow._check_filling` and the golden functions at the end).
+worst of these traps are checked here (`Shadow._check_filling` and the golden functions in `mha_tt.goldens`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ import ttnn
 
 from mha_tt import device as devices
 from mha_tt.device import TILE
+from mha_tt.goldens import GOLDENS
+from mha_tt.goldens import golden as golden
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +123,12 @@ def use(board: str) -> None:
     os.environ.setdefault("TT_METAL_LOGS_PATH", str(root))  # else "generated" appears in the working directory
     os.environ.setdefault("TT_METAL_LOGGER_LEVEL", "fatal")
     os.environ.setdefault("TT_METAL_DISABLE_BACKTRACE", "1")
+    ttnn.begin_trace_capture = _refuse_traces  # which would end the process
     _used = board
+
+
+def _refuse_traces(*_: Any, **__: Any) -> None:
+    raise RuntimeError(f"begin_trace_capture must have a device that computes, got a mock {_used}, which has no queue")
 
 
 @contextmanager
@@ -196,28 +203,6 @@ def _kernel_elf(address: int = 0x10000) -> bytes:
 
 # ---- Values ----------------------------------------------------------------------------------------------------------
 
-Golden = Callable[..., Any]
-
-_OWN_GOLDENS: dict[str, Golden] = {}
-
-
-def golden(operation: str) -> Callable[[Golden], Golden]:
-    """Say what an operation computes, where ttnn has no golden function or a wrong one.
-
-    Args:
-        operation: its full name, such as `ttnn.experimental.dropout`.
-
-    Returns:
-        A decorator for a function that takes the operation's arguments, with torch tensors in the place of ttnn's, and
-        gives what it returns.
-    """
-
-    def register(function: Golden) -> Golden:
-        _OWN_GOLDENS[operation] = function
-        return function
-
-    return register
-
 
 class Shadow:
     """The values of tensors, as golden functions compute them, and the operations that ran.
@@ -275,7 +260,7 @@ class Shadow:
             return
         if name == "ttnn.transformer.scaled_dot_product_attention":
             self._check_filling(**keywords)
-        function = _OWN_GOLDENS.get(name, operation.golden_function)
+        function = GOLDENS.get(name, operation.golden_function)
         if function is None:
             raise NotImplementedError(f"{name} has no golden function; mha_tt.mock.golden({name!r}) takes one")
         value = function(*self._values_of(arguments), **{key: self._values_of(x) for key, x in keywords.items()})
@@ -301,6 +286,12 @@ class Shadow:
                     f"the mask's last tiles must hide the keys beyond the last one, got {filling} in them "
                     f"and attn_mask.shape={tuple(attn_mask.shape)}"
                 )
+
+
+def value_of(tensor: ttnn.Tensor) -> np.ndarray | None:
+    """The value of a tensor, wherever it lies, if a shadow is on and knows it."""
+    known = bool(_active) and tensor.tensor_id in _active[-1]._values
+    return _active[-1].download(tensor) if known else None
 
 
 _INTEGERS = (ttnn.int32, ttnn.uint8, ttnn.uint16, ttnn.uint32)
@@ -371,130 +362,3 @@ def _rounded(value: torch.Tensor, tensor: ttnn.Tensor) -> torch.Tensor:
         rounded = ttnn._ttnn.operations.core.to_dtype(host, ttnn.float32).to_numpy()  # under the hooks
         return torch.from_numpy(np.array(rounded))
     return value.float()
-
-
-# ---- Golden functions that ttnn lacks, or that fail where the operation does not -------------------------------------
-
-
-@golden("ttnn.linear")
-def _linear(a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = None, **keywords: Any) -> torch.Tensor:
-    """ttnn's takes a bias of two elements for a matrix, and raises."""
-    bias = None if bias is None else bias.reshape(1, -1)
-    return ttnn.get_golden_function(ttnn.linear)(a, b, bias=bias, **keywords)
-
-
-@golden("ttnn.transformer.scaled_dot_product_attention")
-def _scaled_dot_product_attention(
-    query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor, **keywords: Any
-) -> torch.Tensor:
-    """ttnn's is PyTorch's own, whose kernels for a CPU give 0 for a query that is not finite."""
-    if keywords.get("sliding_window_size") and not keywords.get("is_causal", True) and key.shape[2] % TILE:
-        raise AssertionError(  # taken by the operation, which then sees what fills the last tiles
-            f"keys must be whole tiles with a window that is not causal, got key.shape={tuple(key.shape)}"
-        )
-    return _attend_unswallowed(ttnn.transformer.scaled_dot_product_attention, query, key, *others, **keywords)
-
-
-@golden("ttnn.transformer.scaled_dot_product_attention_decode")
-def _scaled_dot_product_attention_decode(query: torch.Tensor, *others: torch.Tensor, **keywords: Any) -> torch.Tensor:
-    """The same for one token."""
-    config = keywords.get("compute_kernel_config")
-    most = 128 if config is not None and config.fp32_dest_acc_en else 256
-    if query.shape[3] > most and query.shape[3] % most:  # taken by the operation, which then gives garbage
-        raise AssertionError(
-            f"heads must have at most {most} features in a step, or a multiple of that, got {tuple(query.shape)}"
-        )
-    return _attend_unswallowed(ttnn.transformer.scaled_dot_product_attention_decode, query, *others, **keywords)
-
-
-def _attend_unswallowed(operation: Any, query: torch.Tensor, *others: torch.Tensor, **keywords: Any) -> torch.Tensor:
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with sdpa_kernel(SDPBackend.MATH):  # whose softmax still gives 0 for a row of nothing but -inf
-        context = ttnn.get_golden_function(operation)(query, *others, **keywords)
-    return context.masked_fill(~torch.isfinite(query).all(-1, keepdim=True), torch.nan)
-
-
-@golden("ttnn.experimental.nlp_create_qkv_heads")
-def _nlp_create_qkv_heads(
-    packed: torch.Tensor, *, num_heads: int, num_kv_heads: int, transpose_k_heads: bool = True, **_: Any
-) -> list[torch.Tensor]:
-    """(B, 1, S, (N + 2 K) H) -> (B, N, S, H) and twice (B, K, S, H)."""
-    batch_size, seq_len = packed.shape[0], packed.shape[2]
-    head_dim = packed.shape[3] // (num_heads + 2 * num_kv_heads)
-    if head_dim % TILE:  # taken by the operation, which then gives heads of another width
-        raise AssertionError(f"head_dim must be a multiple of {TILE} for nlp_create_qkv_heads, got {head_dim}")
-    heads = packed.reshape(batch_size, seq_len, -1, head_dim).transpose(1, 2)
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
-    return [q, k.transpose(2, 3) if transpose_k_heads else k, v]
-
-
-@golden("ttnn.experimental.nlp_create_qkv_heads_decode")
-def _nlp_create_qkv_heads_decode(
-    packed: torch.Tensor, *, num_heads: int, num_kv_heads: int, **_: Any
-) -> list[torch.Tensor]:
-    """(1, 1, B, (N + 2 K) H) -> (1, B, N, H) and twice (1, B, K, H)."""
-    heads = packed.reshape(1, packed.shape[2], num_heads + 2 * num_kv_heads, -1)
-    return list(heads.split([num_heads, num_kv_heads, num_kv_heads], 2))
-
-
-@golden("ttnn.fill_cache")
-def _fill_cache(
-    cache: torch.Tensor, tokens: torch.Tensor, batch_idx: int, *, update_idx: int = 0, **_: Any
-) -> torch.Tensor:
-    """Tokens (1, K, T, H) into the slots of one sequence of (B, K, S, H)."""
-    if update_idx + tokens.shape[2] > cache.shape[2]:
-        raise AssertionError(
-            f"fill_cache must stay within {cache.shape[2]} slots, got {tokens.shape[2]} at {update_idx}"
-        )
-    cache = cache.clone()
-    cache[batch_idx, :, update_idx : update_idx + tokens.shape[2]] = tokens[0]
-    return cache
-
-
-@golden("ttnn.update_cache")
-def _update_cache(
-    cache: torch.Tensor, tokens: torch.Tensor, update_idx: int, *, batch_offset: int = 0, **_: Any
-) -> torch.Tensor:
-    """One token of each sequence, (1, K, B, H), into one slot of (B, K, S, H). ttnn's wants all sequences."""
-    if update_idx >= cache.shape[2]:  # taken by the operation, which then writes outside of the cache
-        raise AssertionError(f"update_cache must stay within {cache.shape[2]} slots, got {update_idx}")
-    cache = cache.clone()
-    for sequence in range(min(cache.shape[0], tokens.shape[2])):
-        cache[sequence, :, update_idx] = tokens[0, :, batch_offset + sequence]
-    return cache
-
-
-@golden("ttnn.experimental.paged_update_cache")
-def _paged_update_cache(
-    cache: torch.Tensor,
-    tokens: torch.Tensor,
-    *,
-    update_idxs: Any = (),
-    update_idxs_tensor: torch.Tensor | None = None,
-    page_table: torch.Tensor | None = None,
-    **__: Any,
-) -> torch.Tensor:
-    """One token of each sequence, (1, B, K, H), into a slot of its own of (B, K, S, H); -1 skips a sequence."""
-    if page_table is not None:
-        raise NotImplementedError("paged_update_cache with a page table has no golden function")
-    if cache.shape[1] > TILE:  # taken by the operation, which reads one row of tiles for each sequence
-        raise AssertionError(f"paged_update_cache must have at most {TILE} heads, got {cache.shape[1]}")
-    cache = cache.clone()
-    slots = update_idxs if update_idxs_tensor is None else update_idxs_tensor.tolist()
-    for sequence, slot in enumerate(map(int, slots)):
-        if slot >= cache.shape[2]:  # taken by the operation, which then writes outside of the cache
-            raise AssertionError(f"paged_update_cache must stay within {cache.shape[2]} slots, got {slot}")
-        if slot >= 0:
-            cache[sequence, :, slot] = tokens[0, sequence, : cache.shape[1]]
-    return cache
-
-
-@golden("ttnn.experimental.dropout")
-def _dropout(x: torch.Tensor, *, probability: float, scale: float, seed: int, **_: Any) -> torch.Tensor:
-    """As many elements are dropped as on the device, though others."""
-    import torch
-
-    kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) >= probability
-    return x * kept * scale

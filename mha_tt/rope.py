@@ -84,17 +84,15 @@ class Rotation:
         Each row is a sequence; `side_by_side` each token is one by itself, as in a step of many sequences.
         """
         check_head_dim(head_dim, padded)
-        _check_order(rope, head_dim, padded)
-        angles = _angles(positions, rope, padded if head_dim is None else head_dim, side_by_side)
-        first = np.arange(angles.shape[-1])  # as `head_slots` has them
-        second = padded // 2 + first
-        cos, sin = np.ones((*angles.shape[:2], padded)), np.zeros((*angles.shape[:2], padded))
-        cos[..., first] = cos[..., second] = rope.attention_factor * np.cos(angles)
-        sin[..., second] = rope.attention_factor * np.sin(angles)
-        sin[..., first] = -sin[..., second]
+        tables = cos_and_sin(positions, rope, head_dim, padded, side_by_side)
         object.__setattr__(self, "positions", positions)
-        for name, table in (("cos", cos), ("sin", sin)):
+        for name, table in zip(("cos", "sin"), tables, strict=True):
             object.__setattr__(self, name, upload(table[:, None], device=device, dtype=ttnn.float32))
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Of how many sequences and tokens they are; one sequence stands for all."""
+        return self.cos.shape[0], self.cos.shape[2]
 
     def rotate(self, x: Float[Tensor, "B heads T H"]) -> Float[Tensor, "B heads T H"]:
         """x with each of its pairs rotated; computed in float32, in the dtype of x."""
@@ -111,9 +109,29 @@ def rotation_of(
     """The rotations of positions for the heads of a layer, with latents for what heads share; None without RoPE."""
     if spec.rope is None:
         return None
-    head_dim = spec.head_dim if spec.latent is None else spec.latent.rope_dim
-    padded = padded_head_dim(head_dim, rope=True)
+    head_dim, padded = rotated_head(spec)
     return Rotation(positions, spec.rope, head_dim=head_dim, padded=padded, device=device, side_by_side=side_by_side)
+
+
+def rotated_head(spec: AttentionSpec) -> tuple[int, int]:
+    """Features of what a layer with RoPE rotates: those of a head, or that heads share, and as many as are padded."""
+    head_dim = spec.head_dim if spec.latent is None else spec.latent.rope_dim
+    return head_dim, padded_head_dim(head_dim, rope=True)
+
+
+def cos_and_sin(
+    positions: np.ndarray, rope: Rope, head_dim: int | None, padded: int, side_by_side: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the features of heads are multiplied by, and what those half a head away are, (B or 1, T, P) each."""
+    _check_order(rope, head_dim, padded)
+    angles = _angles(positions, rope, padded if head_dim is None else head_dim, side_by_side)
+    first = np.arange(angles.shape[-1])  # as `head_slots` has them
+    second = padded // 2 + first
+    cos, sin = np.ones((*angles.shape[:2], padded)), np.zeros((*angles.shape[:2], padded))
+    cos[..., first] = cos[..., second] = rope.attention_factor * np.cos(angles)
+    sin[..., second] = rope.attention_factor * np.sin(angles)
+    sin[..., first] = -sin[..., second]
+    return cos, sin
 
 
 def _check_order(rope: Rope, head_dim: int | None, padded: int) -> None:
@@ -148,7 +166,7 @@ def _angles(positions: np.ndarray, rope: Rope, head_dim: int, side_by_side: bool
 def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope | None) -> None:
     """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
     if isinstance(positions, Rotation):
-        found = (positions.cos.shape[0], positions.cos.shape[2])
+        found = positions.counts
         if found not in ((batch_size, seq_len), (1, seq_len)):
             raise ValueError(f"positions must be (B or 1, T) = ({batch_size} or 1, {seq_len}), got those of {found}")
         return

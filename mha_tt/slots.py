@@ -1,4 +1,7 @@
-"""Copies of the slots of a cache, (B, K, S, H): of some sequences, with more slots, with new tokens after them."""
+"""Copies of the slots of a cache, (B, K, S, H): of some sequences, with more slots, with new tokens after them.
+
+And where new tokens of many sequences lie before they are written.
+"""
 
 import ttnn
 from ttnn import Tensor
@@ -38,3 +41,13 @@ def as_cached(x: Tensor, slots: Tensor) -> Tensor:
     """Tokens as `fill_cache` copies them: in the dtype of the cache, zeros after the last token of the last tile."""
     x = as_dtype(x, slots.dtype)
     return ttnn.fill_implicit_tile_padding(x, 0.0) if x.shape[2] % TILE else x
+
+
+def one_core_each(count: int, rows: int, width: int, device: ttnn.MeshDevice) -> ttnn.MemoryConfig:
+    """Where a tensor lies of which each of so many sequences has its rows on a core of its own."""
+    return ttnn.create_sharded_memory_config(
+        (rows, width),
+        core_grid=ttnn.num_cores_to_corerangeset(count, device.compute_with_storage_grid_size(), row_wise=True),
+        strategy=ttnn.ShardStrategy.HEIGHT,
+        use_height_and_width_as_shard_shape=True,
+    )

@@ -350,6 +350,19 @@ def test_a_known_mistake_before_an_unknown_one_is_named():
     assert "output still differs" in str(diagnosis)
 
 
+def test_a_mistake_that_moves_noise_alone_is_not_named():
+    """The output is the same by positions that are all one higher, but for its rounding, which may be less."""
+    problem = make_problem(CASES["rope-gqa"], "float64")
+    right = observed_in(problem)["output"]
+    rng, kinds = np.random.default_rng(0), []
+    for _ in range(12):
+        noise = np.abs(right).max() * 2.0**-52 * rng.standard_normal(right.shape)
+        diagnosis = diagnose({"output": right + rng.uniform(0.5, 4.0) * noise}, problem)
+        kinds.append(diagnosis.kind)
+        assert names_of(diagnosis) == []
+    assert {*kinds} == {"none", "rounding"}
+
+
 def test_an_error_just_beyond_the_budget_is_rounding():
     problem = make_problem(CASES["full"], "float32")
     observed = observed_in(problem)

@@ -22,10 +22,15 @@ from parity.files import open_tensors, write_tensors
 # ---- What libraries do between their projections ---------------------------------------------------------------------
 
 
+def frequencies(theta, size):
+    """1 / theta ** (2 i / size), in float32 as all of them have it."""
+    exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+    return 1 / (theta ** exponents.astype(np.float64)).astype(np.float32)
+
+
 def angles(x, theta):
     """Of each position and pair, (T, H / 2)."""
-    seq_len, half = x.shape[1], x.shape[-1] // 2
-    return np.outer(np.arange(seq_len), theta ** (-np.arange(half) / half))
+    return np.outer(np.arange(x.shape[1]), frequencies(theta, x.shape[-1]))
 
 
 def halves(x, theta):
@@ -118,17 +123,17 @@ def gpt3(tensors, spec, x):
 def yarn(x, rope):
     """YarnRotaryEmbedding: pairs interleaved or not, what is real first in the result, and then what is imaginary."""
     size, base, scaling = x.shape[-1], rope.theta, rope.scaling
-    frequencies = 1.0 / base ** (2.0 * np.arange(size // 2) / size)
+    freqs = frequencies(base, size)
     if scaling is not None:
         low, high = (
             size * np.log(scaling.original_length / (turns * 2 * np.pi)) / (2 * np.log(base))
             for turns in (scaling.beta_fast, scaling.beta_slow)
         )
-        low, high = max(np.floor(low), 0), min(np.ceil(high), size - 1)
-        smooth = 1 - np.clip((np.arange(size // 2) - low) / (high - low), 0, 1)
-        frequencies = frequencies / scaling.factor * (1 - smooth) + frequencies * smooth
+        low, high = max(int(np.floor(low)), 0), min(int(np.ceil(high)), size - 1)
+        smooth = 1 - np.clip((np.arange(size // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+        freqs = freqs / scaling.factor * (1 - smooth) + freqs * smooth
     first, second = (x[..., ::2], x[..., 1::2]) if rope.pairs == "interleaved" else np.split(x, 2, axis=-1)
-    turned = (first + 1j * second) * np.exp(1j * np.outer(np.arange(x.shape[1]), frequencies))[:, None]
+    turned = (first + 1j * second) * np.exp(1j * np.outer(np.arange(x.shape[1]), freqs))[:, None]
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 

@@ -210,7 +210,7 @@ def test_what_is_equal_passes(equal):
         ({"expected": ONE, "problem": 1}, TypeError, "one of expected and problem must be given, got both"),
         ({"problem": "causal"}, TypeError, "problem must be a Problem, see parity.make_problem, got str"),
         ({"expected": {"q": ONE}}, TypeError, "actual, expected must all be arrays or all be mappings"),
-        ({"expected": [1.0]}, TypeError, "expected must be an array of NumPy, torch or JAX, got list"),
+        ({"expected": [1.0]}, TypeError, "expected must be an array of NumPy, torch, JAX or TTNN, got list"),
         ({"expected": ONE, "same_precision": ONE}, TypeError, "same_precision must come from another implementation"),
         ({"expected": ONE, "dtype": "float8"}, ValueError, r"dtype must be one of \['float32', .*got dtype='float8'"),
         ({"expected": ONE, "atol": 1e-3}, TypeError, "unexpected keyword argument 'atol'"),

@@ -22,7 +22,8 @@ PACKAGES = {"jax": mha_jax, "torch": mha_torch}  # those that are installed besi
 FRAMEWORK = {"jax": {"jax", "flax"}, "torch": {"torch"}, "tt": {"ttnn"}}
 
 LAZY_IMPORTS = {
-    ("tt", "mock.py"): {"torch"}
+    ("tt", "mock.py"): {"torch"},
+    ("tt", "goldens.py"): {"torch"},
 }  # ttnn's golden functions are written in it; without values none is needed
 
 WORDS = {
@@ -35,16 +36,23 @@ EXTRA_FILES = {
     "jax": {
         "blockwise.py",  # the fused kernel for a CPU, which the others' frameworks bring
         "compiled.py",  # compiles once for callers who do not
+        "parallel.py",  # heads divided over the devices of a mesh, in the framework's words
+        "sharding.py",  # how arrays are divided among devices, as their types say
         "not_finite.py",  # keeps what is not finite where it is seen, around kernels that do not
     },
     "torch": {
         "flex.py",  # a second kernel of the framework's own, for CUDA
         "not_finite.py",  # keeps what is not finite where it is seen, around a kernel that does not
+        "parallel.py",  # heads divided over processes, in the framework's words
+        "shards.py",  # and what one of these has
     },
     "tt": {
         "device.py",  # where arrays and weights enter a device and leave it
-        "mock.py",  # boards that do not exist
+        "mock.py",  # boards that do not exist,
+        "goldens.py",  # and what operations compute on them
         "not_finite.py",  # keeps what is not finite where it is seen, around kernels that do not
+        "places.py",  # where the next tokens go, counted on the device,
+        "step.py",  # so that a step of all sequences needs nothing of the host
         "slots.py",  # copies slots of a cache, as the others' arrays are copied in a line
     },
 }
@@ -67,6 +75,7 @@ EXTRA_PARAMETERS = {
         "seed",  # for the device draws from a seed
         "slots",  # of `apply_norm`, and
         "head_dim",  # of `apply_rope`: heads are padded to whole tiles, so that their shape does not tell it
+        "rotary_table",  # of `cached_layer`: rotations of all positions of a cache, of which the device picks
     },
 }
 
@@ -131,6 +140,7 @@ EXTRA_NAMES = {
         "CausalMask",
         "Rotation",  # turns are computed on the host, in float64, and uploaded once for many calls
         "rotation_of",
+        *("rotated_head", "cos_and_sin"),  # or as a table, of which the device picks
         *("HeadWeights", "weights_of_heads"),  # a weight is taken apart once for many calls
         "attend_to_cache",  # one new token of each sequence has a kernel of its own
         *("LARGEST_CHUNK", "WIDE"),  # of the fused kernel, which is told how to divide its work
@@ -145,6 +155,7 @@ EXTRA_NAMES = {
         "check_head_dim",  # see the padding of heads as features,
         "check_cache_holds",  # write into a cache before anything else would tell that it is another layer's,
         "check_cached_step",  # and have a kernel for one new token of each sequence
+        "Cache.places",  # are counted on the device
         *("KVCache.capacity", "LatentCache.capacity"),  # the slots are padded: their shape does not tell it
         "AttentionLayer.check_dropout",  # is drawn in bfloat16 only,
         "drop",  # for attention weights and outputs alike,

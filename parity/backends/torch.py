@@ -12,6 +12,7 @@ from torch import Tensor
 
 import mha_torch
 from mha_spec import AttentionSpec
+from mha_torch.shards import is_distributed, set_whole
 from parity.backends.port import Shapes, kind_of
 from parity.core.arrays import to_numpy, to_torch
 from parity.core.cases import Case
@@ -37,7 +38,10 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
             )
     with torch.no_grad():
         for name, tensor in tensors.items():
-            parameters[name].copy_(tensor)
+            if is_distributed(parameters[name]):
+                set_whole(parameters[name], tensor.to(parameters[name].device))
+            else:
+                parameters[name].copy_(tensor)
     return module
 
 
@@ -47,10 +51,11 @@ def spec_of(module: Any) -> AttentionSpec:
 
 
 def weights_of(module: Any) -> Weights:
-    """The canonical weights of a module of `mha_torch`, bit for bit."""
+    """The canonical weights of a module of `mha_torch`, bit for bit; whole, where processes have parts of them."""
     spec, parameters = spec_of(module), dict(module.named_parameters())
     check_held(parameters, spec)
-    return from_state_dict(parameters, spec)
+    whole = {name: held.full_tensor() if is_distributed(held) else held for name, held in parameters.items()}
+    return from_state_dict(whole, spec)
 
 
 def to_state_dict(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[str, Tensor]:

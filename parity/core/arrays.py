@@ -102,6 +102,17 @@ def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return found
 
 
+def arithmetic_of(*values: Any) -> str:
+    """How the hardware computes on which arrays lie, or mappings of them: `tensix` for TTNN's, but on a mock board."""
+    arrays = [array for value in values for array in (value.values() if isinstance(value, Mapping) else [value])]
+    kinds = {kind.__module__.partition(".")[0] for array in arrays for kind in type(array).__mro__}
+    if "ttnn" not in kinds:
+        return "ieee"
+    import mha_tt
+
+    return "ieee" if mha_tt.target() in (None, "mock") else "tensix"
+
+
 def stages_of(role: str, value: Any, stage: str) -> dict[str, np.ndarray]:
     """The arrays by stage, as NumPy's."""
     if isinstance(value, Mapping):
@@ -113,7 +124,7 @@ def _array(what: str, value: Any) -> np.ndarray:
     try:
         return to_numpy(value)
     except TypeError:
-        raise TypeError(f"{what} must be an array of NumPy, torch or JAX, got {type(value).__name__}") from None
+        raise TypeError(f"{what} must be an array of NumPy, torch, JAX or TTNN, got {type(value).__name__}") from None
 
 
 def _from_torch(x: torch.Tensor) -> np.ndarray:
@@ -134,5 +145,11 @@ def _from_ttnn(x: ttnn.Tensor) -> np.ndarray:
 
     import mha_tt
 
-    values = mha_tt.download(x)
-    return values if x.dtype == ttnn.float32 else values.astype(ml_dtypes.bfloat16)  # which bfloat8_b's fit into
+    kind = str(x.dtype).rpartition(".")[2].lower()
+    is_on_device = x.storage_type() == ttnn.StorageType.DEVICE
+    values = mha_tt.download(x) if is_on_device else mha_tt.mock.value_of(x)
+    if values is None:  # it lies on the host, whose conversion of bfloat16 gives none of NumPy's dtypes
+        values = x.to_numpy() if "int" in kind else ttnn._ttnn.operations.core.to_dtype(x, ttnn.float32).to_numpy()
+    if "int" in kind:
+        return values.astype(kind)
+    return values if kind == "float32" else values.astype(ml_dtypes.bfloat16)  # which blocks of 8 or 4 bits fit into

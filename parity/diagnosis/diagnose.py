@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from parity.backends import load_backend
-from parity.core.arrays import stages_of
+from parity.core.arrays import arithmetic_of, stages_of
 from parity.core.compare import FACTOR
 from parity.core.problem import Problem
+from parity.core.reference import ARITHMETICS, UNFUSED
 from parity.core.stages import STAGES, stage_named
 from parity.core.trace import Trace
 from parity.core.weights import is_floating
@@ -54,20 +55,25 @@ MOST_VIEWS = 3
 
 
 def diagnose(
-    observed: Mapping[str, np.ndarray], problem: Problem, *, arithmetic: str = "ieee", seconds: float = SECONDS
+    observed: Mapping[str, Any], problem: Problem, *, arithmetic: str | None = None, seconds: float = SECONDS
 ) -> Diagnosis:
     """Find the mistakes that explain what an implementation gave.
 
     Args:
-        observed: its stages by name, as `STAGES` has them; the output alone will do, but then two mistakes may be told
-            for one, or not at all.
+        observed: its stages by name, as `STAGES` has them, in arrays of any framework; the output alone will do, but
+            then two mistakes may be told for one, or not at all.
         problem: what it was given.
-        arithmetic: of its hardware, one of `reference.ARITHMETICS`.
+        arithmetic: of its hardware, one of `reference.ARITHMETICS`, or its rounding, one of `reference.UNFUSED`. When
+            absent it is `tensix` if an array is TTNN's, and its device a card or a simulator, else `ieee`.
         seconds: how long the search may take, about; what was not tried is told. Infinity tries everything.
 
     Raises:
-        ValueError: if there is no stage of the problem among the names.
+        ValueError: if there is no stage of the problem among the names, or no such arithmetic.
     """
+    if arithmetic not in (None, *ARITHMETICS, *UNFUSED):
+        known = [*ARITHMETICS, *UNFUSED]
+        raise ValueError(f"arithmetic must be one of {known}, got arithmetic={arithmetic!r}")
+    arithmetic = arithmetic or arithmetic_of(observed)
     stages = stages_of("observed", observed, "output")
     return replace(
         _diagnosed(stages, problem, arithmetic, seconds), dtypes=_other_dtypes(stages, problem), dtype=problem.dtype

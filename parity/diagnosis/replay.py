@@ -161,7 +161,7 @@ class Replay:
             return Verdict(float(errors.mean()), math.inf if errors.any() else 0.0)
         allowed = self.allowed(stage, () if quick else mistakes, kind)
         found = Verdict(*share_of(actual, expected, allowed, stage))
-        if 1.0 < found.ratio <= MOST_OVER and mistakes and not quick and not any(each.is_loss for each in mistakes):
+        if 1.0 < found.ratio <= MOST_OVER and not quick and not any(each.is_loss for each in mistakes):
             budgets = [allowed, *(other.allowed(stage, mistakes, kind) for other in self._recounts)]
             allowed = {norm: max(each[norm] for each in budgets) for norm in allowed}
             return Verdict(*share_of(actual, expected, allowed, stage))

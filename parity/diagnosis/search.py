@@ -12,7 +12,7 @@ import numpy as np
 from parity.core.compare import norms_of
 from parity.core.stages import stage_named
 from parity.diagnosis.mistakes import Mistake
-from parity.diagnosis.replay import Mistakes, Replay
+from parity.diagnosis.replay import Mistakes, Replay, Verdict
 from parity.diagnosis.verdicts import Explanation, Unknown
 
 PARTS = {
@@ -27,6 +27,7 @@ and what to say of it."""
 MOST_MISTAKES = 4  # that are looked for at the same time
 MOST_BRANCHES = 6  # ways to explain a stage that are followed
 NEARLY = 10.0  # what one mistake leaves of the error, over what is allowed, beside which another is but noise
+CHANCE = 0.5  # the share of an error that a mistake leaves, above which it does not explain it
 SMALL = 0.25  # the share of a stage up to which its error may be lost precision
 FOR_MISTAKES = 0.7  # of the time; the rest is for what can be said of stages that none explains
 
@@ -197,7 +198,7 @@ def _explain(
     earlier = [each for each in wrong if each not in stages and stage_named(each).kind == stage_named(stage).kind]
     if at_once > 1 and not _has_numbers(replay, stage):
         return []
-    expected = replay.computed(index, found)[stage]
+    expected, before = replay.computed(index, found)[stage], replay.verdict(stage, found)
     words = "single mistakes" if at_once == 1 else "two mistakes at once"
 
     def changes(mistake: Mistake) -> bool:
@@ -215,7 +216,8 @@ def _explain(
             return False
         if at_once > 1 and any(replay.verdict(stage, (*found, one)).ratio <= NEARLY for one in added):
             return False
-        if replay.verdict(stage, mistakes).ratio > 1.0 or replay.wrong(right, mistakes):
+        after = replay.verdict(stage, mistakes)
+        if after.ratio > 1.0 or not _is_less(after, before, added) or replay.wrong(right, mistakes):
             return False
         return all(_is_same(replay, replay.step_of[each], found, added, [each]) for each in earlier)
 
@@ -238,6 +240,14 @@ def _orders(known: Sequence[Mistake], at_once: int) -> Iterator[Mistakes]:
         some = tuple(known[place] for place in places)
         overridden = [method for mistake in some for method in mistake.in_reference]
         yield from itertools.permutations(some) if len({*overridden}) < len(overridden) else [some]
+
+
+def _is_less(after: Verdict, before: Verdict, added: Mistakes) -> bool:
+    """Whether an error is less by far, and not by chance: a mistake that is none here moves what is rounded, too.
+
+    What loses precision leaves errors of the size that they had; that they are allowed is what explains them.
+    """
+    return any(mistake.is_loss for mistake in added) or not after.error > CHANCE * before.error
 
 
 def _is_made_in_sight(replay: Replay, index: int, found: Mistakes, mistake: Mistake) -> bool:

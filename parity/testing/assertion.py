@@ -9,11 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from parity.core.arrays import stages_of
+from parity.core.arrays import arithmetic_of, stages_of
 from parity.core.cases import DTYPES
-from parity.core.compare import NOTHING, Comparison, budget, compare, factor, failure, first_difference, measure
+from parity.core.compare import (
+    NOTHING,
+    TENSIX_FLOOR,
+    Comparison,
+    budget,
+    compare,
+    factor,
+    failure,
+    first_difference,
+    measure,
+)
 from parity.core.compare import unit_of_rounding as unit
 from parity.core.problem import Problem
+from parity.core.reference import ARITHMETICS
 from parity.core.stages import STAGES, stage_named
 from parity.core.trace import Reference
 from parity.diagnosis.diagnose import diagnose as find_mistakes
@@ -46,6 +57,7 @@ def assert_parity(
     name: str = "parity",
     stage: str = "output",
     diagnose: bool = True,
+    arithmetic: str | None = None,
 ) -> None:
     """Raise an AssertionError that says what differs, where and by how much, unless actual agrees with expected.
 
@@ -53,7 +65,7 @@ def assert_parity(
     infinity, another shape or kind of dtype, an empty array, a missing or additional stage: differences, always.
 
     Args:
-        actual: an array of NumPy, torch or JAX, or a mapping of such arrays by stage: `q`, `scores`, `output` and
+        actual: an array of NumPy, torch, JAX or TTNN, or a mapping of such arrays by stage: `q`, `scores`, `output` and
             whatever else, see `STAGES`. The message leads with the first stage that differs, in the order of the data
             flow; if there are stages of other names, in the order of `expected`.
         expected: what it should be, likewise: best in float64. To be left out with `problem`.
@@ -69,6 +81,8 @@ def assert_parity(
         diagnose: with `problem`, look for the mistake that explains a difference, which may take 5 seconds. Where none
             is to be explained, since a stage is only recorded in another customary way and what follows it agrees, or
             scores are kept in 16 bits, that is a `ConventionWarning` and no error.
+        arithmetic: how the hardware computes, one of `reference.ARITHMETICS`: `ieee`, or `tensix`, Tenstorrent's. When
+            absent it is `tensix` if an array of `actual` is TTNN's, and its device a card or a simulator.
 
     With neither `same_precision` nor `problem` a crude rule holds: the root mean square of the error may be 16 units of
     rounding (4 in bfloat16 and float16, see `UNITS`) of the root mean square of `expected`, and its maximum as many of
@@ -83,10 +97,17 @@ def assert_parity(
     """
     __tracebackhide__ = True
     comparisons = compare_arrays(
-        actual, expected, same_precision=same_precision, problem=problem, dtype=dtype, name=name, stage=stage
+        actual,
+        expected,
+        same_precision=same_precision,
+        problem=problem,
+        dtype=dtype,
+        name=name,
+        stage=stage,
+        arithmetic=arithmetic,
     )
     if diagnose and problem is not None and first_difference(comparisons) is not None:
-        comparisons, explanation = explained(comparisons, actual, problem, stage)
+        comparisons, explanation = explained(comparisons, actual, problem, stage, arithmetic)
     else:
         explanation = ""
     if text := message(comparisons):
@@ -102,10 +123,13 @@ def compare_arrays(
     dtype: str | None = None,
     name: str = "parity",
     stage: str = "output",
+    arithmetic: str | None = None,
 ) -> list[Comparison]:
     """The comparisons that `assert_parity` judges by, one for each stage, in the order of the data flow."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {list(DTYPES)}, got dtype={dtype!r}")
+    if arithmetic not in (None, *ARITHMETICS):
+        raise ValueError(f"arithmetic must be one of {list(ARITHMETICS)}, got arithmetic={arithmetic!r}")
     if (expected is None) == (problem is None):
         raise TypeError(f"one of expected and problem must be given, got {'neither' if problem is None else 'both'}")
     if problem is not None and not (same_precision is None and dtype is None):
@@ -125,10 +149,11 @@ def compare_arrays(
     if not any(arrays.values()):
         about = {"case": name, "backend": "actual", "dtype": dtype or "no dtype", "stage": stage}
         return [failure(np.empty(0), "there are no stages to compare", **about)]
+    arithmetic = arithmetic or arithmetic_of(actual)
     with np.errstate(over="ignore", invalid="ignore"):  # what is infinite is part of the verdict
         if problem is not None:
-            return _compare_with_reference(arrays["actual"], problem, name)
-        return _compare_with_expected(arrays, dtype, name)
+            return _compare_with_reference(arrays["actual"], problem, name, arithmetic)
+        return _compare_with_expected(arrays, dtype, name, arithmetic)
 
 
 def message(comparisons: Iterable[Comparison]) -> str:
@@ -146,7 +171,11 @@ def message(comparisons: Iterable[Comparison]) -> str:
 
 
 def explained(
-    comparisons: Sequence[Comparison], actual: Any, problem: Problem, stage: str = "output"
+    comparisons: Sequence[Comparison],
+    actual: Any,
+    problem: Problem,
+    stage: str = "output",
+    arithmetic: str | None = None,
 ) -> tuple[list[Comparison], str]:
     """What the diagnosis says of arrays that differ from a problem's reference.
 
@@ -157,7 +186,7 @@ def explained(
     stages = stages_of("actual", actual, stage)
     if not any(stage_named(name).kind in STAGES for name in stages):
         return list(comparisons), ""
-    diagnosis = find_mistakes(stages, problem)
+    diagnosis = find_mistakes(stages, problem, arithmetic=arithmetic or arithmetic_of(actual))
     if diagnosis.is_wrong:
         return list(comparisons), f"\n{diagnosis}"
     judged = [_as_recorded(comparison) for comparison in comparisons]
@@ -174,32 +203,38 @@ def _as_recorded(comparison: Comparison) -> Comparison:
     return replace(comparison, status="passed", reason="recorded otherwise; see the diagnosis")
 
 
-def _compare_with_reference(actual: Stages, problem: Problem, name: str) -> list[Comparison]:
+def _compare_with_reference(actual: Stages, problem: Problem, name: str, arithmetic: str) -> list[Comparison]:
+    _check_has(arithmetic, problem.dtype)
     about: dict[str, Any] = {"case": name, "backend": "actual", "dtype": problem.dtype}
     with_gradients = any(stage_named(stage).is_gradient for stage in actual) and problem.case.has_gradients
     reference = Reference(problem, with_gradients)
-    expected, same_precision = reference.accumulated, reference.same_precision(local=False)
+    expected, same_precision = reference.accumulated, reference.same_precision(local=False, arithmetic=arithmetic)
     comparisons = []
     for stage in (stage for stage in expected if stage in actual):
         terms = reference.magnitudes.get(stage)
-        comparison = compare(actual[stage], expected[stage], same_precision[stage], **about, stage=stage, terms=terms)
+        about_stage = {**about, "stage": stage, "terms": terms, "arithmetic": arithmetic}
+        comparison = compare(actual[stage], expected[stage], same_precision[stage], **about_stage)
         comparisons.append(_explained(comparison, "the same-precision reference"))
     unknown = f"the reference has no such stage, only {', '.join(expected)}"
     comparisons += [failure(actual[stage], unknown, **about, stage=stage) for stage in actual if stage not in expected]
     return comparisons
 
 
-def _compare_with_expected(arrays: Mapping[str, Stages], dtype: str | None, name: str) -> list[Comparison]:
+def _compare_with_expected(
+    arrays: Mapping[str, Stages], dtype: str | None, name: str, arithmetic: str
+) -> list[Comparison]:
     dtypes = {array.dtype.name: None for stages in arrays.values() for array in stages.values()}
     floating = [each for each in dtypes if each in DTYPES]
     dtype = dtype or max(floating, key=unit, default=next(iter(dtypes)))
+    if floating:
+        _check_has(arithmetic, dtype)
     return [
-        replace(_compare_stage(arrays, stage, dtype, name), by_reference=False)
+        replace(_compare_stage(arrays, stage, dtype, name, arithmetic), by_reference=False)
         for stage in _in_order({**arrays["expected"], **arrays["actual"]})
     ]
 
 
-def _compare_stage(arrays: Mapping[str, Stages], stage: str, dtype: str, name: str) -> Comparison:
+def _compare_stage(arrays: Mapping[str, Stages], stage: str, dtype: str, name: str, arithmetic: str) -> Comparison:
     about: dict[str, Any] = {"case": name, "backend": "actual", "dtype": dtype, "stage": stage}
     there = {role: stages[stage] for role, stages in arrays.items() if stage in stages}
     if lacking := [role for role in arrays if role not in there]:
@@ -212,11 +247,18 @@ def _compare_stage(arrays: Mapping[str, Stages], stage: str, dtype: str, name: s
         return _explained(measure(actual, expected, NOTHING, **about, ulps_of="float32"))
     wide = expected.astype(np.float64)
     if same_precision is not None:
-        allowed = budget(wide, same_precision, dtype, same_dtype=dtype, has_slope=False)
+        allowed = budget(wide, same_precision, dtype, None, arithmetic, dtype, has_slope=False)
         return _explained(measure(actual, wide, allowed, **about, ulps_of=actual.dtype.name), "same_precision")
     scale = {"rms": float(np.sqrt(np.mean(wide**2))), "max": float(np.abs(wide).max())}
-    allowed = {norm: UNITS[dtype] * unit(dtype) * size for norm, size in scale.items()}
+    one = unit(dtype) if arithmetic == "ieee" else max(unit(dtype), TENSIX_FLOOR[dtype])
+    allowed = {norm: UNITS[dtype] * one * size for norm, size in scale.items()}
     return _explained(measure(actual, wide, allowed, **about, ulps_of=actual.dtype.name))
+
+
+def _check_has(arithmetic: str, dtype: str) -> None:
+    """Refuse a dtype that the hardware does not have."""
+    if arithmetic == "tensix" and dtype not in TENSIX_FLOOR:
+        raise ValueError(f"dtype must be one of {list(TENSIX_FLOOR)} with arithmetic='tensix', got dtype={dtype!r}")
 
 
 def _explained(comparison: Comparison, noise: str = "") -> Comparison:

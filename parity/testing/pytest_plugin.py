@@ -62,7 +62,7 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
         title, explanation = f"{request.node.nodeid} {name}".rstrip(), ""
         comparisons = compare_arrays(actual, expected, name=title, **options)
         if diagnose and options.get("problem") is not None and first_difference(comparisons) is not None:
-            about = options["problem"], options.get("stage", "output")
+            about = options["problem"], options.get("stage", "output"), options.get("arithmetic")
             comparisons, explanation = explained(comparisons, actual, *about)
         if recorder is not None:
             test = _test_of(request.node, name)

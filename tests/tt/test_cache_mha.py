@@ -718,14 +718,15 @@ def test_prompt_of_a_batch_beyond_the_cores_is_cached(device):
 # ---- Between the host and the device ---------------------------------------------------------------------------------
 
 STEPS = {
-    # name: (layer, shapes that a step of 3 sequences uploads: rotations with RoPE, slots to write, last slots to see)
-    "mha": (SPECS["mha"], [(3,), (3,)]),
-    "gqa-rope": (GQA_ROPE, [(1, 1, 3, 64)] * 2 + [(3,), (3,)]),
+    # name: (layer, shapes that a step of some of 3 sequences uploads: which of them, rotations with RoPE, slots to
+    # write, last slots to see); one of all uploads nothing (test_step)
+    "mha": (SPECS["mha"], [(3, 1, 1), (3,), (3,)]),
+    "gqa-rope": (GQA_ROPE, [(3, 1, 1)] + [(1, 1, 3, 64)] * 2 + [(3,), (3,)]),
 }
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_step_uploads_positions_only(device, uploads, calls, monkeypatch, name):
+def test_step_of_some_sequences_uploads_positions_only(device, uploads, calls, monkeypatch, name):
     spec, expected = STEPS[name]
     module, x = cached_layer(spec, device), mha_tt.upload(random_tokens(1), device=device)
     cache = filled_cache(module, [3, 1, 0], 40)
@@ -733,7 +734,7 @@ def test_step_uploads_positions_only(device, uploads, calls, monkeypatch, name):
     calls.clear()
     with monkeypatch.context() as patch:
         patch.setattr(devices, "readers", [lambda tensor: pytest.fail("a tensor was read back")])
-        module(x, cache)
+        module(x, cache, new_lengths=[1, 0, 1])
     assert [array.shape for array in uploads] == expected
     assert {"ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"} & {call.name for call in calls} == set()
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import ttnn
 import mha_tt
 from mha_tt import mock
 from mha_tt.cache import write_rows
+from mha_tt.goldens import GOLDENS
 
 from .formulas import TOLERANCES, both_dtypes, rounded
 
@@ -248,25 +250,27 @@ def test_shadow_leaves_everything_as_it_was(opened_device):
 
 
 @pytest.fixture
-def own_goldens(monkeypatch):
+def own_goldens():
     """Takes back what a test registers."""
-    monkeypatch.setattr(mock, "_OWN_GOLDENS", dict(mock._OWN_GOLDENS))
+    with patch.dict(GOLDENS):
+        yield
 
 
 def test_operation_without_a_golden_function_says_how_to_give_it_one(device):
-    x = mha_tt.upload(np.ones((1, 2, 5, 32)), device=device)
-    with pytest.raises(NotImplementedError, match=r"nlp_concat_heads has no golden function; mha_tt\.mock\.golden\("):
-        ttnn.experimental.nlp_concat_heads(x)
+    x = mha_tt.upload(np.ones((1, 2, 32, 64)), device=device)
+    with pytest.raises(NotImplementedError, match=r"rotate_half has no golden function; mha_tt\.mock\.golden\("):
+        ttnn.experimental.rotate_half(x)
 
 
 def test_golden_function_may_be_given(device, own_goldens, rng):
-    @mock.golden("ttnn.experimental.nlp_concat_heads")
-    def concat(x, **_):
-        return x.transpose(1, 2).reshape(x.shape[0], 1, x.shape[2], -1)
+    @mock.golden("ttnn.experimental.rotate_half")
+    def rotate_half(x):
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([-second, first], dim=-1)
 
-    x = rounded(rng.standard_normal((1, 2, 5, 32)), ttnn.bfloat16)
-    combined = ttnn.experimental.nlp_concat_heads(mha_tt.upload(x, device=device))
-    assert np.array_equal(mha_tt.download(combined)[0], x.swapaxes(1, 2).reshape(1, 5, 64))
+    x = rounded(rng.standard_normal((1, 2, 32, 64)), ttnn.bfloat16)
+    rotated = ttnn.experimental.rotate_half(mha_tt.upload(x, device=device))
+    assert np.array_equal(mha_tt.download(rotated), np.concatenate([-x[..., 32:], x[..., :32]], axis=3))
 
 
 def test_given_golden_function_comes_before_the_one_of_ttnn(device, own_goldens):

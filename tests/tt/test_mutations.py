@@ -16,7 +16,7 @@ import ttnn
 
 import mha_tt
 from mha_tt import cache as caches
-from mha_tt import cache_mha, device, fused, masks, mha, norms, projections, rope, stages, weights
+from mha_tt import cache_mha, device, fused, masks, mha, norms, places, projections, rope, stages, step, weights
 from mha_tt.device import TILE, head_slots, padded_head_dim, round_up, upload
 from mha_tt.masks import MASKED, on_host
 from mha_tt.slots import as_cached
@@ -72,7 +72,7 @@ def one(
 ) -> Mutation:
     """A function that is broken for everyone who holds it."""
     name = function.__name__
-    modules = (mha_tt, caches, cache_mha, device, fused, masks, mha, norms, projections, stages, weights)
+    modules = (mha_tt, caches, cache_mha, device, fused, masks, mha, norms, projections, stages, step, weights)
     holders = tuple((module, name) for module in modules if vars(module).get(name) is function)
     return Mutation(case, stage, broken, holders, dtypes)
 
@@ -183,6 +183,30 @@ def attending_to(hides: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Overr
         return original(q, cache, before, replace(masking, mask=hidden), *rest)
 
     return attend_to_slots
+
+
+def integers(x: np.ndarray | ttnn.Tensor) -> np.ndarray:
+    """Those of an array, or of a tensor on the device."""
+    return x if isinstance(x, np.ndarray) else mha_tt.download(x).astype(np.int32)
+
+
+def written_to(change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Override:
+    """Rows written into other slots, those that are written at all: `change(slots, lengths)`."""
+
+    def write_rows(original, cache, new, slots):
+        slots = integers(slots)
+        return original(cache, new, np.where(slots < 0, slots, change(slots, cache.lengths)))
+
+    return write_rows
+
+
+def seeing_up_to(change: Callable[[np.ndarray], np.ndarray]) -> Override:
+    """Other last positions, wherever those are: `change(last_positions)`."""
+
+    def attend_to_cache(original, query, keys, values, last, *rest, **options):
+        return original(query, keys, values, change(integers(last)), *rest, **options)
+
+    return attend_to_cache
 
 
 MUTATIONS = {
@@ -325,27 +349,47 @@ MUTATIONS = {
     # ---- The cache
     "cache mask shows the next slot": Mutation("decode", "step0.mask", "causal-off-by-one"),
     "cache mask hides the own slot": Mutation("decode", "step0.mask", "causal-excludes-self"),
-    "step sees the next slot": at(
-        "decode", "step1.module.output", fused, "upload_integers", lambda f, x, **o: f(x + 1, **o), FUSED
+    "step sees the next slot": one(
+        "decode", "step1.module.output", fused.attend_to_cache, seeing_up_to(lambda last: last + 1), FUSED
     ),
-    "step does not see its own slot": at(
-        "decode", "step1.module.output", fused, "upload_integers", lambda f, x, **o: f(x - 1, **o), FUSED
+    "step does not see its own slot": one(
+        "decode", "step1.module.output", fused.attend_to_cache, seeing_up_to(lambda last: last - 1), FUSED
     ),
-    "step of one sequence sees what another does": at(
-        "ragged", "step1.module.output", fused, "upload_integers", lambda f, x, **o: f(0 * x + x.max(), **o), FUSED
+    "step of one sequence sees what another does": one(
+        "ragged", "step1.module.output", fused.attend_to_cache, seeing_up_to(lambda last: 0 * last + last.max()), FUSED
+    ),
+    "table of RoPE one position late": at(
+        "decode-gqa-rope",
+        "step1.module.output",
+        places,
+        "cos_and_sin",
+        lambda f, positions, *x, **o: f(positions + 1, *x, **o),
+        FUSED,
     ),
     "keys in the cache of values, tiles": Mutation("decode", "step0.cache.values", "cache-keys-as-values"),
     "keys in the cache of values, rows": one(
         "decode", "step1.cache.values", caches.write_rows, lambda f, cache, new, slots: f(cache, [new[0]] * 2, slots)
     ),
-    "keys in the cache of values, step": one(
-        "decode", "step1.module.output", cache_mha._attend_in_step, lambda f, q, new, *rest: f(q, (new[0],) * 2, *rest)
+    "keys in the cache of values, plain step": one(
+        "decode",
+        "step1.module.output",
+        cache_mha._attend_in_step,
+        lambda f, q, new, *rest: f(q, (new[0],) * 2, *rest),
+        ("float32",),
+    ),
+    "keys in the cache of values, step": at(
+        "decode",
+        "step1.module.output",
+        step,
+        "write_rows",
+        lambda f, cache, new, slots: f(cache, [new[0]] * 2, slots),
+        FUSED,
     ),
     "rows one slot late": one(
         "decode",
         "step1.cache.keys",
         caches.write_rows,
-        lambda f, cache, new, slots: f(cache, new, np.where(slots < 0, slots, slots + 1)),
+        written_to(lambda slots, lengths: slots + 1),
     ),
     "rows up to the next tile skipped": one("tiles", "step1.cache.keys", caches.write_rows, lambda f, *inputs: None),
     "rows up to the next tile written again in tiles": one(
@@ -391,9 +435,7 @@ MUTATIONS = {
         "ragged",
         "step1.cache.keys",
         caches.write_rows,
-        lambda f, cache, new, slots: f(
-            cache, new, np.where(slots < 0, slots, slots + cache.lengths.max() - cache.lengths)
-        ),
+        written_to(lambda slots, lengths: slots + lengths.max() - lengths),
     ),
 }
 RUNS = [(name, dtype) for name, mutation in MUTATIONS.items() for dtype in mutation.dtypes]

@@ -234,9 +234,11 @@ class Backward:
         return np.exp(self.layer.sinks() - self.log_sum_exp(values))
 
     def recomputed_attn_weights(self, values: Values) -> np.ndarray:
-        """exp(score - log sum exp), the score summed again from its last feature to its first."""
-        log_sum_exp = self.log_sum_exp(values)
-        again = self.layer.scores({name: values[name][..., ::-1] for name in "qk"})["scores"]
+        """exp(score - log sum exp), of scores in another order: queries scaled first, summed from the last feature."""
+        a, log_sum_exp = self.arithmetic, self.log_sum_exp(values)
+        q, k = a.widen(values["q"]) / a.wide.type(self.layer.scale()), self.layer.per_query_head(a.widen(values["k"]))
+        products = a.matmul(q[..., ::-1], k[..., ::-1].swapaxes(2, 3))
+        again = self.layer.scores(values, products=products)["scores"]
         return np.exp(np.where(values["mask"], -np.inf, again) - log_sum_exp)
 
     def of_linear(self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray]) -> np.ndarray:

@@ -49,9 +49,12 @@ class Layer:
         key = self.problem.inputs.get("key", query)
         return self.project(query, key, self.problem.case.positions())
 
-    def scores(self, values: Values, places: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Those of queries at some places among the keys, (B or 1, T): 0, 1, … when absent."""
-        scores, bias, keep = self.capped(self.products(values)), self.score_bias(), self.arithmetic.between_scores
+    def scores(
+        self, values: Values, places: np.ndarray | None = None, products: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
+        """Those of queries at some places among the keys, (B or 1, T), 0, 1, … when absent; of products, if given."""
+        scores = self.capped(self.products(values) if products is None else products)
+        bias, keep = self.score_bias(), self.arithmetic.between_scores
         places = np.arange(scores.shape[2])[None] if places is None else places
         if self.problem.spec.alibi is not None:
             scores = keep(scores - keep(self.lost_by_distance(self.distances(places, scores.shape[3]))))
@@ -180,8 +183,7 @@ class Layer:
 
     def lost_by_distance(self, distances: np.ndarray) -> np.ndarray:
         """What ALiBi takes from the scores, (B or 1, N, T, S)."""
-        slopes = self.slopes().astype(self.arithmetic.wide)
-        return slopes[:, None, None] * distances.astype(self.arithmetic.wide)
+        return (self.slopes()[:, None, None].astype(wide := self.arithmetic.wide)) * distances.astype(wide)
 
     def slopes(self) -> np.ndarray:
         """What each head takes for a token of distance, (N,)."""
@@ -251,8 +253,7 @@ class Layer:
 
     def soft_cap(self) -> np.floating | None:
         """What scores stay below in size, or None."""
-        cap = self.problem.spec.soft_cap
-        return None if cap is None else self.arithmetic.wide.type(cap)
+        return None if (cap := self.problem.spec.soft_cap) is None else self.arithmetic.wide.type(cap)
 
     def sinks(self) -> np.ndarray | None:
         """The logit of each query head beside those of its keys, (1, N, 1, 1), or None."""

@@ -1,6 +1,7 @@
 """RoPE in the reference: pairs, frequencies and factors straight from the formulas, pair by pair.
 
-`mha_spec` makes the tables of the siblings; of it only the numbers of a `Rope` are read here.
+`mha_spec` makes the tables of the siblings; of it only the numbers of a `Rope` are read here. Frequencies are float32,
+each step rounded, in the order of Hugging Face's transformers: these are the tables of the models as released.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from mha_spec import (
     Rope,
     YarnScaling,
 )
+
+ONE = np.float32(1)
 
 
 def count_rotated(rope: Rope, head_dim: int) -> int:
@@ -67,46 +70,63 @@ def amplitude(rope: Rope) -> float:
 def frequencies(rope: Rope, head_dim: int, length: int, wide: type[np.floating] = np.float64) -> list[float]:
     """The angle per token of each pair in a call whose last position is length - 1.
 
-    All but those that siblings compute in the call itself, in `wide`, are exact.
+    Those that siblings compute in the call itself are in `wide`, the others float32.
     """
     count = count_rotated(rope, head_dim)
-    plain = [rope.theta ** (-2 * pair / count) for pair in range(count // 2)]
+    divisors = [_power(rope.theta, pair, count) for pair in range(count // 2)]
+    plain = [ONE / divisor for divisor in divisors]
     scaling = rope.scaling
     if isinstance(scaling, LinearScaling):
-        return [frequency / scaling.factor for frequency in plain]
-    if isinstance(scaling, DynamicScaling):
-        return plain if length <= scaling.original_length else _dynamic(rope.theta, scaling, count, length, wide)
-    if isinstance(scaling, Llama3Scaling):
-        return [_llama3(frequency, scaling) for frequency in plain]
-    if isinstance(scaling, YarnScaling):
-        return _yarn(rope.theta, scaling, count)
-    if isinstance(scaling, LongRopeScaling):
+        found = [frequency / np.float32(scaling.factor) for frequency in plain]
+    elif isinstance(scaling, DynamicScaling):
+        found = plain if length <= scaling.original_length else _dynamic(rope.theta, scaling, count, length, wide)
+    elif isinstance(scaling, Llama3Scaling):
+        found = [_llama3(frequency, scaling) for frequency in plain]
+    elif isinstance(scaling, YarnScaling):
+        found = _yarn(rope.theta, scaling, divisors)
+    elif isinstance(scaling, LongRopeScaling):
         factors = scaling.long_factors if length > scaling.original_length else scaling.short_factors
-        return [frequency / factor for frequency, factor in zip(plain, factors, strict=True)]
-    if isinstance(scaling, ProportionalScaling):
+        found = [ONE / (np.float32(factor) * divisor) for divisor, factor in zip(divisors, factors, strict=True)]
+    elif isinstance(scaling, ProportionalScaling):
         rotated = int(scaling.fraction * count // 2)
-        return [frequency / scaling.factor if pair < rotated else 0.0 for pair, frequency in enumerate(plain)]
-    return plain
+        found = [frequency / np.float32(scaling.factor) for frequency in plain[:rotated]]
+        found += [np.float32(0)] * (count // 2 - rotated)
+    else:
+        found = plain
+    return [float(frequency) for frequency in found]
 
 
-def _dynamic(theta: float, scaling: DynamicScaling, count: int, length: int, wide: type[np.floating]) -> list[float]:
+def _power(theta: float, pair: int, count: int) -> np.float32:
+    """theta ** (2 pair / count), of the exponent that float32 has."""
+    return np.float32(float(np.float32(theta)) ** float(_exponent(pair, count)))
+
+
+def _exponent(pair: int, count: int) -> np.float32:
+    return np.float32(2 * pair) / np.float32(count)
+
+
+def _dynamic(
+    theta: float, scaling: DynamicScaling, count: int, length: int, wide: type[np.floating]
+) -> list[np.floating]:
     growth = wide(scaling.factor) * wide(length) / wide(scaling.original_length) - wide(scaling.factor - 1)
     base = wide(theta) * growth ** wide(count / (count - 2))
-    return [float(base ** wide(-2 * pair / count)) for pair in range(count // 2)]
+    return [wide(1) / base ** wide(_exponent(pair, count)) for pair in range(count // 2)]
 
 
-def _llama3(frequency: float, scaling: Llama3Scaling) -> float:
-    wavelength, original = 2 * math.pi / frequency, scaling.original_length
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if wavelength < original / high:
+def _llama3(frequency: np.float32, scaling: Llama3Scaling) -> np.float32:
+    wavelength, original = ONE / frequency * np.float32(2 * math.pi), np.float32(scaling.original_length)
+    low, high, factor = scaling.low_freq_factor, scaling.high_freq_factor, np.float32(scaling.factor)
+    if wavelength < np.float32(scaling.original_length / high):
         return frequency
-    if wavelength > original / low:
-        return frequency / scaling.factor
-    smooth = (original / wavelength - low) / (high - low)
-    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+    if wavelength > np.float32(scaling.original_length / low):
+        return frequency / factor
+    smooth = (ONE / wavelength * original - np.float32(low)) / np.float32(high - low)
+    return (ONE - smooth) * frequency / factor + smooth * frequency
 
 
-def _yarn(theta: float, scaling: YarnScaling, count: int) -> list[float]:
+def _yarn(theta: float, scaling: YarnScaling, divisors: list[np.float32]) -> list[np.float32]:
+    count = 2 * len(divisors)
+
     def pair_with(turns: float) -> float:
         """The pair that turns so often in the original length, 2 pi turns theta ** (2 pair / count)."""
         return count * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -118,8 +138,8 @@ def _yarn(theta: float, scaling: YarnScaling, count: int) -> list[float]:
     if begin == end:
         end += 0.001
     found = []
-    for pair in range(count // 2):
-        frequency = 1 / theta ** (2 * pair / count)
-        interpolated = min(max((pair - begin) / (end - begin), 0.0), 1.0)
-        found.append(interpolated * frequency / scaling.factor + (1 - interpolated) * frequency)
+    for pair, divisor in enumerate(divisors):
+        ramp = (np.float32(pair) - np.float32(begin)) / np.float32(end - begin)
+        kept = ONE - np.clip(ramp, np.float32(0), ONE)
+        found.append(ONE / (np.float32(scaling.factor) * divisor) * (ONE - kept) + ONE / divisor * kept)
     return found

@@ -1,0 +1,150 @@
+"""A layer, and its cache, divided over the devices of a mesh: where their arrays lie, and nothing else.
+
+What is computed stays what it was; XLA divides the work as the arrays are divided, with automatic and with explicit
+axes alike. Each device computes some of the query heads, and the outputs are added up: one all-reduce.
+"""
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from mha_jax.cache import Cache, CacheT
+from mha_jax.mha import AttentionLayer
+from mha_spec import AttentionSpec
+
+__all__ = ["shard", "shard_cache"]
+
+OF_QUERIES = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "q_norm", "sinks", "relative_bias")
+OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")
+"""What has something for each query head, or each key/value head."""
+
+# ---- Functions -------------------------------------------------------------------------------------------------------
+
+
+def shard(layer: AttentionLayer, mesh: Mesh, *, heads: str) -> AttentionLayer:
+    """Divide the heads of a layer over a dimension of a mesh: tensor parallelism.
+
+    Columns of q_proj, gate_proj and, with latents, q_b_proj and kv_b_proj are divided by query heads, with their
+    biases; rows of out_proj, sinks and a relative bias, too; k_proj and v_proj by key/value heads, or whole on each
+    device where it does not divide these. Norms are divided where their weights are those of heads, and copied
+    otherwise, as what makes latents is.
+
+    Each weight has its partition in its metadata, for `nnx.get_partition_spec`. Of an abstract layer, one of
+    `nnx.eval_shape`, the shapes are given their placement.
+
+    Args:
+        layer: any attention module of this package; it is changed.
+        mesh: the devices.
+        heads: the name of the dimension.
+
+    Returns:
+        The layer.
+
+    Raises:
+        TypeError: if the layer is not one of this package.
+        ValueError: if the mesh has no such dimension, or the layer cannot be divided so: the query heads not evenly, or
+            q, k and v in one projection; or if something else has taken the place of a weight. Then nothing is changed.
+
+    Source: Megatron-LM, arXiv:1909.08053, section 3.
+    """
+    if not isinstance(layer, AttentionLayer):
+        raise TypeError(f"layer must be an attention module of mha_jax, got {type(layer).__name__}")
+    check_axis("heads", heads, mesh)
+    check_divides(layer.spec, mesh.shape[heads])
+    held = [(_held(layer, name), _partition(name, layer.spec, mesh, heads)) for name in layer.spec.held_shapes]
+    for parameter, spec in held:
+        parameter.set_value(_placed(parameter.get_value(), NamedSharding(mesh, spec)))
+        parameter.set_metadata("out_sharding", tuple(spec))
+    return layer
+
+
+def shard_cache(cache: CacheT, mesh: Mesh, *, batch: str | None = None, heads: str | None = None) -> CacheT:
+    """Divide the sequences and the heads of a cache over dimensions of a mesh.
+
+    Args:
+        cache: of keys and values, whose heads are whole on each device where it does not divide them; or of latents,
+            which have none.
+        mesh: the devices.
+        batch: the name of the dimension that sequences are divided over, evenly.
+        heads: the name of that for heads, as `shard` takes it.
+
+    Returns:
+        A cache of the same tokens.
+
+    Raises:
+        TypeError: if it is not a cache.
+        ValueError: if the mesh has no such dimension, or does not divide the sequences evenly.
+    """
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache must be one of mha_jax, got {type(cache).__name__}")
+    for name, axis in (("batch", batch), ("heads", heads)):
+        if axis is not None:
+            check_axis(name, axis, mesh)
+    batch_size, num_heads = next(iter(cache.slots.values())).shape[:2]
+    if batch is not None and batch_size % mesh.shape[batch]:
+        raise ValueError(
+            f"the batch size must be a multiple of the devices along {batch}, got {batch_size} and {mesh.shape[batch]}"
+        )
+    heads = None if heads is None or num_heads % mesh.shape[heads] else heads
+    slots = (_placed(x, NamedSharding(mesh, PartitionSpec(batch, heads))) for x in cache.slots.values())
+    return cache.with_slots(slots, _placed(cache.lengths, NamedSharding(mesh, PartitionSpec(batch))))
+
+
+# ---- Weights ---------------------------------------------------------------------------------------------------------
+
+
+def _held(layer: AttentionLayer, name: str) -> nnx.Param[Any]:
+    """The parameter of a canonical name."""
+    held: Any = layer
+    for part in name.replace("_proj.weight", "_proj.kernel").split("."):
+        held = getattr(held, part, None)
+    if not isinstance(held, nnx.Param):
+        raise ValueError(f"layer must hold {name} itself to be divided, got {type(held).__name__}")
+    return held
+
+
+def _partition(name: str, spec: AttentionSpec, mesh: Mesh, heads: str) -> PartitionSpec:
+    """How a weight of a canonical name is divided, a kernel as it lies, (in, out)."""
+    part, _, leaf = name.partition(".")
+    if part == "out_proj":
+        return PartitionSpec(heads, None) if leaf == "weight" else PartitionSpec()
+    if part in OF_KEYS:
+        axis = None if spec.num_kv_heads % mesh.shape[heads] else heads
+    else:
+        axis = heads if part in OF_QUERIES else None
+    if part in spec.norms:
+        norm = spec.norms[part]
+        return PartitionSpec(axis if norm.per_head or norm.over == "width" else None)
+    is_matrix = part == "relative_bias" or leaf == "weight"
+    return PartitionSpec(None, axis) if is_matrix else PartitionSpec(axis)
+
+
+def _placed(x: Any, placement: NamedSharding) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(sharding=placement)
+    if isinstance(x, Tracer) and AxisType.Explicit not in placement.mesh.axis_types:
+        return jax.lax.with_sharding_constraint(x, placement)  # XLA need not keep where anything else was put
+    return jax.device_put(x, placement)
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_axis(name: str, axis: object, mesh: Mesh) -> None:
+    """Refuse what is not the name of a dimension of a mesh."""
+    if axis not in mesh.axis_names:
+        raise ValueError(f"{name} must name a dimension of the mesh, got {name}={axis!r} and {mesh.axis_names}")
+
+
+def check_divides(spec: AttentionSpec, size: int) -> None:
+    """Refuse a layer whose heads cannot be divided over so many devices."""
+    if spec.num_heads % size:
+        raise ValueError(f"num_heads must be a multiple of the devices, got num_heads={spec.num_heads} and {size}")
+    if spec.fused_qkv and size > 1:
+        raise ValueError(
+            "fused_qkv must be False to be divided, since columns of qkv_proj are those of all q, then k, then v, "
+            "got fused_qkv=True; a layer with three projections takes the same weights (parity.load_into)"
+        )

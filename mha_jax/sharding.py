@@ -1,0 +1,81 @@
+"""Arrays that lie on several devices, as their types say: no function of this package takes a mesh.
+
+An axis of a mesh is automatic (XLA divides the work among its devices by itself), explicit (types say how arrays are
+divided along it; the default of `jax.make_mesh`) or manual (inside `shard_map`, where arrays are a device's own part).
+"""
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def is_automatic(x: Array) -> bool:
+    """Whether XLA divides the work on an array among devices by itself.
+
+    It divides products, and what goes number by number; what is cut out of a divided axis, it gathers first.
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    return any(mesh.shape[name] > 1 for name in _mesh_axes(mesh, AxisType.Auto))
+
+
+def is_explicit(x: Array) -> bool:
+    """Whether the type of an array says how it is divided."""
+    return bool(_mesh_axes(jax.typeof(x).sharding.mesh, AxisType.Explicit))
+
+
+def _mesh_axes(mesh: AbstractMesh, kind: AxisType) -> tuple[str, ...]:
+    return tuple(name for name, its_kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if its_kind == kind)
+
+
+def spec_of(x: Array) -> PartitionSpec:
+    """How the type of an array says that it is divided: an entry for each of its axes."""
+    spec = tuple(jax.typeof(x).sharding.spec)
+    return PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))
+
+
+def specs_of(arrays: Any) -> Any:
+    """The same of each array in a container, in the form of that."""
+    return jax.tree.map(spec_of, arrays)
+
+
+def of_heads(query: Array) -> PartitionSpec:
+    """How sums over keys are divided, (B, N, T, ·), if their queries are as their type says."""
+    return PartitionSpec(*spec_of(query)[:3], None)
+
+
+def placed(like: Array, spec: PartitionSpec) -> NamedSharding:
+    """The placement by a spec on the mesh of an array."""
+    return NamedSharding(jax.typeof(like).sharding.mesh, spec)
+
+
+def placed_beside(x: Array, other: Array) -> Array:
+    """x, (B, N, T, ·), divided as another array, to whose last axis it is to be joined."""
+    return jax.sharding.reshard(x, placed(other, of_heads(other))) if is_explicit(other) else x
+
+
+def automatically(specs: Callable[[Any], Any]) -> Callable[[Function], Function]:
+    """Decorate a function of arrays: where types say how these are divided, XLA divides its work by itself instead.
+
+    Args:
+        specs: of the first argument, how the results are divided, all alike or each.
+    """
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def call(*args: Any, **keywords: Any) -> Any:
+            like = next(filter(is_explicit, jax.tree.leaves(args)), None)
+            if like is None:
+                return function(*args, **keywords)
+            shardings = jax.tree.map(partial(placed, like), specs(args[0]))
+            axes = _mesh_axes(jax.typeof(like).sharding.mesh, AxisType.Explicit)
+            return jax.sharding.auto_axes(partial(function, **keywords), axes=axes, out_sharding=shardings)(*args)
+
+        return call  # pyright: ignore[reportReturnType]
+
+    return decorate

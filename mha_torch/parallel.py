@@ -1,0 +1,277 @@
+"""A layer whose heads are divided over processes, in the words of `torch.distributed.tensor.parallel`.
+
+Each process computes some of the query heads, and the outputs are added up: one all-reduce. Inside the layer the
+gradient of what processes share, the input and what heads have in common, is a part of a sum: one all-reduce for the
+input; of such a weight it is a DTensor still to be added up.
+"""
+
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from math import gcd
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
+
+from mha_spec import AttentionSpec
+from mha_torch.mha import AttentionLayer
+from mha_torch.norms import NormLayer
+from mha_torch.shards import PLACES, is_distributed, own_weight
+
+__all__ = ["plan", "shard"]
+
+# ---- Functions -------------------------------------------------------------------------------------------------------
+
+
+def shard(layer: AttentionLayer, mesh: DeviceMesh, *, heads: str) -> AttentionLayer:
+    """Divide the heads of a layer over a dimension of a mesh: tensor parallelism.
+
+    Afterwards each process calls it with the whole input, and gets the whole output. Attention weights, masks and
+    biases with an axis of heads, and the cache that `init_cache` gives, are those of the process's own heads.
+
+    Args:
+        layer: any attention module of this package; it is changed.
+        mesh: the processes.
+        heads: the name of the dimension.
+
+    Returns:
+        The layer.
+
+    Raises:
+        TypeError: if the layer is not one of this package.
+        ValueError: if the mesh has no such dimension, or the layer cannot be divided so: as `plan`.
+
+    Source: Megatron-LM, arXiv:1909.08053, section 3.
+    """
+    names = mesh.mesh_dim_names or ()
+    if heads not in names:
+        raise ValueError(f"heads must name a dimension of the mesh, got heads={heads!r} and {names}")
+    return parallelize_module(layer, mesh[heads], plan(layer))  # pyright: ignore[reportReturnType]
+
+
+def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:
+    """What `parallelize_module` takes to divide the heads of a layer, for whoever composes a plan of more.
+
+    Of N query heads each of R processes has N / R neighbours: their rows of q_proj, gate_proj and, with latents,
+    q_b_proj and kv_b_proj, their columns of out_proj and of a relative bias, their sinks and slopes; of key/value heads
+    those that they see. Where R does not divide these, k_proj and v_proj are whole on each process, as what makes
+    latents is, and norms whose weights the heads share.
+
+    Args:
+        layer: any attention module of this package. It must be the module that the plan is applied to.
+
+    Returns:
+        A style for each module, by name; that of the layer itself, "", is needed with any of the others.
+
+    Raises:
+        TypeError: if the layer is not one of this package.
+        ValueError: when it is applied, if the layer cannot be divided so: the query heads not evenly; q, k and v in one
+            projection; norms over the width of all heads, or with weights for each key/value head where R does not
+            divide these; outputs that are dropped after they are added up.
+    """
+    if not isinstance(layer, AttentionLayer):
+        raise TypeError(f"layer must be an attention module of mha_torch, got {type(layer).__name__}")
+    spec, found = layer.spec, dict[str, ParallelStyle]({"": _Layer()})
+    for name in spec.projections:
+        if name in ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj"):
+            found[name] = _OfQueries()
+        elif name in ("k_proj", "v_proj"):
+            found[name] = _OfKeys(spec)
+        elif name in ("q_a_proj", "kv_a_proj"):
+            found[name] = _Shared()
+    found |= {name: _OfNorm(norm.per_head) for name, norm in spec.norms.items()}
+    return found | ({"out_proj": RowwiseParallel()} if spec.out_proj else {})
+
+
+# ---- What a process computes -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _OwnSpec(AttentionSpec):
+    """What a process computes of a layer with ALiBi, whose slopes follow from the number of all heads."""
+
+    _: KW_ONLY
+    own_slopes: tuple[float, ...] = ()
+
+    @property
+    def alibi_slopes(self) -> tuple[float, ...] | None:
+        return self.own_slopes
+
+
+def _spec_of(spec: AttentionSpec, size: int, rank: int) -> AttentionSpec:
+    """What one of so many processes computes."""
+    queries, keys = _queries_of(spec, size, rank), _keys_of(spec, size, rank)
+    own: dict[str, Any] = {"num_heads": len(queries), "num_kv_heads": len(keys)}
+    if spec.alibi_slopes is None:
+        return replace(spec, **own)
+    held = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return _OwnSpec(**held | own, own_slopes=spec.alibi_slopes[queries.start : queries.stop])
+
+
+def _queries_of(spec: AttentionSpec, size: int, rank: int) -> range:
+    """The query heads of a process."""
+    count = spec.num_heads // size
+    return range(rank * count, (rank + 1) * count)
+
+
+def _keys_of(spec: AttentionSpec, size: int, rank: int) -> list[int]:
+    """The key/value heads of a process, one for each group of its query heads; one may be there twice."""
+    queries, group = _queries_of(spec, size, rank), spec.num_heads // spec.num_kv_heads
+    return [first // group for first in queries[:: gcd(len(queries), group)]]
+
+
+# ---- Styles ----------------------------------------------------------------------------------------------------------
+
+
+class _Layer(ParallelStyle):
+    """The layer itself: its input, what it has learned of scores, and what the process computes."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, AttentionLayer):
+            raise TypeError(f"layer must be an attention module of mha_torch, got {type(module).__name__}")
+        if any(is_distributed(weight) for weight in module.parameters()):
+            raise ValueError(
+                "layer must be divided by heads once, and before it is by anything else, got DTensors in it"
+            )
+        check_divides(module.spec, device_mesh.size())
+        for name, axis in (("sinks", 0), ("relative_bias", 1)):
+            _distribute(module, name, device_mesh, Shard(axis), self.src_data_rank)
+        module.own_spec = _spec_of(module.spec, device_mesh.size(), device_mesh.get_local_rank())
+
+        def enter(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
+            entered: dict[int, Any] = {}  # one tensor in several places stays one
+
+            def once(x: Any) -> Any:
+                if isinstance(x, Tensor) and id(x) not in entered:
+                    entered[id(x)] = _entered(x, device_mesh)
+                return entered.get(id(x), x)
+
+            tokens = {name: once(named[name]) for name in ("x", "query", "key", "value") if name in named}
+            return tuple(once(x) for x in inputs), named | tokens
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        return module
+
+
+class _Linear(ParallelStyle):
+    """A projection whose input and output are the process's own, and whose input's gradient is a part of a sum."""
+
+    placement: Placement = Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, nn.Linear):
+            raise TypeError(f"a projection must be an nn.Linear to be divided, got {type(module).__name__}")
+        for name in ("weight", "bias"):
+            _distribute(module, name, device_mesh, self.placement, self.src_data_rank)
+
+        def enter(_: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+            return DTensor.from_local(inputs[0], device_mesh, [Replicate()], grad_placements=[Partial()])
+
+        def leave(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+            return self.own(own_weight(output), device_mesh)
+
+        setattr(enter, PLACES, True)
+        setattr(leave, PLACES, True)
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+        return module
+
+    def own(self, output: Tensor, mesh: DeviceMesh) -> Tensor:
+        """What the process needs of the output."""
+        return output
+
+
+class _OfQueries(_Linear):
+    """The rows of the process's query heads."""
+
+    placement = Shard(0)
+
+
+class _Shared(_Linear):
+    """All rows."""
+
+
+class _OfKeys(_Linear):
+    """The rows of the process's key/value heads; or all, and of the output these heads."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.placement = Replicate() if self.spec.num_kv_heads % device_mesh.size() else Shard(0)
+        return super()._apply(module, device_mesh)
+
+    def own(self, output: Tensor, mesh: DeviceMesh) -> Tensor:
+        if self.placement.is_shard():
+            return output
+        keys = _keys_of(self.spec, mesh.size(), mesh.get_local_rank())
+        return output.unflatten(-1, (self.spec.num_kv_heads, -1))[..., keys, :].flatten(-2)
+
+
+class _OfNorm(ParallelStyle):
+    """The weights of the process's heads, where each has its own; or those that heads share."""
+
+    def __init__(self, per_head: bool) -> None:
+        super().__init__()
+        self.placement: Placement = Shard(0) if per_head else Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, NormLayer):
+            raise TypeError(f"a norm must be that of its layer to be divided, got {type(module).__name__}")
+        for name in ("weight", "bias"):
+            _distribute(module, name, device_mesh, self.placement, self.src_data_rank)
+        return module
+
+
+def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None) -> None:
+    """Make a parameter one of which each process has its part."""
+    held = getattr(module, name)
+    if held is not None:
+        placed = distribute_tensor(held, mesh, [placement], src_data_rank=source)
+        module.register_parameter(name, nn.Parameter(placed, requires_grad=held.requires_grad))
+
+
+def _entered(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """An input that all processes have, each of which gives it the gradient of its own heads."""
+    whole = x.redistribute(mesh, [Replicate()]) if isinstance(x, DTensor) else None
+    if whole is None:
+        if not x.requires_grad:
+            return x
+        whole = DTensor.from_local(x, mesh, [Replicate()])
+    return whole.to_local(grad_placements=[Partial()])
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_divides(spec: AttentionSpec, size: int) -> None:
+    """Refuse a layer whose heads so many processes cannot divide."""
+    if size == 1:
+        return
+    if spec.num_heads % size:
+        raise ValueError(
+            f"num_heads must be a multiple of the number of processes, got num_heads={spec.num_heads} and {size}"
+        )
+    if spec.fused_qkv:
+        raise ValueError(
+            "fused_qkv must be False to be divided, since rows of qkv_proj are those of all q, then k, then v, "
+            "got fused_qkv=True; a layer with three projections takes the same weights (parity.load_into)"
+        )
+    for name, norm in spec.norms.items():
+        if spec.latent is None and norm.over == "width":
+            raise ValueError(
+                f"{name} must be over='head' to be divided, since that over the width of all heads needs a sum over "
+                f"processes, got {norm}"
+            )
+        if name != "q_norm" and norm.per_head and spec.num_kv_heads % size:
+            raise ValueError(
+                f"{name} must not be per_head where processes share key/value heads, "
+                f"got num_kv_heads={spec.num_kv_heads} and {size} processes"
+            )
+    if spec.output_dropout and spec.out_proj:
+        raise ValueError(
+            f"output_dropout must be 0 to be divided, since each process would drop other outputs, "
+            f"got output_dropout={spec.output_dropout}"
+        )

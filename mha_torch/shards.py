@@ -1,0 +1,131 @@
+"""What a process has of a layer whose heads, or whose weights, are divided over several."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mha_spec import AttentionSpec
+
+PLACES = "_places"
+"""Marks a hook that only brings tensors to where a weight is: to multiply by that part of the weight is the same."""
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def is_distributed(x: object) -> bool:
+    """Whether x is a DTensor, of which each process has a part."""
+    return type(x) not in _PLAIN and hasattr(x, "to_local")
+
+
+def own_part(x: Tensor) -> Tensor:
+    """What this process has of a distributed tensor; any other as it is."""
+    if type(x) is Tensor:
+        return x
+    distributed: Any = x
+    return distributed.to_local() if is_distributed(x) else x
+
+
+def own_weight(weight: Tensor) -> Tensor:
+    """What this process has of a distributed weight; any other as it is.
+
+    Of one that all have each uses it for its own heads, and its gradient is the sum of theirs.
+    """
+    if not is_distributed(weight):
+        return weight
+    from torch.distributed.tensor import Partial  # not imported where nothing is distributed
+
+    distributed: Any = weight
+    placements = [Partial() if placement.is_replicate() else placement for placement in distributed.placements]
+    return distributed.to_local(grad_placements=placements)
+
+
+def set_whole(x: Tensor, whole: Tensor) -> None:
+    """Give each process its part of a distributed tensor, as the first process has the whole of it."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = x.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    x.copy_(DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=not whole.is_meta))
+
+
+def spec_of_heads(spec: AttentionSpec, num_heads: int) -> AttentionSpec:
+    """What is computed of a layer with so many of its query heads, and the key/value heads that these see."""
+    return spec if num_heads == spec.num_heads else _spec_of_heads(spec, num_heads)
+
+
+@cache
+def _spec_of_heads(spec: AttentionSpec, num_heads: int) -> AttentionSpec:
+    num_kv_heads = max(spec.num_kv_heads * num_heads // spec.num_heads, 1)
+    return replace(spec, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_features(name: str, x: Tensor, of_head: int, num_heads: int) -> None:
+    """Refuse what a projection gives if it is not of as many heads as the queries."""
+    if x.shape[-1] != of_head * num_heads:
+        raise ValueError(
+            f"{name} must give the {num_heads} heads of the queries, {of_head} features each, "
+            f"got {x.shape[-1]} features"
+        )
+
+
+def check_whole_heads(spec: AttentionSpec, q: Tensor) -> None:
+    """Refuse queries (B, T, N * H) that are neither all heads of a layer nor some that can be computed alone."""
+    if q.shape[-1] == spec.q_width:
+        return
+    if q.shape[-1] % spec.head_dim or q.shape[-1] > spec.q_width:
+        raise ValueError(
+            f"q_proj must give whole heads of {spec.head_dim} features, "
+            f"got {q.shape[-1]} features and num_heads={spec.num_heads}"
+        )
+    got = f"got {q.shape[-1] // spec.head_dim} of {spec.num_heads} heads"
+    if spec.alibi is not None:
+        raise ValueError(f"alibi must be divided by mha_torch.parallel.plan, for each head has its slope, {got}")
+    for name, norm in spec.norms.items():
+        if norm.over == "width" and spec.latent is None:
+            raise ValueError(f"{name} must be over='head' where heads are divided, {got} and {norm}")
+
+
+def check_heads_together(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse projections (B, T, features) of query heads and of other key/value heads than these see."""
+    if (q.shape[-1], k.shape[-1], v.shape[-1]) == (spec.q_width, spec.k_width, spec.v_width):
+        return
+    check_whole_heads(spec, q)
+    num_heads = q.shape[-1] // spec.head_dim
+    own = spec_of_heads(spec, num_heads)
+    are_whole = spec.num_kv_heads == 1 or spec.num_kv_heads * num_heads % spec.num_heads == 0
+    if not are_whole or (k.shape[-1], v.shape[-1]) != (own.k_width, own.v_width):
+        raise ValueError(
+            f"k_proj and v_proj must give the heads that those of q_proj see, of {spec.num_kv_heads} for "
+            f"{spec.num_heads}, got widths {k.shape[-1]} and {v.shape[-1]} with {num_heads} query heads"
+        )
+    if spec.num_kv_heads == 1:
+        check_shared(spec, q, k)
+
+
+def check_shared(spec: AttentionSpec, q: Tensor, shared: Tensor) -> None:
+    """Refuse some of the heads (B, T, N * H) and keys that all share, whose gradient would be of these heads alone."""
+    if q.shape[-1] != spec.q_width and shared.requires_grad:
+        raise ValueError(
+            f"keys that heads share must be distributed by mha_torch.parallel.plan to have a gradient, "
+            f"got {q.shape[-1] // spec.head_dim} of {spec.num_heads} heads"
+        )
+
+
+def check_normed_heads(name: str, norm: nn.Module, x: Tensor, spec: AttentionSpec) -> None:
+    """Refuse a norm that a process would train by some heads (B, heads, T, H) alone, and share with other processes."""
+    num_heads = spec.num_heads if name == "q_norm" else spec.num_kv_heads
+    if x.shape[1] == num_heads or not torch.is_grad_enabled():
+        return
+    if any(held.requires_grad and not is_distributed(held) for held in norm.parameters()):
+        raise ValueError(
+            f"{name} must be distributed by mha_torch.parallel.plan to have a gradient, "
+            f"got {x.shape[1]} of {num_heads} heads"
+        )

@@ -1,0 +1,297 @@
+"""What operations compute where ttnn has no golden function, or one that fails where the operation does not.
+
+They take the operations' arguments, with torch tensors in the place of ttnn's, and spring the traps that the operations
+leave open. `mha_tt.mock` calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import ttnn
+
+from mha_tt.device import TILE
+
+if TYPE_CHECKING:
+    import torch
+
+Golden = Callable[..., Any]
+
+GOLDENS: dict[str, Golden] = {}
+
+
+def golden(operation: str) -> Callable[[Golden], Golden]:
+    """Say what an operation computes, where ttnn has no golden function or a wrong one.
+
+    Args:
+        operation: its full name, such as `ttnn.experimental.dropout`.
+
+    Returns:
+        A decorator for a function that takes the operation's arguments, with torch tensors in the place of ttnn's, and
+        gives what it returns.
+    """
+
+    def register(function: Golden) -> Golden:
+        GOLDENS[operation] = function
+        return function
+
+    return register
+
+
+@golden("ttnn.linear")
+def _linear(a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = None, **keywords: Any) -> torch.Tensor:
+    """ttnn's takes a bias of two elements for a matrix, and raises."""
+    bias = None if bias is None else bias.reshape(1, -1)
+    return ttnn.get_golden_function(ttnn.linear)(a, b, bias=bias, **keywords)
+
+
+@golden("ttnn.transformer.scaled_dot_product_attention")
+def _scaled_dot_product_attention(
+    query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor, **keywords: Any
+) -> torch.Tensor:
+    """ttnn's is PyTorch's own, whose kernels for a CPU give 0 for a query that is not finite."""
+    if keywords.get("sliding_window_size") and not keywords.get("is_causal", True) and key.shape[2] % TILE:
+        raise AssertionError(  # taken by the operation, which then sees what fills the last tiles
+            f"keys must be whole tiles with a window that is not causal, got key.shape={tuple(key.shape)}"
+        )
+    return _attend_unswallowed(ttnn.transformer.scaled_dot_product_attention, query, key, *others, **keywords)
+
+
+@golden("ttnn.transformer.scaled_dot_product_attention_decode")
+def _scaled_dot_product_attention_decode(query: torch.Tensor, *others: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    """The same for one token."""
+    config = keywords.get("compute_kernel_config")
+    most = 128 if config is not None and config.fp32_dest_acc_en else 256
+    if query.shape[3] > most and query.shape[3] % most:  # taken by the operation, which then gives garbage
+        raise AssertionError(
+            f"heads must have at most {most} features in a step, or a multiple of that, got {tuple(query.shape)}"
+        )
+    return _attend_unswallowed(ttnn.transformer.scaled_dot_product_attention_decode, query, *others, **keywords)
+
+
+def _attend_unswallowed(operation: Any, query: torch.Tensor, *others: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):  # whose softmax still gives 0 for a row of nothing but -inf
+        context = ttnn.get_golden_function(operation)(query, *others, **keywords)
+    return context.masked_fill(~torch.isfinite(query).all(-1, keepdim=True), torch.nan)
+
+
+@golden("ttnn.experimental.nlp_create_qkv_heads")
+def _nlp_create_qkv_heads(
+    packed: torch.Tensor, *, num_heads: int, num_kv_heads: int, transpose_k_heads: bool = True, **_: Any
+) -> list[torch.Tensor]:
+    """(B, 1, S, (N + 2 K) H) -> (B, N, S, H) and twice (B, K, S, H)."""
+    batch_size, seq_len = packed.shape[0], packed.shape[2]
+    head_dim = packed.shape[3] // (num_heads + 2 * num_kv_heads)
+    if head_dim % TILE:  # taken by the operation, which then gives heads of another width
+        raise AssertionError(f"head_dim must be a multiple of {TILE} for nlp_create_qkv_heads, got {head_dim}")
+    heads = packed.reshape(batch_size, seq_len, -1, head_dim).transpose(1, 2)
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+    return [q, k.transpose(2, 3) if transpose_k_heads else k, v]
+
+
+@golden("ttnn.experimental.nlp_create_qkv_heads_decode")
+def _nlp_create_qkv_heads_decode(
+    packed: torch.Tensor, *, num_heads: int, num_kv_heads: int, **_: Any
+) -> list[torch.Tensor]:
+    """(1, 1, B, (N + 2 K) H) -> (1, B, N, H) and twice (1, B, K, H)."""
+    heads = packed.reshape(1, packed.shape[2], num_heads + 2 * num_kv_heads, -1)
+    return list(heads.split([num_heads, num_kv_heads, num_kv_heads], 2))
+
+
+@golden("ttnn.experimental.nlp_concat_heads")
+def _nlp_concat_heads(x: torch.Tensor, **_: Any) -> torch.Tensor:
+    """(B, N, T, H) -> (B, 1, T, N * H)."""
+    if x.shape[3] % TILE:  # taken by the operation, which puts whole tiles side by side
+        raise AssertionError(f"head_dim must be a multiple of {TILE} for nlp_concat_heads, got {x.shape[3]}")
+    return x.transpose(1, 2).flatten(2)[:, None]
+
+
+@golden("ttnn.experimental.nlp_concat_heads_decode")
+def _nlp_concat_heads_decode(x: torch.Tensor, *, num_heads: int, **_: Any) -> torch.Tensor:
+    """(1, B, N, H) -> (1, 1, 32, N * H); what is beyond the last sequence nobody writes."""
+    combined = x.new_full((1, 1, TILE, num_heads * x.shape[3]), float("nan"))
+    combined[0, 0, : x.shape[1]] = x[0, :, :num_heads].flatten(1)
+    return combined
+
+
+# ---- Rotary position embedding: the kernels round both products to bfloat16 ------------------------------------------
+
+
+@golden("ttnn.experimental.rotary_embedding_hf")
+def _rotary_embedding_hf(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **_: Any) -> torch.Tensor:
+    """x * cos + (-second half, first half) * sin; of longer tables the first rows."""
+    return _rotated(x, _half_a_head_away(x), cos[:, :, : x.shape[2]], sin[:, :, : x.shape[2]])
+
+
+@golden("ttnn.experimental.rotary_embedding")
+def _rotary_embedding(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, token_idx: int | None = None, **_: Any
+) -> torch.Tensor:
+    """The same, of one row for all with `token_idx`; the result has whole tiles of rows."""
+    first, count = (0, x.shape[2]) if token_idx is None else (token_idx, 1)
+    rows = slice(first, first + count)
+    rotated = _rotated(x, _half_a_head_away(x), cos[:, :, rows], sin[:, :, rows])
+    missing = -rotated.shape[2] % TILE
+    return rotated if not missing else _torch().nn.functional.pad(rotated, (0, 0, 0, missing))
+
+
+@golden("ttnn.experimental.rotary_embedding_llama")
+def _rotary_embedding_llama(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, trans_mat: torch.Tensor, **_: Any
+) -> torch.Tensor:
+    """x * cos + (x @ trans_mat, tile by tile) * sin; of longer tables the first rows."""
+    width = x.shape[3]
+    padded = _torch().nn.functional.pad(x, (0, -width % TILE)).unflatten(3, (-1, TILE))
+    swapped = (padded @ trans_mat[0, 0, :TILE, :TILE]).flatten(3)[..., :width]
+    return _rotated(x, swapped, cos[:, :, : x.shape[2]], sin[:, :, : x.shape[2]])
+
+
+def _half_a_head_away(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[3] % TILE:  # taken by the operations, which find the halves of what tiles hold
+        raise AssertionError(f"heads must have whole tiles of {TILE} features to be rotated, got {tuple(x.shape)}")
+    first, second = x.chunk(2, dim=-1)
+    return _torch().cat([-second, first], dim=-1)
+
+
+def _rotated(x: torch.Tensor, swapped: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    narrow = _torch().bfloat16
+    return (x * cos).to(narrow).float() + (swapped * sin).to(narrow).float()
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+# ---- Caches ----------------------------------------------------------------------------------------------------------
+
+
+@golden("ttnn.fill_cache")
+def _fill_cache(
+    cache: torch.Tensor, tokens: torch.Tensor, batch_idx: int, *, update_idx: int = 0, **_: Any
+) -> torch.Tensor:
+    """Tokens (1, K, T, H) into the slots of one sequence of (B, K, S, H)."""
+    if update_idx + tokens.shape[2] > cache.shape[2]:
+        raise AssertionError(
+            f"fill_cache must stay within {cache.shape[2]} slots, got {tokens.shape[2]} at {update_idx}"
+        )
+    cache = cache.clone()
+    cache[batch_idx, :, update_idx : update_idx + tokens.shape[2]] = tokens[0]
+    return cache
+
+
+@golden("ttnn.update_cache")
+def _update_cache(
+    cache: torch.Tensor, tokens: torch.Tensor, update_idx: int, *, batch_offset: int = 0, **_: Any
+) -> torch.Tensor:
+    """One token of each sequence, (1, K, B, H), into one slot of (B, K, S, H). ttnn's wants all sequences."""
+    if update_idx >= cache.shape[2]:  # taken by the operation, which then writes outside of the cache
+        raise AssertionError(f"update_cache must stay within {cache.shape[2]} slots, got {update_idx}")
+    cache = cache.clone()
+    for sequence in range(min(cache.shape[0], tokens.shape[2])):
+        cache[sequence, :, update_idx] = tokens[0, :, batch_offset + sequence]
+    return cache
+
+
+@golden("ttnn.experimental.paged_update_cache")
+def _paged_update_cache(
+    cache: torch.Tensor,
+    tokens: torch.Tensor,
+    *,
+    update_idxs: Any = (),
+    update_idxs_tensor: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """One token of each sequence, (1, B, K, H), into a slot of its own of (B, K, S, H); -1 skips a sequence.
+
+    With a page table (B, pages) the cache is (pages, K, slots of a page, H).
+    """
+    _refuse_views("paged_update_cache", others)
+    if cache.shape[1] > TILE:  # taken by the operation, which reads one row of tiles for each sequence
+        raise AssertionError(f"paged_update_cache must have at most {TILE} heads, got {cache.shape[1]}")
+    cache = cache.clone()
+    slots = update_idxs if update_idxs_tensor is None else update_idxs_tensor.tolist()
+    for sequence, slot in enumerate(map(int, slots)):
+        if slot >= 0:
+            page, slot = _place("paged_update_cache", cache, page_table, sequence, slot)
+            if page >= 0:
+                cache[page, :, slot] = tokens[0, sequence, : cache.shape[1]]
+    return cache
+
+
+@golden("ttnn.experimental.paged_fused_update_cache")
+def _paged_fused_update_cache(
+    keys: torch.Tensor, new_keys: torch.Tensor, values: torch.Tensor, new_values: torch.Tensor, **keywords: Any
+) -> list[torch.Tensor]:
+    """The same of two caches at once."""
+    return [_paged_update_cache(keys, new_keys, **keywords), _paged_update_cache(values, new_values, **keywords)]
+
+
+@golden("ttnn.experimental.paged_fill_cache")
+def _paged_fill_cache(
+    cache: torch.Tensor,
+    tokens: torch.Tensor,
+    page_table: torch.Tensor,
+    *,
+    batch_idx: int = 0,
+    batch_idx_tensor: torch.Tensor | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """Tokens (B, K, T, H) into the first slots of sequences, in pages (pages, K, slots of a page, H)."""
+    _refuse_views("paged_fill_cache", others)
+    sequences = [batch_idx] if batch_idx_tensor is None else batch_idx_tensor.flatten().tolist()
+    cache, page_size = cache.clone(), cache.shape[2]
+    for new, sequence in zip(tokens, map(int, sequences), strict=True):
+        for first in range(0, new.shape[1], page_size):
+            part = new[:, first : first + page_size]
+            page, _ = _place("paged_fill_cache", cache, page_table, sequence, first)
+            if page >= 0:
+                cache[page, :, : part.shape[1]] = part
+    return cache
+
+
+def _place(
+    name: str, cache: torch.Tensor, page_table: torch.Tensor | None, sequence: int, slot: int
+) -> tuple[int, int]:
+    """The page and the slot in it where a sequence has a slot. The operations write outside of a cache unasked."""
+    page_size = cache.shape[2]
+    num_slots = page_size if page_table is None else page_table.shape[1] * page_size
+    if slot >= num_slots:
+        raise AssertionError(f"{name} must stay within {num_slots} slots, got {slot}")
+    if page_table is None:
+        return sequence, slot
+    page = int(page_table[sequence, slot // page_size])
+    if page >= cache.shape[0]:
+        raise AssertionError(f"{name} must stay within {cache.shape[0]} pages, got {page} for sequence {sequence}")
+    return page, slot % page_size
+
+
+def _refuse_views(name: str, others: dict[str, Any]) -> None:
+    """Refuse options that change what a cache looks like, of which nothing is known here."""
+    views = (
+        "block_size",
+        "num_kv_heads",
+        "cache_position_modulo",
+        "valid_seq_len_tensor",
+        "share_cache",
+        "batch_offset",
+    )
+    if given := [option for option in views if others.get(option)]:
+        raise NotImplementedError(f"{name} with {', '.join(given)} has no golden function")
+
+
+# ---- Dropout ---------------------------------------------------------------------------------------------------------
+
+
+@golden("ttnn.experimental.dropout")
+def _dropout(x: torch.Tensor, *, probability: float, scale: float, seed: int, **_: Any) -> torch.Tensor:
+    """As many elements are dropped as on the device, though others."""
+    torch = _torch()
+    kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) >= probability
+    return x * kept * scale

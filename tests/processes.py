@@ -1,0 +1,367 @@
+"""What layers compute on four processes of torch, which are started once: facts, for tests to judge."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import mha_torch
+import parity
+from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope
+from mha_torch import parallel
+
+PROCESSES = 4
+BATCH, SEQ_LEN, CAPACITY = 3, 6, 9
+LENGTHS = [6, 4, 1]  # of the sequences, ragged
+STEPS = 3
+SEED = 5
+
+EVERYTHING = AttentionSpec(
+    *(32, 8),
+    num_kv_heads=4,
+    head_dim=6,
+    value_head_dim=10,
+    rope=Rope(),
+    qk_norm=Norm("layer", per_head=True, bias=True),
+    v_norm=Norm(),
+    gate=Gate(per_head=True, bias=True),
+    sinks=True,
+    relative_bias=RelativeBias(8, 8),
+)
+LATENT = AttentionSpec(32, 8, head_dim=8, value_head_dim=6, latent=Latent(12, 4, q_rank=10), gate=Gate())
+SPECS = {
+    "textbook": AttentionSpec(32, 8),
+    "grouped": AttentionSpec(32, 8, num_kv_heads=4, head_dim=8, rope=Rope(), qkv_bias=False, out_bias=False),
+    "shared-keys": AttentionSpec(32, 8, num_kv_heads=2, rope=Rope(), qk_norm=Norm(), v_norm=Norm()),
+    "one-key": AttentionSpec(32, 8, num_kv_heads=1, head_dim=8),
+    "parts-of-groups": AttentionSpec(48, 12, num_kv_heads=3, sinks=True),
+    "everything": EVERYTHING,
+    "alibi": AttentionSpec(48, 12, num_kv_heads=4, alibi=Alibi(scaled=True)),
+    "capped": AttentionSpec(32, 8, soft_cap=2.0, window_size=3, clip_qkv=1.5),
+    "no-out-proj": AttentionSpec(32, 8, num_kv_heads=4, out_proj=False),
+    "latent": LATENT,
+    "latent-rope": replace(LATENT, rope=Rope(rotary_dim=4, rotated="last"), latent=Latent(12, 4)),
+}
+USUAL = ("textbook", "grouped", "no-out-proj")
+"""Layers that have nothing of heads beside their projections."""
+
+
+WITHOUT_GRADIENT = {
+    "norms by hand": AttentionSpec(32, 8, num_kv_heads=4, qk_norm=Norm()),
+    "one key by hand": SPECS["one-key"],
+    "latents by hand": LATENT,
+}
+"""Layers that the usual plan divides rightly, but for a gradient of what heads share."""
+
+FULLY_SHARDED = {name: SPECS[name] for name in ("shared-keys", "everything", "latent")}
+FULLY_SHARDED["fused"] = AttentionSpec(32, 8, num_kv_heads=2, fused_qkv=True)
+
+
+@dataclass(frozen=True)
+class Here:
+    """The process's part: which of so many, in a dimension of a mesh."""
+
+    mesh: object = None
+    size: int = 1
+    rank: int = 0
+
+    def of_heads(self, x, axis):
+        """The part of its own heads."""
+        return x.tensor_split(self.size, axis)[self.rank]
+
+    def whole(self, x, axis):
+        """What all have, heads side by side; of a distributed tensor all of it."""
+        if hasattr(x, "full_tensor"):
+            return x.full_tensor().clone()  # which waits for what is under way
+        if self.size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self.mesh.get_group())
+        return torch.cat(parts, axis)
+
+
+def make(kind, spec, dtype=torch.float32):
+    """A layer with weights that are the same in every process, none of them 0 or 1."""
+    torch.manual_seed(0)
+    layer = kind(spec)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight += 0.1 * torch.randn(weight.shape)
+    return layer.to(dtype)
+
+
+def random(*shape, dtype=torch.float32, seed=1):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def trained(layer, here=None, dtype=torch.float32, **options):
+    """Forward and backward: the output, and every gradient."""
+    here, spec = here or Here(), layer.spec
+    x = random(BATCH, SEQ_LEN, spec.d_in, dtype=dtype).requires_grad_()
+    bias = random(1, spec.num_heads, SEQ_LEN, SEQ_LEN, dtype=dtype, seed=2)
+    options = {"is_causal": True, "key_padding_lengths": LENGTHS, "bias": here.of_heads(bias, 1), **options}
+    output, attn_weights = layer(x, **options)
+    cotangent = random(BATCH, SEQ_LEN, spec.output_width, dtype=dtype, seed=3)
+    if not spec.out_proj:
+        cotangent = here.of_heads(cotangent, -1)
+    (output * cotangent).sum().backward()
+    output = output.detach().clone()  # which waits for what is under way
+    found = {"output": output if spec.out_proj else here.whole(output, -1), "grad_x": x.grad.clone()}
+    if attn_weights is not None:
+        found["attn_weights"] = here.whole(attn_weights.detach(), 1)
+    return found | {f"grad_{name}": here.whole(held.grad, 0) for name, held in layer.named_parameters()}
+
+
+@torch.no_grad()
+def decoded(layer, here=None, dtype=torch.float32, cache=None):
+    """A ragged prompt, then a few steps: all outputs, and what the cache holds of the process's heads."""
+    here, spec, found = here or Here(), layer.spec, {}
+    x = random(BATCH, SEQ_LEN + STEPS, spec.d_in, dtype=dtype)
+    cache = layer.init_cache(BATCH, CAPACITY) if cache is None else cache
+    found["prompt"], cache = layer(x[:, :SEQ_LEN], cache, new_lengths=LENGTHS)
+    for step in range(STEPS):
+        found[f"step_{step}"], cache = layer(x[:, SEQ_LEN + step, None], cache)
+    found = {name: output.clone() if spec.out_proj else here.whole(output, -1) for name, output in found.items()}
+    return found, {name: tuple(x.shape) for name, x in cache.slots.items()}
+
+
+def cached_kind(spec):
+    return mha_torch.MultiHeadAttentionWithCache if spec.latent is None else mha_torch.MultiHeadLatentAttention
+
+
+def usual_plan(spec, **options):
+    """As every tutorial has it."""
+    found = {name: ColwiseParallel(**options) for name in ("q_proj", "k_proj", "v_proj")}
+    return found | ({"out_proj": RowwiseParallel()} if spec.out_proj else {})
+
+
+def error_of(call):
+    """What a call says that is refused; nothing if it is not."""
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# ---- What is asked ---------------------------------------------------------------------------------------------------
+
+
+def by_shard(here):
+    """Every layer, its heads divided by `parallel.shard`."""
+    found = {}
+    for name, spec in SPECS.items():
+        layer = parallel.shard(make(mha_torch.MultiHeadAttention, spec), here.mesh, heads="heads")
+        found[name] = trained(layer, here), {name: tuple(x.to_local().shape) for name, x in layer.named_parameters()}
+        layer = parallel.shard(make(cached_kind(spec), spec), here.mesh, heads="heads")
+        found[f"{name}/decoded"] = decoded(layer, here)
+    layer = parallel.shard(make(mha_torch.MultiHeadAttention, EVERYTHING), here.mesh, heads="heads")
+    return found | {"with weights": trained(layer, here, need_weights=True)}
+
+
+def by_hand(here):
+    """Layers that the usual plan divides, with local tensors and with distributed ones."""
+    found = {}
+    for name in USUAL:
+        spec, divided = SPECS[name], partial(parallelize_module, device_mesh=here.mesh)
+        for kind, options in {"local": {}, "distributed": {"use_local_output": False}}.items():
+            layer = divided(make(mha_torch.MultiHeadAttention, spec), parallelize_plan=usual_plan(spec, **options))
+            found[f"{name}/{kind}"] = trained(layer, here)
+            layer = divided(make(cached_kind(spec), spec), parallelize_plan=usual_plan(spec, **options))
+            own = {"num_kv_heads": spec.num_kv_heads // here.size, "head_dim": spec.head_dim}
+            cache = mha_torch.init_cache(BATCH, capacity=CAPACITY, **own)
+            found[f"{name}/{kind}/decoded"] = decoded(layer, here, cache=cache)
+    for name, spec in WITHOUT_GRADIENT.items():
+        names = ["q_proj", "q_b_proj", "kv_b_proj", "gate_proj"] + ["k_proj", "v_proj"] * (spec.num_kv_heads > 1)
+        plan = {name: ColwiseParallel() for name in names if name in spec.projections}
+        layer = parallelize_module(make(cached_kind(spec), spec), here.mesh, plan | {"out_proj": RowwiseParallel()})
+        own = {"num_kv_heads": max(spec.num_kv_heads // here.size, 1), "head_dim": spec.head_dim}
+        cache = mha_torch.init_cache(BATCH, capacity=CAPACITY, **own) if spec.latent is None else None
+        found[name] = decoded(layer, here, cache=cache)
+    return found
+
+
+def moved(here):
+    """How often each collective is called, forward and backward."""
+    found = {}
+
+    def counts_of(mode):
+        return {str(name).rpartition(".")[2]: count for name, count in mode.get_comm_counts().items()}
+
+    def counted(name, layer, x=None):
+        x = random(BATCH, 8, 32).requires_grad_() if x is None else x
+        with CommDebugMode() as forward:
+            output, _ = layer(x)
+        with CommDebugMode() as backward:
+            output.sum().backward()
+        x.grad.clone()  # which waits for what is under way
+        found[name] = counts_of(forward), counts_of(backward)
+
+    for name in ("textbook", "grouped", "everything", "latent", "no-out-proj"):
+        counted(name, parallel.shard(make(mha_torch.MultiHeadAttention, SPECS[name]), here.mesh, heads="heads"))
+    spec = SPECS["textbook"]
+    # As of a layer in a model: without being told, FSDP keeps the weights of the outermost module.
+    layer = fully_shard(make(mha_torch.MultiHeadAttention, spec), reshard_after_forward=True)
+    counted("fully sharded", layer)
+    counted("data parallel", DistributedDataParallel(make(mha_torch.MultiHeadAttention, spec)))
+    counted("usual plan", parallelize_module(make(mha_torch.MultiHeadAttention, spec), here.mesh, usual_plan(spec)))
+    layer = make(mha_torch.MultiHeadAttention, spec)
+    plan = {**parallel.plan(layer), "out_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
+    x = distribute_tensor(random(BATCH, 8, spec.d_in), here.mesh, [Shard(1)]).requires_grad_()
+    counted("tokens divided outside", parallelize_module(layer, here.mesh, plan), x=x)
+    layer = parallel.shard(make(mha_torch.MultiHeadAttentionWithCache, spec), here.mesh, heads="heads")
+    cache = layer.init_cache(BATCH, CAPACITY)
+    with torch.no_grad(), CommDebugMode() as mode:
+        layer(random(BATCH, 1, spec.d_in), cache)[0].clone()
+    found["a step"] = counts_of(mode), {}
+    return found
+
+
+def refused(here):
+    """What each process says of layers that cannot be divided so."""
+    x = random(BATCH, SEQ_LEN, 32)
+
+    def divided(name):
+        return parallel.shard(make(mha_torch.MultiHeadAttention, SPECS[name]), here.mesh, heads="heads")
+
+    def said_by(spec, plan=None, **options):
+        layer = make(mha_torch.MultiHeadAttention, spec)
+        if plan is None:
+            return error_of(lambda: parallel.shard(layer, here.mesh, heads="heads"))
+        layer = parallelize_module(layer, here.mesh, plan(spec))
+        return error_of(lambda: layer(x, **options))
+
+    def packed(_):
+        return {"qkv_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}
+
+    def one_left_out(name):
+        return lambda spec: {key: style for key, style in usual_plan(spec).items() if key != name}
+
+    def of_latents(_):
+        return {name: ColwiseParallel() for name in ("q_proj", "kv_b_proj")} | {"out_proj": RowwiseParallel()}
+
+    return {
+        "uneven": said_by(AttentionSpec(32, 9, head_dim=4)),
+        "fused_qkv": said_by(AttentionSpec(32, 8, fused_qkv=True)),
+        "norm over the width": said_by(AttentionSpec(32, 8, qk_norm=Norm(over="width"))),
+        "shared keys with norms of their own": said_by(
+            AttentionSpec(32, 8, num_kv_heads=1, qk_norm=Norm(per_head=True))
+        ),
+        "outputs dropped": said_by(AttentionSpec(32, 8, output_dropout=0.1)),
+        "divided already": error_of(lambda: parallel.shard(divided("textbook"), here.mesh, heads="heads")),
+        "no such dimension": error_of(
+            lambda: parallel.shard(make(mha_torch.MultiHeadAttention, SPECS["textbook"]), here.mesh, heads="tensor")
+        ),
+        "no layer of ours": error_of(lambda: parallel.plan(nn.Linear(2, 2))),
+        "by hand, parts of heads": said_by(AttentionSpec(32, here.size * 3 // 2, head_dim=2), usual_plan),
+        "by hand, parts of key heads": said_by(AttentionSpec(32, 8, num_kv_heads=1), usual_plan),
+        "by hand, whole keys": said_by(SPECS["grouped"], one_left_out("k_proj")),
+        "by hand, one whole key": said_by(
+            AttentionSpec(32, 8, num_kv_heads=1),
+            lambda spec: {"q_proj": ColwiseParallel(), "out_proj": RowwiseParallel()},
+        ),
+        "by hand, whole output": said_by(SPECS["textbook"], one_left_out("out_proj")),
+        "by hand, fused_qkv": said_by(AttentionSpec(32, 8, fused_qkv=True), packed),
+        "by hand, sinks": said_by(AttentionSpec(32, 8, sinks=True), usual_plan),
+        "by hand, relative_bias": said_by(AttentionSpec(32, 8, relative_bias=RelativeBias(8, 8)), usual_plan),
+        "by hand, alibi": said_by(AttentionSpec(32, 8, alibi=Alibi()), usual_plan),
+        "by hand, norm over the width": said_by(
+            AttentionSpec(32, 8, qk_norm=Norm(over="width", weight=None)), usual_plan
+        ),
+        "by hand, norm": said_by(AttentionSpec(32, 8, qk_norm=Norm()), usual_plan),
+        "by hand, norms of heads": said_by(AttentionSpec(32, 8, qk_norm=Norm(per_head=True)), usual_plan),
+        "by hand, gate": said_by(AttentionSpec(32, 8, gate=Gate()), usual_plan),
+        "by hand, latent": said_by(replace(LATENT, latent=Latent(12, 4), gate=None), of_latents),
+        "bias of all heads": error_of(lambda: divided("textbook")(x, bias=random(1, 8, SEQ_LEN, SEQ_LEN))),
+        "cache of all heads": error_of(
+            lambda: parallelize_module(
+                make(mha_torch.MultiHeadAttentionWithCache, SPECS["grouped"]), here.mesh, usual_plan(SPECS["grouped"])
+            )(x, mha_torch.init_cache(BATCH, 4, CAPACITY, 8))
+        ),
+    }
+
+
+def fully_sharded(grid, row):
+    """Layers drawn from the meta device, weights over all processes, or over one dimension and heads over the other."""
+    found = {}
+    for name, spec in FULLY_SHARDED.items():
+        for is_grid in (False, True):
+            if is_grid and spec.fused_qkv:
+                continue
+            with torch.device("meta"):
+                layer = mha_torch.MultiHeadAttention(spec)
+            here = None
+            if is_grid:
+                parallel.shard(layer, grid, heads="heads")
+                here = Here(grid["heads"], 2, grid["heads"].get_local_rank())
+            fully_shard(layer, mesh=grid["data"] if is_grid else row)
+            layer.to_empty(device="cpu")
+            torch.manual_seed(SEED + dist.get_rank())  # the draw of the first process is that of all
+            layer.reset_parameters()
+            drawn = {name: held.full_tensor().clone() for name, held in layer.state_dict().items()}
+            found[f"{name}/grid" if is_grid else name] = drawn, trained(layer, here)
+    return found
+
+
+def narrowed(row):
+    """A layer each of whose projections is fully sharded by itself, and casts its weights for itself."""
+    layer = make(mha_torch.MultiHeadAttention, SPECS["textbook"])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    for projection in layer.children():
+        fully_shard(projection, mesh=row, mp_policy=policy)
+    with torch.no_grad():
+        return layer(random(BATCH, SEQ_LEN, 32))[0].clone()
+
+
+def carried(here):
+    """Weights out of a layer that is divided, and into another."""
+    layer = parallel.shard(make(mha_torch.MultiHeadAttention, EVERYTHING), here.mesh, heads="heads")
+    weights = parity.weights_of(layer)
+    other = parallel.shard(mha_torch.MultiHeadAttention(EVERYTHING), here.mesh, heads="heads")
+    parity.load_into(other, weights)
+    return {name: parity.to_torch(weight) for name, weight in weights.items()}, {
+        name: held.full_tensor().clone() for name, held in other.named_parameters()
+    }
+
+
+def stepped(here):
+    """Gradients of a layer that are clipped, and a step of AdamW."""
+    layer = make(mha_torch.MultiHeadAttention, SPECS["shared-keys"])
+    if here is not None:
+        parallel.shard(layer, here.mesh, heads="heads")
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    trained(layer, here)
+    norm = nn.utils.clip_grad_norm_(layer.parameters(), 0.5)
+    optimizer.step()
+    weights = {name: (here or Here()).whole(held.detach(), 0) for name, held in layer.named_parameters()}
+    return {"norm": (norm.full_tensor() if here is not None else norm).reshape(1).clone(), **weights}
+
+
+def run(rank, size, folder):
+    """What one process does; the first one writes what was found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "heads"))
+    row = init_device_mesh("cpu", (4,), mesh_dim_names=("heads",))
+    found = {}
+    for mesh in (grid["heads"], row):
+        here = Here(mesh, mesh.size(), mesh.get_local_rank())
+        found[mesh.size()] = {"shard": by_shard(here), "hand": by_hand(here), "moved": moved(here)}
+        found[mesh.size()] |= {"refused": refused(here), "stepped": stepped(here), "carried": carried(here)}
+    found |= {"fully sharded": fully_sharded(grid, row), "narrowed": narrowed(row)}
+    if rank == 0:
+        torch.save(found, f"{folder}/found.pt")
+    dist.destroy_process_group()
+
+
+def start(folder):
+    """Start the processes, and wait until what they found is written."""
+    torch.multiprocessing.spawn(run, (PROCESSES, str(folder)), PROCESSES)

@@ -1,0 +1,201 @@
+"""Layers of mha_jax on eight virtual devices: what they compute is judged as ever, and what devices send is counted."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+import mha_jax
+from mha_jax import parallel
+from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope
+
+ROOT = Path(__file__).parents[1]
+KINDS = ["automatic", "explicit"]
+A_SUM = {"all-reduce f32": 1}  # of the outputs of all devices
+A_FLAG = {"all-reduce pred": 1}  # of each token, whether it is finite: that out_proj may empty it on every device
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What tests/sharded.py found, in one process."""
+    program = [sys.executable, str(ROOT / "tests" / "sharded.py")]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# ---- What is computed ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_stage_and_gradient_is_within_the_budget(found, kind):
+    judged = found[kind]["judged"]
+    assert not {name: failed for name, (_, failed) in judged.items() if failed}
+    assert len(judged) >= 10
+    assert min(stages for stages, _ in judged.values()) > 30
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ragged_prompt_and_32_steps(found, kind):
+    assert found[kind]["generated"] is None
+
+
+def test_the_users_own_shard_map(found):
+    difference, collectives = found["mapped"]
+    assert difference < 1e-5  # of outputs around 1: a few units of rounding
+    assert collectives == {**A_SUM, "in loops": 0}
+
+
+# ---- What devices send -----------------------------------------------------------------------------------------------
+
+
+def of(found, kind, pattern):
+    programs = {name: counts for name, counts in found[kind]["programs"].items() if re.fullmatch(pattern, name)}
+    assert programs
+    return programs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_need_nothing_of_each_other(found, kind):
+    for name, collectives in of(found, kind, "data (forward|prompt|step) .*").items():
+        assert collectives == {"in loops": 0}, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_weights_are_summed_once(found, kind):
+    for name, collectives in of(found, kind, "data gradient .*").items():
+        assert collectives == {**A_SUM, "in loops": 0}, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_of_heads_are_summed_once(found, kind):
+    for name, collectives in of(found, kind, "heads (forward|prompt|step) .*").items():
+        assert collectives == {**A_SUM, **A_FLAG, "in loops": 0}, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_are_gradients_of_the_input(found, kind):
+    for name, collectives in of(found, kind, "heads gradient .*").items():
+        assert collectives == {"all-reduce f32": 2, **A_FLAG, "in loops": 0}, name
+
+
+# ---- Where weights lie: partitions can be told without devices -------------------------------------------------------
+
+
+def mesh_of(size):
+    return jax.sharding.AbstractMesh((2, size), ("data", "heads"))
+
+
+def abstract(spec, kind=mha_jax.MultiHeadAttention):
+    return nnx.eval_shape(lambda: kind(spec, rngs=nnx.Rngs(0)))
+
+
+def partitions(spec, size=4):
+    """How each weight is divided, by its metadata; those that are whole are left out."""
+    layer = parallel.shard(abstract(spec), mesh_of(size), heads="heads")
+    found = nnx.to_flat_state(nnx.get_partition_spec(nnx.state(layer, nnx.Param)))
+    placed = {path: x.get_value().sharding.spec for path, x in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
+    found = {path: x.get_value() for path, x in found}
+    assert found == placed
+    return {".".join(path): tuple(partition) for path, partition in found.items() if any(partition)}
+
+
+COLUMNS, HEADS, ROWS = (None, "heads"), ("heads",), ("heads", None)
+
+TEXTBOOK = {"q_proj.kernel": COLUMNS, "q_proj.bias": HEADS, "k_proj.kernel": COLUMNS, "k_proj.bias": HEADS}
+TEXTBOOK |= {"v_proj.kernel": COLUMNS, "v_proj.bias": HEADS, "out_proj.kernel": ROWS}
+OF_KEYS = {"k_proj.kernel", "k_proj.bias", "v_proj.kernel", "v_proj.bias"}
+
+
+def test_projections_lie_by_heads():
+    assert partitions(AttentionSpec(64, 8)) == TEXTBOOK
+
+
+def test_key_value_heads_that_cannot_be_divided_are_whole():
+    whole = {name: axes for name, axes in TEXTBOOK.items() if name not in OF_KEYS}
+    assert partitions(AttentionSpec(64, 8, num_kv_heads=2)) == whole
+    norms = partitions(AttentionSpec(64, 8, num_kv_heads=2, qk_norm=Norm(per_head=True)))
+    assert norms == {**whole, "q_norm.weight": HEADS}
+
+
+@pytest.mark.parametrize(
+    ("fields", "more"),
+    [
+        ({"sinks": True}, {"sinks": HEADS}),
+        ({"relative_bias": RelativeBias(8, 16)}, {"relative_bias": COLUMNS}),
+        ({"alibi": Alibi()}, {}),
+        ({"gate": Gate(bias=True)}, {"gate_proj.kernel": COLUMNS, "gate_proj.bias": HEADS}),
+        ({"gate": Gate(per_head=True)}, {"gate_proj.kernel": COLUMNS}),
+        ({"qk_norm": Norm()}, {}),
+        ({"qk_norm": Norm(per_head=True)}, {"q_norm.weight": HEADS, "k_norm.weight": HEADS}),
+        ({"qk_norm": Norm(over="width")}, {"q_norm.weight": HEADS, "k_norm.weight": HEADS}),
+    ],
+)
+def test_what_each_head_has_lies_with_it(fields, more):
+    assert partitions(AttentionSpec(64, 8, **fields)) == {**TEXTBOOK, **more}
+
+
+def test_latents_are_whole_and_what_is_made_of_them_lies_by_heads():
+    rope = Rope(10000.0, rotary_dim=8, rotated="last")
+    spec = AttentionSpec(64, 8, head_dim=24, latent=Latent(16, 8, q_rank=32), rope=rope, sinks=True)
+    divided = {"q_b_proj.kernel": COLUMNS, "kv_b_proj.kernel": COLUMNS, "out_proj.kernel": ROWS, "sinks": HEADS}
+    assert partitions(spec) == divided
+
+
+def test_a_cache_lies_by_sequences_and_heads():
+    def placed(num_kv_heads, **axes):
+        cache = jax.eval_shape(lambda: mha_jax.init_cache(4, num_kv_heads, 16, 8))
+        cache = parallel.shard_cache(cache, mesh_of(4), **axes)
+        return [tuple(x.sharding.spec) for x in (cache.keys, cache.values, cache.lengths)]
+
+    assert placed(8, batch="data", heads="heads") == [("data", "heads"), ("data", "heads"), ("data",)]
+    assert placed(2, batch="data", heads="heads") == [("data", None), ("data", None), ("data",)]
+    assert placed(8, heads="heads") == [(None, "heads"), (None, "heads"), (None,)]
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "size", "message"),
+    [
+        (AttentionSpec(64, 8), 3, "num_heads must be a multiple of the devices, got num_heads=8 and 3"),
+        (AttentionSpec(64, 8, fused_qkv=True), 4, "fused_qkv must be False to be divided"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_name(spec, size, message):
+    layer = abstract(spec)
+    with pytest.raises(ValueError, match=message):
+        parallel.shard(layer, mesh_of(size), heads="heads")
+    assert not any(x.get_metadata("out_sharding", None) for x in jax.tree.leaves(nnx.state(layer), is_leaf=is_held))
+
+
+def is_held(x):
+    return isinstance(x, nnx.Variable)
+
+
+def test_a_weight_that_something_else_has_replaced_is_refused_before_any_is_moved():
+    layer = mha_jax.MultiHeadAttention(AttentionSpec(64, 8), rngs=nnx.Rngs(0))
+    layer.out_proj = nnx.Dropout(0.5)
+    with pytest.raises(ValueError, match=r"layer must hold out_proj.weight itself to be divided, got NoneType"):
+        parallel.shard(layer, mesh_of(4), heads="heads")
+    assert layer.q_proj.kernel.get_metadata("out_sharding", None) is None
+
+
+def test_other_arguments_are_refused():
+    layer, cache = abstract(AttentionSpec(64, 8)), mha_jax.init_cache(3, 4, 8, 8)
+    with pytest.raises(ValueError, match=r"heads must name a dimension of the mesh, got heads='tensor' and \('data', "):
+        parallel.shard(layer, mesh_of(4), heads="tensor")
+    with pytest.raises(TypeError, match="layer must be an attention module of mha_jax, got dict"):
+        parallel.shard({}, mesh_of(4), heads="heads")
+    with pytest.raises(ValueError, match=r"batch must name a dimension of the mesh, got batch='x'"):
+        parallel.shard_cache(cache, mesh_of(4), batch="x")
+    with pytest.raises(ValueError, match="the batch size must be a multiple of the devices along data, got 3 and 2"):
+        parallel.shard_cache(cache, mesh_of(4), batch="data")
+    with pytest.raises(TypeError, match="cache must be one of mha_jax, got tuple"):
+        parallel.shard_cache((), mesh_of(4))

@@ -1,0 +1,241 @@
+"""Heads divided over processes, and weights: equal to one process, with no more moved than has to be.
+
+The processes are started once, and compute everything that is judged here: see processes.py.
+"""
+
+import fcntl
+import os
+
+import processes
+import pytest
+import torch
+from processes import FULLY_SHARDED, SPECS, USUAL, WITHOUT_GRADIENT, cached_kind, decoded, make, stepped, trained
+
+import mha_torch
+import parity
+from mha_spec import AttentionSpec
+from parity import ShardPlan
+
+SIZES = [2, 4]
+ONE = {"all_reduce": 1}
+
+every_size = pytest.mark.parametrize("size", SIZES)
+every_layer = pytest.mark.parametrize("name", SPECS)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What the processes found, which one worker starts for all."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with open(folder / "processes.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "found.pt").exists():
+            processes.start(folder)
+    return torch.load(folder / "found.pt")
+
+
+def assert_as_one(found, kind, spec, compute):
+    """What processes computed is what one computes, up to rounding."""
+    exact = compute(make(kind, spec, torch.float64), dtype=torch.float64)
+    parity.assert_parity(found, exact, same_precision=compute(make(kind, spec)))
+
+
+def outputs_of(layer, **options):
+    return decoded(layer, **options)[0]
+
+
+# ---- parallel.shard --------------------------------------------------------------------------------------------------
+
+
+@every_size
+@every_layer
+def test_divided_heads_give_output_and_gradients_of_one_process(found, size, name):
+    computed, _ = found[size]["shard"][name]
+    assert_as_one(computed, mha_torch.MultiHeadAttention, SPECS[name], trained)
+
+
+@every_size
+def test_divided_heads_give_their_attention_weights(found, size):
+    def with_weights(layer, **options):
+        return trained(layer, need_weights=True, **options)
+
+    computed = found[size]["shard"]["with weights"]
+    assert "attn_weights" in computed
+    assert_as_one(computed, mha_torch.MultiHeadAttention, SPECS["everything"], with_weights)
+
+
+@every_size
+@every_layer
+def test_divided_caches_give_ragged_prompts_and_steps_of_one_process(found, size, name):
+    computed, _ = found[size]["shard"][f"{name}/decoded"]
+    assert_as_one(computed, cached_kind(SPECS[name]), SPECS[name], outputs_of)
+
+
+@every_size
+@every_layer
+def test_a_process_holds_what_a_rank_must_hold(found, size, name):
+    spec = SPECS[name]
+    if spec.alibi is not None:  # parity.shard has no specification of a part of its slopes
+        spec = AttentionSpec(48, 12, num_kv_heads=4)
+    weights = {key: weight.numpy() for key, weight in make(mha_torch.MultiHeadAttention, spec).state_dict().items()}
+    expected, own = parity.shard(weights, spec, ShardPlan(size), 0)
+    expected = {key: weight.shape for key, weight in expected.items()}
+    if spec.num_kv_heads % size:  # these are whole, so that they can be trained
+        whole = [key for key in weights if key.startswith(("k_proj", "v_proj"))]
+        expected |= {key: weights[key].shape for key in whole}
+    assert found[size]["shard"][name][1] == expected
+    slots = found[size]["shard"][f"{name}/decoded"][1]
+    if spec.latent is None:
+        heads = (processes.BATCH, own.num_kv_heads, processes.CAPACITY)
+        assert slots == {"keys": (*heads, spec.head_dim), "values": (*heads, spec.value_head_dim)}
+    else:
+        assert slots == {"latents": (processes.BATCH, 1, processes.CAPACITY, spec.latent.width)}
+
+
+@every_size
+def test_clipped_gradients_and_a_step_of_an_optimizer_are_those_of_one_process(found, size):
+    parity.assert_parity(found[size]["stepped"], stepped(None))
+
+
+@every_size
+def test_weights_come_out_of_divided_layers_and_go_into_them_bit_for_bit(found, size):
+    right = make(mha_torch.MultiHeadAttention, SPECS["everything"]).state_dict()
+    for carried in found[size]["carried"]:
+        assert carried.keys() == right.keys()
+        assert all(torch.equal(weight, carried[name]) for name, weight in right.items())
+
+
+# ---- The usual plan --------------------------------------------------------------------------------------------------
+
+
+@every_size
+@pytest.mark.parametrize("kind", ["local", "distributed"])
+@pytest.mark.parametrize("name", USUAL)
+def test_the_usual_plan_gives_what_one_process_does(found, size, kind, name):
+    spec, computed = SPECS[name], found[size]["hand"]
+    assert_as_one(computed[f"{name}/{kind}"], mha_torch.MultiHeadAttention, spec, trained)
+    assert_as_one(computed[f"{name}/{kind}/decoded"][0], cached_kind(spec), spec, outputs_of)
+
+
+@every_size
+@pytest.mark.parametrize("name", WITHOUT_GRADIENT)
+def test_the_usual_plan_of_what_heads_share_is_right_without_a_gradient(found, size, name):
+    spec = WITHOUT_GRADIENT[name]
+    assert_as_one(found[size]["hand"][name][0], cached_kind(spec), spec, outputs_of)
+
+
+# ---- What moves ------------------------------------------------------------------------------------------------------
+
+
+@every_size
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        ("textbook", ONE, ONE),
+        ("grouped", ONE, ONE),
+        ("everything", ONE, ONE),
+        ("latent", ONE, ONE),
+        ("no-out-proj", {}, ONE),
+        ("a step", ONE, {}),
+        ("fully sharded", {"_allgather_base_": 1}, {"_allgather_base_": 1, "_reduce_scatter_base_": 1}),
+        ("data parallel", {}, {"allreduce_": 1}),
+        ("usual plan", ONE, {"all_reduce": 3}),  # for q, k and v each, as torch has it
+        (
+            "tokens divided outside",
+            {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1},
+            {"reduce_scatter_tensor": 1},  # the gradient of a sum is everywhere
+        ),
+    ],
+)
+def test_no_more_is_moved_than_has_to_be(found, size, name, forward, backward):
+    assert found[size]["moved"][name] == (forward, backward)
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+BY_PLAN = "must be distributed by mha_torch.parallel.plan to have a gradient"
+
+
+@every_size
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("uneven", "num_heads must be a multiple of the number of processes, got num_heads=9"),
+        ("fused_qkv", "fused_qkv must be False to be divided"),
+        ("norm over the width", "q_norm must be over='head' to be divided"),
+        ("shared keys with norms of their own", "k_norm must not be per_head where processes share key/value heads"),
+        ("outputs dropped", "output_dropout must be 0 to be divided"),
+        ("divided already", "layer must be divided by heads once"),
+        ("no such dimension", "heads must name a dimension of the mesh, got heads='tensor' and ('heads',)"),
+        ("no layer of ours", "layer must be an attention module of mha_torch, got Linear"),
+        ("by hand, parts of heads", "q_proj must give whole heads of 2 features"),
+        ("by hand, parts of key heads", "k_proj and v_proj must give the heads that those of q_proj see, of 1 for 8"),
+        ("by hand, whole keys", "k_proj and v_proj must give the heads that those of q_proj see, of 4 for 8"),
+        ("by hand, one whole key", f"keys that heads share {BY_PLAN}"),
+        ("by hand, whole output", "the input of out_proj must have 32 features"),
+        ("by hand, fused_qkv", "qkv_proj must give the 96 features of all q, k and v"),
+        ("by hand, sinks", "sinks must have shape (N,)"),
+        ("by hand, relative_bias", "relative_bias must have shape (num_buckets, N)"),
+        ("by hand, alibi", "alibi must be divided by mha_torch.parallel.plan"),
+        ("by hand, norm over the width", "q_norm must be over='head' where heads are divided"),
+        ("by hand, norm", f"q_norm {BY_PLAN}"),
+        ("by hand, norms of heads", f"q_norm {BY_PLAN}"),
+        ("by hand, gate", "gate_proj must give the "),
+        ("by hand, latent", f"keys that heads share {BY_PLAN}"),
+        ("bias of all heads", "bias must broadcast to the scores"),
+        ("cache of all heads", "cache.keys must have shape (B, K, S, H)"),
+    ],
+)
+def test_what_would_be_wrong_is_refused_by_name(found, size, name, message):
+    kind, _, said = found[size]["refused"][name].partition(": ")
+    assert said.startswith(message)
+    assert kind == ("TypeError" if name == "no layer of ours" else "ValueError")
+
+
+def test_functions_refuse_shards_with_the_specification_of_all_heads():
+    spec = SPECS["grouped"]
+    weights = {key: weight.numpy() for key, weight in make(mha_torch.MultiHeadAttention, spec).state_dict().items()}
+    held, own = parity.shard(weights, spec, ShardPlan(2), 0)
+    held = {name: parity.to_torch(weight) for name, weight in held.items()}
+    x = processes.random(1, 4, 32)
+    with pytest.raises(ValueError, match=r"q_proj.weight must have shape \(64, 32\), got .*\(32, 32\)"):
+        mha_torch.multi_head_attention(x, held, spec)
+    project = mha_torch.project_with(held, own)
+    expected = mha_torch.project_qkv(project, x, x, x, own)
+    for computed, right in zip(mha_torch.project_qkv(project, x, x, x, spec), expected, strict=True):
+        assert torch.equal(computed, right)  # heads are whole by their width, whatever the layer has of them
+    narrow = {name: weight[:12] if name.startswith("q_proj") else weight for name, weight in held.items()}
+    with pytest.raises(ValueError, match="q_proj must give whole heads of 8 features"):
+        mha_torch.project_qkv(mha_torch.project_with(narrow, spec), x, x, x, spec)
+
+
+# ---- Fully sharded ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [*FULLY_SHARDED, *(f"{name}/grid" for name, spec in FULLY_SHARDED.items() if not spec.fused_qkv)]
+)
+def test_weights_sharded_on_the_meta_device_are_drawn_as_in_one_process(found, name):
+    drawn, computed = found["fully sharded"][name]
+    spec = FULLY_SHARDED[name.partition("/")[0]]
+
+    def redrawn(kind, spec, dtype=torch.float32):
+        layer = kind(spec)
+        torch.manual_seed(processes.SEED)
+        layer.reset_parameters()
+        return layer.to(dtype)
+
+    layer = redrawn(mha_torch.MultiHeadAttention, spec)
+    assert drawn.keys() == layer.state_dict().keys()
+    assert all(torch.equal(weight, drawn[key]) for key, weight in layer.state_dict().items())
+    exact = trained(redrawn(mha_torch.MultiHeadAttention, spec, torch.float64), dtype=torch.float64)
+    parity.assert_parity(computed, exact, same_precision=trained(layer))
+
+
+def test_projections_that_are_sharded_by_themselves_may_cast_their_weights(found):
+    layer = make(mha_torch.MultiHeadAttention, SPECS["textbook"])
+    x = processes.random(processes.BATCH, processes.SEQ_LEN, 32)
+    exact, _ = make(mha_torch.MultiHeadAttention, SPECS["textbook"], torch.float64)(x.double())
+    narrow, _ = layer.to(torch.bfloat16)(x.bfloat16())
+    parity.assert_parity(found["narrowed"], exact, same_precision=narrow.float(), dtype="bfloat16")

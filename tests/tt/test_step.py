@@ -1,0 +1,261 @@
+"""Steps: what one token of each sequence costs, and that the places which the device counts by itself are right ones.
+
+What a step computes is asked in test_cache_mha and test_latent, too: tokens one by one are one full pass.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import ttnn
+
+import mha_tt
+import parity
+from mha_spec import DynamicScaling
+from mha_tt import device as devices
+
+from .formulas import assert_close, module_of, rounded
+
+ROPE = parity.Rope(10000.0)
+LAYERS = {
+    "no RoPE": parity.AttentionSpec(64, 4, num_kv_heads=2),
+    "few heads": parity.AttentionSpec(64, 4, num_kv_heads=2, rope=ROPE),
+    "many heads": parity.AttentionSpec(64, 32, num_kv_heads=8, rope=ROPE),
+    "packed": parity.AttentionSpec(64, 32, num_kv_heads=8, rope=ROPE, fused_qkv=True),
+    "more than a tile of heads": parity.AttentionSpec(64, 40, num_kv_heads=8, head_dim=2, rope=ROPE),
+    "padded heads": parity.AttentionSpec(60, 3, head_dim=20, rope=parity.Rope(rotary_dim=12, pairs="interleaved")),
+    "wide heads": parity.AttentionSpec(64, 2, head_dim=256, rope=ROPE),
+    "sinks, no output projection": parity.AttentionSpec(64, 4, rope=ROPE, sinks=True, out_proj=False),
+    "clipped": parity.AttentionSpec(64, 4, clip_qkv=0.5),
+    "norms": parity.AttentionSpec(64, 4, rope=ROPE, qk_norm=parity.Norm()),
+    "gate": parity.AttentionSpec(64, 4, rope=ROPE, gate=parity.Gate()),
+    "frequencies by length": parity.AttentionSpec(64, 4, rope=parity.Rope(scaling=DynamicScaling(4.0, 6))),
+    "latents": parity.AttentionSpec(
+        64, 4, head_dim=48, rope=parity.Rope(rotary_dim=16, rotated="last"), latent=parity.Latent(32, rope_dim=16)
+    ),
+}
+OTHERWISE = {  # steps that take another kernel, or factors that the host computes
+    "window": parity.AttentionSpec(64, 4, rope=ROPE, window_size=4),
+    "soft cap": parity.AttentionSpec(64, 4, rope=ROPE, soft_cap=20.0),
+    "temperature": parity.AttentionSpec(64, 4, rope=ROPE, temperature=parity.Temperature(2, 0.5)),
+    "values of another width": parity.AttentionSpec(64, 2, value_head_dim=48),
+}
+HOST = {"ttnn.to_device", "ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"}
+
+COSTS = {
+    # layer, whether fast: operations of a step; behind it what they were while each step uploaded its places
+    ("no RoPE", False): 15,  # 24, and 2 uploads
+    ("few heads", False): 31,  # 40, and 4 uploads
+    ("many heads", False): 29,  # 38, and 4 uploads
+    ("packed", False): 26,  # 31, and 4 uploads
+    ("packed", True): 17,  # 31, and 4 uploads
+    ("few heads", True): 22,  # 40, and 4 uploads
+    ("many heads", True): 20,  # 38, and 4 uploads
+    ("latents", False): 57,  # 56, and 4 uploads
+}
+
+
+def made(device, spec, *, fast=False, seed=0):
+    """A module in bfloat16, and seven tokens of three sequences."""
+    kind = "MultiHeadLatentAttention" if spec.latent else "MultiHeadAttentionWithCache"
+    config = mha_tt.fast_config(device) if fast else None
+    module = module_of(kind, spec, device, ttnn.bfloat16, compute_kernel_config=config)
+    return module, rounded(np.random.default_rng(seed).standard_normal((3, 7, spec.d_model)), ttnn.bfloat16)
+
+
+def begun(module, x, lengths=(3, 1, 2)):
+    """A cache that holds the first tokens of each sequence, as many as `lengths` says."""
+    prompt = mha_tt.upload(x[:, : max(lengths)], device=module.device)
+    return module(prompt, module.init_cache(len(lengths), 40), new_lengths=lengths)[1]
+
+
+def steps(module, x, cache, between=lambda cache: cache, **options):
+    """The outputs of three tokens, step by step, what is done between them, and the cache that they leave."""
+    outputs = []
+    for token in (4, 5, 6):
+        output, cache = module(mha_tt.upload(x[:, token : token + 1], device=module.device), between(cache), **options)
+        outputs.append(mha_tt.download(output))
+    return np.concatenate(outputs, axis=1), cache
+
+
+def contents(cache):
+    return [mha_tt.download(x) for x in cache.slots.values()]
+
+
+# ---- What a step costs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.board
+@pytest.mark.parametrize(("name", "fast"), COSTS, ids=str)
+def test_a_step_costs_so_many_operations_uploads_nothing_and_reads_nothing_back(
+    device, calls, uploads, monkeypatch, name, fast
+):
+    module, x = made(device, LAYERS[name], fast=fast)
+    token, cache = mha_tt.upload(x[:, :1], device=device), begun(module, x)
+    _, cache = module(token, cache)
+    calls.clear()
+    uploads.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "readers", [lambda tensor: pytest.fail("a tensor was read back")])
+        module(token, cache)
+    names = [call.name for call in calls]
+    assert len(names) == COSTS[name, fast], names
+    assert not uploads
+    assert not set(names) & HOST
+
+
+@pytest.mark.parametrize("name", ["no RoPE", "few heads", "norms", "latents"])
+def test_only_the_first_step_uploads(device, uploads, name):
+    module, x = made(device, LAYERS[name])
+    cache = begun(module, x)
+    uploads.clear()
+    counts = []
+    for token in range(3):
+        x_t = mha_tt.upload(x[:, token : token + 1], device=device)
+        uploads.clear()
+        _, cache = module(x_t, cache)
+        counts.append(len(uploads))
+    # Slots; with RoPE the rows of its table, both terms of that, and what swaps the halves of a head.
+    assert counts == [1 if LAYERS[name].rope is None else 5, 0, 0]
+
+
+def test_a_module_keeps_the_table_for_the_next_cache_of_as_many_slots(device, uploads):
+    module, x = made(device, LAYERS["few heads"])
+    steps(module, x, begun(module, x))
+    cache, token = begun(module, x), mha_tt.upload(x[:, :1], device=device)
+    uploads.clear()
+    module(token, cache)
+    assert [array.shape for array in uploads] == [(3,), (3, 1)]
+
+
+def test_a_step_leaves_nothing_on_the_device_but_its_output(device):
+    module, x = made(device, LAYERS["few heads"])
+    token, cache = mha_tt.upload(x[:, :1], device=device), begun(module, x)
+    taken = []
+    for _ in range(4):
+        output, cache = module(token, cache)
+        buffers = (ttnn.get_memory_view(device, kind) for kind in (ttnn.BufferType.L1, ttnn.BufferType.DRAM))
+        taken.append([buffer.total_bytes_allocated_per_bank for buffer in buffers])
+        del output
+    assert taken[1] == taken[2] == taken[3]
+    assert taken[1][0] == 0
+
+
+# ---- The places that the device counts are those of the cache --------------------------------------------------------
+
+
+@pytest.mark.board
+@pytest.mark.parametrize(("name", "fast"), [*((name, False) for name in LAYERS), ("few heads", True), ("packed", True)])
+def test_counted_places_are_those_that_would_be_uploaded(device, name, fast):
+    """And what they lead to is close to what the kernel for prompts gives, which a mask asks for that hides nothing."""
+    module, x = made(device, LAYERS[name], fast=fast)
+    counted, after = steps(module, x, begun(module, x))
+    uploaded, expected = steps(module, x, begun(module, x), lambda cache: replace(cache))
+    assert np.array_equal(counted, uploaded)
+    assert all(map(np.array_equal, contents(after), contents(expected)))
+    assert after.lengths.tolist() == [6, 4, 5]
+    masked, _ = steps(module, x, begun(module, x), mask=np.zeros((1, 1, 1, 40), bool))
+    assert_close(counted, masked, ttnn.bfloat16)
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_what_a_step_cannot_do_by_itself_is_uploaded(device, uploads, name):
+    module, x = made(device, OTHERWISE[name])
+    _, cache = steps(module, x, begun(module, x))
+    assert cache.places is None
+    token = mha_tt.upload(x[:, :1], device=device)
+    uploads.clear()
+    module(token, cache)
+    assert uploads
+
+
+def test_an_old_cache_goes_on_from_where_it_was(device):
+    module, x = made(device, LAYERS["few heads"])
+    _, cache = module(mha_tt.upload(x[:, :1], device=device), begun(module, x))
+    token = mha_tt.upload(x[:, 1:2], device=device)
+    once, again = module(token, cache), module(token, cache)
+    assert np.array_equal(mha_tt.download(once[0]), mha_tt.download(again[0]))
+    assert all(map(np.array_equal, contents(once[1]), contents(again[1])))
+
+
+BETWEEN = {
+    "cropped": lambda module, cache: cache.crop(cache.lengths - 1),
+    "reordered": lambda module, cache: cache.reorder([2, 0, 1]),
+    "grown": lambda module, cache: cache.grow(cache.capacity + 32),
+    "of other lengths": lambda module, cache: replace(cache, lengths=cache.lengths - 1),
+    "in another layer": lambda module, cache: replace(cache, keys=ttnn.clone(cache.keys)),
+    "after a chunk": lambda module, cache: module(mha_tt.upload(np.ones((3, 2, 64)), device=module.device), cache)[1],
+    "after a step of some": lambda module, cache: module(
+        mha_tt.upload(np.ones((3, 1, 64)), device=module.device), cache, new_lengths=[1, 0, 1]
+    )[1],
+    "after a step elsewhere": lambda module, cache: module(
+        mha_tt.upload(np.ones((3, 1, 64)), device=module.device), cache, positions=np.array([[7], [0], [30]])
+    )[1],
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_places_are_those_of_a_cache_that_came_about_otherwise(device, name):
+    module, x = made(device, LAYERS["few heads"])
+    found, after = steps(module, x, begun(module, x), lambda cache: BETWEEN[name](module, cache))
+    expected, cache = steps(module, x, begun(module, x), lambda cache: replace(BETWEEN[name](module, cache)))
+    assert np.array_equal(found, expected)
+    assert after.lengths.tolist() == cache.lengths.tolist()
+
+
+def test_a_cache_in_a_layer_with_other_rotations_gets_their_table(device):
+    module, x = made(device, LAYERS["few heads"])
+    other, _ = made(device, replace(LAYERS["few heads"], rope=parity.Rope(100.0)))
+    _, cache = steps(module, x, begun(module, x))
+    token = mha_tt.upload(x[:, :1], device=device)
+    found = mha_tt.download(other(token, cache)[0])
+    expected = mha_tt.download(other(token, replace(cache))[0])
+    assert np.array_equal(found, expected)
+    assert not np.array_equal(found, mha_tt.download(module(token, cache)[0]))
+
+
+def test_the_functions_count_as_the_modules_do(device, uploads):
+    spec = LAYERS["few heads"]
+    module, x = made(device, spec)
+    token, cache = mha_tt.upload(x[:, :1], device=device), begun(module, x)
+
+    def called(cache):
+        return mha_tt.multi_head_attention_with_static_cache(token, module.weights, spec, cache)
+
+    _, cache = called(cache)
+    uploads.clear()
+    output, cache = called(cache)
+    assert not uploads
+    expected, _ = module(token, replace(cache, lengths=cache.lengths - 1))
+    assert np.array_equal(mha_tt.download(output), mha_tt.download(expected))
+
+
+def test_a_device_that_does_not_count_is_seen(device, monkeypatch):
+    """The control: were the places left where they are, the outputs would be others."""
+    module, x = made(device, LAYERS["few heads"])
+    expected, _ = steps(module, x, begun(module, x))
+    monkeypatch.setattr(ttnn, "plus_one", lambda x: x)
+    assert not np.array_equal(steps(module, x, begun(module, x))[0], expected)
+
+
+@pytest.mark.parametrize("position", [1, 4097])
+def test_two_terms_of_a_table_are_close_to_the_rotation(device, rng, position):
+    """Within 2^-16 of what a feature is rotated by, for bfloat16 keeps 2^-9."""
+    from mha_tt.places import RotaryTable
+    from mha_tt.rope import cos_and_sin
+
+    spec = parity.AttentionSpec(128, 2, rope=ROPE)
+    table = RotaryTable(spec, position + 1, for_kernel=False, device=device)
+    row = devices.upload_rows(np.array([[position]]), device=device, dtype=ttnn.uint32)
+    rotation = table.rotation(row)
+    expected = cos_and_sin(np.array([[position]]), ROPE, 64, 64, False)
+    for found, exact in zip((rotation.cos, rotation.sin), expected, strict=True):
+        assert np.abs(mha_tt.download(found) - exact).max() <= 2**-16
+
+
+# ---- Traces ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_on_a_mock_board_is_refused(device, only_mock):
+    with pytest.raises(RuntimeError, match="begin_trace_capture must have a device that computes, got a mock"):
+        ttnn.begin_trace_capture(device, cq_id=0)
