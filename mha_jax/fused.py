@@ -92,7 +92,7 @@ def attend(
     block_sizes: BlockSizes = BLOCK_SIZES,
 ) -> Float[Array, "B N T Hv"]:
     """`scaled_dot_product_attention` as the layers call it: the context."""
-    check_attention(query, key, value, masking)
+    check_attention(query, key, value, masking, spec)
     as_rate("dropout", dropout.rate)
     return _attend(query, key, value, masking.as_arrays(), dropout, spec=spec, block_sizes=block_sizes)
 
@@ -346,7 +346,7 @@ def attend_to_cache(
         ValueError: if the shapes do not fit.
     """
     masking = Masking(is_causal=True, offsets=last_positions, sinks=sinks, relative_bias=relative_bias).of_layer(spec)
-    check_attention(query, keys, values, masking)
+    check_attention(query, keys, values, masking, spec)
     return _attend_to_cache(query, keys, values, masking, spec=spec, block_sizes=block_sizes)
 
 

@@ -56,7 +56,7 @@ def attention_scores(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
-    check_scored(query, key, bias)
+    check_scored(query, key, bias, spec)
     scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
     check_relative_bias(relative_bias, relative, query.shape[1])
     key = repeat_kv_heads(key, query.shape[1])
@@ -244,7 +244,7 @@ def attend(
     need_weights: bool,
 ) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T S"] | None]:
     """`scaled_dot_product_attention` as the layers call it."""
-    check_attention(query, key, value, masking)
+    check_attention(query, key, value, masking, spec)
     as_rate("dropout", dropout.rate)
     check_keep(dropout.keep, (*query.shape[:3], key.shape[2]))
     return _attend(query, key, value, masking.as_arrays(), dropout, spec=spec, need_weights=need_weights)
@@ -283,7 +283,7 @@ def _attend(
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_attention(query: Array, key: Array, value: Array, masking: Masking) -> None:
+def check_attention(query: Array, key: Array, value: Array, masking: Masking, spec: AttentionSpec | None) -> None:
     """Refuse split heads, query (B, N, T, H), key and value (B, K, S, H), or a masking that do not fit each other."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_floating(name, x, rank=4)
@@ -291,11 +291,11 @@ def check_attention(query: Array, key: Array, value: Array, masking: Masking) ->
             raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(f"value must have the shape of key but for its features, got {value.shape} and {key.shape}")
-    check_scored(query, key, None)  # the masking checks its bias
+    check_scored(query, key, None, spec)  # the masking checks its bias
     masking.check((*query.shape[:3], key.shape[2]), query)
 
 
-def check_scored(query: Array, key: Array, bias: Array | None) -> None:
+def check_scored(query: Array, key: Array, bias: Array | None, spec: AttentionSpec | None) -> None:
     """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
     check_floating("query", query, rank=4)
     check_floating("key", key, rank=4)
@@ -306,6 +306,14 @@ def check_scored(query: Array, key: Array, bias: Array | None) -> None:
         )
     check_head_groups(query.shape[1], key.shape[1])
     check_bias(bias, (*query.shape[:3], key.shape[2]), query)
+    if spec is None:
+        return
+    check_spec(spec)
+    if spec.alibi is not None and spec.num_heads != query.shape[1]:
+        raise ValueError(
+            f"query must have the heads of a spec with alibi, whose slopes are theirs, "
+            f"got {query.shape[1]} heads and num_heads={spec.num_heads}"
+        )
 
 
 def check_weighed(attn_weights: Array, value: Array) -> None:

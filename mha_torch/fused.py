@@ -94,7 +94,7 @@ def attend(
     spec: AttentionSpec | None,
 ) -> Float[Tensor, "B N T Hv"]:
     """`scaled_dot_product_attention` as the layers call it: the context."""
-    check_attention(query, key, value, masking)
+    check_attention(query, key, value, masking, spec)
     rate = as_rate("dropout", dropout.rate)
     if spec is not None:
         check_spec(spec)

@@ -61,7 +61,7 @@ def attention_scores(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
-    check_scored(query, key, bias)
+    check_scored(query, key, bias, spec)
     scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
     check_relative_bias(relative_bias, relative, query.shape[1])
     key = repeat_kv_heads(key, query.shape[1])
@@ -232,7 +232,7 @@ def attend(
     need_weights: bool,
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
     """`scaled_dot_product_attention` as the layers call it."""
-    check_attention(query, key, value, masking)
+    check_attention(query, key, value, masking, spec)
     mask = masking.with_infinite_bias().joined(query.shape[2], key.shape[2], query.device)
     if mask is None:  # everything is seen: what is not finite spreads by itself
         scores = attention_scores(query, key, masking.bias, spec, masking.offsets, masking.relative_bias)
@@ -261,7 +261,7 @@ def attend(
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_attention(query: Tensor, key: Tensor, value: Tensor, masking: Masking) -> None:
+def check_attention(query: Tensor, key: Tensor, value: Tensor, masking: Masking, spec: AttentionSpec | None) -> None:
     """Refuse split heads, query (B, N, T, H), key and value (B, K, S, H), or a masking that do not fit each other."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_floating(name, x, rank=4)
@@ -272,11 +272,11 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, masking: Masking)
         raise ValueError(
             f"value must have the shape of key but for its features, got {tuple(value.shape)} and {tuple(key.shape)}"
         )
-    check_scored(query, key, None)  # the masking checks its bias
+    check_scored(query, key, None, spec)  # the masking checks its bias
     masking.check((*query.shape[:3], key.shape[2]), query)
 
 
-def check_scored(query: Tensor, key: Tensor, bias: Tensor | None) -> None:
+def check_scored(query: Tensor, key: Tensor, bias: Tensor | None, spec: AttentionSpec | None) -> None:
     """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
     check_floating("query", query, rank=4)
     check_floating("key", key, rank=4)
@@ -287,6 +287,14 @@ def check_scored(query: Tensor, key: Tensor, bias: Tensor | None) -> None:
         )
     check_head_groups(query.shape[1], key.shape[1])
     check_bias(bias, (*query.shape[:3], key.shape[2]), query)
+    if spec is None:
+        return
+    check_spec(spec)
+    if spec.alibi is not None and spec.num_heads != query.shape[1]:
+        raise ValueError(
+            f"query must have the heads of a spec with alibi, whose slopes are theirs, "
+            f"got {query.shape[1]} heads and num_heads={spec.num_heads}"
+        )
 
 
 def check_weighed(attn_weights: Tensor, value: Tensor) -> None:

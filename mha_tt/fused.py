@@ -108,7 +108,7 @@ def attend(
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
 ) -> Float[Tensor, "B N T Hv"]:
     """`scaled_dot_product_attention` as the layers call it: the context."""
-    check_attention(query, key, value, masking)
+    check_attention(query, key, value, masking, spec)
     _check_kernel_takes(query)
     if as_rate("dropout", dropout.rate) or dropout.keep is not None:
         raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")

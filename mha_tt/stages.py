@@ -60,7 +60,7 @@ def attention_scores(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
-    check_scored(query, key, bias)
+    check_scored(query, key, bias, spec)
     scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
     check_relative_bias(relative_bias, relative, query.shape[1])
     scores = ttnn.matmul(
@@ -280,7 +280,7 @@ def attend(
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
     """`scaled_dot_product_attention` as the layers call it."""
-    check_attention(query, key, value, masking)
+    check_attention(query, key, value, masking, spec)
     as_rate("dropout", dropout.rate)
     device, seq_len_q, seq_len_k = query.device(), query.shape[2], key.shape[2]
     if 0 in (query.shape[0], seq_len_q, seq_len_k):
@@ -309,6 +309,7 @@ def check_attention(
     key: Tensor,
     value: Tensor,
     masking: Masking,
+    spec: AttentionSpec | None,
 ) -> None:
     """Refuse split heads, query (B, N, T, H), key and value (B, K, S, H), or a masking that do not fit each other."""
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -319,11 +320,11 @@ def check_attention(
         raise ValueError(
             f"value must have the shape of key but for its features, got {tuple(value.shape)} and {tuple(key.shape)}"
         )
-    check_scored(query, key, None)  # the masking checks its bias
+    check_scored(query, key, None, spec)  # the masking checks its bias
     masking.check((*tuple(query.shape)[:3], key.shape[2]))
 
 
-def check_scored(query: Tensor, key: Tensor, bias: np.ndarray | Tensor | None) -> None:
+def check_scored(query: Tensor, key: Tensor, bias: np.ndarray | Tensor | None, spec: AttentionSpec | None) -> None:
     """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
     check_floating("query", query, rank=4)
     check_floating("key", key, rank=4)
@@ -334,6 +335,14 @@ def check_scored(query: Tensor, key: Tensor, bias: np.ndarray | Tensor | None) -
         )
     check_head_groups(query.shape[1], key.shape[1])
     check_bias(bias, (*tuple(query.shape)[:3], key.shape[2]))
+    if spec is None:
+        return
+    check_spec(spec)
+    if spec.alibi is not None and spec.num_heads != query.shape[1]:
+        raise ValueError(
+            f"query must have the heads of a spec with alibi, whose slopes are theirs, "
+            f"got {query.shape[1]} heads and num_heads={spec.num_heads}"
+        )
 
 
 def check_weighed(attn_weights: Tensor, value: Tensor) -> None:

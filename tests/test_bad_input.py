@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import parity
-from mha_spec import AttentionSpec, RelativeBias, Rope
+from mha_spec import Alibi, AttentionSpec, RelativeBias, Rope
 
 ONLY_TORCH = pytest.mark.parametrize("sibling", ["torch"], indirect=True)
 
@@ -205,6 +205,7 @@ def test_module_refuses_weights_that_are_not_floating_point(sibling, kind, dtype
 
 HEADS = ones(2, 2, 3, 4)
 RELATIVE = AttentionSpec(8, 2, relative_bias=RelativeBias(8, 8))
+SLOPES = AttentionSpec(16, 4, alibi=Alibi())
 
 STAGES = {
     "split_heads rank": ("split_heads", (ones(3, 8), 2), {}, ValueError, "x must have 3 axes"),
@@ -273,6 +274,20 @@ STAGES = {
         {},
         ValueError,
         r"relative_bias must be given where the spec has one, got spec.relative_bias=RelativeBias\(",
+    ),
+    "scores of some heads with slopes": (
+        "attention_scores",
+        (HEADS, HEADS, None, SLOPES),
+        {},
+        ValueError,
+        "query must have the heads of a spec with alibi, whose slopes are theirs, got 2 heads and num_heads=4",
+    ),
+    "attention of a head with slopes": (
+        "scaled_dot_product_attention",
+        (HEADS[:, :1], HEADS[:, :1], HEADS[:, :1], SLOPES),
+        {},
+        ValueError,
+        "got 1 heads and num_heads=4",
     ),
     "softmax rank": ("masked_softmax", (ones(3, 4),), {}, ValueError, "scores must have 4 axes"),
     "softmax integers": ("masked_softmax", (integers(2, 2, 3, 4),), {}, TypeError, "scores must be floating point"),

@@ -54,9 +54,14 @@ def attend(
 
 
 def rotate(x: np.ndarray, positions: Any, theta: float) -> np.ndarray:
-    """Each pair (a, b) of features, half a head apart, as (a cos - b sin, b cos + a sin)."""
+    """Each pair (a, b) of features, half a head apart, as (a cos - b sin, b cos + a sin).
+
+    The table of frequencies is float32, as released models have it; angles are not.
+    """
     half = x.shape[3] // 2
-    angles = np.asarray(positions)[:, None, :, None] * theta ** (-np.arange(half) / half)
+    exponents = np.arange(half, dtype=np.float32) / np.float32(half)
+    frequencies = 1 / (theta ** exponents.astype(np.float64)).astype(np.float32)
+    angles = np.asarray(positions)[:, None, :, None] * frequencies.astype(np.float64)
     rotated = (x[..., :half] + 1j * x[..., half:].astype(np.float64)) * np.exp(1j * angles)
     return np.concatenate([rotated.real, rotated.imag], axis=-1)
 

@@ -523,6 +523,12 @@ STAGES = {
         ValueError,
         "relative_bias must be given where the spec has one",
     ),
+    "scores of some heads with slopes": (
+        "attention_scores",
+        {"query": HEADS, "key": HEADS, "spec": parity.AttentionSpec(128, 4, alibi=parity.Alibi())},
+        ValueError,
+        "query must have the heads of a spec with alibi, whose slopes are theirs, got 2 heads and num_heads=4",
+    ),
     "softmax sinks": ("masked_softmax", {"scores": HEADS, "sinks": HEADS}, ValueError, r"sinks must have shape \(1, N"),
     "softmax mask": ("masked_softmax", {"scores": HEADS, "mask": booleans(5)}, ValueError, "mask must broadcast"),
     "softmax float mask": ("masked_softmax", {"scores": HEADS, "mask": np.ones((3, 32))}, TypeError, "must be boolean"),
