@@ -36,7 +36,8 @@ def test_frequencies_fall_from_one_by_powers_of_theta():
     # theta ** (-2 i / H) for i = 0, 1, 2 and H = 6: 1, 1000 ** (-1/3), 1000 ** (-2/3).
     found = parity.Rope(1000.0).frequencies(6)
     assert found.dtype == np.float32
-    assert found == pytest.approx([1.0, 0.1, 0.01], rel=2e-7)  # each step is rounded: the exponent, the power, 1 / power
+    # Each step is rounded: the exponent, the power, 1 / power.
+    assert found == pytest.approx([1.0, 0.1, 0.01], rel=2e-7)
 
 
 @pytest.mark.parametrize("position", [0, 1, 2, 100])
