@@ -22,7 +22,7 @@ from mha_jax.masks import Masking, to_scores_rank
 from mha_jax.not_finite import emptied, not_finite, sees_any, spoilt
 from mha_jax.relative_bias import relative_position_bias
 from mha_jax.rope import at_least_float32
-from mha_jax.sharding import automatically, of_heads
+from mha_jax.sharding import automatically, is_automatic, of_heads
 from mha_jax.stages import Dropout, check_attention, score_scale
 from mha_spec import AttentionSpec
 from mha_spec.reach import Reach
@@ -223,7 +223,7 @@ def _attend_in_reach(
             is_wrong |= jnp.isposinf(log_sums)  # all scores of a row are -inf
         else:
             context = _attend_on_cpu(rows, keys, values, part, spec=spec, block_sizes=block_sizes)
-        is_wrong &= ~hidden.all(axis=-1, keepdims=True)
+        is_wrong = _with_a_key(is_wrong, hidden)
         is_wrong |= sees_any(cut(marked, begin, num_keys)[..., 0], size, Masking(hidden))
         return spoilt(context, is_wrong).astype(query.dtype)
 
@@ -231,6 +231,17 @@ def _attend_in_reach(
     contexts = lax.map(jax.checkpoint(attend_part), jnp.arange(num_parts, dtype=jnp.int32) * size)
     contexts = jnp.moveaxis(contexts, 0, 2)  # (B, N, parts, size, H)
     return contexts.reshape(batch_size, num_heads, num_parts * size, contexts.shape[4])[:, :, :seq_len_q]
+
+
+def _with_a_key(rows: Array, hidden: Array) -> Array:
+    """Of some rows (B, N, T, 1) those that see a key."""
+
+    def look() -> Array:
+        return rows & ~hidden.all(axis=-1, keepdims=True)
+
+    if is_automatic(rows):  # devices would have to agree on whether to look
+        return look()
+    return lax.cond(rows.any(), look, lambda: rows)
 
 
 @compiled("scale", "platform")
