@@ -9,7 +9,7 @@ if importlib.util.find_spec("ttnn") is None:
         f"this is {platform.python_implementation()} {platform.python_version()} on {platform.machine()}"
     )
 
-from mha_tt import fused, mock
+from mha_tt import fused, mock, recording
 from mha_tt.cache import (
     KVCache,
     LatentCache,
@@ -131,6 +131,7 @@ __all__ = [
     "project_output",
     "project_qkv",
     "project_with",
+    "recording",
     "repeat_kv_heads",
     "scaled_dot_product_attention",
     "split_heads",

@@ -316,18 +316,28 @@ def shadow() -> Iterator[Shadow]:
         return
     if importlib.util.find_spec("torch") is None:
         raise ModuleNotFoundError("mha_tt.mock needs torch for values, ttnn's golden functions being written in it")
-    state, fast = Shadow(), ttnn.CONFIG.enable_fast_runtime_mode
-    ttnn.CONFIG.enable_fast_runtime_mode = False  # ttnn calls hooks outside of the fast mode only
+    state = Shadow()
     _active.append(state)
+    try:
+        with observed(state):
+            yield state
+    finally:
+        _active.remove(state)
+
+
+@contextmanager
+def observed(state: Any) -> Iterator[None]:
+    """Tell a state of every upload (`uploaded`) and operation (`__call__`), and ask it for arrays (`download`)."""
+    fast = ttnn.CONFIG.enable_fast_runtime_mode
+    ttnn.CONFIG.enable_fast_runtime_mode = False  # ttnn calls hooks outside of the fast mode only
     devices.observers.append(state.uploaded)
     devices.readers.append(state.download)
     try:
         with ttnn.register_post_operation_hook(state), _without_graphs():
-            yield state
+            yield
     finally:
         devices.readers.remove(state.download)
         devices.observers.remove(state.uploaded)
-        _active.remove(state)
         ttnn.CONFIG.enable_fast_runtime_mode = fast
 
 

@@ -419,7 +419,7 @@ def test_an_error_above_the_noise_stays_one_when_it_is_measured_again(times):
         problem = saturated(number)
         expected = Reference(problem)
         exact = expected.accumulated["attn_weights"]
-        noise = max(np.abs(each["attn_weights"] - exact).max() for each in expected.recounted)
+        noise = max(np.abs(each["attn_weights"] - exact).max() for each in expected.recounted())
         noise = max(noise, np.abs(expected.same_precision(local=False)["attn_weights"] - exact).max(), 1e-7)
         wrong = (exact + times * noise * np.sign(np.arange(exact.size) % 2 - 0.5).reshape(exact.shape)).astype(
             np.float32

@@ -20,7 +20,7 @@ from jaxtyping import Array
 import mha_jax
 from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
 from mha_spec import AttentionSpec
-from parity.backends.port import Shapes, kind_of
+from parity.backends.port import Shapes, kind_of, nothing_replayed
 from parity.core.cases import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
@@ -240,6 +240,9 @@ def _enable_x64(enabled: bool) -> AbstractContextManager[Any]:
     from jax.experimental import enable_x64  # pyright: ignore[reportAttributeAccessIssue]  (before JAX 0.8)
 
     return enable_x64(enabled)
+
+
+replayed = nothing_replayed
 
 
 def environment() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -35,6 +35,18 @@ class FilledModule(Protocol):
         ...
 
 
+class Replayed(Protocol):
+    """What was recorded of a problem on a device that computes.
+
+    Attributes:
+        made_on: that device, in words.
+        differs: where the program is another one, so that the recording does not count; empty where it is the same.
+    """
+
+    made_on: str
+    differs: str
+
+
 class Port(Protocol):
     """How a sibling is reached: plain functions, and what they are of.
 
@@ -60,6 +72,10 @@ class Port(Protocol):
         """Hold still what changes numbers, tell what is set, and put everything back afterwards."""
         ...
 
+    def replayed(self, problem: Problem) -> AbstractContextManager[Replayed | None]:
+        """Hold what a device gave for a problem in place of what cannot be computed here; None where nothing is."""
+        ...
+
     def environment(self) -> dict[str, Any]:
         """Versions and devices."""
         ...
@@ -80,6 +96,11 @@ class Port(Protocol):
     ) -> tuple[dict[str, np.ndarray], Weights]:
         """Gradients of the inputs and of the canonical weights, for the cotangent among what is `hidden`."""
         ...
+
+
+def nothing_replayed(_: Problem) -> AbstractContextManager[None]:
+    """Of a backend that computes wherever it runs."""
+    return nullcontext()
 
 
 class Shapes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parity.backends import BACKENDS, driver, load_backend
+from parity.backends.port import Port
 from parity.core.problem import Problem
 from parity.core.stages import run_steps
 from parity.core.trace import Reference, Trace
@@ -19,8 +20,21 @@ def record(backend: str, reference: Reference, given: Problem | None = None) -> 
     Raises:
         ModuleNotFoundError: if the backend needs a package that is not installed.
     """
-    problem = reference.problem
     module = load_backend(backend)
+    with module.replayed(given or reference.problem) as replay:
+        trace = _recorded(backend, module, reference, given)
+    if replay is None:
+        return trace
+    if replay.differs:
+        trace = _recorded(backend, module, reference, given)
+        trace.numerics["not_as_recorded"] = replay.differs
+    else:
+        trace.numerics.update(values=f"a recording made on {replay.made_on}", arithmetic="tensix")
+    return trace
+
+
+def _recorded(backend: str, module: Port, reference: Reference, given: Problem | None) -> Trace:
+    problem = reference.problem
     with_gradients = reference.with_gradients and bool(module.GRADIENT_PATHS)
     with module.lock(problem.dtype) as numerics:
         steps = driver.steps(module, given or problem)

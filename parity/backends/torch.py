@@ -13,7 +13,7 @@ from torch import Tensor
 import mha_torch
 from mha_spec import AttentionSpec
 from mha_torch.shards import is_distributed, set_whole
-from parity.backends.port import Shapes, kind_of
+from parity.backends.port import Shapes, kind_of, nothing_replayed
 from parity.core.arrays import to_numpy, to_torch
 from parity.core.cases import Case
 from parity.core.problem import Problem
@@ -182,6 +182,9 @@ def lock(dtype: str) -> Iterator[dict[str, Any]]:
         mha.set_fastpath_enabled(fastpath)
         for holder, name, value in before:
             setattr(holder, name, value)
+
+
+replayed = nothing_replayed
 
 
 def environment() -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The tt backend: canonical weights into `mha_tt` modules, and cases through them.
 
-Without a card or a simulator the cases run on a mock board, `MHA_TT_MOCK` (n150 by default), which validates every
-program; the values are then those of ttnn's golden functions. See `mha_tt.mock`.
+Without a card or a simulator the cases run on a mock board, `MHA_TT_MOCK` (p150 by default), which validates every
+program. The values are then those that a device of that kind gave the same program, where that is recorded
+(`mha_tt.recording`), else those of ttnn's golden functions (`mha_tt.mock`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -23,12 +25,16 @@ import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other envi
 import mha_tt
 from mha_spec import AttentionSpec
 from mha_tt.device import TILE
+from mha_tt.recording import Recording, Replay
 from mha_tt.weights import padded_features, slots_of
 from parity.backends.port import Shapes, kind_of
 from parity.core.arrays import to_numpy
 from parity.core.cases import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_weights
+
+RECORDINGS = Path(__file__).parents[1] / "recorded"
+"""What devices gave, a folder for each kind: see `tools/record-tt`."""
 
 DTYPES = {"float32": ttnn.float32, "bfloat16": ttnn.bfloat16}
 
@@ -42,7 +48,7 @@ def from_numpy(x: np.ndarray) -> ttnn.Tensor:
 def open_device() -> ttnn.MeshDevice:
     """The device that cases run on, opened once and kept open until the process ends."""
     if mha_tt.target() is None:
-        mha_tt.mock.use(os.environ.get("MHA_TT_MOCK", "n150"))
+        mha_tt.mock.use(os.environ.get("MHA_TT_MOCK", "p150"))
     opened = ExitStack()
     device = opened.enter_context(mha_tt.open_device())
     atexit.register(opened.close)
@@ -193,7 +199,8 @@ class Filled:
 
     def __init__(self, problem: Problem) -> None:
         kind = kind_of(mha_tt, problem.case)
-        module = kind(problem.spec, device=open_device(), dtype=DTYPES[problem.dtype]).eval()
+        rng = np.random.default_rng(0)  # what is drawn is replaced, but uploaded before
+        module = kind(problem.spec, device=open_device(), dtype=DTYPES[problem.dtype], rng=rng).eval()
         self.module: Any = load_into(module, problem.weights)
         self.weights = self.module.weights
 
@@ -239,13 +246,34 @@ def lock(dtype: str) -> Iterator[dict[str, Any]]:
         }
 
 
+@contextmanager
+def replayed(problem: Problem) -> Iterator[Replay | None]:
+    """Give on a mock board what was recorded of a problem on a device of the same architecture and grid."""
+    path = recording_path(problem.case.name, problem.dtype)
+    if mha_tt.target() != "mock" or not path.exists():
+        yield None
+        return
+    with mha_tt.recording.replayed(Recording.load(path)) as replay:
+        yield replay
+
+
+def recording_path(case: str, dtype: str) -> Path:
+    """Where what a device as the one here gave for a case is kept."""
+    architecture, grid = _architecture()
+    return RECORDINGS / f"{architecture}-{grid.x}x{grid.y}" / f"{case}-{dtype}.npz"
+
+
 def environment() -> dict[str, Any]:
     """Versions and devices."""
-    device = open_device()
-    grid = device.compute_with_storage_grid_size()
-    architecture = str(device.arch()).rpartition(".")[2].lower()
+    architecture, grid = _architecture()
     return {
         "ttnn": metadata.version("ttnn"),
         "device": mha_tt.describe_target(),
         "devices": [f"{architecture}, {grid.x} x {grid.y} cores"],
     }
+
+
+def _architecture() -> tuple[str, Any]:
+    """That of the device, and its grid of cores."""
+    device = open_device()
+    return str(device.arch()).rpartition(".")[2].lower(), device.compute_with_storage_grid_size()

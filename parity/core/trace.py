@@ -90,18 +90,19 @@ class Reference:
             self._same[local, arithmetic] = self._stages(SAME_PRECISION[self.problem.dtype], given, arithmetic)
         return self._same[local, arithmetic]
 
-    @cached_property
-    def recounted(self) -> list[dict[str, np.ndarray]]:
+    def recounted(self, arithmetic: str = "ieee") -> list[dict[str, np.ndarray]]:
         """Every stage in the same precision, of inputs and weights that are off by a unit of rounding, at random.
 
         One run is one sample of the noise. Where softmax is all but saturated a few elements decide how large it is.
         """
-        rng = np.random.default_rng(int(self.problem.digest[:8], 16))
-        dtype = SAME_PRECISION[self.problem.dtype]
-        return [
-            Reference(nudged(self.problem, rng)).same_precision(local=False)
-            for _ in range(RECOUNTS if dtype == "float32" else 0)
-        ]
+        if arithmetic not in self._again:
+            rng = np.random.default_rng(int(self.problem.digest[:8], 16))
+            dtype = SAME_PRECISION[self.problem.dtype]
+            self._again[arithmetic] = [
+                Reference(nudged(self.problem, rng, arithmetic)).same_precision(local=False, arithmetic=arithmetic)
+                for _ in range(RECOUNTS if dtype == "float32" else 0)
+            ]
+        return self._again[arithmetic]
 
     @cached_property
     def magnitudes(self) -> dict[str, np.ndarray]:
@@ -114,6 +115,10 @@ class Reference:
     @cached_property
     def _local(self) -> dict[str, np.ndarray]:
         return self._stages("float64", self.given)
+
+    @cached_property
+    def _again(self) -> dict[str, list[dict[str, np.ndarray]]]:
+        return {}
 
     @cached_property
     def _same(self) -> dict[tuple[bool, str], dict[str, np.ndarray]]:
@@ -138,9 +143,9 @@ MOST_OVER = 4.0
 """How far a stage may be over its budget for that: a poor estimate of the noise is seldom further off."""
 
 
-def nudged(problem: Problem, rng: np.random.Generator) -> Problem:
+def nudged(problem: Problem, rng: np.random.Generator, arithmetic: str = "ieee") -> Problem:
     """A problem whose weights and inputs are each a unit of rounding more or less, or what they were."""
-    unit = unit_of_rounding(SAME_PRECISION[problem.dtype])
+    unit = max(unit_of_rounding(SAME_PRECISION[problem.dtype]), 2.0 ** -reference.MANTISSA[arithmetic])
     weights = nudged_values(problem.weights, unit, rng)
     return replace(problem, weights=weights, inputs=nudged_values(problem.inputs, unit, rng))
 
@@ -170,8 +175,9 @@ def judge(trace: Trace, reference: Reference) -> list[Comparison]:
         terms, actual = reference.magnitudes.get(stage), values[stage]
         found = compare(actual, expected, same, **about, stage=stage, terms=terms, arithmetic=arithmetic)
         is_whole = not local or stage_named(stage).path  # a path is computed from the inputs in both
-        if 1.0 < found.ratio <= MOST_OVER and is_whole and arithmetic == "ieee" and terms is None:
-            again = (compare(actual, expected, each[stage], **about, stage=stage) for each in reference.recounted)
+        if 1.0 < found.ratio <= MOST_OVER and is_whole and terms is None:
+            kind: dict[str, Any] = {**about, "stage": stage, "arithmetic": arithmetic}
+            again = (compare(actual, expected, each[stage], **kind) for each in reference.recounted(arithmetic))
             found = min((found, *again), key=lambda each: each.ratio)
         return found
 

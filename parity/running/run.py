@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -86,7 +87,8 @@ def run_cases(
             expected = Reference(make_problem(case, dtype, weights), with_gradients and case.has_gradients)
             for name in here:
                 on_case(case.name, dtype, name)
-                trace = replace(_attempt(name, expected), environment=where)
+                trace = _attempt(name, expected)
+                trace = replace(trace, environment=_with_numerics(where, name, trace.numerics))
                 if traces is not None:
                     save_trace(traces, trace)
                 yield trace, expected
@@ -118,6 +120,13 @@ def _attempt(backend: str, reference: Reference) -> Trace:
         return replace(nothing, error=f"{type(error).__name__}: {error}")
 
 
+def _with_numerics(where: dict[str, Any], backend: str, numerics: dict[str, Any]) -> dict[str, Any]:
+    """Where a case ran, with the numerics lock that it ran under, if it did."""
+    known = where["backends"][backend]
+    backends = {**where["backends"], backend: {**known, "numerics": numerics or known["numerics"]}}
+    return {**where, "backends": backends}
+
+
 DIAGNOSED = 5  # cases: what is wrong with the first is mostly wrong with all
 
 
@@ -140,7 +149,7 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace
     skipped: list[SkippedCase] = []
     had: dict[str, set[tuple[str, str]]] = {trace.title: set() for trace in joined}
     locks: dict[str, dict[str, Any]] = {}
-    without_hardware: dict[str, str] = {}
+    ran: list[tuple[str, str, dict[str, Any]]] = []
     without_gradients: dict[str, None] = {}  # in order
     for trace, expected in traces:
         case, dtype = trace.problem.case.name, trace.problem.dtype
@@ -157,8 +166,7 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace
             diagnosis = diagnose_trace(trace)
             if diagnosis.is_wrong:  # a gradient alone is wrong, which no mistake known here explains
                 diagnoses[case, dtype, trace.title] = diagnosis
-        if (values := trace.numerics.get("values", "device")) != "device":
-            without_hardware[trace.title] = printable(str(values))
+        ran.append((trace.title, f"{case} in {dtype}", trace.numerics))
         if expected.with_gradients and not (trace.with_gradients or trace.error):
             without_gradients[trace.title] = None
     if not comparisons:
@@ -177,10 +185,29 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace
     for backend in dict.fromkeys(each.backend for each in missing):
         lacking = (f"{each.case} in {each.dtype}" for each in missing if each.backend == backend)
         warnings.append(f"{backend} has no trace of {some_of(lacking)}")
-    for backend, values in without_hardware.items():
-        warnings.append(f"{backend} ran without its hardware: its values are those of {values}")
+    warnings.extend(_told_of_values(ran))
     warnings.extend(f"{backend} has no gradients: its other stages are compared" for backend in without_gradients)
     return Report(comparisons, {}, {}, warnings, skipped, diagnoses, missing)
+
+
+def _told_of_values(ran: Iterable[tuple[str, str, dict[str, Any]]]) -> Iterator[str]:
+    """Where values come from if not from the hardware that they are of.
+
+    Args:
+        ran: the backend, the case and the numerics lock of each trace.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    others: dict[str, list[str]] = {}
+    for backend, case, numerics in ran:
+        if (values := numerics.get("values", "device")) != "device":
+            counts[backend, printable(str(values))] += 1
+        if differs := numerics.get("not_as_recorded"):
+            others.setdefault(backend, []).append(f"{case}: {printable(str(differs))}")
+    for (backend, values), count in counts.items():
+        cases = "1 case" if count == 1 else f"{count} cases"
+        yield f"{backend} ran without its hardware: in {cases} its values are those of {values}"
+    for backend, told in others.items():
+        yield f"{backend} ran another program than was recorded, so that golden functions count: {some_of(told, 3)}"
 
 
 def compare_traces(

@@ -1,0 +1,128 @@
+"""Programs as they ran on a device that computes: kept, given back, and still the programs of today."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import ttnn
+
+import mha_tt
+from mha_tt import recording
+from mha_tt.recording import Recording
+from parity import random_weights
+from parity.backends import tt
+from parity.backends.record import record
+from parity.core.cases import CASES
+from parity.core.problem import make_problem
+from parity.core.trace import Reference, judge
+from parity.running.run import run_cases
+
+from .conftest import IS_MOCK
+
+pytestmark = pytest.mark.skipif(not IS_MOCK, reason="recordings are given back on a mock board only")
+
+X = np.arange(64.0).reshape(1, 64)
+
+
+def program(device, *, x=X, factor=2.0, times=1):
+    """What is read back of a small program."""
+    y = mha_tt.upload(x, device=device, dtype=ttnn.float32)
+    for _ in range(times):
+        y = ttnn.multiply(y, factor)
+    return mha_tt.download(y)
+
+
+@pytest.fixture
+def kept(device, monkeypatch):
+    """A recording of it, made on a device that is off by one."""
+    with mha_tt.mock.shadow() as values, monkeypatch.context() as patched:
+        patched.setattr(recording.devices, "target", lambda: "simulator")
+        patched.setattr(recording.devices, "read_back", lambda tensor: values.download(tensor) + 1)
+        with recording.recorded() as found:
+            assert np.array_equal(program(device), 2 * X + 1)
+    return found
+
+
+def test_the_same_program_gives_what_was_recorded(device, kept):
+    with recording.replayed(kept) as replay:
+        assert np.array_equal(program(device), 2 * X + 1)
+    assert replay.differs == ""
+
+
+def test_a_table_that_differs_by_rounding_is_the_same_program(device, kept):
+    with recording.replayed(kept) as replay:
+        assert np.array_equal(program(device, x=X * (1 + 1e-7)), 2 * X + 1)
+    assert replay.differs == ""
+
+
+OTHERS = {
+    "another number": ({"factor": 3.0}, "step 3 is 'ttnn.multiply .* 3.0' and was 'ttnn.multiply .* 2.0'"),
+    "another shape": ({"x": X.reshape(2, 32)}, r"step 1 is 'ttnn.to_device \(2, 32\) .* was 'ttnn.to_device \(1, 64\)"),
+    "other numbers in a tensor": ({"x": X + 1}, "step 2 uploads other numbers"),
+    "the same numbers in another order": ({"x": X[:, ::-1]}, "step 2 uploads other numbers"),
+    "an operation more": ({"times": 2}, "step 4 is 'ttnn.multiply .* and was 'read "),
+    "an operation less": ({"times": 0}, "step 3 is 'read .* and was 'ttnn.multiply "),
+}
+
+
+@pytest.mark.parametrize(("options", "told"), OTHERS.values(), ids=list(OTHERS))
+def test_another_program_gives_golden_values_and_is_told(device, kept, options, told):
+    with recording.replayed(kept) as replay:
+        found = program(device, **options)
+    expected = options.get("x", X) * options.get("factor", 2.0) ** options.get("times", 1)
+    assert np.array_equal(found, expected)
+    assert re.match(told, replay.differs)
+
+
+def test_a_program_that_ends_early_is_told(device, kept):
+    with recording.replayed(kept) as replay:
+        mha_tt.upload(X, device=device, dtype=ttnn.float32)
+    assert replay.differs.startswith("step 3 is the end and was 'ttnn.multiply")
+
+
+def test_a_recording_goes_through_a_file(tmp_path, kept):
+    made = replace(kept, made_on="a simulated board")
+    made.save(tmp_path / "a.npz")
+    found = Recording.load(tmp_path / "a.npz")
+    assert (found.lines, found.sums, found.made_on) == (kept.lines, kept.sums, "a simulated board")
+    assert all(np.array_equal(a, b) for a, b in zip(found.arrays, kept.arrays, strict=True))
+
+
+def test_a_mock_board_makes_no_recording(device):
+    refused = pytest.raises(RuntimeError, match="must be made on a device that computes, got a mock one")
+    with refused, recording.recorded():
+        pass
+
+
+# ---- Cases -----------------------------------------------------------------------------------------------------------
+
+EVERY = sorted(tt.RECORDINGS.rglob("*.npz"))
+
+
+@pytest.mark.board
+@pytest.mark.parametrize("path", EVERY, ids=[path.stem for path in EVERY])
+def test_no_recording_is_stale_and_each_is_within_the_budget(path):
+    name, _, dtype = path.stem.rpartition("-")
+    if tt.recording_path(name, dtype) != path:
+        pytest.skip(f"made on another kind of board, {path.parent.name}")
+    reference = Reference(make_problem(CASES[name], dtype))
+    trace = record("tt", reference)
+    assert trace.numerics["values"].startswith("a recording made on"), (
+        f"tools/record-tt --cases {name} must be run again: {trace.numerics['not_as_recorded']}"
+    )
+    assert trace.arithmetic == "tensix"
+    assert not [str(comparison) for comparison in judge(trace, reference) if not comparison.passed]
+
+
+@pytest.mark.board
+def test_a_run_tells_where_its_values_come_from():
+    case, weights = CASES["full"], random_weights(CASES["full"].spec, seed=9)
+    if not tt.recording_path("full", "float32").exists():
+        pytest.skip("nothing was recorded on this kind of board")
+    values = "tt ran without its hardware: in 1 case its values are those of"
+    (told,) = run_cases([case], ["tt"]).warnings
+    assert told.startswith(f"{values} a recording made on a simulated Blackhole")
+    report = run_cases([case], ["tt"], weights=weights)
+    assert report.warnings[0] == f"{values} golden functions"
+    assert re.match(r"tt ran another program .* full in float32: step \d+ uploads other numbers", report.warnings[1])
