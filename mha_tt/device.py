@@ -51,11 +51,12 @@ def describe_target() -> str:
 
 
 @contextmanager
-def open_device(device_id: int = 0) -> Iterator[ttnn.MeshDevice]:
+def open_device(device_id: int = 0, *, trace_region_size: int = 0) -> Iterator[ttnn.MeshDevice]:
     """Open a device for the time of a `with` block.
 
     Args:
         device_id: which of several cards.
+        trace_region_size: bytes that are set aside for traces (`ttnn.begin_trace_capture`).
 
     Yields:
         The device, which is silicon, a simulator or a mock board: see `target`.
@@ -67,7 +68,7 @@ def open_device(device_id: int = 0) -> Iterator[ttnn.MeshDevice]:
     if target() is None:
         raise RuntimeError(f"a device must be there to be opened, found {where}; mha_tt.mock.board() needs none")
     try:
-        device = ttnn.open_device(device_id=device_id)
+        device = ttnn.open_device(device_id=device_id, trace_region_size=trace_region_size)
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
         raise RuntimeError(f"device {device_id} must open, looked for {where}, got: {reason}") from error
@@ -182,11 +183,6 @@ def download(tensor: ttnn.Tensor) -> np.ndarray:
             "values must come from a device that computes, got a mock one; mha_tt.mock.shadow() gives them"
         )
     return read_back(tensor)
-
-
-def has_values() -> bool:
-    """Whether tensors can be read back: not from a mock board whose values nobody computes."""
-    return bool(readers) or target() != "mock"
 
 
 def read_back(tensor: ttnn.Tensor) -> np.ndarray:

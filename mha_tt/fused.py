@@ -17,7 +17,7 @@ from mha_spec import AttentionSpec
 from mha_spec.rules import as_rate, check_head_groups
 from mha_tt import stages
 from mha_tt.arrays import check_floating, check_lengths
-from mha_tt.device import TILE, accurate_config, as_dtype, download, has_values, round_up, upload_integers, zeros
+from mha_tt.device import TILE, accurate_config, as_dtype, round_up, upload_integers, zeros
 from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device, check_sinks
 from mha_tt.not_finite import emptied, hide_not_finite, spoilt
 from mha_tt.rope import at_least_float32
@@ -32,10 +32,6 @@ WIDE = 256
 HALF_TILE = TILE // 2
 """Up to so many heads are half a tile to the kernel of a step, for which it has approximate exponentials only: measured
 on a simulator, 4 heads are 2.1 to 2.5 % off, 16 heads 2.0 to 2.1 %, 18 heads 0.6 %."""
-
-LARGEST_LOGIT = 2.0**14
-"""Up to such scores the kernel of prompts is right with float32 sums. It rounds the largest of a row to bfloat16 before
-it subtracts it; where that is more than 88 too much, the row is 0: measured on a simulator, 18 of 80 rows at 39 000."""
 
 STEP_FEATURES = 128
 """Features of a head up to which the kernel of a step is right, and with multiples of which; else it gives garbage."""
@@ -116,10 +112,8 @@ def attend(
     _check_kernel_takes(query)
     if as_rate("dropout", dropout.rate) or dropout.keep is not None:
         raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
-    scale, device = score_scale(query, spec), query.device()
-    config = compute_kernel_config or accurate_config(device)
-    is_taken = kernel_takes(spec) and value.shape[3] == key.shape[3]
-    if not is_taken or _may_be_lost(query, key, scale, config):
+    scale = score_scale(query, spec)
+    if not kernel_takes(spec) or value.shape[3] != key.shape[3]:
         return stages.attend(
             query,
             key,
@@ -130,7 +124,7 @@ def attend(
             need_weights=False,
             compute_kernel_config=compute_kernel_config,
         )[0]
-    (batch_size, _, seq_len_q, _), seq_len_k = query.shape, key.shape[2]
+    device, (batch_size, _, seq_len_q, _), seq_len_k = query.device(), query.shape, key.shape[2]
     if 0 in (batch_size, seq_len_q, seq_len_k):
         return zeros(tuple(query.shape), query.dtype, device)
     mask, bias = masking.with_infinite_bias().joined(seq_len_q, seq_len_k, device), masking.bias
@@ -139,6 +133,7 @@ def attend(
     spoilt_rows = None
     if mask is not None:
         (key, value), spoilt_rows = hide_not_finite(mask, seq_len_q, key, value)
+    config = compute_kernel_config or accurate_config(device)
     context = ttnn.transformer.scaled_dot_product_attention(
         query,
         key,
@@ -232,20 +227,6 @@ def step_takes(num_features: int) -> bool:
 def kernel_takes(spec: AttentionSpec | None) -> bool:
     """Whether the framework's kernel can do with scores what a layer does."""
     return spec is None or (spec.soft_cap is None and not spec.has_distance_bias)
-
-
-def _may_be_lost(query: Tensor, key: Tensor, scale: float, config: ttnn.DeviceComputeKernelConfig) -> bool:
-    """Whether a logit may be too large for the kernel of prompts with float32 sums, which then gives rows of zeros.
-
-    It is at most the product of the largest norms: one number to read back. With approximations nobody looks.
-    """
-    if not config.fp32_dest_acc_en or config.math_approx_mode or 0 in tuple(query.shape) + tuple(key.shape):
-        return False
-    if not has_values():
-        return False
-    squares = [ttnn.max(ttnn.sum(ttnn.multiply(x, x), dim=3)) for x in (query, key)]
-    largest = float(download(ttnn.multiply(*squares)).max())
-    return largest * scale**2 > LARGEST_LOGIT**2  # not if it is NaN, which the kernel passes on
 
 
 def _check_kernel_takes(query: Tensor) -> None:

@@ -35,7 +35,7 @@ gc.set_threshold(50_000, 20, 50)
 
 def pytest_report_header() -> str:
     """What the tests run on."""
-    found = f"mock {os.environ.get('MHA_TT_MOCK', 'n150')}" if IS_MOCK else mha_tt.describe_target()
+    found = f"mock {os.environ.get('MHA_TT_MOCK', 'p150')}" if IS_MOCK else mha_tt.describe_target()
     return f"device: {found}"
 
 

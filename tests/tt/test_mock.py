@@ -20,7 +20,7 @@ from .formulas import TOLERANCES, both_dtypes, rounded
 
 pytestmark = pytest.mark.usefixtures("only_mock")
 
-USED = os.environ.get("MHA_TT_MOCK", "n150")
+USED = os.environ.get("MHA_TT_MOCK", "p150")
 
 # ---- Boards ----------------------------------------------------------------------------------------------------------
 

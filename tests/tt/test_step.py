@@ -3,6 +3,9 @@
 What a step computes is asked in test_cache_mha and test_latent, too: tokens one by one are one full pass.
 """
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +17,7 @@ import parity
 from mha_spec import DynamicScaling
 from mha_tt import device as devices
 
-from .formulas import assert_close, module_of, rounded
+from .formulas import IS_MOCK, assert_close, module_of, rounded
 
 ROPE = parity.Rope(10000.0)
 LAYERS = {
@@ -254,6 +257,48 @@ def test_two_terms_of_a_table_are_close_to_the_rotation(device, rng, position):
 
 
 # ---- Traces ----------------------------------------------------------------------------------------------------------
+
+REPLAYED = """
+import numpy as np, ttnn
+import mha_tt
+from mha_spec import AttentionSpec, Rope
+
+rng = np.random.default_rng(0)
+prompt, token = rng.standard_normal((2, 5, 128)), rng.standard_normal((2, 1, 128))
+with mha_tt.open_device(trace_region_size=2**24) as device:
+    spec = AttentionSpec(128, 4, num_kv_heads=2, rope=Rope())
+    layer = mha_tt.MultiHeadAttentionWithCache(spec, device=device, rng=np.random.default_rng(1))
+
+    def begun():
+        _, cache = layer(mha_tt.upload(prompt, device=device), layer.init_cache(2, 128))
+        x = mha_tt.upload(token, device=device)
+        return x, layer(x, cache)[1]  # after a step its places are on the device
+
+    x, cache = begun()
+    expected = []
+    for _ in range(8):
+        output, cache = layer(x, cache)
+        expected.append(mha_tt.download(output))
+    keys = mha_tt.download(cache.keys)
+
+    x, cache = begun()
+    trace = ttnn.begin_trace_capture(device, cq_id=0)
+    output, cache = layer(x, cache)
+    ttnn.end_trace_capture(device, trace, cq_id=0)
+    for each in expected:
+        ttnn.execute_trace(device, trace, cq_id=0, blocking=True)
+        assert np.array_equal(mha_tt.download(output), each)
+    assert np.array_equal(mha_tt.download(cache.keys), keys)
+    print("replayed", len(expected))
+"""
+
+
+def test_a_step_that_is_replayed_is_a_step():
+    if IS_MOCK:
+        pytest.skip("a mock board has no traces")
+    surroundings = {name: value for name, value in os.environ.items() if name != "TT_METAL_SLOW_DISPATCH_MODE"}
+    result = subprocess.run([sys.executable, "-c", REPLAYED], env=surroundings, capture_output=True, text=True)
+    assert "replayed 8" in result.stdout, result.stderr
 
 
 def test_a_trace_on_a_mock_board_is_refused(device, only_mock):
