@@ -24,21 +24,21 @@ def scale(exam: Examination, question: Question) -> Answer:
             return question.not_offered
         spec = AttentionSpec(NUM_HEADS * head_dim, NUM_HEADS)
         weights = plain_weights(spec)
-    # One key has q . k = sqrt(H) and value 1, the others 0 and 0: the output is its weight.
+    # One key has q . k = -sqrt(H) and value 1, the others 0 and 0: the output is its weight, small and so told exactly.
     shape = (BATCH, TOKENS, NUM_HEADS * head_dim) if subject.is_layer else (BATCH, NUM_HEADS, TOKENS, head_dim)
     value = np.zeros(shape)
     value[..., -1, :] = 1.0
-    inputs = (np.ones(shape), value / np.sqrt(head_dim), value)
+    inputs = (np.ones(shape), -value / np.sqrt(head_dim), value)
     if weights is not None:  # the same from one array, for self-attention
         weights["q_proj.weight"][:], weights["q_proj.bias"][:] = 0.0, 1.0
-        weights["k_proj.weight"] /= np.float32(np.sqrt(head_dim))
+        weights["k_proj.weight"] /= -np.float32(np.sqrt(head_dim))
         inputs = (value, value, value)
 
     def ask(path: Path) -> Finding:
         share = run(subject, path, inputs, spec=spec, weights=weights).output[0, ..., -1, 0].flat[0]  # sees every key
         with np.errstate(all="ignore"):
-            factor = float(np.log((TOKENS - 1) * share / (1.0 - share)))  # times 1/sqrt(H)
-        seen = f"that key weighs {share:.4f}: scale = {factor:.3f} / sqrt(H)"
+            factor = -float(np.log((TOKENS - 1) * share / (1.0 - share)))  # times 1/sqrt(H)
+        seen = f"that key weighs {share:.4g}: scale = {factor:.3f} / sqrt(H)"
         if abs(factor - 1.0) < 0.02:
             return Finding("1/sqrt(H)")
         known = {"1 (none)": np.sqrt(head_dim), "1/H": 1.0 / np.sqrt(head_dim), "1/sqrt(E)": 1.0 / np.sqrt(NUM_HEADS)}
@@ -47,7 +47,7 @@ def scale(exam: Examination, question: Question) -> Answer:
                 return Finding(words, Kind.BROKEN, seen)
         return Finding(f"{factor:.3g}/sqrt(H)", Kind.BROKEN, seen)
 
-    about = f"{TOKENS} keys, H = {head_dim}; q . k is sqrt(H) for one and 0 for the others"
+    about = f"{TOKENS} keys, H = {head_dim}; q . k is -sqrt(H) for one and 0 for the others"
     return exam.answer(question, ask, exam.plain_paths, about)
 
 
