@@ -1,4 +1,4 @@
-"""Somebody's own attention in ttnn, asked and diagnosed as one in torch or JAX is; the controls are planted mistakes."""
+"""Somebody's own attention in ttnn, asked and diagnosed as one in torch or JAX is; with planted mistakes."""
 
 import json
 from contextlib import contextmanager
