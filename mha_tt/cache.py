@@ -42,7 +42,7 @@ class Cache:
         raise NotImplementedError
 
     capacity: int  # kept beside the slots, which take whole tiles, so that their shape does not tell it
-    pages: Int[np.ndarray, "B P"] | None = None  # of a cache that has pages: which ones each sequence has, in order,
+    pages: Any = None  # of a cache in pages: which ones each sequence has, in order, (B, P), on the host,
     page_table: Int[Tensor, "B P"] | None = None  # and the same on the device
     places: Places | None = None  # what a step leaves on the device for the next one, and any other change drops
 

@@ -5,7 +5,7 @@ Axes: B batch, P pages of a sequence, K key/value heads, H head_dim, Hv value_he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -38,7 +38,7 @@ class PagedKVCache(KVCache):
     pages: Int[np.ndarray, "B P"]
     page_table: Int[Tensor, "B P"]
 
-    def with_slots(self, slots: Sequence[Tensor], lengths: Int[np.ndarray, " B"]) -> Self:
+    def with_slots(self, slots: Iterable[Tensor], lengths: Int[np.ndarray, " B"]) -> Self:
         """A cache with the same pages that holds something else."""
         keys, values = slots
         return replace(self, keys=keys, values=values, lengths=lengths)
