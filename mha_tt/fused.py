@@ -290,15 +290,15 @@ def check_cached_step(
     query: Tensor, keys: Tensor, values: Tensor, last_positions: np.ndarray | Tensor, page_table: Tensor | None = None
 ) -> None:
     """Refuse a query (1, B, N, H), a cache (B, K, S, H) or last positions (B,) that do not fit each other."""
-    batch_size, capacity = keys.shape[0], keys.shape[2]
-    if page_table is not None:
-        batch_size, capacity = page_table.shape[0], page_table.shape[1] * keys.shape[2]
     for name, x in (("keys", keys), ("values", values)):
         check_floating(name, x, rank=4)
         if x.dtype == ttnn.float32:
             raise TypeError(f"{name} must be bfloat16 or bfloat8_b on the fused path, got {name}.dtype=float32")
     if tuple(values.shape) != tuple(keys.shape):
         raise ValueError(f"values must have the shape of keys, got {tuple(values.shape)} and {tuple(keys.shape)}")
+    batch_size, capacity = keys.shape[0], keys.shape[2]
+    if page_table is not None:
+        batch_size, capacity = page_table.shape[0], page_table.shape[1] * keys.shape[2]
     if (query.shape[0], query.shape[1], query.shape[3]) != (1, batch_size, keys.shape[3]):
         raise ValueError(
             f"query must have shape (1, B, N, H) with the batch size and features of the cache, "

@@ -39,13 +39,15 @@ def joined(cached: Tensor, new: Tensor) -> Tensor:
     return as_dtype(ttnn.concat([cached, new], dim=2), cached.dtype)
 
 
-def write_tokens(slots: Tensor, x: Tensor, sequence: int, first: int, pages: Int[np.ndarray, "B P"] | None) -> None:
-    """Write tokens (1, K, T, H) of a sequence, the first of them where a tile begins, or a page where there are some.
-
-    They are copied: in the dtype of the cache, with zeros after the last token of the last tile.
-    """
+def as_cached(x: Tensor, slots: Tensor) -> Tensor:
+    """Tokens as `fill_cache` copies them: in the dtype of the cache, zeros after the last token of the last tile."""
     x = as_dtype(x, slots.dtype)
-    x = ttnn.fill_implicit_tile_padding(x, 0.0) if x.shape[2] % TILE else x
+    return ttnn.fill_implicit_tile_padding(x, 0.0) if x.shape[2] % TILE else x
+
+
+def write_tokens(slots: Tensor, x: Tensor, sequence: int, first: int, pages: Int[np.ndarray, "B P"] | None) -> None:
+    """Write tokens (1, K, T, H) of a sequence, the first of them where a tile begins, or a page where there are some."""
+    x = as_cached(x, slots)
     if pages is None:
         ttnn.fill_cache(slots, x, sequence, update_idx=first)
         return
