@@ -46,7 +46,7 @@ def as_cached(x: Tensor, slots: Tensor) -> Tensor:
 
 
 def write_tokens(slots: Tensor, x: Tensor, sequence: int, first: int, pages: Int[np.ndarray, "B P"] | None) -> None:
-    """Write tokens (1, K, T, H) of a sequence, the first of them where a tile begins, or a page where there are some."""
+    """Write tokens (1, K, T, H) of a sequence, the first where a tile begins, or a page where there are some."""
     x = as_cached(x, slots)
     if pages is None:
         ttnn.fill_cache(slots, x, sequence, update_idx=first)
