@@ -53,6 +53,7 @@ from mha_tt.mha import (
     multi_head_attention_core,
 )
 from mha_tt.norms import apply_norm
+from mha_tt.pages import PagedKVCache
 from mha_tt.projections import (
     HeadWeights,
     absorb_keys,
@@ -87,6 +88,7 @@ __all__ = [
     "MultiHeadAttentionWithCache",
     "MultiHeadLatentAttention",
     "MultiHeadSelfAttention",
+    "PagedKVCache",
     "Rotation",
     "absorb_keys",
     "absorb_values",

@@ -20,7 +20,7 @@ from mha_tt.arrays import check_count, check_dtype, check_floating, check_length
 from mha_tt.device import TILE, TILE_NBYTES, as_dtype, padded_head_dim, round_up, upload, upload_integers, zeros
 from mha_tt.masks import Masking
 from mha_tt.places import Places
-from mha_tt.slots import as_cached, extended, one_core_each, sequences
+from mha_tt.slots import extended, one_core_each, sequences, write_tokens
 
 MOST_KV_HEADS = TILE
 """What `paged_update_cache` writes right: it reads one row of tiles for each sequence, and takes more heads unasked."""
@@ -42,6 +42,8 @@ class Cache:
         raise NotImplementedError
 
     capacity: int  # kept beside the slots, which take whole tiles, so that their shape does not tell it
+    pages: Any = None  # of a cache in pages: which ones each sequence has, in order, (B, P), on the host,
+    page_table: Int[Tensor, "B P"] | None = None  # and the same on the device
     places: Places | None = None  # what a step leaves on the device for the next one, and any other change drops
 
     def with_slots(self, slots: Iterable[Float[Tensor, "B K S W"]], lengths: Int[np.ndarray, " B"]) -> Self:
@@ -129,9 +131,12 @@ class Cache:
                 f"got lengths={lengths.tolist()} and {self.lengths.tolist()}"
             )
         first = next(iter(self.slots.values()))
-        is_kept = np.arange(first.shape[2]) < lengths[:, None]  # (B, S)
-        is_kept = upload(is_kept[:, None, :, None], device=first.device(), dtype=first.dtype)
+        is_kept = upload(self.is_within(lengths)[:, None, :, None], device=first.device(), dtype=first.dtype)
         return self.with_slots((ttnn.where(is_kept, x, 0.0) for x in self.slots.values()), lengths.copy())
+
+    def is_within(self, lengths: Int[np.ndarray, " B"]) -> np.ndarray:
+        """Which slots hold the first tokens of each sequence, (B, S)."""
+        return np.arange(next(iter(self.slots.values())).shape[2]) < lengths[:, None]
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
@@ -251,11 +256,8 @@ def init_latent_cache(
         check_count(name, size)
     check_dtype("dtype", dtype)
     width = round_up(kv_rank) + padded_head_dim(rope_dim, rope=True)
-    return LatentCache(
-        latents=zeros((batch_size, 1, round_up(capacity), width), dtype, device),
-        lengths=np.zeros(batch_size, np.int32),
-        capacity=capacity,
-    )
+    latents = zeros((batch_size, 1, round_up(capacity), width), dtype, device)
+    return LatentCache(latents, np.zeros(batch_size, np.int32), capacity)
 
 
 def append_to_cache(
@@ -313,17 +315,18 @@ def append_to_latent_cache(
 
 def append_checked(cache: CacheT, new: tuple[Tensor, ...], added: np.ndarray) -> CacheT:
     """`append_to_cache` without its checks, of what goes into each tensor of slots."""
-    # The device writes whole tiles, or single rows. So single rows up to the next tile, for all sequences at once, …
-    single = np.minimum(added, -cache.lengths % TILE) if new[0].shape[2] > 1 else added
+    # The device writes whole tiles or pages, or single rows. So these up to the next, for all sequences at once, …
+    whole = TILE if cache.pages is None else next(iter(cache.slots.values())).shape[2]
+    single = np.minimum(added, -cache.lengths % whole) if new[0].shape[2] > 1 else added
     for token in range(single.max(initial=0)):
         slots = np.where(token < single, cache.lengths + token, -1)
         write_rows(cache, [ttnn.permute(x[:, :, token : token + 1], (2, 0, 1, 3)) for x in new], slots)
-    # … and then tiles, one sequence at a time.
+    # … and then tiles or pages, one sequence at a time.
     for sequence in np.flatnonzero(added > single).tolist():
         first, last = int(single[sequence]), int(added[sequence])
         for slots, x in zip(cache.slots.values(), new, strict=True):
-            tokens = as_cached(x[sequence : sequence + 1, :, first:last], slots)
-            ttnn.fill_cache(slots, tokens, sequence, update_idx=int(cache.lengths[sequence]) + first)
+            tokens = x[sequence : sequence + 1, :, first:last]
+            write_tokens(slots, tokens, sequence, int(cache.lengths[sequence]) + first, cache.pages)
     return cache.with_slots(cache.slots.values(), cache.lengths + added)
 
 
@@ -377,7 +380,7 @@ def write_rows(cache: Cache, new: Sequence[Tensor], slots: np.ndarray | Tensor) 
         if not rows.is_sharded():
             sharded = one_core_each(batch_size, round_up(rows.shape[2]), rows.shape[3], device)
             rows = ttnn.to_memory_config(rows, sharded)
-        ttnn.experimental.paged_update_cache(held, rows, update_idxs_tensor=where)
+        ttnn.experimental.paged_update_cache(held, rows, update_idxs_tensor=where, page_table=cache.page_table)
 
 
 def kv_cache_nbytes(
@@ -469,6 +472,8 @@ def check_cached_input(x: Tensor, cache: Cache) -> None:
 def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.ndarray | Sequence[int] | None) -> None:
     """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
     check_is_cache(cache)
+    if cache.pages is not None:
+        raise TypeError(f"cache must be a KVCache without pages, got {type(cache).__name__}; a module takes it")
     check_floating("key", key, rank=4)
     check_floating("value", value, rank=4)
     check_cache(cache.keys, cache.values, key, value)
@@ -483,7 +488,7 @@ def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.n
 
 def check_room(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> None:
     """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
-    batch_size = next(iter(cache.slots.values())).shape[0]
+    batch_size = next(iter(cache.slots.values())).shape[0] if cache.pages is None else len(cache.pages)
     check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
     if new_lengths is not None:
         check_lengths("new_lengths", new_lengths, batch_size, seq_len)

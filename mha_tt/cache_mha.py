@@ -36,6 +36,7 @@ from mha_tt.cache import (
 from mha_tt.device import as_dtype, round_up, upload, zeros
 from mha_tt.masks import DeviceMask, Masking, on_host
 from mha_tt.mha import AttentionLayer
+from mha_tt.pages import paged
 from mha_tt.places import RotaryTable
 from mha_tt.projections import (
     HeadWeights,
@@ -46,7 +47,7 @@ from mha_tt.projections import (
     project_qkv,
 )
 from mha_tt.rope import check_layer_positions, rotation_of
-from mha_tt.slots import joined
+from mha_tt.slots import first_slots, joined
 from mha_tt.stages import Dropout
 from mha_tt.step import advance, entering, table_of
 from mha_tt.weights import Project, check_weights, padded_features, padded_width, project_with
@@ -288,7 +289,9 @@ def _attend_in_step(
     last_positions = np.minimum(before, cache.capacity - 1)
     keys, values = attention.seen(tuple(cache.slots.values()), q.dtype)
     queries, sinks = ttnn.transpose(q, 1, 2), masking.sinks
-    context = fused.attend_to_cache(queries, keys, values, last_positions, sinks=sinks, **attention.arithmetic)
+    context = fused.attend_to_cache(
+        queries, keys, values, last_positions, page_table=cache.page_table, sinks=sinks, **attention.arithmetic
+    )
     return ttnn.transpose(context, 1, 2), cache
 
 
@@ -342,7 +345,7 @@ def _attend_to_slots(
     """Attend from new tokens, q (B, N, T, H), that are in the cache already, to everything up to each."""
     seq_len = q.shape[2]
     filled = min(round_up(int(before.max(initial=0)) + seq_len), cache.capacity)
-    slots = tuple(x if x.shape[2] == filled else x[:, :, :filled] for x in cache.slots.values())
+    slots = tuple(first_slots(x, filled, cache.pages) for x in cache.slots.values())
     masking = replace(_first_slots(masking, filled), reach=attention.spec.reach, offsets=before)
     return _attend(q, slots, masking, dropout, attention)
 
@@ -372,7 +375,9 @@ class MultiHeadAttentionWithCache(AttentionLayer):
     _is_self_attention = True
     _table: RotaryTable | None = None
 
-    def init_cache(self, batch_size: int, capacity: int, dtype: ttnn.DataType | None = None) -> KVCache:
+    def init_cache(
+        self, batch_size: int, capacity: int, dtype: ttnn.DataType | None = None, *, page_size: int | None = None
+    ) -> KVCache:
         """An empty cache for this module, beside its weights.
 
         Args:
@@ -380,15 +385,17 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             capacity: number of slots of each sequence.
             dtype: of keys and values; that of the module's inputs when absent. bfloat8_b halves the memory of a module
                 that takes bfloat16.
+            page_size: slots of a page, whole tiles: the cache is then a `PagedKVCache`, for bfloat16 and bfloat8_b.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.
-            ValueError: if the capacity is below 1 or the batch size below 0.
+            ValueError: if the capacity is below 1, the batch size below 0, or a page has parts of tiles.
         """
         dtype = self.dtype if dtype is None else dtype
         spec, device = self.spec, self.device
         widths = {"head_dim": padded_features("k_proj", spec), "value_head_dim": padded_features("v_proj", spec)}
-        return init_cache(batch_size, spec.num_kv_heads, capacity, dtype=dtype, device=device, **widths)
+        cache = init_cache(batch_size, spec.num_kv_heads, capacity, dtype=dtype, device=device, **widths)
+        return cache if page_size is None else paged(cache, page_size)
 
     def __call__(
         self,

@@ -156,6 +156,7 @@ def attend_to_cache(
     last_positions: Int[np.ndarray, " B"] | Int[Tensor, " B"],
     spec: AttentionSpec | None = None,
     *,
+    page_table: Int[Tensor, "B P"] | None = None,
     sinks: Float[Tensor, "1 N 1 1"] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "1 B N H"]:
@@ -165,9 +166,11 @@ def attend_to_cache(
 
     Args:
         query: (1, B, N, H), bfloat16 or bfloat8_b, H whole tiles, that `step_takes`.
-        keys, values: the cache, (B, K, S, H), bfloat16 or bfloat8_b; S whole tiles.
+        keys, values: the cache, (B, K, S, H), bfloat16 or bfloat8_b; S whole tiles. With a page table they are pages,
+            (pages, K, slots of a page, H).
         last_positions: the last slot that each sequence sees, (B,), on the host; or, unread, on the device, int32.
         spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
+        page_table: which pages each sequence has, in order, (B, P), int32, on the device.
         sinks: the logit of each head that takes part in the softmax and has no value, (1, N, 1, 1).
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
@@ -175,7 +178,7 @@ def attend_to_cache(
         TypeError: if a tensor is float32 or not in tiles on the device, or positions are not integers.
         ValueError: if the shapes do not fit, or a position lies outside of the cache.
 
-    Source: ttnn.transformer.scaled_dot_product_attention_decode.
+    Source: ttnn.transformer.scaled_dot_product_attention_decode, paged_scaled_dot_product_attention_decode.
     """
     check_floating("query", query, rank=4)
     _check_kernel_takes(query)
@@ -184,7 +187,7 @@ def attend_to_cache(
             f"heads must have at most {STEP_FEATURES} features in a step, or a multiple of that, "
             f"got query.shape={tuple(query.shape)}"
         )
-    check_cached_step(query, keys, values, last_positions)
+    check_cached_step(query, keys, values, last_positions, page_table)
     check_sinks(sinks, query.shape[2])
     scale = score_scale(query, spec)
     device, num_heads, is_wide = query.device(), query.shape[2], query.shape[3] > WIDE
@@ -199,13 +202,16 @@ def attend_to_cache(
     sinks = None if sinks is None else ttnn.reshape(sinks, (num_heads, 1))
     at_once = TILE if is_wide and keys.shape[1] == 1 else num_heads
     parts = [slice(first, min(first + at_once, num_heads)) for first in range(0, num_heads, at_once)]
-    contexts = []
+    operation, in_pages, contexts = ttnn.transformer.scaled_dot_product_attention_decode, {}, []
+    if page_table is not None:
+        operation = ttnn.transformer.paged_scaled_dot_product_attention_decode
+        in_pages = {"page_table_tensor": page_table}
     for part in parts:
         # Up to half a tile of heads gets approximate exponentials, whatever is chosen, and is 2 % off. So each of a few
         # heads is there several times, beside the others of its group, and the first of them counts.
         count = part.stop - part.start
         times = 1 if count > HALF_TILE else HALF_TILE // count + 1
-        context = ttnn.transformer.scaled_dot_product_attention_decode(
+        context = operation(
             _some_heads(heads, part, times, axis=2),
             keys,
             values,
@@ -214,6 +220,7 @@ def attend_to_cache(
             attention_sink=None if sinks is None else _some_heads(sinks, part, times, axis=0),
             program_config=_program_config(device, config, 0, chunk, chunk),
             compute_kernel_config=config,
+            **in_pages,
         )
         contexts.append(context if times == 1 else context[:, :, ::times])
     return as_dtype(contexts[0] if len(contexts) == 1 else ttnn.concat(contexts, dim=2), query.dtype)
@@ -279,7 +286,9 @@ def _program_config(
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_cached_step(query: Tensor, keys: Tensor, values: Tensor, last_positions: np.ndarray | Tensor) -> None:
+def check_cached_step(
+    query: Tensor, keys: Tensor, values: Tensor, last_positions: np.ndarray | Tensor, page_table: Tensor | None = None
+) -> None:
     """Refuse a query (1, B, N, H), a cache (B, K, S, H) or last positions (B,) that do not fit each other."""
     for name, x in (("keys", keys), ("values", values)):
         check_floating(name, x, rank=4)
@@ -287,7 +296,10 @@ def check_cached_step(query: Tensor, keys: Tensor, values: Tensor, last_position
             raise TypeError(f"{name} must be bfloat16 or bfloat8_b on the fused path, got {name}.dtype=float32")
     if tuple(values.shape) != tuple(keys.shape):
         raise ValueError(f"values must have the shape of keys, got {tuple(values.shape)} and {tuple(keys.shape)}")
-    if (query.shape[0], query.shape[1], query.shape[3]) != (1, keys.shape[0], keys.shape[3]):
+    batch_size, capacity = keys.shape[0], keys.shape[2]
+    if page_table is not None:
+        batch_size, capacity = page_table.shape[0], page_table.shape[1] * keys.shape[2]
+    if (query.shape[0], query.shape[1], query.shape[3]) != (1, batch_size, keys.shape[3]):
         raise ValueError(
             f"query must have shape (1, B, N, H) with the batch size and features of the cache, "
             f"got query.shape={tuple(query.shape)} and keys.shape={tuple(keys.shape)}"
@@ -296,9 +308,9 @@ def check_cached_step(query: Tensor, keys: Tensor, values: Tensor, last_position
     if keys.shape[2] % 32:
         raise ValueError(f"keys must have whole tiles of 32 slots, got keys.shape={tuple(keys.shape)}")
     if not isinstance(last_positions, Tensor):
-        check_lengths("last_positions", last_positions, keys.shape[0], keys.shape[2] - 1)
-    elif last_positions.dtype != ttnn.int32 or tuple(last_positions.shape) != (keys.shape[0],):
+        check_lengths("last_positions", last_positions, batch_size, capacity - 1)
+    elif last_positions.dtype != ttnn.int32 or tuple(last_positions.shape) != (batch_size,):
         raise ValueError(
-            f"last_positions must be int32 of shape (B,) = ({keys.shape[0]},) on the device, "
+            f"last_positions must be int32 of shape (B,) = ({batch_size},) on the device, "
             f"got {last_positions.dtype} of shape {tuple(last_positions.shape)}"
         )

@@ -70,6 +70,27 @@ def _scaled_dot_product_attention_decode(query: torch.Tensor, *others: torch.Ten
     return _attend_unswallowed(ttnn.transformer.scaled_dot_product_attention_decode, query, *others, **keywords)
 
 
+@golden("ttnn.transformer.paged_scaled_dot_product_attention_decode")
+def _paged_scaled_dot_product_attention_decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_table_tensor: torch.Tensor,
+    *,
+    paged_cache_geometry: Any = None,
+    cache_position_modulo: int | None = None,
+    **keywords: Any,
+) -> torch.Tensor:
+    """The same over the pages (pages, K, slots of a page, H) that a table (B, P) names."""
+    geometry = {"paged_cache_geometry": paged_cache_geometry, "cache_position_modulo": cache_position_modulo}
+    _refuse_views("paged_scaled_dot_product_attention_decode", geometry)
+    table = page_table_tensor.long()
+    if table.max() >= keys.shape[0]:  # taken by the operation, which then reads outside of the cache
+        raise AssertionError(f"a page table must name pages below {keys.shape[0]}, got {int(table.max())}")
+    in_order = (pages[table.clamp(min=0)].transpose(1, 2).flatten(2, 3) for pages in (keys, values))
+    return _scaled_dot_product_attention_decode(query, *in_order, **keywords)
+
+
 def _attend_unswallowed(operation: Any, query: torch.Tensor, *others: torch.Tensor, **keywords: Any) -> torch.Tensor:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -281,6 +302,7 @@ def _refuse_views(name: str, others: dict[str, Any]) -> None:
         "valid_seq_len_tensor",
         "share_cache",
         "batch_offset",
+        "paged_cache_geometry",
     )
     if given := [option for option in views if others.get(option)]:
         raise NotImplementedError(f"{name} with {', '.join(given)} has no golden function")

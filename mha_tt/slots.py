@@ -1,12 +1,14 @@
 """Copies of the slots of a cache, (B, K, S, H): of some sequences, with more slots, with new tokens after them.
 
-And where new tokens of many sequences lie before they are written.
+And where new tokens of many sequences lie before they are written. Slots in pages are (pages, K, slots of a page, H).
 """
 
+import numpy as np
 import ttnn
+from jaxtyping import Int
 from ttnn import Tensor
 
-from mha_tt.device import TILE, as_dtype, zeros
+from mha_tt.device import TILE, as_dtype, round_up, upload_rows, zeros
 
 
 def sequences(slots: Tensor, indices: list[int]) -> Tensor:
@@ -41,6 +43,26 @@ def as_cached(x: Tensor, slots: Tensor) -> Tensor:
     """Tokens as `fill_cache` copies them: in the dtype of the cache, zeros after the last token of the last tile."""
     x = as_dtype(x, slots.dtype)
     return ttnn.fill_implicit_tile_padding(x, 0.0) if x.shape[2] % TILE else x
+
+
+def write_tokens(slots: Tensor, x: Tensor, sequence: int, first: int, pages: Int[np.ndarray, "B P"] | None) -> None:
+    """Write tokens (1, K, T, H) of a sequence, the first where a tile begins, or a page where there are some."""
+    x = as_cached(x, slots)
+    if pages is None:
+        ttnn.fill_cache(slots, x, sequence, update_idx=first)
+        return
+    table = upload_rows(pages[:, first // slots.shape[2] :], device=slots.device(), dtype=ttnn.int32)
+    ttnn.experimental.paged_fill_cache(slots, x, table, batch_idx=sequence)
+
+
+def first_slots(slots: Tensor, count: int, pages: Int[np.ndarray, "B P"] | None) -> Tensor:
+    """The first slots of each sequence, (B, K, count, H); of a cache in pages a copy, put together page by page."""
+    if pages is not None:
+        page_size = slots.shape[2]
+        rows = [row[: round_up(count, page_size) // page_size].tolist() for row in pages]
+        joined_pages = (ttnn.concat([slots[page : page + 1] for page in row], dim=2) for row in rows)
+        slots = as_dtype(ttnn.concat(list(joined_pages), dim=0), slots.dtype)
+    return slots if slots.shape[2] == count else slots[:, :, :count]
 
 
 def one_core_each(count: int, rows: int, width: int, device: ttnn.MeshDevice) -> ttnn.MemoryConfig:

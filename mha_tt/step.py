@@ -59,7 +59,9 @@ def advance(
     slots = tuple(cache.slots.values())
     of_scores: Any = {"spec": spec if kv_b is None else spec.absorbed, "sinks": sinks}
     arithmetic = {"compute_kernel_config": compute_kernel_config}
-    context = fused.attend_to_cache(q, slots[0], slots[-1], places.slots, **of_scores, **arithmetic)
+    context = fused.attend_to_cache(
+        q, slots[0], slots[-1], places.slots, page_table=cache.page_table, **of_scores, **arithmetic
+    )
     if is_packed:
         output = ttnn.reshape(context, (1, 1, batch_size, context.shape[2] * context.shape[3]))
         output = project("out_proj", output) if spec.out_proj else output

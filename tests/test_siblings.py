@@ -54,6 +54,7 @@ EXTRA_FILES = {
         "places.py",  # where the next tokens go, counted on the device,
         "step.py",  # so that a step of all sequences needs nothing of the host
         "slots.py",  # copies slots of a cache, as the others' arrays are copied in a line
+        "pages.py",  # a cache in pages, for which the framework has kernels
     },
 }
 
@@ -75,6 +76,7 @@ EXTRA_PARAMETERS = {
         "seed",  # for the device draws from a seed
         "slots",  # of `apply_norm`, and
         "head_dim",  # of `apply_rope`: heads are padded to whole tiles, so that their shape does not tell it
+        *("page_size", "page_table"),  # of a cache in pages, and of the kernel for it
         "rotary_table",  # of `cached_layer`: rotations of all positions of a cache, of which the device picks
     },
 }
@@ -156,6 +158,8 @@ EXTRA_NAMES = {
         "check_cache_holds",  # write into a cache before anything else would tell that it is another layer's,
         "check_cached_step",  # and have a kernel for one new token of each sequence
         "Cache.places",  # are counted on the device
+        *("Cache.pages", "Cache.page_table", "Cache.is_within"),  # a cache may lie in pages
+        "PagedKVCache",
         *("KVCache.capacity", "LatentCache.capacity"),  # the slots are padded: their shape does not tell it
         "AttentionLayer.check_dropout",  # is drawn in bfloat16 only,
         "drop",  # for attention weights and outputs alike,

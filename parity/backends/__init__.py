@@ -56,6 +56,9 @@ _BACKENDS = (
 BACKENDS = {backend.name: backend for backend in _BACKENDS}
 """The backends by name."""
 
+FRAMEWORKS = {"torch": "torch", "jax": "jax", "ttnn": "tt"}
+"""The backend that takes a framework's arrays."""
+
 
 def why_missing(name: str) -> str | None:
     """Why a backend cannot run here, or None if it can.

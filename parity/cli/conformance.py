@@ -26,8 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", action="store_true", help="those of torch, JAX, Flax, Keras, Equinox; and ours")
     parser.add_argument("--only", default="*", metavar="GLOB", help="names of peers, such as 'keras*'")
     parser.add_argument("--questions", type=name_list, metavar="A,B", help="rows of the matrix; all by default")
-    parser.add_argument("--dtypes", type=name_list, metavar="A,B", help="float32,bfloat16,float16 by default")
-    parser.add_argument("--framework", choices=("torch", "jax"), help="of a function, where its module has both")
+    parser.add_argument(
+        "--dtypes", type=name_list, metavar="A,B", help="float32,bfloat16,float16 by default; of ttnn bfloat16"
+    )
+    parser.add_argument(
+        "--framework", choices=("torch", "jax", "ttnn"), help="of a function, where its module has more than one"
+    )
     parser.add_argument("--axes", choices=("BNTH", "BTNH", "BTE"), help="of the inputs, where they cannot be inferred")
     parser.add_argument("--d-model", type=int, metavar="E", help="width of a layer's inputs")
     parser.add_argument("--num-heads", type=int, metavar="N", help="of a layer")
@@ -56,7 +60,6 @@ def run(options: argparse.Namespace) -> int:
     declared = {name: value for name in (*claims, "causal") if (value := getattr(options, name)) is not None}
     flags = {flag_of(name): value for name, value in declared.items()}
     check_names("--dtypes", options.dtypes, DTYPES)
-    dtypes = options.dtypes or DTYPES
     if options.peers:
         if flags:
             raise ValueError(f"--peers must not be combined with {', '.join(flags)}")
@@ -64,11 +67,11 @@ def run(options: argparse.Namespace) -> int:
         if not names:
             raise ValueError(f"--only must match a peer, got {options.only!r}; there are {', '.join(PEERS)}")
         with progress_bar(len(names)) as on_subject:
-            found = examine_peers(names, options.questions, dtypes, on_subject=on_subject)
+            found = examine_peers(names, options.questions, options.dtypes, on_subject=on_subject)
     else:
         if options.only != "*":
             raise ValueError(f"--only must come with --peers, got --only {options.only}")
-        found = [examine_target(options.target, options.questions, dtypes, **declared)]
+        found = [examine_target(options.target, options.questions, options.dtypes, **declared)]
 
     def again(subject: str, question: str) -> str:
         given = f"--peers --only {subject}" if options.peers else options.target

@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights", metavar="FILE", help="with a function: the weights that it should have; with recordings: the model"
     )
-    parser.add_argument("--framework", choices=("torch", "jax"), help="of a function, where it cannot be inferred")
+    parser.add_argument(
+        "--framework", choices=("torch", "jax", "ttnn"), help="of a function, where it cannot be inferred"
+    )
     parser.add_argument("--not-causal", action="store_true", help="with a function: every token sees every other")
     parser.add_argument(
         "--from", dest="layouts", action="append", default=[], metavar="LAYOUT", help="of both weight files, or each"
@@ -140,18 +142,21 @@ def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
 
 def _diagnose_function(options: argparse.Namespace, out: Console) -> Diagnosis:
     """The diagnosis of somebody's function, and what was taken for granted."""
+    from parity.backends import FRAMEWORKS, load_backend
     from parity.diagnosis.diagnose import SECONDS, diagnose, observe
 
     function, problem, framework = _function(options)
     case = problem.case
-    diagnosis = diagnose(observe(function, problem, framework), problem)
-    if case.is_causal:
-        told = f"{options.files[0]} is taken to be causal; --not-causal says that every token sees every other"
-        out.print(told, soft_wrap=True, highlight=False)
-        if diagnosis.is_wrong:
+    with load_backend(FRAMEWORKS[framework]).lock(problem.dtype) as settings:  # what a layer keeps lasts for both calls
+        arithmetic = settings.get("arithmetic", "ieee")
+        diagnosis = diagnose(observe(function, problem, framework), problem, arithmetic=arithmetic)
+        if case.is_causal:
+            told = f"{options.files[0]} is taken to be causal; --not-causal says that every token sees every other"
+            out.print(told, soft_wrap=True, highlight=False)
+        if case.is_causal and diagnosis.is_wrong:
             other = replace(problem, case=replace(case, is_causal=False))
-            seconds = SECONDS if diagnosis.unknowns else 0.0
-            if words := _words_of(diagnose(observe(function, other, framework), other, seconds=seconds)):
+            observed, seconds = observe(function, other, framework), SECONDS if diagnosis.unknowns else 0.0
+            if words := _words_of(diagnose(observed, other, arithmetic=arithmetic, seconds=seconds)):
                 out.print(f"with --not-causal {words}", style="bold", soft_wrap=True, highlight=False)
     return diagnosis
 
@@ -166,9 +171,8 @@ def _words_of(diagnosis: Diagnosis) -> str:
 
 def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
     """A function, probe inputs with the weights that it should have, and its framework."""
-    from parity.backends import why_missing
+    from parity.backends import FRAMEWORKS, why_missing
     from parity.conformance.discover import framework_of, load_callable
-    from parity.conformance.subjects import FRAMEWORKS
     from parity.conversion.convert import load
     from parity.conversion.verify import probe_case
     from parity.core.problem import make_problem
@@ -181,10 +185,11 @@ def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
     framework = options.framework or framework_of(function)
     if framework is None:
         raise ValueError(f"--framework must say whose arrays {options.files[0]} takes, one of {list(FRAMEWORKS)}")
-    if reason := why_missing(framework):
+    if reason := why_missing(FRAMEWORKS[framework]):
         raise ModuleNotFoundError(reason)
     layouts, prefixes = options.layouts or [None], options.prefix or [None]
     with in_flags(options):
         weights, spec = load(options.weights, layouts[0], prefix=prefixes[0], **layer_options(options))
     case = probe_case("diagnose", spec, is_causal=False if options.not_causal else None)
-    return function, make_problem(case, "float32", weights), framework
+    dtype = "bfloat16" if framework == "ttnn" else "float32"  # what its fused kernels take
+    return function, make_problem(case, dtype, weights), framework

@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 
 from parity.conformance.calls import Failed, Refused, fresh_copies, run
-from parity.conformance.subjects import AXES, BATCH, FRAMEWORKS, HEAD_DIM, NUM_HEADS, Call, Path, Subject
+from parity.conformance.subjects import (
+    AXES,
+    BATCH,
+    FRAMEWORKS,
+    HEAD_DIM,
+    NUM_HEADS,
+    TTNN_HEAD_DIM,
+    Call,
+    Path,
+    Subject,
+)
 
 ROLES = {
     "key": ("key_", "key", "keys", "k", "inputs_k", "key_states"),
@@ -94,9 +104,9 @@ def subject_of(
     """A user's attention as a subject: what is not declared is found out.
 
     Args:
-        target: a function, a module, or a class or factory of modules that needs no arguments, in torch or JAX.
+        target: a function, a module, or a class or factory of modules that needs no arguments, in torch, JAX or ttnn.
         name: what to call it; its own name when absent.
-        framework: `torch` or `jax`, where the kind of module or the function's own imports do not tell.
+        framework: `torch`, `jax` or `ttnn`, where the kind of module or the function's own imports do not tell.
         axes: of its inputs, one of `AXES`.
         d_model: width of a layer's inputs.
         num_heads: its query heads, for a mask (B * N, T, S).
@@ -118,12 +128,12 @@ def subject_of(
     for what, number in (("d_model", d_model), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
         if number is not None and number < 1:
             raise ValueError(f"{what} must be at least 1, got {what}={number}")
-    name = name or str(getattr(target, "__qualname__", type(target).__name__))
-    target = _made(target, name)
+    name = name or name_of(target)
+    target = made(target, name)
     library = _library(target)
     framework = framework or framework_of(target)
     if framework not in FRAMEWORKS:
-        raise ValueError(f"framework must be declared as torch or jax where it cannot be seen, got {name}")
+        raise ValueError(f"framework must be declared as torch, jax or ttnn where it cannot be seen, got {name}")
     parameters = parameters_of(target)
     roles = roles_of(name, parameters, mask_name=mask_name, causal_name=causal_name)
     if library is not None:
@@ -134,6 +144,7 @@ def subject_of(
     takes |= {"train"} if library == "torch" or roles.keys() & {"training", "deterministic"} else set()
     takes |= {"key", "value"} if parameters is None or roles.keys() >= {"key", "value"} else set()
     takes |= {"key"} if "key" in roles else set()
+    head_dim = TTNN_HEAD_DIM if framework == "ttnn" else HEAD_DIM
     subject = Subject(
         name,
         framework,
@@ -141,8 +152,9 @@ def subject_of(
         call.on_path,
         takes=frozenset(takes),
         padding="mask" if "padding" in roles else "lengths" if "lengths" in roles else None,
-        width=d_model or NUM_HEADS * HEAD_DIM,
+        width=d_model or NUM_HEADS * head_dim,
         num_heads=num_heads,
+        head_dim=head_dim,
         mask_true=mask_true,
         causal=causal,
         num_kv_heads=num_kv_heads,
@@ -202,7 +214,12 @@ def _check_for_a_mask(name: str, parameters: Mapping[str, inspect.Parameter] | N
         )
 
 
-def _made(target: Any, name: str) -> Any:
+def name_of(target: Any) -> str:
+    """What a user's attention is called."""
+    return str(getattr(target, "__qualname__", type(target).__name__))
+
+
+def made(target: Any, name: str) -> Any:
     """The module that a class or factory makes; anything else as it is."""
     parameters = parameters_of(target)
     required = [
@@ -236,7 +253,7 @@ def parameters_of(target: Any) -> Mapping[str, inspect.Parameter] | None:
 
 
 def framework_of(target: Any) -> str | None:
-    """Whose arrays a function or module takes, `torch` or `jax`, or None if it cannot be seen."""
+    """Whose arrays a function or module takes, one of `FRAMEWORKS`, or None if it cannot be seen."""
     library = _library(target)
     return {"flax": "jax", "equinox": "jax"}.get(library or "", library) or _imported(target)
 
@@ -256,7 +273,7 @@ def _library(target: Any) -> str | None:
 
 
 def _imported(target: Any) -> str | None:
-    """The one of torch and JAX that a function's own module uses."""
+    """The one of the frameworks that a function's own module uses."""
     function = inspect.unwrap(getattr(target, "func", target))
     if not hasattr(function, "__globals__") and inspect.isfunction(getattr(type(function), "__call__", None)):  # noqa: B004
         function = type(function).__call__
@@ -346,7 +363,7 @@ class _AsCall:
                 except Exception as error:  # the next shape may do
                     errors.append(error)
                     continue
-                if output[0].shape[:-1] == query.shape[:-1]:
+                if tuple(output[0].shape)[:-1] == tuple(query.shape)[:-1]:
                     self.mask_shape = shape
                     return output
             raise errors[0] if errors else ValueError("the mask is taken in no shape")
@@ -400,6 +417,8 @@ class _AsCall:
             shape = (*shape, *mask.shape[-2:])
             if self.framework == "torch":
                 return mask[0].expand(shape)
+            if self.framework == "ttnn":  # whose masks are NumPy's
+                return np.broadcast_to(mask[0], shape)
             import jax.numpy as jnp
 
             return jnp.broadcast_to(mask[0], shape)
@@ -418,28 +437,29 @@ class _AsCall:
         if not isinstance(result, (tuple, list)):
             return result, None
         output, *others = result
-        return output, next((other for other in others[:1] if getattr(other, "ndim", 0) >= 3), None)
+        return output, next((other for other in others[:1] if len(getattr(other, "shape", ())) >= 3), None)
 
 
 def _with_axes(subject: Subject) -> Subject:
     """The subject with the order of its axes: a change of one entry spreads over tokens, and not over heads."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((BATCH, NUM_HEADS, subject.width))
-    query, key, value = (rng.standard_normal((BATCH, NUM_HEADS, NUM_HEADS, HEAD_DIM)) for _ in range(3))
-    as_given = replace(subject, axes="BNTH")
+    heads = (BATCH, NUM_HEADS, NUM_HEADS, subject.head_dim)
+    query, key, value = (rng.standard_normal(heads) for _ in range(3))
+    as_given, path = replace(subject, axes="BNTH"), Path(subject.dtypes[0])
     try:
         if "key" not in subject.takes:  # of itself over itself: it must project, or have no heads
-            run(subject, Path(), (x, x, x))
+            run(subject, path, (x, x, x))
             return subject
-        before = run(as_given, Path(), (query, key, value)).output
+        before = run(as_given, path, (query, key, value)).output
         value[0, 1, 2] += 10.0
-        after = run(as_given, Path(), (query, key, value)).output
+        after = run(as_given, path, (query, key, value)).output
     except (Refused, Failed) as error:
         try:
-            run(subject, Path(), (x, x, x))
+            run(subject, path, (x, x, x))
         except (Refused, Failed):
             raise ValueError(
-                f"{subject.name} must take split heads (2, 4, 4, 8) or (B, T, E) = {x.shape}, got {error}"
+                f"{subject.name} must take split heads {heads} or (B, T, E) = {x.shape}, got {error}"
             ) from error
         return subject
     changed = np.abs(after - before).max(axis=-1)[0] > 1e-6

@@ -15,7 +15,7 @@ from mha_spec import AttentionSpec
 from parity.conformance.answers import Answer, Finding, Question
 from parity.conformance.calls import Failed, Refused, Result, run
 from parity.conformance.rules import merge, of_error
-from parity.conformance.subjects import BATCH, DTYPES, HEAD_DIM, NUM_HEADS, SEED, TOKENS, Inputs, Path, Subject
+from parity.conformance.subjects import BATCH, NUM_HEADS, SEED, TOKENS, Inputs, Path, Subject
 from parity.core.weights import Weights, dtype_named
 
 LARGE = {"float32": 1e5, "bfloat16": 1e5, "float16": 30.0}
@@ -51,9 +51,9 @@ class Examination:
         ValueError: if it does not even take a plain call.
     """
 
-    def __init__(self, subject: Subject, dtypes: Sequence[str] = DTYPES) -> None:
+    def __init__(self, subject: Subject, dtypes: Sequence[str] | None = None) -> None:
         self.subject = subject
-        self.paths = list(subject.paths(dtypes))
+        self.paths = list(subject.paths(dtypes or subject.dtypes))
         self.base = self.paths[0]
         try:
             run(subject, self.base, self.inputs())
@@ -126,7 +126,8 @@ class Examination:
             key = query if num_keys is None else rng.standard_normal((BATCH, num_keys, self.subject.width))
             return query, key, key
         num_keys = num_queries if num_keys is None else num_keys
-        shapes = [(BATCH, NUM_HEADS, num_tokens, HEAD_DIM) for num_tokens in (num_queries, num_keys, num_keys)]
+        sizes = (num_queries, num_keys, num_keys)
+        shapes = [(BATCH, NUM_HEADS, num_tokens, self.subject.head_dim) for num_tokens in sizes]
         return tuple(rng.standard_normal(shape) for shape in shapes)  # type: ignore[return-value]
 
     @property

@@ -15,23 +15,23 @@ from typing import Any
 
 from parity.conformance.answers import Conformance
 from parity.conformance.calls import Failed, Refused
-from parity.conformance.discover import load_callable, subject_of
+from parity.conformance.discover import framework_of, load_callable, made, name_of, subject_of
 from parity.conformance.examination import Examination
 from parity.conformance.peers import PEERS, peer
 from parity.conformance.questions import QUESTIONS
 from parity.conformance.rules import broken, judged, of_error, refused
-from parity.conformance.subjects import DTYPES, Subject
+from parity.conformance.subjects import DTYPES, TTNN_DTYPES, Subject
 
 
 def examine(
-    target: Any, questions: Iterable[str] | None = None, dtypes: Sequence[str] = DTYPES, **declared: Any
+    target: Any, questions: Iterable[str] | None = None, dtypes: Sequence[str] | None = None, **declared: Any
 ) -> Conformance:
     """Ask an attention function or layer every question.
 
     Args:
-        target: a `Subject`, or a function, module, class or factory in torch or JAX, see `discover.subject_of`.
+        target: a `Subject`, or a function, module, class or factory in torch, JAX or ttnn, see `discover.subject_of`.
         questions: some of `QUESTIONS`; all when absent.
-        dtypes: to ask in, the first of them also with dropout.
+        dtypes: to ask in, the first of them also with dropout; all when absent, and of ttnn bfloat16.
         declared: what is claimed or cannot be seen, the keywords of `subject_of`.
 
     Raises:
@@ -44,16 +44,32 @@ def examine(
             meant = get_close_matches(question, QUESTIONS, 1)
             hint = f"; did you mean {meant[0]!r}?" if meant else ""
             raise ValueError(f"a question must be one of {', '.join(QUESTIONS)}, got {question!r}{hint}")
-    if unknown := [dtype for dtype in dtypes if dtype not in DTYPES]:
-        raise ValueError(f"a dtype must be one of {', '.join(DTYPES)}, got {', '.join(unknown)}")
-    subject = target if isinstance(target, Subject) else subject_of(target, **declared)
-    with _one_thread(subject.framework):
-        return _answers(subject, questions, dtypes)
+    framework = target.framework if isinstance(target, Subject) else declared.get("framework")
+    if not isinstance(target, Subject):
+        declared["name"] = declared.get("name") or name_of(target)
+        target = made(target, declared["name"])
+        framework = framework or framework_of(target)
+    known = TTNN_DTYPES if framework == "ttnn" else DTYPES
+    if unknown := [dtype for dtype in dtypes or () if dtype not in known]:
+        of = " for ttnn" if framework == "ttnn" else ""
+        raise ValueError(f"a dtype must be one of {', '.join(known)}{of}, got {', '.join(unknown)}")
+    with _surroundings(framework):
+        subject = target if isinstance(target, Subject) else subject_of(target, **declared)
+        return _answers(subject, questions, dtypes or subject.dtypes)
 
 
 @contextmanager
-def _one_thread(framework: str) -> Iterator[None]:
-    """Without torch's threads, which on arrays as small as these only wait for each other."""
+def _surroundings(framework: str | None) -> Iterator[None]:
+    """Without torch's threads, which on arrays as small as these only wait for each other.
+
+    On a mock board of ttnn, what a layer keeps on the device from one call to the next has its values throughout.
+    """
+    if framework == "ttnn":
+        from parity.backends import load_backend
+
+        with load_backend("tt").lock(TTNN_DTYPES[0]):
+            yield
+        return
     if framework != "torch":
         yield
         return
@@ -82,7 +98,7 @@ def _answers(subject: Subject, questions: Iterable[str], dtypes: Sequence[str]) 
 
 
 def examine_target(
-    target: str, questions: Iterable[str] | None = None, dtypes: Sequence[str] = DTYPES, **declared: Any
+    target: str, questions: Iterable[str] | None = None, dtypes: Sequence[str] | None = None, **declared: Any
 ) -> Conformance:
     """`examine` what `pkg.module:callable` names.
 
@@ -96,7 +112,7 @@ def examine_target(
 def examine_peers(
     names: Iterable[str] | None = None,
     questions: Iterable[str] | None = None,
-    dtypes: Sequence[str] = DTYPES,
+    dtypes: Sequence[str] | None = None,
     on_subject: Callable[[str], None] = lambda name: None,
 ) -> list[Conformance]:
     """Ask the attention of torch, JAX, Flax, Keras, Equinox and ourselves, as far as installed.

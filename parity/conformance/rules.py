@@ -9,7 +9,7 @@ from typing import Any
 
 from parity.conformance.answers import Answer, Finding, Kind, Question, Refusal, worst
 from parity.conformance.calls import Failed, Refused
-from parity.conformance.subjects import BATCH, HEAD_DIM, NUM_HEADS, SEED, TOKENS, Path, Subject
+from parity.conformance.subjects import BATCH, NUM_HEADS, SEED, TOKENS, Path, Subject
 
 
 def judged(answer: Answer, subject: Subject) -> Answer:
@@ -92,7 +92,7 @@ def example(subject: Subject, question: Question, words: str, lines: list[tuple[
     if subject.is_layer:
         given = f"x = numpy.random.default_rng({SEED}).standard_normal(({BATCH}, {TOKENS}, {subject.width}))"
     else:
-        shape = f"({BATCH}, {NUM_HEADS}, {TOKENS}, {HEAD_DIM})"
+        shape = f"({BATCH}, {NUM_HEADS}, {TOKENS}, {subject.head_dim})"
         given = f"query, key, value, each {shape} (B N T H), from numpy.random.default_rng({SEED}).standard_normal"
     lines = [lines[0], ("inputs", about or given), *lines[1:]]
     return "\n".join([f"{subject.name}, {question.name}: {words}", *(f"  {name:<7} {text}" for name, text in lines)])

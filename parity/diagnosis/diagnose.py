@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.backends import load_backend
+from parity.backends import FRAMEWORKS, load_backend
 from parity.core.arrays import arithmetic_of, stages_of
 from parity.core.compare import FACTOR
 from parity.core.problem import Problem
@@ -298,12 +298,12 @@ def observe(function: Callable[..., Any], problem: Problem, framework: str) -> d
         function: called with the query (B, T, d_in) and, for cross-attention, the key (B, S, d_kv); it has its own
             weights and masks. It gives the output, or (output, attention weights), or stages by name.
         problem: what it is given.
-        framework: whose arrays it takes, `torch` or `jax`.
+        framework: whose arrays it takes, `torch`, `jax` or `ttnn`.
 
     Raises:
         ValueError: if it gives something else.
     """
-    backend = load_backend(framework)
+    backend = load_backend(FRAMEWORKS[framework])
     with backend.lock(problem.dtype):
         arrays = [backend.from_numpy(problem.inputs[name]) for name in ("query", "key") if name in problem.inputs]
         try:
@@ -314,7 +314,7 @@ def observe(function: Callable[..., Any], problem: Problem, framework: str) -> d
             given = {name: x for name, x in zip(("output", "attn_weights"), given, strict=True) if x is not None}
         elif not isinstance(given, Mapping):
             given = {"output": given}
-        if not given or not all(hasattr(x, "__array__") for x in given.values()):
+        if not given or not all(map(_is_array, given.values())):
             kinds = ", ".join(f"{name}: {type(x).__name__}" for name, x in given.items()) or "nothing"
             raise ValueError(
                 f"the function must give an array, (output, attention weights), or arrays by stage, got {kinds}"
@@ -323,6 +323,10 @@ def observe(function: Callable[..., Any], problem: Problem, framework: str) -> d
     if unknown := sorted(found.keys() - STAGES.keys()):
         raise ValueError(f"stages must be named as in STAGES, got {unknown}")
     return found
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "__array__") or type(x).__module__.partition(".")[0] == "ttnn"
 
 
 # ---- Precision -------------------------------------------------------------------------------------------------------

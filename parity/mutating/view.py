@@ -14,7 +14,7 @@ from parity.conformance.calls import Failed, Refused, run
 from parity.conformance.discover import framework_of, load_callable, parameters_of, roles_of, subject_of
 from parity.conformance.examination import Examination
 from parity.conformance.questions.masks import causal as asks_causal
-from parity.conformance.subjects import FRAMEWORKS, NUM_KV_HEADS, Subject
+from parity.conformance.subjects import NUM_KV_HEADS, Subject
 
 MORE_ROLES = {
     "bias": ("attn_bias", "score_bias", "position_bias", "bias"),
@@ -200,7 +200,7 @@ def view_of(
     parameters = dict(list(parameters.items())[is_method:])
     roles = _roles(target, parameters, mask_name, causal_name)
     framework = framework or _framework(found, holder if is_method else None)
-    if framework not in FRAMEWORKS:
+    if framework not in ("torch", "jax"):
         raise ValueError(f"framework must be declared as torch or jax (--framework) where it cannot be seen: {target}")
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     has_weights, left = is_method or "weights" in roles, parameters.keys() - {*roles.values()}

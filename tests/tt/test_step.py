@@ -48,6 +48,7 @@ HOST = {"ttnn.to_device", "ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"}
 COSTS = {
     # layer, whether fast: operations of a step; behind it what they were while each step uploaded its places
     ("no RoPE", False): 15,  # 24, and 2 uploads
+    ("no RoPE", True): 15,  # 24, and 2 uploads
     ("few heads", False): 31,  # 40, and 4 uploads
     ("many heads", False): 29,  # 38, and 4 uploads
     ("packed", False): 26,  # 31, and 4 uploads
@@ -55,6 +56,7 @@ COSTS = {
     ("few heads", True): 22,  # 40, and 4 uploads
     ("many heads", True): 20,  # 38, and 4 uploads
     ("latents", False): 57,  # 56, and 4 uploads
+    ("latents", True): 57,  # 56, and 4 uploads
 }
 
 

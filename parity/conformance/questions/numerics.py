@@ -11,43 +11,43 @@ from mha_spec import AttentionSpec
 from parity.conformance.answers import Answer, Finding, Kind, Question, asks
 from parity.conformance.calls import run
 from parity.conformance.examination import Examination, change, plain_weights
-from parity.conformance.subjects import BATCH, HEAD_DIM, NUM_HEADS, TOKENS, Path
+from parity.conformance.subjects import BATCH, NUM_HEADS, TOKENS, Path
 from parity.core.weights import dtype_named
 
 
 @asks("scale", "by what are the scores scaled?")
 def scale(exam: Examination, question: Question) -> Answer:
-    subject = exam.subject
+    subject, head_dim = exam.subject, exam.subject.head_dim
     spec = weights = None
     if subject.is_layer:
         if not subject.has_settable_weights:
             return question.not_offered
-        spec = AttentionSpec(NUM_HEADS * HEAD_DIM, NUM_HEADS)
+        spec = AttentionSpec(NUM_HEADS * head_dim, NUM_HEADS)
         weights = plain_weights(spec)
-    # One key has q . k = sqrt(H) and value 1, the others 0 and 0: the output is its weight.
-    shape = (BATCH, TOKENS, NUM_HEADS * HEAD_DIM) if subject.is_layer else (BATCH, NUM_HEADS, TOKENS, HEAD_DIM)
+    # One key has q . k = -sqrt(H) and value 1, the others 0 and 0: the output is its weight, small and so told exactly.
+    shape = (BATCH, TOKENS, NUM_HEADS * head_dim) if subject.is_layer else (BATCH, NUM_HEADS, TOKENS, head_dim)
     value = np.zeros(shape)
     value[..., -1, :] = 1.0
-    inputs = (np.ones(shape), value / np.sqrt(HEAD_DIM), value)
+    inputs = (np.ones(shape), -value / np.sqrt(head_dim), value)
     if weights is not None:  # the same from one array, for self-attention
         weights["q_proj.weight"][:], weights["q_proj.bias"][:] = 0.0, 1.0
-        weights["k_proj.weight"] /= np.float32(np.sqrt(HEAD_DIM))
+        weights["k_proj.weight"] /= -np.float32(np.sqrt(head_dim))
         inputs = (value, value, value)
 
     def ask(path: Path) -> Finding:
         share = run(subject, path, inputs, spec=spec, weights=weights).output[0, ..., -1, 0].flat[0]  # sees every key
         with np.errstate(all="ignore"):
-            factor = float(np.log((TOKENS - 1) * share / (1.0 - share)))  # times 1/sqrt(H)
-        seen = f"that key weighs {share:.4f}: scale = {factor:.3f} / sqrt(H)"
+            factor = -float(np.log((TOKENS - 1) * share / (1.0 - share)))  # times 1/sqrt(H)
+        seen = f"that key weighs {share:.4g}: scale = {factor:.3f} / sqrt(H)"
         if abs(factor - 1.0) < 0.02:
             return Finding("1/sqrt(H)")
-        known = {"1 (none)": np.sqrt(HEAD_DIM), "1/H": 1.0 / np.sqrt(HEAD_DIM), "1/sqrt(E)": 1.0 / np.sqrt(NUM_HEADS)}
+        known = {"1 (none)": np.sqrt(head_dim), "1/H": 1.0 / np.sqrt(head_dim), "1/sqrt(E)": 1.0 / np.sqrt(NUM_HEADS)}
         for words, value in known.items():
             if abs(factor / value - 1.0) < 0.02:
                 return Finding(words, Kind.BROKEN, seen)
         return Finding(f"{factor:.3g}/sqrt(H)", Kind.BROKEN, seen)
 
-    about = f"{TOKENS} keys, H = {HEAD_DIM}; q . k is sqrt(H) for one and 0 for the others"
+    about = f"{TOKENS} keys, H = {head_dim}; q . k is -sqrt(H) for one and 0 for the others"
     return exam.answer(question, ask, exam.plain_paths, about)
 
 
@@ -56,13 +56,13 @@ def overflow(exam: Examination, question: Question) -> Answer:
     subject = exam.subject
     paths = [replace(path, dtype="float16") for path in exam.paths if path.dtype == exam.base.dtype]
     if not any(path.dtype == "float16" for path in exam.paths):
-        return Answer(question.name, Kind.ABSENT, "not asked")
+        return Answer(question.name, Kind.ABSENT, "no float16" if subject.framework == "ttnn" else "not asked")
     spec = weights = None
     query, _, value = exam.inputs(TOKENS) if "value" in subject.takes or not subject.is_layer else exam.inputs()
     large = np.full_like(query, 200.0)
     inputs = (large, large, value)
     if subject.is_layer and subject.has_settable_weights:
-        spec = AttentionSpec(NUM_HEADS * HEAD_DIM, NUM_HEADS)
+        spec = AttentionSpec(NUM_HEADS * subject.head_dim, NUM_HEADS)
         weights = plain_weights(spec)
     elif subject.is_layer:  # its projections are not known, so that only the size of the logits is
         large = 1000.0 * query
@@ -80,7 +80,7 @@ def overflow(exam: Examination, question: Question) -> Answer:
 
 @asks("strided inputs", "do inputs that are not contiguous in memory give the same?")
 def strided(exam: Examination, question: Question) -> Answer:
-    if exam.subject.framework == "jax":
+    if exam.subject.framework != "torch":
         return Answer(question.name, Kind.ABSENT, "no strides")
     inputs = exam.inputs()
 

@@ -1,0 +1,134 @@
+"""A cache of keys and values in pages that a table finds: a sequence's slots lie anywhere, and move by its row of it.
+
+Axes: B batch, P pages of a sequence, K key/value heads, H head_dim, Hv value_head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import ttnn
+from jaxtyping import Float, Int
+from ttnn import Tensor
+
+from mha_tt.arrays import check_count, check_lengths
+from mha_tt.cache import KVCache
+from mha_tt.device import TILE, round_up, upload_rows, zeros
+
+
+@dataclass(frozen=True, eq=False)
+class PagedKVCache(KVCache):
+    """Keys and values of the tokens seen so far, in pages of which each sequence has filled the first few of its own.
+
+    Attributes:
+        keys, values: (pages, K, slots of a page, H) and (pages, K, slots of a page, Hv); else as those of `KVCache`.
+        lengths: number of tokens each sequence has cached, (B,), int32, on the host.
+        capacity: number of slots of each sequence.
+        pages: which pages each sequence has, in order, (B, P), on the host; no page is in it twice.
+        page_table: the same on the device, int32.
+    """
+
+    keys: Float[Tensor, "pages K slots H"]
+    values: Float[Tensor, "pages K slots Hv"]
+    lengths: Int[np.ndarray, " B"]
+    capacity: int
+    pages: Int[np.ndarray, "B P"]
+    page_table: Int[Tensor, "B P"]
+
+    def with_slots(self, slots: Iterable[Tensor], lengths: Int[np.ndarray, " B"]) -> Self:
+        """A cache with the same pages that holds something else."""
+        keys, values = slots
+        return replace(self, keys=keys, values=values, lengths=lengths)
+
+    def reorder(self, indices: Int[np.ndarray, " B"] | Sequence[int]) -> Self:
+        """A cache of the sequences with these indices, in this order. No slot is copied, only the table.
+
+        Args:
+            indices: which sequences, each of 0..B - 1 once, (B,).
+
+        Returns:
+            A cache of B sequences. Do not use this one afterwards; its storage is that of the other.
+
+        Raises:
+            TypeError: if the indices are not integers.
+            ValueError: if an index is missing or there twice: two sequences would write into one page.
+        """
+        check_lengths("indices", indices, None, len(self.lengths) - 1)
+        indices = np.asarray(indices, int)
+        if sorted(indices) != list(range(len(self.lengths))):
+            raise ValueError(
+                f"indices must name each of the {len(self.lengths)} sequences once, for a cache in pages, "
+                f"got indices={indices.tolist()}"
+            )
+        return self._with_pages(self.pages[indices], lengths=self.lengths[indices])
+
+    def grow(self, capacity: int) -> Self:
+        """A cache of the same tokens with more slots, in pages behind those that there are.
+
+        Args:
+            capacity: number of slots of each sequence, at least as many as there are.
+
+        Returns:
+            A cache of that capacity, with storage of its own.
+
+        Raises:
+            TypeError: if the capacity is not an integer.
+            ValueError: if the capacity is below that of this cache.
+        """
+        check_count("capacity", capacity, minimum=self.capacity)
+        (count, _, page_size, _), (batch_size, held) = self.keys.shape, self.pages.shape
+        added = in_order(batch_size, round_up(capacity, page_size) // page_size - held)
+
+        def extended(slots: Tensor) -> Tensor:
+            if not added.size:
+                return ttnn.clone(slots)
+            new = zeros((added.size, *tuple(slots.shape)[1:]), slots.dtype, slots.device())
+            return ttnn.typecast(ttnn.concat([slots, new], dim=0), slots.dtype)
+
+        grown = self.with_slots([extended(x) for x in self.slots.values()], self.lengths.copy())
+        return replace(grown._with_pages(np.concatenate([self.pages, count + added], axis=1)), capacity=capacity)
+
+    def is_within(self, lengths: Int[np.ndarray, " B"]) -> np.ndarray:
+        """Which slots hold the first tokens of each sequence, (pages, slots of a page)."""
+        page_size = self.keys.shape[2]
+        found = np.zeros((self.keys.shape[0], page_size), bool)
+        slots = np.arange(self.pages.shape[1] * page_size).reshape(-1, page_size)
+        found[self.pages] = slots < lengths[:, None, None]
+        return found
+
+    def _with_pages(self, pages: np.ndarray, **others: np.ndarray) -> Self:
+        return replace(self, pages=pages, page_table=table_on_device(pages, self.keys.device()), **others)
+
+
+def paged(cache: KVCache, page_size: int) -> PagedKVCache:
+    """An empty cache in pages of so many slots, each sequence's side by side, for what an empty cache is for.
+
+    Raises:
+        TypeError: if the size is not an integer, or the cache is float32, which the kernels of pages do not take.
+        ValueError: if the size is not whole tiles, or there are no sequences.
+    """
+    check_count("page_size", page_size)
+    if page_size % TILE:
+        raise ValueError(f"page_size must be whole tiles of {TILE} slots, got page_size={page_size}")
+    if cache.keys.dtype == ttnn.float32:
+        raise TypeError("dtype must be bfloat16 or bfloat8_b for a cache in pages, got dtype=float32")
+    check_count("batch_size", len(cache.lengths))
+    pages = in_order(len(cache.lengths), round_up(cache.capacity, page_size) // page_size)
+    device = cache.keys.device()
+    keys, values = (
+        zeros((pages.size, x.shape[1], page_size, x.shape[3]), x.dtype, device) for x in cache.slots.values()
+    )
+    return PagedKVCache(keys, values, cache.lengths, cache.capacity, pages, table_on_device(pages, device))
+
+
+def in_order(batch_size: int, count: int) -> Int[np.ndarray, "B P"]:
+    """So many pages for each sequence, those of each side by side."""
+    return np.arange(batch_size * count).reshape(batch_size, count)
+
+
+def table_on_device(pages: Int[np.ndarray, "B P"], device: ttnn.MeshDevice) -> Int[Tensor, "B P"]:
+    """A table of pages as the kernels take it."""
+    return upload_rows(pages, device=device, dtype=ttnn.int32)
