@@ -160,12 +160,14 @@ class Replay(_Program):
         self._num_lines = self._num_sums = self._num_arrays = 0
 
     def add(self, line: str) -> None:
+        """Compare what is done next."""
         index, self._num_lines = self._num_lines, self._num_lines + 1
         was = self._recording.lines[index] if index < len(self._recording.lines) else "the end"
         if line != was and not self.differs:
             self.differs = f"step {index + 1} is {line!r} and was {was!r}"
 
     def add_sum(self, total: float, size: float) -> None:
+        """Compare the numbers of the next upload."""
         index, self._num_sums = self._num_sums, self._num_sums + 1
         if self.differs or index >= len(self._recording.sums):
             return
@@ -174,6 +176,7 @@ class Replay(_Program):
             self.differs = f"step {self._num_lines + 1} uploads other numbers"
 
     def download(self, tensor: ttnn.Tensor) -> np.ndarray:
+        """What the device gave here, or golden functions give."""
         self.add(f"read {_words(tensor)}")
         index, self._num_arrays = self._num_arrays, self._num_arrays + 1
         return self._otherwise(tensor) if self.differs else self._recording.arrays[index].copy()

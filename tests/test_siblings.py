@@ -49,7 +49,8 @@ EXTRA_FILES = {
     "tt": {
         "device.py",  # where arrays and weights enter a device and leave it
         "mock.py",  # boards that do not exist,
-        "goldens.py",  # and what operations compute on them
+        "goldens.py",  # and what operations compute on them,
+        "recording.py",  # or did where they are real
         "not_finite.py",  # keeps what is not finite where it is seen, around kernels that do not
         "places.py",  # where the next tokens go, counted on the device,
         "step.py",  # so that a step of all sequences needs nothing of the host
