@@ -50,7 +50,7 @@ class Recording:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, .npz."""
-        arrays = {f"array{index}": array for index, array in enumerate(self.arrays)}
+        arrays: dict[str, Any] = {f"array{index}": array for index, array in enumerate(self.arrays)}
         words = np.frombuffer("\n".join([self.made_on, *self.lines]).encode(), np.uint8)
         np.savez_compressed(path, words=words, sums=np.array(self.sums).reshape(-1, 2), **arrays)
 
