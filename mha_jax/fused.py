@@ -8,7 +8,7 @@ do with scores what a layer does.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -167,6 +167,52 @@ def _num_together(reach: Reach) -> int:
     return reach.chunk_size or max(128, (reach.window_size or 0) // 4)
 
 
+class _Parts(NamedTuple):
+    """A few queries at a time, and the keys in their reach.
+
+    Attributes:
+        size: queries of a part.
+        before: keys of a part before its first query.
+        num_keys: keys of a part.
+        masking: what hides keys and is added to scores, padded to whole parts, so that the keys of part i begin where
+            its queries do.
+    """
+
+    size: int
+    before: int
+    num_keys: int
+    masking: Masking
+
+    def rows_of(self, x: Array, begin: Array) -> Array:
+        """The queries of a part, of (B, N, T, ·)."""
+        return lax.dynamic_slice_in_dim(x, begin, self.size, 2)
+
+    def keys_of(self, x: Array, begin: Array) -> Array:
+        """The keys of a part, of (B, K, S, ·)."""
+        return lax.dynamic_slice_in_dim(x, begin, self.num_keys, 2)
+
+    def masking_of(self, begin: Array) -> Masking:
+        """What hides keys from a part, and is added to its scores."""
+        whole, first = self.masking, self.before - begin  # the first key that there is
+        reach, lengths = whole.reach, jnp.asarray(whole.key_padding_lengths)
+        mask, bias = (None if x is None else self._scores_of(x, begin) for x in (whole.mask, whole.bias))
+        if self.before:
+            is_before = jnp.arange(self.num_keys, dtype=jnp.int32)[None, None, None] < first
+            mask = is_before if mask is None else mask | is_before
+        part = replace(whole, mask=mask, bias=bias, key_padding_lengths=jnp.maximum(lengths + first, 0), reach=None)
+        if reach is None or reach.chunk_size is not None:  # of its own chunk a query sees all, or all up to itself
+            return part
+        return replace(part, reach=reach, offsets=jnp.full((1,), self.before, jnp.int32))
+
+    def hidden_in(self, part: Masking) -> Any:
+        """What the masking of a part hides; there are lengths."""
+        return part.with_infinite_bias().joined(self.size, self.num_keys)
+
+    def _scores_of(self, x: Array, begin: Array) -> Array:
+        x = x if x.shape[2] == 1 else self.rows_of(x, begin)
+        return x if x.shape[3] == 1 else lax.dynamic_slice_in_dim(x, begin, self.num_keys, 3)
+
+
 @compiled("spec", "block_sizes")
 def _attend_in_reach(
     query: Array, key: Array, value: Array, masking: Masking, *, spec: AttentionSpec | None, block_sizes: BlockSizes
@@ -178,70 +224,65 @@ def _attend_in_reach(
     num_parts = -(-seq_len_q // size)
     before = -reach.first(0)  # keys that a part sees before its first query, and after its last
     after = 0 if masking.is_causal else reach.stop(size - 1) - size
-    num_keys = before + size + after
     more_rows = (0, num_parts * size - seq_len_q)
     more_keys = (before, max(num_parts * size + after - seq_len_k, 0))
 
     def padded(x: Array | None, *paddings: tuple[int, int]) -> Array | None:
         if x is None:
             return None
+        x = to_scores_rank(x)
         paddings = tuple((0, 0) if of == 1 else pad for of, pad in zip(x.shape[2:], paddings, strict=True))
         return jnp.pad(x, [(0, 0), (0, 0), *paddings])
-
-    def cut(x: Any, begin: Array, *counts: int) -> Any:
-        for axis, count in enumerate(counts, start=2):
-            if x is not None and x.shape[axis] > 1:
-                x = lax.dynamic_slice_in_dim(x, begin, count, axis)
-        return x
 
     # What is not finite is looked for once, for keys are in the reach of several parts.
     wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
     query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
     query, wrong_rows = (jnp.pad(x, [(0, 0), (0, 0), more_rows, (0, 0)]) for x in (query, wrong_rows))
     key, value, wrong_keys = (jnp.pad(x, [(0, 0), (0, 0), more_keys, (0, 0)]) for x in (key, value, wrong_keys))
-    marked = jnp.repeat(wrong_keys, num_heads // key.shape[1], axis=1)
-    masks = [None if x is None else to_scores_rank(x) for x in (masking.mask, masking.bias)]
-    mask, bias = (padded(x, more_rows, more_keys) for x in masks)
+    mask, bias = (padded(x, more_rows, more_keys) for x in (masking.mask, masking.bias))
     lengths: Any = masking.key_padding_lengths
     lengths = jnp.full((batch_size,), seq_len_k, jnp.int32) if lengths is None else lengths
+    masking = replace(masking, mask=mask, bias=bias, key_padding_lengths=lengths)
+    parts = _Parts(size, before, before + size + after, masking)
 
-    def attend_part(begin: Array) -> Array:
-        masked, first = cut(mask, begin, size, num_keys), before - begin  # the first key that there is
-        if before:
-            is_before = jnp.arange(num_keys, dtype=jnp.int32)[None, None, None] < first
-            masked = is_before if masked is None else masked | is_before
-        part = Masking(masked, cut(bias, begin, size, num_keys), masking.is_causal, jnp.maximum(lengths + first, 0))
-        part = replace(part, sinks=masking.sinks, relative_bias=masking.relative_bias)
-        if reach.chunk_size is None:  # of its own chunk a query sees all, or all up to itself
-            part = replace(part, reach=reach, offsets=jnp.full((1,), before, jnp.int32))
-        rows, keys, values = cut(query, begin, size), cut(key, begin, num_keys), cut(value, begin, num_keys)
-        hidden: Any = part.with_infinite_bias().joined(size, num_keys)  # there are lengths
-        is_wrong = cut(wrong_rows, begin, size)
-        if batch_size * num_heads * size * num_keys <= block_sizes.few_scores:
-            scores = stages.attention_scores(rows, keys, part.bias, spec, part.offsets, part.relative_bias)
-            context, log_sums = blockwise.weighed_sum(jnp.where(hidden, -jnp.inf, scores), values, part.sinks)
-            is_wrong |= jnp.isposinf(log_sums)  # all scores of a row are -inf
-        else:
+    def attend_part(begin: Array) -> tuple[Array, Array]:
+        part, rows = parts.masking_of(begin), parts.rows_of(query, begin)
+        keys, values = (parts.keys_of(x, begin) for x in (key, value))
+        if batch_size * num_heads * size * parts.num_keys > block_sizes.few_scores:
             context = _attend_on_cpu(rows, keys, values, part, spec=spec, block_sizes=block_sizes)
-        is_wrong = _with_a_key(is_wrong, hidden)
-        is_wrong |= sees_any(cut(marked, begin, num_keys)[..., 0], size, Masking(hidden))
-        return spoilt(context, is_wrong).astype(query.dtype)
+            return context, jnp.zeros((*rows.shape[:3], 1), bool)
+        scores = stages.attention_scores(rows, keys, part.bias, spec, part.offsets, part.relative_bias)
+        scores = jnp.where(parts.hidden_in(part), -jnp.inf, scores)
+        context, log_sums = blockwise.weighed_sum(scores, values, part.sinks)
+        return context.astype(query.dtype), jnp.isposinf(log_sums)
 
     # What a part stores for its gradient it computes again.
-    contexts = lax.map(jax.checkpoint(attend_part), jnp.arange(num_parts, dtype=jnp.int32) * size)
+    begins = jnp.arange(num_parts, dtype=jnp.int32) * size
+    contexts, gave_nothing = lax.map(jax.checkpoint(attend_part), begins)
+    contexts = spoilt(contexts, _wrong_in_parts(parts, begins, wrong_rows, wrong_keys, gave_nothing))
     contexts = jnp.moveaxis(contexts, 0, 2)  # (B, N, parts, size, H)
     return contexts.reshape(batch_size, num_heads, num_parts * size, contexts.shape[4])[:, :, :seq_len_q]
 
 
-def _with_a_key(rows: Array, hidden: Array) -> Array:
-    """Of some rows (B, N, T, 1) those that see a key."""
+def _wrong_in_parts(
+    parts: _Parts, begins: Array, wrong_rows: Array, wrong_keys: Array, gave_nothing: Array
+) -> Bool[Array, "parts B N T 1"]:
+    """The rows of each part that see something, and are not finite, see what is not, or were given nothing by it."""
+    marked = jnp.repeat(wrong_keys, wrong_rows.shape[1] // wrong_keys.shape[1], axis=1)
+
+    def look_in(part: tuple[Array, Array]) -> Array:
+        begin, gave_nothing = part
+        hidden = parts.hidden_in(parts.masking_of(begin))
+        is_wrong = (parts.rows_of(wrong_rows, begin) | gave_nothing) & ~hidden.all(axis=-1, keepdims=True)
+        return is_wrong | sees_any(parts.keys_of(marked, begin)[..., 0], parts.size, Masking(hidden))
 
     def look() -> Array:
-        return rows & ~hidden.all(axis=-1, keepdims=True)
+        return lax.map(look_in, (begins, gave_nothing))
 
-    if is_automatic(rows):  # devices would have to agree on whether to look
+    if is_automatic(wrong_rows):  # devices would have to agree on whether to look
         return look()
-    return lax.cond(rows.any(), look, lambda: rows)
+    is_any = wrong_rows.any() | wrong_keys.any() | gave_nothing.any()
+    return lax.cond(is_any, look, lambda: jnp.zeros_like(gave_nothing))
 
 
 @compiled("scale", "platform")

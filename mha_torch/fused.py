@@ -372,8 +372,14 @@ def _attend_in_reach(
     is_alone = masking.mask is None and masking.bias is None and masking.key_padding_lengths is None
     is_alone = is_alone and reach.chunk_size is None and not scoring.has_distances and seq_len_q <= seq_len_k
     added: dict[tuple[int, int, int], Tensor] = {}
-    contexts, nothing = [], value.new_zeros(value.shape[3])
+    contexts, nothing, alike = [], value.new_zeros(value.shape[3]), range(0)
+    if is_alone and masking.sinks is None and query.shape[3] == value.shape[3] and not _takes_gradient(key, value):
+        alike = _alike(reach, is_causal, seq_len_q, seq_len_k, size)
     for begin in range(0, seq_len_q, size):
+        if begin in alike:
+            if begin == alike[0]:
+                contexts.append(_attend_at_once(query, key, value, masking, reach, alike, dropout, scoring.scale))
+            continue
         end = min(begin + size, seq_len_q)
         first = min(max(reach.first(begin), 0) // size * size, seq_len_k)
         stop = max(first, min(end if is_causal else reach.stop(end - 1), seq_len_k))
@@ -385,8 +391,7 @@ def _attend_in_reach(
         if is_alone:
             place = (begin - first, end - begin, stop - first)
             if place not in added:
-                hidden = masking.part(rows, keys).hidden(*place[1:], query.device)[0, 0]
-                added[place] = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+                added[place] = _added_by_window(query, masking, rows, keys)
             contexts.append(
                 _attend(*parts, masking.sinks, attn_mask=added[place], dropout=dropout, scale=scoring.scale)
             )
@@ -395,7 +400,54 @@ def _attend_in_reach(
         if reach.chunk_size is not None:  # of its own chunk a query sees all, or all up to itself
             inside = replace(inside, reach=None, offsets=None)
         contexts.append(_attend_hidden(*parts, inside, dropout, scoring))
-    return torch.cat(contexts, dim=2)
+    return _joined(contexts)
+
+
+def _joined(contexts: Sequence[Tensor]) -> Tensor:
+    """Contexts (B, N, ·, Hv) of queries behind each other; in memory heads lie within tokens, as the kernel has it."""
+    return torch.cat([x.transpose(1, 2) for x in contexts], dim=1).transpose(1, 2)
+
+
+def _added_by_window(query: Tensor, masking: Masking, rows: slice, keys: slice) -> Tensor:
+    """-inf for each of these keys that a window hides from one of these queries, (T, S), else 0."""
+    sizes = (rows.stop - rows.start, keys.stop - keys.start)
+    hidden = masking.part(rows, keys).hidden(*sizes, query.device)[0, 0]
+    return query.new_zeros(sizes).masked_fill_(hidden, -torch.inf)
+
+
+def _alike(reach: Reach, is_causal: bool, seq_len_q: int, seq_len_k: int, size: int) -> range:
+    """Where so many queries begin that there are all keys before and after them that a window shows."""
+    before, after = -reach.first(0), 0 if is_causal else reach.stop(0) - 1
+    return range(-(-before // size) * size, min(seq_len_q, seq_len_k - after) - size + 1, size)
+
+
+def _attend_at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masking: Masking,
+    reach: Reach,
+    begins: range,
+    dropout: float,
+    scale: float | None,
+) -> Tensor:
+    """Parts of a sequence as the sequences of one call: keys are read where they lie, though parts share them."""
+    size, num_parts, num_kv_heads = begins.step, len(begins), key.shape[1]
+    first, last = begins[0], begins[-1]
+    start, stop = reach.first(first) // size * size, last + size if masking.is_causal else reach.stop(last + size - 1)
+    num_keys = stop - start - last + first  # of a part
+    added = _added_by_window(query, masking, slice(first, first + size), slice(start, start + num_keys))
+    # Queries of a group go side by side, for the kernel would copy the keys for each: (B, parts, K, G size, H).
+    rows = query[:, :, first : last + size].unflatten(1, (num_kv_heads, -1)).unflatten(3, (num_parts, size))
+    rows = rows.permute(0, 3, 1, 2, 4, 5).flatten(3, 4)
+    keys, values = (x[:, :, start:stop].unfold(2, num_keys, size).permute(0, 2, 1, 4, 3) for x in (key, value))
+    added = added.repeat(query.shape[1] // num_kv_heads, 1)
+    contexts = [
+        _attend(*of_sequence, attn_mask=added, dropout=dropout, scale=scale)
+        for of_sequence in zip(rows, keys, values, strict=True)
+    ]
+    context = torch.stack(contexts).unflatten(3, (-1, size)).permute(0, 1, 4, 2, 3, 5)  # (B, parts, size, K, G, Hv)
+    return context.flatten(3, 4).flatten(1, 2).transpose(1, 2)
 
 
 def _attend_by_sequence(
