@@ -143,9 +143,9 @@ def _packed(
     kept: Kept,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
 ) -> tuple[Float[Tensor, "1 1 B (N+2K)P"], bool]:
-    """Queries, keys and values side by side; and whether parts of a head each are on a core, as many cores as there are.
+    """Queries, keys and values side by side; and whether each core has a part of a head, or one.
 
-    Then keys come to lie on cores of their own, and both are written at once.
+    If so, keys can be put on cores of their own, and are written together with values.
     """
     if weights is None:
         if spec.fused_qkv:
