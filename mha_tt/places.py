@@ -5,7 +5,7 @@ Axes: B batch, S cache slots, N query heads, K key/value heads, P features that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -146,6 +146,8 @@ class _TableRotation(Rotation):
     """The same without matrices, for heads that lie otherwise or are too wide."""
 
     factors: Float[Tensor, "... 4P"]
+    spread: Float[Tensor, "1 1 P 4P"]
+    gathered: Float[Tensor, "4P P"]
 
     def __init__(self, factors: Tensor, spread: Float[Tensor, "1 1 P 4P"], gathered: Float[Tensor, "4P P"]) -> None:
         for name, value in (("factors", factors), ("spread", spread), ("gathered", gathered)):
@@ -183,7 +185,7 @@ class Kept:
     table: RotaryTable | None = None
 
     def __init__(self) -> None:
-        self._made: dict[str, tuple[tuple[Tensor, ...], Any]] = {}
+        self._made: dict[Hashable, tuple[tuple[Tensor, ...], Any]] = {}
 
     def rotary_table(self, spec: AttentionSpec, capacity: int, device: ttnn.MeshDevice) -> RotaryTable:
         """The table of a layer with RoPE for caches of this capacity."""
@@ -211,7 +213,7 @@ class Kept:
 
         return self.once("qkv", (*matrices, *biases.values()), make)
 
-    def once(self, name: str, made_of: tuple[Tensor, ...], make: Callable[[], Any]) -> Any:
+    def once(self, name: Hashable, made_of: tuple[Tensor, ...], make: Callable[[], Any]) -> Any:
         """What was made under this name before, if of these very tensors, else what is made now."""
         known = self._made.get(name)
         if known is None or [id(x) for x in known[0]] != [id(x) for x in made_of]:  # `==` is an operation of ttnn

@@ -69,10 +69,11 @@ def advance(
         write_rows(cache, new, places.slots)
     slots = tuple(cache.slots.values())
     of_scores: Any = {"spec": spec if kv_b is None else spec.absorbed, **arithmetic}
-    if sinks is not None:
-        learned = sinks
+    if (learned := sinks) is not None:
+        is_fast = compute_kernel_config is not None and compute_kernel_config.math_approx_mode
+        made_for = ("sinks", of_scores["spec"], is_fast)
         of_scores["sinks"] = kept.once(
-            "sinks", (learned,), lambda: fused.sinks_of_step(learned, q, slots[0], **of_scores)
+            made_for, (learned,), lambda: fused.sinks_of_step(learned, q, slots[0], **of_scores)
         )
     context = fused.attend_to_cache(q, slots[0], slots[-1], places.slots, page_table=cache.page_table, **of_scores)
     if is_packed:
@@ -205,8 +206,8 @@ def _heads(
 
 
 def _write(cache: KVCache | LatentCache, new: tuple[Tensor, Tensor], places: Places, are_apart: bool) -> None:
-    """Write the keys and values of new tokens into their slots, at once where they lie on cores apart."""
-    if not are_apart:
+    """Write the keys and values of new tokens into their slots; at once where each lie on cores of their own."""
+    if not (are_apart and all(x.is_sharded() for x in new)):
         write_rows(cache, new, places.slots)
         return
     (keys, values), (new_keys, new_values) = cache.slots.values(), new
