@@ -19,8 +19,8 @@ from mha_tt.device import TILE, accurate_config, largest_divisor, round_up
 from mha_tt.places import SUBBLOCK, Kept, Places
 from mha_tt.projections import (
     HeadWeights,
-    absorb_keys,
     absorb_values,
+    project_absorbed,
     project_latents,
     project_output,
     project_qkv,
@@ -63,8 +63,10 @@ def advance(
         q, new = _heads(packed, spec, rotation, are_apart)
         _write(cache, new, places, are_apart)
     else:
-        q, new = entering(project, tokens, cache, spec, rotation)
-        q = q if kv_b is None else absorb_keys(q, kv_b, spec, **arithmetic)
+        if kv_b is None:
+            q, new = entering(project, tokens, cache, spec, rotation)
+        else:
+            q, *new = project_absorbed(project, tokens, spec, rotation, kv_b, **arithmetic)
         q, *new = (ttnn.transpose(part, 1, 2) for part in (q, *new))
         write_rows(cache, new, places.slots)
     slots = tuple(cache.slots.values())
