@@ -163,7 +163,7 @@ def multi_head_attention_with_static_cache(
         positions=positions,
         dropout=Dropout(),
         compute_kernel_config=compute_kernel_config,
-        weights=weights,
+        own_weights=weights,
     )
 
 
@@ -179,7 +179,7 @@ def cached_layer(
     dropout: Dropout,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
     kv_b: Callable[[], HeadWeights] | None = None,
-    weights: Mapping[str, Tensor] | None = None,
+    own_weights: Mapping[str, Tensor] | None = None,
     kept: Kept | None = None,
 ) -> tuple[Tensor, CacheT]:
     """Append new tokens to a cache of either kind, and attend; over the latents themselves where kv_b is given.
@@ -202,7 +202,7 @@ def cached_layer(
             cache,
             spec,
             masking.sinks,
-            weights=weights,
+            own_weights=own_weights,
             kept=kept,
             compute_kernel_config=compute_kernel_config,
             kv_b=None if kv_b is None else kv_b(),
@@ -447,7 +447,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             positions=positions,
             dropout=self.drawn_dropout(),
             compute_kernel_config=self.compute_kernel_config,
-            weights=self.weights if is_own else None,
+            own_weights=self.weights if is_own else None,
             kept=self._kept,
         )
         return self.drop_output(output), cache

@@ -40,7 +40,7 @@ def advance(
     spec: AttentionSpec,
     sinks: Float[Tensor, "1 N 1 1"] | None,
     *,
-    weights: Mapping[str, Tensor] | None,
+    own_weights: Mapping[str, Tensor] | None,
     kept: Kept | None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
     kv_b: HeadWeights | None,
@@ -49,7 +49,7 @@ def advance(
 
     It is called after all checks, for what the kernel of a step takes. Only the first step behind tokens that came in
     another way uploads their places. What is `kept` serves it, else what the last step left beside the cache.
-    Where the weights are given, they are those that `project` applies.
+    Where weights are given, they are those that `project` applies.
     """
     batch_size, _, width = x.shape
     kept = kept or (Kept() if cache.places is None else cache.places.kept)
@@ -59,7 +59,7 @@ def advance(
     arithmetic: Any = {"compute_kernel_config": compute_kernel_config}
     tokens = ttnn.reshape(x, (1, *(1,) * is_packed, batch_size, width))
     if is_packed:
-        packed, are_apart = _packed(project, tokens, spec, weights, kept, compute_kernel_config)
+        packed, are_apart = _packed(project, tokens, spec, own_weights, kept, compute_kernel_config)
         q, new = _heads(packed, spec, rotation, are_apart)
         _write(cache, new, places, are_apart)
     else:
@@ -142,7 +142,7 @@ def _packed(
     project: Project,
     x: Float[Tensor, "1 1 B d_in"],
     spec: AttentionSpec,
-    weights: Mapping[str, Tensor] | None,
+    own_weights: Mapping[str, Tensor] | None,
     kept: Kept,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
 ) -> tuple[Float[Tensor, "1 1 B (N+2K)P"], bool]:
@@ -150,11 +150,11 @@ def _packed(
 
     If so, keys can be put on cores of their own, and are written together with values.
     """
-    if weights is None:
+    if own_weights is None:
         if spec.fused_qkv:
             return project("qkv_proj", x), False
         return ttnn.concat([project(f"{part}_proj", x) for part in "qkv"], dim=-1), False
-    weight, bias = kept.qkv(weights, spec)
+    weight, bias = kept.qkv(own_weights, spec)
     width, features = weight.shape[1] // TILE, padded_features("q_proj", spec) // TILE  # in tiles
     grid = x.device().compute_with_storage_grid_size()
     of_a_core = [
