@@ -37,7 +37,7 @@ from mha_tt.device import as_dtype, round_up, upload, zeros
 from mha_tt.masks import DeviceMask, Masking, on_host
 from mha_tt.mha import AttentionLayer
 from mha_tt.pages import paged
-from mha_tt.places import RotaryTable
+from mha_tt.places import Kept
 from mha_tt.projections import (
     HeadWeights,
     absorb_keys,
@@ -49,7 +49,7 @@ from mha_tt.projections import (
 from mha_tt.rope import check_layer_positions, rotation_of
 from mha_tt.slots import first_slots, joined
 from mha_tt.stages import Dropout
-from mha_tt.step import advance, entering, table_of
+from mha_tt.step import advance, entering
 from mha_tt.weights import Project, check_weights, padded_features, padded_width, project_with
 
 
@@ -163,6 +163,7 @@ def multi_head_attention_with_static_cache(
         positions=positions,
         dropout=Dropout(),
         compute_kernel_config=compute_kernel_config,
+        own_weights=weights,
     )
 
 
@@ -178,12 +179,13 @@ def cached_layer(
     dropout: Dropout,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
     kv_b: Callable[[], HeadWeights] | None = None,
-    rotary_table: RotaryTable | None = None,
+    own_weights: Mapping[str, Tensor] | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, CacheT]:
     """Append new tokens to a cache of either kind, and attend; over the latents themselves where kv_b is given.
 
-    It is called after all checks, and makes the weights that are needed for that, or has kept them. A table of RoPE
-    that is kept serves steps.
+    It is called after all checks, and makes the weights that are needed for that, or has kept them. Steps may take the
+    weights by themselves, where they are given and `project` applies no others, and what is `kept` for them.
     """
     check_cached_input(x, cache)
     batch_size, seq_len, _ = x.shape
@@ -200,7 +202,8 @@ def cached_layer(
             cache,
             spec,
             masking.sinks,
-            table=rotary_table,
+            own_weights=own_weights,
+            kept=kept,
             compute_kernel_config=compute_kernel_config,
             kv_b=None if kv_b is None else kv_b(),
         )
@@ -220,14 +223,14 @@ def cached_layer(
         positions = np.broadcast_to(positions, (*positions.shape[:-2], batch_size, 1)).swapaxes(-1, -2)
     rotation = rotation_of(positions, spec, device=x.device(), side_by_side=is_step)
     q, new = entering(project, x, cache, spec, positions if rotation is None else rotation)
-    weights = None if kv_b is None else kv_b()
-    q = q if weights is None else absorb_keys(q, weights, spec, compute_kernel_config=compute_kernel_config)
-    attention = _Attention(project, spec, weights is not None, compute_kernel_config)
+    heads = None if kv_b is None else kv_b()
+    q = q if heads is None else absorb_keys(q, heads, spec, compute_kernel_config=compute_kernel_config)
+    attention = _Attention(project, spec, heads is not None, compute_kernel_config)
     attend = _attend_in_step if is_step else _attend_in_prefill
     context, cache = attend(q, new, cache, new_lengths, masking, dropout, attention)
-    if weights is not None:
+    if heads is not None:
         context = context[:, :, :, : padded_features("kv_a_norm", spec)]
-        context = absorb_values(context, weights, spec, compute_kernel_config=compute_kernel_config)
+        context = absorb_values(context, heads, spec, compute_kernel_config=compute_kernel_config)
     output = project_output(project, context, x, spec)
     if is_step:
         output = ttnn.reshape(output, (batch_size, 1, output.shape[2]))
@@ -373,7 +376,6 @@ class MultiHeadAttentionWithCache(AttentionLayer):
     """Causal multi-head self-attention over everything cached; made as `AttentionLayer`."""
 
     _is_self_attention = True
-    _table: RotaryTable | None = None
 
     def init_cache(
         self, batch_size: int, capacity: int, dtype: ttnn.DataType | None = None, *, page_size: int | None = None
@@ -434,6 +436,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         check_floating("x", x, rank=3)
         check_input_dtype("x", x, self.dtype)
         self.check_dropout()
+        is_own = getattr(self.project, "__func__", None) is AttentionLayer.project  # not replaced
         output, cache = cached_layer(
             self.project,
             x,
@@ -444,7 +447,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             positions=positions,
             dropout=self.drawn_dropout(),
             compute_kernel_config=self.compute_kernel_config,
-            rotary_table=self._table,
+            own_weights=self.weights if is_own else None,
+            kept=self._kept,
         )
-        self._table = table_of(cache) or self._table
         return self.drop_output(output), cache

@@ -209,6 +209,11 @@ def round_up(count: int, multiple: int = TILE) -> int:
     return -(-count // multiple) * multiple
 
 
+def largest_divisor(count: int, most: int) -> int:
+    """The largest number up to `most` of which the count is a multiple."""
+    return next(divisor for divisor in range(min(count, most), 0, -1) if count % divisor == 0)
+
+
 def padded_head_dim(head_dim: int, *, rope: bool = False) -> int:
     """Features that a head has on the device: whole tiles, and with RoPE two halves of whole tiles."""
     return 2 * round_up(-(-head_dim // 2)) if rope else round_up(head_dim)

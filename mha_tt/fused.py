@@ -142,7 +142,7 @@ def attend(
         is_causal=only_causal,
         sliding_window_size=mask.window_size if mask is not None and only_causal else None,
         scale=scale,
-        attention_sink=_unscaled(masking.sinks, scale),
+        attention_sink=None if masking.sinks is None else _unscaled(masking.sinks, scale),
         program_config=_program_config(device, config, seq_len_q, seq_len_k, _largest_chunk(query)),
         compute_kernel_config=config,
     )
@@ -157,7 +157,7 @@ def attend_to_cache(
     spec: AttentionSpec | None = None,
     *,
     page_table: Int[Tensor, "B P"] | None = None,
-    sinks: Float[Tensor, "1 N 1 1"] | None = None,
+    sinks: Float[Tensor, "1 N 1 1"] | list[Tensor] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "1 B N H"]:
     """Attention of one new token of each sequence over its cached tokens; reads the filled part of the cache only.
@@ -171,7 +171,8 @@ def attend_to_cache(
         last_positions: the last slot that each sequence sees, (B,), on the host; or, unread, on the device, int32.
         spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
         page_table: which pages each sequence has, in order, (B, P), int32, on the device.
-        sinks: the logit of each head that takes part in the softmax and has no value, (1, N, 1, 1).
+        sinks: the logit of each head that takes part in the softmax and has no value, (1, N, 1, 1); or what
+            `sinks_of_step` makes of them, once for many steps.
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
 
     Raises:
@@ -188,42 +189,71 @@ def attend_to_cache(
             f"got query.shape={tuple(query.shape)}"
         )
     check_cached_step(query, keys, values, last_positions, page_table)
-    check_sinks(sinks, query.shape[2])
-    scale = score_scale(query, spec)
-    device, num_heads, is_wide = query.device(), query.shape[2], query.shape[3] > WIDE
-    config = compute_kernel_config or accurate_config(device)
+    scale, config = score_scale(query, spec), compute_kernel_config or accurate_config(query.device())
+    parts = _parts(query.shape[2], query.shape[3], keys.shape[1], config)
+    if not isinstance(sinks, list):
+        check_sinks(sinks, query.shape[2])
+        sinks = [None] * len(parts) if sinks is None else _sinks_of(parts, sinks, scale)
     # 0 lets the operation choose its chunks. Without a configuration it divides the keys among more cores than its tree
     # of sums has room for, on Blackhole with few heads.
-    chunk = math.gcd(_largest_chunk(query), keys.shape[2]) if is_wide else 0
-    is_there = isinstance(last_positions, Tensor)
+    chunk = math.gcd(_largest_chunk(query), keys.shape[2]) if query.shape[3] > WIDE else 0
+    is_there, device = isinstance(last_positions, Tensor), query.device()
     positions = last_positions if is_there else upload_integers(last_positions, device=device)
     heads = as_dtype(query, ttnn.bfloat16)  # it takes no other with groups
-    sinks = _unscaled(sinks, scale)
-    sinks = None if sinks is None else ttnn.reshape(sinks, (num_heads, 1))
-    at_once = TILE if is_wide and keys.shape[1] == 1 else num_heads
-    parts = [slice(first, min(first + at_once, num_heads)) for first in range(0, num_heads, at_once)]
     operation, in_pages, contexts = ttnn.transformer.scaled_dot_product_attention_decode, {}, []
     if page_table is not None:
         operation = ttnn.transformer.paged_scaled_dot_product_attention_decode
         in_pages = {"page_table_tensor": page_table}
-    for part in parts:
-        # Up to half a tile of heads gets approximate exponentials, whatever is chosen, and is 2 % off. So each of a few
-        # heads is there several times, beside the others of its group, and the first of them counts.
-        count = part.stop - part.start
-        times = 1 if count > HALF_TILE else HALF_TILE // count + 1
+    for (part, times), sinks_of_part in zip(parts, sinks, strict=True):
         context = operation(
             _some_heads(heads, part, times, axis=2),
             keys,
             values,
             cur_pos_tensor=positions,
             scale=scale,
-            attention_sink=None if sinks is None else _some_heads(sinks, part, times, axis=0),
+            attention_sink=sinks_of_part,
             program_config=_program_config(device, config, 0, chunk, chunk),
             compute_kernel_config=config,
             **in_pages,
         )
         contexts.append(context if times == 1 else context[:, :, ::times])
     return as_dtype(contexts[0] if len(contexts) == 1 else ttnn.concat(contexts, dim=2), query.dtype)
+
+
+def sinks_of_step(
+    sinks: Float[Tensor, "1 N 1 1"],
+    query: Float[Tensor, "1 B N H"],
+    keys: Float[Tensor, "B K S H"],
+    spec: AttentionSpec | None = None,
+    *,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> list[Tensor]:
+    """Sinks as `attend_to_cache` takes them for such queries and keys, made once for many steps."""
+    check_sinks(sinks, query.shape[2])
+    config = compute_kernel_config or accurate_config(query.device())
+    return _sinks_of(_parts(query.shape[2], query.shape[3], keys.shape[1], config), sinks, score_scale(query, spec))
+
+
+def _parts(
+    num_heads: int, num_features: int, num_kv_heads: int, config: ttnn.DeviceComputeKernelConfig
+) -> list[tuple[slice, int]]:
+    """Which heads the kernel of a step takes at once, and how many times each of them is there.
+
+    Up to half a tile of heads gets approximate exponentials, whatever is chosen, and is 2 % off. So each of a few heads
+    is there several times, beside the others of its group, and the first of them counts. Where approximations are
+    chosen, once is as good.
+    """
+    at_once = TILE if num_features > WIDE and num_kv_heads == 1 else num_heads
+    parts = [slice(first, min(first + at_once, num_heads)) for first in range(0, num_heads, at_once)]
+    counts = [part.stop - part.start for part in parts]
+    times = [1 if count > HALF_TILE or config.math_approx_mode else HALF_TILE // count + 1 for count in counts]
+    return list(zip(parts, times, strict=True))
+
+
+def _sinks_of(parts: list[tuple[slice, int]], sinks: Tensor, scale: float) -> list[Tensor]:
+    """The sinks of these heads as the kernel of a step takes them."""
+    column = ttnn.reshape(_unscaled(sinks, scale), (sinks.shape[1], 1))
+    return [_some_heads(column, part, times, axis=0) for part, times in parts]
 
 
 def step_takes(num_features: int) -> bool:
@@ -257,9 +287,9 @@ def _attn_mask(
     return ttnn.fill_implicit_tile_padding(attn_mask, MASKED)
 
 
-def _unscaled(sinks: Tensor | None, scale: float) -> Tensor | None:
+def _unscaled(sinks: Tensor, scale: float) -> Tensor:
     """Sinks as the kernels take them, which multiply them by the scale, too."""
-    return None if sinks is None else as_dtype(ttnn.multiply(at_least_float32(sinks), 1.0 / scale), ttnn.bfloat16)
+    return as_dtype(ttnn.multiply(at_least_float32(sinks), 1.0 / scale), ttnn.bfloat16)
 
 
 def _some_heads(x: Tensor, part: slice, times: int, *, axis: int) -> Tensor:

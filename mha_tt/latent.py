@@ -22,10 +22,8 @@ from mha_tt.cache import LatentCache, check_is_cache, init_latent_cache
 from mha_tt.cache_mha import cached_layer
 from mha_tt.masks import DeviceMask, Masking
 from mha_tt.mha import AttentionLayer
-from mha_tt.places import RotaryTable
 from mha_tt.projections import HeadWeights, weights_of_heads
 from mha_tt.stages import Dropout
-from mha_tt.step import table_of
 from mha_tt.weights import check_weights, project_with
 
 
@@ -96,7 +94,6 @@ class MultiHeadLatentAttention(AttentionLayer):
     """
 
     _is_self_attention = True
-    _table: RotaryTable | None = None
 
     def __init__(
         self,
@@ -184,9 +181,8 @@ class MultiHeadLatentAttention(AttentionLayer):
             dropout=self.drawn_dropout(),
             compute_kernel_config=self.compute_kernel_config,
             kv_b=self._kv_b if self.spec.absorbs(x.shape[1]) else None,
-            rotary_table=self._table,
+            kept=self._kept,
         )
-        self._table = table_of(cache) or self._table
         return self.drop_output(output), cache
 
     def _kv_b(self) -> HeadWeights:

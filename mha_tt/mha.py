@@ -22,6 +22,7 @@ from mha_tt import fused, stages
 from mha_tt.arrays import check_dtype, check_floating, check_input_dtype
 from mha_tt.device import accurate_config, describe_config
 from mha_tt.masks import DeviceMask, Masking
+from mha_tt.places import Kept
 from mha_tt.projections import combine_heads, project_output, project_qkv, split_heads
 from mha_tt.rope import Rotation, check_layer_positions, rotation_of
 from mha_tt.stages import Dropout, drop, scaled_dot_product_attention
@@ -210,6 +211,7 @@ class AttentionLayer:
         self.training = True
         self._rotation: Rotation | None = None
         self._causal_mask: DeviceMask | None = None
+        self._kept = Kept()
         self.load_weights(self._draw_weights())
 
     def _draw_weights(self) -> dict[str, np.ndarray]:

@@ -131,25 +131,48 @@ def project_latents(
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
-    latent, (batch_size, seq_len, _) = check_latent(spec), x.shape
+    (batch_size, seq_len, _), own_features = x.shape, _own_features(spec)
     positions, rotation = _placed(x, positions, spec)
-    if latent.q_rank is None:
-        q = project("q_proj", x)
-    else:
-        q = project("q_b_proj", _normed(project, "q_a_norm", project("q_a_proj", x), latent))
-    q, compressed = split_heads(q, spec.num_heads), project("kv_a_proj", x)
+    q, normed, shared = _latent_parts(project, x, spec)
     if 0 in (batch_size, seq_len):
-        return q, zeros((batch_size, 1, seq_len, compressed.shape[2]), x.dtype, x.device())
-    kv_rank, own_features = padded_features("kv_a_norm", spec), round_up(spec.head_dim - latent.rope_dim)
-    normed = _normed(project, "kv_a_norm", compressed[:, :, :kv_rank], latent)
-    shared = compressed[:, :, kv_rank:]
-    normed, shared = (ttnn.reshape(part, (batch_size, 1, seq_len, part.shape[2])) for part in (normed, shared))
+        return q, zeros((batch_size, 1, seq_len, padded_features("kv_a_proj", spec)), x.dtype, x.device())
     if rotation is not None:
         q = _side_by_side(q[:, :, :, :own_features], rotation.rotate(q[:, :, :, own_features:]))
         shared = rotation.rotate(shared)
     if spec.temperature is not None and positions is not None:
         q = apply_temperature(q, positions, spec.temperature)
     return q, _side_by_side(normed, shared)
+
+
+def project_absorbed(
+    project: Project,
+    x: Float[Tensor, "B T d_in"],
+    spec: AttentionSpec,
+    positions: Rotation | None,
+    kv_b: HeadWeights,
+    *,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> tuple[Float[Tensor, "B N T W"], Float[Tensor, "B 1 T W"]]:
+    """The same as `project_latents`, and `absorb_keys` of its queries, whose parts are put together only then.
+
+    Args:
+        project: applies a projection or a norm by its name.
+        x: input of the layer, of one token or more.
+        spec: the layer, which has latents and no temperature.
+        positions: the rotations of the tokens; None without RoPE.
+        kv_b: the weight of kv_b_proj head by head.
+        compute_kernel_config: arithmetic of the sums; `accurate_config` when absent.
+
+    Returns:
+        Queries (B, N, T, W), and the latents (B, 1, T, W), W = kv_rank + rope_dim.
+    """
+    own_features = _own_features(spec)
+    q, normed, shared = _latent_parts(project, x, spec)
+    own, shared_q = q[:, :, :, :own_features], q[:, :, :, own_features:]
+    if positions is not None:
+        shared_q, shared = positions.rotate(shared_q), positions.rotate(shared)
+    absorbed = _head_by_head(own, kv_b.of_keys, True, compute_kernel_config)
+    return _side_by_side(absorbed, shared_q), _side_by_side(normed, shared)
 
 
 def expand_latents(
@@ -168,9 +191,8 @@ def expand_latents(
     Raises:
         ValueError: if the layer has no latents, or they are of another width.
     """
-    latent = check_latent(spec)
     check_latents("latents", latents, spec)
-    kv_rank, own_features = padded_features("kv_a_norm", spec), round_up(spec.head_dim - latent.rope_dim)
+    kv_rank, own_features = padded_features("kv_a_norm", spec), _own_features(spec)
     batch_size, _, seq_len, _ = latents.shape
     if 0 in (batch_size, seq_len):
         widths = (padded_features(f"{part}_proj", spec) for part in "kv")
@@ -197,7 +219,7 @@ def weights_of_heads(kv_b: Float[Tensor, "kv_rank N*(H+Hv)"], spec: AttentionSpe
     Raises:
         ValueError: if the layer has no latents, or the weight is of another shape.
     """
-    own_features = round_up(spec.head_dim - check_latent(spec).rope_dim)
+    own_features = _own_features(spec)
     check_floating("kv_b", kv_b, rank=2)
     expected = (padded_width("kv_a_norm", spec), padded_width("kv_b_proj", spec))
     if tuple(kv_b.shape) != expected:
@@ -336,6 +358,28 @@ def _placed(
     if isinstance(positions, Rotation):
         return positions.positions, positions
     return positions, None if 0 in (x.shape[0], x.shape[1]) else rotation_of(positions, spec, device=x.device())
+
+
+def _own_features(spec: AttentionSpec) -> int:
+    """Features of queries and keys that heads do not share, as many as are padded."""
+    return round_up(spec.head_dim - check_latent(spec).rope_dim)
+
+
+def _latent_parts(project: Project, x: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (B, N, T, H), latents (B, 1, T, kv_rank) and what heads share (B, 1, T, rope_dim), not yet rotated."""
+    latent, (batch_size, seq_len, _) = check_latent(spec), x.shape
+    if latent.q_rank is None:
+        q = project("q_proj", x)
+    else:
+        q = project("q_b_proj", _normed(project, "q_a_norm", project("q_a_proj", x), latent))
+    q, compressed = split_heads(q, spec.num_heads), project("kv_a_proj", x)
+    if 0 in (batch_size, seq_len):
+        return q, compressed, compressed
+    kv_rank = padded_features("kv_a_norm", spec)
+    normed = _normed(project, "kv_a_norm", compressed[:, :, :kv_rank], latent)
+    shared = compressed[:, :, kv_rank:]
+    normed, shared = (ttnn.reshape(part, (batch_size, 1, seq_len, part.shape[2])) for part in (normed, shared))
+    return q, normed, shared
 
 
 def _normed(project: Project, name: str, x: Tensor, latent: Latent) -> Tensor:

@@ -5,6 +5,7 @@ Axes: B batch, N query heads, K key/value heads, P features that a head has on t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import ttnn
@@ -14,18 +15,22 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec
 from mha_tt import fused
 from mha_tt.cache import CacheT, KVCache, LatentCache, write_rows
-from mha_tt.device import TILE
-from mha_tt.places import KERNEL_FEATURES, Places, RotaryTable
+from mha_tt.device import TILE, accurate_config, largest_divisor, round_up
+from mha_tt.places import SUBBLOCK, Kept, Places
 from mha_tt.projections import (
     HeadWeights,
-    absorb_keys,
     absorb_values,
+    project_absorbed,
     project_latents,
     project_output,
     project_qkv,
 )
 from mha_tt.rope import Rotation
 from mha_tt.weights import Project, padded_features
+
+FEW = 4
+"""Up to so many sequences leave a step in tiles of their own, as they came: an operation less, for tiles that are empty
+but for one row. More of them share tiles up to the end."""
 
 
 def advance(
@@ -35,46 +40,60 @@ def advance(
     spec: AttentionSpec,
     sinks: Float[Tensor, "1 N 1 1"] | None,
     *,
-    table: RotaryTable | None,
+    own_weights: Mapping[str, Tensor] | None,
+    kept: Kept | None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
     kv_b: HeadWeights | None,
 ) -> tuple[Float[Tensor, "B 1 E"], CacheT]:
     """Append one token of each sequence to a cache, and attend to everything up to it.
 
     It is called after all checks, for what the kernel of a step takes. Only the first step behind tokens that came in
-    another way uploads their places, and the table, unless the one that is given is for this cache.
+    another way uploads their places. What is `kept` serves it, else what the last step left beside the cache.
+    Where weights are given, they are those that `project` applies.
     """
     batch_size, _, width = x.shape
+    kept = kept or (Kept() if cache.places is None else cache.places.kept)
     is_packed = _is_packed(x, spec)
-    places = _places(cache, spec, table, is_packed, compute_kernel_config)
+    places = _places(cache, spec, kept, is_packed)
     rotation = places.rotation()
+    arithmetic: Any = {"compute_kernel_config": compute_kernel_config}
     tokens = ttnn.reshape(x, (1, *(1,) * is_packed, batch_size, width))
     if is_packed:
-        q, new = _heads(project, tokens, spec, rotation)
+        packed, are_apart = _packed(project, tokens, spec, own_weights, kept, compute_kernel_config)
+        q, new = _heads(packed, spec, rotation, are_apart)
+        _write(cache, new, places, are_apart)
     else:
-        q, new = entering(project, tokens, cache, spec, rotation)
-        q = q if kv_b is None else absorb_keys(q, kv_b, spec, compute_kernel_config=compute_kernel_config)
+        if kv_b is None:
+            q, new = entering(project, tokens, cache, spec, rotation)
+        else:
+            q, *new = project_absorbed(project, tokens, spec, rotation, kv_b, **arithmetic)
         q, *new = (ttnn.transpose(part, 1, 2) for part in (q, *new))
-    write_rows(cache, new, places.slots)
+        write_rows(cache, new, places.slots)
     slots = tuple(cache.slots.values())
-    of_scores: Any = {"spec": spec if kv_b is None else spec.absorbed, "sinks": sinks}
-    arithmetic = {"compute_kernel_config": compute_kernel_config}
-    context = fused.attend_to_cache(
-        q, slots[0], slots[-1], places.slots, page_table=cache.page_table, **of_scores, **arithmetic
-    )
+    of_scores: Any = {"spec": spec if kv_b is None else spec.absorbed, **arithmetic}
+    if (learned := sinks) is not None:
+        is_fast = compute_kernel_config is not None and compute_kernel_config.math_approx_mode
+        made_for = ("sinks", of_scores["spec"], is_fast)
+        of_scores["sinks"] = kept.once(
+            made_for, (learned,), lambda: fused.sinks_of_step(learned, q, slots[0], **of_scores)
+        )
+    context = fused.attend_to_cache(q, slots[0], slots[-1], places.slots, page_table=cache.page_table, **of_scores)
     if is_packed:
-        output = ttnn.reshape(context, (1, 1, batch_size, context.shape[2] * context.shape[3]))
+        rows = (batch_size, 1) if batch_size <= FEW else (1, batch_size)
+        output = ttnn.reshape(context, (*rows, context.shape[2] * context.shape[3]))
         output = project("out_proj", output) if spec.out_proj else output
     else:
         context = ttnn.transpose(context, 1, 2)
         if kv_b is not None:
             context = context[:, :, :, : padded_features("kv_a_norm", spec)]
-            context = absorb_values(context, kv_b, spec, compute_kernel_config=compute_kernel_config)
+            context = absorb_values(context, kv_b, spec, **arithmetic)
         output = project_output(project, context, tokens, spec)
     places.advance()
     cache = cache.with_slots(slots, cache.lengths + 1)
     object.__setattr__(cache, "places", places)  # no part of its value
-    return ttnn.reshape(output, (batch_size, 1, output.shape[-1])), cache
+    if tuple(output.shape)[:2] != (batch_size, 1):
+        output = ttnn.reshape(output, (batch_size, 1, output.shape[-1]))
+    return output, cache
 
 
 def entering(
@@ -92,9 +111,20 @@ def entering(
     return q, (k, v)
 
 
-def table_of(cache: KVCache | LatentCache) -> RotaryTable | None:
-    """The table of RoPE that steps have left in a cache."""
-    return None if cache.places is None else cache.places.table
+def _places(cache: KVCache | LatentCache, spec: AttentionSpec, kept: Kept, is_packed: bool) -> Places:
+    """Those that the last step left, if they are still those of the cache, or new ones."""
+    device = next(iter(cache.slots.values())).device()
+    table = None
+    if spec.rope is not None:
+        of_cache = None if cache.places is None else cache.places.table
+        is_its = of_cache is not None and of_cache.is_for(spec, cache.capacity)
+        table = of_cache if is_its else kept.rotary_table(spec, cache.capacity, device)
+    if cache.places is not None and cache.places.are_behind(cache.lengths, table, is_row_each=is_packed):
+        return cache.places
+    return Places(cache.lengths, table, kept, is_row_each=is_packed, device=device)
+
+
+# ---- Queries, keys and values at once --------------------------------------------------------------------------------
 
 
 def _is_packed(x: Tensor, spec: AttentionSpec) -> bool:
@@ -108,38 +138,81 @@ def _is_packed(x: Tensor, spec: AttentionSpec) -> bool:
     return are_alike and is_small and not spec.norms and spec.gate is None
 
 
-def _places(
-    cache: KVCache | LatentCache,
+def _packed(
+    project: Project,
+    x: Float[Tensor, "1 1 B d_in"],
     spec: AttentionSpec,
-    table: RotaryTable | None,
-    is_packed: bool,
+    own_weights: Mapping[str, Tensor] | None,
+    kept: Kept,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
-) -> Places:
-    """Those that the last step left, if they are still those of the cache, or new ones."""
-    device = next(iter(cache.slots.values())).device()
-    if spec.rope is not None:
-        is_fast = compute_kernel_config is not None and compute_kernel_config.math_approx_mode
-        for_kernel = is_packed and is_fast and padded_features("q_proj", spec) <= KERNEL_FEATURES
-        made_for = {"for_kernel": for_kernel}
-        known = (each for each in (table_of(cache), table) if each and each.is_for(spec, cache.capacity, **made_for))
-        table = next(known, None) or RotaryTable(spec, cache.capacity, **made_for, device=device)
-    else:
-        table = None
-    if cache.places is not None and cache.places.are_behind(cache.lengths, table, is_row_each=is_packed):
-        return cache.places
-    return Places(cache.lengths, table, is_row_each=is_packed, device=device)
+) -> tuple[Float[Tensor, "1 1 B (N+2K)P"], bool]:
+    """Queries, keys and values side by side; and whether each core has a part of a head, or one.
+
+    If so, keys can be put on cores of their own, and are written together with values.
+    """
+    if own_weights is None:
+        if spec.fused_qkv:
+            return project("qkv_proj", x), False
+        return ttnn.concat([project(f"{part}_proj", x) for part in "qkv"], dim=-1), False
+    weight, bias = kept.qkv(own_weights, spec)
+    width, features = weight.shape[1] // TILE, padded_features("q_proj", spec) // TILE  # in tiles
+    grid = x.device().compute_with_storage_grid_size()
+    of_a_core = [
+        tiles for tiles in range(1, features + 1) if not features % tiles and width // tiles <= grid.x * grid.y
+    ]
+    is_divided = bool(of_a_core) and 2 * x.shape[2] <= grid.x * grid.y
+    packed = ttnn.linear(
+        x,
+        weight,
+        bias=bias,
+        dtype=x.dtype,
+        compute_kernel_config=compute_kernel_config or accurate_config(x.device()),
+        **_divided(x, width, of_a_core[0]) if is_divided else {},
+    )
+    return packed, is_divided
+
+
+def _divided(x: Tensor, width: int, of_a_core: int) -> dict[str, Any]:
+    """What makes a product leave so many tiles of its width on each core."""
+    grid = x.device().compute_with_storage_grid_size()
+    return {
+        "memory_config": ttnn.create_sharded_memory_config(
+            (TILE, of_a_core * TILE),
+            core_grid=ttnn.num_cores_to_corerangeset(width // of_a_core, grid, row_wise=True),
+            strategy=ttnn.ShardStrategy.WIDTH,
+            use_height_and_width_as_shard_shape=True,
+        ),
+        "program_config": ttnn.MatmulMultiCoreReuseMultiCast1DProgramConfig(
+            compute_with_storage_grid_size=grid,
+            in0_block_w=largest_divisor(round_up(x.shape[3]) // TILE, 2 * SUBBLOCK),
+            out_subblock_h=1,
+            out_subblock_w=largest_divisor(of_a_core, SUBBLOCK),
+            per_core_M=1,
+            per_core_N=of_a_core,
+            fuse_batch=True,
+            fused_activation=None,
+            mcast_in0=True,
+        ),
+    }
 
 
 def _heads(
-    project: Project, x: Float[Tensor, "1 1 B d_in"], spec: AttentionSpec, rotation: Rotation | None
+    packed: Float[Tensor, "1 1 B (N+2K)P"], spec: AttentionSpec, rotation: Rotation | None, are_apart: bool
 ) -> tuple[Float[Tensor, "1 B N P"], tuple[Float[Tensor, "1 B K P"], Float[Tensor, "1 B K P"]]]:
     """Queries, and keys and values, each sequence's on a core of its own; rotated."""
-    if spec.fused_qkv:
-        packed = project("qkv_proj", x)
-    else:
-        packed = ttnn.concat([project(f"{part}_proj", x) for part in "qkv"], dim=-1)
     packed = packed if spec.clip_qkv is None else ttnn.clamp(packed, -spec.clip_qkv, spec.clip_qkv)
     q, k, v = ttnn.experimental.nlp_create_qkv_heads_decode(
-        packed, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads
+        packed, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, overlap_qk_coregrid=not are_apart
     )
     return (q, (k, v)) if rotation is None else (rotation.rotate(q), (rotation.rotate(k), v))
+
+
+def _write(cache: KVCache | LatentCache, new: tuple[Tensor, Tensor], places: Places, are_apart: bool) -> None:
+    """Write the keys and values of new tokens into their slots; at once where each lie on cores of their own."""
+    if not (are_apart and all(x.is_sharded() for x in new)):
+        write_rows(cache, new, places.slots)
+        return
+    (keys, values), (new_keys, new_values) = cache.slots.values(), new
+    ttnn.experimental.paged_fused_update_cache(
+        keys, new_keys, values, new_values, update_idxs_tensor=places.slots, page_table=cache.page_table
+    )

@@ -52,7 +52,7 @@ EXTRA_FILES = {
         "goldens.py",  # and what operations compute on them,
         "recording.py",  # or did where they are real
         "not_finite.py",  # keeps what is not finite where it is seen, around kernels that do not
-        "places.py",  # where the next tokens go, counted on the device,
+        "places.py",  # what lies on the device between steps: where the next tokens go, counted there,
         "step.py",  # so that a step of all sequences needs nothing of the host
         "slots.py",  # copies slots of a cache, as the others' arrays are copied in a line
         "pages.py",  # a cache in pages, for which the framework has kernels
@@ -78,7 +78,7 @@ EXTRA_PARAMETERS = {
         "slots",  # of `apply_norm`, and
         "head_dim",  # of `apply_rope`: heads are padded to whole tiles, so that their shape does not tell it
         *("page_size", "page_table"),  # of a cache in pages, and of the kernel for it
-        "rotary_table",  # of `cached_layer`: rotations of all positions of a cache, of which the device picks
+        *("own_weights", "kept"),  # of `cached_layer`: what steps make of the weights, and keep
     },
 }
 
@@ -145,6 +145,8 @@ EXTRA_NAMES = {
         "rotation_of",
         *("rotated_head", "cos_and_sin"),  # or as a table, of which the device picks
         *("HeadWeights", "weights_of_heads"),  # a weight is taken apart once for many calls
+        "project_absorbed",  # and queries are put together once
+        "sinks_of_step",  # made once for many steps
         "attend_to_cache",  # one new token of each sequence has a kernel of its own
         *("LARGEST_CHUNK", "WIDE"),  # of the fused kernel, which is told how to divide its work
         *("HALF_TILE", "STEP_FEATURES", "step_takes"),  # up to which the one of a step approximates; which it takes

@@ -115,6 +115,25 @@ def test_heads_of_a_step_are_put_side_by_side(device, rng):
     assert np.isnan(found[0, 0, 3:]).all()  # nobody writes them
 
 
+def test_heads_of_a_step_are_taken_apart(device, rng):
+    x = rounded(rng.standard_normal((1, 1, 3, 8 * 64)), ttnn.bfloat16)
+    narrow = ttnn.create_sharded_memory_config(
+        (32, 64),
+        core_grid=ttnn.num_cores_to_corerangeset(8, device.compute_with_storage_grid_size(), row_wise=True),
+        strategy=ttnn.ShardStrategy.WIDTH,
+        use_height_and_width_as_shard_shape=True,
+    )
+    packed = mha_tt.upload(x, device=device)
+    split = EXPERIMENTAL.nlp_create_qkv_heads_decode
+    together = split(packed, num_heads=4, num_kv_heads=2)
+    apart = split(ttnn.to_memory_config(packed, narrow), num_heads=4, num_kv_heads=2, overlap_qk_coregrid=False)
+    parts = np.split(x.reshape(1, 3, 8, 64), [4, 6], axis=2)
+    for found, expected in zip((*together, *apart), parts * 2, strict=True):
+        assert np.array_equal(mha_tt.download(found), expected)
+    grids = [part.memory_config().shard_spec.grid for part in apart]
+    assert grids[0] == grids[2] != grids[1]
+
+
 # ---- Paged caches ----------------------------------------------------------------------------------------------------
 
 PAGES = np.array([[3, 0, 4], [1, 5, 2]])  # of two sequences, pages of 32 slots
@@ -148,7 +167,8 @@ def test_prompts_and_steps_in_pages_are_attended_to_as_in_slots(device, rng):
     assert np.abs(mha_tt.download(in_pages) - mha_tt.download(in_slots)).max() <= 2**-8
 
 
-def test_two_caches_are_written_at_once(device, rng):
+@pytest.mark.parametrize("table", [None, [[2, 0], [1, 3]]], ids=["slots", "pages"])
+def test_two_caches_are_written_at_once(device, rng, table):
     keys, values = (rounded(rng.standard_normal((1, 2, 2, 64)), ttnn.bfloat16) for _ in "kv")
     rows = [
         ttnn.to_memory_config(
@@ -165,12 +185,15 @@ def test_two_caches_are_written_at_once(device, rng):
         )
         for y, x in enumerate((keys, values))
     ]
-    caches = [mha_tt.upload(np.zeros((2, 2, 64, 64)), device=device) for _ in "kv"]
-    slots = in_rows(device, [33, 2])
-    EXPERIMENTAL.paged_fused_update_cache(caches[0], rows[0], caches[1], rows[1], update_idxs_tensor=slots)
+    shape, first, second = ((2, 2, 64, 64), (0, 33), (1, 2)) if table is None else ((4, 2, 32, 64), (0, 1), (1, 2))
+    caches = [mha_tt.upload(np.zeros(shape), device=device) for _ in "kv"]
+    where = {"update_idxs_tensor": in_rows(device, [33, 2])} | (
+        {} if table is None else {"page_table": in_rows(device, table)}
+    )
+    EXPERIMENTAL.paged_fused_update_cache(caches[0], rows[0], caches[1], rows[1], **where)
     for cache, x in zip(map(mha_tt.download, caches), (keys, values), strict=True):
-        assert np.array_equal(cache[0, :, 33], x[0, 0])
-        assert np.array_equal(cache[1, :, 2], x[0, 1])
+        for (page, slot), token in zip((first, second), x[0], strict=True):
+            assert np.array_equal(cache[page, :, slot], token)
         assert np.count_nonzero(cache) == np.count_nonzero(x)
 
 

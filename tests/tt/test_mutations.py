@@ -118,6 +118,12 @@ def tiled(repeat_kv_heads, x, num_heads):
     return x if repeats == 1 else ttnn.concat([x] * repeats, dim=1)
 
 
+def keys_left_alone():
+    """Of queries and keys, which are rotated by turns, only the first."""
+    turns = cycle([True, False])
+    return lambda original, rotation, x: original(rotation, x) if next(turns) else x
+
+
 def of_first_only(function):
     """Called for the first of two, queries and keys, and then the second stays as it is."""
     turns = cycle([True, False])
@@ -381,8 +387,16 @@ MUTATIONS = {
         "decode",
         "step1.module.output",
         step,
-        "write_rows",
-        lambda f, cache, new, slots: f(cache, [new[0]] * 2, slots),
+        "_write",
+        lambda f, cache, new, *rest: f(cache, new[::-1], *rest),
+        FUSED,
+    ),
+    "keys of a step not rotated": at(
+        "decode-gqa-rope",
+        "step1.module.output",
+        places._MatrixRotation,
+        "rotate",
+        keys_left_alone(),
         FUSED,
     ),
     "rows one slot late": one(
