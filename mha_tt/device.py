@@ -102,6 +102,19 @@ def fast_config(device: ttnn.MeshDevice) -> ttnn.DeviceComputeKernelConfig:
     )
 
 
+def with_bfloat16_sums(
+    config: ttnn.DeviceComputeKernelConfig, device: ttnn.MeshDevice
+) -> ttnn.DeviceComputeKernelConfig:
+    """The same arithmetic but for its sums."""
+    return ttnn.init_device_compute_kernel_config(
+        device.arch(),
+        math_fidelity=config.math_fidelity,
+        math_approx_mode=config.math_approx_mode,
+        fp32_dest_acc_en=False,
+        packer_l1_acc=config.packer_l1_acc,
+    )
+
+
 def describe_config(config: ttnn.DeviceComputeKernelConfig) -> str:
     """A compute-kernel configuration in words, such as `HiFi3, float32 sums, no approximations`."""
     fidelity = str(config.math_fidelity).rpartition(".")[2]
