@@ -242,11 +242,11 @@ def kernel_takes(spec: AttentionSpec | None) -> bool:
 
 
 def loses_rows(config: ttnn.DeviceComputeKernelConfig) -> bool:
-    """Whether the kernel of prompts may give 0 for a row whose largest score is some 20 000 or more.
+    """Whether the kernel of prompts may give 0 for a row whose largest score is 11 264 or more.
 
-    With float32 sums it rounds that score to bfloat16 and the others not. Where they are then more than 88 apart, each
-    exponential of the row is 0 or infinite. With bfloat16 sums all are rounded alike, and no row is lost; exponentials
-    that are approximated lose none either (docs/ttnn.md).
+    With float32 sums it subtracts the first 8 bits of that score. Where the others come to more than 88, the largest
+    exponential is infinite, and the row 0. With bfloat16 sums a score has no others, and exponentials that are
+    approximated lose no row either: measured on a simulator (docs/upstream-ttnn.md).
     """
     return config.fp32_dest_acc_en and not config.math_approx_mode
 
