@@ -1,5 +1,6 @@
 """The device: what is found, what it computes with, and what arrays and weights become on it."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -94,6 +95,27 @@ def test_opening_what_does_not_open_says_what_was_looked_for(only_mock, run_pyth
     result = run_python(OPEN.format(before="", number=""), **{MOCK: str(tmp_path / "empty.yaml")})
     assert result.stdout.startswith("device 0 must open, looked for mock empty")
     assert len(result.stdout.splitlines()) == 1  # ttnn's own message is followed by a backtrace
+
+
+LACKING = {
+    # name: (what is there, what is said)
+    "the simulator": ([], "must be a simulator's library or folder, got .*libttsim_bh.so, which is not there"),
+    "the description of its chip": (["libttsim_bh.so"], "soc_descriptor.yaml, which describes the chip, must lie in"),
+    "the compiler": (
+        ["libttsim_bh.so", "soc_descriptor.yaml"],
+        "Tenstorrent's compiler, SFPI, must lie in .*/runtime/sfpi",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_a_simulator_that_lacks_something_is_refused_before_ttnn_is_asked(only_mock, run_python, tmp_path, name):
+    files, words = LACKING[name]
+    for file in files:
+        (tmp_path / file).touch()
+    environment = {SIMULATOR: str(tmp_path / "libttsim_bh.so"), "TT_METAL_RUNTIME_ROOT": str(tmp_path)}
+    (said,) = run_python(OPEN.format(before="", number=""), **environment).stdout.splitlines()
+    assert re.search(f"{words}.*; tools/tt-simulator sets it up", said)
 
 
 def test_opening_a_card_that_is_not_there_says_its_number(only_mock, run_python):
