@@ -1,4 +1,4 @@
-"""A few kernels on whatever device is there: what `make sim SIMULATOR=wolfpine` runs, which takes a minute or two for each."""
+"""A few kernels on whatever device is there: what `make sim SIMULATOR=wolfpine` runs, a minute or two for each."""
 
 import numpy as np
 import pytest
