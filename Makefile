@@ -13,7 +13,7 @@ export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 export PYTHONDONTWRITEBYTECODE :=
 IF_TT := [ ! -e .venv-tt/installed ] ||
 
-.PHONY: parity test test-tt check-html fuzz lint clean
+.PHONY: parity test test-tt sim check-html fuzz lint clean
 
 parity: .venv/installed .venv-tt/installed
 	rm -rf build/traces/tt
@@ -31,6 +31,16 @@ test-tt: .venv-tt/installed
 	rm -f build/tt-*.xml
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest tests/tt --confcutdir tests/tt --numprocesses 2 --dist worksteal --junit-xml build/tt-n150.xml
 	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/tt --confcutdir tests/tt --numprocesses 2 --dist worksteal --junit-xml build/tt-p150.xml
+
+# The real kernels, without a card, on a simulator that you have: make sim SIMULATOR=/path/libttsim_bh.so. Or a few of them:
+# make sim SIMULATOR=wolfpine. What that downloads and trusts: tools/tt-simulator --help.
+sim: .venv-tt/installed
+	@[ -n "$(SIMULATOR)" ] || { echo "SIMULATOR must be given: make sim SIMULATOR=/path/libttsim_bh.so (or wolfpine)" >&2; exit 2; }
+	@mkdir -p build
+	tools/tt-simulator "$(SIMULATOR)" $(SIM_OPTIONS) > build/tt-simulator.environment
+	if [ "$(SIMULATOR)" = wolfpine ]; then set -- pytest tests/tt/test_kernels.py --confcutdir tests/tt; \
+	else set -- mha-parity run --backends tt $(CASES); fi; \
+	. build/tt-simulator.environment; command=$$1; shift; $(BIN_TT)/$$command "$$@"
 
 # HTML reports in headless Chromium. It comes from npm's registry: where it cannot be had, a line says so.
 check-html: .venv/installed

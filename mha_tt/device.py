@@ -44,7 +44,8 @@ def describe_target() -> str:
         board = Path(os.environ["TT_METAL_MOCK_CLUSTER_DESC_PATH"]).stem
         return f"mock {board} (no hardware: ttnn validates every program and computes nothing)"
     if found == "simulator":
-        return f"simulator (TT_METAL_SIMULATOR={os.environ['TT_METAL_SIMULATOR']})"
+        compiler = _compiler() or "none found"
+        return f"simulator (TT_METAL_SIMULATOR={os.environ['TT_METAL_SIMULATOR']}; compiler: {compiler})"
     if found == "silicon":
         return f"silicon ({', '.join(_cards())})"
     return "nothing (no /dev/tenstorrent/*, TT_METAL_SIMULATOR is not set, no mock board is in use)"
@@ -67,6 +68,8 @@ def open_device(device_id: int = 0, *, trace_region_size: int = 0) -> Iterator[t
     where = describe_target()
     if target() is None:
         raise RuntimeError(f"a device must be there to be opened, found {where}; mha_tt.mock.board() needs none")
+    if target() == "simulator" and (reason := _simulator_lacks()):
+        raise RuntimeError(f"{reason}; tools/tt-simulator sets it up")
     try:
         device = ttnn.open_device(device_id=device_id, trace_region_size=trace_region_size)
     except RuntimeError as error:
@@ -76,6 +79,31 @@ def open_device(device_id: int = 0, *, trace_region_size: int = 0) -> Iterator[t
         yield device
     finally:
         ttnn.close_device(device)
+
+
+def _simulator_lacks() -> str | None:
+    """What a simulator needs and has not, of which ttnn tells little or nothing; None if it has all."""
+    simulator = Path(os.environ["TT_METAL_SIMULATOR"])
+    if not simulator.exists():
+        return f"TT_METAL_SIMULATOR must be a simulator's library or folder, got {simulator}, which is not there"
+    folder = simulator if simulator.is_dir() else simulator.parent
+    if not (folder / "soc_descriptor.yaml").is_file():
+        return f"soc_descriptor.yaml, which describes the chip, must lie in {folder}, found none"
+    if _compiler() is None:
+        return f"Tenstorrent's compiler, SFPI, must lie in {' or '.join(map(str, _sfpi_folders()))}, found none"
+    return None
+
+
+def _compiler() -> Path | None:
+    """The compiler that ttnn would take."""
+    paths = (folder / "compiler" / "bin" / "riscv-tt-elf-g++" for folder in _sfpi_folders())
+    return next((path for path in paths if path.exists()), None)
+
+
+def _sfpi_folders() -> list[Path]:
+    """Where ttnn looks for it, in order."""
+    root = os.environ.get("TT_METAL_RUNTIME_ROOT")
+    return [*([Path(root) / "runtime" / "sfpi"] if root else []), Path("/opt/tenstorrent/sfpi")]
 
 
 def accurate_config(device: ttnn.MeshDevice) -> ttnn.DeviceComputeKernelConfig:
@@ -99,6 +127,19 @@ def fast_config(device: ttnn.MeshDevice) -> ttnn.DeviceComputeKernelConfig:
         math_approx_mode=True,
         fp32_dest_acc_en=False,
         packer_l1_acc=True,
+    )
+
+
+def with_bfloat16_sums(
+    config: ttnn.DeviceComputeKernelConfig, device: ttnn.MeshDevice
+) -> ttnn.DeviceComputeKernelConfig:
+    """The same arithmetic but for its sums."""
+    return ttnn.init_device_compute_kernel_config(
+        device.arch(),
+        math_fidelity=config.math_fidelity,
+        math_approx_mode=config.math_approx_mode,
+        fp32_dest_acc_en=False,
+        packer_l1_acc=config.packer_l1_acc,
     )
 
 

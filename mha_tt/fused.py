@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import ttnn
@@ -17,7 +18,7 @@ from mha_spec import AttentionSpec
 from mha_spec.rules import as_rate, check_head_groups
 from mha_tt import stages
 from mha_tt.arrays import check_floating, check_lengths
-from mha_tt.device import TILE, accurate_config, as_dtype, round_up, upload_integers, zeros
+from mha_tt.device import TILE, accurate_config, as_dtype, round_up, upload_integers, with_bfloat16_sums, zeros
 from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device, check_sinks
 from mha_tt.not_finite import emptied, hide_not_finite, spoilt
 from mha_tt.rope import at_least_float32
@@ -134,7 +135,8 @@ def attend(
     if mask is not None:
         (key, value), spoilt_rows = hide_not_finite(mask, seq_len_q, key, value)
     config = compute_kernel_config or accurate_config(device)
-    context = ttnn.transformer.scaled_dot_product_attention(
+    kernel = partial(
+        ttnn.transformer.scaled_dot_product_attention,
         query,
         key,
         value,
@@ -144,8 +146,11 @@ def attend(
         scale=scale,
         attention_sink=None if masking.sinks is None else _unscaled(masking.sinks, scale),
         program_config=_program_config(device, config, seq_len_q, seq_len_k, _largest_chunk(query)),
-        compute_kernel_config=config,
     )
+    context = kernel(compute_kernel_config=config)
+    if loses_rows(config):
+        is_there = ttnn.max(ttnn.abs(context), dim=3, keepdim=True)
+        context = ttnn.where(is_there, context, kernel(compute_kernel_config=with_bfloat16_sums(config, device)))
     return emptied(spoilt(context, spoilt_rows), mask)
 
 
@@ -264,6 +269,16 @@ def step_takes(num_features: int) -> bool:
 def kernel_takes(spec: AttentionSpec | None) -> bool:
     """Whether the framework's kernel can do with scores what a layer does."""
     return spec is None or (spec.soft_cap is None and not spec.has_distance_bias)
+
+
+def loses_rows(config: ttnn.DeviceComputeKernelConfig) -> bool:
+    """Whether the kernel of prompts may give 0 for a row whose largest score is 11 264 or more.
+
+    With float32 sums it subtracts the first 8 bits of that score. Where the others come to more than 88, the largest
+    exponential is infinite, and the row 0. With bfloat16 sums a score has no others, and exponentials that are
+    approximated lose no row either: measured on a simulator (docs/upstream-ttnn.md).
+    """
+    return config.fp32_dest_acc_en and not config.math_approx_mode
 
 
 def _check_kernel_takes(query: Tensor) -> None:

@@ -6,6 +6,7 @@ leave open. `mha_tt.mock` calls them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -50,12 +51,50 @@ def _linear(a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = Non
 def _scaled_dot_product_attention(
     query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor, **keywords: Any
 ) -> torch.Tensor:
-    """ttnn's is PyTorch's own, whose kernels for a CPU give 0 for a query that is not finite."""
+    """ttnn's is PyTorch's own, whose kernels for a CPU give 0 for a query that is not finite.
+
+    With float32 sums and exact exponentials the operation loses rows, which are then 0: see `_lost_rows`.
+    """
     if keywords.get("sliding_window_size") and not keywords.get("is_causal", True) and key.shape[2] % TILE:
         raise AssertionError(  # taken by the operation, which then sees what fills the last tiles
             f"keys must be whole tiles with a window that is not causal, got key.shape={tuple(key.shape)}"
         )
-    return _attend_unswallowed(ttnn.transformer.scaled_dot_product_attention, query, key, *others, **keywords)
+    context = _attend_unswallowed(ttnn.transformer.scaled_dot_product_attention, query, key, *others, **keywords)
+    config, program_config = keywords.get("compute_kernel_config"), keywords.get("program_config")
+    is_exact = program_config is not None and program_config.exp_approx_mode is False
+    if is_exact and config is not None and config.fp32_dest_acc_en:
+        context = context.masked_fill(_lost_rows(query, key, **keywords), 0.0)
+    return context
+
+
+def _lost_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    is_causal: bool = True,
+    scale: float | None = None,
+    sliding_window_size: int | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Rows (B, N, T, 1) that the operation gives as 0, as measured on a simulator: docs/upstream-ttnn.md.
+
+    Of the largest score of a row it keeps the first 8 bits. Where more than the largest exponent of float32 is cut off,
+    the largest exponential of the row is infinite.
+    """
+    import torch
+
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(2, 3)
+    if attn_mask is not None:
+        scores, scale = scores * scale + attn_mask, 1.0
+    elif is_causal:
+        every = torch.ones(scores.shape[2:], dtype=torch.bool)
+        hidden = every.triu(1) | every.tril(-(sliding_window_size or scores.shape[3]))
+        scores = scores.masked_fill(hidden, torch.finfo(torch.float32).min)
+    largest = scores.float().amax(dim=3, keepdim=True)
+    cut = (largest.view(torch.int32) & -(2**16)).view(torch.float32)
+    return (largest - cut) * scale > math.log(torch.finfo(torch.float32).max)
 
 
 @golden("ttnn.transformer.scaled_dot_product_attention_decode")

@@ -150,6 +150,7 @@ EXTRA_NAMES = {
         "attend_to_cache",  # one new token of each sequence has a kernel of its own
         *("LARGEST_CHUNK", "WIDE"),  # of the fused kernel, which is told how to divide its work
         *("HALF_TILE", "STEP_FEATURES", "step_takes"),  # up to which the one of a step approximates; which it takes
+        "loses_rows",  # whether the one of prompts does, at logits of tens of thousands
         "MOST_KV_HEADS",  # more would be written wrongly, and unasked
         "AttentionLayer.load_weights",  # torch's state dict and nnx's state do this,
         "AttentionLayer.train",  # and their modules have these two

@@ -201,7 +201,9 @@ def compare(
         return failure(expected, f"dtype {actual.dtype}, expected {kept_dtype(stage, dtype)}", **about)
     exact = stage_named(stage).is_exact
     expected = expected.astype(np.float64)
-    if arithmetic == "tensix" and not exact:  # to its matrix engine NaN is a number: what comes of one is not known
+    if (
+        arithmetic.startswith("tensix") and not exact
+    ):  # to its matrix engine NaN is a number: what comes of one is not known
         actual = np.where(np.isnan(expected), np.asarray(np.nan, actual.dtype), actual)
     has_slope = terms is None and not stage_named(stage).is_gradient
     allowed = NOTHING if exact else budget(expected, same_precision, dtype, terms, arithmetic, has_slope=has_slope)
@@ -382,7 +384,7 @@ def floor(dtype: str, arithmetic: str = "ieee") -> float:
     Of Tenstorrent's hardware it is the most that one value loses on its way. The softmax needs it too: its reciprocal
     is an approximation, whose bfloat16 rows are said to sum to 0.994 (tenstorrent/tt-metal#52045).
     """
-    if arithmetic == "tensix":
+    if arithmetic.startswith("tensix"):
         return TENSIX_FLOOR[dtype]
     return unit_of_rounding("float64" if dtype == "float64" else "float32")
 

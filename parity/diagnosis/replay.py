@@ -71,7 +71,7 @@ class Replay:
         known = [*mistakes_for(problem.case), *permuted_heads(values, self.observed)]
         known += low_products() if len(self.stages) == 1 else []  # of more the size of the noise tells
         may_lose = problem.dtype in ("float32", "float64")  # what is narrow may be rounded to itself
-        self.known = [mistake for mistake in known if may_lose or not mistake.is_loss]
+        self.known = [each for each in known if may_lose or not each.is_loss or each.shows_in_narrow]
         self._forget()
 
     def with_choice(self, choice: Choice) -> Replay:

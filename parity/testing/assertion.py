@@ -257,7 +257,7 @@ def _compare_stage(arrays: Mapping[str, Stages], stage: str, dtype: str, name: s
 
 def _check_has(arithmetic: str, dtype: str) -> None:
     """Refuse a dtype that the hardware does not have."""
-    if arithmetic == "tensix" and dtype not in TENSIX_FLOOR:
+    if arithmetic.startswith("tensix") and dtype not in TENSIX_FLOOR:
         raise ValueError(f"dtype must be one of {list(TENSIX_FLOOR)} with arithmetic='tensix', got dtype={dtype!r}")
 
 

@@ -1,5 +1,6 @@
 """The device: what is found, what it computes with, and what arrays and weights become on it."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +12,8 @@ import ttnn
 import mha_tt
 import parity
 from mha_tt import device as devices
-from mha_tt.device import round_up
+from mha_tt.device import round_up, with_bfloat16_sums
+from mha_tt.fused import loses_rows
 from parity.conversion.layouts.tables import LAYOUTS
 from parity.conversion.layouts.views import from_canonical, to_canonical
 
@@ -93,6 +95,27 @@ def test_opening_what_does_not_open_says_what_was_looked_for(only_mock, run_pyth
     result = run_python(OPEN.format(before="", number=""), **{MOCK: str(tmp_path / "empty.yaml")})
     assert result.stdout.startswith("device 0 must open, looked for mock empty")
     assert len(result.stdout.splitlines()) == 1  # ttnn's own message is followed by a backtrace
+
+
+LACKING = {
+    # name: (what is there, what is said)
+    "the simulator": ([], "must be a simulator's library or folder, got .*libttsim_bh.so, which is not there"),
+    "the description of its chip": (["libttsim_bh.so"], "soc_descriptor.yaml, which describes the chip, must lie in"),
+    "the compiler": (
+        ["libttsim_bh.so", "soc_descriptor.yaml"],
+        "Tenstorrent's compiler, SFPI, must lie in .*/runtime/sfpi",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_a_simulator_that_lacks_something_is_refused_before_ttnn_is_asked(only_mock, run_python, tmp_path, name):
+    files, words = LACKING[name]
+    for file in files:
+        (tmp_path / file).touch()
+    environment = {SIMULATOR: str(tmp_path / "libttsim_bh.so"), "TT_METAL_RUNTIME_ROOT": str(tmp_path)}
+    (said,) = run_python(OPEN.format(before="", number=""), **environment).stdout.splitlines()
+    assert re.search(f"{words}.*; tools/tt-simulator sets it up", said)
 
 
 def test_opening_a_card_that_is_not_there_says_its_number(only_mock, run_python):
@@ -191,6 +214,12 @@ def counts_marked_keys(call):
     return call.name == "ttnn.matmul" and call.keywords.keys() == {"transpose_b"}
 
 
+def looks_for_lost_rows(call, config):
+    """Whether it is the run of the kernel of prompts that loses no row, beside one that may."""
+    without = settings(with_bfloat16_sums(config, call.arguments[0].device()))
+    return loses_rows(config) and call.name == ATTENTION and settings(call.keywords["compute_kernel_config"]) == without
+
+
 def settings(config):
     return mha_tt.describe_config(config), config.packer_l1_acc
 
@@ -204,8 +233,10 @@ def test_every_operation_that_sums_has_the_arithmetic_asked_for(device, calls, n
     run(device, config)
     computing = [call for call in calls if call.name in COMPUTING and not counts_marked_keys(call)]
     assert {call.name for call in computing} == attending | {"ttnn.linear"}
-    expected = settings(config or mha_tt.accurate_config(device))
-    assert {settings(call.keywords["compute_kernel_config"]) for call in computing} == {expected}
+    config = config or mha_tt.accurate_config(device)
+    asked = [call for call in computing if not looks_for_lost_rows(call, config)]
+    assert {settings(call.keywords["compute_kernel_config"]) for call in asked} == {settings(config)}
+    assert len(computing) - len(asked) == loses_rows(config) * sum(call.name == ATTENTION for call in asked)
 
 
 @pytest.mark.board

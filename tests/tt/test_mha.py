@@ -876,7 +876,7 @@ def test_causal_mask_is_never_uploaded_on_the_fused_path(device, calls, uploads)
     x = mha_tt.upload(np.ones((2, 40, 8)), device=device)
     uploads.clear()
     module(x, mask=mha_tt.create_causal_mask(40))
-    (call,) = (call for call in calls if call.name == "ttnn.transformer.scaled_dot_product_attention")
+    call, _ = (call for call in calls if call.name == "ttnn.transformer.scaled_dot_product_attention")
     assert (call.keywords["is_causal"], call.keywords["attn_mask"], uploads) == (True, None, [])
 
 

@@ -281,6 +281,9 @@ MUTATIONS = {
         FUSED,
     ),
     "empty rows are not emptied": at("causal-padding-empty", "attn_weights", stages, "emptied", lambda f, x, mask: x),
+    "rows that the kernel loses": at(
+        "large-logits", "fused.output", fused, "loses_rows", lambda f, config: False, FUSED
+    ),
     "empty rows are not emptied, fused": at(
         "causal-padding-empty", "fused.output", fused, "emptied", lambda f, x, mask: x, FUSED
     ),

@@ -179,7 +179,7 @@ def test_cached_token_that_is_nan_spoils_itself_and_what_comes_after_it(device, 
 
 # ---- What it costs where nothing is hidden ---------------------------------------------------------------------------
 
-LOOKS = {"ttnn.isfinite", "ttnn.where", "ttnn.cumsum"}
+LOOKS = {"ttnn.isfinite", "ttnn.cumsum"}
 
 
 @pytest.mark.parametrize("options", [{}, {"key_padding_lengths": [T, T]}, {"mask": np.zeros((T, T), bool)}], ids=str)
@@ -202,4 +202,7 @@ def test_padding_alone_is_cut_off_without_a_look_at_the_rest(device, calls, leng
     inputs = [heads(ttnn.bfloat16, seed) for seed in range(3)]
     run(device, mha_tt.fused.scaled_dot_product_attention, ttnn.bfloat16, inputs, key_padding_lengths=lengths)
     names = [call.name for call in calls]
-    assert (names.count("ttnn.where"), names.count("ttnn.isfinite")) == (2 + (0 in lengths), 0)
+    assert (names.count("ttnn.where"), names.count("ttnn.isfinite")) == (
+        3 + (0 in lengths),
+        0,
+    )  # one is for rows that the kernel lost

@@ -10,10 +10,34 @@ UNFUSED = ("unfused", "unfused-scores")
 """IEEE 754, where each operation of a norm, of RoPE and of a gate gives numbers of the dtype of the inputs, as those of
 transformers' modules do; and where those on scores do, too, as in its eager attention."""
 
-MANTISSA = {"ieee": 23, **dict.fromkeys(UNFUSED, 23), "tensix": 10, "tf32": 10, "bfloat16": 7, "lofi": 4}
+TENSIX = ("tensix", "tensix-hifi2", "tensix-bfloat8_b", "tensix-hifi2-bfloat8_b")
+"""Tenstorrent's arithmetic: at HiFi4 or HiFi3; at HiFi2; with weights and a cache in bfloat8_b; and with both."""
+
+MANTISSA = {
+    "ieee": 23,
+    **dict.fromkeys(UNFUSED, 23),
+    **dict.fromkeys(TENSIX, 10),
+    "tensix-lofi": 10,
+    "tf32": 10,
+    "bfloat16": 7,
+    "lofi": 4,
+}
 """How many explicit bits of a float32 mantissa enter a matrix product, by kind of hardware and its settings."""
 
-PRODUCT_MANTISSA = {"tensix": 10}
+OPERANDS = {"hifi2": (6, 9), "lofi": (6, 4)}
+"""At a low math fidelity of Tenstorrent's: the explicit bits of the first operand of a product, and of the second.
+
+Measured on the real kernels in a simulator (ttsim, Blackhole, float32 sums), relative L2 of products of 64 and 512
+normal terms: bfloat16 HiFi2 4.1e-3 and 4.0e-3, LoFi 2.7e-2 and 2.7e-2; float32 7.2e-3 and 7.2e-3, 3.1e-2 and 3.1e-2.
+Computed here: 4.2e-3 and 4.3e-3, 2.7e-2 and 2.6e-2; 7.4e-3 and 7.5e-3, 3.2e-2 and 3.1e-2.
+"""
+
+SHARED = 16
+"""Numbers of bfloat8_b that share an exponent: neighbours in a row of what lies on the device. Each has 7 bits beside
+the largest of them. Products with such weights are off by 7.7e-3 and 7.6e-3 in ttsim, 64 and 512 terms, at HiFi2 by
+8.6e-3 and 8.7e-3; here by 7.9e-3 and 7.7e-3, 8.4e-3 and 8.6e-3."""
+
+PRODUCT_MANTISSA = dict.fromkeys((*TENSIX, "tensix-lofi"), 10)
 """How many explicit bits of each product enter the sum, where not all do: Tenstorrent's matrix engine cuts off
 products, too, where it aligns them.
 
@@ -22,9 +46,10 @@ Measured on the real kernels in a simulator (ttsim, Blackhole, HiFi4, float32 su
 products 7.9e-4 and 1e-7. HiFi3, which is used on Wormhole, gives 1.30e-3 and 1.26e-3, 3.2e-4 and 3.1e-4.
 """
 
-ARITHMETICS = ("ieee", "tensix")
+ARITHMETICS = ("ieee", *TENSIX)
 """How the hardware of a backend computes: as IEEE 754 says, or as Tenstorrent's matrix engine does, where float32
-enters as TF32, also in the softmax. The others of `MANTISSA` are products that somebody let lose more than they should.
+enters as TF32, also in the softmax. LoFi is none that anything is judged by; it and the others of `MANTISSA` are
+products that somebody let lose more than they should.
 """
 
 
@@ -64,6 +89,23 @@ class Arithmetic:
         """x, wide, as it enters a matrix product: whole, or with some of its mantissa bits, the rest cut off."""
         return _cut(x, MANTISSA[self.kind])
 
+    def weight(self, weight: np.ndarray) -> np.ndarray:
+        """A weight (out, in) as it is kept."""
+        return _sharing(weight, 0) if self._is_shared else weight
+
+    def cached(self, x: np.ndarray) -> np.ndarray:
+        """Keys or values (…, H) as a cache keeps them."""
+        return self.keep(_sharing(self.widen(x), -1)) if self._is_shared else x
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.kind.endswith("bfloat8_b") and self.wide != np.float64
+
+    def _operands(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Both factors of a product as they enter it."""
+        bits = next((bits for fidelity, bits in OPERANDS.items() if f"tensix-{fidelity}" in self.kind), None)
+        return (self.enter(a), self.enter(b)) if bits is None else (_cut(a, bits[0]), _cut(b, bits[1]))
+
     def matmul(self, a: np.ndarray, b: np.ndarray, start: np.ndarray | float = 0.0) -> np.ndarray:
         """The product of wide matrices, (…, m, k) and (…, k, n), added to `start` one term after the other.
 
@@ -73,7 +115,8 @@ class Arithmetic:
         """
         if self.wide == np.float64:
             return a @ b + start
-        a, b = self.enter(a), np.ascontiguousarray(self.enter(b))  # its rows are read one by one
+        a, b = self._operands(a, b)
+        b = np.ascontiguousarray(b)  # its rows are read one by one
         total = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), self.wide)
         total += start
         term = np.empty_like(total)
@@ -81,6 +124,17 @@ class Arithmetic:
             np.multiply(a[..., :, k, None], b[..., None, k, :], out=term)
             total += _cut(term, PRODUCT_MANTISSA.get(self.kind, 23))
         return total
+
+
+def _sharing(x: np.ndarray, axis: int) -> np.ndarray:
+    """x in bfloat8_b: with the exponent of the largest of each 16 along an axis."""
+    x = np.moveaxis(x, axis, -1)
+    size = x.shape[-1]
+    blocks = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -size % SHARED)]).reshape(*x.shape[:-1], -1, SHARED)
+    _, exponent = np.frexp(np.abs(blocks).max(axis=-1, keepdims=True))
+    step = np.ldexp(np.ones_like(blocks, shape=exponent.shape), exponent - 7)
+    rounded = (np.rint(blocks / step) * step).reshape(*x.shape[:-1], -1)[..., :size]
+    return np.moveaxis(rounded, -1, axis)
 
 
 def _cut(x: np.ndarray, mantissa: int) -> np.ndarray:

@@ -70,7 +70,7 @@ class Layer:
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
         # ttnn's softmax takes scores and exponentials through the matrix engine.
-        enter = self.arithmetic.enter if self.arithmetic.kind == "tensix" else lambda x: x
+        enter = self.arithmetic.enter if self.arithmetic.kind.startswith("tensix") else lambda x: x
         scores, mask = enter(values["scores"].astype(self.arithmetic.wide)), values["mask"]
         shown = np.where(mask, -np.inf, scores)
         sinks = self.sinks()
@@ -136,7 +136,7 @@ class Layer:
             old = values.get(f"previous.{cache}{name}", np.zeros(shape, self.arithmetic.dtype))
             slots = self.arithmetic.keep(old).copy()
             for b in range(case.batch):
-                slots[b, :, before[b] : before[b] + added[b]] = x[b, :, : added[b]]
+                slots[b, :, before[b] : before[b] + added[b]] = self.arithmetic.cached(x[b, :, : added[b]])
             grown[f"{cache}{name}"] = slots
         return {**grown, f"{cache}lengths": (before + added).astype(np.int32)}
 
@@ -272,7 +272,8 @@ class Layer:
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
         widen = self.arithmetic.widen
         bias = widen(self.parameter(f"{name}.bias")) if self.has_bias(name) else 0.0
-        return self.arithmetic.keep(self.arithmetic.matmul(widen(x), widen(self.parameter(f"{name}.weight")).T, bias))
+        weight = self.arithmetic.weight(widen(self.parameter(f"{name}.weight")))
+        return self.arithmetic.keep(self.arithmetic.matmul(widen(x), weight.T, bias))
 
     def project(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> dict[str, np.ndarray]:
         if self.problem.spec.latent is not None:

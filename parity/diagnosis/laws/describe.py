@@ -10,7 +10,7 @@ from parity.core.compare import axis_names, errors_of, kept_dtype, slope, whole_
 from parity.core.problem import Problem
 from parity.core.stages import stage_named
 from parity.diagnosis.laws.fits import Recompute, fits
-from parity.diagnosis.laws.mixed import dropouts, mixtures
+from parity.diagnosis.laws.mixed import dropouts, lost_rows, mixtures
 from parity.diagnosis.laws.orders import orders, other_stages, shifts, transposes
 from parity.diagnosis.laws.parts import Recomputed, parts
 from parity.diagnosis.laws.places import find_place, wrong_elements
@@ -37,6 +37,7 @@ GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (
     scores,
     rotations,
     dropouts,
+    lost_rows,
     mixtures,
 )
 """The laws, of those with as many fitted numbers the more usual ones first."""

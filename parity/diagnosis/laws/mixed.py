@@ -138,24 +138,53 @@ def _out_proj(seen: Seen) -> tuple[np.ndarray, np.ndarray] | None:
 # ---- Heads in the output ---------------------------------------------------------------------------------------------
 
 
+def lost_rows(seen: Seen) -> Iterator[Law]:
+    """An output in which the context of some heads is 0 in some rows, as a kernel leaves it that loses them."""
+    found = _heads_of_output(seen)
+    if found is None or not seen.is_enough(1):
+        return
+    context, columns, bias = found
+    parts = np.stack([one @ column.T for column, one in zip(columns, context.swapaxes(0, 1), strict=True)])
+    candidate = seen.expected.copy()
+    lost = []
+    for b, t in np.argwhere(seen.bad.any(axis=-1)):
+        shares, *_ = np.linalg.lstsq(parts[:, b, t].T, seen.actual[b, t] - bias, rcond=None)
+        lost += [(int(n), int(b), int(t)) for n in np.flatnonzero(shares < 0.5)]
+        candidate[b, t] = bias + parts[shares >= 0.5, b, t].sum(axis=0)
+    if lost and seen.holds(candidate):
+        count, size = len(lost), len(columns) * context.shape[0] * context.shape[2]
+        words = f"the context of {count} of {size} rows of heads is 0 there, as where a kernel loses rows"
+        yield Law("lost rows", words, {"head, sequence, position": lost}, 1)
+
+
 def mixtures(seen: Seen) -> Iterator[Law]:
     """An output whose heads are multiplied, exchanged or mixed: one number for each two of them."""
-    context = seen.others.get(str(Stage("context", step=seen.stage.step)))
-    projection = _out_proj(seen)
-    if seen.stage.quantity != "output" or context is None or projection is None or not np.isfinite(context).all():
+    found = _heads_of_output(seen)
+    if found is None:
         return
-    heads, (weight, bias) = context.shape[1], projection
-    is_too_much = heads > MOST_HEADS or not seen.is_enough(heads**2) or seen.expected.ndim != 3
-    if heads < 2 or is_too_much or not np.isfinite(seen.actual).all():
+    context, columns, bias = found
+    heads = len(columns)
+    if heads < 2 or heads > MOST_HEADS or not seen.is_enough(heads**2):
         return
-    columns = np.split(weight, heads, axis=1)
-    parts = [one @ column.T for column in columns for one in context.astype(np.float64).swapaxes(0, 1)]
+    parts = [one @ column.T for column in columns for one in context.swapaxes(0, 1)]
     terms = np.stack([part.ravel() for part in parts], axis=1)
     numbers, _, rank, _ = np.linalg.lstsq(terms, (seen.actual - bias).ravel(), rcond=None)
     mixture = numbers.reshape(heads, heads)
     wrong = [n for n in range(heads) if np.abs(mixture[n] - np.eye(heads)[n]).max() > LEAST]
     if wrong and rank == heads**2 and seen.holds((terms @ numbers).reshape(seen.expected.shape) + bias):
         yield Law("heads in output", _mixture_words(mixture, wrong), {"heads": mixture.tolist()}, heads**2)
+
+
+def _heads_of_output(seen: Seen) -> tuple[np.ndarray, list[np.ndarray], np.ndarray] | None:
+    """The context (B, N, T, Hv) that an output (B, T, E) is made of, the columns of out_proj by head, and its bias."""
+    context = seen.others.get(str(Stage("context", step=seen.stage.step)))
+    projection = _out_proj(seen)
+    if seen.stage.quantity != "output" or context is None or projection is None or seen.expected.ndim != 3:
+        return None
+    if not (np.isfinite(context).all() and np.isfinite(seen.actual).all()):
+        return None
+    weight, bias = projection
+    return context.astype(np.float64), np.split(weight, context.shape[1], axis=1), bias
 
 
 def _mixture_words(mixture: np.ndarray, wrong: list[int]) -> str:

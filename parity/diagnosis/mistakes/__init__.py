@@ -37,10 +37,11 @@ from parity.diagnosis.mistakes import (
     weights,
 )
 from parity.diagnosis.mistakes.heads import permuted_heads
-from parity.diagnosis.mistakes.precision import PRECISIONS, low_products
+from parity.diagnosis.mistakes.precision import FIDELITIES, PRECISIONS, low_products
 from parity.diagnosis.mistakes.record import Change, Mistake, Override, Plan
 
 __all__ = [
+    "FIDELITIES",
     "PRECISIONS",
     "Mistake",
     "Override",
@@ -120,7 +121,9 @@ def page_by_mistake() -> dict[str, str]:
     in_any_order = (heads.permuted(name, np.arange(0)) for name in "qkv")
     cases = (*CASES.values(), replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)))  # one that is between
     in_cases = (mistake for case in cases for mistake in mistakes_for(case))
-    return {mistake.name: mistake.page for mistake in (*in_cases, *PRECISIONS.values(), *in_any_order)}
+    return {
+        mistake.name: mistake.page for mistake in (*in_cases, *PRECISIONS.values(), *FIDELITIES.values(), *in_any_order)
+    }
 
 
 def wrong_layer(problem: Problem, dtype: str, mistakes: Sequence[Change], arithmetic: str = "ieee") -> Layer:

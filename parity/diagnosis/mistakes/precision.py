@@ -57,6 +57,7 @@ def rounded_parts(case: Case) -> Iterator[Mistake]:
         yield _scores(dtype)
         yield _softmax(dtype)
         yield _attn_weights(dtype)
+    yield _exponentials()
 
 
 def _projections(case: Case) -> list[str]:
@@ -65,6 +66,40 @@ def _projections(case: Case) -> list[str]:
 
 def _mistake(name: str, about: str, fix: str, stages: tuple[str, ...], in_reference: Any, in_sibling: Any) -> Mistake:
     return Mistake(name, about, fix, PAGE, stages, in_reference, in_sibling, is_loss=True)
+
+
+LINE = 0.043
+"""How far the straight lines lie below the powers of two that they stand for, in the exponent: so that both are as far
+from them above as below."""
+
+
+def _exponentials() -> Mistake:
+    """What vector units do that are asked to be fast: of 2^(n + f) it is 2^n (1 + f), up to 6 % off."""
+
+    def attn_weights(_: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+        weights = original(values)["attn_weights"]
+        wide = weights.astype(np.promote_types(weights.dtype, np.float32))
+        highest = wide.max(axis=-1, keepdims=True, initial=0.0)
+        share = np.where(wide > 0.0, wide, 1.0) / np.where(highest > 0.0, highest, 1.0)
+        exponent = np.log2(share) - LINE
+        whole = np.floor(exponent)
+        lines = np.where(wide > 0.0, np.exp2(whole) * (1.0 + exponent - whole), 0.0)
+        total = lines.sum(axis=-1, keepdims=True)
+        found = lines * wide.sum(axis=-1, keepdims=True) / np.where(total > 0.0, total, 1.0)
+        return {"attn_weights": np.where(np.isfinite(wide), found, wide).astype(weights.dtype)}
+
+    return Mistake(
+        "exponentials-approximated",
+        "exponentials are approximated by straight lines between powers of two",
+        "ask the softmax for exact exponentials: on Tenstorrent's hardware math_approx_mode=False, and of fused "
+        "attention exp_approx_mode=False",
+        PAGE,
+        ("attn_weights",),
+        {"attn_weights": attn_weights},
+        None,
+        is_loss=True,
+        shows_in_narrow=True,
+    )
 
 
 # ---- Rounding --------------------------------------------------------------------------------------------------------
@@ -376,3 +411,13 @@ PRECISIONS = {
     ),
 }
 """Arithmetics that explain a difference that is everywhere and small, the finest first."""
+
+FIDELITIES = {
+    f"tensix-{kind}": Mistake(f"precision-{kind}", about, "raise the math fidelity to HiFi4", PAGE, ("q",), {}, None)
+    for kind, about in {
+        "hifi2": "matrix products take 6 explicit bits of their first operand and 9 of their second (HiFi2)",
+        "lofi": "matrix products take 6 explicit bits of their first operand and 4 of their second (LoFi)",
+    }.items()
+}
+"""The same on Tenstorrent's hardware, where float32 and bfloat16 lose them. ttnn takes LoFi where a product is given a
+`program_config` or a `core_grid` and no arithmetic."""

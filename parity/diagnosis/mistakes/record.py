@@ -68,6 +68,8 @@ class Mistake:
         in_reference: makes it in the reference: overrides by the methods of `reference.Layer`.
         in_sibling: makes it in a sibling. None for what is only searched for.
         is_loss: whether only precision is lost. Such a one is searched for last and alone, where little is wrong.
+        shows_in_narrow: whether a loss of precision is seen in bfloat16 and float16, too, which may be rounded to
+            themselves.
         shows_alone: whether it can be seen in a layer that is right otherwise; else it is searched for beside others.
     """
 
@@ -79,6 +81,7 @@ class Mistake:
     in_reference: Mapping[str, Override]
     in_sibling: Callable[[Plan], None] | None
     is_loss: bool = False
+    shows_in_narrow: bool = False
     shows_alone: bool = True
 
 

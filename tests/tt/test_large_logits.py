@@ -1,0 +1,113 @@
+"""Logits of tens of thousands: the kernel of prompts loses rows with float32 sums, and the fused path none.
+
+On a mock board by its golden function, which loses the rows that a simulator was seen to lose (docs/upstream-ttnn.md).
+"""
+
+import numpy as np
+import pytest
+import ttnn
+
+import mha_tt
+from mha_tt.device import accurate_config, fast_config, with_bfloat16_sums
+
+from .formulas import attend, rounded
+
+pytestmark = pytest.mark.board
+
+T, H = 40, 64
+KERNEL = "ttnn.transformer.scaled_dot_product_attention"
+WINDOW = mha_tt.create_sliding_window_mask(T, window_size=16)
+HIDDEN = np.random.default_rng(3).random((T, T)) < 0.3
+HIDDEN[:, 0] = False
+BIAS = np.random.default_rng(4).standard_normal((T, T)).astype(np.float32)
+
+OPTIONS = {
+    # name: (options, the mask that they mean, the bias)
+    "nothing": ({}, np.zeros((1, 1), bool), 0.0),
+    "causal": ({"is_causal": True}, mha_tt.create_causal_mask(T), 0.0),
+    "window": ({"mask": WINDOW}, WINDOW, 0.0),
+    "mask": ({"mask": HIDDEN}, HIDDEN, 0.0),
+    "bias": ({"bias": BIAS}, np.zeros((1, 1), bool), BIAS),
+}
+every_option = pytest.mark.parametrize(("options", "mask", "bias"), OPTIONS.values(), ids=OPTIONS)
+
+
+def heads(gain, seed=0):
+    """Queries, keys and values (1, heads, T, H) whose logits are about gain^2."""
+    rng = np.random.default_rng(seed)
+    sizes = {"query": (4, gain), "key": (2, gain), "value": (2, 1.0)}
+    return {
+        name: rounded(size * rng.standard_normal((1, num_heads, T, H)), ttnn.bfloat16)
+        for name, (num_heads, size) in sizes.items()
+    }
+
+
+def uploaded(device, inputs):
+    return [mha_tt.upload(x, device=device) for x in inputs.values()]
+
+
+def kernel(device, inputs, config, **options):
+    """The operation itself, as the fused path calls it."""
+    program_config = ttnn.SDPAProgramConfig(
+        compute_with_storage_grid_size=device.compute_with_storage_grid_size(),
+        q_chunk_size=64,
+        k_chunk_size=64,
+        exp_approx_mode=config.math_approx_mode,
+    )
+    options = {"is_causal": True, "program_config": program_config, "compute_kernel_config": config, **options}
+    return mha_tt.download(ttnn.transformer.scaled_dot_product_attention(*uploaded(device, inputs), **options))
+
+
+def lost(context):
+    """How many rows are 0."""
+    return int((context == 0).all(axis=3).sum())
+
+
+def test_the_kernel_loses_rows_with_float32_sums_only(device):  # else the fused path need not look for them
+    accurate, inputs = accurate_config(device), heads(128.0)
+    assert 20 < lost(kernel(device, inputs, accurate)) < 120
+    assert lost(kernel(device, inputs, with_bfloat16_sums(accurate, device))) == 0
+    assert lost(kernel(device, inputs, fast_config(device))) == 0
+    assert lost(kernel(device, heads(8.0), accurate)) == 0
+
+
+@every_option
+@pytest.mark.parametrize("gain", [1.0, 128.0, 4096.0])
+def test_the_fused_path_loses_none(device, gain, options, mask, bias):
+    inputs = heads(gain)
+    context, _ = mha_tt.fused.scaled_dot_product_attention(*uploaded(device, inputs), **options)
+    expected, _ = attend(*inputs.values(), mask=mask, bias=bias)
+    context = mha_tt.download(context)
+    assert lost(context) == 0
+    # Scores of 8 bits cannot tell keys apart whose scores are as close: of a row in a hundred that is another value.
+    wrong = np.linalg.norm(context - expected, axis=3) > 0.05 * np.linalg.norm(expected, axis=3)
+    assert wrong.mean() <= (0.0 if gain == 1.0 else 0.03)
+
+
+def test_what_the_kernel_keeps_is_its_own_bit_for_bit(device):
+    inputs = heads(128.0)
+    alone = kernel(device, inputs, accurate_config(device))
+    context, _ = mha_tt.fused.scaled_dot_product_attention(*uploaded(device, inputs), is_causal=True)
+    kept = (alone != 0).any(axis=3)
+    assert kept.any()
+    assert np.array_equal(mha_tt.download(context)[kept], alone[kept])
+
+
+def test_a_hidden_key_decides_nothing(device):
+    inputs = heads(1.0)
+    huge = {**inputs, "key": inputs["key"].copy()}
+    huge["key"][:, :, -1] = 1e4
+    before, after = (
+        mha_tt.fused.scaled_dot_product_attention(*uploaded(device, x), is_causal=True)[0] for x in (inputs, huge)
+    )
+    assert np.array_equal(mha_tt.download(before)[:, :, :-1], mha_tt.download(after)[:, :, :-1])
+
+
+@pytest.mark.parametrize(("config_of", "times"), [(accurate_config, 2), (fast_config, 1)], ids=["accurate", "fast"])
+def test_only_an_arithmetic_that_loses_rows_asks_twice(device, calls, config_of, times):
+    tensors = uploaded(device, heads(1.0))
+    mha_tt.fused.scaled_dot_product_attention(*tensors, is_causal=True, compute_kernel_config=config_of(device))
+    found = [dict(call.keywords) for call in calls if call.name == KERNEL]
+    sums = [keywords.pop("compute_kernel_config").fp32_dest_acc_en for keywords in found]
+    assert sums == [True, False][-times:]
+    assert all(keywords == found[0] for keywords in found)
