@@ -27,6 +27,7 @@ class Backend(NamedTuple):  # a dataclass would cost every --help a tenth of its
         has_all_mistakes: whether every known mistake can be planted in it, and not only those in masks.
         wheels: of packages that it needs, where there are any, if not everywhere.
         why_no_cache_files: why its caches cannot be kept in files, or nothing.
+        has_own_device: whether it holds a device that no other process can use meanwhile.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Backend(NamedTuple):  # a dataclass would cost every --help a tenth of its
     has_all_mistakes: bool = True
     wheels: Mapping[str, str] = MappingProxyType({})
     why_no_cache_files: str = ""
+    has_own_device: bool = False
 
 
 _BACKENDS = (
@@ -50,6 +52,7 @@ _BACKENDS = (
         has_all_mistakes=False,
         wheels={"ttnn": "CPython 3.10 and 3.12 on x86-64 Linux"},
         why_no_cache_files="its caches are padded to device tiles",
+        has_own_device=True,
     ),
 )
 

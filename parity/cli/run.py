@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="float32, bfloat16, float16, float64; float32 by default",
     )
     parser.add_argument("--grad", action="store_true", help="also compare gradients")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that run cases, 1 by default")
     whose = parser.add_mutually_exclusive_group()
     whose.add_argument("--model", metavar="FOLDER", help="run every layer of this model instead: config.json, weights")
     whose.add_argument("--weights", metavar="FILE", help="run a layer of this file instead, in any layout")
@@ -83,6 +84,10 @@ def run(options: argparse.Namespace) -> int:
 
     check_names("--backends", options.backends, BACKENDS)
     check_names("--dtypes", options.dtypes, DTYPES)
+    if options.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {options.jobs}")
+    if options.jobs > 1 and options.model is not None:
+        raise ValueError(f"--jobs must be 1 with --model, whose layers are read one at a time, got {options.jobs}")
     cases, maps = _chosen_cases(options), attention_maps(options)
     _check_weight_options(options)
     backends = [name for name in options.backends or BACKENDS if name in BACKENDS and why_missing(name) is None]
@@ -100,6 +105,7 @@ def run(options: argparse.Namespace) -> int:
     runs = sum(1 if case.dtype else len(options.dtypes) for case in cases) * len(backends)
     with progress_bar(runs) as on_case:
         told |= {"weights": weights, "traces": options.save_traces, "join": options.join, "on_case": on_case}
+        told["jobs"] = options.jobs
         results = run_cases(cases, options.backends, options.dtypes, **told)
     return print_and_write(options, results, maps)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 from parity.backends import BACKENDS, load_backend, why_missing
 from parity.backends.numerics import environment
@@ -16,9 +18,10 @@ from parity.core.cases import CASES, DTYPES, Case
 from parity.core.compare import Comparison
 from parity.core.problem import make_problem
 from parity.core.trace import Reference, Trace, judge
-from parity.core.weights import Weights
+from parity.core.weights import Weights, weight_shapes
 from parity.core.words import some_of
 from parity.diagnosis.diagnose import Diagnosis, diagnose_trace
+from parity.running.jobs import by_processes
 from parity.running.report import Report, SkippedCase
 from parity.running.traces import load_traces, printable, save_trace
 
@@ -35,6 +38,7 @@ def run_cases(
     weights: Weights | None = None,
     traces: str | os.PathLike[str] | None = None,
     join: Sequence[str | os.PathLike[str]] = (),
+    jobs: int = 1,
     on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
     on_judged: OnJudged = lambda trace, reference, comparisons: None,
 ) -> Report:
@@ -49,7 +53,9 @@ def run_cases(
         traces: folder to save the traces in.
         join: folders of traces made elsewhere, their sub-folders among them; those of the same cases and dtypes are
             judged, too.
-        on_case: called before each case, with its name, the dtype and the backend.
+        jobs: how many processes run cases; 1 is this one.
+        on_case: called before each case, or before it is judged if another process ran it, with its name, the dtype
+            and the backend.
         on_judged: called with each trace that was judged, its reference and the comparisons.
 
     Returns:
@@ -58,8 +64,8 @@ def run_cases(
     Raises:
         ModuleNotFoundError: if a backend asked for by name can neither run here nor is joined.
         OSError: if a trace cannot be read or saved.
-        ValueError: if there is no backend or dtype of a name, nothing to run, also on one backend asked for by name, or
-            a file to join is not a trace of a case known here.
+        ValueError: if there is no backend or dtype of a name, nothing to run, also on one backend asked for by name, a
+            file to join is not a trace of a case known here, or there is no job, or several for one device.
     """
     cases = list(CASES.values() if cases is None else cases)
     for dtype in dtypes:
@@ -67,6 +73,8 @@ def run_cases(
             raise ValueError(f"dtype must be one of {list(DTYPES)}, got dtype={dtype!r}")
     if join and weights is not None:
         raise ValueError("traces to join must be of the cases' own weights, got weights")
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got jobs={jobs}")
     missing = {name: reason for name in backends or BACKENDS if (reason := why_missing(name))}
     here = [name for name in backends or BACKENDS if name not in missing]
     joined = load_traces(join, here)
@@ -80,14 +88,18 @@ def run_cases(
         reasons = dict.fromkeys(load_backend(name).why_skipped(case, dtype) for case, dtype in chosen)
         if None not in reasons:
             raise ValueError(f"{name} must be able to run one of the cases, got {some_of(map(str, reasons))}")
+    if jobs > 1 and (alone := [name for name in here if BACKENDS[name].has_own_device]):
+        raise ValueError(f"jobs must be 1 with {', '.join(alone)}, whose device is one process's, got jobs={jobs}")
     where = environment(here)
 
     def recorded() -> Iterator[tuple[Trace, Reference]]:
-        for case, dtype in chosen:
-            expected = Reference(make_problem(case, dtype, weights), with_gradients and case.has_gradients)
-            for name in here:
+        tasks = [_Task(case, dtype, tuple(here), weights, with_gradients) for case, dtype in chosen]
+        elsewhere = by_processes(_attempts, tasks, jobs, cost=_Task.cost) if jobs > 1 else repeat(None)
+        for task, attempts in zip(tasks, elsewhere, strict=False):
+            case, dtype, expected = task.case, task.dtype, task.expected()
+            for index, name in enumerate(here):
                 on_case(case.name, dtype, name)
-                trace = _attempt(name, expected)
+                trace = _attempt(name, expected) if attempts is None else attempts[index]
                 trace = replace(trace, environment=_with_numerics(where, name, trace.numerics))
                 if traces is not None:
                     save_trace(traces, trace)
@@ -107,6 +119,31 @@ def run_cases(
     if joined:
         where["joined"] = {trace.folder: trace.environment for trace in joined}
     return replace(report, skipped=skipped, environment=where)
+
+
+class _Task(NamedTuple):
+    """A case in a dtype, and the backends that are to run it."""
+
+    case: Case
+    dtype: str
+    backends: tuple[str, ...]
+    weights: Weights | None
+    with_gradients: bool
+
+    def expected(self) -> Reference:
+        """The reference that it is judged by."""
+        problem = make_problem(self.case, self.dtype, self.weights)
+        return Reference(problem, self.with_gradients and self.case.has_gradients)
+
+    def cost(self) -> float:
+        """What it costs beside others, roughly: its calls, and the numbers in its weights."""
+        return (len(self.case.chunks) + 1) * sum(map(math.prod, weight_shapes(self.case.spec).values()))
+
+
+def _attempts(task: _Task) -> list[Trace]:
+    """What each backend computes of a case."""
+    expected = task.expected()
+    return [_attempt(name, expected) for name in task.backends]
 
 
 def _attempt(backend: str, reference: Reference) -> Trace:

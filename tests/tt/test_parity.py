@@ -31,3 +31,8 @@ def test_every_other_case_runs():
     of_dtype = sum(case.dtype is not None for case in CASES.values())
     assert len(SKIPPED) == of_dtype
     assert len(RUN) == 2 * (len(CASES) - of_dtype + len(MORE_SEEDS))
+
+
+def test_a_device_is_one_processs():
+    with pytest.raises(ValueError, match="jobs must be 1 with tt, whose device is one process's, got jobs=2"):
+        run_cases([CASES["textbook"]], ["tt"], jobs=2)

@@ -1,0 +1,43 @@
+"""Work divided among processes, each with frameworks of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def by_processes(
+    function: Callable[[Item], Result], items: Sequence[Item], jobs: int, *, cost: Callable[[Item], float]
+) -> Iterator[Result]:
+    """The results of a function for each item, in their order, from so many processes; what costs most begins first.
+
+    The function, what it takes and what it gives are pickled. Whoever stops asking, by an error or a signal, ends them.
+
+    Raises:
+        BrokenProcessPool: if one of the processes ends, for want of memory, say.
+    """
+    others = set(multiprocessing.active_children())
+    # A process that is forked would share the threads and locks of frameworks that are loaded here.
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+    try:
+        begun = {i: pool.submit(function, items[i]) for i in sorted(range(len(items)), key=lambda i: -cost(items[i]))}
+        for i in range(len(items)):
+            yield begun.pop(i).result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent does, also where that had no time to say so."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

@@ -1,0 +1,115 @@
+"""Cases run by several processes: the same report, and no process that is left behind."""
+
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures.process import BrokenProcessPool
+
+import pytest
+
+from parity import CASES, run_cases
+from parity.cli.main import main
+from parity.running.jobs import by_processes
+
+LEFT_ALONE = """
+import multiprocessing, time
+from parity.running.jobs import by_processes
+
+if __name__ == "__main__":
+    naps = by_processes(time.sleep, [0, 600], 2, cost=lambda nap: -nap)
+    next(naps)
+    print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+    next(naps)
+"""
+
+
+def until(is_so, seconds=30):
+    for _ in range(seconds * 20):
+        if is_so():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_report_is_that_of_one_process():
+    cases = [CASES[name] for name in ("trained-anarcii-self", "textbook", "decode", "nan-visible-causal")]
+    alone, together = (
+        run_cases(cases, ["torch"], ["float32", "bfloat16"], with_gradients=True, jobs=jobs).to_dict()
+        for jobs in (1, 2)
+    )
+    assert together["results"] == alone["results"]
+    assert together == alone
+    assert alone["summary"]["passed"] > 200
+
+
+def test_results_are_in_order():
+    assert list(by_processes(math.isqrt, [9, 4, 1, 0], 2, cost=abs)) == [3, 2, 1, 0]
+
+
+def test_what_costs_most_begins_first(tmp_path):
+    paths = [str(tmp_path / name) for name in ("a", "bb", "ccc")]
+    assert list(by_processes(os.mkdir, paths, 1, cost=len)) == [None] * 3
+    assert [os.stat(path).st_ctime_ns for path in paths] == sorted(
+        (os.stat(p).st_ctime_ns for p in paths), reverse=True
+    )
+
+
+def test_what_a_process_raises_is_raised_here():
+    with pytest.raises(ValueError, match="nonnegative"):
+        list(by_processes(math.isqrt, [9, -1], 2, cost=abs))
+
+
+def test_a_process_that_dies_is_an_error_and_no_wait():
+    with pytest.raises(BrokenProcessPool):
+        list(by_processes(os._exit, [3], 2, cost=abs))
+
+
+def test_who_stops_asking_leaves_no_process():
+    others = set(multiprocessing.active_children())
+    naps = by_processes(time.sleep, [0, 600, 600], 2, cost=lambda nap: -nap)
+    next(naps)
+    ours = set(multiprocessing.active_children()) - others
+    assert ours
+    naps.close()
+    assert until(lambda: not set(multiprocessing.active_children()) & ours)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="processes are looked for in /proc")
+def test_who_is_killed_leaves_no_process(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LEFT_ALONE)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as process:
+        pids = process.stdout.readline().split()
+        assert len(pids) == 2
+        assert all(map(is_running, pids))
+        process.send_signal(signal.SIGKILL)
+    assert until(lambda: not any(map(is_running, pids)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--jobs", "0"], "--jobs must be at least 1, got 0"),
+        (["--jobs", "2", "--model", "x"], "--jobs must be 1 with --model, whose layers are read one at a time, got 2"),
+    ],
+)
+def test_jobs_that_cannot_be_are_refused(arguments, message, capsys):
+    assert main(["run", "--cases", "textbook", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_of_python_too():
+    with pytest.raises(ValueError, match="jobs must be at least 1, got jobs=0"):
+        run_cases([CASES["textbook"]], ["torch"], jobs=0)
