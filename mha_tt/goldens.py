@@ -84,17 +84,17 @@ def _lost_rows(
     """
     import torch
 
-    scale = query.shape[3] ** -0.5 if scale is None else scale
+    factor = query.shape[3] ** -0.5 if scale is None else scale
     scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(2, 3)
     if attn_mask is not None:
-        scores, scale = scores * scale + attn_mask, 1.0
+        scores, factor = scores * factor + attn_mask, 1.0
     elif is_causal:
         every = torch.ones(scores.shape[2:], dtype=torch.bool)
         hidden = every.triu(1) | every.tril(-(sliding_window_size or scores.shape[3]))
         scores = scores.masked_fill(hidden, torch.finfo(torch.float32).min)
     largest = scores.float().amax(dim=3, keepdim=True)
     cut = (largest.view(torch.int32) & -(2**16)).view(torch.float32)
-    return (largest - cut) * scale > math.log(torch.finfo(torch.float32).max)
+    return (largest - cut) * factor > math.log(torch.finfo(torch.float32).max)
 
 
 @golden("ttnn.transformer.scaled_dot_product_attention_decode")

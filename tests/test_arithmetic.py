@@ -199,8 +199,8 @@ def test_a_middling_fidelity_passes_by_its_own_arithmetic_and_a_low_one_does_not
 
 def test_neighbours_share_an_exponent():
     arithmetic = Arithmetic(dtype_named("bfloat16"), "tensix-bfloat8_b")
-    x = np.float32([[64.0, 1.0, 0.5, 0.25, -3.6] + [0.0] * 11 + [1.0, 1 + 2**-6, 1 + 2**-7]])
-    expected = np.float32([[64.0, 1.0, 0.0, 0.0, -4.0] + [0.0] * 11 + [1.0, 1 + 2**-6, 1.0]])
+    x = np.array([[64.0, 1.0, 0.5, 0.25, -3.6] + [0.0] * 11 + [1.0, 1 + 2**-6, 1 + 2**-7]], np.float32)
+    expected = np.array([[64.0, 1.0, 0.0, 0.0, -4.0] + [0.0] * 11 + [1.0, 1 + 2**-6, 1.0]], np.float32)
     np.testing.assert_array_equal(arithmetic.cached(x.astype(dtype_named("bfloat16"))).astype(np.float32), expected)
     np.testing.assert_array_equal(arithmetic.weight(x.T), expected.T)
 

@@ -14,7 +14,7 @@ from shell import environment, run
 
 import parity
 from parity.core.stages import STAGES
-from parity.diagnosis.mistakes import PRECISIONS, mistakes_for, page_by_mistake
+from parity.diagnosis.mistakes import FIDELITIES, PRECISIONS, mistakes_for, page_by_mistake
 from parity.diagnosis.selftest import SELFTEST_CASES, planted_in
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +28,7 @@ SECTIONS = ["What it looks like", "Reproduction", "How the tool shows it", "The 
 def mistakes_by_page():
     """The names of all mistakes that are known, by the page that tells of them."""
     found = {}
-    for mistakes in (PRECISIONS.values(), *map(mistakes_for, SELFTEST_CASES)):
+    for mistakes in (PRECISIONS.values(), FIDELITIES.values(), *map(mistakes_for, SELFTEST_CASES)):
         for mistake in mistakes:
             found.setdefault(mistake.page, set()).add(mistake.name)
     return found

@@ -37,7 +37,7 @@ SHARED = 16
 the largest of them. Products with such weights are off by 7.7e-3 and 7.6e-3 in ttsim, 64 and 512 terms, at HiFi2 by
 8.6e-3 and 8.7e-3; here by 7.9e-3 and 7.7e-3, 8.4e-3 and 8.6e-3."""
 
-PRODUCT_MANTISSA = dict.fromkeys((*TENSIX, "tensix-lofi"), 10)
+PRODUCT_MANTISSA: dict[str, int] = dict.fromkeys((*TENSIX, "tensix-lofi"), 10)
 """How many explicit bits of each product enter the sum, where not all do: Tenstorrent's matrix engine cuts off
 products, too, where it aligns them.
 

@@ -270,10 +270,9 @@ class Layer:
         return self.problem.weights[name]
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        widen = self.arithmetic.widen
-        bias = widen(self.parameter(f"{name}.bias")) if self.has_bias(name) else 0.0
-        weight = self.arithmetic.weight(widen(self.parameter(f"{name}.weight")))
-        return self.arithmetic.keep(self.arithmetic.matmul(widen(x), weight.T, bias))
+        a = self.arithmetic
+        bias = a.widen(self.parameter(f"{name}.bias")) if self.has_bias(name) else 0.0
+        return a.keep(a.matmul(a.widen(x), a.weight(a.widen(self.parameter(f"{name}.weight"))).T, bias))
 
     def project(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> dict[str, np.ndarray]:
         if self.problem.spec.latent is not None:
