@@ -127,10 +127,15 @@ LONGEST_SUM = 128
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
     """The function compiled, and called: a compilation costs more here than the computation."""
+    return compiled(function, *arguments)(*arguments)
+
+
+def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function as it is compiled for such arguments."""
     longest = max((size for x in jax.tree.leaves(arguments) for size in np.shape(x)), default=0)
     # Whoever sets XLA's flags, to nothing even, has everything compiled by them.
     quickly = longest <= LONGEST_SUM and jax.default_backend() == "cpu" and "XLA_FLAGS" not in os.environ
-    return _compiled(function, quickly, _replaceable())(*arguments)
+    return _compiled(function, quickly, _replaceable())
 
 
 @lru_cache(maxsize=16)
@@ -150,6 +155,8 @@ def _replaceable() -> tuple[Any, ...]:
 class Filled:
     """A module with the weights of a problem, in evaluation: as users get it, and one that works in small blocks."""
 
+    call = staticmethod(call)
+
     def __init__(self, problem: Problem) -> None:
         kind = kind_of(mha_jax, problem.case)
         self.weights = to_params(problem.weights, problem.spec)
@@ -161,13 +168,13 @@ class Filled:
         self, query: Array, key: Array | None, mask: Array | None, bias: Array | None, positions: Array | None
     ) -> tuple[Array, dict[str, Array]]:
         inputs = {"key": key, "mask": mask, "bias": bias, "positions": positions}
-        return call(_all_paths, self.module, self.in_blocks, query, inputs)
+        return self.call(_all_paths, self.module, self.in_blocks, query, inputs)
 
     def step(
         self, x: Array, cache: Any, new_lengths: Array | None, positions: Array | None
     ) -> tuple[dict[str, Array], Any]:
-        output, grown = call(_step, self.module, x, cache, new_lengths, positions)
-        in_blocks, _ = call(_step, self.in_blocks, x, cache, new_lengths, positions)
+        output, grown = self.call(_step, self.module, x, cache, new_lengths, positions)
+        in_blocks, _ = self.call(_step, self.in_blocks, x, cache, new_lengths, positions)
         return {"module": output, "blocks": in_blocks}, grown
 
 
@@ -198,7 +205,7 @@ def pull_back(
     path: str, filled: Filled, spec: AttentionSpec, inputs: dict[str, Array], hidden: dict[str, Any]
 ) -> tuple[dict[str, np.ndarray], Weights]:
     """Gradients of the inputs and of the canonical weights on a path."""
-    of_inputs, of_weights = call(_GRADIENTS[path], spec, inputs, filled.weights, hidden)
+    of_inputs, of_weights = filled.call(_GRADIENTS[path], spec, inputs, filled.weights, hidden)
     return {name: to_numpy(grad) for name, grad in of_inputs.items()}, from_params(of_weights, spec)
 
 
