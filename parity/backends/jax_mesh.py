@@ -85,8 +85,8 @@ class _OnMesh:
         return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec(*fits)))
 
     def from_numpy(self, x: np.ndarray) -> Array:
-        """Tokens (B, T, ·) by sequences and tokens, heads (B, N, T, ·) by heads, too."""
-        axes = {3: ("data", "sequence"), 4: ("data", "tensor", "sequence")}.get(np.ndim(x), ())
+        """Lengths (B,) by sequences, what is (B, T, ·) by tokens, too, and what is (B, N, T, ·) by heads."""
+        axes = {1: ("data",), 3: ("data", "sequence"), 4: ("data", "tensor", "sequence")}.get(np.ndim(x), ())
         return self.placed(np.asarray(x), *axes)
 
     beside = from_numpy
@@ -108,7 +108,7 @@ class _Filled(port.Filled):
 
     def __init__(self, problem: Problem, on_mesh: _OnMesh) -> None:
         super().__init__(problem)
-        self.program, self.sent = "", on_mesh.sent
+        self.program, self.sent, self.mesh = "", on_mesh.sent, on_mesh.mesh
         for module in (self.module, self.in_blocks):
             _divide(module, on_mesh.mesh)
         self.weights = nnx.to_pure_dict(nnx.state(self.module, nnx.Param))
@@ -133,6 +133,8 @@ class _Filled(port.Filled):
     def step(
         self, x: Array, cache: Any, new_lengths: Array | None, positions: Array | None
     ) -> tuple[dict[str, Array], Any]:
+        axes = {name: axis for name, axis in (("batch", "data"), ("heads", "tensor")) if axis in self.mesh.shape}
+        cache = parallel.shard_cache(cache, self.mesh, **axes)
         kind = "step" if x.shape[1] == 1 else "prompt"
         self.program = f"blocks.{kind}"
         in_blocks, _ = self.call(_step, self.in_blocks, x, cache, new_lengths, positions)

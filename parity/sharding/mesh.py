@@ -108,6 +108,7 @@ class Collectives:
         program: `forward`, `gradient`, `prompt` or `step`, after the path that it is of: `fused.forward`.
         counted: of the compiled program, or of what ran.
         ideal: how many are needed.
+        excuse: why there may be more; empty where there may not.
     """
 
     case: str
@@ -116,45 +117,62 @@ class Collectives:
     program: str
     counted: Counts
     ideal: Counts
+    excuse: str = ""
 
     @property
     def passed(self) -> bool:
+        """Whether there is none that need not be, or there is an excuse."""
+        return bool(self.excuse) or self.is_ideal
+
+    @property
+    def is_ideal(self) -> bool:
         """Whether there is none that need not be."""
         return all(count <= self.ideal.get(name, 0) for name, count in self.counted.items())
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON takes it."""
         about = {"case": self.case, "dtype": self.dtype, "backend": self.backend, "program": self.program}
-        return {**about, "passed": self.passed, "counted": self.counted, "ideal": self.ideal}
+        return {**about, "passed": self.passed, "counted": self.counted, "ideal": self.ideal, "excuse": self.excuse}
 
 
 def collectives_of(trace: Trace) -> list[Collectives]:
     """What was counted when a trace was made on a mesh, beside what is needed."""
     if not trace.collectives:
         return []
-    plan = parse_mesh(trace.numerics["mesh"])
-    case = trace.problem.case
+    plan, case = parse_mesh(trace.numerics["mesh"]), trace.problem.case
     about = (case.name, trace.problem.dtype, trace.title)
-    return [
-        Collectives(*about, program, counted, ideal_collectives(case, plan, program.rpartition(".")[2]))
-        for program, counted in trace.collectives.items()
-    ]
+    found = []
+    for program, counted in trace.collectives.items():
+        kind = program.rpartition(".")[2]
+        found.append(
+            Collectives(*about, program, counted, ideal_collectives(case, plan, kind), excuse_of(case, plan, kind))
+        )
+    return found
 
 
 def ideal_collectives(case: Case, plan: MeshPlan, program: str) -> Counts:
     """How many collectives a program of a case needs on a mesh.
 
-    A layer whose heads are divided adds its outputs up, once; and, once, the gradients of what all heads share: its
-    input, and weights that are whole on each device. Gradients of weights are added up over the sequences, once. With
-    out_proj, whether a token is finite is a flag for each token, which is the same for all heads.
+    Forward, a layer whose heads are divided adds its outputs up. A gradient adds up that of its input over the heads,
+    those of weights over the sequences, and those of weights that are whole on each device over the heads, too: once
+    each. Whether a token is finite is a flag for each, which is the same for all heads.
+
+    Args:
+        case: the layer, and what it is applied to.
+        plan: the mesh.
+        program: `forward`, `gradient`, `prompt` or `step`.
     """
-    spec = case.spec
-    is_gradient = program == "gradient"
-    has_heads = plan.tensor > 1
-    found: Counts = {}
-    if has_heads and spec.out_proj:
-        found = {NUMBERS: 1, FLAGS: 1}
-    if is_gradient:
-        over_heads, over_sequences = int(has_heads), int(plan.data > 1)
-        found[NUMBERS] = found.get(NUMBERS, 0) + over_heads + over_sequences
-    return found
+    has_heads, spec = plan.tensor > 1, case.spec
+    sums = int(has_heads and spec.out_proj)
+    if program == "gradient":
+        shared = [name for name in spec.norms if not spec.norms[name].per_head]
+        sums = int(has_heads) + int(plan.data > 1) + int(has_heads and bool(shared or spec.latent))
+    found = {NUMBERS: sums, FLAGS: int(has_heads)}
+    return {name: count for name, count in found.items() if count}
+
+
+def excuse_of(case: Case, plan: MeshPlan, program: str) -> str:
+    """Why a program may have more than it needs; empty where it may not."""
+    if program != "forward" and case.spec.num_kv_heads % plan.tensor:
+        return "devices share key/value heads, and what is computed of these in parts is gathered"
+    return ""
