@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array
 
 import mha_jax
-from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
+from mha_jax.blockwise import BlockSizes
 from mha_spec import AttentionSpec
 from parity.backends.port import Shapes, kind_of, nothing_replayed
 from parity.core.cases import Case
@@ -27,6 +27,8 @@ from parity.core.weights import Weights, check_held, check_weights, pack_qkv, un
 from parity.files.tensor_file import flatten
 
 Params = dict[str, Any]  # arrays, and dicts of them
+
+jax.tree_util.register_static(BlockSizes)  # compiled functions take them as they take arrays
 
 SMALL_BLOCKS = BlockSizes(few_scores=0, queries=8, keys=8, last_keys=4, most_blocks=2)
 """The sizes of blocks at which most cases have several; at those that users get they leave it to the plain path."""
@@ -205,6 +207,8 @@ def pull_back(
     path: str, filled: Filled, spec: AttentionSpec, inputs: dict[str, Array], hidden: dict[str, Any]
 ) -> tuple[dict[str, np.ndarray], Weights]:
     """Gradients of the inputs and of the canonical weights on a path."""
+    module = filled.in_blocks if path == "blocks" else filled.module
+    hidden = hidden | {"block_sizes": module.block_sizes}
     of_inputs, of_weights = filled.call(_GRADIENTS[path], spec, inputs, filled.weights, hidden)
     return {name: to_numpy(grad) for name, grad in of_inputs.items()}, from_params(of_weights, spec)
 
@@ -222,7 +226,7 @@ def _gradients(
             bias=inputs.get("bias"),
             need_weights=not path,
             positions=hidden["positions"],
-            block_sizes=SMALL_BLOCKS if path == "blocks" else BLOCK_SIZES,
+            block_sizes=hidden["block_sizes"],
         )[0]
 
     return jax.vjp(output_of, inputs, weights)[1](hidden["cotangent"])

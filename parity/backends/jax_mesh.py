@@ -10,7 +10,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mha_jax import parallel
@@ -86,7 +86,7 @@ class _OnMesh:
 
     def from_numpy(self, x: np.ndarray) -> Array:
         """Lengths (B,) by sequences, what is (B, T, ·) by tokens, too, and what is (B, N, T, ·) by heads."""
-        axes = {1: ("data",), 3: ("data", "sequence"), 4: ("data", "tensor", "sequence")}.get(np.ndim(x), ())
+        axes = {1: ("data",), 3: ("data", "sequence"), 4: ("data", "tensor")}.get(np.ndim(x), ())
         return self.placed(np.asarray(x), *axes)
 
     beside = from_numpy
@@ -109,8 +109,10 @@ class _Filled(port.Filled):
     def __init__(self, problem: Problem, on_mesh: _OnMesh) -> None:
         super().__init__(problem)
         self.program, self.sent, self.mesh = "", on_mesh.sent, on_mesh.mesh
+        mesh = on_mesh.mesh
+        heads, tokens = (name if name in mesh.shape else None for name in ("tensor", "sequence"))
         for module in (self.module, self.in_blocks):
-            _divide(module, on_mesh.mesh)
+            parallel.shard(module, mesh, heads=heads, tokens=tokens)
         self.weights = nnx.to_pure_dict(nnx.state(self.module, nnx.Param))
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -153,12 +155,3 @@ def _without_weights(_: Any, module: Any, query: Array, inputs: dict[str, Array 
 
 def _step(_: Any, module: Any, x: Array, cache: Any, new_lengths: Array | None, positions: Array | None) -> Any:
     return module(x, cache, new_lengths=new_lengths, positions=positions)
-
-
-def _divide(module: Any, mesh: Mesh) -> None:
-    """Put the weights of a module on a mesh: by heads, if that has the dimension, and else whole on each device."""
-    if "tensor" in mesh.shape:
-        parallel.shard(module, mesh, heads="tensor")
-        return
-    state = nnx.state(module, nnx.Param)
-    nnx.update(module, jax.device_put(state, NamedSharding(mesh, PartitionSpec())))

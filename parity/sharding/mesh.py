@@ -143,10 +143,8 @@ def collectives_of(trace: Trace) -> list[Collectives]:
     about = (case.name, trace.problem.dtype, trace.title)
     found = []
     for program, counted in trace.collectives.items():
-        kind = program.rpartition(".")[2]
-        found.append(
-            Collectives(*about, program, counted, ideal_collectives(case, plan, kind), excuse_of(case, plan, kind))
-        )
+        told = (case, plan, program)
+        found.append(Collectives(*about, program, counted, ideal_collectives(*told), excuse_of(*told)))
     return found
 
 
@@ -160,19 +158,34 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str) -> Counts:
     Args:
         case: the layer, and what it is applied to.
         plan: the mesh.
-        program: `forward`, `gradient`, `prompt` or `step`.
+        program: as a `Collectives` names it.
     """
     has_heads, spec = plan.tensor > 1, case.spec
+    path, _, kind = program.rpartition(".")
     sums = int(has_heads and spec.out_proj)
-    if program == "gradient":
+    if kind == "gradient":
         shared = [name for name in spec.norms if not spec.norms[name].per_head]
-        sums = int(has_heads) + int(plan.data > 1) + int(has_heads and bool(shared or spec.latent))
-    found = {NUMBERS: sums, FLAGS: int(has_heads)}
+        sums = int(has_heads) + int(plan.data * plan.sequence > 1) + int(has_heads and bool(shared or spec.latent))
+    found = {NUMBERS: sums, FLAGS: int(has_heads)} | _of_tokens(case, plan, path, is_gradient=kind == "gradient")
     return {name: count for name, count in found.items() if count}
+
+
+def _of_tokens(case: Case, plan: MeshPlan, path: str, *, is_gradient: bool) -> Counts:
+    """What is exchanged where tokens are divided: keys and values, forward, and as much again or more for gradients."""
+    size, spec = plan.sequence, case.spec
+    if size == 1:
+        return {}
+    if not path:  # attention weights are rows of all keys
+        return {"all-gather": 2, "reduce-scatter": 2 * is_gradient}
+    if (spec.num_kv_heads // plan.tensor) % size == 0 and spec.alibi is None:
+        return {"all-to-all": 8 if is_gradient else 4}
+    passes = (6 if is_gradient else 2) * (size - 1) + 2 * is_gradient
+    halves = (16 if is_gradient else 8) if case.is_causal else 0
+    return {"collective-permute": passes + halves}
 
 
 def excuse_of(case: Case, plan: MeshPlan, program: str) -> str:
     """Why a program may have more than it needs; empty where it may not."""
-    if program != "forward" and case.spec.num_kv_heads % plan.tensor:
+    if not program.endswith("forward") and case.spec.num_kv_heads % plan.tensor:
         return "devices share key/value heads, and what is computed of these in parts is gathered"
     return ""
