@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 import mha_jax
@@ -65,7 +65,8 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
 def _placed_as(x: Array, held: Any) -> Array:
     """x where another array lies, if that lies on a mesh."""
     placement = getattr(held, "sharding", None)
-    return jax.device_put(x, placement) if isinstance(placement, NamedSharding) else x
+    is_placed = isinstance(placement, NamedSharding) and isinstance(placement.mesh, Mesh)  # not an abstract one
+    return jax.device_put(x, placement) if is_placed else x
 
 
 def spec_of(module: Any) -> AttentionSpec:
