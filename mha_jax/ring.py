@@ -416,9 +416,6 @@ def _joined_by_all(plan: _Plan, given: _Given, sums: _Sums, wrong: Array) -> _Su
 
 # ---- Their gradients -------------------------------------------------------------------------------------------------
 
-_Grads = tuple[Array, Array | None]
-"""Of the queries, and of the bias."""
-
 
 def _backward(plan: _Plan, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
     query, key, value, given, context, log_sums = residuals

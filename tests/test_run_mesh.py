@@ -42,7 +42,9 @@ def ran(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mesh")
     report = folder / "report.json"
     mesh = ["--devices", "8", "--mesh", "data=2,tensor=4", "--grad"]
-    printed = command(*mesh, "--cases", "[ct][ae][ux][st][ab]*[lk]", "--json", str(report), "--save-traces", str(folder))
+    printed = command(
+        *mesh, "--cases", "[ct][ae][ux][st][ab]*[lk]", "--json", str(report), "--save-traces", str(folder)
+    )
     return printed, json.loads(report.read_text()), folder
 
 
