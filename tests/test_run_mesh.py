@@ -12,6 +12,7 @@ from parity import AttentionSpec, Case, Rope, make_problem
 from parity.cli.main import main
 from parity.core.cases import CASES
 from parity.core.trace import Trace
+from parity.reporting.junit import junit_xml
 from parity.running.report import Report
 from parity.running.traces import load_trace, save_trace
 from parity.sharding.mesh import (
@@ -164,6 +165,9 @@ def test_more_than_needed_is_a_failure():
     report = Report([], {}, {}, collectives=[needed, gathered])
     assert (report.status, report.needless) == (1, [gathered])
     assert Report([], {}, {}, collectives=[needed]).status == 0
+    xml = junit_xml(report).decode()
+    assert 'failures="1"' in xml
+    assert 'message="devices send 1 all-reduce, 2 all-gather, needed 1 all-reduce"' in xml
 
 
 def test_collectives_of_a_trace_are_kept_in_its_file(tmp_path):

@@ -13,10 +13,11 @@ from parity.core.stages import stage_named
 from parity.reporting.console import begin_table, short_ratio
 from parity.reporting.diagnosis import print_diagnosis
 from parity.reporting.summary import reproduction, skipped_reasons, summary_line
+from parity.sharding.mesh import words_of
 
 if TYPE_CHECKING:
     from parity.running.report import Report
-    from parity.sharding.mesh import Collectives, Counts
+    from parity.sharding.mesh import Collectives
 
 DETAILED_FAILURES = 5  # shown whole on the terminal; all are in the JSON
 NARROWEST = 9  # columns for a verdict in a table: `FAIL 1.03`
@@ -61,7 +62,7 @@ def print_collectives(report: Report, out: Console) -> None:
     """A line for each kind of program that ran on a mesh: what its devices send each other, and what they need."""
     alike: dict[tuple[str, ...], list[Collectives]] = {}
     for each in report.collectives:
-        words = ("" if each.passed else "red", each.backend, each.program, _counts(each.counted), _counts(each.ideal))
+        words = ("" if each.passed else "red", each.backend, each.program, words_of(each.counted), words_of(each.ideal))
         alike.setdefault((*words, "" if each.is_ideal else each.excuse), []).append(each)
     if alike:
         out.print(Text("What devices send, in how many cases", style="bold"))
@@ -71,10 +72,6 @@ def print_collectives(report: Report, out: Console) -> None:
         named = f" ({', '.join(cases)})" if style or excuse else ""
         line = f"{backend} {program}: {counted}{needed}{f': {excuse}' if excuse else ''}: {len(cases)}{named}"
         out.print(Text(line, style=style, overflow="fold"))
-
-
-def _counts(counts: Counts) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing"
 
 
 def print_reproduction(comparison: Comparison, out: Console) -> None:

@@ -99,6 +99,11 @@ Counts = dict[str, int]
 """How many operations of a compiled program have devices wait for each other, by what they do."""
 
 
+def words_of(counts: Counts) -> str:
+    """`1 all-reduce, 2 all-gather`, or `nothing`."""
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing"
+
+
 @dataclass(frozen=True)
 class Collectives:
     """What the devices of a mesh send each other in a program of a case.
