@@ -237,7 +237,7 @@ def test_other_arguments_are_refused():
         parallel.shard_cache(cache, mesh_of(3), slots="heads")
     with pytest.raises(ValueError, match=r"features must name a dimension of the mesh, got features='x'"):
         parallel.shard(layer, mesh_of(4), features="x")
-    with pytest.raises(ValueError, match=r"the features of q_proj.weight must be a multiple of the devices along heads"):
+    with pytest.raises(ValueError, match=r"the features of q_proj.weight must be a multiple of the devices"):
         parallel.shard(layer, mesh_of(3), features="heads")
     with pytest.raises(TypeError, match="cache must be one of mha_jax, got tuple"):
         parallel.shard_cache((), mesh_of(4))
