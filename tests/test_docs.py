@@ -188,6 +188,7 @@ def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
 
 PUBLIC = {name: set(importlib.import_module(name).__all__) for name in ("mha_spec", "mha_jax", "mha_torch", "parity")}
 PUBLIC["mha_torch"] |= {"parallel"}  # imported by itself, since it imports torch.distributed
+PUBLIC["mha_jax"] |= {"parallel"}  # and this, since it is of those who have several devices
 
 
 @pytest.mark.parametrize("path", LINKED, ids=lambda path: path.name)

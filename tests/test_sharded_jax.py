@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import mha_jax
+import parity
 from mha_jax import parallel
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope
 
@@ -158,6 +159,41 @@ def test_a_cache_lies_by_sequences_and_heads():
     assert placed(8, heads="heads") == [(None, "heads"), (None, "heads"), (None,)]
 
 
+def test_a_cache_lies_by_slots():
+    cache = jax.eval_shape(lambda: mha_jax.init_cache(4, 8, 16, 8))
+    cache = parallel.shard_cache(cache, mesh_of(4), batch="data", slots="heads")
+    placed = [tuple(x.sharding.spec) for x in (cache.keys, cache.values, cache.lengths)]
+    assert placed == [("data", None, "heads"), ("data", None, "heads"), ("data",)]
+
+
+def test_features_are_what_is_left_of_each_kernel():
+    layer = parallel.shard(abstract(AttentionSpec(64, 8, num_kv_heads=2)), mesh_of(4), heads="heads", features="data")
+    kernels = {name: tuple(getattr(layer, f"{name}_proj").kernel.get_metadata("out_sharding")) for name in "qkv"}
+    assert kernels == {"q": ("data", "heads"), "k": ("data", None), "v": ("data", None)}
+    assert tuple(layer.out_proj.kernel.get_metadata("out_sharding")) == ("heads", "data")
+    whole = parallel.shard(abstract(AttentionSpec(64, 8)), mesh_of(4))
+    assert not any(x.get_metadata("out_sharding") != (None, None) for x in (whole.q_proj.kernel, whole.out_proj.kernel))
+
+
+def test_a_dimension_of_tokens_is_kept_where_types_do_not_say_it():
+    for kind, kept in ((jax.sharding.AxisType.Auto, "data"), (jax.sharding.AxisType.Explicit, None)):
+        mesh = jax.sharding.AbstractMesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
+        layer = parallel.shard(abstract(AttentionSpec(64, 8)), mesh, heads="heads", tokens="data")
+        assert layer.block_sizes.token_axis == kept
+
+
+def test_a_module_keeps_its_placement_when_weights_are_loaded():
+    mesh = jax.make_mesh((1,), ("heads",))
+    layer, other = (mha_jax.MultiHeadAttention(AttentionSpec(64, 8), rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    parallel.shard(layer, mesh, heads="heads")
+    weights = parity.weights_of(other)
+    parity.load_into(layer, weights)
+    assert layer.q_proj.kernel.get_value().sharding == jax.sharding.NamedSharding(
+        mesh, jax.sharding.PartitionSpec(None, "heads")
+    )
+    assert all((parity.weights_of(layer)[name] == weight).all() for name, weight in weights.items())
+
+
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
@@ -197,5 +233,11 @@ def test_other_arguments_are_refused():
         parallel.shard_cache(cache, mesh_of(4), batch="x")
     with pytest.raises(ValueError, match="the batch size must be a multiple of the devices along data, got 3 and 2"):
         parallel.shard_cache(cache, mesh_of(4), batch="data")
+    with pytest.raises(ValueError, match="capacity must be a multiple of the devices along heads, got 8 and 3"):
+        parallel.shard_cache(cache, mesh_of(3), slots="heads")
+    with pytest.raises(ValueError, match=r"features must name a dimension of the mesh, got features='x'"):
+        parallel.shard(layer, mesh_of(4), features="x")
+    with pytest.raises(ValueError, match=r"the features of q_proj.weight must be a multiple of the devices"):
+        parallel.shard(layer, mesh_of(3), features="heads")
     with pytest.raises(TypeError, match="cache must be one of mha_jax, got tuple"):
         parallel.shard_cache((), mesh_of(4))

@@ -10,6 +10,7 @@ from parity.core.compare import Comparison, first_difference
 from parity.files.target import write_whole
 from parity.reporting.summary import reproduction
 from parity.running.report import Report
+from parity.sharding.mesh import words_of
 
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What XML 1.0 cannot hold, not even escaped."""
@@ -19,8 +20,9 @@ def write_junit(path: str | os.PathLike[str], report: Report) -> None:
     """Write a report as JUnit XML, whole or not at all.
 
     A test suite for each backend and dtype, a test case for each case: it fails with the text of its first difference,
-    is an error where the backend raised one or its trace is missing, and is skipped with the reason. A backend that did
-    not run at all is a suite of one skipped test. What the pytest plugin collected has the class and name of its test.
+    is an error where the backend raised one or its trace is missing, and is skipped with the reason. A program whose
+    devices send more than they need is a test case that fails. A backend that did not run at all is a
+    suite of one skipped test. What the pytest plugin collected has the class and name of its test.
     There are no times, so that the bytes depend on the results only.
 
     Raises:
@@ -37,6 +39,11 @@ def junit_xml(report: Report) -> bytes:
         if difference := first_difference(comparisons):
             test.append(_failure(difference, str(_diagnosis(report, case, dtype, backend) or "")))
         suites.setdefault(f"{backend} {dtype}", []).append(test)
+    for sent in report.needless:
+        test = _element("testcase", classname=sent.backend, name=f"{sent.case}-{sent.dtype}-{sent.program}")
+        message = f"devices send {words_of(sent.counted)}, needed {words_of(sent.ideal)}"
+        test.append(_element("failure", message=message, type="collectives"))
+        suites.setdefault(f"{sent.backend} {sent.dtype}", []).append(test)
     for skipped in report.skipped_cases:
         test = _test(skipped.case, skipped.dtype, skipped.backend)
         test.append(_element("skipped", message=skipped.reason))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from parity.backends import BACKENDS, load_backend, why_missing
+from parity.backends import BACKENDS, load_backend, load_divided, why_missing
 from parity.backends.numerics import environment
 from parity.backends.record import record
 from parity.core.cases import CASES, DTYPES, Case
@@ -24,6 +24,7 @@ from parity.diagnosis.diagnose import Diagnosis, diagnose_trace
 from parity.running.jobs import by_processes
 from parity.running.report import Report, SkippedCase
 from parity.running.traces import load_traces, printable, save_trace
+from parity.sharding.mesh import Collectives, MeshPlan, collectives_of
 
 OnJudged = Callable[[Trace, Reference, list[Comparison]], None]
 """Called with each trace that was judged, its reference and the comparisons, while the arrays are still there."""
@@ -36,6 +37,7 @@ def run_cases(
     *,
     with_gradients: bool = False,
     weights: Weights | None = None,
+    mesh: MeshPlan | None = None,
     traces: str | os.PathLike[str] | None = None,
     join: Sequence[str | os.PathLike[str]] = (),
     jobs: int = 1,
@@ -50,6 +52,7 @@ def run_cases(
         dtypes: names of floating-point dtypes.
         with_gradients: also compare the gradients of inputs and weights, for cases without a cache.
         weights: canonical weights to take instead of each case's own.
+        mesh: devices that each case is divided over; what it does not divide is skipped.
         traces: folder to save the traces in.
         join: folders of traces made elsewhere, their sub-folders among them; those of the same cases and dtypes are
             judged, too.
@@ -65,7 +68,8 @@ def run_cases(
         ModuleNotFoundError: if a backend asked for by name can neither run here nor is joined.
         OSError: if a trace cannot be read or saved.
         ValueError: if there is no backend or dtype of a name, nothing to run, also on one backend asked for by name, a
-            file to join is not a trace of a case known here, or there is no job, or several for one device.
+            file to join is not a trace of a case known here, or there is no such mesh, no job, or several for one
+            device.
     """
     cases = list(CASES.values() if cases is None else cases)
     for dtype in dtypes:
@@ -75,7 +79,7 @@ def run_cases(
         raise ValueError("traces to join must be of the cases' own weights, got weights")
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got jobs={jobs}")
-    missing = {name: reason for name in backends or BACKENDS if (reason := why_missing(name))}
+    missing = {name: reason for name in backends or BACKENDS if (reason := _why_missing(name, mesh))}
     here = [name for name in backends or BACKENDS if name not in missing]
     joined = load_traces(join, here)
     skipped = {name: reason for name, reason in missing.items() if name not in {trace.backend for trace in joined}}
@@ -85,11 +89,13 @@ def run_cases(
     if not (chosen and dtypes and (here or joined)):
         raise ValueError(f"there must be something to run, got {len(cases)} cases on {here} in {list(dtypes)}")
     for name in here if backends else ():
-        reasons = dict.fromkeys(load_backend(name).why_skipped(case, dtype) for case, dtype in chosen)
+        reasons = dict.fromkeys(_why_skipped(name, case, dtype, mesh) for case, dtype in chosen)
         if None not in reasons:
             raise ValueError(f"{name} must be able to run one of the cases, got {some_of(map(str, reasons))}")
     if jobs > 1 and (alone := [name for name in here if BACKENDS[name].has_own_device]):
         raise ValueError(f"jobs must be 1 with {', '.join(alone)}, whose device is one process's, got jobs={jobs}")
+    if jobs > 1 and mesh is not None:
+        raise ValueError(f"jobs must be 1 with a mesh, which has processes or devices of its own, got jobs={jobs}")
     where = environment(here)
 
     def recorded() -> Iterator[tuple[Trace, Reference]]:
@@ -99,7 +105,7 @@ def run_cases(
             case, dtype, expected = task.case, task.dtype, task.expected()
             for index, name in enumerate(here):
                 on_case(case.name, dtype, name)
-                trace = _attempt(name, expected) if attempts is None else attempts[index]
+                trace = _attempt(name, expected, mesh) if attempts is None else attempts[index]
                 trace = replace(trace, environment=_with_numerics(where, name, trace.numerics))
                 if traces is not None:
                     save_trace(traces, trace)
@@ -143,16 +149,32 @@ class _Task(NamedTuple):
 def _attempts(task: _Task) -> list[Trace]:
     """What each backend computes of a case."""
     expected = task.expected()
-    return [_attempt(name, expected) for name in task.backends]
+    return [_attempt(name, expected, None) for name in task.backends]
 
 
-def _attempt(backend: str, reference: Reference) -> Trace:
+def _why_missing(backend: str, mesh: MeshPlan | None) -> str | None:
+    """Why a backend cannot run here, or not on a mesh; None if it can."""
+    if (reason := why_missing(backend)) or mesh is None:
+        return reason
+    if not BACKENDS[backend].divided:
+        return f"{backend} runs on one device here, not on a mesh"
+    load_divided(backend).check_devices(mesh)
+    return None
+
+
+def _why_skipped(backend: str, case: Case, dtype: str, mesh: MeshPlan | None) -> str | None:
+    """Why a backend cannot run a case in a dtype, or None."""
+    reason = load_backend(backend).why_skipped(case, dtype)
+    return reason if reason or mesh is None else load_divided(backend).why_skipped(case, dtype, mesh)
+
+
+def _attempt(backend: str, reference: Reference, mesh: MeshPlan | None) -> Trace:
     """A trace even where there is nothing to trace: of a case that the backend cannot run, or raises an error in."""
     nothing = Trace(reference.problem, backend, {}, {})
-    if reason := load_backend(backend).why_skipped(reference.problem.case, reference.problem.dtype):
+    if reason := _why_skipped(backend, reference.problem.case, reference.problem.dtype, mesh):
         return replace(nothing, skipped=reason)
     try:
-        return record(backend, reference)
+        return record(backend, reference) if mesh is None else load_divided(backend).record(reference, mesh)
     except Exception as error:
         return replace(nothing, error=f"{type(error).__name__}: {error}")
 
@@ -183,6 +205,7 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace
     """
     diagnoses: dict[tuple[str, str, str], Diagnosis] = {}
     comparisons: list[Comparison] = []
+    collectives: list[Collectives] = []
     skipped: list[SkippedCase] = []
     had: dict[str, set[tuple[str, str]]] = {trace.title: set() for trace in joined}
     locks: dict[str, dict[str, Any]] = {}
@@ -197,6 +220,7 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace
             continue
         judged = judge(trace, expected)
         comparisons.extend(judged)
+        collectives.extend(collectives_of(trace))
         on_judged(trace, expected, judged)
         is_wrong = any(not comparison.passed for comparison in judged)
         if is_wrong and trace.accumulated and len(diagnoses) < DIAGNOSED:
@@ -224,7 +248,7 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace
         warnings.append(f"{backend} has no trace of {some_of(lacking)}")
     warnings.extend(_told_of_values(ran))
     warnings.extend(f"{backend} has no gradients: its other stages are compared" for backend in without_gradients)
-    return Report(comparisons, {}, {}, warnings, skipped, diagnoses, missing)
+    return Report(comparisons, {}, {}, warnings, skipped, diagnoses, missing, collectives)
 
 
 def _told_of_values(ran: Iterable[tuple[str, str, dict[str, Any]]]) -> Iterator[str]:
