@@ -49,9 +49,12 @@ EXTRA_FILES = {
     "tt": {
         "device.py",  # where arrays and weights enter a device and leave it
         "mock.py",  # boards that do not exist,
+        "boards.py",  # how they look,
         "goldens.py",  # and what operations compute on them,
         "recording.py",  # or did where they are real
         "not_finite.py",  # keeps what is not finite where it is seen, around kernels that do not
+        "parallel.py",  # heads divided over the chips of a mesh, in the framework's words
+        "shards.py",  # and what one of these has
         "places.py",  # where the next tokens go, counted on the device,
         "step.py",  # so that a step of all sequences needs nothing of the host
         "slots.py",  # copies slots of a cache, as the others' arrays are copied in a line
