@@ -1,4 +1,4 @@
-"""A layer whose heads are divided over processes, in the words of `torch.distributed.tensor.parallel`.
+"""A layer whose heads or tokens are divided over processes, in the words of `torch.distributed.tensor.parallel`.
 
 Each process computes some of the query heads, and the outputs are added up: one all-reduce. Inside the layer the
 gradient of what processes share, the input and what heads have in common, is a part of a sum: one all-reduce for the
@@ -17,9 +17,10 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, pa
 from mha_spec import AttentionSpec
 from mha_torch.mha import AttentionLayer
 from mha_torch.norms import NormLayer
+from mha_torch.ring import ring_attention, tokens_of
 from mha_torch.shards import PLACES, is_distributed, own_weight
 
-__all__ = ["plan", "shard"]
+__all__ = ["plan", "ring_attention", "shard", "shard_tokens"]
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
@@ -48,6 +49,45 @@ def shard(layer: AttentionLayer, mesh: DeviceMesh, *, heads: str) -> AttentionLa
     if heads not in names:
         raise ValueError(f"heads must name a dimension of the mesh, got heads={heads!r} and {names}")
     return parallelize_module(layer, mesh[heads], plan(layer))  # pyright: ignore[reportReturnType]
+
+
+def shard_tokens(layer: AttentionLayer, mesh: DeviceMesh, *, tokens: str) -> AttentionLayer:
+    """Divide the tokens of each sequence over a dimension of a mesh: context parallelism, by `ring_attention`.
+
+    Afterwards each process calls it with its own tokens, (B, T / n, d_in), parts of one length and in order, and gets
+    their output. Positions are those in the whole sequence, when absent, and `key_padding_lengths` those of whole
+    sequences. The gradient of the input is that of the process's own tokens, all other processes' outputs considered;
+    those of weights are to be added up over the processes.
+
+    Args:
+        layer: an attention module of this package without a cache; it is changed. Its heads may be divided before, over
+            another dimension.
+        mesh: the processes.
+        tokens: the name of the dimension.
+
+    Returns:
+        The layer.
+
+    Raises:
+        TypeError: if the layer is not one of this package.
+        ValueError: if the mesh has no such dimension, or the layer has a cache, or RoPE whose frequencies depend on the
+            last position of a call. When it is called: with a mask or a bias, for attention weights, or to drop some.
+
+    Source: Ring Attention, arXiv:2310.01889.
+    """
+    if not isinstance(layer, AttentionLayer):
+        raise TypeError(f"layer must be an attention module of mha_torch, got {type(layer).__name__}")
+    names = mesh.mesh_dim_names or ()
+    if tokens not in names:
+        raise ValueError(f"tokens must name a dimension of the mesh, got tokens={tokens!r} and {names}")
+    if hasattr(layer, "init_cache"):
+        raise ValueError(f"layer must be one without a cache for its tokens to be divided, got {type(layer).__name__}")
+    if layer.spec.rope is not None and layer.spec.rope.depends_on_length:
+        raise ValueError(
+            f"rope must not depend on the last position of a call for tokens to be divided, got rope={layer.spec.rope}"
+        )
+    layer.tokens = tokens_of(mesh[tokens].get_group())
+    return layer
 
 
 def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:

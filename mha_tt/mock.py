@@ -244,7 +244,7 @@ class Shadow:
             return
         if name == "ttnn.transformer.scaled_dot_product_attention":
             self._check_filling(**keywords)
-        tensors = result if isinstance(result, list | tuple) else [result]
+        tensors: Any = result if isinstance(result, list | tuple) else [result]
         values = self._computed(name, operation.golden_function, arguments, keywords, _num_chips(tensors[0]))
         for tensor, value in zip(tensors, values, strict=True):
             for part in value:
@@ -252,7 +252,7 @@ class Shadow:
                     raise AssertionError(f"{name} gives {tuple(tensor.shape)}, its golden function {tuple(part.shape)}")
             self._set(tensor, value)
         if name == "ttnn.fill_implicit_tile_padding":
-            self._filling[result.tensor_id] = arguments[1]
+            self._filling[tensors[0].tensor_id] = arguments[1]
 
     def _computed(
         self, name: str, golden_function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], num_chips: int

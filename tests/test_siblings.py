@@ -45,6 +45,7 @@ EXTRA_FILES = {
         "not_finite.py",  # keeps what is not finite where it is seen, around a kernel that does not
         "parallel.py",  # heads divided over processes, in the framework's words
         "shards.py",  # and what one of these has
+        "ring.py",  # tokens divided over processes
     },
     "tt": {
         "device.py",  # where arrays and weights enter a device and leave it
@@ -131,6 +132,7 @@ EXTRA_NAMES = {
         "as_lengths",  # and lengths are taken to theirs
         "check_head_groups",  # sizes of a traced graph are tensors
         "Masking.may_hide",  # a gradient is kept from what is hidden
+        "is_context_parallel",  # the framework's own way to divide tokens tells nobody
         "cache_dtype",  # under autocast it is not that of the weights
         "MultiHeadLatentAttention.kv_b_proj",  # a type for what its base sets by name
         *CACHE_PARTS["torch"],
