@@ -20,7 +20,7 @@ from mha_torch.masks import Masking
 from mha_torch.norms import NormLayer
 from mha_torch.not_finite import by_finite_tokens
 from mha_torch.projections import combine_heads, project_output, project_qkv, split_heads
-from mha_torch.ring import Tokens, attend_in_ring, check_masking
+from mha_torch.ring import Tokens, attend_in_ring, check_context_parallel, check_tokens
 from mha_torch.rope import check_layer_positions
 from mha_torch.shards import check_normed_heads, is_distributed, own_part, own_weight, set_whole, spec_of_heads
 from mha_torch.stages import Dropout, scaled_dot_product_attention
@@ -136,7 +136,7 @@ def _attention_layer(
     check_layer_inputs(query, key, value, positions, spec)
     if tokens is not None:
         check_tokens(need_weights, dropout, masking)
-    elif is_context_parallel():
+    else:
         check_context_parallel(masking, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
@@ -361,47 +361,7 @@ class MultiHeadSelfAttention(AttentionLayer):
         return output
 
 
-def is_context_parallel() -> bool:
-    """Whether torch's own `context_parallel` is on, in which a process has a part of the tokens, unasked."""
-    return "_context_parallel" in getattr(F.scaled_dot_product_attention, "__module__", "")
-
-
 # ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_tokens(need_weights: bool, dropout: Dropout, masking: Masking) -> None:
-    """Refuse what is not done where tokens are divided."""
-    check_masking(masking)
-    if need_weights:
-        raise ValueError("need_weights must be False where tokens are divided, which stores no weights, got True")
-    if dropout.rate or dropout.keep is not None:
-        raise ValueError(
-            f"dropout must be 0 where tokens are divided (eval() switches it off), got dropout={dropout.rate}"
-        )
-
-
-def check_context_parallel(masking: Masking, positions: Tensor | None, spec: AttentionSpec) -> None:
-    """Refuse what torch's `context_parallel` would take for that of a process's own tokens."""
-    if positions is None and spec.has_positions:
-        raise ValueError(
-            "positions must be given under context_parallel, among its buffers, for a process has a part of the "
-            "tokens, got positions=None"
-        )
-    named = {
-        "mask": masking.mask,
-        "bias": masking.bias,
-        "key_padding_lengths": masking.key_padding_lengths,
-        "a window or chunks": spec.reach,
-        "sinks": masking.sinks,
-        "alibi": spec.alibi,
-        "relative_bias": masking.relative_bias,
-        "soft_cap": spec.soft_cap,
-    }
-    if given := [name for name, value in named.items() if value is not None]:
-        raise ValueError(
-            f"{given[0]} must be None under context_parallel, whose ring knows causality only; "
-            f"mha_torch.parallel.shard_tokens takes lengths, windows, chunks, sinks and biases by distance"
-        )
 
 
 def check_layer_inputs(

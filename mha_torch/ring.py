@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -25,7 +26,7 @@ from mha_torch.arrays import check_lengths
 from mha_torch.masks import Masking, as_lengths
 from mha_torch.not_finite import emptied, not_finite, sees_any
 from mha_torch.rope import at_least_float32
-from mha_torch.stages import attention_context, attention_scores, check_attention
+from mha_torch.stages import Dropout, attention_context, attention_scores, check_attention
 
 _SCORES = 2**24
 """How many scores a process holds at a time, about."""
@@ -116,16 +117,6 @@ def attend_in_ring(
     hidden = Masking(is_causal=masking.is_causal, key_padding_lengths=lengths, reach=masking.reach)
     ring = _Ring(tokens, hidden, spec, query.shape[2], key.shape[2])
     return _Attention.apply(ring, query, key, value, masking.sinks, masking.relative_bias)  # pyright: ignore
-
-
-def check_masking(masking: Masking) -> None:
-    """Refuse masks and biases, whose columns would have to go round with the keys."""
-    for name in ("mask", "bias"):
-        if getattr(masking, name) is not None:
-            raise ValueError(
-                f"{name} must be None where tokens are divided, which causality, lengths, windows and chunks are said "
-                f"for in whole sequences, got {name}.shape={tuple(getattr(masking, name).shape)}"
-            )
 
 
 # ---- Who sees what ---------------------------------------------------------------------------------------------------
@@ -434,3 +425,53 @@ def _joined(context: Tensor, logs: Tensor, own: Tensor, own_logs: Tensor) -> tup
     total = torch.logaddexp(logs, own_logs)
     known = _known(total)
     return context * (logs - known).exp() + own * (own_logs - known).exp(), total
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_masking(masking: Masking) -> None:
+    """Refuse masks and biases, whose columns would have to go round with the keys."""
+    for name in ("mask", "bias"):
+        if getattr(masking, name) is not None:
+            raise ValueError(
+                f"{name} must be None where tokens are divided, which causality, lengths, windows and chunks are said "
+                f"for in whole sequences, got {name}.shape={tuple(getattr(masking, name).shape)}"
+            )
+
+
+def check_tokens(need_weights: bool, dropout: Dropout, masking: Masking) -> None:
+    """Refuse what is not done where tokens are divided."""
+    check_masking(masking)
+    if need_weights:
+        raise ValueError("need_weights must be False where tokens are divided, which stores no weights, got True")
+    if dropout.rate or dropout.keep is not None:
+        raise ValueError(
+            f"dropout must be 0 where tokens are divided (eval() switches it off), got dropout={dropout.rate}"
+        )
+
+
+def check_context_parallel(masking: Masking, positions: Tensor | None, spec: AttentionSpec) -> None:
+    """Refuse what torch's `context_parallel` would take for that of a process's own tokens, where it is on."""
+    if "_context_parallel" not in getattr(F.scaled_dot_product_attention, "__module__", ""):
+        return
+    if positions is None and spec.has_positions:
+        raise ValueError(
+            "positions must be given under context_parallel, among its buffers, for a process has a part of the "
+            "tokens, got positions=None"
+        )
+    named = {
+        "mask": masking.mask,
+        "bias": masking.bias,
+        "key_padding_lengths": masking.key_padding_lengths,
+        "a window or chunks": spec.reach,
+        "sinks": masking.sinks,
+        "alibi": spec.alibi,
+        "relative_bias": masking.relative_bias,
+        "soft_cap": spec.soft_cap,
+    }
+    if given := [name for name, value in named.items() if value is not None]:
+        raise ValueError(
+            f"{given[0]} must be None under context_parallel, whose ring knows causality only; "
+            "mha_torch.parallel.shard(layer, mesh, tokens=…) takes lengths, windows, chunks, sinks and relative biases"
+        )

@@ -108,7 +108,7 @@ def mistaken(mesh, make, spec):
 
 
 def of_tokens(mesh, make, specs):
-    """Every layer, its tokens divided by `parallel.shard_tokens`."""
+    """Every layer, its tokens divided by `parallel.shard`."""
     group, size, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
 
     def part(x):
@@ -120,7 +120,7 @@ def of_tokens(mesh, make, specs):
         return torch.cat(parts, 1)
 
     def computed(spec, **options):
-        layer = parallel.shard_tokens(make(mha_torch.MultiHeadSelfAttention, spec), mesh, tokens=mesh.mesh_dim_names[0])
+        layer = parallel.shard(make(mha_torch.MultiHeadSelfAttention, spec), mesh, tokens=mesh.mesh_dim_names[0])
         return trained(layer, part, whole, summed=group, **options)
 
     return {name: computed(spec, seq_len=seq_len, **options) for name, (spec, seq_len, options) in calls(specs).items()}
@@ -132,7 +132,7 @@ def counted(mesh, make):
     for name, spec in {"textbook": AttentionSpec(32, 8), "window": WINDOW}.items():
         for kind in ("causal", "both ways"):
             layer = make(mha_torch.MultiHeadSelfAttention, spec)
-            parallel.shard_tokens(layer, mesh, tokens=mesh.mesh_dim_names[0])
+            parallel.shard(layer, mesh, tokens=mesh.mesh_dim_names[0])
             passed, scores = [], []
 
             def pass_on(*arguments, right=ring._passed_on, to=passed):
@@ -161,15 +161,14 @@ def with_heads(grid, make, spec):
         dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts, 1)
 
-    layer = parallel.shard(make(mha_torch.MultiHeadSelfAttention, spec), grid, heads="heads")
-    parallel.shard_tokens(layer, grid, tokens="data")
+    layer = parallel.shard(make(mha_torch.MultiHeadSelfAttention, spec), grid, heads="heads", tokens="data")
     return trained(layer, lambda x: x.chunk(2, 1)[rank].clone(), whole, summed=group, **CAUSAL)
 
 
 def not_finite(mesh, make):
     """Which tokens of the output are NaN, where one of the input is, and which gradients."""
     layer = make(mha_torch.MultiHeadSelfAttention, AttentionSpec(32, 8))
-    parallel.shard_tokens(layer, mesh, tokens=mesh.mesh_dim_names[0])
+    parallel.shard(layer, mesh, tokens=mesh.mesh_dim_names[0])
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
     x, _ = inputs(layer.spec, SEQ_LEN, torch.float32)
     x[0, 10], x[1, 12] = torch.nan, torch.nan  # seen by those after it, and by nobody
@@ -276,14 +275,15 @@ def refused(mesh, make):
     x = torch.zeros(1, 2, 32)
 
     def made(spec=RINGS["textbook"], kind=mha_torch.MultiHeadAttention):
-        return parallel.shard_tokens(make(kind, spec), mesh, tokens=name)
+        return parallel.shard(make(kind, spec), mesh, tokens=name)
 
     hidden = torch.zeros(1, 1, 2, 2 * mesh.size(), dtype=torch.bool)
     return {
         "no such dimension": told(
-            lambda: parallel.shard_tokens(make(mha_torch.MultiHeadAttention, WINDOW), mesh, tokens="sequence")
+            lambda: parallel.shard(make(mha_torch.MultiHeadAttention, WINDOW), mesh, tokens="sequence")
         ),
-        "no layer": told(lambda: parallel.shard_tokens(torch.nn.Linear(2, 2), mesh, tokens=name)),
+        "neither": told(lambda: parallel.shard(make(mha_torch.MultiHeadAttention, WINDOW), mesh)),
+        "no layer": told(lambda: parallel.shard(torch.nn.Linear(2, 2), mesh, tokens=name)),
         "cache": told(lambda: made(kind=mha_torch.MultiHeadAttentionWithCache)),
         "rope": told(lambda: made(replace(WINDOW, rope=Rope(scaling=DynamicScaling(2.0, 8))))),
         "weights": told(lambda: made()(x, need_weights=True)),

@@ -280,6 +280,7 @@ def test_a_token_that_is_not_finite_spoils_what_sees_it_and_no_gradient(found, s
     ("name", "message"),
     [
         ("no such dimension", "tokens must name a dimension of the mesh, got tokens='sequence' and ('heads',)"),
+        ("neither", "heads or tokens must name a dimension of the mesh, got neither"),
         ("no layer", "layer must be an attention module of mha_torch, got Linear"),
         ("cache", "layer must be one without a cache for its tokens to be divided"),
         ("rope", "rope must not depend on the last position of a call for tokens to be divided"),

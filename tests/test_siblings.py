@@ -132,7 +132,6 @@ EXTRA_NAMES = {
         "as_lengths",  # and lengths are taken to theirs
         "check_head_groups",  # sizes of a traced graph are tensors
         "Masking.may_hide",  # a gradient is kept from what is hidden
-        "is_context_parallel",  # the framework's own way to divide tokens tells nobody
         "cache_dtype",  # under autocast it is not that of the weights
         "MultiHeadLatentAttention.kv_b_proj",  # a type for what its base sets by name
         *CACHE_PARTS["torch"],
