@@ -41,6 +41,8 @@ class BlockSizes:
         last_keys: keys of the last few blocks of a cache, so that little is read that is not filled.
         heads_side_by_side: heads of a cache that are read at the same time, each by a core if there are as many.
         most_blocks: of queries; each is compiled on its own, so that it ends with the last key that it may see.
+        token_axis: the dimension of a mesh that tokens are divided along, where types do not say it: see `parallel`.
+        passes_keys: whether devices then pass keys and values on, also where they could share the heads instead.
     """
 
     few_scores: int = 2**20
@@ -49,6 +51,8 @@ class BlockSizes:
     last_keys: int = 128
     heads_side_by_side: int = 16
     most_blocks: int = 16
+    token_axis: str | None = None
+    passes_keys: bool = False
 
 
 BLOCK_SIZES = BlockSizes()
@@ -132,21 +136,26 @@ def attend_by_block(
     lengths: Any = masking.key_padding_lengths  # an array: see `Masking.as_arrays`
     sinks = None if masking.sinks is None else masking.sinks.reshape(1, num_kv_heads, -1, 1, 1)
     hidden = Hidden(mask, bias, lengths, sinks, masking.offsets)
-    options = _Options(masking.is_causal, scoring, block_sizes, is_automatic(query))
+    options = Options(masking.is_causal, scoring, block_sizes, is_automatic(query))
     attend: Any = _attend_at_once if options.is_automatic else _attend
     return attend(options, group(query), key, value, hidden).reshape(*query.shape[:3], value.shape[3])
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """What a program is made for, beside the shapes."""
 
     is_causal: bool
     scoring: Scoring
     block_sizes: BlockSizes
     is_automatic: bool  # XLA divides the work among devices
+    is_part: bool = False  # of keys, some of which are hidden elsewhere
+
+    def hides(self, hidden: Hidden) -> bool:
+        """Whether a key may be hidden from a query."""
+        return self.is_causal or self.is_part or hidden.mask is not None or hidden.lengths is not None
 
 
-def _attend_at_once(options: _Options, query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
+def _attend_at_once(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
     """All sequences at a time, and all heads of each: XLA divides products along these, and no loop over them."""
     batch_size = query.shape[0]
     axes = jax.tree.map(lambda x: 0 if x.shape[0] == batch_size else None, hidden)
@@ -157,14 +166,39 @@ def _attend_at_once(options: _Options, query: Array, key: Array, value: Array, h
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: _Options, query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
+def _attend(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
     return _forward(options, query, key, value, hidden)[0]
 
 
-def _forward(
-    options: _Options, query: Array, key: Array, value: Array, hidden: Hidden
-) -> tuple[Array, tuple[Any, ...]]:
-    blocks = _Blocks(query.shape, key.shape, hidden, *options)
+class PartSums(NamedTuple):
+    """What some keys give to queries, in at least float32.
+
+    Attributes:
+        context: softmax(scores) · value over these keys, (B, K, G, T, Hv).
+        log_sums: the logarithms of the sums of exponentials, infinity where no key gave anything, (B, K, G, T, 1).
+        is_empty: where every key is hidden, (B or 1, K or 1, G or 1, T or 1, 1).
+    """
+
+    context: Array
+    log_sums: Array
+    is_empty: Array
+
+
+def _forward(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> tuple[Array, tuple[Any, ...]]:
+    context, log_sums, is_empty = sums_of_part(options, query, key, value, hidden)
+    # A row to which no key gave anything may see some: if all of its scores are -inf.
+    if hidden.sinks is None:  # which have all the weight of such a row
+        gave_nothing = jnp.isposinf(log_sums)
+        context, log_sums = (spoilt(x, gave_nothing & ~is_empty) for x in (context, log_sums))
+    residuals = (query, key, value, hidden, context, log_sums)
+    if options.hides(hidden):
+        context = spoilt(context, not_finite(query) & ~is_empty)
+    return context.astype(query.dtype), residuals
+
+
+def sums_of_part(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> PartSums:
+    """What some keys, (B, K, S, H), give to queries, (B, K, G, T, H), with their sinks, if any."""
+    blocks = _Blocks(query.shape, key.shape, hidden, options)
 
     def attend_in_tile(tile: _Tile, carry: None) -> tuple[Any, None]:
         q, k, v = (at_least_float32(tile.of(x)) for x in (query, key, value))
@@ -184,21 +218,21 @@ def _forward(
 
     (context, log_sums), _ = blocks.over_tiles(attend_in_tile, None)
     context, log_sums = (x.reshape(*query.shape[:-1], x.shape[-1]) for x in (context, log_sums))
-    # A row to which no key gave anything may see some: if all of its scores are -inf.
-    sinks = hidden.sinks
-    gave_nothing = jnp.isposinf(log_sums) if sinks is None else (context == 0.0).all(axis=-1, keepdims=True)
-    is_empty = blocks.empty_rows(gave_nothing)
-    if sinks is None:  # which have all the weight of such a row
-        context, log_sums = (spoilt(x, gave_nothing & ~is_empty) for x in (context, log_sums))
-    residuals = (query, key, value, hidden, context, log_sums)
-    if blocks.hides:
-        context = spoilt(context, not_finite(query) & ~is_empty)
-    return context.astype(query.dtype), residuals
+    has_sinks = hidden.sinks is not None
+    gave_nothing = (context == 0.0).all(axis=-1, keepdims=True) if has_sinks else jnp.isposinf(log_sums)
+    return PartSums(context, log_sums, blocks.empty_rows(gave_nothing))
 
 
-def _backward(options: _Options, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
+def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
+    """Gradients of the queries, and of some keys, values and what hides these.
+
+    Args:
+        options: of the part.
+        residuals: queries, keys, values, what hides, and of all keys the context and `log_sums`.
+        cotangent: of the context, (B, K, G, T, Hv).
+    """
     query, key, value, hidden, context, log_sums = residuals
-    blocks = _Blocks(query.shape, key.shape, hidden, *options)
+    blocks = _Blocks(query.shape, key.shape, hidden, options)
 
     def differentiate_tile(tile: _Tile, grad_bias: Array | None) -> tuple[Any, Array | None]:
         q, k, v, *by_row = (at_least_float32(tile.of(x)) for x in (query, key, value, cotangent, context, log_sums))
@@ -247,10 +281,10 @@ def _backward(options: _Options, residuals: tuple[Any, ...], cotangent: Array) -
     grads = (grad.reshape(x.shape).astype(x.dtype) for grad, x in zip(grads, (query, key, value), strict=True))
     if hidden.bias is not None:
         grad_bias = grad_bias.astype(hidden.bias.dtype)
-    return *grads, Hidden(None, grad_bias, None, _grad_sinks(hidden.sinks, log_sums, context, cotangent), None)
+    return *grads, Hidden(None, grad_bias, None, gradient_of_sinks(hidden.sinks, log_sums, context, cotangent), None)
 
 
-def _grad_sinks(sinks: Array | None, log_sums: Array, context: Array, cotangent: Array) -> Array | None:
+def gradient_of_sinks(sinks: Array | None, log_sums: Array, context: Array, cotangent: Array) -> Array | None:
     """The gradient of sinks (1, K, G, 1, 1): each takes weight from the keys, and gives nothing."""
     if sinks is None:
         return None
@@ -259,7 +293,7 @@ def _grad_sinks(sinks: Array | None, log_sums: Array, context: Array, cotangent:
     return -grads.sum(axis=(0, 3, 4)).reshape(sinks.shape).astype(sinks.dtype)
 
 
-_attend.defvjp(_forward, _backward)
+_attend.defvjp(_forward, gradients_of_part)
 
 
 def weighed_sum(
@@ -550,18 +584,16 @@ class _Blocks:
         query_shape: tuple[int, ...],
         key_shape: tuple[int, ...],
         hidden: Hidden,
-        is_causal: bool,
-        scoring: Scoring,
-        block_sizes: BlockSizes,
-        is_automatic: bool,
+        options: Options,
     ) -> None:
+        is_causal, scoring, block_sizes, is_automatic, _ = options
         self.batch_size, self.num_kv_heads, self.group_size, self.seq_len_q, _ = query_shape
         self.seq_len_k = key_shape[2]
         if hidden.mask is not None:  # XLA would take minutes to find out by itself what a constant mask shows
             hidden = hidden._replace(mask=lax.optimization_barrier(hidden.mask))
         self.hidden = hidden
         self.is_causal = is_causal
-        self.hides = is_causal or hidden.mask is not None or hidden.lengths is not None
+        self.hides = options.hides(hidden)
         self.scoring = scoring
         # Two products of matrices at a time keep two cores busier than one.
         self.tile_shape = (1, 2 if self.group_size == 1 and self.num_kv_heads % 2 == 0 else 1)

@@ -24,6 +24,7 @@ from mha_jax.relative_bias import relative_position_bias
 from mha_jax.rope import at_least_float32
 from mha_jax.sharding import automatically, is_automatic, of_heads
 from mha_jax.stages import Dropout, check_attention, score_scale
+from mha_jax.tokens import attend_to_tokens, token_axis
 from mha_spec import AttentionSpec
 from mha_spec.reach import Reach
 from mha_spec.rules import as_rate
@@ -94,6 +95,8 @@ def attend(
     """`scaled_dot_product_attention` as the layers call it: the context."""
     check_attention(query, key, value, masking, spec)
     as_rate("dropout", dropout.rate)
+    if (axis := token_axis(query, key, masking, block_sizes)) != block_sizes.token_axis:
+        block_sizes = replace(block_sizes, token_axis=axis)
     return _attend(query, key, value, masking.as_arrays(), dropout, spec=spec, block_sizes=block_sizes)
 
 
@@ -108,6 +111,10 @@ def _attend(
     spec: AttentionSpec | None,
     block_sizes: BlockSizes,
 ) -> Array:
+    if block_sizes.token_axis is not None and query.size and not dropout.rate:
+        masking = _with_relative_bias(masking, query, key, spec)
+        told = {"spec": spec, "scoring": _scoring(query, spec), "block_sizes": block_sizes}
+        return attend_to_tokens(query, key, value, masking, **told, attend_whole=_attend_whole)
     num_scores = math.prod(query.shape[:3]) * key.shape[2]
     if dropout.rate or not num_scores or (num_scores <= block_sizes.few_scores and _is_on_cpu()):
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
@@ -117,6 +124,12 @@ def _attend(
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
     scale = score_scale(query, spec)
     return _attend_by_library(query, key, value, masking, scale=scale, platform=jax.default_backend())
+
+
+def _attend_whole(
+    query: Array, key: Array, value: Array, masking: Masking, spec: AttentionSpec | None, block_sizes: BlockSizes
+) -> Array:
+    return _attend(query, key, value, masking, Dropout(), spec=spec, block_sizes=block_sizes)
 
 
 def kernel_takes(spec: AttentionSpec | None) -> bool:

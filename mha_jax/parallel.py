@@ -4,6 +4,7 @@ What is computed stays what it was; XLA divides the work as the arrays are divid
 axes alike. Each device computes some of the query heads, and the outputs are added up: one all-reduce.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,13 +25,24 @@ OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
 
-def shard(layer: AttentionLayer, mesh: Mesh, *, heads: str) -> AttentionLayer:
-    """Divide the heads of a layer over a dimension of a mesh: tensor parallelism.
+def shard(
+    layer: AttentionLayer,
+    mesh: Mesh,
+    *,
+    heads: str | None = None,
+    features: str | None = None,
+    tokens: str | None = None,
+) -> AttentionLayer:
+    """Put a layer on a mesh: its heads divided over a dimension, what is left of its weights over another.
+
+    `heads` is tensor parallelism, `features` alone fully sharded data parallelism, `tokens` context parallelism: with
+    it the layer takes inputs whose tokens are divided along that dimension. Without any of them each device has all.
 
     Columns of q_proj, gate_proj and, with latents, q_b_proj and kv_b_proj are divided by query heads, with their
     biases; rows of out_proj, sinks and a relative bias, too; k_proj and v_proj by key/value heads, or whole on each
     device where it does not divide these. Norms are divided where their weights are those of heads, and copied
-    otherwise, as what makes latents is.
+    otherwise, as what makes latents is. The other axis of each kernel, and the features of a layer without heads on
+    several devices, are divided by `features`, to keep less on each device: XLA gathers a kernel where it is used.
 
     Each weight has its partition in its metadata, for `nnx.get_partition_spec`. Of an abstract layer, one of
     `nnx.eval_shape`, the shapes are given their placement.
@@ -38,31 +50,45 @@ def shard(layer: AttentionLayer, mesh: Mesh, *, heads: str) -> AttentionLayer:
     Args:
         layer: any attention module of this package; it is changed.
         mesh: the devices.
-        heads: the name of the dimension.
+        heads: the name of the dimension that heads are divided over.
+        features: of that for the other axis of each kernel; that of the data, as a rule.
+        tokens: of that for the tokens of the inputs. Where it is explicit, their types say it, and it need not be said;
+            where it is automatic, it is kept in `layer.block_sizes`, as `token_axis`.
 
     Returns:
         The layer.
 
     Raises:
         TypeError: if the layer is not one of this package.
-        ValueError: if the mesh has no such dimension, or the layer cannot be divided so: the query heads not evenly, or
-            q, k and v in one projection; or if something else has taken the place of a weight. Then nothing is changed.
+        ValueError: if the mesh has no such dimension, or the layer cannot be divided so: the query heads, or the other
+            axis of a kernel, not evenly, or q, k and v in one projection; or if something else has taken the place of a
+            weight. Then nothing is changed.
 
-    Source: Megatron-LM, arXiv:1909.08053, section 3.
+    Source: Megatron-LM, arXiv:1909.08053, section 3; ZeRO, arXiv:1910.02054, section 5.
     """
     if not isinstance(layer, AttentionLayer):
         raise TypeError(f"layer must be an attention module of mha_jax, got {type(layer).__name__}")
-    check_axis("heads", heads, mesh)
-    check_divides(layer.spec, mesh.shape[heads])
-    held = [(_held(layer, name), _partition(name, layer.spec, mesh, heads)) for name in layer.spec.held_shapes]
+    for name, axis in (("heads", heads), ("features", features), ("tokens", tokens)):
+        if axis is not None:
+            check_axis(name, axis, mesh)
+    check_divides(layer.spec, 1 if heads is None else mesh.shape[heads])
+    held = []
+    for name, shape in layer.spec.held_shapes.items():
+        partition = _partition(name, layer.spec, mesh, heads, features)
+        check_features(name, shape[::-1], partition, mesh, features)
+        held.append((_held(layer, name), partition))
     for parameter, spec in held:
         parameter.set_value(_placed(parameter.get_value(), NamedSharding(mesh, spec)))
         parameter.set_metadata("out_sharding", tuple(spec))
+    if tokens is not None:
+        layer.block_sizes = replace(layer.block_sizes, token_axis=_token_axis(mesh, tokens))
     return layer
 
 
-def shard_cache(cache: CacheT, mesh: Mesh, *, batch: str | None = None, heads: str | None = None) -> CacheT:
-    """Divide the sequences and the heads of a cache over dimensions of a mesh.
+def shard_cache(
+    cache: CacheT, mesh: Mesh, *, batch: str | None = None, heads: str | None = None, slots: str | None = None
+) -> CacheT:
+    """Divide the sequences, the heads and the slots of a cache over dimensions of a mesh.
 
     Args:
         cache: of keys and values, whose heads are whole on each device where it does not divide them; or of latents,
@@ -70,17 +96,19 @@ def shard_cache(cache: CacheT, mesh: Mesh, *, batch: str | None = None, heads: s
         mesh: the devices.
         batch: the name of the dimension that sequences are divided over, evenly.
         heads: the name of that for heads, as `shard` takes it.
+        slots: the name of that for slots, evenly; as the `tokens` of `shard` where it is automatic. Inputs, and what
+            comes of them, are then whole along it.
 
     Returns:
         A cache of the same tokens.
 
     Raises:
         TypeError: if it is not a cache.
-        ValueError: if the mesh has no such dimension, or does not divide the sequences evenly.
+        ValueError: if the mesh has no such dimension, or does not divide the sequences or the slots evenly.
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"cache must be one of mha_jax, got {type(cache).__name__}")
-    for name, axis in (("batch", batch), ("heads", heads)):
+    for name, axis in (("batch", batch), ("heads", heads), ("slots", slots)):
         if axis is not None:
             check_axis(name, axis, mesh)
     batch_size, num_heads = next(iter(cache.slots.values())).shape[:2]
@@ -88,9 +116,17 @@ def shard_cache(cache: CacheT, mesh: Mesh, *, batch: str | None = None, heads: s
         raise ValueError(
             f"the batch size must be a multiple of the devices along {batch}, got {batch_size} and {mesh.shape[batch]}"
         )
+    if slots is not None and cache.capacity % mesh.shape[slots]:
+        raise ValueError(
+            f"capacity must be a multiple of the devices along {slots}, got {cache.capacity} and {mesh.shape[slots]}"
+        )
     heads = None if heads is None or num_heads % mesh.shape[heads] else heads
-    slots = (_placed(x, NamedSharding(mesh, PartitionSpec(batch, heads))) for x in cache.slots.values())
-    return cache.with_slots(slots, _placed(cache.lengths, NamedSharding(mesh, PartitionSpec(batch))))
+    held = (_placed(x, NamedSharding(mesh, _of_slots(batch, heads, slots))) for x in cache.slots.values())
+    return cache.with_slots(held, _placed(cache.lengths, NamedSharding(mesh, PartitionSpec(batch))))
+
+
+def _of_slots(batch: str | None, heads: str | None, slots: str | None) -> PartitionSpec:
+    return PartitionSpec(batch, heads) if slots is None else PartitionSpec(batch, heads, slots)
 
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------
@@ -106,20 +142,28 @@ def _held(layer: AttentionLayer, name: str) -> nnx.Param[Any]:
     return held
 
 
-def _partition(name: str, spec: AttentionSpec, mesh: Mesh, heads: str) -> PartitionSpec:
+def _token_axis(mesh: Mesh, tokens: str) -> str | None:
+    """The dimension of tokens, if types do not say it."""
+    return None if mesh.axis_types[mesh.axis_names.index(tokens)] == AxisType.Explicit else tokens
+
+
+def _partition(
+    name: str, spec: AttentionSpec, mesh: Mesh, heads: str | None, features: str | None = None
+) -> PartitionSpec:
     """How a weight of a canonical name is divided, a kernel as it lies, (in, out)."""
     part, _, leaf = name.partition(".")
     if part == "out_proj":
-        return PartitionSpec(heads, None) if leaf == "weight" else PartitionSpec()
+        return PartitionSpec(heads, features) if leaf == "weight" else PartitionSpec()
     if part in OF_KEYS:
-        axis = None if spec.num_kv_heads % mesh.shape[heads] else heads
+        axis = None if heads is None or spec.num_kv_heads % mesh.shape[heads] else heads
     else:
         axis = heads if part in OF_QUERIES else None
     if part in spec.norms:
         norm = spec.norms[part]
         return PartitionSpec(axis if norm.per_head or norm.over == "width" else None)
-    is_matrix = part == "relative_bias" or leaf == "weight"
-    return PartitionSpec(None, axis) if is_matrix else PartitionSpec(axis)
+    if leaf == "weight":
+        return PartitionSpec(features, axis)
+    return PartitionSpec(None, axis) if part == "relative_bias" else PartitionSpec(axis)
 
 
 def _placed(x: Any, placement: NamedSharding) -> Any:
@@ -137,6 +181,18 @@ def check_axis(name: str, axis: object, mesh: Mesh) -> None:
     """Refuse what is not the name of a dimension of a mesh."""
     if axis not in mesh.axis_names:
         raise ValueError(f"{name} must name a dimension of the mesh, got {name}={axis!r} and {mesh.axis_names}")
+
+
+def check_features(
+    name: str, shape: tuple[int, ...], partition: PartitionSpec, mesh: Mesh, features: str | None
+) -> None:
+    """Refuse a kernel of a shape, (in, out), whose axis of features a dimension of a mesh does not divide evenly."""
+    for axis, count in zip(partition, shape, strict=False):
+        if axis is not None and axis == features and count % mesh.shape[features]:
+            raise ValueError(
+                f"the features of {name} must be a multiple of the devices along {features}, got {count} and "
+                f"{mesh.shape[features]}"
+            )
 
 
 def check_divides(spec: AttentionSpec, size: int) -> None:

@@ -9,6 +9,7 @@ from functools import partial, wraps
 from typing import Any, TypeVar
 
 import jax
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -57,6 +58,18 @@ def placed(like: Array, spec: PartitionSpec) -> NamedSharding:
 def placed_beside(x: Array, other: Array) -> Array:
     """x, (B, N, T, ·), divided as another array, to whose last axis it is to be joined."""
     return jax.sharding.reshard(x, placed(other, of_heads(other))) if is_explicit(other) else x
+
+
+def varying(tree: Any, axis: str) -> Any:
+    """Arrays that may differ from device to device; the gradient of one that is the same on all is summed over them."""
+
+    def vary(x: Array) -> Array:
+        kind: Any = jax.typeof(x)
+        if axis in (kind.mat.varying if hasattr(kind, "mat") else kind.vma):  # before JAX 0.10
+            return x
+        return lax.pcast(x, axis, to="varying") if hasattr(lax, "pcast") else getattr(lax, "pvary")(x, axis)  # noqa: B009
+
+    return jax.tree.map(vary, tree)
 
 
 def automatically(specs: Callable[[Any], Any]) -> Callable[[Function], Function]:

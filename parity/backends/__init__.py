@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 if TYPE_CHECKING:
-    from parity.backends.port import Port
+    from parity.backends.port import Divided, Port
 
 
 class Backend(NamedTuple):  # a dataclass would cost every --help a tenth of its time
@@ -26,6 +26,7 @@ class Backend(NamedTuple):  # a dataclass would cost every --help a tenth of its
         paths: which of a module's paths it has, of those in `parity.core.stages`.
         has_all_mistakes: whether every known mistake can be planted in it, and not only those in masks.
         wheels: of packages that it needs, where there are any, if not everywhere.
+        divided: the module that runs cases on a mesh of several devices, of this package; empty where none does.
         why_no_cache_files: why its caches cannot be kept in files, or nothing.
     """
 
@@ -36,11 +37,12 @@ class Backend(NamedTuple):  # a dataclass would cost every --help a tenth of its
     paths: tuple[str, ...] = ("module", "fused")
     has_all_mistakes: bool = True
     wheels: Mapping[str, str] = MappingProxyType({})
+    divided: str = ""
     why_no_cache_files: str = ""
 
 
 _BACKENDS = (
-    Backend("jax", "mha_jax", ("jax", "flax"), "jax.numpy", paths=("module", "fused", "blocks")),
+    Backend("jax", "mha_jax", ("jax", "flax"), "jax.numpy", paths=("module", "fused", "blocks"), divided="jax_mesh"),
     Backend("torch", "mha_torch", ("torch",), "torch"),
     Backend(
         "tt",
@@ -88,6 +90,20 @@ def load_backend(name: str) -> Port:
     if reason := why_missing(name):
         raise ModuleNotFoundError(reason)
     return cast("Port", importlib.import_module(f"{__name__}.{name}"))
+
+
+def load_divided(name: str) -> Divided:
+    """Import what runs cases of a backend on a mesh of several devices.
+
+    Raises:
+        ValueError: if there is no backend of that name, or it runs on one device only.
+        ModuleNotFoundError: if it needs a package that is not installed.
+    """
+    if reason := why_missing(name):
+        raise ModuleNotFoundError(reason)
+    if not BACKENDS[name].divided:
+        raise ValueError(f"mesh must be of a backend that runs on several devices, got backend={name!r}")
+    return cast("Divided", importlib.import_module(f"{__name__}.{BACKENDS[name].divided}"))
 
 
 def backend_of(value: object) -> str | None:

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array
 
 import mha_jax
-from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
+from mha_jax.blockwise import BlockSizes
 from mha_spec import AttentionSpec
 from parity.backends.port import Shapes, kind_of, nothing_replayed
 from parity.core.cases import Case
@@ -27,6 +27,8 @@ from parity.core.weights import Weights, check_held, check_weights, pack_qkv, un
 from parity.files.tensor_file import flatten
 
 Params = dict[str, Any]  # arrays, and dicts of them
+
+jax.tree_util.register_static(BlockSizes)  # compiled functions take them as they take arrays
 
 SMALL_BLOCKS = BlockSizes(few_scores=0, queries=8, keys=8, last_keys=4, most_blocks=2)
 """The sizes of blocks at which most cases have several; at those that users get they leave it to the plain path."""
@@ -127,10 +129,15 @@ LONGEST_SUM = 128
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
     """The function compiled, and called: a compilation costs more here than the computation."""
+    return compiled(function, *arguments)(*arguments)
+
+
+def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function as it is compiled for such arguments."""
     longest = max((size for x in jax.tree.leaves(arguments) for size in np.shape(x)), default=0)
     # Whoever sets XLA's flags, to nothing even, has everything compiled by them.
     quickly = longest <= LONGEST_SUM and jax.default_backend() == "cpu" and "XLA_FLAGS" not in os.environ
-    return _compiled(function, quickly, _replaceable())(*arguments)
+    return _compiled(function, quickly, _replaceable())
 
 
 @lru_cache(maxsize=16)
@@ -150,6 +157,8 @@ def _replaceable() -> tuple[Any, ...]:
 class Filled:
     """A module with the weights of a problem, in evaluation: as users get it, and one that works in small blocks."""
 
+    call = staticmethod(call)
+
     def __init__(self, problem: Problem) -> None:
         kind = kind_of(mha_jax, problem.case)
         self.weights = to_params(problem.weights, problem.spec)
@@ -161,13 +170,13 @@ class Filled:
         self, query: Array, key: Array | None, mask: Array | None, bias: Array | None, positions: Array | None
     ) -> tuple[Array, dict[str, Array]]:
         inputs = {"key": key, "mask": mask, "bias": bias, "positions": positions}
-        return call(_all_paths, self.module, self.in_blocks, query, inputs)
+        return self.call(_all_paths, self.module, self.in_blocks, query, inputs)
 
     def step(
         self, x: Array, cache: Any, new_lengths: Array | None, positions: Array | None
     ) -> tuple[dict[str, Array], Any]:
-        output, grown = call(_step, self.module, x, cache, new_lengths, positions)
-        in_blocks, _ = call(_step, self.in_blocks, x, cache, new_lengths, positions)
+        output, grown = self.call(_step, self.module, x, cache, new_lengths, positions)
+        in_blocks, _ = self.call(_step, self.in_blocks, x, cache, new_lengths, positions)
         return {"module": output, "blocks": in_blocks}, grown
 
 
@@ -198,7 +207,9 @@ def pull_back(
     path: str, filled: Filled, spec: AttentionSpec, inputs: dict[str, Array], hidden: dict[str, Any]
 ) -> tuple[dict[str, np.ndarray], Weights]:
     """Gradients of the inputs and of the canonical weights on a path."""
-    of_inputs, of_weights = call(_GRADIENTS[path], spec, inputs, filled.weights, hidden)
+    module = filled.in_blocks if path == "blocks" else filled.module
+    hidden = hidden | {"block_sizes": module.block_sizes}
+    of_inputs, of_weights = filled.call(_GRADIENTS[path], spec, inputs, filled.weights, hidden)
     return {name: to_numpy(grad) for name, grad in of_inputs.items()}, from_params(of_weights, spec)
 
 
@@ -215,7 +226,7 @@ def _gradients(
             bias=inputs.get("bias"),
             need_weights=not path,
             positions=hidden["positions"],
-            block_sizes=SMALL_BLOCKS if path == "blocks" else BLOCK_SIZES,
+            block_sizes=hidden["block_sizes"],
         )[0]
 
     return jax.vjp(output_of, inputs, weights)[1](hidden["cotangent"])

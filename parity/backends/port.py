@@ -12,7 +12,9 @@ import numpy as np
 from mha_spec import AttentionSpec
 from parity.core.cases import Case
 from parity.core.problem import Problem
+from parity.core.trace import Reference, Trace
 from parity.core.weights import Weights
+from parity.sharding.mesh import MeshPlan
 
 
 class FilledModule(Protocol):
@@ -95,6 +97,26 @@ class Port(Protocol):
         self, path: str, filled: FilledModule, spec: AttentionSpec, inputs: dict[str, Any], hidden: dict[str, Any]
     ) -> tuple[dict[str, np.ndarray], Weights]:
         """Gradients of the inputs and of the canonical weights, for the cotangent among what is `hidden`."""
+        ...
+
+
+class Divided(Protocol):
+    """How cases of a sibling run on a mesh of several devices: plain functions."""
+
+    def make_devices(self, count: int) -> None:
+        """Make so many virtual devices, before there are any."""
+        ...
+
+    def check_devices(self, plan: MeshPlan) -> None:
+        """Refuse a mesh of more devices than there are."""
+        ...
+
+    def why_skipped(self, case: Case, dtype: str, plan: MeshPlan) -> str | None:
+        """Why a case cannot run there in a dtype, or None."""
+        ...
+
+    def record(self, reference: Reference, plan: MeshPlan) -> Trace:
+        """A problem run there, each stage gathered; with the mesh among its numerics, and with what devices sent."""
         ...
 
 

@@ -22,18 +22,19 @@ def record(backend: str, reference: Reference, given: Problem | None = None) -> 
     """
     module = load_backend(backend)
     with module.replayed(given or reference.problem) as replay:
-        trace = _recorded(backend, module, reference, given)
+        trace = trace_of(backend, module, reference, given)
     if replay is None:
         return trace
     if replay.differs:
-        trace = _recorded(backend, module, reference, given)
+        trace = trace_of(backend, module, reference, given)
         trace.numerics["not_as_recorded"] = replay.differs
     else:
         trace.numerics.update(values=f"a recording made on {replay.made_on}", arithmetic="tensix")
     return trace
 
 
-def _recorded(backend: str, module: Port, reference: Reference, given: Problem | None) -> Trace:
+def trace_of(backend: str, module: Port, reference: Reference, given: Problem | None = None) -> Trace:
+    """Run a problem by a backend's module, as `record` says."""
     problem = reference.problem
     with_gradients = reference.with_gradients and bool(module.GRADIENT_PATHS)
     with module.lock(problem.dtype) as numerics:

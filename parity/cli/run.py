@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from parity.cli.reports import add_report_options, attention_maps, print_and_wri
 if TYPE_CHECKING:
     from parity.core.cases import Case
     from parity.running.report import Report
+    from parity.sharding.mesh import MeshPlan
 
 MOST_RANDOM = 10_000  # cases, which take hours
 
@@ -53,6 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="float32, bfloat16, float16, float64; float32 by default",
     )
     parser.add_argument("--grad", action="store_true", help="also compare gradients")
+    parser.add_argument(
+        "--mesh",
+        metavar="data=2,tensor=4",
+        help="divide each case over a mesh of devices: its sequences (data), heads (tensor), tokens (sequence)",
+    )
+    parser.add_argument("--devices", type=int, metavar="N", help="with --mesh: make N virtual devices of this CPU")
+    parser.add_argument(
+        "--axes",
+        choices=("automatic", "explicit"),
+        help="with --mesh: how JAX divides the work, by itself (default) or by the types of arrays",
+    )
     whose = parser.add_mutually_exclusive_group()
     whose.add_argument("--model", metavar="FOLDER", help="run every layer of this model instead: config.json, weights")
     whose.add_argument("--weights", metavar="FILE", help="run a layer of this file instead, in any layout")
@@ -88,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
     backends = [name for name in options.backends or BACKENDS if name in BACKENDS and why_missing(name) is None]
     if not (backends or options.backends or options.join):
         raise ModuleNotFoundError(no_framework())
-    told = {"with_gradients": options.grad, "on_judged": maps}
+    told = {"with_gradients": options.grad, "mesh": _mesh(options, backends), "on_judged": maps}
     if options.model is not None:
         results = _run_model(options, told)
         return print_and_write(options, results, maps)
@@ -102,6 +115,25 @@ def run(options: argparse.Namespace) -> int:
         told |= {"weights": weights, "traces": options.save_traces, "join": options.join, "on_case": on_case}
         results = run_cases(cases, options.backends, options.dtypes, **told)
     return print_and_write(options, results, maps)
+
+
+def _mesh(options: argparse.Namespace, backends: Sequence[str]) -> MeshPlan | None:
+    """The mesh that cases are divided over, with the devices made that it is of; None where there is one device."""
+    from parity.backends import BACKENDS, load_divided
+    from parity.sharding.mesh import parse_mesh
+
+    if options.mesh is None:
+        if needless := [flag for flag in ("devices", "axes") if getattr(options, flag) is not None]:
+            raise ValueError(f"--{' and --'.join(needless)} must come with --mesh")
+        return None
+    mesh = parse_mesh(options.mesh, options.axes or "automatic")
+    if options.devices is not None:
+        if options.devices < mesh.size:
+            raise ValueError(f"--devices must be at least the {mesh.size} of --mesh {mesh}, got {options.devices}")
+        for name in backends:
+            if BACKENDS[name].divided:
+                load_divided(name).make_devices(options.devices)
+    return mesh
 
 
 def _check_weight_options(options: argparse.Namespace) -> None:

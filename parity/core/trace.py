@@ -31,6 +31,7 @@ class Trace:
         skipped: why the backend cannot run this case in this dtype; it then has no stages.
         error: what the backend raised; it then has no stages either.
         folder: where it was read from; empty if it was made here.
+        collectives: of each program that ran on several devices, how many operations had them wait for each other.
         is_named_by_folder: whether reports name the backend with the folder: where another trace of it has the name.
     """
 
@@ -44,6 +45,7 @@ class Trace:
     skipped: str = ""
     error: str = ""
     folder: str = ""
+    collectives: dict[str, dict[str, int]] = field(default_factory=dict, repr=False)
     is_named_by_folder: bool = False
 
     @property

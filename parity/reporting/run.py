@@ -16,6 +16,7 @@ from parity.reporting.summary import reproduction, skipped_reasons, summary_line
 
 if TYPE_CHECKING:
     from parity.running.report import Report
+    from parity.sharding.mesh import Collectives, Counts
 
 DETAILED_FAILURES = 5  # shown whole on the terminal; all are in the JSON
 NARROWEST = 9  # columns for a verdict in a table: `FAIL 1.03`
@@ -35,6 +36,8 @@ def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: 
     if not quiet:
         print_case_table(report, out)
         print_stage_table(report, out)
+    if report.needless or not quiet:
+        print_collectives(report, out)
     differences = report.first_differences()
     for comparison in differences[:DETAILED_FAILURES]:
         out.print()
@@ -52,6 +55,26 @@ def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: 
         for reason in skipped_reasons(report):
             out.print(Text(f"skipped: {reason}", style="yellow"), soft_wrap=True)
     out.print(summary_line(report), soft_wrap=True)
+
+
+def print_collectives(report: Report, out: Console) -> None:
+    """A line for each kind of program that ran on a mesh: what its devices send each other, and what they need."""
+    alike: dict[tuple[str, ...], list[Collectives]] = {}
+    for each in report.collectives:
+        words = ("" if each.passed else "red", each.backend, each.program, _counts(each.counted), _counts(each.ideal))
+        alike.setdefault((*words, "" if each.is_ideal else each.excuse), []).append(each)
+    if alike:
+        out.print(Text("What devices send, in how many cases", style="bold"))
+    for (style, backend, program, counted, ideal, excuse), found in sorted(alike.items()):
+        cases = list(dict.fromkeys(each.case for each in found))
+        needed = "" if counted == ideal else f", needed {ideal}"
+        named = f" ({', '.join(cases)})" if style or excuse else ""
+        line = f"{backend} {program}: {counted}{needed}{f': {excuse}' if excuse else ''}: {len(cases)}{named}"
+        out.print(Text(line, style=style, overflow="fold"))
+
+
+def _counts(counts: Counts) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing"
 
 
 def print_reproduction(comparison: Comparison, out: Console) -> None:

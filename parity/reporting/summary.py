@@ -28,6 +28,7 @@ def summary_line(report: Report) -> Text:
     numbers = {"backend": len(report.skipped), "case": len(report.skipped_cases)}
     skipped = " and ".join(counted(number, what) for what, number in numbers.items() if number)
     counts += f", {skipped} skipped" if skipped else ""
+    counts += f", {counted(len(report.needless), 'program')} sent more than needed" if report.needless else ""
     counts += f", {counted(len(report.missing), 'trace')} missing" if report.missing else ""
     names = " and ".join(filter(None, (", ".join(backends[:-1]), backends[-1])))
     by_reference = all(comparison.by_reference for comparison in report.comparisons)

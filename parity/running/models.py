@@ -18,6 +18,7 @@ from parity.core.weights import Weights
 from parity.core.words import some_of
 from parity.running.report import Report, SkippedCase
 from parity.running.run import OnJudged, run_cases
+from parity.sharding.mesh import MeshPlan
 
 if TYPE_CHECKING:
     from parity.foreign.transformers import Skeleton
@@ -53,6 +54,7 @@ def run_model(
     layers: Collection[int] | None = None,
     against: str | None = None,
     with_gradients: bool = False,
+    mesh: MeshPlan | None = None,
     on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
     on_judged: OnJudged = lambda trace, reference, comparisons: None,
     **about: Any,
@@ -63,7 +65,7 @@ def run_model(
 
     Args:
         path: of a folder with a config.json and weights, or of a file of weights.
-        backends, dtypes, with_gradients, on_case, on_judged: as `run_cases` takes them.
+        backends, dtypes, with_gradients, mesh, on_case, on_judged: as `run_cases` takes them.
         layers: the numbers of some; all when absent.
         against: `transformers`, to judge the output of the library's own module, too, in float32.
         about: layout, prefix, num_heads, num_kv_heads, head_dim, rope, spec, as `load` takes them.
@@ -90,8 +92,8 @@ def run_model(
             weights, spec = layer.load()
             of = {} if layer.model is None else {"is_causal": layer.model.is_causal}
             cases = cases_of(names[layer.label], spec, is_cross=layer.is_cross, **of)
-            told = {"with_gradients": with_gradients, "weights": weights, "on_case": on_case, "on_judged": on_judged}
-            one = run_cases(cases, backends, dtypes, **told)
+            told = {"with_gradients": with_gradients, "weights": weights, "mesh": mesh}
+            one = run_cases(cases, backends, dtypes, **told, on_case=on_case, on_judged=on_judged)
             if skeleton is not None:
                 one = _with_own_module(one, layer, cases[0], weights, skeleton)
             report = one if report is None else _joined(report, one)
@@ -136,6 +138,7 @@ def _joined(one: Report, other: Report) -> Report:
         warnings=list(dict.fromkeys(one.warnings + other.warnings)),
         skipped_cases=one.skipped_cases + other.skipped_cases,
         diagnoses={**one.diagnoses, **other.diagnoses},
+        collectives=one.collectives + other.collectives,
     )
 
 

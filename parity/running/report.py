@@ -9,6 +9,7 @@ from typing import Any
 from parity.core.compare import Comparison, first_difference
 from parity.diagnosis.diagnose import Diagnosis
 from parity.running.traces import printable
+from parity.sharding.mesh import Collectives
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Report:
         skipped_cases: what a backend that did run cannot.
         diagnoses: what is wrong with those of the first cases that failed, by case, dtype and backend.
         missing: what a backend whose traces were read has no trace of, though another backend has.
+        collectives: what devices sent each other, where cases ran on a mesh.
         layers: the names of cases that are the layers of a model, in its order.
     """
 
@@ -43,12 +45,18 @@ class Report:
     skipped_cases: list[SkippedCase] = field(default_factory=list)
     diagnoses: dict[tuple[str, str, str], Diagnosis] = field(default_factory=dict)
     missing: list[SkippedCase] = field(default_factory=list)
+    collectives: list[Collectives] = field(default_factory=list)
     layers: tuple[str, ...] = ()
 
     @property
     def failed(self) -> list[Comparison]:
         """The comparisons that failed."""
         return [comparison for comparison in self.comparisons if not comparison.passed]
+
+    @property
+    def needless(self) -> list[Collectives]:
+        """The programs whose devices send each other more than they need."""
+        return [collectives for collectives in self.collectives if not collectives.passed]
 
     @property
     def summary(self) -> dict[str, int]:
@@ -60,8 +68,9 @@ class Report:
 
     @property
     def status(self) -> int:
-        """The exit status of the commands that make a report: 1 if a comparison failed, 2 if a trace is missing."""
-        return 1 if self.failed else 2 if self.missing else 0
+        """The exit status of the commands that make a report: 1 if a comparison failed or more was sent than need be,
+        2 if a trace is missing."""
+        return 1 if self.failed or self.needless else 2 if self.missing else 0
 
     def groups(self) -> dict[tuple[str, str, str], list[Comparison]]:
         """The comparisons by case, dtype and backend."""
@@ -93,6 +102,7 @@ class Report:
             "warnings": self.warnings,
             "summary": self.summary,
             "results": [*(comparison.to_dict() for comparison in self.comparisons), *skipped],
+            "collectives": [collectives.to_dict() for collectives in self.collectives],
             "diagnoses": [
                 {"case": case, "dtype": dtype, "backend": backend, **diagnosis.to_dict()}
                 for (case, dtype, backend), diagnosis in self.diagnoses.items()

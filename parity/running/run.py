@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from parity.backends import BACKENDS, load_backend, why_missing
+from parity.backends import BACKENDS, load_backend, load_divided, why_missing
 from parity.backends.numerics import environment
 from parity.backends.record import record
 from parity.core.cases import CASES, DTYPES, Case
@@ -21,6 +21,7 @@ from parity.core.words import some_of
 from parity.diagnosis.diagnose import Diagnosis, diagnose_trace
 from parity.running.report import Report, SkippedCase
 from parity.running.traces import load_traces, printable, save_trace
+from parity.sharding.mesh import Collectives, MeshPlan, collectives_of
 
 OnJudged = Callable[[Trace, Reference, list[Comparison]], None]
 """Called with each trace that was judged, its reference and the comparisons, while the arrays are still there."""
@@ -33,6 +34,7 @@ def run_cases(
     *,
     with_gradients: bool = False,
     weights: Weights | None = None,
+    mesh: MeshPlan | None = None,
     traces: str | os.PathLike[str] | None = None,
     join: Sequence[str | os.PathLike[str]] = (),
     on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
@@ -46,6 +48,7 @@ def run_cases(
         dtypes: names of floating-point dtypes.
         with_gradients: also compare the gradients of inputs and weights, for cases without a cache.
         weights: canonical weights to take instead of each case's own.
+        mesh: devices that each case is divided over; what it does not divide is skipped.
         traces: folder to save the traces in.
         join: folders of traces made elsewhere, their sub-folders among them; those of the same cases and dtypes are
             judged, too.
@@ -58,8 +61,8 @@ def run_cases(
     Raises:
         ModuleNotFoundError: if a backend asked for by name can neither run here nor is joined.
         OSError: if a trace cannot be read or saved.
-        ValueError: if there is no backend or dtype of a name, nothing to run, also on one backend asked for by name, or
-            a file to join is not a trace of a case known here.
+        ValueError: if there is no backend or dtype of a name, nothing to run, also on one backend asked for by name, a
+            file to join is not a trace of a case known here, or there is no such mesh.
     """
     cases = list(CASES.values() if cases is None else cases)
     for dtype in dtypes:
@@ -67,7 +70,7 @@ def run_cases(
             raise ValueError(f"dtype must be one of {list(DTYPES)}, got dtype={dtype!r}")
     if join and weights is not None:
         raise ValueError("traces to join must be of the cases' own weights, got weights")
-    missing = {name: reason for name in backends or BACKENDS if (reason := why_missing(name))}
+    missing = {name: reason for name in backends or BACKENDS if (reason := _why_missing(name, mesh))}
     here = [name for name in backends or BACKENDS if name not in missing]
     joined = load_traces(join, here)
     skipped = {name: reason for name, reason in missing.items() if name not in {trace.backend for trace in joined}}
@@ -77,7 +80,7 @@ def run_cases(
     if not (chosen and dtypes and (here or joined)):
         raise ValueError(f"there must be something to run, got {len(cases)} cases on {here} in {list(dtypes)}")
     for name in here if backends else ():
-        reasons = dict.fromkeys(load_backend(name).why_skipped(case, dtype) for case, dtype in chosen)
+        reasons = dict.fromkeys(_why_skipped(name, case, dtype, mesh) for case, dtype in chosen)
         if None not in reasons:
             raise ValueError(f"{name} must be able to run one of the cases, got {some_of(map(str, reasons))}")
     where = environment(here)
@@ -87,7 +90,7 @@ def run_cases(
             expected = Reference(make_problem(case, dtype, weights), with_gradients and case.has_gradients)
             for name in here:
                 on_case(case.name, dtype, name)
-                trace = _attempt(name, expected)
+                trace = _attempt(name, expected, mesh)
                 trace = replace(trace, environment=_with_numerics(where, name, trace.numerics))
                 if traces is not None:
                     save_trace(traces, trace)
@@ -109,13 +112,29 @@ def run_cases(
     return replace(report, skipped=skipped, environment=where)
 
 
-def _attempt(backend: str, reference: Reference) -> Trace:
+def _why_missing(backend: str, mesh: MeshPlan | None) -> str | None:
+    """Why a backend cannot run here, or not on a mesh; None if it can."""
+    if (reason := why_missing(backend)) or mesh is None:
+        return reason
+    if not BACKENDS[backend].divided:
+        return f"{backend} runs on one device here, not on a mesh"
+    load_divided(backend).check_devices(mesh)
+    return None
+
+
+def _why_skipped(backend: str, case: Case, dtype: str, mesh: MeshPlan | None) -> str | None:
+    """Why a backend cannot run a case in a dtype, or None."""
+    reason = load_backend(backend).why_skipped(case, dtype)
+    return reason if reason or mesh is None else load_divided(backend).why_skipped(case, dtype, mesh)
+
+
+def _attempt(backend: str, reference: Reference, mesh: MeshPlan | None) -> Trace:
     """A trace even where there is nothing to trace: of a case that the backend cannot run, or raises an error in."""
     nothing = Trace(reference.problem, backend, {}, {})
-    if reason := load_backend(backend).why_skipped(reference.problem.case, reference.problem.dtype):
+    if reason := _why_skipped(backend, reference.problem.case, reference.problem.dtype, mesh):
         return replace(nothing, skipped=reason)
     try:
-        return record(backend, reference)
+        return record(backend, reference) if mesh is None else load_divided(backend).record(reference, mesh)
     except Exception as error:
         return replace(nothing, error=f"{type(error).__name__}: {error}")
 
@@ -146,6 +165,7 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace
     """
     diagnoses: dict[tuple[str, str, str], Diagnosis] = {}
     comparisons: list[Comparison] = []
+    collectives: list[Collectives] = []
     skipped: list[SkippedCase] = []
     had: dict[str, set[tuple[str, str]]] = {trace.title: set() for trace in joined}
     locks: dict[str, dict[str, Any]] = {}
@@ -160,6 +180,7 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace
             continue
         judged = judge(trace, expected)
         comparisons.extend(judged)
+        collectives.extend(collectives_of(trace))
         on_judged(trace, expected, judged)
         is_wrong = any(not comparison.passed for comparison in judged)
         if is_wrong and trace.accumulated and len(diagnoses) < DIAGNOSED:
@@ -187,7 +208,7 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace
         warnings.append(f"{backend} has no trace of {some_of(lacking)}")
     warnings.extend(_told_of_values(ran))
     warnings.extend(f"{backend} has no gradients: its other stages are compared" for backend in without_gradients)
-    return Report(comparisons, {}, {}, warnings, skipped, diagnoses, missing)
+    return Report(comparisons, {}, {}, warnings, skipped, diagnoses, missing, collectives)
 
 
 def _told_of_values(ran: Iterable[tuple[str, str, dict[str, Any]]]) -> Iterator[str]:

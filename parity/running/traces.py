@@ -41,6 +41,7 @@ def save_trace(folder: str | os.PathLike[str], trace: Trace) -> Path:
         "environment": json.dumps(trace.environment, sort_keys=True),
         "skipped": trace.skipped,
         "error": trace.error,
+        "collectives": json.dumps(trace.collectives, sort_keys=True),
     }
     save_tensors(path, tensors, metadata)
     return path
@@ -84,6 +85,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
             skipped=printable(metadata.get("skipped", "")),
             error=printable(metadata.get("error", "")),
             folder=str(Path(path).parent),
+            collectives=json.loads(metadata.get("collectives", "{}")),
         )
         arithmetic = trace.arithmetic
     except (ValueError, RecursionError, AttributeError):

@@ -1,0 +1,489 @@
+"""Attention where keys and values go from device to device, and queries stay: a ring.
+
+What each part of the keys gives is joined by the logarithms of its sums, forward and backward as `blockwise` makes
+them. Parts that causality, a window or a chunk hides are not visited; under causality alone each device takes one half
+of its queries from the beginning and one from the end, so that all have the same work. The queries of a cache whose
+slots are divided are whole on each device, and what all slots give them is joined at once.
+
+Axes: as in `blockwise`; t, s of the T and S tokens those of a device.
+
+Source: Ring Attention, arXiv:2310.01889; the two halves as in Llama 3, arXiv:2407.21783, section 3.3.2.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from mha_jax.blockwise import (
+    BlockSizes,
+    Hidden,
+    Options,
+    PartSums,
+    Scoring,
+    gradient_of_sinks,
+    gradients_of_part,
+    sums_of_part,
+)
+from mha_jax.masks import Masking
+from mha_jax.not_finite import not_finite, spoilt
+from mha_jax.rope import at_least_float32
+from mha_jax.sharding import is_automatic, varying
+from mha_spec.reach import Reach
+
+
+class _Plan(NamedTuple):
+    """What a ring is made for, beside the shapes.
+
+    Attributes:
+        axis, size: of the devices.
+        is_causal, reach: what hides keys by their place.
+        is_halved: a device has two halves of its tokens, one from the beginning and one from the end.
+        is_cached: queries are whole on each device, and keys are slots.
+        walks: how often keys and values go on to a neighbour, forward and back.
+        options: of each part.
+    """
+
+    axis: str
+    size: int
+    is_causal: bool
+    reach: Reach | None
+    is_halved: bool
+    is_cached: bool
+    walks: tuple[tuple[int, int], ...]
+    options: Options
+
+
+class _Given(NamedTuple):
+    """What hides keys and is added to scores: rows of the device's own queries, columns of all keys.
+
+    Attributes:
+        mask, bias: (B or 1, K or 1, G or 1, t or 1, S or 1); of a cache the columns are those of its own slots.
+        lengths: of real keys, (B,).
+        sinks: (1, K, G, 1, 1).
+        offsets: place of the first query of each sequence, of a cache, (B,) or (1,).
+    """
+
+    mask: Array | None
+    bias: Array | None
+    lengths: Array | None
+    sinks: Array | None
+    offsets: Array | None
+
+
+class _Chunk(NamedTuple):
+    """Neighbouring tokens.
+
+    Attributes:
+        begin: the place of the first, (1,) or, of queries of a cache, (B,).
+        size: how many.
+    """
+
+    begin: Array
+    size: int
+
+    @property
+    def places(self) -> Array:
+        """The places, (B or 1, size)."""
+        return self.begin[:, None] + jnp.arange(self.size, dtype=jnp.int32)[None]
+
+
+def attend_to_visitors(
+    axis: str,
+    size: int,
+    scoring: Scoring,
+    block_sizes: BlockSizes,
+    query: Array,
+    key: Array,
+    value: Array,
+    masking: Masking,
+) -> Array:
+    """Attention of a device's own queries (B, N, t, H) over the keys and values (B, K, s, H) of all devices.
+
+    Args:
+        axis, size: of the devices.
+        scoring: what becomes of the products of queries and keys.
+        block_sizes: how the work of a device is divided.
+        query, key, value: its own; of a cache, whose masking has offsets, all queries and its own slots.
+        masking: with the rows of its own queries and the columns of all keys; of a cache with those of its own slots.
+    """
+    num_kv_heads = key.shape[1]
+    is_cached = masking.offsets is not None
+
+    def group(x: Array) -> Array:
+        heads = (1, 1) if x.shape[1] == 1 != query.shape[1] else (num_kv_heads, x.shape[1] // num_kv_heads)
+        return x.reshape(x.shape[0], *heads, *x.shape[2:])
+
+    mask, bias = (None if x is None else group(x) for x in (masking.with_infinite_bias().mask, masking.bias))
+    sinks = None if masking.sinks is None else masking.sinks.reshape(1, num_kv_heads, -1, 1, 1)
+    given = _Given(mask, bias, masking.key_padding_lengths, sinks, masking.offsets)  # pyright: ignore[reportArgumentType]
+    same = query.shape[2] == key.shape[2] and masking.reach is None and mask is None and bias is None
+    is_halved = masking.is_causal and not is_cached and same and query.shape[2] % 2 == 0
+    hides = masking.is_causal or masking.reach is not None or mask is not None or given.lengths is not None
+    options = Options(False, scoring, block_sizes, is_automatic(query), is_part=hides)
+    walks = () if is_cached else _walks(masking, query.shape[2], key.shape[2], size)
+    plan = _Plan(axis, size, masking.is_causal, masking.reach, is_halved, is_cached, walks, options)
+    arrays = varying((group(query), key, value, given), axis)
+    if is_halved:
+        *tokens, given = arrays
+        arrays = (*(_to_halves(plan, x) for x in tokens), given)
+    attend: Any = _attend
+    context = attend(plan, *arrays)
+    if is_halved:
+        context = _from_halves(plan, context)
+    return context.reshape(*query.shape[:3], value.shape[3])
+
+
+def _walks(masking: Masking, seq_len_q: int, seq_len_k: int, size: int) -> tuple[tuple[int, int], ...]:
+    """In which direction keys and values go on, and how often: to all devices, or as far as queries reach."""
+    if masking.reach is None or seq_len_q != seq_len_k:
+        return ((1, size - 1),)
+    far = (masking.reach.window_size or masking.reach.chunk_size or 1) - 1
+    count = 0 if masking.reach.chunk_size and seq_len_q % masking.reach.chunk_size == 0 else -(-far // seq_len_q)
+    if masking.is_causal:
+        return ((1, min(count, size - 1)),)
+    return ((1, size - 1),) if 2 * count >= size - 1 else ((1, count), (-1, count))
+
+
+# ---- One half from the beginning, one from the end -------------------------------------------------------------------
+
+
+def _home(half: int, size: int) -> int:
+    """The device that works on a half."""
+    return half if half < size else 2 * size - 1 - half
+
+
+def _to_halves(plan: _Plan, x: Array) -> Array:
+    """Halves 2 i and 2 i + 1 of the tokens, the last axis but one, for halves i and 2 n - 1 - i."""
+    first, second = jnp.split(x, 2, axis=-2)
+    homes = [[(i, _home(2 * i + which, plan.size)) for i in range(plan.size)] for which in (0, 1)]
+    even, odd = (lax.ppermute(half, plan.axis, to) for half, to in zip((first, second), homes, strict=True))
+    is_even = lax.axis_index(plan.axis) % 2 == 0
+    return jnp.concatenate([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], axis=-2)
+
+
+def _from_halves(plan: _Plan, x: Array) -> Array:
+    """The way back."""
+    front, back = jnp.split(x, 2, axis=-2)
+    is_even = lax.axis_index(plan.axis) % 2 == 0
+    homes = [[(_home(2 * i + which, plan.size), i) for i in range(plan.size)] for which in (0, 1)]
+    halves = (jnp.where(is_even, front, back), jnp.where(is_even, back, front))
+    return jnp.concatenate([lax.ppermute(x, plan.axis, to) for x, to in zip(halves, homes, strict=True)], axis=-2)
+
+
+# ---- Pairs of queries and keys ---------------------------------------------------------------------------------------
+
+
+class _Pair(NamedTuple):
+    """Neighbouring queries, and keys of which they may see some.
+
+    Attributes:
+        rows, keys: their places.
+        rows_at, keys_at: where they lie among those of the device, and those that visit it, as a slice or its begin.
+        is_diagonal: they have the same places, and causality hides.
+        is_clear: all see all, but for padding.
+    """
+
+    rows: _Chunk
+    keys: _Chunk
+    rows_at: Array | int
+    keys_at: Array | int
+    is_diagonal: bool = False
+    is_clear: bool = False
+
+
+def _pairs(plan: _Plan, given: _Given, source: Array, seq_len_q: int, seq_len_k: int, *, is_own: bool) -> list[_Pair]:
+    """What the queries of a device may see of the keys that came from a device, or are its own."""
+    me = lax.axis_index(plan.axis)
+    if not plan.is_halved:
+        begin = given.offsets if plan.is_cached else (me * seq_len_q)[None]
+        rows = _Chunk(begin, seq_len_q)  # pyright: ignore[reportArgumentType]
+        keys = _Chunk((source * seq_len_k)[None], seq_len_k)
+        return [_Pair(rows, keys, 0, 0, is_clear=not plan.is_causal and plan.reach is None)]
+    half, last = seq_len_q // 2, 2 * plan.size - 1
+
+    def chunk(number: Array) -> _Chunk:
+        return _Chunk((number * half)[None], half)
+
+    front, back = chunk(me), chunk(last - me)
+    keys_front, keys_back = chunk(source), chunk(last - source)
+    behind = _Pair(back, keys_front, half, 0, is_clear=True)
+    if is_own:
+        return [
+            _Pair(front, keys_front, 0, 0, is_diagonal=True),
+            behind,
+            _Pair(back, keys_back, half, half, is_diagonal=True),
+        ]
+    is_later = source > me  # then the back sees their back, else the front their front
+    rows, keys = (
+        _Chunk(jnp.where(is_later, b.begin, f.begin), half) for f, b in ((front, back), (keys_front, keys_back))
+    )
+    at = jnp.where(is_later, half, 0)
+    return [behind, _Pair(rows, keys, at, at, is_clear=True)]
+
+
+def _cut(x: Array, begin: Array | int, size: int) -> Array:
+    """Some of the tokens, the last axis but one."""
+    return x if size == x.shape[-2] else lax.dynamic_slice_in_dim(x, begin, size, axis=-2)
+
+
+def _put(x: Array, part: Array, begin: Array | int) -> Array:
+    return part if part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, part, begin, axis=-2)
+
+
+def _hidden_of(plan: _Plan, given: _Given, pair: _Pair) -> Hidden:
+    """What is hidden of a pair, and added to its scores."""
+    rows, keys = pair.rows, pair.keys
+
+    def columns(x: Array | None) -> Array | None:
+        if x is None or x.shape[-1] in (1, keys.size):
+            return x
+        return lax.dynamic_slice_in_dim(x, keys.begin[0], keys.size, axis=-1)
+
+    mask, bias = columns(given.mask), columns(given.bias)
+    lengths = None if given.lengths is None else jnp.clip(given.lengths - keys.begin, 0, keys.size)
+    if not (pair.is_clear or pair.is_diagonal):
+        places, others = rows.places, keys.places[:, None, None, None]  # (B or 1, t) and (1, 1, 1, 1, s)
+        stop = places + 1 if plan.is_causal else jnp.full_like(places, jnp.iinfo(jnp.int32).max)
+        first = jnp.zeros_like(places)
+        if plan.reach is not None:
+            first, stop = plan.reach.first(places), jnp.minimum(stop, plan.reach.stop(places))
+        first, stop = (x[:, None, None, :, None] for x in (first, stop))
+        by_place = (others < first) | (others >= stop)
+        mask = by_place if mask is None else mask | by_place
+    has_slopes = plan.options.scoring.slopes is not None
+    return Hidden(mask, bias, lengths, None, rows.begin - keys.begin if has_slopes else None)
+
+
+def _sees(plan: _Plan, pair: _Pair) -> Array | None:
+    """Whether a query of a pair may see a key of it, by their places; None where one surely does."""
+    if pair.is_clear or pair.is_diagonal or plan.is_cached:
+        return None
+    first, last = pair.rows.begin[0], pair.rows.begin[0] + pair.rows.size - 1
+    begin, end = pair.keys.begin[0], pair.keys.begin[0] + pair.keys.size
+    sees = begin <= last if plan.is_causal else begin <= jnp.iinfo(jnp.int32).max
+    if plan.reach is not None:
+        sees &= (end > plan.reach.first(first)) & (begin < plan.reach.stop(last))
+    return sees
+
+
+def _by_sequence(plan: _Plan, function: Callable[..., Any], hidden: Hidden, *arrays: Array) -> Any:
+    """A function of what hides and of arrays, of one sequence at a time where XLA divides these among devices."""
+    if not plan.options.is_automatic:
+        return function(hidden, *arrays)
+    batch_size = arrays[0].shape[0]
+    axes = jax.tree.map(lambda x: 0 if x.shape[0] == batch_size else None, hidden)
+    hidden, arrays = jax.tree.map(lambda x: x[:, None] if x.shape[0] == batch_size else x, (hidden, arrays))
+    results = jax.vmap(function, in_axes=(axes, *(0 for _ in arrays)))(hidden, *arrays)
+    return jax.tree.map(lambda x: x[:, 0], results)
+
+
+# ---- The sums --------------------------------------------------------------------------------------------------------
+
+
+def _nothing(query: Array, width: int) -> PartSums:
+    """Those of no key; in a form in which others are added."""
+    row = at_least_float32(query[..., :1])
+    empty = jnp.zeros_like(row, dtype=bool)
+    return PartSums(jnp.broadcast_to(row * 0.0, (*row.shape[:-1], width)), jnp.full_like(row, -jnp.inf), ~empty)
+
+
+def _joined(ours: PartSums, theirs: PartSums) -> PartSums:
+    """Those of both, whose logarithms are -infinity where no key gave anything."""
+    largest = jnp.maximum(ours.log_sums, theirs.log_sums)
+    shift = jnp.where(jnp.isneginf(largest), 0.0, largest)
+    weights = [jnp.exp(x.log_sums - shift) for x in (ours, theirs)]
+    total = sum(weights)
+    context = ours.context * weights[0] + theirs.context * weights[1]
+    context = context / jnp.where(total == 0.0, 1.0, total)
+    log_sums = jnp.where(jnp.isneginf(largest), -jnp.inf, shift + jnp.log(jnp.where(total == 0.0, 1.0, total)))
+    return PartSums(context, log_sums, ours.is_empty & theirs.is_empty)
+
+
+def _sums_of(plan: _Plan, given: _Given, pair: _Pair, query: Array, key: Array, value: Array) -> PartSums:
+    """What the keys of a pair give to its queries."""
+    rows = _cut(query, pair.rows_at, pair.rows.size)
+    keys, values = (_cut(x, pair.keys_at, pair.keys.size) for x in (key, value))
+    options = plan.options._replace(is_causal=pair.is_diagonal)
+
+    def look() -> PartSums:
+        def of_sequence(hidden: Hidden, query: Array, key: Array, value: Array) -> PartSums:
+            found = sums_of_part(options, query, key, value, hidden)
+            empty = jnp.broadcast_to(found.is_empty, found.log_sums.shape)
+            log_sums = jnp.where(jnp.isposinf(found.log_sums), -jnp.inf, found.log_sums)
+            return varying(PartSums(found.context, log_sums, empty), plan.axis)
+
+        return _by_sequence(plan, of_sequence, _hidden_of(plan, given, pair), rows, keys, values)
+
+    sees = _sees(plan, pair)
+    return look() if sees is None else lax.cond(sees, look, lambda: _nothing(rows, value.shape[3]))
+
+
+def _added(plan: _Plan, given: _Given, pairs: list[_Pair], sums: PartSums, *arrays: Array) -> PartSums:
+    for pair in pairs:
+        held = PartSums(*(_cut(x, pair.rows_at, pair.rows.size) for x in sums))
+        joined = _joined(held, _sums_of(plan, given, pair, *arrays))
+        sums = PartSums(*(_put(x, part, pair.rows_at) for x, part in zip(sums, joined, strict=True)))
+    return sums
+
+
+def _walk(plan: _Plan, visit: Callable[..., Any], carry: Any, held: Any, gathered: Any) -> tuple[Any, Any]:
+    """What a function adds up over the visits of what others hold, and what is gathered on the way, back at home.
+
+    Args:
+        plan: how often it goes on, and in which directions.
+        visit: of the carry, what visits, what it has gathered and whose it is: the new carry, and gathered.
+        carry: at first.
+        held: what visits.
+        gathered: of nothing; what comes home is added to it.
+    """
+    me, total = lax.axis_index(plan.axis), gathered
+    for direction, steps in plan.walks:
+
+        def shifted(tree: Any, by: int) -> Any:
+            to = [(i, (i + by) % plan.size) for i in range(plan.size)]
+            return jax.tree.map(lambda x: lax.ppermute(x, plan.axis, to), tree)
+
+        def step(state: Any, i: Array, direction: int = direction) -> Any:
+            carry, moving = state
+            held, gathered = shifted(moving, direction)
+            carry, gathered = visit(carry, held, gathered, (me - direction * i) % plan.size)
+            return (carry, (held, gathered)), None
+
+        if steps:
+            numbers = jnp.arange(1, steps + 1, dtype=jnp.int32)
+            (carry, (_, found)), _ = lax.scan(step, (carry, (held, gathered)), numbers)
+            total = jax.tree.map(jnp.add, total, shifted(found, -direction * steps))
+    return carry, total
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: _Plan, query: Array, key: Array, value: Array, given: _Given) -> Array:
+    return _forward(plan, query, key, value, given)[0]
+
+
+def _forward(plan: _Plan, query: Array, key: Array, value: Array, given: _Given) -> tuple[Array, tuple[Any, ...]]:
+    lengths = query.shape[3], key.shape[2]
+    own = _pairs(plan, given, lax.axis_index(plan.axis), *lengths, is_own=True)
+    sums = _added(plan, given, own, _nothing(query, value.shape[3]), query, key, value)
+
+    def visit(sums: PartSums, held: tuple[Array, Array], gathered: Any, source: Array) -> tuple[PartSums, Any]:
+        return _added(plan, given, _pairs(plan, given, source, *lengths, is_own=False), sums, query, *held), gathered
+
+    sums, _ = _walk(plan, visit, sums, (key, value), ())
+    if plan.is_cached:
+        sums = _joined_by_all(plan, given, sums)
+    if given.sinks is not None:
+        sinks = jnp.broadcast_to(at_least_float32(given.sinks), sums.log_sums.shape)
+        sums = _joined(sums, PartSums(jnp.zeros_like(sums.context), sinks, sums.is_empty))
+    context, log_sums, is_empty = sums
+    log_sums = jnp.where(jnp.isneginf(log_sums), jnp.inf, log_sums)
+    if given.sinks is None:  # a row to which no key gave anything may see some: if all of its scores are -inf
+        gave_nothing = jnp.isposinf(log_sums)
+        context, log_sums = (spoilt(x, gave_nothing & ~is_empty) for x in (context, log_sums))
+    residuals = (query, key, value, given, context, log_sums)
+    if plan.options.is_part:
+        context = spoilt(context, not_finite(query) & ~is_empty)
+    return context.astype(query.dtype), residuals
+
+
+def _joined_by_all(plan: _Plan, given: _Given, sums: PartSums) -> PartSums:
+    """Those of all devices, each with its own keys for the same queries."""
+    context, log_sums, is_empty = sums
+    largest = lax.pmax(log_sums, plan.axis)
+    weights = jnp.exp(log_sums - jnp.where(jnp.isneginf(largest), 0.0, largest))
+    total = lax.psum(weights, plan.axis)
+    context = lax.psum(context * weights, plan.axis) / jnp.where(total == 0.0, 1.0, total)
+    log_sums = jnp.where(total == 0.0, -jnp.inf, largest + jnp.log(jnp.where(total == 0.0, 1.0, total)))
+    if given.mask is None:  # each sees its own slot
+        return PartSums(context, log_sums, jnp.zeros_like(log_sums, dtype=bool))
+    return PartSums(context, log_sums, lax.pmin(is_empty.astype(jnp.int32), plan.axis) > 0)
+
+
+# ---- Their gradients -------------------------------------------------------------------------------------------------
+
+_Grads = tuple[Array, Array | None]
+"""Of the queries, and of the bias."""
+
+
+def _backward(plan: _Plan, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
+    query, key, value, given, context, log_sums = residuals
+    bias: Any = given.bias
+    query, cotangent, context, log_sums = varying((query, at_least_float32(cotangent), context, log_sums), plan.axis)
+    by_row = (at_least_float32(query), cotangent, context, log_sums)
+    lengths = query.shape[3], key.shape[2]
+    me = lax.axis_index(plan.axis)
+
+    def added(pairs: list[_Pair], grads: Any, held: Any, gathered: Any) -> Any:
+        (grad_q, grad_bias), (grad_k, grad_v) = grads, gathered
+        keys = tuple(map(at_least_float32, held))
+        for pair in pairs:
+            found = _gradients_of(plan, given, pair, by_row, keys)
+            grad_q = _put(grad_q, _cut(grad_q, pair.rows_at, pair.rows.size) + found[0], pair.rows_at)
+            grad_k, grad_v = (
+                _put(x, _cut(x, pair.keys_at, pair.keys.size) + part, pair.keys_at)
+                for x, part in zip((grad_k, grad_v), found[1:3], strict=True)
+            )
+            grad_bias = None if grad_bias is None else _add_columns(grad_bias, found[3], pair)
+        return (grad_q, grad_bias), (grad_k, grad_v)
+
+    def visit(grads: Any, held: Any, gathered: Any, source: Array) -> Any:
+        return added(_pairs(plan, given, source, *lengths, is_own=False), grads, held, gathered)
+
+    none: Any = tuple(jnp.zeros_like(at_least_float32(x)) for x in (key, value))
+    grads: Any = (jnp.zeros_like(by_row[0]), None if given.bias is None else jnp.zeros_like(given.bias, jnp.float32))
+    grads, own = added(_pairs(plan, given, me, *lengths, is_own=True), grads, (key, value), none)
+    (grad_q, grad_bias), gathered = _walk(plan, visit, grads, (key, value), none)
+    grad_k, grad_v = jax.tree.map(jnp.add, own, gathered)
+    grad_sinks = gradient_of_sinks(given.sinks, log_sums, context, cotangent)
+    if grad_sinks is not None and plan.is_cached:  # that of all keys, once
+        grad_sinks = jnp.where(me == 0, grad_sinks, 0.0).astype(grad_sinks.dtype)
+    grad_bias = None if grad_bias is None else grad_bias.astype(bias.dtype)
+    grads = (grad.astype(x.dtype) for grad, x in zip((grad_q, grad_k, grad_v), (query, key, value), strict=True))
+    return *grads, _Given(None, grad_bias, None, grad_sinks, None)
+
+
+def _gradients_of(
+    plan: _Plan, given: _Given, pair: _Pair, by_row: tuple[Array, ...], held: tuple[Array, ...]
+) -> tuple[Any, ...]:
+    """Gradients of the queries, keys, values and, where there is one, the bias of a pair."""
+    rows = tuple(_cut(x, pair.rows_at, pair.rows.size) for x in by_row)
+    keys = tuple(_cut(x, pair.keys_at, pair.keys.size) for x in held)
+    options = plan.options._replace(is_causal=pair.is_diagonal)
+    hidden: Any = _hidden_of(plan, given, pair)
+    if hidden.bias is not None:
+        hidden = hidden._replace(bias=at_least_float32(hidden.bias))
+
+    def of_sequence(hidden: Hidden, query: Array, cotangent: Array, context: Array, logs: Array, *keys: Array) -> Any:
+        residuals = (query, *keys, hidden, context, logs)
+        *grads, of_hidden = gradients_of_part(options, residuals, cotangent)
+        return *grads, of_hidden.bias
+
+    def look() -> Any:
+        *grads, of_bias = _by_sequence(plan, of_sequence, hidden, *rows, *keys)
+        if of_bias is not None and of_bias.shape[0] != hidden.bias.shape[0]:
+            of_bias = of_bias.sum(axis=0, keepdims=True)
+        return varying((*grads, of_bias), plan.axis)
+
+    def nothing() -> Any:
+        like = (rows[0], *keys, hidden.bias)
+        return jax.tree.map(jnp.zeros_like, like)
+
+    sees = _sees(plan, pair)
+    return look() if sees is None else lax.cond(sees, look, nothing)
+
+
+def _add_columns(grad: Array, part: Array, pair: _Pair) -> Array:
+    """The gradient of a bias with that of the columns of a pair."""
+    if part.shape == grad.shape:
+        return grad + part
+    begin = pair.keys.begin[0]
+    held = lax.dynamic_slice_in_dim(grad, begin, part.shape[-1], axis=-1)
+    return lax.dynamic_update_slice_in_dim(grad, held + part, begin, axis=-1)
+
+
+_attend.defvjp(_forward, _backward)

@@ -1,0 +1,208 @@
+"""Attention where the tokens of a sequence are divided among devices: context parallelism.
+
+Where the key/value heads can be shared out, devices exchange tokens for heads, each attends with some heads over all
+tokens, and they exchange them back: four all-to-alls. Elsewhere, and where the caller asks for it, keys and values go
+from device to device: `ring`.
+
+Source: DeepSpeed Ulysses, arXiv:2309.14509.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array
+
+from mha_jax.blockwise import BlockSizes, Scoring
+from mha_jax.compiled import compiled
+from mha_jax.masks import Masking, to_scores_rank
+from mha_jax.ring import attend_to_visitors
+from mha_jax.sharding import is_explicit, placed, spec_of, varying
+from mha_spec import AttentionSpec
+
+
+def token_axis(query: Array, key: Array, masking: Masking, block_sizes: BlockSizes) -> str | None:
+    """The dimension of a mesh that the tokens, or the slots of a cache, are divided along; None where none is.
+
+    Raises:
+        ValueError: if it is not one of the mesh that queries lie on, it does not divide the tokens evenly, or there are
+            several.
+    """
+    mesh = jax.typeof(query).sharding.mesh
+    axis: Any = block_sizes.token_axis
+    if is_explicit(query):
+        axis = spec_of(query)[2] if masking.offsets is None else spec_of(key)[2]
+        axis = axis[0] if isinstance(axis, tuple) and len(axis) == 1 else axis
+    if axis is None:
+        return None
+    if axis not in mesh.axis_names:
+        raise ValueError(
+            f"tokens must be divided along one dimension of the mesh that queries lie on, got {axis!r} and "
+            f"{mesh.axis_names}"
+        )
+    size = mesh.shape[axis]
+    is_manual = mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Manual
+    divided = {"keys": key.shape[2]} | ({} if masking.offsets is not None else {"queries": query.shape[2]})
+    for name, count in divided.items():
+        if count % size and not is_manual:
+            raise ValueError(f"{name} must be a multiple of the devices along {axis}, got {count} and {size}")
+    return axis if size > 1 else None
+
+
+@compiled("spec", "scoring", "block_sizes", "attend_whole")
+def attend_to_tokens(
+    query: Array,
+    key: Array,
+    value: Array,
+    masking: Masking,
+    *,
+    spec: AttentionSpec | None,
+    scoring: Scoring,
+    block_sizes: BlockSizes,
+    attend_whole: Callable[..., Array],
+) -> Array:
+    """Attention of split heads whose tokens are divided, in the dtype of query.
+
+    Args:
+        query, key, value: as `fused.attend` takes them, divided by tokens along an automatic dimension of their mesh;
+            or a device's own, where it is manual.
+        masking: without a relative bias; what has rows of queries is divided as they are.
+        spec: the layer.
+        scoring: what becomes of the products of its queries and keys.
+        block_sizes: with that dimension; how the work of a device is divided.
+        attend_whole: attention of some of the heads over all tokens.
+    """
+    axis: Any = block_sizes.token_axis
+    block_sizes = replace(block_sizes, token_axis=None)
+    mesh = jax.typeof(query).sharding.mesh
+    size, is_cached = mesh.shape[axis], masking.offsets is not None
+    is_manual = mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Manual
+    mask, bias = (None if x is None else to_scores_rank(x) for x in (masking.mask, masking.bias))
+    masking = replace(masking, mask=mask, bias=bias)
+    if key.shape[1] % size == 0 and not (is_cached or block_sizes.passes_keys or scoring.slopes):
+        heads = _Heads(axis, size, query.shape[1], key.shape[1])
+        share: Any = _share_heads if is_manual else _share_heads_by_constraint
+        own = partial(attend_whole, spec=spec, block_sizes=block_sizes)
+        return share(heads, own, query, key, value, masking)
+    work = partial(attend_to_visitors, axis, size, scoring, block_sizes)
+    if is_manual:
+        return work(query, key, value, masking)
+    tokens, whole = PartitionSpec(None, None, axis), PartitionSpec()
+
+    def divided(x: Array) -> PartitionSpec:
+        """By rows of the queries, or by columns, the slots of a cache; what has no such axis is whole."""
+        if x.ndim != 4:
+            return whole
+        if is_cached:
+            return PartitionSpec(None, None, None, axis) if x.shape[3] > 1 else whole
+        return tokens if x.shape[2] > 1 else whole
+
+    of_query = whole if is_cached else tokens
+    specs = (of_query, tokens, tokens, jax.tree.map(divided, masking))
+    mapped = jax.shard_map(work, mesh=mesh, in_specs=specs, out_specs=of_query, axis_names={axis})
+    return mapped(query, key, value, masking)
+
+
+# ---- Heads for tokens ------------------------------------------------------------------------------------------------
+
+
+class _Heads(NamedTuple):
+    """How key/value heads are shared out: device i has heads i, n + i, … with their queries.
+
+    So heads that are divided among other devices, too, stay where they are. Arrays that are exchanged have the axes
+    (B, K / n, n, G, tokens, ·).
+    """
+
+    axis: str
+    size: int
+    num_heads: int
+    num_kv_heads: int
+
+    def split(self, x: Array, at: int = 1) -> Array:
+        """The heads on an axis, on three: those of a device, the devices, and those of a group."""
+        heads = (self.num_kv_heads // self.size, self.size, -1)
+        return x.reshape(*x.shape[:at], *heads, *x.shape[at + 1 :])
+
+    def own(self, x: Array | None, at: int = 1) -> Array | None:
+        """Those of a device, of an array that it has all of."""
+        if x is None or x.shape[at] != self.num_heads or self.num_heads == 1:
+            return x
+        mine = lax.dynamic_index_in_dim(self.split(x, at), lax.axis_index(self.axis), at + 1, keepdims=False)
+        return mine.reshape(*x.shape[:at], -1, *x.shape[at + 2 :])
+
+    def joined(self, x: Array) -> Array:
+        """(B, heads / n, tokens, ·) of what was exchanged."""
+        return x.reshape(x.shape[0], -1, *x.shape[4:])
+
+    def exchange(self, x: Array) -> Array:
+        """A device's own tokens of all heads for all tokens of its own heads."""
+        return self.joined(lax.all_to_all(self.split(x), self.axis, split_axis=2, concat_axis=4, tiled=True))
+
+    def exchange_back(self, x: Array) -> Array:
+        """The way back."""
+        x = x.reshape(x.shape[0], self.num_kv_heads // self.size, 1, -1, *x.shape[2:])
+        return self.joined(lax.all_to_all(x, self.axis, split_axis=4, concat_axis=2, tiled=True))
+
+    def constrained(self, x: Array, *, by_heads: bool) -> Array:
+        """The same where XLA divides the work: it is told where the array is to lie, and makes one of it."""
+        free = PartitionSpec.UNCONSTRAINED
+        spec = (free, free, self.axis, free, None, None) if by_heads else (free, free, None, free, self.axis, None)
+        return lax.with_sharding_constraint(x, placed(x, PartitionSpec(*spec)))
+
+
+def _share_heads(
+    heads: _Heads, attend_whole: Callable[..., Array], query: Array, key: Array, value: Array, masking: Masking
+) -> Array:
+    """In the user's own `shard_map`, whose dimensions are all manual."""
+    masking = varying(masking, heads.axis)
+
+    def of_scores(x: Array | None) -> Array | None:
+        if x is not None and x.shape[1] == heads.num_heads and x.shape[2] == query.shape[2] > 1:
+            return heads.exchange(x)
+        is_by_rows = x is not None and x.shape[2] == query.shape[2] > 1
+        return heads.own(lax.all_gather(x, heads.axis, axis=2, tiled=True) if is_by_rows else x)
+
+    mask, bias, sinks = of_scores(masking.mask), of_scores(masking.bias), heads.own(masking.sinks, 0)
+    masking = replace(masking, mask=mask, bias=bias, sinks=sinks)
+    q, k, v = (heads.exchange(x) for x in (query, key, value))
+    return heads.exchange_back(attend_whole(q, k, v, masking))
+
+
+def _share_heads_by_constraint(
+    heads: _Heads, attend_whole: Callable[..., Array], query: Array, key: Array, value: Array, masking: Masking
+) -> Array:
+    """Where XLA divides the work; what is exchanged by hand, it would gather along all other dimensions first."""
+    by_heads, whole = PartitionSpec(None, None, heads.axis), PartitionSpec()
+
+    def exchanged(x: Array) -> Array:
+        return heads.constrained(heads.constrained(heads.split(x), by_heads=False), by_heads=True)
+
+    def is_by_both(x: Array | None) -> bool:
+        return x is not None and x.shape[1] == heads.num_heads and x.shape[2] == query.shape[2] > 1
+
+    exchanged_masks = {name: exchanged(x) for name in ("mask", "bias") if is_by_both(x := getattr(masking, name))}
+    masking = replace(masking, **exchanged_masks)
+
+    def attend_with_own(query: Array, key: Array, value: Array, masking: Masking) -> Array:
+        masking = varying(masking, heads.axis)
+        own = {name: heads.joined(getattr(masking, name)) for name in exchanged_masks}
+        own |= {name: heads.own(getattr(masking, name)) for name in ("mask", "bias") if name not in own}
+        masking = replace(masking, **own, sinks=heads.own(masking.sinks, 0))
+        context = attend_whole(*(heads.joined(x) for x in (query, key, value)), masking)
+        return context.reshape(*query.shape[:-1], context.shape[-1])
+
+    specs = jax.tree.map(lambda x: by_heads if x.ndim == 6 else whole, masking)
+    mapped: Any = jax.shard_map(
+        attend_with_own,
+        mesh=jax.typeof(query).sharding.mesh,
+        in_specs=(*(by_heads,) * 3, specs),
+        out_specs=by_heads,
+        axis_names={heads.axis},
+    )
+    context = mapped(*(exchanged(x) for x in (query, key, value)), masking)
+    context = heads.constrained(heads.constrained(context, by_heads=True), by_heads=False)
+    return context.reshape(*query.shape[:3], value.shape[3])

@@ -1,0 +1,191 @@
+"""A mesh of devices that cases are divided over: its dimensions, what divides, and what devices should have to send."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from mha_spec.rules import as_count
+from parity.core.cases import Case
+from parity.core.trace import Trace
+
+AxisKind = Literal["automatic", "explicit"]
+"""How JAX divides work along a dimension: by itself, or by the types of arrays."""
+
+NUMBERS, FLAGS = "all-reduce", "all-reduce of flags"
+"""Sums of numbers, and of booleans: of each token, whether it is finite."""
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """The dimensions of a mesh.
+
+    Attributes:
+        data: number of devices that share the sequences of a batch.
+        tensor: of those that share the heads of a layer.
+        sequence: of those that share the tokens of a sequence.
+        axes: how JAX divides work along them.
+
+    Raises:
+        TypeError: if a size is not an integer.
+        ValueError: if one is below 1, or there is no such kind of axes.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    sequence: int = 1
+    axes: AxisKind = "automatic"
+
+    def __post_init__(self) -> None:
+        for name in DIMENSIONS:
+            as_count(name, getattr(self, name))
+        if self.axes not in get_args(AxisKind):
+            raise ValueError(f"axes must be {' or '.join(get_args(AxisKind))}, got axes={self.axes!r}")
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes of the dimensions that it has, by name; of one device, those of all."""
+        return {name: size for name in DIMENSIONS if (size := getattr(self, name)) > 1} or dict.fromkeys(DIMENSIONS, 1)
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self.shape.values())
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.shape.items())
+
+
+DIMENSIONS = tuple(field.name for field in fields(MeshPlan) if field.name != "axes")
+
+
+def parse_mesh(text: str, axes: AxisKind = "automatic") -> MeshPlan:
+    """A mesh as one types it: `data=2,tensor=4`.
+
+    Raises:
+        ValueError: if it is not that.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (word.strip() for word in part.partition("="))
+        if name not in DIMENSIONS or not equals or not size.isdecimal() or not int(size) or name in sizes:
+            known = f"of {', '.join(DIMENSIONS)}, each once with the number of its devices"
+            raise ValueError(f"mesh must be {known}, such as data=2,tensor=4, got {text}")
+        sizes[name] = int(size)
+    return MeshPlan(**sizes, axes=axes)
+
+
+def why_not_divided(case: Case, plan: MeshPlan) -> str | None:
+    """Why a mesh does not divide a case evenly, or None if it does."""
+    sizes = {"data": ("sequences", case.batch), "tensor": ("query heads", case.spec.num_heads)}
+    for name, (what, count) in sizes.items():
+        if count % (devices := getattr(plan, name)):
+            return f"{name}={devices} does not divide {count} {what}"
+    if plan.tensor > 1 and case.spec.fused_qkv:
+        return "fused_qkv keeps q, k and v in one weight, whose heads are not neighbours"
+    if plan.sequence > 1:
+        if case.is_cached:
+            return "tokens that come in steps are not divided"
+        for what, count in {"query": case.seq_len, "key": case.key_len}.items():
+            if count % plan.sequence:
+                return f"sequence={plan.sequence} does not divide {count} {what} tokens"
+    return None
+
+
+# ---- What devices send -----------------------------------------------------------------------------------------------
+
+Counts = dict[str, int]
+"""How many operations of a compiled program have devices wait for each other, by what they do."""
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """What the devices of a mesh send each other in a program of a case.
+
+    Attributes:
+        case, dtype, backend: as a `Comparison` has them.
+        program: `forward`, `gradient`, `prompt` or `step`, after the path that it is of: `fused.forward`.
+        counted: of the compiled program, or of what ran.
+        ideal: how many are needed.
+        excuse: why there may be more; empty where there may not.
+    """
+
+    case: str
+    dtype: str
+    backend: str
+    program: str
+    counted: Counts
+    ideal: Counts
+    excuse: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether there is none that need not be, or there is an excuse."""
+        return bool(self.excuse) or self.is_ideal
+
+    @property
+    def is_ideal(self) -> bool:
+        """Whether there is none that need not be."""
+        return all(count <= self.ideal.get(name, 0) for name, count in self.counted.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        about = {"case": self.case, "dtype": self.dtype, "backend": self.backend, "program": self.program}
+        return {**about, "passed": self.passed, "counted": self.counted, "ideal": self.ideal, "excuse": self.excuse}
+
+
+def collectives_of(trace: Trace) -> list[Collectives]:
+    """What was counted when a trace was made on a mesh, beside what is needed."""
+    if not trace.collectives:
+        return []
+    plan, case = parse_mesh(trace.numerics["mesh"]), trace.problem.case
+    about = (case.name, trace.problem.dtype, trace.title)
+    found = []
+    for program, counted in trace.collectives.items():
+        told = (case, plan, program)
+        found.append(Collectives(*about, program, counted, ideal_collectives(*told), excuse_of(*told)))
+    return found
+
+
+def ideal_collectives(case: Case, plan: MeshPlan, program: str) -> Counts:
+    """How many collectives a program of a case needs on a mesh.
+
+    Forward, a layer whose heads are divided adds its outputs up. A gradient adds up that of its input over the heads,
+    those of weights over the sequences, and those of weights that are whole on each device over the heads, too: once
+    each. Whether a token is finite is a flag for each, which is the same for all heads.
+
+    Args:
+        case: the layer, and what it is applied to.
+        plan: the mesh.
+        program: as a `Collectives` names it.
+    """
+    has_heads, spec = plan.tensor > 1, case.spec
+    path, _, kind = program.rpartition(".")
+    sums = int(has_heads and spec.out_proj)
+    if kind == "gradient":
+        shared = [name for name in spec.norms if not spec.norms[name].per_head]
+        sums = int(has_heads) + int(plan.data * plan.sequence > 1) + int(has_heads and bool(shared or spec.latent))
+    found = {NUMBERS: sums, FLAGS: int(has_heads)} | _of_tokens(case, plan, path, is_gradient=kind == "gradient")
+    return {name: count for name, count in found.items() if count}
+
+
+def _of_tokens(case: Case, plan: MeshPlan, path: str, *, is_gradient: bool) -> Counts:
+    """What is exchanged where tokens are divided: keys and values, forward, and as much again or more for gradients."""
+    size, spec = plan.sequence, case.spec
+    if size == 1:
+        return {}
+    if not path:  # attention weights are rows of all keys
+        return {"all-gather": 2, "reduce-scatter": 2 * is_gradient}
+    if (spec.num_kv_heads // plan.tensor) % size == 0 and spec.alibi is None:
+        return {"all-to-all": 8 if is_gradient else 4}
+    passes = (6 if is_gradient else 2) * (size - 1) + 2 * is_gradient
+    halves = (16 if is_gradient else 8) if case.is_causal else 0
+    return {"collective-permute": passes + halves}
+
+
+def excuse_of(case: Case, plan: MeshPlan, program: str) -> str:
+    """Why a program may have more than it needs; empty where it may not."""
+    if not program.endswith("forward") and case.spec.num_kv_heads % plan.tensor:
+        return "devices share key/value heads, and what is computed of these in parts is gathered"
+    return ""
