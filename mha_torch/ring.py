@@ -32,6 +32,9 @@ _SCORES = 2**24
 """How many scores a process holds at a time, about."""
 
 
+_KERNEL = F.scaled_dot_product_attention
+
+
 class Tokens(NamedTuple):
     """How tokens are divided: each process of a group has as many, in order.
 
@@ -453,7 +456,8 @@ def check_tokens(need_weights: bool, dropout: Dropout, masking: Masking) -> None
 
 def check_context_parallel(masking: Masking, positions: Tensor | None, spec: AttentionSpec) -> None:
     """Refuse what torch's `context_parallel` would take for that of a process's own tokens, where it is on."""
-    if "_context_parallel" not in getattr(F.scaled_dot_product_attention, "__module__", ""):
+    kernel = F.scaled_dot_product_attention  # which is replaced then
+    if kernel is _KERNEL or "_context_parallel" not in getattr(kernel, "__module__", ""):
         return
     if positions is None and spec.has_positions:
         raise ValueError(
