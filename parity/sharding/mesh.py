@@ -171,21 +171,29 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str) -> Counts:
 
 
 def _of_tokens(case: Case, plan: MeshPlan, path: str, *, is_gradient: bool) -> Counts:
-    """What is exchanged where tokens are divided: keys and values, forward, and as much again or more for gradients."""
+    """What is exchanged where tokens are divided: tokens for heads and back, or keys and values as they go round."""
     size, spec = plan.sequence, case.spec
-    if size == 1:
+    if size == 1 or not path:
         return {}
-    if not path:  # attention weights are rows of all keys
-        return {"all-gather": 2, "reduce-scatter": 2 * is_gradient}
     if (spec.num_kv_heads // plan.tensor) % size == 0 and spec.alibi is None:
-        return {"all-to-all": 8 if is_gradient else 4}
-    passes = (6 if is_gradient else 2) * (size - 1) + 2 * is_gradient
-    halves = (16 if is_gradient else 8) if case.is_causal else 0
-    return {"collective-permute": passes + halves}
+        of_masks = int(case.random_mask) + (2 if is_gradient else 1) * case.bias
+        return {"all-to-all": (8 if is_gradient else 4) + of_masks}
+    tokens = case.seq_len // size
+    passes = size - 1
+    reach = spec.window_size or spec.chunk_size
+    if reach is not None and case.key_len == case.seq_len:
+        far = 0 if spec.chunk_size and tokens % spec.chunk_size == 0 else -(-(reach - 1) // tokens)
+        passes = min(far if case.is_causal else 2 * far, passes)
+    is_alone = reach is None and not (case.window_size or case.random_mask or case.bias or spec.relative_bias)
+    is_halved = case.is_causal and is_alone and tokens % 2 == 0 and case.key_len == case.seq_len
+    counted = (6 if is_gradient else 2) * passes + 2 * (is_gradient and passes > 0)
+    return {"collective-permute": counted + is_halved * (16 if is_gradient else 8)}
 
 
 def excuse_of(case: Case, plan: MeshPlan, program: str) -> str:
     """Why a program may have more than it needs; empty where it may not."""
+    if plan.sequence > 1 and "." not in program:
+        return "attention weights are rows over all keys, which are gathered"
     if not program.endswith("forward") and case.spec.num_kv_heads % plan.tensor:
         return "devices share key/value heads, and what is computed of these in parts is gathered"
     return ""
