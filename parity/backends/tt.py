@@ -102,6 +102,9 @@ def beside(x: np.ndarray) -> np.ndarray:
     return x
 
 
+whole = beside
+
+
 class Padded(Shapes):
     """The features of a head and the slots of a cache are padded to whole tiles on the device."""
 
