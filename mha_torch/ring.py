@@ -266,11 +266,10 @@ class _Attention(torch.autograd.Function):
         ctx: Any, ring: _Ring, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, table: Tensor | None
     ) -> Tensor:
         dtype = query.dtype
+        if ring.is_zigzag:
+            query, key, value = _exchanged(ring, [query, key, value])
         wrong_rows = not_finite(query)
         query = emptied(query, wrong_rows)
-        if ring.is_zigzag:
-            query, key, value, rows = _exchanged(ring, [query, key, value, wrong_rows.to(dtype)])
-            wrong_rows = rows > 0
         context = torch.zeros((*query.shape[:3], value.shape[3]), dtype=at_least_float32(query).dtype)
         context = context.to(query.device)
         logs = torch.full_like(context[..., :1], -torch.inf)

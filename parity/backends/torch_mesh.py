@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
+import mha_torch
 from mha_spec import AttentionSpec
 from mha_torch import parallel
 from mha_torch.shards import is_distributed
@@ -76,11 +78,16 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
 def record(reference: Reference, plan: MeshPlan) -> Trace:
     """A problem run on a mesh, each stage gathered."""
     if not _started or _started[-1].plan != plan or not _started[-1].is_running:
-        for processes in _started:
-            processes.stop()
-        _started[:] = [Processes(plan)]
+        end()
+        _started.append(Processes(plan))
     given = Given(reference.problem, reference.with_gradients, reference.given)
     return _started[-1].record(given)
+
+
+def end() -> None:
+    """End the processes that were started."""
+    while _started:
+        _started.pop().stop()
 
 
 def record_own(given: Given, plan: MeshPlan) -> Trace:
@@ -156,7 +163,7 @@ class _OnMesh:
         return filled
 
     def SHAPES(self, _: Any, spec: AttentionSpec) -> _Parts:
-        return _Parts(self, spec)
+        return _Parts(cast(Port, self), spec)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """A stage of the process's own heads; the outputs of heads are added up."""
@@ -197,9 +204,8 @@ class _OnMesh:
         if not spec.out_proj:
             cotangent = self.tensor.part(cotangent, 2)
         output, _ = filled.attend(module, tokens, hidden["mask"], hidden["positions"], need_weights=not path)
-        with CommDebugMode() as mode:
+        with self.counting(f"{path}.gradient".removeprefix(".")):
             output.backward(cotangent)
-        self.count(f"{path}.gradient".removeprefix("."), mode)
         of_inputs = {}
         for name, leaf in leaves.items():
             grad = cast(Tensor, leaf.grad)
@@ -213,10 +219,21 @@ class _OnMesh:
         module.zero_grad()
         return of_inputs, port.from_state_dict(of_weights, spec)
 
-    def count(self, program: str, mode: CommDebugMode) -> None:
-        """Take note of what was sent."""
+    @contextmanager
+    def counting(self, program: str) -> Iterator[None]:
+        """Take note of what is sent: collectives, and what goes from one process to another."""
+        passed: list[Any] = []
+
+        def send(operations: list[Any], original: Any = dist.batch_isend_irecv) -> Any:
+            passed.extend(each for each in operations if each.op is dist.irecv)
+            return original(operations)
+
+        with CommDebugMode() as mode, patch.object(dist, "batch_isend_irecv", send):
+            yield
         counts = {str(operation).rpartition(".")[2]: count for operation, count in mode.get_comm_counts().items()}
         self.sent[program] = {WORDS.get(name, name): count for name, count in counts.items()}
+        if passed:
+            self.sent[program]["collective-permute"] = len(passed)
 
 
 class _Parts(Shapes):
@@ -274,13 +291,12 @@ class _Parts(Shapes):
         return to_numpy(self.port.data.whole(x, 0))
 
     def cache_from_numpy(self, *parts: np.ndarray) -> Any:
-        import mha_torch
-
         *slots, lengths = parts
         own = self.port.data.part(port.from_numpy(lengths), 0)
         if self.spec.latent is not None:
             return mha_torch.LatentCache(self.latents_from_numpy(slots[0]), own)
-        return mha_torch.KVCache(*map(self.keys_from_numpy, slots), own)
+        keys, values = map(self.keys_from_numpy, slots)
+        return mha_torch.KVCache(keys, values, own)
 
     def cache_to_numpy(self, cache: Any) -> dict[str, np.ndarray]:
         to = self.keys_to_numpy if self.spec.latent is None else self.latents_to_numpy
@@ -332,21 +348,17 @@ class _Filled(port.Filled):
         self, query: Tensor, key: Tensor | None, mask: Tensor | None, bias: Tensor | None, positions: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         tokens = {name: x for name, x in (("query", query), ("key", key), ("bias", bias)) if x is not None}
-        with CommDebugMode() as mode:
+        with self.on_mesh.counting("forward"):
             output, attn_weights = self.attend(self.module_of_heads, tokens, mask, positions, need_weights=True)
-        self.on_mesh.count("forward", mode)
         sequence = self.on_mesh.sequence
         own = {name: sequence.part(x, 1) if name != "bias" else x for name, x in tokens.items()}
-        with CommDebugMode() as mode:
+        with self.on_mesh.counting("fused.forward"):
             fused, _ = self.attend(self.module, own, mask, positions)
-        self.on_mesh.count("fused.forward", mode)
         return cast(Tensor, attn_weights), {"module": output, "fused": sequence.whole(fused, 1)}
 
     @torch.no_grad()
     def step(
         self, x: Tensor, cache: Any, new_lengths: Tensor | None, positions: Tensor | None
     ) -> tuple[dict[str, Tensor], Any]:
-        with CommDebugMode() as mode:
-            found = super().step(x, cache, new_lengths, positions)
-        self.on_mesh.count("step" if x.shape[1] == 1 else "prompt", mode)
-        return found
+        with self.on_mesh.counting("step" if x.shape[1] == 1 else "prompt"):
+            return super().step(x, cache, new_lengths, positions)

@@ -143,12 +143,12 @@ def collectives_of(trace: Trace) -> list[Collectives]:
     about = (case.name, trace.problem.dtype, trace.title)
     found = []
     for program, counted in trace.collectives.items():
-        told = (case, plan, program)
+        told = (case, plan, program, trace.backend)
         found.append(Collectives(*about, program, counted, ideal_collectives(*told), excuse_of(*told)))
     return found
 
 
-def ideal_collectives(case: Case, plan: MeshPlan, program: str) -> Counts:
+def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "jax") -> Counts:
     """How many collectives a program of a case needs on a mesh.
 
     Forward, a layer whose heads are divided adds its outputs up. A gradient adds up that of its input over the heads,
@@ -159,6 +159,7 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str) -> Counts:
         case: the layer, and what it is applied to.
         plan: the mesh.
         program: as a `Collectives` names it.
+        backend: whose tokens, where it is not JAX, always go round in a ring.
     """
     has_heads, spec = plan.tensor > 1, case.spec
     path, _, kind = program.rpartition(".")
@@ -166,16 +167,18 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str) -> Counts:
     if kind == "gradient":
         shared = [name for name in spec.norms if not spec.norms[name].per_head]
         sums = int(has_heads) + int(plan.data * plan.sequence > 1) + int(has_heads and bool(shared or spec.latent))
-    found = {NUMBERS: sums, FLAGS: int(has_heads)} | _of_tokens(case, plan, path, is_gradient=kind == "gradient")
+    found = {NUMBERS: sums, FLAGS: int(has_heads)} | _of_tokens(
+        case, plan, path, is_gradient=kind == "gradient", may_share_heads=backend == "jax"
+    )
     return {name: count for name, count in found.items() if count}
 
 
-def _of_tokens(case: Case, plan: MeshPlan, path: str, *, is_gradient: bool) -> Counts:
+def _of_tokens(case: Case, plan: MeshPlan, path: str, *, is_gradient: bool, may_share_heads: bool) -> Counts:
     """What is exchanged where tokens are divided: tokens for heads and back, or keys and values as they go round."""
     size, spec = plan.sequence, case.spec
     if size == 1 or not path:
         return {}
-    if (spec.num_kv_heads // plan.tensor) % size == 0 and spec.alibi is None:
+    if may_share_heads and (spec.num_kv_heads // plan.tensor) % size == 0 and spec.alibi is None:
         of_masks = int(case.random_mask) + (2 if is_gradient else 1) * case.bias
         return {"all-to-all": (8 if is_gradient else 4) + of_masks}
     tokens = case.seq_len // size
@@ -190,8 +193,11 @@ def _of_tokens(case: Case, plan: MeshPlan, path: str, *, is_gradient: bool) -> C
     return {"collective-permute": counted + is_halved * (16 if is_gradient else 8)}
 
 
-def excuse_of(case: Case, plan: MeshPlan, program: str) -> str:
+def excuse_of(case: Case, plan: MeshPlan, program: str, backend: str = "jax") -> str:
     """Why a program may have more than it needs; empty where it may not."""
+    if backend == "torch":  # whose compiler joins nothing
+        is_cross = program.endswith("gradient") and case.seq_len_k is not None
+        return "the gradients of queries' and keys' inputs are added up one by one" if is_cross else ""
     if plan.sequence > 1 and "." not in program:
         return "attention weights are rows over all keys, which are gathered"
     if not program.endswith("forward") and case.spec.num_kv_heads % plan.tensor:
