@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from mha_spec import AttentionSpec, Norm
 from parity import CASES, run_cases
 from parity.backends import torch_mesh
 from parity.sharding.mesh import MeshPlan
@@ -40,7 +41,8 @@ def test_divided_cases_are_right_and_send_what_they_need(kind):
 
 def test_what_a_mesh_does_not_divide_is_skipped_by_name():
     plan = MeshPlan(tensor=2)
-    assert torch_mesh.why_skipped(CASES["norm-width"], "float32", plan).startswith("q_norm must be over='head'")
+    width = replace(CASES["gqa"], spec=AttentionSpec(32, 8, qk_norm=Norm(over="width")))
+    assert torch_mesh.why_skipped(width, "float32", plan).startswith("q_norm must be over='head'")
     assert torch_mesh.why_skipped(CASES["gqa"], "float32", plan) is None
     masks = "masks and biases would have to go round with the keys"
     assert torch_mesh.why_skipped(CASES["bias"], "float32", MeshPlan(sequence=1)) is None
