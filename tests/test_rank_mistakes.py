@@ -10,6 +10,7 @@ import mha_torch
 import parity
 from mha_spec import AttentionSpec, Gate, Norm, Rope
 from parity import Case, ShardPlan
+from parity.diagnosis.mistakes.ranks import NAMES, rank_mistakes
 
 SPEC = AttentionSpec(32, 8, num_kv_heads=2, rope=Rope(), sinks=True, gate=Gate(per_head=True))
 WIDTH = AttentionSpec(32, 8, num_kv_heads=4, qk_norm=Norm(over="width"))
@@ -191,6 +192,16 @@ def test_a_gradient_from_local_sums_is_named(is_wrong):
     diagnosis = parity.diagnose_ranks([{"grad.query": part} for part in grad.chunk(4, 1)], problem, tokens=4)
     assert diagnosis.is_wrong == is_wrong
     assert [mistake.name for mistake in diagnosis.mistakes] == ["rank-local-sums"] * is_wrong
+
+
+def test_every_mistake_of_ranks_is_listed():
+    whole, width = problem_of(SPEC), problem_of(WIDTH)
+    plain = problem_of(AttentionSpec(32, 8, rope=Rope()))
+    asked = [(whole, 4, 1), (width, 4, 1), (plain, 1, 2)]
+    found = {
+        each.name for problem, tensor, tokens in asked for each in rank_mistakes(problem, ShardPlan(tensor), tokens)
+    }
+    assert found == {*NAMES}
 
 
 def test_what_nothing_explains_is_told_with_its_rank():

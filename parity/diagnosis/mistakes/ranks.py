@@ -20,6 +20,12 @@ from parity.sharding.shard import OUT_BIAS, Held, ShardPlan, heads_of, shard
 
 PAGE = "ranks"
 
+NAMES = (
+    *("rank-kv-heads-tiled", "rank-first-heads", "rank-first-sinks", "rank-first-gate", "rank-norm-over-own-width"),
+    *("rank-out-bias-on-each", "rank-local-positions", "rank-zigzag-left", "rank-local-sums"),
+)
+"""Of all of them, which no single problem could have."""
+
 Computed = Callable[["Ranks", int], Values]
 """What a rank computes with a mistake, in float64: the stages that the mistake is about."""
 
