@@ -6,6 +6,7 @@ import atexit
 import queue
 import tempfile
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -35,6 +36,10 @@ class Given(NamedTuple):
     given: dict[str, Any]
 
 
+Work = Callable[[Given, MeshPlan], Trace]
+"""What each process makes of a problem, with the others: a function of a module, which each of them imports."""
+
+
 class Processes:
     """Processes that share problems, until this one ends.
 
@@ -42,14 +47,14 @@ class Processes:
         plan: the mesh that they are.
     """
 
-    def __init__(self, plan: MeshPlan) -> None:
+    def __init__(self, plan: MeshPlan, work: Work) -> None:
         self.plan, context = plan, torch.multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._problems = [context.SimpleQueue() for _ in range(plan.size)]
         self._found: Any = context.Queue()
         self._running = [
             context.Process(
-                target=_run, args=(rank, plan, self._folder.name, self._problems[rank], self._found), daemon=True
+                target=_run, args=(rank, plan, work, self._folder.name, self._problems[rank], self._found), daemon=True
             )
             for rank in range(plan.size)
         ]
@@ -98,10 +103,8 @@ class Processes:
         atexit.unregister(self.stop)
 
 
-def _run(rank: int, plan: MeshPlan, folder: str, problems: Any, found: Any) -> None:
+def _run(rank: int, plan: MeshPlan, work: Work, folder: str, problems: Any, found: Any) -> None:
     """What one process does: every problem that it is given."""
-    from parity.backends.torch_mesh import record_own
-
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -113,7 +116,7 @@ def _run(rank: int, plan: MeshPlan, folder: str, problems: Any, found: Any) -> N
     while True:
         given = problems.get()
         try:
-            trace = record_own(given, plan)
+            trace = work(given, plan)
             found.put((rank, "", trace if rank == 0 else None))
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]

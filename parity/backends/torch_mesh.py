@@ -79,7 +79,7 @@ def record(reference: Reference, plan: MeshPlan) -> Trace:
     """A problem run on a mesh, each stage gathered."""
     if not _started or _started[-1].plan != plan or not _started[-1].is_running:
         end()
-        _started.append(Processes(plan))
+        _started.append(Processes(plan, record_own))
     given = Given(reference.problem, reference.with_gradients, reference.given)
     return _started[-1].record(given)
 
