@@ -176,19 +176,20 @@ class PartSums(NamedTuple):
     Attributes:
         context: softmax(scores) · value over these keys, (B, K, G, T, Hv).
         log_sums: the logarithms of the sums of exponentials, infinity where no key gave anything, (B, K, G, T, 1).
+        gave_nothing: where no key gave anything, (B, K, G, T, 1).
         is_empty: where every key is hidden, (B or 1, K or 1, G or 1, T or 1, 1).
     """
 
     context: Array
     log_sums: Array
+    gave_nothing: Array
     is_empty: Array
 
 
 def _forward(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> tuple[Array, tuple[Any, ...]]:
-    context, log_sums, is_empty = sums_of_part(options, query, key, value, hidden)
+    context, log_sums, gave_nothing, is_empty = sums_of_part(options, query, key, value, hidden)
     # A row to which no key gave anything may see some: if all of its scores are -inf.
     if hidden.sinks is None:  # which have all the weight of such a row
-        gave_nothing = jnp.isposinf(log_sums)
         context, log_sums = (spoilt(x, gave_nothing & ~is_empty) for x in (context, log_sums))
     residuals = (query, key, value, hidden, context, log_sums)
     if options.hides(hidden):
@@ -220,7 +221,7 @@ def sums_of_part(options: Options, query: Array, key: Array, value: Array, hidde
     context, log_sums = (x.reshape(*query.shape[:-1], x.shape[-1]) for x in (context, log_sums))
     has_sinks = hidden.sinks is not None
     gave_nothing = (context == 0.0).all(axis=-1, keepdims=True) if has_sinks else jnp.isposinf(log_sums)
-    return PartSums(context, log_sums, blocks.empty_rows(gave_nothing))
+    return PartSums(context, log_sums, gave_nothing, blocks.empty_rows(gave_nothing))
 
 
 def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:

@@ -371,6 +371,8 @@ def attend_to_cache(
     """
     masking = Masking(is_causal=True, offsets=last_positions, sinks=sinks, relative_bias=relative_bias).of_layer(spec)
     check_attention(query, keys, values, masking, spec)
+    if token_axis(query, keys, masking, block_sizes) is not None:  # slots are divided
+        return attend(query, keys, values, masking, Dropout(), spec=spec, block_sizes=block_sizes)
     return _attend_to_cache(query, keys, values, masking, spec=spec, block_sizes=block_sizes)
 
 

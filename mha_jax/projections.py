@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from mha_jax.arrays import check_count, check_floating
 from mha_jax.not_finite import emptied, not_finite, spoilt
 from mha_jax.rope import apply_rope, at_least_float32, check_positions
-from mha_jax.sharding import placed_beside
+from mha_jax.sharding import broadcast_beside
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec, Latent, Rope, Temperature
 from mha_spec.attention import check_latent, check_spec
@@ -151,7 +151,7 @@ def expand_latents(
     check_latents("latents", latents, latent)
     shared, own_features = latents[..., latent.kv_rank :], spec.head_dim - latent.rope_dim
     kv = split_heads(project("kv_b_proj", latents[:, 0, :, : latent.kv_rank]), spec.num_heads)
-    shared = placed_beside(jnp.broadcast_to(shared, (*kv.shape[:3], shared.shape[3])), kv)
+    shared = broadcast_beside(shared, kv)
     return jnp.concatenate([kv[..., :own_features], shared], axis=-1), kv[..., own_features:]
 
 

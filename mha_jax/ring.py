@@ -23,7 +23,6 @@ from mha_jax.blockwise import (
     BlockSizes,
     Hidden,
     Options,
-    PartSums,
     Scoring,
     gradient_of_sinks,
     gradients_of_part,
@@ -285,14 +284,22 @@ def _by_sequence(plan: _Plan, function: Callable[..., Any], hidden: Hidden, *arr
 # ---- The sums --------------------------------------------------------------------------------------------------------
 
 
-def _nothing(query: Array, width: int) -> PartSums:
+class _Sums(NamedTuple):
+    """What some keys give to queries: as `PartSums`, with logarithms of -infinity where none gave anything."""
+
+    context: Array
+    log_sums: Array
+    is_empty: Array
+
+
+def _nothing(query: Array, width: int) -> _Sums:
     """Those of no key; in a form in which others are added."""
     row = at_least_float32(query[..., :1])
     empty = jnp.zeros_like(row, dtype=bool)
-    return PartSums(jnp.broadcast_to(row * 0.0, (*row.shape[:-1], width)), jnp.full_like(row, -jnp.inf), ~empty)
+    return _Sums(jnp.broadcast_to(row * 0.0, (*row.shape[:-1], width)), jnp.full_like(row, -jnp.inf), ~empty)
 
 
-def _joined(ours: PartSums, theirs: PartSums) -> PartSums:
+def _joined(ours: _Sums, theirs: _Sums) -> _Sums:
     """Those of both, whose logarithms are -infinity where no key gave anything."""
     largest = jnp.maximum(ours.log_sums, theirs.log_sums)
     shift = jnp.where(jnp.isneginf(largest), 0.0, largest)
@@ -301,21 +308,21 @@ def _joined(ours: PartSums, theirs: PartSums) -> PartSums:
     context = ours.context * weights[0] + theirs.context * weights[1]
     context = context / jnp.where(total == 0.0, 1.0, total)
     log_sums = jnp.where(jnp.isneginf(largest), -jnp.inf, shift + jnp.log(jnp.where(total == 0.0, 1.0, total)))
-    return PartSums(context, log_sums, ours.is_empty & theirs.is_empty)
+    return _Sums(context, log_sums, ours.is_empty & theirs.is_empty)
 
 
-def _sums_of(plan: _Plan, given: _Given, pair: _Pair, query: Array, key: Array, value: Array) -> PartSums:
+def _sums_of(plan: _Plan, given: _Given, pair: _Pair, query: Array, key: Array, value: Array) -> _Sums:
     """What the keys of a pair give to its queries."""
     rows = _cut(query, pair.rows_at, pair.rows.size)
     keys, values = (_cut(x, pair.keys_at, pair.keys.size) for x in (key, value))
     options = plan.options._replace(is_causal=pair.is_diagonal)
 
-    def look() -> PartSums:
-        def of_sequence(hidden: Hidden, query: Array, key: Array, value: Array) -> PartSums:
+    def look() -> _Sums:
+        def of_sequence(hidden: Hidden, query: Array, key: Array, value: Array) -> _Sums:
             found = sums_of_part(options, query, key, value, hidden)
             empty = jnp.broadcast_to(found.is_empty, found.log_sums.shape)
             log_sums = jnp.where(jnp.isposinf(found.log_sums), -jnp.inf, found.log_sums)
-            return varying(PartSums(found.context, log_sums, empty), plan.axis)
+            return varying(_Sums(found.context, log_sums, empty), plan.axis)
 
         return _by_sequence(plan, of_sequence, _hidden_of(plan, given, pair), rows, keys, values)
 
@@ -323,11 +330,11 @@ def _sums_of(plan: _Plan, given: _Given, pair: _Pair, query: Array, key: Array, 
     return look() if sees is None else lax.cond(sees, look, lambda: _nothing(rows, value.shape[3]))
 
 
-def _added(plan: _Plan, given: _Given, pairs: list[_Pair], sums: PartSums, *arrays: Array) -> PartSums:
+def _added(plan: _Plan, given: _Given, pairs: list[_Pair], sums: _Sums, *arrays: Array) -> _Sums:
     for pair in pairs:
-        held = PartSums(*(_cut(x, pair.rows_at, pair.rows.size) for x in sums))
+        held = _Sums(*(_cut(x, pair.rows_at, pair.rows.size) for x in sums))
         joined = _joined(held, _sums_of(plan, given, pair, *arrays))
-        sums = PartSums(*(_put(x, part, pair.rows_at) for x, part in zip(sums, joined, strict=True)))
+        sums = _Sums(*(_put(x, part, pair.rows_at) for x, part in zip(sums, joined, strict=True)))
     return sums
 
 
@@ -371,37 +378,40 @@ def _forward(plan: _Plan, query: Array, key: Array, value: Array, given: _Given)
     own = _pairs(plan, given, lax.axis_index(plan.axis), *lengths, is_own=True)
     sums = _added(plan, given, own, _nothing(query, value.shape[3]), query, key, value)
 
-    def visit(sums: PartSums, held: tuple[Array, Array], gathered: Any, source: Array) -> tuple[PartSums, Any]:
+    def visit(sums: _Sums, held: tuple[Array, Array], gathered: Any, source: Array) -> tuple[_Sums, Any]:
         return _added(plan, given, _pairs(plan, given, source, *lengths, is_own=False), sums, query, *held), gathered
 
     sums, _ = _walk(plan, visit, sums, (key, value), ())
-    if plan.is_cached:
-        sums = _joined_by_all(plan, given, sums)
     if given.sinks is not None:
         sinks = jnp.broadcast_to(at_least_float32(given.sinks), sums.log_sums.shape)
-        sums = _joined(sums, PartSums(jnp.zeros_like(sums.context), sinks, sums.is_empty))
+        if plan.is_cached:  # one device has them
+            sinks = jnp.where(lax.axis_index(plan.axis) == 0, sinks, -jnp.inf)
+        sums = _joined(sums, _Sums(jnp.zeros_like(sums.context), sinks, sums.is_empty))
+    if plan.is_cached:
+        sums = _joined_by_all(plan, given, sums, not_finite(query))
     context, log_sums, is_empty = sums
     log_sums = jnp.where(jnp.isneginf(log_sums), jnp.inf, log_sums)
     if given.sinks is None:  # a row to which no key gave anything may see some: if all of its scores are -inf
         gave_nothing = jnp.isposinf(log_sums)
         context, log_sums = (spoilt(x, gave_nothing & ~is_empty) for x in (context, log_sums))
     residuals = (query, key, value, given, context, log_sums)
-    if plan.options.is_part:
+    if plan.options.is_part and not plan.is_cached:
         context = spoilt(context, not_finite(query) & ~is_empty)
     return context.astype(query.dtype), residuals
 
 
-def _joined_by_all(plan: _Plan, given: _Given, sums: PartSums) -> PartSums:
-    """Those of all devices, each with its own keys for the same queries."""
+def _joined_by_all(plan: _Plan, given: _Given, sums: _Sums, wrong: Array) -> _Sums:
+    """Those of all devices, each with its own keys for the same queries; NaN for those that are wrong."""
     context, log_sums, is_empty = sums
     largest = lax.pmax(log_sums, plan.axis)
     weights = jnp.exp(log_sums - jnp.where(jnp.isneginf(largest), 0.0, largest))
+    weights = spoilt(weights, wrong & ~is_empty)
     total = lax.psum(weights, plan.axis)
     context = lax.psum(context * weights, plan.axis) / jnp.where(total == 0.0, 1.0, total)
     log_sums = jnp.where(total == 0.0, -jnp.inf, largest + jnp.log(jnp.where(total == 0.0, 1.0, total)))
     if given.mask is None:  # each sees its own slot
-        return PartSums(context, log_sums, jnp.zeros_like(log_sums, dtype=bool))
-    return PartSums(context, log_sums, lax.pmin(is_empty.astype(jnp.int32), plan.axis) > 0)
+        return _Sums(context, log_sums, jnp.zeros_like(log_sums, dtype=bool))
+    return _Sums(context, log_sums, lax.pmin(is_empty.astype(jnp.int32), plan.axis) > 0)
 
 
 # ---- Their gradients -------------------------------------------------------------------------------------------------
@@ -414,6 +424,9 @@ def _backward(plan: _Plan, residuals: tuple[Any, ...], cotangent: Array) -> tupl
     query, key, value, given, context, log_sums = residuals
     bias: Any = given.bias
     query, cotangent, context, log_sums = varying((query, at_least_float32(cotangent), context, log_sums), plan.axis)
+    if plan.is_cached:  # what is NaN for its query gives no gradient to keys
+        wrong = not_finite(query)
+        context, log_sums = jnp.where(wrong, 0.0, context), jnp.where(wrong, jnp.inf, log_sums)
     by_row = (at_least_float32(query), cotangent, context, log_sums)
     lengths = query.shape[3], key.shape[2]
     me = lax.axis_index(plan.axis)

@@ -9,6 +9,7 @@ from functools import partial, wraps
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -70,6 +71,14 @@ def varying(tree: Any, axis: str) -> Any:
         return lax.pcast(x, axis, to="varying") if hasattr(lax, "pcast") else getattr(lax, "pvary")(x, axis)  # noqa: B009
 
     return jax.tree.map(vary, tree)
+
+
+def broadcast_beside(x: Array, other: Array) -> Array:
+    """x, (B, 1, T, ·), for every head of another array, divided as that; its gradient is summed where it lies."""
+    shape = (*other.shape[:3], x.shape[3])
+    if not is_explicit(other):
+        return jnp.broadcast_to(x, shape)
+    return lax.broadcast_in_dim(x, shape, (0, 1, 2, 3), out_sharding=placed(other, of_heads(other)))
 
 
 def automatically(specs: Callable[[Any], Any]) -> Callable[[Function], Function]:

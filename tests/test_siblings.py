@@ -38,6 +38,8 @@ EXTRA_FILES = {
         "compiled.py",  # compiles once for callers who do not
         "parallel.py",  # heads divided over the devices of a mesh, in the framework's words
         "sharding.py",  # how arrays are divided among devices, as their types say
+        "tokens.py",  # tokens divided over the devices of a mesh: heads are shared out for them,
+        "ring.py",  # or keys and values go round
         "not_finite.py",  # keeps what is not finite where it is seen, around kernels that do not
     },
     "torch": {

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 import mha_jax
@@ -56,8 +57,16 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     held = getattr(module, next(iter(spec.projections))).kernel.dtype
     if dtype != held:
         raise TypeError(f"weights must have the dtype of the module, got {dtype} and {held}")
-    nnx.update(module, to_params(weights, spec))
+    held = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    nnx.update(module, jax.tree.map(_placed_as, to_params(weights, spec), held))
     return module
+
+
+def _placed_as(x: Array, held: Any) -> Array:
+    """x where another array lies, if that lies on a mesh."""
+    placement = getattr(held, "sharding", None)
+    is_placed = isinstance(placement, NamedSharding) and isinstance(placement.mesh, Mesh)  # not an abstract one
+    return jax.device_put(x, placement) if is_placed else x
 
 
 def spec_of(module: Any) -> AttentionSpec:

@@ -152,8 +152,9 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
     """How many collectives a program of a case needs on a mesh.
 
     Forward, a layer whose heads are divided adds its outputs up. A gradient adds up that of its input over the heads,
-    those of weights over the sequences, and those of weights that are whole on each device over the heads, too: once
-    each. Whether a token is finite is a flag for each, which is the same for all heads.
+    those of weights over the sequences and over their tokens, those of weights that are whole on each device over the
+    heads, too, and that of sinks over the tokens by itself: once each. Whether a token is finite is a flag for each,
+    which is the same for all heads.
 
     Args:
         case: the layer, and what it is applied to.
@@ -166,19 +167,25 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
     sums = int(has_heads and spec.out_proj)
     if kind == "gradient":
         shared = [name for name in spec.norms if not spec.norms[name].per_head]
-        sums = int(has_heads) + int(plan.data * plan.sequence > 1) + int(has_heads and bool(shared or spec.latent))
+        sums = (
+            int(has_heads)
+            + int(plan.data > 1)
+            + int(plan.sequence > 1)
+            + int(has_heads and bool(shared or spec.latent))
+        )
+        sums += int(plan.sequence > 1 and spec.sinks)
     found = {NUMBERS: sums, FLAGS: int(has_heads)} | _of_tokens(
-        case, plan, path, is_gradient=kind == "gradient", may_share_heads=backend == "jax"
+        case, plan, path, backend, is_gradient=kind == "gradient"
     )
     return {name: count for name, count in found.items() if count}
 
 
-def _of_tokens(case: Case, plan: MeshPlan, path: str, *, is_gradient: bool, may_share_heads: bool) -> Counts:
+def _of_tokens(case: Case, plan: MeshPlan, path: str, backend: str, *, is_gradient: bool) -> Counts:
     """What is exchanged where tokens are divided: tokens for heads and back, or keys and values as they go round."""
     size, spec = plan.sequence, case.spec
     if size == 1 or not path:
         return {}
-    if may_share_heads and (spec.num_kv_heads // plan.tensor) % size == 0 and spec.alibi is None:
+    if backend == "jax" and (spec.num_kv_heads // plan.tensor) % size == 0 and spec.alibi is None:
         of_masks = int(case.random_mask) + (2 if is_gradient else 1) * case.bias
         return {"all-to-all": (8 if is_gradient else 4) + of_masks}
     tokens = case.seq_len // size
@@ -186,11 +193,12 @@ def _of_tokens(case: Case, plan: MeshPlan, path: str, *, is_gradient: bool, may_
     reach = spec.window_size or spec.chunk_size
     if reach is not None and case.key_len == case.seq_len:
         far = 0 if spec.chunk_size and tokens % spec.chunk_size == 0 else -(-(reach - 1) // tokens)
-        passes = min(far if case.is_causal else 2 * far, passes)
-    is_alone = reach is None and not (case.window_size or case.random_mask or case.bias or spec.relative_bias)
-    is_halved = case.is_causal and is_alone and tokens % 2 == 0 and case.key_len == case.seq_len
-    counted = (6 if is_gradient else 2) * passes + 2 * (is_gradient and passes > 0)
-    return {"collective-permute": counted + is_halved * (16 if is_gradient else 8)}
+        both_ways = 2 * far if backend == "jax" else passes  # torch's parts go round in one direction
+        passes = min(far if case.is_causal else both_ways, passes)
+    halves = 0
+    if backend == "torch" and case.is_causal and reach is None and tokens % 2 == 0 and case.key_len == case.seq_len:
+        halves = 8  # to the order in which all have as much to do, and back
+    return {"collective-permute": (6 if is_gradient else 2) * passes + 2 * (is_gradient and passes > 0) + halves}
 
 
 def excuse_of(case: Case, plan: MeshPlan, program: str, backend: str = "jax") -> str:
@@ -198,6 +206,8 @@ def excuse_of(case: Case, plan: MeshPlan, program: str, backend: str = "jax") ->
     if backend == "torch":  # whose compiler joins nothing
         is_cross = program.endswith("gradient") and case.seq_len_k is not None
         return "the gradients of queries' and keys' inputs are added up one by one" if is_cross else ""
+    if plan.sequence > 1 and case.spec.relative_bias and program.endswith("gradient"):
+        return "the gradient of a bias for distances is added up by rows and by buckets"
     if plan.sequence > 1 and "." not in program:
         return "attention weights are rows over all keys, which are gathered"
     if not program.endswith("forward") and case.spec.num_kv_heads % plan.tensor:

@@ -1,0 +1,150 @@
+"""What a layer costs on many devices, on paper: what each holds, computes and sends, by the plan that divides it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, NamedTuple, get_args
+
+from mha_spec import AttentionSpec
+from mha_spec.attention import check_spec
+from mha_spec.rules import as_count
+
+Plan = Literal["data", "fully sharded", "tensor", "heads for tokens", "ring"]
+PLANS: tuple[Plan, ...] = get_args(Plan)
+
+GRADIENT_BYTES = 4
+"""Of a number of what keys and values gather on their way round: they are added up in float32."""
+
+
+class Sent(NamedTuple):
+    """A collective of a device.
+
+    Attributes:
+        kind: as XLA calls it.
+        nbytes: of its result on the device.
+        times: how often.
+    """
+
+    kind: str
+    nbytes: float
+    times: int = 1
+
+    def moved(self, devices: int) -> float:
+        """The bytes that leave the device, by the algorithm that sends least: each number once to each other."""
+        share = (devices - 1) / devices
+        per_byte = {"all-reduce": 2 * share, "all-gather": share, "reduce-scatter": devices * share}
+        return self.times * self.nbytes * (per_byte | {"all-to-all": share, "collective-permute": 1.0})[self.kind]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a layer costs a device.
+
+    Attributes:
+        devices: how many there are.
+        weights: bytes of weights that it keeps; as much again for their gradients, more for an optimizer.
+        forward: what it sends forward.
+        backward: what it sends backward.
+        operations: floating-point operations forward, a multiplication and an addition being two.
+    """
+
+    devices: int
+    weights: float
+    forward: tuple[Sent, ...]
+    backward: tuple[Sent, ...]
+    operations: float
+
+    @property
+    def moved_forward(self) -> float:
+        """Bytes that leave the device forward."""
+        return sum(sent.moved(self.devices) for sent in self.forward)
+
+    @property
+    def moved_backward(self) -> float:
+        """Bytes that leave the device backward."""
+        return sum(sent.moved(self.devices) for sent in self.backward)
+
+    @property
+    def operations_per_byte(self) -> float:
+        """Operations of forward and backward, about three times those of forward, for each byte that leaves it."""
+        moved = self.moved_forward + self.moved_backward
+        return 3 * self.operations / moved if moved else float("inf")
+
+
+def why_not(spec: AttentionSpec, plan: Plan, devices: int, *, batch: int, tokens: int) -> str | None:
+    """Why a plan does not divide a layer over so many devices, or None if it does."""
+    counts = {"data": batch, "fully sharded": batch, "tensor": spec.num_heads, "ring": tokens}
+    counts["heads for tokens"] = spec.num_kv_heads
+    what = {"data": "sequences", "fully sharded": "sequences", "tensor": "query heads", "ring": "tokens"}
+    what["heads for tokens"] = "key/value heads"
+    return f"{counts[plan]} {what[plan]}" if counts[plan] % devices else None
+
+
+def cost_of(spec: AttentionSpec, plan: Plan, devices: int, *, batch: int, tokens: int, itemsize: int = 2) -> Cost:
+    """What a causal layer of q, k, v and out_proj costs each of the devices that a plan divides it over.
+
+    Args:
+        spec: the layer, without latents and gates.
+        plan: `data`: sequences, with all weights on each device; `fully sharded`: sequences, and weights; `tensor`:
+            heads; `heads for tokens` and `ring`: tokens, with all weights on each device.
+        devices: how many.
+        batch: number of sequences, of all devices together.
+        tokens: of each sequence.
+        itemsize: bytes of a number.
+
+    Raises:
+        TypeError: if spec is not an `AttentionSpec`, or a number not an integer.
+        ValueError: if there is no such plan, a number is below 1, or the plan does not divide the layer evenly.
+    """
+    check_spec(spec)
+    if plan not in PLANS:
+        raise ValueError(f"plan must be one of {', '.join(PLANS)}, got plan={plan!r}")
+    for name, count in {"devices": devices, "batch": batch, "tokens": tokens, "itemsize": itemsize}.items():
+        as_count(name, count)
+    if what := why_not(spec, plan, devices, batch=batch, tokens=tokens):
+        raise ValueError(f"devices must divide what {plan} shares out, got {what} and devices={devices}")
+    shapes = {name: prod(shape) for name, shape in spec.weight_shapes.items()}
+    of_keys = sum(count for name, count in shapes.items() if name.startswith(("k_proj", "v_proj")))
+    numbers = sum(shapes.values())
+    weights, width = numbers * itemsize, spec.head_dim + spec.value_head_dim
+    operations = 2 * batch * tokens * numbers + batch * spec.num_heads * tokens**2 * width
+    held, forward, backward = float(weights), [], []
+    if devices > 1 and plan == "tensor":
+        whole = of_keys if spec.num_kv_heads % devices else 0
+        held = itemsize * ((numbers - whole - _bias_of_output(shapes)) / devices + whole + _bias_of_output(shapes))
+        output = Sent("all-reduce", batch * tokens * spec.d_model * itemsize)
+        forward, backward = [output], [output]
+        backward += [Sent("all-reduce", whole * itemsize)] if whole else []
+        operations += 2 * batch * tokens * whole * (devices - 1)  # each device makes all of these
+    elif devices > 1 and plan == "fully sharded":
+        held = weights / devices
+        forward = [Sent("all-gather", weights)]
+        backward = [Sent("all-gather", weights), Sent("reduce-scatter", weights / devices)]
+    elif devices > 1:
+        backward = [Sent("all-reduce", weights)]
+        exchanged = _of_tokens(spec, plan, devices, batch * tokens // devices, itemsize)
+        forward, backward = [*exchanged[0]], [*exchanged[1], *backward]
+    return Cost(devices, held, tuple(forward), tuple(backward), operations / devices)
+
+
+def _bias_of_output(shapes: dict[str, int]) -> int:
+    return shapes.get("out_proj.bias", 0)
+
+
+def _of_tokens(
+    spec: AttentionSpec, plan: Plan, devices: int, tokens: int, itemsize: int
+) -> tuple[list[Sent], list[Sent]]:
+    """What is exchanged for attention, forward and backward, of a device's own tokens of all its sequences."""
+    head, value = spec.head_dim, spec.value_head_dim
+    of_queries, of_context = (tokens * spec.num_heads * x * itemsize for x in (head, value))
+    of_keys, of_values = (tokens * spec.num_kv_heads * x * itemsize for x in (head, value))
+    if plan == "heads for tokens":
+        exchanged = [Sent("all-to-all", x) for x in (of_queries, of_keys, of_values, of_context)]
+        return exchanged, exchanged
+    if plan != "ring":
+        return [], []
+    halves = [Sent("collective-permute", x / 2, 2) for x in (of_queries, of_keys, of_values, of_context)]
+    round_trip = [Sent("collective-permute", x, devices - 1) for x in (of_keys, of_values)]
+    gathered = [Sent("collective-permute", x / itemsize * GRADIENT_BYTES, devices) for x in (of_keys, of_values)]
+    return [*halves, *round_trip], [*halves, *round_trip, *gathered]
