@@ -20,6 +20,7 @@ from mha_torch.masks import Masking
 from mha_torch.norms import NormLayer
 from mha_torch.not_finite import by_finite_tokens
 from mha_torch.projections import combine_heads, project_output, project_qkv, split_heads
+from mha_torch.ring import Tokens, attend_in_ring, check_context_parallel, check_tokens
 from mha_torch.rope import check_layer_positions
 from mha_torch.shards import check_normed_heads, is_distributed, own_part, own_weight, set_whole, spec_of_heads
 from mha_torch.stages import Dropout, scaled_dot_product_attention
@@ -130,8 +131,13 @@ def _attention_layer(
     need_weights: bool,
     positions: Tensor | None,
     dropout: Dropout,
+    tokens: Tokens | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     check_layer_inputs(query, key, value, positions, spec)
+    if tokens is not None:
+        check_tokens(need_weights, dropout, masking)
+    else:
+        check_context_parallel(masking, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
     if masking.may_hide or spec.reach is not None:
@@ -139,7 +145,9 @@ def _attention_layer(
     q, k, v = project_qkv(project, query, key, value, spec, positions)
     spec = spec_of_heads(spec, q.shape[1])  # fewer where heads are divided over processes
     masking = masking.of_layer(spec)
-    if need_weights or dropout.keep is not None:
+    if tokens is not None:
+        context, attn_weights = attend_in_ring(q, k, v, masking, tokens, spec=spec), None
+    elif need_weights or dropout.keep is not None:
         context, attn_weights = stages.attend(q, k, v, masking, dropout, spec=spec, need_weights=need_weights)
     else:
         context, attn_weights = fused.attend(q, k, v, masking, dropout, spec=spec), None
@@ -159,6 +167,7 @@ class AttentionLayer(nn.Module):
     Attributes:
         spec: what the layer computes.
         own_spec: what this process computes of it: all, or some of its heads where `parallel` divided them.
+        tokens: how the tokens of a sequence are divided over processes, or None.
 
     Raises:
         TypeError: if spec is not an `AttentionSpec`, or the dtype not floating point.
@@ -175,6 +184,7 @@ class AttentionLayer(nn.Module):
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype must be floating point, got dtype={dtype}")
         self.spec = self.own_spec = spec
+        self.tokens: Tokens | None = None
         for name, projection in spec.projections.items():
             linear = nn.Linear(projection.d_in, projection.d_out, bias=projection.has_bias, device=device, dtype=dtype)
             self.add_module(name, linear)
@@ -228,6 +238,8 @@ class AttentionLayer(nn.Module):
         positions: Int[Tensor, "... #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
         """`multi_head_attention` with the weights and the specification of this module."""
+        if self.tokens is not None and positions is None and self.spec.has_positions:
+            positions = self.tokens.positions(query.shape[1], query.device)
         output, attn_weights = _attention_layer(
             self.project,
             query,
@@ -238,6 +250,7 @@ class AttentionLayer(nn.Module):
             need_weights=need_weights,
             positions=positions,
             dropout=self.drawn_dropout(),
+            tokens=self.tokens,
         )
         return self.drop_output(output), attn_weights
 
@@ -341,7 +354,8 @@ class MultiHeadSelfAttention(AttentionLayer):
         """
         check_floating("x", x, rank=3)
         if key_padding_lengths is not None:
-            check_lengths("key_padding_lengths", key_padding_lengths, x.shape[0], x.shape[1])
+            seq_len = x.shape[1] * (1 if self.tokens is None else self.tokens.size)
+            check_lengths("key_padding_lengths", key_padding_lengths, x.shape[0], seq_len)
         masking = Masking(mask, bias, is_causal, key_padding_lengths)
         output, _ = self.attend(x, None, None, masking, positions=positions)
         return output

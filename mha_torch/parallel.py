@@ -1,4 +1,4 @@
-"""A layer whose heads are divided over processes, in the words of `torch.distributed.tensor.parallel`.
+"""A layer whose heads or tokens are divided over processes, in the words of `torch.distributed.tensor.parallel`.
 
 Each process computes some of the query heads, and the outputs are added up: one all-reduce. Inside the layer the
 gradient of what processes share, the input and what heads have in common, is a part of a sum: one all-reduce for the
@@ -17,37 +17,60 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, pa
 from mha_spec import AttentionSpec
 from mha_torch.mha import AttentionLayer
 from mha_torch.norms import NormLayer
+from mha_torch.ring import ring_attention, tokens_of
 from mha_torch.shards import PLACES, is_distributed, own_weight
 
-__all__ = ["plan", "shard"]
+__all__ = ["plan", "ring_attention", "shard"]
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
 
-def shard(layer: AttentionLayer, mesh: DeviceMesh, *, heads: str) -> AttentionLayer:
-    """Divide the heads of a layer over a dimension of a mesh: tensor parallelism.
+def shard(
+    layer: AttentionLayer, mesh: DeviceMesh, *, heads: str | None = None, tokens: str | None = None
+) -> AttentionLayer:
+    """Divide the heads of a layer over a dimension of a mesh, or the tokens of its sequences, or both.
 
-    Afterwards each process calls it with the whole input, and gets the whole output. Attention weights, masks and
-    biases with an axis of heads, and the cache that `init_cache` gives, are those of the process's own heads.
+    `heads` is tensor parallelism: each process calls the layer with the whole input, and gets the whole output.
+    Attention weights, masks and biases with an axis of heads, and the cache that `init_cache` gives, are those of the
+    process's own heads.
+
+    `tokens` is context parallelism, by `ring_attention`: each process calls the layer with its own tokens, (B, T / n,
+    d_in), parts of one length and in order, and gets their output. Positions are those in the whole sequence, when
+    absent, and `key_padding_lengths` those of whole sequences. The gradient of the input is that of the process's own
+    tokens, all other processes' outputs considered; those of weights are to be added up over the processes.
 
     Args:
-        layer: any attention module of this package; it is changed.
+        layer: any attention module of this package, with `tokens` one without a cache; it is changed.
         mesh: the processes.
-        heads: the name of the dimension.
+        heads: the name of the dimension that heads are divided over.
+        tokens: of that for the tokens of the inputs.
 
     Returns:
         The layer.
 
     Raises:
         TypeError: if the layer is not one of this package.
-        ValueError: if the mesh has no such dimension, or the layer cannot be divided so: as `plan`.
+        ValueError: if the mesh has no such dimension, or the layer cannot be divided so: by heads as `plan`; by tokens
+            if it has a cache, or RoPE whose frequencies depend on the last position of a call. When it is called with
+            divided tokens: with a mask or a bias, for attention weights, or to drop some.
 
-    Source: Megatron-LM, arXiv:1909.08053, section 3.
+    Source: Megatron-LM, arXiv:1909.08053, section 3; Ring Attention, arXiv:2310.01889.
     """
+    if not isinstance(layer, AttentionLayer):
+        raise TypeError(f"layer must be an attention module of mha_torch, got {type(layer).__name__}")
     names = mesh.mesh_dim_names or ()
-    if heads not in names:
-        raise ValueError(f"heads must name a dimension of the mesh, got heads={heads!r} and {names}")
-    return parallelize_module(layer, mesh[heads], plan(layer))  # pyright: ignore[reportReturnType]
+    for name, dimension in (("heads", heads), ("tokens", tokens)):
+        if dimension is not None and dimension not in names:
+            raise ValueError(f"{name} must name a dimension of the mesh, got {name}={dimension!r} and {names}")
+    if heads is None and tokens is None:
+        raise ValueError("heads or tokens must name a dimension of the mesh, got neither")
+    if tokens is not None:
+        check_divides_tokens(layer)
+    if heads is not None:
+        parallelize_module(layer, mesh[heads], plan(layer))
+    if tokens is not None:
+        layer.tokens = tokens_of(mesh[tokens].get_group())
+    return layer
 
 
 def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:
@@ -274,4 +297,14 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
         raise ValueError(
             f"output_dropout must be 0 to be divided, since each process would drop other outputs, "
             f"got output_dropout={spec.output_dropout}"
+        )
+
+
+def check_divides_tokens(layer: AttentionLayer) -> None:
+    """Refuse a layer whose tokens cannot be divided."""
+    if hasattr(layer, "init_cache"):
+        raise ValueError(f"layer must be one without a cache for its tokens to be divided, got {type(layer).__name__}")
+    if layer.spec.rope is not None and layer.spec.rope.depends_on_length:
+        raise ValueError(
+            f"rope must not depend on the last position of a call for tokens to be divided, got rope={layer.spec.rope}"
         )

@@ -394,7 +394,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             ValueError: if the capacity is below 1, the batch size below 0, or a page has parts of tiles.
         """
         dtype = self.dtype if dtype is None else dtype
-        spec, device = self.spec, self.device
+        spec, device = self.own_spec, self.device
         widths = {"head_dim": padded_features("k_proj", spec), "value_head_dim": padded_features("v_proj", spec)}
         cache = init_cache(batch_size, spec.num_kv_heads, capacity, dtype=dtype, device=device, **widths)
         return cache if page_size is None else paged(cache, page_size)
@@ -441,7 +441,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             self.project,
             x,
             cache,
-            self.spec,
+            self.own_spec,
             self.with_learned(Masking(mask, bias, is_causal=True)),
             new_lengths=new_lengths,
             positions=positions,

@@ -17,7 +17,9 @@ TILE = 32
 TILE_NBYTES = {ttnn.float32: 4096, ttnn.bfloat16: 2048, ttnn.bfloat8_b: 1088}
 """Bytes of a tile: bfloat8_b has a byte an element, and one for each 16 that share an exponent."""
 
-observers: list[Callable[[ttnn.Tensor, np.ndarray, float], None]] = []  # told of every upload: see `mha_tt.mock`
+Observer = Callable[[ttnn.Tensor, np.ndarray | list[np.ndarray], float], None]
+
+observers: list[Observer] = []  # told of every upload, of one array or of one for each chip: see `mha_tt.mock`
 readers: list[Callable[[ttnn.Tensor], np.ndarray]] = []  # asked for values that a device does not have
 
 
@@ -106,6 +108,42 @@ def _sfpi_folders() -> list[Path]:
     return [*([Path(root) / "runtime" / "sfpi"] if root else []), Path("/opt/tenstorrent/sfpi")]
 
 
+@contextmanager
+def open_mesh(shape: Sequence[int]) -> Iterator[ttnn.MeshDevice]:
+    """Open several chips, and the fabric that joins them, for the time of a `with` block.
+
+    Args:
+        shape: rows and columns of chips: (1, 2) for an n300, (1, 8) or (2, 4) for a T3000.
+
+    Yields:
+        The mesh, on which what is uploaded lies once on each chip.
+
+    Raises:
+        ValueError: if the shape is not two sizes.
+        RuntimeError: if there are not so many chips or they do not open; says what was looked for.
+    """
+    if len(shape) != 2:
+        raise ValueError(f"shape must be rows and columns, got shape={tuple(shape)}")
+    where = describe_target()
+    if target() is None:
+        raise RuntimeError(f"a device must be there to be opened, found {where}; mha_tt.mock.board() needs none")
+    is_mock = target() == "mock"  # on which the default place of dispatch is not validated
+    options = {"dispatch_core_config": ttnn.DispatchCoreConfig(ttnn.DispatchCoreType.WORKER)} if is_mock else {}
+    ttnn.set_fabric_config(ttnn.FabricConfig.FABRIC_1D)  # before a mesh is opened, and not after
+    try:
+        try:
+            mesh = ttnn.open_mesh_device(ttnn.MeshShape(*shape), **options)
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise RuntimeError(f"a mesh of {tuple(shape)} must open, looked for {where}, got: {reason}") from error
+        try:
+            yield mesh
+        finally:
+            ttnn.close_mesh_device(mesh)
+    finally:
+        ttnn.set_fabric_config(ttnn.FabricConfig.DISABLED)
+
+
 def accurate_config(device: ttnn.MeshDevice) -> ttnn.DeviceComputeKernelConfig:
     """The most exact arithmetic of a device: the default of everything in this package.
 
@@ -187,6 +225,30 @@ def upload(
     return tensor
 
 
+def upload_parts(
+    arrays: Sequence[np.ndarray], *, axis: int, device: ttnn.MeshDevice, dtype: ttnn.DataType = ttnn.bfloat16
+) -> ttnn.Tensor:
+    """Put an array of its own on each chip along an axis of a mesh, and a copy on those beside it, in tiles.
+
+    Args:
+        arrays: floating-point numbers, all of one shape.
+        axis: of the mesh, as long as there are arrays.
+        device: the mesh.
+        dtype: as `upload` takes it.
+
+    Returns:
+        A tensor of the shape of one array.
+    """
+    parts = [np.array(array, dtype=np.float32, order="C") for array in arrays]
+    places = np.indices(tuple(device.shape))[axis].ravel().tolist()
+    held = [parts[place] for place in places]
+    hosts = [ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT) for array in held]
+    tensor = ttnn.to_device(ttnn.from_host_shards(hosts, device.shape), device)
+    for observe in observers:
+        observe(tensor, held, 0.0)
+    return tensor
+
+
 def upload_integers(
     array: np.ndarray | Sequence[int], *, device: ttnn.MeshDevice, is_index: bool = False
 ) -> ttnn.Tensor:
@@ -214,6 +276,7 @@ def download(tensor: ttnn.Tensor) -> np.ndarray:
 
     Raises:
         TypeError: if it is not a tensor on a device.
+        ValueError: if the chips of a mesh have several values.
         RuntimeError: if the device is a mock one whose values nobody computes: see `mha_tt.mock`.
     """
     check_on_device("tensor", tensor)
@@ -226,9 +289,24 @@ def download(tensor: ttnn.Tensor) -> np.ndarray:
     return read_back(tensor)
 
 
+def download_parts(tensor: ttnn.Tensor) -> list[np.ndarray]:
+    """What each chip of a mesh has of a tensor, in the order of the mesh's rows; as `download`."""
+    check_on_device("tensor", tensor)
+    return [download(part) for part in ttnn.get_device_tensors(tensor)]
+
+
 def read_back(tensor: ttnn.Tensor) -> np.ndarray:
-    """The same of a device that computes, whoever else is asked for values."""
-    return ttnn.to_dtype(ttnn.from_device(tensor), ttnn.float32).to_numpy()
+    """`download` of a device that computes, whoever else is asked for values."""
+    first, *others = (
+        ttnn.to_dtype(part, ttnn.float32).to_numpy() for part in ttnn.get_device_tensors(ttnn.from_device(tensor))
+    )
+    for chip, other in enumerate(others, 1):
+        if not np.array_equal(first, other, equal_nan=True):
+            raise ValueError(
+                f"tensor must be the same on all chips to be read as one, got another value on chip {chip} and "
+                f"shape={tuple(tensor.shape)}; mha_tt.download_parts gives those of each"
+            )
+    return first
 
 
 def zeros(shape: Sequence[int], dtype: ttnn.DataType, device: ttnn.MeshDevice) -> ttnn.Tensor:

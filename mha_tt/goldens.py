@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ttnn
 
 from mha_tt.device import TILE
@@ -356,3 +357,71 @@ def _dropout(x: torch.Tensor, *, probability: float, scale: float, seed: int, **
     torch = _torch()
     kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) >= probability
     return x * kept * scale
+
+
+# ---- Collectives: what all chips have, and not each by itself --------------------------------------------------------
+
+
+def collective(
+    name: str,
+    parts: list[torch.Tensor],
+    mesh: tuple[int, ...],
+    *arguments: Any,
+    cluster_axis: int | None = None,
+    **keywords: Any,
+) -> list[torch.Tensor]:
+    """What each chip of a mesh has after a collective, along one axis of the mesh or among all chips.
+
+    Args:
+        name: of the operation, one of `COLLECTIVES`.
+        parts: what each chip had, in the order of the mesh's rows.
+        mesh: its shape.
+        arguments, keywords: of the operation, without the tensor.
+        cluster_axis: the axis; all chips when absent.
+    """
+    found = list(parts)
+    for line in lines_of(mesh, cluster_axis):
+        for chip, part in zip(
+            line, COLLECTIVES[name]([parts[chip] for chip in line], *arguments, **keywords), strict=True
+        ):
+            found[chip] = part
+    return found
+
+
+def lines_of(mesh: tuple[int, ...], axis: int | None) -> list[list[int]]:
+    """The chips that share what they have: those along an axis, for each place on the others; or all."""
+    chips = np.arange(math.prod(mesh)).reshape(mesh)
+    return [chips.ravel().tolist()] if axis is None else np.moveaxis(chips, axis, -1).reshape(-1, mesh[axis]).tolist()
+
+
+def is_collective(name: str, golden_function: Golden) -> bool:
+    """Whether chips share what they have in an operation, of which a function of what one has knows nothing."""
+    return getattr(golden_function, "__module__", "") == "ttnn.operations.ccl" or "ring_" in name.rpartition(".")[2]
+
+
+def _all_reduce(parts: list[torch.Tensor], **_: Any) -> list[torch.Tensor]:
+    """The sum, on all; in float32, though kernels round what they pass on."""
+    return [_torch().stack(parts).sum(0)] * len(parts)
+
+
+def _all_gather(parts: list[torch.Tensor], dim: int, **_: Any) -> list[torch.Tensor]:
+    """All parts side by side, on all."""
+    return [_torch().cat(parts, dim)] * len(parts)
+
+
+def _reduce_scatter(parts: list[torch.Tensor], dim: int, **_: Any) -> list[torch.Tensor]:
+    """Each a part of the sum."""
+    return list(_torch().stack(parts).sum(0).chunk(len(parts), dim))
+
+
+def _mesh_partition(parts: list[torch.Tensor], dim: int, **_: Any) -> list[torch.Tensor]:
+    """Each a part of what it has."""
+    return [part.chunk(len(parts), dim)[chip] for chip, part in enumerate(parts)]
+
+
+COLLECTIVES: dict[str, Golden] = {
+    "ttnn.all_reduce": _all_reduce,
+    "ttnn.all_gather": _all_gather,
+    "ttnn.reduce_scatter": _reduce_scatter,
+    "ttnn.mesh_partition": _mesh_partition,
+}

@@ -174,13 +174,13 @@ class MultiHeadLatentAttention(AttentionLayer):
             self.project,
             x,
             cache,
-            self.spec,
+            self.own_spec,
             self.with_learned(Masking(mask, bias, is_causal=True)),
             new_lengths=new_lengths,
             positions=positions,
             dropout=self.drawn_dropout(),
             compute_kernel_config=self.compute_kernel_config,
-            kv_b=self._kv_b if self.spec.absorbs(x.shape[1]) else None,
+            kv_b=self._kv_b if self.own_spec.absorbs(x.shape[1]) else None,
             kept=self._kept,
         )
         return self.drop_output(output), cache
@@ -189,5 +189,5 @@ class MultiHeadLatentAttention(AttentionLayer):
         """The weight of kv_b_proj head by head, kept until other weights are loaded."""
         weight = self.weights["kv_b_proj.weight"]
         if self._heads is None or self._heads[0] is not weight:
-            self._heads = weight, weights_of_heads(weight, self.spec)
+            self._heads = weight, weights_of_heads(weight, self.own_spec)
         return self._heads[1]

@@ -25,6 +25,7 @@ from mha_tt.masks import DeviceMask, Masking
 from mha_tt.places import Kept
 from mha_tt.projections import combine_heads, project_output, project_qkv, split_heads
 from mha_tt.rope import Rotation, check_layer_positions, rotation_of
+from mha_tt.shards import summed
 from mha_tt.stages import Dropout, drop, scaled_dot_product_attention
 from mha_tt.weights import Project, check_weights, project_with, upload_weights
 
@@ -182,6 +183,11 @@ class AttentionLayer:
             away for speed.
         rng: draws the weights, and the seeds of dropout.
 
+    Attributes:
+        spec: what the layer computes.
+        own_spec: what each chip computes of it: all, or some of its heads where `parallel` divided them.
+        heads: the dimension of the mesh over whose chips they are divided, or None.
+
     Raises:
         TypeError: if spec is not an `AttentionSpec`, or a dtype is another.
         ValueError: if the layer attends to itself, and the spec has another width for keys.
@@ -202,7 +208,8 @@ class AttentionLayer:
         check_spec(spec, is_self_attention=self._is_self_attention)
         check_dtype("dtype", dtype)
         check_dtype("weight_dtype", dtype if weight_dtype is None else weight_dtype)
-        self.spec = spec
+        self.spec = self.own_spec = spec
+        self.heads: int | None = None
         self.device = device
         self.dtype = dtype
         self.weight_dtype = dtype if weight_dtype is None else weight_dtype
@@ -237,7 +244,7 @@ class AttentionLayer:
         Raises:
             ValueError: if names or shapes do not fit the layer, or a value is not finite; nothing is changed then.
         """
-        self.weights = upload_weights(weights, self.spec, device=self.device, dtype=self.weight_dtype)
+        self.weights = upload_weights(weights, self.spec, device=self.device, dtype=self.weight_dtype, heads=self.heads)
 
     def train(self, mode: bool = True) -> AttentionLayer:
         """Switch dropout on, or off, and return the module."""
@@ -257,7 +264,8 @@ class AttentionLayer:
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
         """Apply the projection or the norm of that name, as a module, so that replaced layers take part."""
-        return project_with(self.weights, self.spec, compute_kernel_config=self.compute_kernel_config)(name, x)
+        project = project_with(self.weights, self.own_spec, compute_kernel_config=self.compute_kernel_config)
+        return summed(project(name, x), self.heads if name == "out_proj" else None)
 
     def attend(
         self,
@@ -273,7 +281,7 @@ class AttentionLayer:
         check_floating("query", query, rank=3)
         check_input_dtype("query", query, self.dtype)
         self.check_dropout()
-        masking = self.with_learned(masking).of_layer(self.spec)
+        masking = self.with_learned(masking).of_layer(self.own_spec)
         if masking.is_causal and masking.mask is None and key is None and masking.key_padding_lengths is None:
             masking = replace(masking, mask=self._causal(query.shape[1]), is_causal=False, reach=None)
         output, attn_weights = _attention_layer(
@@ -281,7 +289,7 @@ class AttentionLayer:
             query,
             key,
             value,
-            self.spec,
+            self.own_spec,
             masking,
             need_weights=need_weights,
             positions=self._first_rotation(query.shape[1]) if positions is None else positions,
@@ -319,6 +327,11 @@ class AttentionLayer:
 
     def check_dropout(self) -> None:
         """Refuse, before any work, to drop at random what ttnn cannot."""
+        if self._drops and self.heads is not None:
+            raise ValueError(
+                "the module must not drop at random where its heads are divided (eval() switches that off), since what "
+                f"each chip would drop is not known, got heads={self.heads}"
+            )
         if self._drops and self.dtype != ttnn.bfloat16:
             raise TypeError(
                 f"the module must be bfloat16 to drop at random in training (eval() switches that off), "

@@ -20,7 +20,7 @@ import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,48 +30,14 @@ import numpy as np
 import ttnn
 
 from mha_tt import device as devices
+from mha_tt.boards import BOARDS, MESHES
 from mha_tt.device import TILE
-from mha_tt.goldens import GOLDENS
+from mha_tt.goldens import COLLECTIVES, GOLDENS, collective, is_collective
 from mha_tt.goldens import golden as golden
 
 if TYPE_CHECKING:
     import torch
 
-# ---- Boards ----------------------------------------------------------------------------------------------------------
-
-_BLACKHOLE = """\
-arch: {0: blackhole}
-chips: {}
-chip_unique_ids: {0: 4476187513037}
-ethernet_connections: []
-chips_with_mmio: [0: 0]
-harvesting: {0: {noc_translation: true, harvest_mask: %d, dram_harvesting_mask: 0, eth_harvesting_mask: 288,
-                 pcie_harvesting_mask: 2, l2cpu_harvesting_mask: 0}}
-boards: [[board_id: 4476187513037, board_type: %s, chips: [0]]]
-"""
-BOARDS = {
-    "n150": """\
-arch: {0: wormhole_b0}
-chips: {0: [0, 0, 0, 0]}
-ethernet_connections: []
-chips_with_mmio: [0: 0]
-harvesting: {0: {noc_translation: true, harvest_mask: 32}}
-boards: [[board_id: 72059269369839682, board_type: n150, chips: [0]]]
-""",
-    "n300": """\
-arch: {0: wormhole_b0, 1: wormhole_b0}
-chips: {0: [0, 0, 0, 0], 1: [1, 0, 0, 0]}
-ethernet_connections:
-  - [{chip: 0, chan: 8}, {chip: 1, chan: 0}]
-  - [{chip: 0, chan: 9}, {chip: 1, chan: 1}]
-chips_with_mmio: [0: 0]
-harvesting: {0: {noc_translation: true, harvest_mask: 65}, 1: {noc_translation: true, harvest_mask: 5}}
-boards: [[board_id: 72058994491072686, board_type: n300, chips: [0, 1]]]
-""",
-    "p100": _BLACKHOLE % (3, "p100"),
-    "p150": _BLACKHOLE % (0, "p150"),
-}
-"""The boards in tt-umd's format: n150 is one Wormhole, n300 a mesh of 1 x 2 of them, p100 and p150 are Blackholes."""
 
 # What ttnn calls as a compiler. Its version text is part of the key under which ttnn caches kernels, so that nothing
 # compiled here is ever taken for a real kernel. The shell itself writes the file: a process less than `cp`.
@@ -91,7 +57,7 @@ def use(board: str) -> None:
     Writes to `$XDG_CACHE_HOME/mha_tt` (`~/.cache/mha_tt`) only: ttnn's own cache of kernels is left alone.
 
     Args:
-        board: `n150`, `n300`, `p100` or `p150`.
+        board: `n150`, `n300`, `t3000`, `p100` or `p150`.
 
     Raises:
         ValueError: if there is no such board, or the cache folder's path has blanks in it.
@@ -136,9 +102,9 @@ def board(name: str = "n150", *, values: bool = True) -> Iterator[ttnn.MeshDevic
     """Open a board that does not exist, for the time of a `with` block.
 
     Args:
-        name: `n150`, `n300` (a mesh of 1 x 2), `p100` or `p150`.
+        name: `n150`, `n300` (a mesh of 1 x 2), `t3000` (1 x 8), `p100` or `p150`.
         values: also compute values, by golden functions, which needs torch. Without them a program is validated in any
-            size, and reading a tensor back is an error. On n300 they are those of each chip, both having the same.
+            size, and reading a tensor back is an error. Each chip of a mesh has its own.
 
     Yields:
         The device.
@@ -148,19 +114,9 @@ def board(name: str = "n150", *, values: bool = True) -> Iterator[ttnn.MeshDevic
         RuntimeError: if the board does not open, or the process uses another already.
     """
     use(name)
-    opened = _open_mesh() if name == "n300" else devices.open_device()
+    opened = devices.open_mesh(MESHES[name]) if name in MESHES else devices.open_device()
     with opened as device, shadow() if values else nullcontext():
         yield device
-
-
-@contextmanager
-def _open_mesh() -> Iterator[ttnn.MeshDevice]:
-    dispatch = ttnn.DispatchCoreConfig(ttnn.DispatchCoreType.WORKER)  # the default is not validated on this mock
-    device = ttnn.open_mesh_device(ttnn.MeshShape(1, 2), dispatch_core_config=dispatch)
-    try:
-        yield device
-    finally:
-        ttnn.close_mesh_device(device)
 
 
 def _write(path: Path, content: bytes, mode: int = 0o644) -> None:
@@ -207,6 +163,9 @@ def _kernel_elf(address: int = 0x10000) -> bytes:
 class Shadow:
     """The values of tensors, as golden functions compute them, and the operations that ran.
 
+    Each chip of a mesh has its own. A golden function computes what one chip does with what it has; only collectives,
+    such as `ttnn.all_reduce`, know of the others.
+
     Values are kept by `tensor_id`, which is never given twice, and is the same for a cache and for the result of its
     update in place. They stay until the block ends or `ttnn.deallocate` is called: a long loop wants blocks of its own.
 
@@ -216,11 +175,27 @@ class Shadow:
 
     def __init__(self) -> None:
         self.operations: list[str] = []
-        self._values: dict[int, torch.Tensor] = {}
+        self._values: dict[int, list[torch.Tensor]] = {}  # of each chip, in the order of the mesh's rows
         self._filling: dict[int, float] = {}  # what lies beyond a tensor in its last tiles, where that is known
 
     def __getitem__(self, tensor: ttnn.Tensor) -> torch.Tensor:
         """The value of a tensor, in float32.
+
+        Raises:
+            KeyError: if the tensor was made outside of the shadow.
+            ValueError: if the chips of a mesh have several values.
+        """
+        first, *others = self.parts(tensor)
+        for chip, other in enumerate(others, 1):
+            if other is not first and not ((other == first) | (other.isnan() & first.isnan())).all():
+                raise ValueError(
+                    f"tensor must be the same on all chips to be read as one, got another value on chip {chip} and "
+                    f"shape={tuple(tensor.shape)}; mha_tt.download_parts gives those of each"
+                )
+        return first
+
+    def parts(self, tensor: ttnn.Tensor) -> list[torch.Tensor]:
+        """What each chip has of a tensor, in float32, in the order of the mesh's rows.
 
         Raises:
             KeyError: if the tensor was made outside of the shadow.
@@ -229,19 +204,27 @@ class Shadow:
             raise KeyError(f"tensor must have been made while the shadow is on, got one of shape {tuple(tensor.shape)}")
         return self._values[tensor.tensor_id]
 
-    def _set(self, tensor: ttnn.Tensor, value: torch.Tensor) -> None:
-        self._values[tensor.tensor_id] = _rounded(value, tensor)
+    def _set(self, tensor: ttnn.Tensor, values: Sequence[torch.Tensor]) -> None:
+        rounded = {id(value): _rounded(value, tensor) for value in values}  # one that several chips have, once
+        self._values[tensor.tensor_id] = [rounded[id(value)] for value in values]
 
-    def uploaded(self, tensor: ttnn.Tensor, array: np.ndarray, pad_value: float) -> None:
-        """Take note of an array that went to the device."""
+    def uploaded(self, tensor: ttnn.Tensor, array: np.ndarray | list[np.ndarray], pad_value: float) -> None:
+        """Take note of an array that went to the device, or of one for each chip."""
         import torch
 
-        self._set(tensor, torch.from_numpy(array.copy()))
+        arrays = array if isinstance(array, list) else [array]
+        values = [torch.from_numpy(each.copy()) for each in arrays]
+        self._set(tensor, values if isinstance(array, list) else values * _num_chips(tensor))
         self._filling[tensor.tensor_id] = pad_value
 
     def download(self, tensor: ttnn.Tensor) -> np.ndarray:
         """The value of a tensor as an array of its own."""
         return self[tensor].numpy().copy()
+
+    def taken_apart(self, tensor: ttnn.Tensor, parts: list[ttnn.Tensor]) -> None:
+        """Take note of tensors that are what each chip has of another."""
+        for part, value in zip(parts, self._values.get(tensor.tensor_id, []), strict=False):
+            self._values[part.tensor_id] = [value]
 
     def __call__(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
         """What ttnn calls after every operation."""
@@ -252,30 +235,57 @@ class Shadow:
         if name in ("ttnn.to_device", "ttnn.deallocate", "ttnn.synchronize_device"):
             return
         if name in ("ttnn.from_torch", "ttnn.as_tensor"):
-            self._set(result, arguments[0].detach().clone())
+            self._set(result, _divided(arguments[0].detach().clone(), result))
             self._filling[result.tensor_id] = keywords.get("pad_value") or 0.0
             return
         if name == "ttnn.to_torch":
-            result.copy_(self[arguments[0]].reshape(result.shape))
+            whole = _joined(self.parts(arguments[0]), result) if keywords.get("mesh_composer") else self[arguments[0]]
+            result.copy_(whole.reshape(result.shape))
             return
         if name == "ttnn.transformer.scaled_dot_product_attention":
             self._check_filling(**keywords)
-        function = GOLDENS.get(name, operation.golden_function)
-        if function is None:
-            raise NotImplementedError(f"{name} has no golden function; mha_tt.mock.golden({name!r}) takes one")
-        value = function(*self._values_of(arguments), **{key: self._values_of(x) for key, x in keywords.items()})
-        tensors, values = ([x] if not isinstance(x, list | tuple) else x for x in (result, value))
+        tensors: Any = result if isinstance(result, list | tuple) else [result]
+        values = self._computed(name, operation.golden_function, arguments, keywords, _num_chips(tensors[0]))
         for tensor, value in zip(tensors, values, strict=True):
-            if tuple(tensor.shape) != tuple(value.shape):
-                raise AssertionError(f"{name} gives {tuple(tensor.shape)}, its golden function {tuple(value.shape)}")
+            for part in value:
+                if tuple(tensor.shape) != tuple(part.shape):
+                    raise AssertionError(f"{name} gives {tuple(tensor.shape)}, its golden function {tuple(part.shape)}")
             self._set(tensor, value)
         if name == "ttnn.fill_implicit_tile_padding":
-            self._filling[result.tensor_id] = arguments[1]
+            self._filling[tensors[0].tensor_id] = arguments[1]
 
-    def _values_of(self, argument: Any) -> Any:
+    def _computed(
+        self, name: str, golden_function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], num_chips: int
+    ) -> list[list[torch.Tensor]]:
+        """What an operation gives: for each of its results what each chip has."""
+        if num_chips > 1 and name in COLLECTIVES:
+            first, *others = arguments
+            mesh, parts = tuple(first.device().shape), self.parts(first)
+            return [collective(name, parts, mesh, *others, **keywords)]
+        function = GOLDENS.get(name, golden_function)
+        if function is None or (num_chips > 1 and is_collective(name, function)):
+            among = " among chips" if function is not None else ""
+            raise NotImplementedError(f"{name} has no golden function{among}; mha_tt.mock.golden({name!r}) takes one")
+        known: dict[tuple[int, ...], Sequence[torch.Tensor]] = {}  # what chips that have the same compute, too
+        each = []
+        for chip in range(num_chips):
+            given, named = (self._values_of(x, chip) for x in (arguments, keywords))
+            key = tuple(id(x) for x in _tensors_in((given, named)))
+            if key not in known:
+                value = function(*given, **named)
+                known[key] = value if isinstance(value, list | tuple) else [value]
+            each.append(known[key])
+        return [list(parts) for parts in zip(*each, strict=True)]
+
+    def _values_of(self, argument: Any, chip: int) -> Any:
+        if isinstance(argument, dict):
+            return {key: self._values_of(x, chip) for key, x in argument.items()}
         if isinstance(argument, list | tuple):
-            return type(argument)(self._values_of(x) for x in argument)
-        return self[argument] if isinstance(argument, ttnn.Tensor) else argument
+            return type(argument)(self._values_of(x, chip) for x in argument)
+        if not isinstance(argument, ttnn.Tensor):
+            return argument
+        parts = self.parts(argument)
+        return parts[chip if len(parts) > 1 else 0]
 
     def _check_filling(self, *, attn_mask: ttnn.Tensor | None = None, **_: Any) -> None:
         """The kernel reads what fills the last tiles of a mask, which no golden function sees (tt-metal#54833)."""
@@ -286,6 +296,49 @@ class Shadow:
                     f"the mask's last tiles must hide the keys beyond the last one, got {filling} in them "
                     f"and attn_mask.shape={tuple(attn_mask.shape)}"
                 )
+
+
+def _tensors_in(argument: Any) -> Iterator[torch.Tensor]:
+    """The tensors of torch among arguments."""
+    if isinstance(argument, dict | list | tuple):
+        for each in argument.values() if isinstance(argument, dict) else argument:
+            yield from _tensors_in(each)
+    elif hasattr(argument, "untyped_storage"):
+        yield argument
+
+
+def _num_chips(tensor: Any) -> int:
+    """On how many chips a tensor lies."""
+    is_on_device = isinstance(tensor, ttnn.Tensor) and ttnn.is_tensor_storage_on_device(tensor)
+    return tensor.device().get_num_devices() if is_on_device else 1
+
+
+def _divided(value: torch.Tensor, tensor: ttnn.Tensor) -> list[torch.Tensor]:
+    """What each chip has of a value that a mapper has put on a mesh, as the tensor itself tells."""
+    parts = [value]
+    if _num_chips(tensor) > 1:
+        topology = tensor.tensor_topology()
+        for count, placement in zip(topology.distribution_shape(), topology.placements(), strict=True):
+            if isinstance(placement, ttnn.PlacementShard):
+                parts = [piece for part in parts for piece in part.chunk(count, placement.dim)]
+            else:
+                parts = [part for part in parts for _ in range(count)]
+    return parts
+
+
+def _joined(parts: list[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
+    """What a composer makes of the parts of all chips, which its result tells by its shape."""
+    import torch
+
+    for axis in range(result.ndim):
+        if parts[0].ndim == result.ndim and len(parts) * parts[0].shape[axis] == result.shape[axis]:
+            whole = torch.cat(parts, axis)
+            if whole.shape == result.shape:
+                return whole
+    raise NotImplementedError(
+        f"a mesh_composer must put the parts of all chips side by side on one axis, got {tuple(result.shape)} of "
+        f"{len(parts)} parts of {tuple(parts[0].shape)}; mha_tt.download_parts gives those of each"
+    )
 
 
 def value_of(tensor: ttnn.Tensor) -> np.ndarray | None:
@@ -319,10 +372,24 @@ def shadow() -> Iterator[Shadow]:
     state = Shadow()
     _active.append(state)
     try:
-        with observed(state):
+        with observed(state), _taking_apart(state):
             yield state
     finally:
         _active.remove(state)
+
+
+@contextmanager
+def _taking_apart(state: Shadow) -> Iterator[None]:
+    """Tell a state of tensors that are taken apart, which is no operation of which ttnn would tell."""
+    get_device_tensors = ttnn.get_device_tensors
+
+    def get_and_tell(tensor: ttnn.Tensor) -> list[ttnn.Tensor]:
+        parts = get_device_tensors(tensor)
+        state.taken_apart(tensor, parts)
+        return parts
+
+    with patch.object(ttnn, "get_device_tensors", get_and_tell):
+        yield
 
 
 @contextmanager

@@ -12,8 +12,18 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Rope
 from mha_spec.attention import check_spec
 from mha_tt.arrays import check_dtype, check_floating
-from mha_tt.device import accurate_config, download, head_slots, padded_head_dim, upload
+from mha_tt.device import (
+    accurate_config,
+    download,
+    download_parts,
+    head_slots,
+    padded_head_dim,
+    upload,
+    upload_parts,
+)
+from mha_tt.goldens import lines_of
 from mha_tt.norms import apply_norm, parameter_shape
+from mha_tt.shards import own_spec, own_weights, whole_weights
 
 Project = Callable[[str, Tensor], Tensor]
 """Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an
@@ -32,6 +42,7 @@ def upload_weights(
     *,
     device: ttnn.MeshDevice,
     dtype: ttnn.DataType = ttnn.bfloat16,
+    heads: int | None = None,
 ) -> dict[str, Tensor]:
     """Put the weights of a layer on a device, once, in the form that its products take.
 
@@ -46,6 +57,8 @@ def upload_weights(
         spec: the layer.
         device: where to.
         dtype: of the weights; biases and the parameters of norms are kept in bfloat16 where that is `ttnn.bfloat8_b`.
+        heads: the dimension of a mesh over whose chips heads are divided, as `mha_tt.parallel.shard` does; on each chip
+            all of them when absent.
 
     Returns:
         Tensors by the names of the projections that the layer holds. P being the padded head_dim: `q_proj.weight`
@@ -63,6 +76,23 @@ def upload_weights(
     if shapes != spec.weight_shapes:
         raise ValueError(f"weights must have the names and shapes {spec.weight_shapes}, got {shapes}")
     check_finite(weights)
+    size = 1 if heads is None else device.shape[heads]
+    own = own_spec(spec, size)
+    parts = [_arranged(own_weights(weights, spec, size, chip), own) for chip in range(size)]
+    held = {}
+    for name, array in parts[0].items():
+        is_matrix = name.endswith(".weight") and name not in spec.parameters
+        narrow = dtype == ttnn.bfloat8_b and not is_matrix  # one row of a block format is as coarse as its largest
+        kept = ttnn.bfloat16 if narrow else dtype
+        if heads is None:
+            held[name] = upload(array, device=device, dtype=kept)
+        else:
+            held[name] = upload_parts([part[name] for part in parts], axis=heads, device=device, dtype=kept)
+    return held
+
+
+def _arranged(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[str, np.ndarray]:
+    """Canonical weights in the form that they have on the device."""
     arrays = {}
     for name, weight in weights.items():
         part, _, kind = name.partition(".")
@@ -79,30 +109,41 @@ def upload_weights(
     for kind in ("weight", "bias"):
         if spec.fused_qkv and f"q_proj.{kind}" in arrays:
             arrays[f"qkv_proj.{kind}"] = np.concatenate([arrays.pop(f"{part}_proj.{kind}") for part in "qkv"])
-    held = {}
     for name, array in arrays.items():
-        is_matrix = name.endswith(".weight") and name not in spec.parameters
         if name not in spec.parameters:
-            array = array.T if is_matrix else array[None]
-        narrow = dtype == ttnn.bfloat8_b and not is_matrix  # one row of a block format is as coarse as its largest
-        held[name] = upload(array, device=device, dtype=ttnn.bfloat16 if narrow else dtype)
-    return held
+            arrays[name] = array.T if name.endswith(".weight") else array[None]
+    return arrays
 
 
-def download_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, np.ndarray]:
+def download_weights(
+    weights: Mapping[str, Tensor], spec: AttentionSpec, *, heads: int | None = None
+) -> dict[str, np.ndarray]:
     """The canonical arrays that `upload_weights` was given, as the device holds them, in float32.
 
     Args:
         weights: tensors by name.
         spec: the layer.
+        heads: as `upload_weights` was given it.
 
     Raises:
         ValueError: if names or shapes are not those of the layer.
     """
-    check_weights(weights, spec)
+    if heads is None:
+        check_weights(weights, spec)
+        return _canonical({name: download(tensor) for name, tensor in weights.items()}, spec)
+    mesh = next(iter(weights.values())).device().shape
+    own = own_spec(spec, mesh[heads])
+    check_weights(weights, own)
+    held = {name: download_parts(tensor) for name, tensor in weights.items()}
+    line = lines_of(tuple(mesh), heads)[0]
+    parts = [_canonical({name: arrays[chip] for name, arrays in held.items()}, own) for chip in line]
+    return whole_weights(parts, spec)
+
+
+def _canonical(held: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[str, np.ndarray]:
+    """Weights in the form that they have on the device, as canonical ones: the inverse of `_arranged`."""
     arrays = {}
-    for name, tensor in weights.items():
-        array = download(tensor)
+    for name, array in held.items():
         if name not in spec.parameters:
             array = array.T if name.endswith(".weight") else array[0]
         if name.startswith("qkv_proj."):

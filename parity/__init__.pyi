@@ -36,6 +36,7 @@ from parity.core.weights import (
 )
 from parity.diagnosis.attention import attention_of as attention_of
 from parity.diagnosis.diagnose import Diagnosis as Diagnosis, diagnose as diagnose, observe as observe
+from parity.diagnosis.ranks import RankDiagnosis as RankDiagnosis, diagnose_ranks as diagnose_ranks
 from parity.diagnosis.tap_pairs import TapDifference as TapDifference, judge_taps as judge_taps
 from parity.diagnosis.taps import TapVerdict as TapVerdict, judge_tap as judge_tap
 from parity.diagnosis.weights import diagnose_weights as diagnose_weights
@@ -53,6 +54,7 @@ from parity.running.models import run_model as run_model
 from parity.running.report import Report as Report
 from parity.running.run import run_cases as run_cases
 from parity.sharding.shard import ShardPlan as ShardPlan, shard as shard, unshard as unshard
+from parity.sharding.stages import unshard_stages as unshard_stages
 from parity.tapping import tap as tap
 from parity.tapping.record import Tapped as Tapped, load_tap as load_tap
 from parity.testing.assertion import ConventionWarning as ConventionWarning, assert_parity as assert_parity

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import partial
 
+import rings
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -50,6 +51,9 @@ SPECS = {
     "latent": LATENT,
     "latent-rope": replace(LATENT, rope=Rope(rotary_dim=4, rotated="last"), latent=Latent(12, 4)),
 }
+RINGS = rings.RINGS | {name: SPECS[name] for name in ("everything", "latent-rope")}
+"""Layers whose tokens are divided."""
+
 USUAL = ("textbook", "grouped", "no-out-proj")
 """Layers that have nothing of heads beside their projections."""
 
@@ -345,6 +349,18 @@ def stepped(here):
     return {"norm": (norm.full_tensor() if here is not None else norm).reshape(1).clone(), **weights}
 
 
+def ringed(mesh):
+    """Layers whose tokens are divided."""
+    return {
+        "layers": rings.of_tokens(mesh, make, RINGS),
+        "mistaken": rings.mistaken(mesh, make, RINGS["grouped"]) if mesh.size() == 2 else {},
+        "counted": rings.counted(mesh, make),
+        "not finite": rings.not_finite(mesh, make),
+        "refused": rings.refused(mesh, make),
+        "torch": rings.by_torch(mesh, make),
+    }
+
+
 def run(rank, size, folder):
     """What one process does; the first one writes what was found."""
     torch.set_num_threads(1)
@@ -355,8 +371,10 @@ def run(rank, size, folder):
     for mesh in (grid["heads"], row):
         here = Here(mesh, mesh.size(), mesh.get_local_rank())
         found[mesh.size()] = {"shard": by_shard(here), "hand": by_hand(here), "moved": moved(here)}
+        found[mesh.size()] |= {"ring": ringed(mesh)}
         found[mesh.size()] |= {"refused": refused(here), "stepped": stepped(here), "carried": carried(here)}
     found |= {"fully sharded": fully_sharded(grid, row), "narrowed": narrowed(row)}
+    found["tokens and heads"] = rings.with_heads(grid, make, EVERYTHING)
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")
     dist.destroy_process_group()

@@ -8,12 +8,25 @@ import os
 
 import processes
 import pytest
+import rings
 import torch
-from processes import FULLY_SHARDED, SPECS, USUAL, WITHOUT_GRADIENT, cached_kind, decoded, make, stepped, trained
+from processes import (
+    EVERYTHING,
+    FULLY_SHARDED,
+    RINGS,
+    SPECS,
+    USUAL,
+    WITHOUT_GRADIENT,
+    cached_kind,
+    decoded,
+    make,
+    stepped,
+    trained,
+)
 
 import mha_torch
 import parity
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Rope
 from parity import ShardPlan
 
 SIZES = [2, 4]
@@ -208,6 +221,94 @@ def test_functions_refuse_shards_with_the_specification_of_all_heads():
     narrow = {name: weight[:12] if name.startswith("q_proj") else weight for name, weight in held.items()}
     with pytest.raises(ValueError, match="q_proj must give whole heads of 8 features"):
         mha_torch.project_qkv(mha_torch.project_with(narrow, spec), x, x, x, spec)
+
+
+# ---- Tokens ----------------------------------------------------------------------------------------------------------
+
+
+def assert_as_whole(found, spec, seq_len, options):
+    """What processes computed of their tokens is what one computes of all."""
+
+    def compute(layer, dtype=torch.float32):
+        return rings.trained(layer, seq_len=seq_len, dtype=dtype, **options)
+
+    assert_as_one(found, mha_torch.MultiHeadSelfAttention, spec, compute)
+
+
+@every_size
+@pytest.mark.parametrize("name", rings.calls(RINGS))
+def test_divided_tokens_give_output_and_gradients_of_one_process(found, size, name):
+    assert_as_whole(found[size]["ring"]["layers"][name], *rings.calls(RINGS)[name])
+
+
+@pytest.mark.parametrize("mistake", rings.MISTAKES)
+def test_a_mistake_of_dividing_tokens_fails(found, mistake):  # the control of the test above
+    with pytest.raises(AssertionError, match="grad_" if mistake == "local sums backward" else "output"):
+        assert_as_whole(found[2]["ring"]["mistaken"][mistake], *rings.calls(RINGS)["grouped/causal"])
+
+
+def test_tokens_are_divided_beside_heads(found):
+    assert_as_whole(found["tokens and heads"], EVERYTHING, rings.SEQ_LEN, rings.CAUSAL)
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "passed", "scores"),
+    [
+        (2, "textbook/causal", 1, [80, 80]),  # of 16 x 16, half and the diagonal: as much on each
+        (4, "textbook/causal", 3, [36, 36, 36, 36]),
+        (4, "textbook/both ways", 3, [64, 64, 64, 64]),
+        (4, "window/causal", 1, [16, 32, 32, 32]),  # its own part and the one before
+        (4, "window/both ways", 3, [32, 48, 48, 32]),  # passed on in one direction only
+    ],
+)
+def test_no_more_is_passed_on_and_multiplied_than_is_seen(found, size, name, passed, scores):
+    assert found[size]["ring"]["counted"][name] == [[passed, each] for each in scores]
+
+
+@every_size
+def test_a_token_that_is_not_finite_spoils_what_sees_it_and_no_gradient(found, size):
+    marks, are_finite = found[size]["ring"]["not finite"]
+    seen, hidden, clean = marks
+    assert seen == [0] * 10 + [1] * 6
+    assert hidden == [0] * 12 + [1] + [0] * 3  # its own row
+    assert clean == [0] * 16
+    assert are_finite
+
+
+@every_size
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no such dimension", "tokens must name a dimension of the mesh, got tokens='sequence' and ('heads',)"),
+        ("neither", "heads or tokens must name a dimension of the mesh, got neither"),
+        ("no layer", "layer must be an attention module of mha_torch, got Linear"),
+        ("cache", "layer must be one without a cache for its tokens to be divided"),
+        ("rope", "rope must not depend on the last position of a call for tokens to be divided"),
+        ("weights", "need_weights must be False where tokens are divided"),
+        ("mask", "mask must be None where tokens are divided"),
+        ("dropout", "dropout must be 0 where tokens are divided"),
+        ("lengths", "key_padding_lengths must lie in 0.."),
+    ],
+)
+def test_what_divided_tokens_cannot_have_is_refused_by_name(found, size, name, message):
+    kind, _, said = found[size]["ring"]["refused"][name].partition(": ")
+    assert said.startswith(message)
+    assert kind == ("TypeError" if name == "no layer" else "ValueError")
+
+
+@every_size
+def test_torchs_own_context_parallel_is_right_with_positions_and_refused_without(found, size):
+    computed, said = found[size]["ring"]["torch"]
+    spec = AttentionSpec(32, 4, rope=Rope())
+
+    def gradients(layer, dtype=torch.float32):
+        whole = rings.trained(layer, dtype=dtype, is_causal=True)
+        return {name: whole[name] for name in computed}
+
+    assert_as_one(computed, mha_torch.MultiHeadSelfAttention, spec, gradients)
+    assert said["positions"].startswith("positions must be given under context_parallel")
+    assert said["mask"].startswith("mask must be None under context_parallel")
+    assert said["key_padding_lengths"].startswith("key_padding_lengths must")
 
 
 # ---- Fully sharded ---------------------------------------------------------------------------------------------------

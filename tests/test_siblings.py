@@ -47,13 +47,17 @@ EXTRA_FILES = {
         "not_finite.py",  # keeps what is not finite where it is seen, around a kernel that does not
         "parallel.py",  # heads divided over processes, in the framework's words
         "shards.py",  # and what one of these has
+        "ring.py",  # tokens divided over processes
     },
     "tt": {
         "device.py",  # where arrays and weights enter a device and leave it
         "mock.py",  # boards that do not exist,
+        "boards.py",  # how they look,
         "goldens.py",  # and what operations compute on them,
         "recording.py",  # or did where they are real
         "not_finite.py",  # keeps what is not finite where it is seen, around kernels that do not
+        "parallel.py",  # heads divided over the chips of a mesh, in the framework's words
+        "shards.py",  # and what one of these has
         "places.py",  # what lies on the device between steps: where the next tokens go, counted there,
         "step.py",  # so that a step of all sequences needs nothing of the host
         "slots.py",  # copies slots of a cache, as the others' arrays are copied in a line

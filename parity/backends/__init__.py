@@ -45,7 +45,7 @@ class Backend(NamedTuple):  # a dataclass would cost every --help a tenth of its
 
 _BACKENDS = (
     Backend("jax", "mha_jax", ("jax", "flax"), "jax.numpy", paths=("module", "fused", "blocks"), divided="jax_mesh"),
-    Backend("torch", "mha_torch", ("torch",), "torch"),
+    Backend("torch", "mha_torch", ("torch",), "torch", divided="torch_mesh"),
     Backend(
         "tt",
         "mha_tt",

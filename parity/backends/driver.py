@@ -156,14 +156,14 @@ class _Layer:
             q, latents = self.port.call(_project_latents, *of_layer, query, positions)
             k, v = self.port.call(_expand, *of_layer, latents)
             found["latents"] = self.shapes.latents_to_numpy(latents)
-        found |= {"q": self.shapes.heads_to_numpy(q), "k": self.shapes.heads_to_numpy(k)}
+        found |= {"q": self.shapes.heads_to_numpy(q), "k": self.shapes.keys_to_numpy(k)}
         found["v"] = self.shapes.values_to_numpy(v)
         if self.spec.gate is None:
             return found
         return {**found, "gate": self.shapes.gate_to_numpy(self.port.call(_open, *of_layer, query))}
 
     def scores(self, values: Values, offsets: Any = None) -> dict[str, np.ndarray]:
-        q, k = (self.shapes.heads_from_numpy(values[name]) for name in "qk")
+        q, k = self.shapes.heads_from_numpy(values["q"]), self.shapes.keys_from_numpy(values["k"])
         added = (self.inputs.get("bias"), offsets, self.filled.weights.get("relative_bias"))
         scores = self.port.call(_score, self.spec, q, k, *added)
         return {"scores": self.port.to_numpy(scores)}
@@ -176,11 +176,11 @@ class _Layer:
     def context(self, values: Values) -> dict[str, np.ndarray]:
         v = self.shapes.values_from_numpy(values_to_weigh(self.problem, values))
         context = self.port.call(_weigh, self.port.from_numpy(values["attn_weights"]), v)
-        return {"context": self.shapes.values_to_numpy(context)}
+        return {"context": self.shapes.context_to_numpy(context)}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
         gate = None if self.spec.gate is None else self.shapes.gate_from_numpy(values["gate"])
-        context = self.shapes.values_from_numpy(values["context"])
+        context = self.shapes.context_from_numpy(values["context"])
         output = self.port.call(_combine, self.spec, self.filled.weights, context, gate)
         return {"output": self.shapes.output_to_numpy(output)}
 
@@ -212,7 +212,7 @@ class _Call:
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         seq_len, capacity, spec = self.case.chunks[self.index], self.case.capacity, self.case.spec
         mask = self.layer.sibling.create_cache_mask(
-            self.port.beside(self.before),
+            self.port.whole(self.before),
             seq_len,
             capacity,
             window_size=spec.window_size,
@@ -233,13 +233,13 @@ class _Call:
         if self.layer.spec.latent is not None:
             latents = self.shapes.latents_from_numpy(values["latents"])
             return self._stages_of_latents(self.port.call(_append_latents, previous, latents, self.new_lengths))
-        k, v = self.shapes.heads_from_numpy(values["k"]), self.shapes.values_from_numpy(values["v"])
+        k, v = self.shapes.keys_from_numpy(values["k"]), self.shapes.values_from_numpy(values["v"])
         return self._stages("cache", self.port.call(_append, previous, k, v, self.new_lengths))
 
     def _stages_of_latents(self, cache: Any) -> dict[str, np.ndarray]:
         """What a cache holds, and the keys and values that it stands for."""
         k, v = self.port.call(_expand, self.layer.spec, self.layer.filled.weights, cache.latents)
-        own = {"cache.keys": self.shapes.heads_to_numpy(k), "cache.values": self.shapes.values_to_numpy(v)}
+        own = {"cache.keys": self.shapes.keys_to_numpy(k), "cache.values": self.shapes.values_to_numpy(v)}
         own = {name: x[:, :, : self.case.capacity] for name, x in own.items()}  # the device may have more slots
         return {**self._stages("cache", cache), **own}
 

@@ -122,7 +122,7 @@ def why_skipped(case: Case, dtype: str) -> str | None:
 SIBLING = mha_jax
 SHAPES = Shapes
 GRADIENT_PATHS = ("", "fused", "blocks")
-beside = from_numpy
+beside = whole = from_numpy
 
 
 QUICKLY: dict[str, Any] = {

@@ -88,6 +88,10 @@ class Port(Protocol):
         """What goes beside the inputs, as the sibling takes it: masks, biases, positions, lengths."""
         ...
 
+    def whole(self, x: np.ndarray) -> Any:
+        """The same, where `beside` gives a part of it to each of several processes."""
+        ...
+
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """A function of the sibling and of arguments, called with them; compiled, where a framework compiles."""
         ...
@@ -132,20 +136,36 @@ class Shapes:
         self.port, self.spec = port, spec
 
     def heads_from_numpy(self, x: np.ndarray) -> Any:
-        """Heads of queries or keys, (B, heads, T, H)."""
+        """Heads of queries, (B, N, T, H)."""
         return self.port.from_numpy(x)
 
     def heads_to_numpy(self, x: Any) -> np.ndarray:
         """The same back."""
         return self.port.to_numpy(x)
 
+    def keys_from_numpy(self, x: np.ndarray) -> Any:
+        """Heads of keys, (B, K, S, H)."""
+        return self.heads_from_numpy(x)
+
+    def keys_to_numpy(self, x: Any) -> np.ndarray:
+        """The same back."""
+        return self.heads_to_numpy(x)
+
     def values_from_numpy(self, x: np.ndarray) -> Any:
-        """Heads of values, or the context, (B, heads, T, Hv)."""
+        """Heads of values, (B, K, S, Hv)."""
         return self.port.from_numpy(x)
 
     def values_to_numpy(self, x: Any) -> np.ndarray:
         """The same back."""
         return self.port.to_numpy(x)
+
+    def context_from_numpy(self, x: np.ndarray) -> Any:
+        """The context, (B, N, T, Hv)."""
+        return self.values_from_numpy(x)
+
+    def context_to_numpy(self, x: Any) -> np.ndarray:
+        """The same back."""
+        return self.values_to_numpy(x)
 
     def gate_from_numpy(self, x: np.ndarray) -> Any:
         """What gate_proj gives, (B, T, N * Hv), or (B, T, N) for one number a head."""

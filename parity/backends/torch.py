@@ -81,7 +81,7 @@ def why_skipped(case: Case, dtype: str) -> str | None:
 SIBLING = mha_torch
 SHAPES = Shapes
 GRADIENT_PATHS = ("", "fused")
-beside = from_numpy
+beside = whole = from_numpy
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:

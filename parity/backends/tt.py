@@ -84,7 +84,7 @@ def spec_of(module: Any) -> AttentionSpec:
 
 def weights_of(module: Any) -> Weights:
     """The canonical weights of a module of `mha_tt`, bit for bit; those of bfloat8_b as bfloat16."""
-    held = mha_tt.download_weights(module.weights, module.spec)
+    held = mha_tt.download_weights(module.weights, module.spec, heads=module.heads)
     if module.weight_dtype != ttnn.float32:
         held = {name: weight.astype(ml_dtypes.bfloat16) for name, weight in held.items()}
     return held
@@ -100,6 +100,9 @@ GRADIENT_PATHS = ()  # ttnn has no automatic differentiation
 def beside(x: np.ndarray) -> np.ndarray:
     """What stays on the host."""
     return x
+
+
+whole = beside
 
 
 class Padded(Shapes):

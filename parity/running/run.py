@@ -79,7 +79,7 @@ def run_cases(
         raise ValueError("traces to join must be of the cases' own weights, got weights")
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got jobs={jobs}")
-    missing = {name: reason for name in backends or BACKENDS if (reason := _why_missing(name, mesh))}
+    missing = {name: reason for name in backends or BACKENDS if (reason := _why_missing(name, mesh, backends))}
     here = [name for name in backends or BACKENDS if name not in missing]
     joined = load_traces(join, here)
     skipped = {name: reason for name, reason in missing.items() if name not in {trace.backend for trace in joined}}
@@ -152,13 +152,18 @@ def _attempts(task: _Task) -> list[Trace]:
     return [_attempt(name, expected, None) for name in task.backends]
 
 
-def _why_missing(backend: str, mesh: MeshPlan | None) -> str | None:
-    """Why a backend cannot run here, or not on a mesh; None if it can."""
+def _why_missing(backend: str, mesh: MeshPlan | None, named: Sequence[str] | None) -> str | None:
+    """Why a backend cannot run here, or not on a mesh; None if it can. Of one that is named a mesh is refused."""
     if (reason := why_missing(backend)) or mesh is None:
         return reason
     if not BACKENDS[backend].divided:
         return f"{backend} runs on one device here, not on a mesh"
-    load_divided(backend).check_devices(mesh)
+    try:
+        load_divided(backend).check_devices(mesh)
+    except ValueError as error:
+        if named:
+            raise
+        return f"{backend}: {error}"
     return None
 
 

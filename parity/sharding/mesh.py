@@ -148,12 +148,12 @@ def collectives_of(trace: Trace) -> list[Collectives]:
     about = (case.name, trace.problem.dtype, trace.title)
     found = []
     for program, counted in trace.collectives.items():
-        told = (case, plan, program)
+        told = (case, plan, program, trace.backend)
         found.append(Collectives(*about, program, counted, ideal_collectives(*told), excuse_of(*told)))
     return found
 
 
-def ideal_collectives(case: Case, plan: MeshPlan, program: str) -> Counts:
+def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "jax") -> Counts:
     """How many collectives a program of a case needs on a mesh.
 
     Forward, a layer whose heads are divided adds its outputs up. A gradient adds up that of its input over the heads,
@@ -165,6 +165,7 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str) -> Counts:
         case: the layer, and what it is applied to.
         plan: the mesh.
         program: as a `Collectives` names it.
+        backend: whose tokens, where it is not JAX, always go round in a ring.
     """
     has_heads, spec = plan.tensor > 1, case.spec
     path, _, kind = program.rpartition(".")
@@ -178,16 +179,18 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str) -> Counts:
             + int(has_heads and bool(shared or spec.latent))
         )
         sums += int(plan.sequence > 1 and spec.sinks)
-    found = {NUMBERS: sums, FLAGS: int(has_heads)} | _of_tokens(case, plan, path, is_gradient=kind == "gradient")
+    found = {NUMBERS: sums, FLAGS: int(has_heads)} | _of_tokens(
+        case, plan, path, backend, is_gradient=kind == "gradient"
+    )
     return {name: count for name, count in found.items() if count}
 
 
-def _of_tokens(case: Case, plan: MeshPlan, path: str, *, is_gradient: bool) -> Counts:
+def _of_tokens(case: Case, plan: MeshPlan, path: str, backend: str, *, is_gradient: bool) -> Counts:
     """What is exchanged where tokens are divided: tokens for heads and back, or keys and values as they go round."""
     size, spec = plan.sequence, case.spec
     if size == 1 or not path:
         return {}
-    if (spec.num_kv_heads // plan.tensor) % size == 0 and spec.alibi is None:
+    if backend == "jax" and (spec.num_kv_heads // plan.tensor) % size == 0 and spec.alibi is None:
         of_masks = int(case.random_mask) + (2 if is_gradient else 1) * case.bias
         return {"all-to-all": (8 if is_gradient else 4) + of_masks}
     tokens = case.seq_len // size
@@ -195,12 +198,19 @@ def _of_tokens(case: Case, plan: MeshPlan, path: str, *, is_gradient: bool) -> C
     reach = spec.window_size or spec.chunk_size
     if reach is not None and case.key_len == case.seq_len:
         far = 0 if spec.chunk_size and tokens % spec.chunk_size == 0 else -(-(reach - 1) // tokens)
-        passes = min(far if case.is_causal else 2 * far, passes)
-    return {"collective-permute": (6 if is_gradient else 2) * passes + 2 * (is_gradient and passes > 0)}
+        both_ways = 2 * far if backend == "jax" else passes  # torch's parts go round in one direction
+        passes = min(far if case.is_causal else both_ways, passes)
+    halves = 0
+    if backend == "torch" and case.is_causal and reach is None and tokens % 2 == 0 and case.key_len == case.seq_len:
+        halves = 8  # to the order in which all have as much to do, and back
+    return {"collective-permute": (6 if is_gradient else 2) * passes + 2 * (is_gradient and passes > 0) + halves}
 
 
-def excuse_of(case: Case, plan: MeshPlan, program: str) -> str:
+def excuse_of(case: Case, plan: MeshPlan, program: str, backend: str = "jax") -> str:
     """Why a program may have more than it needs; empty where it may not."""
+    if backend == "torch":  # whose compiler joins nothing
+        is_cross = program.endswith("gradient") and case.seq_len_k is not None
+        return "the gradients of queries' and keys' inputs are added up one by one" if is_cross else ""
     if plan.sequence > 1 and case.spec.relative_bias and program.endswith("gradient"):
         return "the gradient of a bias for distances is added up by rows and by buckets"
     if plan.sequence > 1 and "." not in program:

@@ -28,6 +28,7 @@ BOARDS = {
     # name: (architecture, grid of cores, chips)
     "n150": ("WORMHOLE_B0", (8, 8), 1),
     "n300": ("WORMHOLE_B0", (8, 7), 2),
+    "t3000": ("WORMHOLE_B0", (8, 7), 8),
     "p100": ("BLACKHOLE", (11, 10), 1),
     "p150": ("BLACKHOLE", (13, 10), 1),
 }

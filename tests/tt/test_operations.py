@@ -39,7 +39,7 @@ def broken(monkeypatch, name, change):
     def call(self, operation, arguments, keywords, result):
         original(self, operation, arguments, keywords, result)
         if operation.python_fully_qualified_name == name:
-            self._values[result.tensor_id] = change(self._values[result.tensor_id].clone())
+            self._values[result.tensor_id] = [change(part.clone()) for part in self.parts(result)]
 
     monkeypatch.setattr(Shadow, "__call__", call)
 

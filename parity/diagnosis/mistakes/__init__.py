@@ -27,6 +27,7 @@ from parity.diagnosis.mistakes import (
     masks,
     norms,
     precision,
+    ranks,
     relative_bias,
     rope,
     rope_kinds,
@@ -121,9 +122,8 @@ def page_by_mistake() -> dict[str, str]:
     in_any_order = (heads.permuted(name, np.arange(0)) for name in "qkv")
     cases = (*CASES.values(), replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)))  # one that is between
     in_cases = (mistake for case in cases for mistake in mistakes_for(case))
-    return {
-        mistake.name: mistake.page for mistake in (*in_cases, *PRECISIONS.values(), *FIDELITIES.values(), *in_any_order)
-    }
+    found = (*in_cases, *PRECISIONS.values(), *FIDELITIES.values(), *in_any_order)
+    return {mistake.name: mistake.page for mistake in found} | dict.fromkeys(ranks.NAMES, ranks.PAGE)
 
 
 def wrong_layer(problem: Problem, dtype: str, mistakes: Sequence[Change], arithmetic: str = "ieee") -> Layer:

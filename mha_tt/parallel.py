@@ -1,0 +1,59 @@
+"""A layer whose heads are divided over the chips of a mesh, in the words of `ttnn`.
+
+Each chip computes some of the query heads, and the outputs are added up: one all-reduce.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import ttnn
+
+from mha_tt.device import readers, target
+from mha_tt.mha import AttentionLayer
+from mha_tt.shards import check_divides, own_spec
+from mha_tt.weights import download_weights, upload_weights
+
+__all__ = ["shard"]
+
+
+def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> AttentionLayer:
+    """Divide the heads of a layer over a dimension of a mesh: tensor parallelism.
+
+    Afterwards each chip is given the whole input, which `mha_tt.upload` puts on all of them, and has the whole output.
+    Attention weights, masks and biases with an axis of heads, and the cache that `init_cache` gives, are those of a
+    chip's own heads; without `out_proj` the output is, too: `mha_tt.download_parts` reads what each chip has.
+
+    Args:
+        layer: any attention module of this package; it is changed.
+        mesh: the chips, on which it lies: see `mha_tt.open_mesh`.
+        heads: the number of the dimension, 0 for its rows or 1 for its columns, which have no names here.
+
+    Returns:
+        The layer.
+
+    Raises:
+        TypeError: if the layer is not one of this package, or heads is not an integer.
+        ValueError: if the mesh has no such dimension or the layer does not lie on it, or the layer cannot be divided
+            so: the query heads not evenly; a norm over the width of all heads; ALiBi. Then nothing is changed.
+
+    Source: Megatron-LM, arXiv:1909.08053, section 3.
+    """
+    if not isinstance(layer, AttentionLayer):
+        raise TypeError(f"layer must be an attention module of mha_tt, got {type(layer).__name__}")
+    if not isinstance(heads, int) or isinstance(heads, bool):
+        raise TypeError(f"heads must be the number of a dimension of the mesh, got heads={heads!r}")
+    shape = tuple(mesh.shape)
+    if not 0 <= heads < len(shape):
+        raise ValueError(f"heads must be the number of a dimension of the mesh, got heads={heads} and shape={shape}")
+    if layer.device != mesh:
+        raise ValueError("mesh must be the device of the layer, got another")
+    if layer.heads is not None:
+        raise ValueError(f"layer must be divided by heads once, got one that is, along dimension {layer.heads}")
+    check_divides(layer.spec, shape[heads])
+    if target() == "mock" and not readers:  # which holds no values that could be divided
+        weights = {name: np.zeros(size, np.float32) for name, size in layer.spec.weight_shapes.items()}
+    else:
+        weights = download_weights(layer.weights, layer.spec)
+    layer.weights = upload_weights(weights, layer.spec, device=mesh, dtype=layer.weight_dtype, heads=heads)
+    layer.own_spec, layer.heads = own_spec(layer.spec, shape[heads]), heads
+    return layer

@@ -1,0 +1,111 @@
+"""What one chip of a mesh has of a layer whose heads are divided over several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import gcd
+
+import numpy as np
+import ttnn
+from ttnn import Tensor
+
+from mha_spec import AttentionSpec
+
+ROWS, COLUMNS = 0, 1
+
+OF_QUERIES: dict[str, int] = dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "q_norm", "sinks"), ROWS)
+OF_QUERIES |= {"out_proj": COLUMNS, "relative_bias": COLUMNS}
+OF_KEYS: dict[str, int] = dict.fromkeys(("k_proj", "v_proj", "k_norm", "v_norm"), ROWS)
+"""What has something for each query head, or each key/value head, and on which axis of a canonical weight."""
+
+OUT_BIAS = "out_proj.bias"
+
+
+def own_spec(spec: AttentionSpec, size: int) -> AttentionSpec:
+    """What each of so many chips computes: as many query heads, and the key/value heads that these see.
+
+    Where there are fewer key/value heads than chips, several chips have the same one.
+    """
+    queries, keys = heads_of(spec, size, 0)
+    return replace(spec, num_heads=len(queries), num_kv_heads=len(keys))
+
+
+def own_weights(weights: Mapping[str, np.ndarray], spec: AttentionSpec, size: int, chip: int) -> dict[str, np.ndarray]:
+    """The canonical weights of a chip. The bias of out_proj is on the first one, and zeros on others: added once."""
+    found = {}
+    for name, weight in weights.items():
+        axis, count, heads = _place_of(name, spec, size, chip)
+        if name == OUT_BIAS and spec.out_proj:
+            found[name] = weight if chip == 0 else np.zeros_like(weight)
+        elif axis is None:
+            found[name] = weight
+        else:
+            by_heads = np.reshape(weight, (*weight.shape[:axis], count, -1, *weight.shape[axis + 1 :]))
+            own = by_heads.take(heads, axis)
+            found[name] = own.reshape(*weight.shape[:axis], -1, *weight.shape[axis + 1 :])
+    return found
+
+
+def whole_weights(parts: Sequence[Mapping[str, np.ndarray]], spec: AttentionSpec) -> dict[str, np.ndarray]:
+    """The canonical weights of a layer from those of all chips: the inverse of `own_weights`."""
+    whole = {}
+    for name, shape in spec.weight_shapes.items():
+        held = [part[name] for part in parts]
+        axis, count, _ = _place_of(name, spec, len(parts), 0)
+        if axis is None or name == OUT_BIAS:
+            whole[name] = held[0]
+            continue
+        by_heads = np.empty((*shape[:axis], count, shape[axis] // count, *shape[axis + 1 :]), held[0].dtype)
+        for chip, weight in enumerate(held):
+            _, _, heads = _place_of(name, spec, len(parts), chip)
+            index = (slice(None),) * axis + (heads,)
+            by_heads[index] = weight.reshape(*shape[:axis], len(heads), -1, *shape[axis + 1 :])
+        whole[name] = by_heads.reshape(shape)
+    return whole
+
+
+def summed(x: Tensor, axis: int | None) -> Tensor:
+    """The sum over the chips along an axis of a mesh, on each of them; x itself without an axis."""
+    if axis is None or x.device().shape[axis] == 1 or 0 in tuple(x.shape):
+        return x
+    return ttnn.all_reduce(x, cluster_axis=axis)
+
+
+def heads_of(spec: AttentionSpec, size: int, chip: int) -> tuple[list[int], list[int]]:
+    """The query heads of a chip, and its key/value heads, one for each group of these; one may be there twice."""
+    count, group = spec.num_heads // size, spec.num_heads // spec.num_kv_heads
+    queries = list(range(chip * count, (chip + 1) * count))
+    return queries, [first // group for first in queries[:: gcd(count, group)]]
+
+
+def _place_of(name: str, spec: AttentionSpec, size: int, chip: int) -> tuple[int | None, int, list[int]]:
+    """The axis of a canonical weight on which its heads lie, how many there are, and which of them a chip has."""
+    part = name.partition(".")[0]
+    queries, keys = heads_of(spec, size, chip)
+    axis = (OF_QUERIES | OF_KEYS).get(part)
+    if name == OUT_BIAS or (part in spec.norms and not spec.norms[part].per_head):
+        axis = None
+    return (axis, spec.num_kv_heads, keys) if part in OF_KEYS else (axis, spec.num_heads, queries)
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_divides(spec: AttentionSpec, size: int) -> None:
+    """Refuse a layer whose heads so many chips cannot divide."""
+    if size == 1:
+        return
+    if spec.num_heads % size:
+        raise ValueError(f"num_heads must be a multiple of the chips, got num_heads={spec.num_heads} and {size} chips")
+    for name, norm in spec.norms.items():
+        if spec.latent is None and norm.over == "width":
+            raise ValueError(
+                f"{name} must be over='head' to be divided, since that over the width of all heads needs a sum over "
+                f"chips, got {norm}"
+            )
+    if spec.alibi is not None:
+        raise ValueError(
+            f"alibi must be None to be divided, since all chips run one program, and the slopes of their heads differ, "
+            f"got alibi={spec.alibi}"
+        )

@@ -1,0 +1,123 @@
+"""Processes of torch's gloo that this one starts, each of which runs the same problems with its part of them."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from parity.core.problem import Problem
+from parity.core.trace import Trace
+from parity.sharding.mesh import MeshPlan
+
+PATIENCE = 600
+"""Seconds that a problem may take: what waits longer waits for a process that waits for it."""
+
+
+class Given(NamedTuple):
+    """What a process needs of a `Reference`: it computes none.
+
+    Attributes:
+        problem: what is run.
+        with_gradients: whether gradients, too.
+        given: the stages that local ones start from.
+    """
+
+    problem: Problem
+    with_gradients: bool
+    given: dict[str, Any]
+
+
+Work = Callable[[Given, MeshPlan], Trace]
+"""What each process makes of a problem, with the others: a function of a module, which each of them imports."""
+
+
+class Processes:
+    """Processes that share problems, until this one ends.
+
+    Attributes:
+        plan: the mesh that they are.
+    """
+
+    def __init__(self, plan: MeshPlan, work: Work) -> None:
+        self.plan, context = plan, torch.multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._problems = [context.SimpleQueue() for _ in range(plan.size)]
+        self._found: Any = context.Queue()
+        self._running = [
+            context.Process(
+                target=_run, args=(rank, plan, work, self._folder.name, self._problems[rank], self._found), daemon=True
+            )
+            for rank in range(plan.size)
+        ]
+        for process in self._running:
+            process.start()
+        atexit.register(self.stop)
+
+    def record(self, given: Given) -> Trace:
+        """A problem run by all of them: the trace of the first, whose stages are gathered.
+
+        Raises:
+            RuntimeError: if one of them raises an error, which ends all of them, for the others may wait for it.
+        """
+        for problems in self._problems:
+            problems.put(given)
+        waited = 0
+        while True:
+            try:
+                rank, error, trace = self._found.get(timeout=1)
+            except queue.Empty:
+                waited += 1
+                ended = [rank for rank, process in enumerate(self._running) if not process.is_alive()]
+                if ended or waited > PATIENCE:
+                    self.stop()
+                    why = f"process {ended[0]} ended" if ended else f"nothing came within {PATIENCE} seconds"
+                    raise RuntimeError(why) from None
+                continue
+            if error:
+                self.stop()
+                raise RuntimeError(f"process {rank}: {error}")
+            if trace is not None:
+                return trace
+
+    @property
+    def is_running(self) -> bool:
+        """Whether all of them are there."""
+        return all(process.is_alive() for process in self._running)
+
+    def stop(self) -> None:
+        """End them."""
+        for process in self._running:
+            process.terminate()
+        for process in self._running:
+            process.join()
+        self._folder.cleanup()
+        atexit.unregister(self.stop)
+
+
+def _run(rank: int, plan: MeshPlan, work: Work, folder: str, problems: Any, found: Any) -> None:
+    """What one process does: every problem that it is given."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=plan.size,
+        timeout=timedelta(seconds=PATIENCE),
+    )
+    while True:
+        given = problems.get()
+        try:
+            trace = work(given, plan)
+            found.put((rank, "", trace if rank == 0 else None))
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            found.put((rank, f"{type(error).__name__}: {error} ({where.name})", None))

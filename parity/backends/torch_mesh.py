@@ -1,0 +1,364 @@
+"""The torch backend on a mesh of processes: the same modules, divided by `mha_torch.parallel`, and what is sent.
+
+Every process runs every stage with its sequences and heads, and gathers it, so that all of them go on with the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, cast
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+import mha_torch
+from mha_spec import AttentionSpec
+from mha_torch import parallel
+from mha_torch.shards import is_distributed
+from parity.backends import torch as port
+from parity.backends.port import Port, Shapes
+from parity.backends.processes import Given, Processes
+from parity.backends.record import trace_of
+from parity.core.arrays import to_numpy
+from parity.core.cases import Case
+from parity.core.problem import Problem
+from parity.core.trace import Reference, Trace
+from parity.core.weights import Weights
+from parity.sharding.mesh import Counts, MeshPlan, why_not_divided
+from parity.sharding.shard import ShardPlan, heads_of, shard
+
+WORDS = {"all_reduce": "all-reduce", "all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter"}
+"""What torch calls collectives, as reports have it."""
+
+_started: list[Processes] = []
+_allowed = 1
+
+
+def make_devices(count: int) -> None:
+    """Allow so many processes, which are started when they are needed."""
+    global _allowed
+    _allowed = count
+
+
+def check_devices(plan: MeshPlan) -> None:
+    """Refuse a mesh of more devices than there may be processes."""
+    if plan.size > _allowed:
+        raise ValueError(
+            f"mesh must have no more devices than torch has processes, got {plan} and {_allowed}; "
+            f"--devices {plan.size} starts them"
+        )
+
+
+def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
+    """Why a case cannot run on a mesh, or None."""
+    if reason := why_not_divided(case, plan):
+        return reason
+    try:
+        parallel.check_divides(case.spec, plan.tensor)
+    except ValueError as error:
+        return str(error).partition(",")[0]
+    if plan.sequence == 1:
+        return None
+    if case.random_mask or case.window_size is not None or case.bias:
+        return "masks and biases would have to go round with the keys"
+    rope = case.spec.rope
+    if rope is not None and rope.depends_on_length:
+        return "frequencies that depend on the length are not those of a part"
+    return None
+
+
+def record(reference: Reference, plan: MeshPlan) -> Trace:
+    """A problem run on a mesh, each stage gathered."""
+    if not _started or _started[-1].plan != plan or not _started[-1].is_running:
+        end()
+        _started.append(Processes(plan, record_own))
+    given = Given(reference.problem, reference.with_gradients, reference.given)
+    return _started[-1].record(given)
+
+
+def end() -> None:
+    """End the processes that were started."""
+    while _started:
+        _started.pop().stop()
+
+
+def record_own(given: Given, plan: MeshPlan) -> Trace:
+    """The same, in one of the processes."""
+    on_mesh = _OnMesh(plan)
+    trace = trace_of("torch", cast(Port, on_mesh), cast(Reference, given))
+    return replace(trace, collectives=on_mesh.sent)
+
+
+# ---- Where this process is -------------------------------------------------------------------------------------------
+
+
+@cache
+def _mesh_of(shape: tuple[tuple[str, int], ...]) -> Any:
+    names, sizes = zip(*shape, strict=True)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+class _Dimension:
+    """One dimension of the mesh, and the place of this process in it."""
+
+    def __init__(self, mesh: Any, name: str) -> None:
+        is_there = name in mesh.mesh_dim_names
+        self.group = mesh[name].get_group() if is_there else None
+        self.size, self.rank = (mesh[name].size(), mesh[name].get_local_rank()) if is_there else (1, 0)
+
+    def part(self, x: Tensor, axis: int) -> Tensor:
+        """What this process has of an axis."""
+        return x.chunk(self.size, axis)[self.rank]
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """What each process has."""
+        if self.size == 1:
+            return [x]
+        found = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(found, x.contiguous(), group=self.group)
+        return found
+
+    def whole(self, x: Tensor, axis: int) -> Tensor:
+        """What all have, side by side."""
+        return torch.cat(self.parts(x), axis)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of what all have."""
+        if self.size > 1:
+            x = x.clone()
+            dist.all_reduce(x, group=self.group)
+        return x
+
+
+class _OnMesh:
+    """The port of torch, whose tensors are parts."""
+
+    def __init__(self, plan: MeshPlan) -> None:
+        self.plan, self.sent = plan, dict[str, Counts]()
+        self.mesh = _mesh_of(tuple(plan.shape.items()))
+        self.data, self.tensor, self.sequence = (_Dimension(self.mesh, n) for n in ("data", "tensor", "sequence"))
+        self.case: Any = None
+        self.own: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(port, name)
+
+    @contextmanager
+    def lock(self, dtype: str) -> Iterator[dict[str, Any]]:
+        with port.lock(dtype) as numerics:
+            yield numerics | {"mesh": str(self.plan), "processes": "gloo"}
+
+    def Filled(self, problem: Problem) -> _Filled:
+        self.case = problem.case
+        filled = _Filled(problem, self)
+        self.own = filled.own
+        return filled
+
+    def SHAPES(self, _: Any, spec: AttentionSpec) -> _Parts:
+        return _Parts(cast(Port, self), spec)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """A stage of the process's own heads; the outputs of heads are added up."""
+        spec = self.case.spec
+        own = (self.own if argument is spec else argument for argument in arguments)
+        found = port.call(function, *own)
+        is_part = spec.out_proj and function.__name__ == "_combine"
+        return self.tensor.summed(found) if is_part else found
+
+    def from_numpy(self, x: np.ndarray) -> Tensor:
+        """Tokens (B, T, ·) by sequences, scores (B, N, T, S) by heads, too."""
+        found = self.data.part(port.from_numpy(x), 0)
+        return self.tensor.part(found, 1) if x.ndim == 4 else found
+
+    def to_numpy(self, x: Tensor) -> np.ndarray:
+        """Scores and weights of all."""
+        return to_numpy(self.data.whole(self.tensor.whole(x, 1), 0))
+
+    def beside(self, x: np.ndarray) -> Tensor:
+        """Masks and biases (…, T, S), positions (…, B or 1, T) and lengths (B,), by sequences and heads."""
+        found = port.beside(x)
+        batch, heads = self.case.batch, self.case.spec.num_heads
+        axis = 1 if x.ndim == 3 else 0  # positions with sections
+        is_mask = x.ndim == 2 and x.dtype == bool
+        if found.shape[axis] == batch and not is_mask:
+            found = self.data.part(found, axis)
+        return self.tensor.part(found, 1) if x.ndim == 4 and x.shape[1] == heads else found
+
+    def pull_back(
+        self, path: str, filled: _Filled, spec: AttentionSpec, inputs: dict[str, Tensor], hidden: dict[str, Any]
+    ) -> tuple[dict[str, np.ndarray], Weights]:
+        """Gradients of the inputs, gathered, and of the weights, added up over sequences and tokens."""
+        leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+        module = filled.module if path else filled.module_of_heads
+        divided = self.sequence if path else _Dimension(self.mesh, "")
+        tokens = {name: divided.part(x, 1) if name != "bias" else x for name, x in leaves.items()}
+        cotangent = divided.part(hidden["cotangent"], 1)
+        if not spec.out_proj:
+            cotangent = self.tensor.part(cotangent, 2)
+        output, _ = filled.attend(module, tokens, hidden["mask"], hidden["positions"], need_weights=not path)
+        with self.counting(f"{path}.gradient".removeprefix(".")):
+            output.backward(cotangent)
+        of_inputs = {}
+        for name, leaf in leaves.items():
+            grad = cast(Tensor, leaf.grad)
+            # Of tokens each process has the gradient of its part, and 0 elsewhere.
+            grad = self.tensor.whole(grad, 1) if name == "bias" else divided.summed(grad)
+            of_inputs[name] = to_numpy(self.data.whole(grad, 0))
+        of_weights = {}
+        for name, held in module.named_parameters():
+            grad = held.grad.full_tensor() if is_distributed(held.grad) else held.grad
+            of_weights[name] = self.data.summed(divided.summed(grad))
+        module.zero_grad()
+        return of_inputs, port.from_state_dict(of_weights, spec)
+
+    @contextmanager
+    def counting(self, program: str) -> Iterator[None]:
+        """Take note of what is sent: collectives, and what goes from one process to another."""
+        passed: list[Any] = []
+
+        def send(operations: list[Any], original: Any = dist.batch_isend_irecv) -> Any:
+            passed.extend(each for each in operations if each.op is dist.irecv)
+            return original(operations)
+
+        with CommDebugMode() as mode, patch.object(dist, "batch_isend_irecv", send):
+            yield
+        counts = {str(operation).rpartition(".")[2]: count for operation, count in mode.get_comm_counts().items()}
+        self.sent[program] = {WORDS.get(name, name): count for name, count in counts.items()}
+        if passed:
+            self.sent[program]["collective-permute"] = len(passed)
+
+
+class _Parts(Shapes):
+    """Heads, outputs and caches of the process's own sequences and heads."""
+
+    port: Any
+
+    def heads_from_numpy(self, x: np.ndarray) -> Tensor:
+        return self.port.from_numpy(x)
+
+    def heads_to_numpy(self, x: Tensor) -> np.ndarray:
+        return self.port.to_numpy(x)
+
+    context_from_numpy, context_to_numpy = heads_from_numpy, heads_to_numpy
+
+    def keys_from_numpy(self, x: np.ndarray) -> Tensor:
+        found = self.port.data.part(port.from_numpy(x), 0)
+        return found[:, self._keys[self.port.tensor.rank]] if self.spec.latent is None else self.port.from_numpy(x)
+
+    def keys_to_numpy(self, x: Tensor) -> np.ndarray:
+        if self.spec.latent is not None:
+            return self.port.to_numpy(x)
+        parts = self.port.tensor.parts(x)
+        whole: Any = torch.empty((x.shape[0], self.spec.num_kv_heads, *x.shape[2:]), dtype=x.dtype)
+        for heads, part in zip(self._keys, parts, strict=True):
+            whole[:, heads] = part
+        for rank, (heads, part) in enumerate(zip(self._keys, parts, strict=True)):
+            if not torch.equal(whole[:, heads].nan_to_num(), part.nan_to_num()):
+                raise ValueError(f"key/value heads that processes share must be alike, got others on process {rank}")
+        return to_numpy(self.port.data.whole(whole, 0))
+
+    values_from_numpy, values_to_numpy = keys_from_numpy, keys_to_numpy
+
+    @property
+    def _keys(self) -> Sequence[list[int]]:
+        """The key/value heads of each process."""
+        size = self.port.tensor.size
+        plain = replace(self.spec, alibi=None)
+        return [heads_of(plain, ShardPlan(size), rank).keys for rank in range(size)]
+
+    def gate_from_numpy(self, x: np.ndarray) -> Tensor:
+        return self.port.tensor.part(self.port.from_numpy(x), 2)
+
+    def gate_to_numpy(self, x: Tensor) -> np.ndarray:
+        return to_numpy(self.port.data.whole(self.port.tensor.whole(x, 2), 0))
+
+    def output_to_numpy(self, x: Tensor) -> np.ndarray:
+        x = x if self.spec.out_proj else self.port.tensor.whole(x, 2)
+        return to_numpy(self.port.data.whole(x, 0))
+
+    def latents_from_numpy(self, x: np.ndarray) -> Tensor:
+        return self.port.data.part(port.from_numpy(x), 0)
+
+    def latents_to_numpy(self, x: Tensor) -> np.ndarray:
+        return to_numpy(self.port.data.whole(x, 0))
+
+    def cache_from_numpy(self, *parts: np.ndarray) -> Any:
+        *slots, lengths = parts
+        own = self.port.data.part(port.from_numpy(lengths), 0)
+        if self.spec.latent is not None:
+            return mha_torch.LatentCache(self.latents_from_numpy(slots[0]), own)
+        keys, values = map(self.keys_from_numpy, slots)
+        return mha_torch.KVCache(keys, values, own)
+
+    def cache_to_numpy(self, cache: Any) -> dict[str, np.ndarray]:
+        to = self.keys_to_numpy if self.spec.latent is None else self.latents_to_numpy
+        held = {name: to(x) for name, x in cache.slots.items()}
+        return {**held, "lengths": to_numpy(self.port.data.whole(cache.lengths, 0))}
+
+
+class _Filled(port.Filled):
+    """A module with the weights of a problem, divided by heads, and one also by tokens; each call is counted."""
+
+    def __init__(self, problem: Problem, on_mesh: _OnMesh) -> None:
+        super().__init__(problem)
+        self.on_mesh, self.case, spec = on_mesh, problem.case, problem.spec
+        names = on_mesh.mesh.mesh_dim_names
+        if "tensor" in names:
+            parallel.shard(self.module, on_mesh.mesh, heads="tensor")
+        self.module_of_heads = self.module
+        if "sequence" in names:
+            self.module = port.Filled(problem).module
+            heads = "tensor" if "tensor" in names else None
+            parallel.shard(self.module, on_mesh.mesh, heads=heads, tokens="sequence")
+        size, rank = on_mesh.tensor.size, on_mesh.tensor.rank
+        plain = replace(spec, alibi=None)
+        held, own = shard(problem.weights, plain, ShardPlan(size), rank)
+        self.weights = port.to_state_dict(held, own)
+        self.own = replace(self.module.own_spec, out_bias=own.out_bias)
+        if problem.case.is_cached:
+            self.module.init_cache = partial(self._init_cache, self.module.init_cache)
+
+    def _init_cache(self, init_cache: Callable[..., Any], batch: int, capacity: int) -> Any:
+        return init_cache(batch // self.on_mesh.data.size, capacity)
+
+    def attend(
+        self, module: Any, tokens: dict[str, Tensor], mask: Tensor | None, positions: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The module called with what it has of the inputs."""
+        query, key, bias = (tokens.get(name) for name in ("query", "key", "bias"))
+        if module.tokens is None:
+            return module(query, key, mask=mask, bias=bias, positions=positions, **options)
+        lengths, data = self.case.key_padding_lengths, self.on_mesh.data
+        if lengths is not None:
+            lengths = data.part(torch.as_tensor(lengths), 0)
+        if positions is not None:
+            positions = self.on_mesh.sequence.part(positions, -1)
+        return module(query, key, is_causal=self.case.is_causal, key_padding_lengths=lengths, positions=positions)
+
+    @torch.no_grad()
+    def outputs(
+        self, query: Tensor, key: Tensor | None, mask: Tensor | None, bias: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        tokens = {name: x for name, x in (("query", query), ("key", key), ("bias", bias)) if x is not None}
+        with self.on_mesh.counting("forward"):
+            output, attn_weights = self.attend(self.module_of_heads, tokens, mask, positions, need_weights=True)
+        sequence = self.on_mesh.sequence
+        own = {name: sequence.part(x, 1) if name != "bias" else x for name, x in tokens.items()}
+        with self.on_mesh.counting("fused.forward"):
+            fused, _ = self.attend(self.module, own, mask, positions)
+        return cast(Tensor, attn_weights), {"module": output, "fused": sequence.whole(fused, 1)}
+
+    @torch.no_grad()
+    def step(
+        self, x: Tensor, cache: Any, new_lengths: Tensor | None, positions: Tensor | None
+    ) -> tuple[dict[str, Tensor], Any]:
+        with self.on_mesh.counting("step" if x.shape[1] == 1 else "prompt"):
+            return super().step(x, cache, new_lengths, positions)

@@ -1,0 +1,255 @@
+"""Mistakes in how a layer is divided over ranks: each makes what a rank computes, of its heads or of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mha_spec import AttentionSpec, Norm
+from parity.core.problem import Problem
+from parity.core.reference import Arithmetic, Layer
+from parity.core.reference.backward import Backward
+from parity.core.stages import Values
+from parity.core.trace import Reference
+from parity.core.weights import Weights
+from parity.diagnosis.mistakes.record import Changed
+from parity.sharding.shard import OUT_BIAS, Held, ShardPlan, heads_of, shard
+
+PAGE = "ranks"
+
+NAMES = (
+    *("rank-kv-heads-tiled", "rank-first-heads", "rank-first-sinks", "rank-first-gate", "rank-norm-over-own-width"),
+    *("rank-out-bias-on-each", "rank-local-positions", "rank-zigzag-left", "rank-local-sums"),
+)
+"""Of all of them, which no single problem could have."""
+
+Computed = Callable[["Ranks", int], Values]
+"""What a rank computes with a mistake, in float64: the stages that the mistake is about."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A problem that ranks share, each with some of the heads, or with some of the tokens.
+
+    Attributes:
+        problem: the whole.
+        plan: how the heads are divided.
+        tokens: over how many ranks the tokens are.
+        changed: computes a problem with the reference changed in a way.
+    """
+
+    problem: Problem
+    plan: ShardPlan
+    tokens: int
+    changed: Callable[[Changed], Values]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return max(self.plan.tensor, self.tokens)
+
+    def held(self, rank: int) -> Held:
+        """The heads of a rank; norms over the width, which no rank's specification says, have heads, too."""
+        return heads_of(by_heads(self.problem.spec), self.plan, rank)
+
+    def of_tokens(self, values: Values, rows: Any) -> dict[str, np.ndarray]:
+        """Stages by (B, …, T, ·), of some tokens."""
+        kinds = ("q", "k", "v", "gate", "latents", "scores", "attn_weights", "context", "mask", "output", "grad.query")
+        return {name: np.take(values[name], rows, axis=values[name].ndim - 2) for name in kinds if name in values}
+
+    def own(self, rank: int, weights: Weights | None = None, spec: AttentionSpec | None = None) -> Values:
+        """What the reference makes of a rank's weights and its specification, or of others."""
+        held, own = self.divided(rank)
+        case = replace(self.problem.case, spec=own if spec is None else spec)
+        queries = list(self.held(rank).queries)
+        inputs = {name: x[:, queries] if name in ("bias", "mask") else x for name, x in self.problem.inputs.items()}
+        problem = Problem(case, self.problem.dtype, held if weights is None else weights, inputs)
+        return Reference(problem).accumulated
+
+    def divided(self, rank: int) -> tuple[Weights, AttentionSpec]:
+        """The weights of a rank and its specification, with norms over the width of its heads where the layer has such
+        over that of all."""
+        spec, weights = self.problem.spec, dict(self.problem.weights)
+        whole = by_heads(spec)
+        for name, shape in whole.weight_shapes.items():
+            weights[name] = weights[name].reshape(shape)
+        held, own = shard(weights, whole, self.plan, rank)
+        own = replace(own, qk_norm=spec.qk_norm, v_norm=spec.v_norm)
+        return {name: held[name].reshape(shape) for name, shape in own.weight_shapes.items()}, own
+
+
+def by_heads(spec: AttentionSpec) -> AttentionSpec:
+    """The same layer with norms that have the weights of each head apart where it has one over the width."""
+
+    def apart(norm: Norm | None) -> Norm | None:
+        return norm if norm is None or norm.over != "width" else replace(norm, over="head", per_head=True)
+
+    return replace(spec, qk_norm=apart(spec.qk_norm), v_norm=apart(spec.v_norm))
+
+
+@dataclass(frozen=True, eq=False)
+class RankMistake:
+    """A mistake that ranks could make.
+
+    Attributes:
+        name: what reports and the command line call it.
+        about: what would be the case, so that "if" may stand before it.
+        fix: what to do about it.
+        stages: what it is known by: the first ones that show it.
+        computed: what a rank computes with it; of a stage that is not among them nothing is said.
+        page: the page of parity/bugs that says more.
+    """
+
+    name: str
+    about: str
+    fix: str
+    stages: tuple[str, ...]
+    computed: Computed
+    page: str = PAGE
+
+
+def rank_mistakes(problem: Problem, plan: ShardPlan, tokens: int = 1) -> Iterator[RankMistake]:
+    """Every mistake that ranks could make of a problem."""
+    yield from _of_heads(problem, plan) if plan.tensor > 1 else _of_tokens(problem)
+
+
+def _of_heads(problem: Problem, plan: ShardPlan) -> Iterator[RankMistake]:
+    spec = problem.spec
+    if 1 < spec.num_kv_heads < plan.tensor:
+        yield RankMistake(
+            "rank-kv-heads-tiled",
+            "key/value heads are given to ranks in turn (0 1 0 1), and not to neighbours (0 0 1 1)",
+            "give rank r of R the key/value head r K // R",
+            ("k", "v", "scores", "attn_weights", "context", "output"),
+            lambda ranks, rank: ranks.own(rank, _with(ranks, rank, ("k_proj", "v_proj", "k_norm", "v_norm"), _in_turn)),
+        )
+    yield RankMistake(
+        "rank-first-heads",
+        "every rank computes the first heads of a projection that it has whole",
+        "divide the rows of q_proj, k_proj and v_proj, or take those of the rank's own heads",
+        ("q", "k", "v", "scores", "attn_weights", "context", "output"),
+        lambda ranks, rank: ranks.own(rank, _with(ranks, rank, ("q_proj", "k_proj", "v_proj"), _first)),
+    )
+    if spec.sinks:
+        yield RankMistake(
+            "rank-first-sinks",
+            "every rank has the sinks of the first heads",
+            "divide the sinks as query heads are",
+            ("attn_weights", "context", "output"),
+            lambda ranks, rank: ranks.own(rank, _with(ranks, rank, ("sinks",), _first)),
+        )
+    if spec.gate is not None:
+        yield RankMistake(
+            "rank-first-gate",
+            "every rank has the rows of gate_proj of the first heads",
+            "divide the rows of gate_proj as query heads are",
+            ("gate", "output"),
+            lambda ranks, rank: ranks.own(rank, _with(ranks, rank, ("gate_proj",), _first)),
+        )
+    if by_heads(spec) != spec and spec.latent is None:
+        yield RankMistake(
+            "rank-norm-over-own-width",
+            "a norm over the width of all heads is taken over those of each rank",
+            "add up the mean squares of all ranks, or gather the projections before the norm",
+            ("q", "k", "scores", "attn_weights", "context", "output"),
+            lambda ranks, rank: ranks.own(rank),
+        )
+    if spec.out_bias and spec.out_proj:
+        yield RankMistake(
+            "rank-out-bias-on-each",
+            "the bias of out_proj is added on every rank, and so once for each",
+            "add it on one rank, or after the sum",
+            ("output",),
+            _with_bias,
+        )
+
+
+def _of_tokens(problem: Problem) -> Iterator[RankMistake]:
+    seq_len = problem.case.seq_len
+
+    def local(ranks: Ranks, rank: int) -> Values:
+        part = seq_len // ranks.size
+        turned = Changed({"rotate": lambda _, original, x, places, **more: original(x, places % part, **more)})
+        return ranks.of_tokens(ranks.changed(turned), np.arange(rank * part, (rank + 1) * part))
+
+    def left(ranks: Ranks, rank: int) -> Values:
+        half, last = seq_len // (2 * ranks.size), 2 * ranks.size - 1
+        rows = np.concatenate([np.arange(place * half, (place + 1) * half) for place in (rank, last - rank)])
+        of_rows = ranks.of_tokens(ranks.changed(Changed({})), rows)
+        return {name: of_rows[name] for name in ("context", "output")}
+
+    def by_local_sums(ranks: Ranks, rank: int) -> Values:
+        part = seq_len // ranks.size
+        layer = Layer(ranks.problem, Arithmetic(np.dtype(np.float64)))
+        grads = _LocalSums(layer, fused=True, part=part).gradients()
+        return ranks.of_tokens(grads, np.arange(rank * part, (rank + 1) * part))
+
+    if problem.spec.rope is not None:
+        yield RankMistake(
+            "rank-local-positions",
+            "RoPE counts each rank's tokens from 0",
+            "give each rank the positions of its tokens in the whole sequence",
+            ("q", "k", "scores", "attn_weights", "context", "output"),
+            local,
+        )
+    yield RankMistake(
+        "rank-zigzag-left",
+        "ranks are left with the tokens of their zigzag halves",
+        "bring the halves of the context back to the ranks that had their queries",
+        ("context", "output"),
+        left,
+    )
+    if not problem.spec.sinks:
+        yield RankMistake(
+            "rank-local-sums",
+            "the gradient takes attention weights that add up to 1 over the keys of each rank",
+            "keep the logarithm of the sum over all keys, and the whole context, for the backward pass",
+            ("grad.query",),
+            by_local_sums,
+        )
+
+
+# ---- What a rank has instead -----------------------------------------------------------------------------------------
+
+
+def _with(ranks: Ranks, rank: int, parts: tuple[str, ...], source: Callable[[Ranks, int], int]) -> Weights:
+    """The weights of a rank, some of them those of another one."""
+    own, others = ranks.divided(rank)[0], ranks.divided(source(ranks, rank))[0]
+    return {name: others[name] if name.partition(".")[0] in parts else weight for name, weight in own.items()}
+
+
+def _first(ranks: Ranks, rank: int) -> int:
+    return 0
+
+
+def _in_turn(ranks: Ranks, rank: int) -> int:
+    """A rank that has the key/value head whose turn it is."""
+    heads = ranks.problem.spec.num_kv_heads
+    return rank % heads * (ranks.size // heads)
+
+
+def _with_bias(ranks: Ranks, rank: int) -> Values:
+    own, spec = ranks.divided(rank)
+    bias: Mapping[str, np.ndarray] = {OUT_BIAS: ranks.problem.weights[OUT_BIAS]}
+    return {"output": ranks.own(rank, {**own, **bias}, replace(spec, out_bias=True))["output"]}
+
+
+@dataclass(frozen=True)
+class _LocalSums(Backward):
+    """Gradients from attention weights whose sum is 1 over the keys of each rank, and not over all.
+
+    Attributes:
+        part: how many keys a rank has.
+    """
+
+    part: int = 1
+
+    def recomputed_attn_weights(self, values: Values) -> np.ndarray:
+        """The weights of the keys of each rank by themselves."""
+        weights = super().recomputed_attn_weights(values)
+        parts = weights.reshape(*weights.shape[:-1], -1, self.part)
+        total = parts.sum(axis=-1, keepdims=True)
+        return (parts / np.where(total == 0.0, 1.0, total)).reshape(weights.shape)

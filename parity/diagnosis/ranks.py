@@ -1,0 +1,157 @@
+"""Which ranks of a divided layer are wrong, and why: what each of them computed, held against its part of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parity.core.arrays import stages_of
+from parity.core.compare import SAME_PRECISION, Comparison, compare
+from parity.core.problem import Problem
+from parity.core.stages import Values, run_steps
+from parity.core.trace import Reference
+from parity.diagnosis.mistakes import wrong_layer
+from parity.diagnosis.mistakes.ranks import RankMistake, Ranks, by_heads, rank_mistakes
+from parity.diagnosis.mistakes.record import Changed
+from parity.sharding.shard import ShardPlan, shard_spec
+from parity.sharding.stages import part_of
+
+
+@dataclass(frozen=True)
+class RankDiagnosis:
+    """What is wrong with the ranks of a layer.
+
+    Attributes:
+        wrong: of each rank that is wrong its first stage that is, judged.
+        mistakes: those known here that explain all that every rank computed; none where nothing is wrong, or none does.
+    """
+
+    wrong: dict[int, Comparison]
+    mistakes: tuple[RankMistake, ...] = ()
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether any rank differs by more than rounding."""
+        return bool(self.wrong)
+
+    def __str__(self) -> str:
+        if not self.wrong:
+            return "nothing differs by more than rounding on any rank"
+        lines = [f"rank {rank}: {each.stage} is {each.ratio:.2g} times its budget" for rank, each in self.wrong.items()]
+        if not self.mistakes:
+            return "\n".join([*lines, "no mistake of dividing that is known here explains all ranks"])
+        first, *others = self.mistakes
+        lines.append(f"all ranks match the reference if {first.about}")
+        lines += [f"  or if     {other.about}: they cannot be told apart here" for other in others]
+        lines.append(f"  mistake   {', '.join(mistake.name for mistake in self.mistakes)}")
+        lines += [f"  fix       {mistake.fix}" for mistake in self.mistakes]
+        return "\n".join([*lines, f"  see       mha-parity bugs {first.page}"])
+
+
+def diagnose_ranks(
+    observed: Sequence[Mapping[str, Any]], problem: Problem, *, tensor: int = 1, tokens: int = 1
+) -> RankDiagnosis:
+    """Find the ranks of a divided layer that are wrong, and the mistake in dividing it that explains all of them.
+
+    Args:
+        observed: of each rank, in order, what it computed, by the names of `STAGES`, in arrays of any framework. Ranks
+            that share heads have the stages of their own heads, and of `output` their part of the sum; ranks that share
+            tokens have those of their own tokens, in order and as many on each, and `grad.query`, if they have it.
+        problem: what all of them together were given; without a cache.
+        tensor: number of ranks that share the heads.
+        tokens: of those that share the tokens. One of both is 1.
+
+    Raises:
+        ValueError: if a rank is missing, both or neither are divided, or the problem cannot be divided so.
+    """
+    if (tensor > 1) == (tokens > 1):
+        raise ValueError(f"either tensor or tokens must be above 1, got tensor={tensor} and tokens={tokens}")
+    if len(observed) != max(tensor, tokens):
+        raise ValueError(f"observed must be of each rank, got {len(observed)} of {max(tensor, tokens)}")
+    if problem.case.is_cached or (tokens > 1 and problem.case.seq_len % tokens):
+        raise ValueError(f"problem must have no cache, and tokens that {tokens} ranks divide, got {problem.case}")
+    given = [stages_of("observed", stages, "output") for stages in observed]
+    with_gradients = tokens > 1 and any("grad.query" in stages for stages in given)
+    right = _Parts(problem, ShardPlan(tensor), tokens, with_gradients=with_gradients)
+    wrong = {rank: found for rank, stages in enumerate(given) if (found := right.first_wrong(stages, rank)) is not None}
+    if not wrong:
+        return RankDiagnosis({})
+    explain = [mistake for mistake in rank_mistakes(problem, right.plan, tokens) if right.is_explained(given, mistake)]
+    return RankDiagnosis(wrong, tuple(explain))
+
+
+class _Parts:
+    """What each rank should compute, and what it computes with a mistake."""
+
+    def __init__(self, problem: Problem, plan: ShardPlan, tokens: int, *, with_gradients: bool) -> None:
+        self.problem, self.plan, self.tokens = problem, plan, tokens
+        self.spec = by_heads(problem.spec)
+        shard_spec(self.spec, plan, 0)  # or it is refused
+        self.reference = Reference(problem, with_gradients)
+        self.ranks = Ranks(problem, plan, tokens, self._changed)
+
+    def _changed(self, changed: Changed) -> Values:
+        return run_steps(wrong_layer(self.problem, "float64", [changed]).steps())
+
+    def first_wrong(self, observed: Values, rank: int) -> Comparison | None:
+        """The first stage of a rank that differs, judged."""
+        exact, noisy = self._own(rank, self.reference.accumulated, np.float64), self._noisy(rank)
+        judged = (self._judged(name, observed[name], exact, noisy, rank) for name in exact if name in observed)
+        return next((each for each in judged if not each.passed), None)
+
+    def is_explained(self, given: Sequence[Values], mistake: RankMistake) -> bool:
+        """Whether every rank computed what it computes with a mistake, as far as that says."""
+        for rank, observed in enumerate(given):
+            computed, right = (
+                mistake.computed(self.ranks, rank),
+                self._own(rank, self.reference.accumulated, np.float64),
+            )
+            exact = right | {name: computed[name] for name in mistake.stages if name in computed}
+            noisy = self._noisy(rank)
+            if any(
+                not self._judged(name, observed[name], exact, noisy, rank, right).passed
+                for name in exact
+                if name in observed
+            ):
+                return False
+        return True
+
+    def _judged(
+        self, name: str, actual: np.ndarray, exact: Values, noisy: Values, rank: int, right: Values | None = None
+    ) -> Comparison:
+        """A stage held against what it should be, with the noise that the right one has."""
+        noise = noisy[name]
+        if right is not None:
+            noise = exact[name] + (noise.astype(np.float64) - right[name])
+        terms = None
+        if name == "grad.query":
+            terms = self._own(rank, {name: self.reference.magnitudes[name]}, np.float64)[name]
+        about: dict[str, Any] = {"case": self.problem.case.name, "backend": f"rank {rank}", "dtype": self.problem.dtype}
+        return compare(actual, exact[name], noise.astype(noisy[name].dtype), **about, stage=name, terms=terms)
+
+    def _noisy(self, rank: int) -> Values:
+        same = SAME_PRECISION[self.problem.dtype]
+        return self._own(rank, self.reference.same_precision(local=False), np.dtype(same).type)
+
+    def _own(self, rank: int, whole: Values, dtype: Any) -> dict[str, np.ndarray]:
+        """A rank's part of the stages of the whole layer; of outputs that are added up its summand."""
+        if self.tokens > 1:
+            part = self.problem.case.seq_len // self.tokens
+            return self.ranks.of_tokens(whole, np.arange(rank * part, (rank + 1) * part))
+        kinds = ("mask", "latents", "q", "k", "v", "gate", "scores", "attn_weights", "context")
+        held = self.ranks.held(rank)
+        found = {name: part_of(name, whole[name], self.spec, held) for name in kinds if name in whole}
+        weights, own = self.ranks.divided(rank)
+        context = found["context"].astype(dtype)
+        if "gate" in found:
+            gate = 1.0 / (1.0 + np.exp(-found["gate"].astype(dtype)))
+            batch, seq_len, _ = gate.shape
+            context = context * gate.reshape(batch, seq_len, own.num_heads, -1).swapaxes(1, 2)
+        output = context.swapaxes(1, 2).reshape(context.shape[0], context.shape[2], -1)
+        if own.out_proj:
+            output = output @ weights["out_proj.weight"].astype(dtype).T
+            output = output + weights["out_proj.bias"].astype(dtype) if own.out_bias else output
+        return found | {"output": output}

@@ -1,0 +1,98 @@
+"""The stages of a layer, divided over ranks as their heads or tokens are, and joined again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mha_spec import AttentionSpec
+from parity.core.arrays import to_numpy
+from parity.core.stages import STAGES, stage_named
+from parity.sharding.shard import Held, ShardPlan, heads_of
+
+QUERIES = ("mask", "q", "scores", "attn_weights", "context")
+KEYS = ("k", "v", "cache.keys", "cache.values")
+"""Stages with an axis of query heads, or of key/value heads, the second one."""
+
+
+def unshard_stages(
+    shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: ShardPlan, *, summed: bool = False
+) -> dict[str, np.ndarray]:
+    """The stages of a layer from those of all ranks that share its heads, so that runs elsewhere can be judged.
+
+    Args:
+        shards: of each rank, in order, what it computed, by the names of `STAGES`, in arrays of any framework: of its
+            own heads, and of `output` its part of the sum, or the sum.
+        spec: the whole layer.
+        plan: how it is divided.
+        summed: whether outputs are those after the ranks' were added up.
+
+    Returns:
+        The stages that every rank has, as `parity.diagnose` and `assert_parity` take them.
+
+    Raises:
+        ValueError: if a rank is missing, ranks that should hold the same hold something else, a stage is a gradient,
+            or its shape is not that of the rank's heads.
+    """
+    if len(shards) != plan.tensor:
+        raise ValueError(f"shards must be one of each rank, got {len(shards)} of them and tensor={plan.tensor}")
+    held = [heads_of(spec, plan, rank) for rank in range(plan.tensor)]
+    names = [name for name in shards[0] if all(name in shard for shard in shards)]
+    return {name: _joined(name, [to_numpy(shard[name]) for shard in shards], spec, held, summed) for name in names}
+
+
+def part_of(name: str, stage: np.ndarray, spec: AttentionSpec, held: Held) -> np.ndarray:
+    """What a rank has of a stage of the whole layer: of its heads; of other stages all."""
+    axis, heads, count = _place(name, spec, held)
+    if axis is None:
+        return stage
+    if axis == stage.ndim - 1:  # features of heads, side by side
+        by_heads = stage.reshape(*stage.shape[:-1], count, -1)
+        return by_heads[..., heads, :].reshape(*stage.shape[:-1], -1)
+    return stage[:, heads]
+
+
+def _place(name: str, spec: AttentionSpec, held: Held) -> tuple[int | None, list[int], int]:
+    """The axis of a stage that its heads lie on, which of them a rank has, and how many there are."""
+    stage = stage_named(name)
+    if stage.is_gradient or stage.kind not in STAGES:
+        raise ValueError(f"stages must be those of a forward pass, by the names of parity.STAGES, got {name}")
+    quantity, queries = stage.quantity, list(held.queries)
+    if quantity in KEYS and spec.latent is None:
+        return 1, held.keys, spec.num_kv_heads
+    if quantity in QUERIES or quantity in KEYS:
+        return 1, queries, spec.num_heads
+    is_wide = quantity == "gate" or (quantity == "output" and not spec.out_proj)
+    return (2 if is_wide else None), queries, spec.num_heads
+
+
+def _joined(name: str, parts: list[np.ndarray], spec: AttentionSpec, held: list[Held], summed: bool) -> np.ndarray:
+    axis, _, count = _place(name, spec, held[0])
+    if axis is None:
+        if stage_named(name).quantity == "output" and not summed:
+            return np.sum([part.astype(np.float64) for part in parts], axis=0).astype(parts[0].dtype)
+        whole = parts[0]
+    else:
+        heads = [_place(name, spec, each)[1] for each in held]
+        split = [_by_heads(name, part, axis, len(own)) for part, own in zip(parts, heads, strict=True)]
+        shape = list(split[0].shape)
+        shape[axis] = count
+        by_heads = np.empty(shape, split[0].dtype)
+        for part, own in zip(split, heads, strict=True):
+            by_heads[(slice(None),) * axis + (own,)] = part
+        whole = by_heads.reshape(*shape[:2], -1) if axis == 2 else by_heads
+    for rank, (part, own) in enumerate(zip(parts, held, strict=True)):
+        if not np.array_equal(part, part_of(name, whole, spec, own), equal_nan=part.dtype.kind == "f"):
+            raise ValueError(f"{name} must be the same on all ranks that share it, got others on rank {rank}")
+    return whole
+
+
+def _by_heads(name: str, part: np.ndarray, axis: int, count: int) -> np.ndarray:
+    """A part with an axis of its heads alone."""
+    if axis == 2 and part.ndim == 3 and part.shape[2] % count == 0:
+        return part.reshape(*part.shape[:2], count, -1)
+    if axis == 2 or part.ndim != 4 or part.shape[1] != count:
+        raise ValueError(f"{name} must be of the {count} heads of its rank, got {name}.shape={part.shape}")
+    return part

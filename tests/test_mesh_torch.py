@@ -1,0 +1,68 @@
+"""Cases on a mesh of processes of torch: each stage gathered, and what is sent counted, as `run --mesh` does."""
+
+from dataclasses import replace
+
+import pytest
+
+from mha_spec import AttentionSpec, Norm
+from parity import CASES, run_cases
+from parity.backends import torch_mesh
+from parity.sharding.mesh import MeshPlan
+
+HEADS = ["gqa-causal", "mqa", "alibi", "relative-bias", "norm-per-head", "no-out-proj", "decode-sinks", "decode-latent"]
+TOKENS = {  # of a length that two processes divide
+    "gqa-causal": {"seq_len": 8},
+    "padding": {"seq_len": 8, "key_padding_lengths": (8, 3)},
+    "rope": {"seq_len": 8},
+    "window": {"seq_len": 12},
+}
+MESHES = {
+    "heads": (MeshPlan(data=2, tensor=2), [CASES[name] for name in HEADS]),
+    "tokens": (MeshPlan(sequence=2, tensor=2), [replace(CASES[name], **sizes) for name, sizes in TOKENS.items()]),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def four_processes():
+    torch_mesh.make_devices(4)
+    yield
+    torch_mesh.end()
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_divided_cases_are_right_and_send_what_they_need(kind):
+    plan, cases = MESHES[kind]
+    report = run_cases(cases, ["torch"], mesh=plan, with_gradients=True)
+    assert {each.case for each in report.comparisons} == {case.name for case in cases}
+    assert report.failed == [], "\n".join(map(str, report.first_differences()))
+    assert report.needless == []
+    assert all(each.counted for each in report.collectives if each.ideal.keys() - {"all-reduce of flags"})
+
+
+def test_what_a_mesh_does_not_divide_is_skipped_by_name():
+    plan = MeshPlan(tensor=2)
+    width = replace(CASES["gqa"], spec=AttentionSpec(32, 8, qk_norm=Norm(over="width")))
+    assert torch_mesh.why_skipped(width, "float32", plan).startswith("q_norm must be over='head'")
+    assert torch_mesh.why_skipped(CASES["gqa"], "float32", plan) is None
+    masks = "masks and biases would have to go round with the keys"
+    assert torch_mesh.why_skipped(CASES["bias"], "float32", MeshPlan(sequence=1)) is None
+    told = {torch_mesh.why_skipped(case, "float32", MeshPlan(sequence=2)) for case in CASES.values()}
+    assert masks in told
+
+
+def test_more_devices_than_processes_are_refused():
+    with pytest.raises(ValueError, match=r"mesh must have no more devices than torch has processes, got data=8 and 4"):
+        run_cases([CASES["gqa"]], ["torch"], mesh=MeshPlan(data=8))
+
+
+def test_an_error_in_a_process_fails_the_case_and_the_next_case_runs(monkeypatch):
+    plan = MeshPlan(tensor=2)
+    real = torch_mesh.Given
+    monkeypatch.setattr(
+        torch_mesh, "Given", lambda *given: real(given[0], given[1], {})
+    )  # without what stages start from
+    report = run_cases([CASES["gqa"]], ["torch"], mesh=plan)
+    assert [each.stage for each in report.failed] == ["run"]
+    assert "process" in report.failed[0].reason
+    monkeypatch.undo()
+    assert run_cases([CASES["gqa"]], ["torch"], mesh=plan).failed == []

@@ -1,0 +1,267 @@
+"""A program: layers whose heads are divided over the chips of a mock board, each with values of its own.
+
+It prints what test_parallel.py asks about, as JSON. A process of its own, for a process has one board for good.
+"""
+
+import json
+import sys
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from unittest import mock
+
+import numpy as np
+import torch
+import ttnn
+
+import mha_tt
+from mha_spec import Alibi, AttentionSpec, Norm, Rope
+from mha_tt import mha, parallel, shards
+from mha_tt.device import upload_parts
+from mha_tt.goldens import lines_of
+from parity.backends import tt as backend
+from parity.core.cases import CASES
+from parity.core.weights import random_weights
+from parity.running.run import run_cases
+
+JUDGED = {
+    "n300": {
+        ((1, 2), 1): {
+            "bfloat16": [
+                *("mqa", "value-head-dim-fused-qkv", "latent-window", "relative-bias-padded", "norm-per-head", "gate"),
+                *("sinks", "no-out-proj", "decode-sinks", "decode-latent-yarn", "decode-gqa-rope", "ragged"),
+            ],
+            "float32": ["gqa-causal", "bias-causal", "nan-hidden-padding", "decode-gqa-rope"],
+        },
+    },
+    "t3000": {
+        ((1, 8), 1): {"bfloat16": ["fused-qkv-gqa", "nan-visible-decode"], "float32": ["gqa-causal"]},
+        ((2, 4), 1): {"bfloat16": ["gate-per-head", "decode-sinks"]},
+        ((2, 4), 0): {"bfloat16": ["latent-yarn"]},
+    },
+}
+"""Cases by the mesh and the dimension that their heads are divided over, and by their dtype."""
+
+
+@contextmanager
+def divided(mesh, axis):
+    """The backend's modules, divided: what they give and take is whole, as the stages of a case want it."""
+    line = lines_of(tuple(mesh.shape), axis)[0]
+
+    def gathered(tensor, heads, num_heads, side):
+        """What chips have of heads, side by side on an axis."""
+        parts = mha_tt.download_parts(tensor)
+        whole = dict[int, np.ndarray]()
+        for chip, own in zip(line, heads, strict=True):
+            whole |= zip(own, np.split(parts[chip], len(own), side), strict=True)
+        found = np.concatenate([whole[head] for head in range(num_heads)], side)
+        return mha_tt.upload(found, device=mesh, dtype=tensor.dtype)
+
+    def taken(x, heads, dtype):
+        return upload_parts([x[:, own] for own in heads], axis=axis, device=mesh, dtype=dtype)
+
+    def of_all_heads(module, init_cache, *sizes):
+        """An empty cache as the functions take it, which know nothing of chips."""
+        with mock.patch.object(module, "own_spec", module.spec):
+            return init_cache(*sizes)
+
+    class Divided(backend.Filled):
+        def __init__(self, problem):
+            super().__init__(problem)
+            parallel.shard(self.module, mesh, heads=axis)
+            if problem.case.is_cached:
+                self.module.init_cache = partial(of_all_heads, self.module, self.module.init_cache)
+            self.heads = [shards.heads_of(problem.spec, len(line), chip) for chip in range(len(line))]
+            self.queries, self.keys = zip(*self.heads, strict=True)
+
+        def outputs(self, query, key, mask, bias, positions):
+            spec = self.module.spec
+            if bias is not None and bias.shape[1] > 1:
+                bias = taken(bias, self.queries, ttnn.float32)
+            attn_weights, outputs = super().outputs(query, key, mask, bias, positions)
+            if not spec.out_proj:
+                outputs = {name: gathered(x, self.queries, spec.num_heads, 2) for name, x in outputs.items()}
+            return gathered(attn_weights, self.queries, spec.num_heads, 1), outputs
+
+        def step(self, x, cache, new_lengths, positions):
+            spec = self.module.spec
+            if spec.latent is not None:  # each chip has all latents
+                return super().step(x, cache, new_lengths, positions)
+            own = [taken(mha_tt.download(slots), self.keys, slots.dtype) for slots in cache.slots.values()]
+            cache = cache.with_slots(own, cache.lengths)
+            outputs, grown = super().step(x, cache, new_lengths, positions)
+            whole = [gathered(slots, self.keys, spec.num_kv_heads, 1) for slots in grown.slots.values()]
+            return outputs, grown.with_slots(whole, grown.lengths)
+
+    with mock.patch.multiple(backend, Filled=Divided, open_device=lambda: mesh):
+        yield
+
+
+def judged(names, dtype="float32"):
+    """How many stages of cases were judged, and which are not as the undivided layer's budget allows."""
+    report = run_cases([CASES[name] for name in names], ["tt"], [dtype])
+    failed = {f"{each.case} {each.dtype} {each.stage}": each.reason for each in report.comparisons if not each.passed}
+    return len(report.comparisons), failed
+
+
+# ---- Controls --------------------------------------------------------------------------------------------------------
+
+
+def reversed_keys(spec, size, chip, right=shards.heads_of):
+    """The key/value heads of another chip."""
+    return right(spec, size, chip)[0], right(spec, size, size - 1 - chip)[1]
+
+
+def with_bias_on_all(weights, spec, size, chip, right=shards.own_weights):
+    """The bias of out_proj on every chip, which is to be added once."""
+    return right(weights, spec, size, chip) | {"out_proj.bias": weights["out_proj.bias"]}
+
+
+def without_sum(x, axis):
+    """The output of a chip's own heads."""
+    return x
+
+
+CONTROLS = {
+    "without all_reduce": [(mha, "summed", without_sum)],
+    "key/value heads in the wrong order": [(shards, "heads_of", reversed_keys)],
+    "the bias of out_proj on every chip": [(mha_tt.weights, "own_weights", with_bias_on_all)],
+}
+
+
+def controls():
+    """What is not as it should be, with each mistake."""
+    found = {}
+    for title, mistakes in CONTROLS.items():
+        with ExitStack() as stack:
+            for where, what, wrong in mistakes:
+                stack.enter_context(mock.patch.object(where, what, wrong))
+            found[title] = judged(["gqa-causal"])[1]
+    return found
+
+
+# ---- What ttnn itself does on a mesh ---------------------------------------------------------------------------------
+
+
+def as_ttnn_says(mesh):
+    """Whether collectives give on each chip what ttnn's own golden functions say, along each dimension."""
+    shape, count = tuple(mesh.shape), mesh.get_num_devices()
+    each = torch.arange(count * 64.0 * 256).reshape(count, 1, 64, 256)
+    options = {"dtype": ttnn.float32, "layout": ttnn.TILE_LAYOUT, "device": mesh}
+    x = ttnn.from_torch(each, mesh_mapper=ttnn.ShardTensorToMesh(mesh, dim=0), **options)
+    composer = ttnn.ConcatMeshToTensor(mesh, dim=0)
+    found = {
+        "a part each": np.array_equal(np.concatenate(mha_tt.download_parts(x)), each),
+        "put together": bool((ttnn.to_torch(x, mesh_composer=composer) == each).all()),
+        "one of them": bool((ttnn.to_torch(ttnn.get_device_tensors(x)[1]) == each[1]).all()),
+    }
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "mesh_partition"):
+        is_divided, dims = name in ("reduce_scatter", "mesh_partition"), () if name == "all_reduce" else (3,)
+        for axis in (axis for axis in (0, 1) if shape[axis] > 1):
+            parts = mha_tt.download_parts(getattr(ttnn, name)(x, *dims, cluster_axis=axis))
+            golden = ttnn.get_golden_function(getattr(ttnn, name))
+            of_mesh = {
+                "_ttnn_golden_mesh_shape": shape,
+                "_ttnn_golden_mesh_shard_dims": (None, 0) if axis == 0 else (0, None),
+            }
+            expected = golden([part[None] for part in each], *dims, cluster_axis=axis, **of_mesh)
+            lines = [[parts[chip] for chip in line] for line in lines_of(shape, axis)]
+            whole = np.concatenate([np.concatenate(line, 3) if is_divided else line[0] for line in lines])
+            are_alike = is_divided or all(np.array_equal(line[0], part) for line in lines for part in line)
+            found[f"{name} along {axis}"] = are_alike and np.array_equal(whole, expected)
+    return found
+
+
+def told(call):
+    """What a call says that is refused; nothing if it is not."""
+    try:
+        call()
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def by_rows(mesh):
+    """A product by rows of a matrix, of which each chip has a part: how far off without a sum, and with one."""
+    rng = np.random.default_rng(0)
+    x, weight = rng.standard_normal((32, 128)), rng.standard_normal((128, 64))
+    count = mesh.get_num_devices()
+    parts = [
+        upload_parts(np.split(array, count, axis), axis=1, device=mesh, dtype=ttnn.float32)
+        for array, axis in ((x, 1), (weight, 0))
+    ]
+    product = ttnn.linear(*parts)
+
+    def error(y):
+        return float(np.abs(y - x @ weight).max() / np.abs(x @ weight).max())
+
+    return [
+        min(error(part) for part in mha_tt.download_parts(product)),
+        error(mha_tt.download(ttnn.all_reduce(product))),
+        told(lambda: mha_tt.download(product)),
+    ]
+
+
+def refused(mesh):
+    """What is said of layers that cannot be divided so, and of operations whose values are not known."""
+
+    def said_by(spec=None, heads=1, on=mesh, twice=False, layer=None):
+        spec = AttentionSpec(64, 8) if spec is None else spec
+        layer = mha_tt.MultiHeadAttention(spec, device=mesh) if layer is None else layer
+        before = (layer.weights, layer.own_spec, layer.heads)
+        if twice:
+            parallel.shard(layer, on, heads=heads)
+        said = told(lambda: parallel.shard(layer, on, heads=heads))
+        return said if twice or before == (layer.weights, layer.own_spec, layer.heads) else "it was changed"
+
+    def in_training():
+        spec = AttentionSpec(64, 8, dropout=0.5)
+        layer = parallel.shard(mha_tt.MultiHeadAttention(spec, device=mesh), mesh, heads=1)
+        return layer(x)
+
+    def with_bias_of_all_heads():
+        layer = parallel.shard(mha_tt.MultiHeadAttention(AttentionSpec(64, 8), device=mesh), mesh, heads=1)
+        return layer(x, bias=np.zeros((1, 8, 5, 5), np.float32))
+
+    x = mha_tt.upload(np.ones((1, 5, 64)), device=mesh)
+    return {
+        "uneven": said_by(AttentionSpec(64, 9, head_dim=8)),
+        "norm over the width": said_by(AttentionSpec(64, 8, qk_norm=Norm(over="width"))),
+        "alibi": said_by(AttentionSpec(64, 8, alibi=Alibi())),
+        "no such dimension": said_by(heads=2),
+        "a name": said_by(heads="tensor"),
+        "twice": said_by(twice=True),
+        "no layer": told(lambda: parallel.shard(object(), mesh, heads=1)),
+        "training with dropout": told(in_training),
+        "bias of all heads": told(with_bias_of_all_heads),
+        "broadcast": told(lambda: ttnn.all_broadcast(x)),
+    }
+
+
+def carried(mesh):
+    """Whether weights come out of a divided layer, and go into it, bit for bit."""
+    spec = AttentionSpec(64, 8, num_kv_heads=2, rope=Rope(), qk_norm=Norm(per_head=True), fused_qkv=True, sinks=True)
+    weights = random_weights(spec)
+    layer = mha_tt.MultiHeadSelfAttention(spec, device=mesh, dtype=ttnn.float32)
+    parallel.shard(backend.load_into(layer, weights), mesh, heads=1)
+    out = backend.weights_of(layer)
+    other = mha_tt.MultiHeadSelfAttention(spec, device=mesh, dtype=ttnn.float32)
+    again = backend.weights_of(backend.load_into(parallel.shard(other, mesh, heads=1), out))
+    return [all(np.array_equal(held[name], weight) for name, weight in weights.items()) for held in (out, again)]
+
+
+if __name__ == "__main__":
+    board = sys.argv[1]
+    mha_tt.mock.use(board)
+    found = {"judged": {}}
+    for (shape, axis), names_of in JUDGED[board].items():
+        with mha_tt.open_mesh(shape) as mesh, mha_tt.mock.shadow():
+            with divided(mesh, axis):
+                of_mesh = {f"{shape} {axis} {dtype}": judged(names, dtype) for dtype, names in names_of.items()}
+                found["judged"] |= of_mesh
+                if board == "n300":
+                    found["controls"] = controls()
+            if axis == 1:
+                found[f"{shape} as ttnn says"] = as_ttnn_says(mesh)
+            if board == "n300":
+                found |= {"by rows": by_rows(mesh), "refused": refused(mesh), "carried": carried(mesh)}
+    print(json.dumps(found))

@@ -1,0 +1,106 @@
+"""Heads divided over the chips of mock boards: equal to the undivided layer, and what is wrong is seen.
+
+Each board is a process of its own, started once, which computes everything that is judged here: see chips.py.
+"""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .chips import JUDGED
+
+pytestmark = pytest.mark.usefixtures("only_mock")
+
+every_board = pytest.mark.parametrize("board", JUDGED)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What a board's process found, which one worker starts for all."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+    def of_board(board):
+        path = folder / f"{board}.json"
+        with open(folder / f"{board}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                program = [sys.executable, "-m", "tests.tt.chips", board]
+                kept = {name: value for name, value in os.environ.items() if not name.startswith("TT_METAL")}
+                root = Path(__file__).parents[2]
+                result = subprocess.run(program, env=kept, cwd=root, capture_output=True, text=True, timeout=600)
+                assert result.returncode == 0, result.stderr
+                path.write_text(result.stdout)
+        return json.loads(path.read_text())
+
+    return of_board
+
+
+@every_board
+def test_divided_heads_are_within_the_budget_of_the_undivided_layer(found, board):
+    judged = found(board)["judged"]
+    assert len(judged) == sum(map(len, JUDGED[board].values()))
+    for stages, failed in judged.values():
+        assert stages
+        assert failed == {}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "reason"),
+    [
+        ("without all_reduce", "ValueError: tensor must be the same on all chips to be read as one, got another value"),
+        ("key/value heads in the wrong order", ""),
+        ("the bias of out_proj on every chip", ""),
+    ],
+)
+def test_a_mistake_of_dividing_fails(found, mistake, reason):  # the control of the test above
+    failed = found("n300")["controls"][mistake]
+    assert failed
+    if reason:
+        assert all(told.startswith(reason) for told in failed.values())
+    else:
+        assert all(stage.endswith(("module.output", "fused.output", "module.attn_weights")) for stage in failed)
+
+
+@every_board
+def test_collectives_give_what_golden_functions_of_the_framework_say(found, board):
+    told = {name: facts for name, facts in found(board).items() if name.endswith("as ttnn says")}
+    assert told
+    for facts in told.values():
+        assert len(facts) >= 7
+        assert all(facts.values()), facts
+
+
+def test_a_product_by_rows_is_a_part_without_its_sum(found):
+    without, summed, said = found("n300")["by rows"]
+    assert without > 0.1
+    assert summed < 1e-6
+    assert said.startswith("ValueError: tensor must be the same on all chips")
+
+
+def test_weights_come_out_of_divided_layers_and_go_into_them_bit_for_bit(found):
+    assert found("n300")["carried"] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("uneven", "ValueError: num_heads must be a multiple of the chips, got num_heads=9 and 2 chips"),
+        ("norm over the width", "ValueError: q_norm must be over='head' to be divided"),
+        ("alibi", "ValueError: alibi must be None to be divided"),
+        ("no such dimension", "ValueError: heads must be the number of a dimension of the mesh, got heads=2"),
+        ("a name", "TypeError: heads must be the number of a dimension of the mesh, got heads='tensor'"),
+        ("twice", "ValueError: layer must be divided by heads once"),
+        ("no layer", "TypeError: layer must be an attention module of mha_tt, got object"),
+        ("training with dropout", "ValueError: the module must not drop at random where its heads are divided"),
+        ("bias of all heads", "ValueError: bias must broadcast to the scores"),
+        ("broadcast", "NotImplementedError: ttnn.all_broadcast has no golden function among chips"),
+    ],
+)
+def test_what_would_be_wrong_is_refused_by_name(found, name, message):
+    assert found("n300")["refused"][name].startswith(message)
