@@ -25,7 +25,8 @@ def by_processes(
     """
     others = set(multiprocessing.active_children())
     # A process that is forked would share the threads and locks of frameworks that are loaded here.
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+    num_processes = max(1, min(jobs, len(items)))
+    pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
     try:
         begun = {i: pool.submit(function, items[i]) for i in sorted(range(len(items)), key=lambda i: -cost(items[i]))}
         for i in range(len(items)):
