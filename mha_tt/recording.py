@@ -37,7 +37,7 @@ class Recording:
     """A program, and what it gave.
 
     Attributes:
-        lines: each upload, operation and read-back, in order, in words.
+        lines: each upload, operation and read-back, in order, in words, tensors by their numbers.
         sums: of each upload the weighed sum of its numbers and that of their magnitudes, (uploads, 2).
         arrays: what was read back, in order, in float32.
         made_on: the device, in words.
@@ -103,17 +103,41 @@ def replayed(recording: Recording) -> Iterator[Replay]:
 class _Program:
     """What is told of uploads and operations, and asked for arrays."""
 
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}  # of tensors, in the order in which they are first seen
+
     def uploaded(self, tensor: ttnn.Tensor, array: np.ndarray, pad_value: float) -> None:
         """Take note of an array that went to the device."""
         numbers = np.nan_to_num(np.asarray(array, np.float64).ravel(), nan=1.0, posinf=2.0, neginf=-2.0)
         weights = 1.0 + np.arange(numbers.size) % 97  # so that another order is another sum
         self.add_sum(float(numbers @ weights), float(np.abs(numbers) @ weights))
-        self.add(f"upload {_words(tensor)} filled with {pad_value}")
+        self.add(f"upload {self.words(tensor)} filled with {pad_value}")
 
-    def __call__(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], _: Any) -> None:
+    def __call__(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
         """What ttnn calls after every operation."""
-        named = [f"{name}={_words(value)}" for name, value in keywords.items()]
-        self.add(" ".join([operation.python_fully_qualified_name, *map(_words, arguments), *named]))
+        given = [*map(self.words, arguments), *(f"{name}={self.words(value)}" for name, value in keywords.items())]
+        made = result if isinstance(result, list | tuple) else [result]
+        numbers = " ".join(f"#{self._number(x)}" for x in made if isinstance(x, ttnn.Tensor))
+        self.add(" ".join([operation.python_fully_qualified_name, *given, "->", numbers]))
+
+    def words(self, value: Any) -> str:
+        """What an operation was given, but for the numbers in a tensor: of that which one it is, and its form."""
+        if isinstance(value, ttnn.Tensor):
+            where = value.memory_config() if ttnn.is_tensor_storage_on_device(value) else "on the host"
+            return f"#{self._number(value)} {tuple(value.shape)} {value.dtype} {value.layout} {where}"
+        if isinstance(value, ttnn.MeshDevice):
+            return "device"
+        if isinstance(value, list | tuple):
+            return f"({', '.join(map(self.words, value))})"
+        if isinstance(value, ttnn.WormholeComputeKernelConfig):
+            return describe_config(value)
+        words = repr(value)
+        if " object at 0x" in words:
+            raise NotImplementedError(f"{type(value).__name__} must have words of its own to be recorded, got {words}")
+        return words
+
+    def _number(self, tensor: ttnn.Tensor) -> int:
+        return self._numbers.setdefault(tensor.tensor_id, len(self._numbers))
 
     def add(self, line: str) -> None:
         """Take note of what is done next."""
@@ -130,6 +154,7 @@ class _Program:
 
 class _Recorder(_Program):
     def __init__(self) -> None:
+        super().__init__()
         self.recording, self._is_reading = Recording(), False
 
     def add(self, line: str) -> None:
@@ -140,7 +165,7 @@ class _Recorder(_Program):
         self.recording.sums.append((total, size))
 
     def download(self, tensor: ttnn.Tensor) -> np.ndarray:
-        self.add(f"read {_words(tensor)}")
+        self.add(f"read {self.words(tensor)}")
         self._is_reading = True
         self.recording.arrays.append(devices.read_back(tensor))
         self._is_reading = False
@@ -156,6 +181,7 @@ class Replay(_Program):
     """
 
     def __init__(self, recording: Recording, otherwise: Callable[[ttnn.Tensor], np.ndarray]) -> None:
+        super().__init__()
         self.made_on, self.differs, self._recording, self._otherwise = recording.made_on, "", recording, otherwise
         self._num_lines = self._num_sums = self._num_arrays = 0
 
@@ -177,7 +203,7 @@ class Replay(_Program):
 
     def download(self, tensor: ttnn.Tensor) -> np.ndarray:
         """What the device gave here, or golden functions give."""
-        self.add(f"read {_words(tensor)}")
+        self.add(f"read {self.words(tensor)}")
         index, self._num_arrays = self._num_arrays, self._num_arrays + 1
         return self._otherwise(tensor) if self.differs else self._recording.arrays[index].copy()
 
@@ -185,20 +211,3 @@ class Replay(_Program):
         """Take note that nothing follows."""
         if not self.differs and self._num_lines < len(self._recording.lines):
             self.differs = f"step {self._num_lines + 1} is the end and was {self._recording.lines[self._num_lines]!r}"
-
-
-def _words(value: Any) -> str:
-    """What an operation was given, but for the numbers in a tensor."""
-    if isinstance(value, ttnn.Tensor):
-        where = value.memory_config() if ttnn.is_tensor_storage_on_device(value) else "on the host"
-        return f"{tuple(value.shape)} {value.dtype} {value.layout} {where}"
-    if isinstance(value, ttnn.MeshDevice):
-        return "device"
-    if isinstance(value, list | tuple):
-        return f"({', '.join(map(_words, value))})"
-    if isinstance(value, ttnn.WormholeComputeKernelConfig):
-        return describe_config(value)
-    words = repr(value)
-    if " object at 0x" in words:
-        raise NotImplementedError(f"{type(value).__name__} must have words of its own to be recorded, got {words}")
-    return words

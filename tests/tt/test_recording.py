@@ -25,23 +25,27 @@ pytestmark = pytest.mark.skipif(not IS_MOCK, reason="recordings are given back o
 X = np.arange(64.0).reshape(1, 64)
 
 
-def program(device, *, x=X, factor=2.0, times=1):
-    """What is read back of a small program."""
-    y = mha_tt.upload(x, device=device, dtype=ttnn.float32)
+def program(device, *, x=X, factor=2.0, times=1, is_of_first=False):
+    """What is read back of a small program: a tensor times a factor, so many times, or each time the first one."""
+    y = first = mha_tt.upload(x, device=device, dtype=ttnn.float32)
     for _ in range(times):
-        y = ttnn.multiply(y, factor)
+        y = ttnn.multiply(first if is_of_first else y, factor)
     return mha_tt.download(y)
 
 
-@pytest.fixture
-def kept(device, monkeypatch):
+def keep(device, monkeypatch, **options):
     """A recording of it, made on a device that is off by one."""
     with mha_tt.mock.shadow() as values, monkeypatch.context() as patched:
         patched.setattr(recording.devices, "target", lambda: "simulator")
         patched.setattr(recording.devices, "read_back", lambda tensor: values.download(tensor) + 1)
         with recording.recorded() as found:
-            assert np.array_equal(program(device), 2 * X + 1)
+            assert np.array_equal(program(device, **options), 2 ** options.get("times", 1) * X + 1)
     return found
+
+
+@pytest.fixture
+def kept(device, monkeypatch):
+    return keep(device, monkeypatch)
 
 
 def test_the_same_program_gives_what_was_recorded(device, kept):
@@ -57,8 +61,11 @@ def test_a_table_that_differs_by_rounding_is_the_same_program(device, kept):
 
 
 OTHERS = {
-    "another number": ({"factor": 3.0}, "step 3 is 'ttnn.multiply .* 3.0' and was 'ttnn.multiply .* 2.0'"),
-    "another shape": ({"x": X.reshape(2, 32)}, r"step 1 is 'ttnn.to_device \(2, 32\) .* was 'ttnn.to_device \(1, 64\)"),
+    "another number": ({"factor": 3.0}, "step 3 is 'ttnn.multiply .* 3.0 -> #2' and was 'ttnn.multiply .* 2.0 -> #2'"),
+    "another shape": (
+        {"x": X.reshape(2, 32)},
+        r"step 1 is 'ttnn.to_device #0 \(2, 32\) .* was 'ttnn.to_device #0 \(1, 64\)",
+    ),
     "other numbers in a tensor": ({"x": X + 1}, "step 2 uploads other numbers"),
     "the same numbers in another order": ({"x": X[:, ::-1]}, "step 2 uploads other numbers"),
     "an operation more": ({"times": 2}, "step 4 is 'ttnn.multiply .* and was 'read "),
@@ -73,6 +80,14 @@ def test_another_program_gives_golden_values_and_is_told(device, kept, options, 
     expected = options.get("x", X) * options.get("factor", 2.0) ** options.get("times", 1)
     assert np.array_equal(found, expected)
     assert re.match(told, replay.differs)
+
+
+def test_the_same_operations_on_other_tensors_are_another_program(device, monkeypatch):
+    """Of the same shapes: keys written where values belong, say."""
+    twice = keep(device, monkeypatch, times=2)
+    with recording.replayed(twice) as replay:
+        assert np.array_equal(program(device, times=2, is_of_first=True), 2 * X)
+    assert re.match(r"step 4 is 'ttnn.multiply #1 .* and was 'ttnn.multiply #2 ", replay.differs)
 
 
 def test_a_program_that_ends_early_is_told(device, kept):
