@@ -157,9 +157,12 @@ class _Recorder(_Program):
         super().__init__()
         self.recording, self._is_reading = Recording(), False
 
+    def __call__(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
+        if not self._is_reading:  # for which ttnn has operations on a device, and none on a mock one
+            super().__call__(operation, arguments, keywords, result)
+
     def add(self, line: str) -> None:
-        if not self._is_reading:  # for which ttnn has operations, too
-            self.recording.lines.append(line)
+        self.recording.lines.append(line)
 
     def add_sum(self, total: float, size: float) -> None:
         self.recording.sums.append((total, size))
