@@ -79,14 +79,7 @@ def _exponentials() -> Mistake:
     def attn_weights(_: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
         weights = original(values)["attn_weights"]
         wide = weights.astype(np.promote_types(weights.dtype, np.float32))
-        highest = wide.max(axis=-1, keepdims=True, initial=0.0)
-        share = np.where(wide > 0.0, wide, 1.0) / np.where(highest > 0.0, highest, 1.0)
-        exponent = np.log2(share) - LINE
-        whole = np.floor(exponent)
-        lines = np.where(wide > 0.0, np.exp2(whole) * (1.0 + exponent - whole), 0.0)
-        total = lines.sum(axis=-1, keepdims=True)
-        found = lines * wide.sum(axis=-1, keepdims=True) / np.where(total > 0.0, total, 1.0)
-        return {"attn_weights": np.where(np.isfinite(wide), found, wide).astype(weights.dtype)}
+        return {"attn_weights": _by_lines(np, wide).astype(weights.dtype)}
 
     return Mistake(
         "exponentials-approximated",
@@ -96,10 +89,24 @@ def _exponentials() -> Mistake:
         PAGE,
         ("attn_weights",),
         {"attn_weights": attn_weights},
-        None,
+        breaking(masked_softmax=lambda plan, softmax, *inputs: _by_lines(plan.xp, softmax(*inputs))),
         is_loss=True,
         shows_in_narrow=True,
     )
+
+
+def _by_lines(xp: Any, weights: Any) -> Any:
+    """Attention weights of exponentials that are made so."""
+    if not weights.shape[-1]:
+        return weights
+    highest = xp.amax(weights, axis=-1, keepdims=True)
+    share = xp.where(weights > 0.0, weights, 1.0) / xp.where(highest > 0.0, highest, 1.0)
+    exponent = xp.log2(share) - LINE
+    whole = xp.floor(exponent)
+    lines = xp.where(weights > 0.0, xp.exp2(whole) * (1.0 + exponent - whole), 0.0)
+    total = xp.sum(lines, axis=-1, keepdims=True)
+    found = lines * xp.sum(weights, axis=-1, keepdims=True) / xp.where(total > 0.0, total, 1.0)
+    return xp.where(xp.isfinite(weights), found, weights)
 
 
 # ---- Rounding --------------------------------------------------------------------------------------------------------
