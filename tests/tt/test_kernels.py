@@ -11,7 +11,20 @@ from .formulas import assert_close, rounded
 
 pytestmark = pytest.mark.board
 
-X, Y = (rounded(np.random.default_rng(seed).standard_normal((32, 64)), ttnn.bfloat16) for seed in (0, 1))
+
+@pytest.fixture
+def x(device):
+    return drawn(0)
+
+
+@pytest.fixture
+def y(device):
+    return drawn(1)
+
+
+def drawn(seed):
+    """Numbers that bfloat16 has; a device must be open."""
+    return rounded(np.random.default_rng(seed).standard_normal((32, 64)), ttnn.bfloat16)
 
 
 def run(device, operation, *arrays, **options):
@@ -19,17 +32,17 @@ def run(device, operation, *arrays, **options):
     return mha_tt.download(operation(*tensors, **options))
 
 
-def test_add(device):
-    assert_close(run(device, ttnn.add, X, Y), X + Y, ttnn.bfloat16)
+def test_add(device, x, y):
+    assert_close(run(device, ttnn.add, x, y), x + y, ttnn.bfloat16)
 
 
-def test_matmul(device):
+def test_matmul(device, x, y):
     config = {"compute_kernel_config": accurate_config(device)}
-    assert_close(run(device, ttnn.matmul, X, Y.T, **config), X @ Y.T, ttnn.bfloat16)
+    assert_close(run(device, ttnn.matmul, x, y.T, **config), x @ y.T, ttnn.bfloat16)
 
 
-def test_softmax(device):
-    exponentials = np.exp(X - X.max(axis=1, keepdims=True))
+def test_softmax(device, x):
+    exponentials = np.exp(x - x.max(axis=1, keepdims=True))
     expected = exponentials / exponentials.sum(axis=1, keepdims=True)
     config = {"compute_kernel_config": accurate_config(device), "numeric_stable": True}
-    assert_close(run(device, ttnn.softmax, X, dim=-1, **config), expected, ttnn.bfloat16)
+    assert_close(run(device, ttnn.softmax, x, dim=-1, **config), expected, ttnn.bfloat16)
