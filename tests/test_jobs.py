@@ -1,11 +1,13 @@
 """Cases run by several processes: the same report, and no process that is left behind."""
 
+import json
 import math
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures.process import BrokenProcessPool
 
@@ -13,6 +15,7 @@ import pytest
 
 from parity import CASES, run_cases
 from parity.cli.main import main
+from parity.running.elsewhere import Elsewhere
 from parity.running.jobs import by_processes
 
 LEFT_ALONE = """
@@ -113,3 +116,62 @@ def test_jobs_that_cannot_be_are_refused(arguments, message, capsys):
 def test_of_python_too():
     with pytest.raises(ValueError, match="jobs must be at least 1, got jobs=0"):
         run_cases([CASES["textbook"]], ["torch"], jobs=0)
+
+
+# ---- With another Python ---------------------------------------------------------------------------------------------
+
+CASES_ELSEWHERE = ["--cases", "rope-gqa", "--grad", "--dtypes", "float32,bfloat16"]
+
+
+def run_with(tmp_path, *options):
+    path = tmp_path / "report.json"
+    assert main(["run", "--quiet", "--json", str(path), *options]) == 0
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_backend_with_another_python_is_judged_as_it_is_here(tmp_path, jobs):
+    here = run_with(tmp_path, "--backends", "jax,torch", *CASES_ELSEWHERE)
+    told = ["--backends", "jax,torch", "--python", f"torch={sys.executable}", "--jobs", jobs]
+    elsewhere = run_with(tmp_path, *told, *CASES_ELSEWHERE)
+    assert elsewhere["results"] == here["results"]
+    assert {each["backend"] for each in here["results"]} == {"jax", "torch"}
+
+
+def test_it_does_not_run_here_as_well(tmp_path):
+    elsewhere = run_with(tmp_path, "--python", f"torch={sys.executable}", "--cases", "textbook")
+    told = [(each["backend"], each["stage"]) for each in elsewhere["results"]]
+    assert len(told) == len({*told})
+    assert ("torch", "output") in told
+
+
+def test_what_another_python_refuses_is_said_in_a_line(tmp_path, capsys):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'mha-parity: torch needs torch, not installed here' >&2\nexit 2\n")
+    python.chmod(0o755)
+    assert main(["run", "--backends", "jax", "--python", f"torch={python}", "--cases", "textbook"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"mha-parity: {python} must run its cases, got exit status 2: torch needs torch, not installed here"
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (["torch=nowhere"], "--python must name an interpreter that can be run, got nowhere"),
+        (["caffe=python"], "--python must be of jax, torch, tt, got caffe"),
+    ],
+)
+def test_another_python_must_be_one(capsys, told, message):
+    assert main(["run", "--python", *told]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_another_python_ends_with_the_run_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    with Elsewhere(str(python), []) as elsewhere:
+        assert elsewhere.process.poll() is None
+    assert elsewhere.process.poll() is not None
+    assert os.listdir(tmp_path) == ["python"]

@@ -132,8 +132,8 @@ QUICKLY: dict[str, Any] = {
 }
 """How XLA compiles small layers on a CPU: in a fifth of the time. Sums then go from first to last term."""
 
-LONGEST_SUM = 128
-"""The longest axis of a small layer: in longer sums their order shows."""
+LONGEST_AXIS = 1024
+"""The longest axis of a small layer: a larger one runs longer than it compiles, and the order of its sums shows."""
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -145,7 +145,7 @@ def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
     """The function as it is compiled for such arguments."""
     longest = max((size for x in jax.tree.leaves(arguments) for size in np.shape(x)), default=0)
     # Whoever sets XLA's flags, to nothing even, has everything compiled by them.
-    quickly = longest <= LONGEST_SUM and jax.default_backend() == "cpu" and "XLA_FLAGS" not in os.environ
+    quickly = longest <= LONGEST_AXIS and jax.default_backend() == "cpu" and "XLA_FLAGS" not in os.environ
     return _compiled(function, quickly, _replaceable())
 
 

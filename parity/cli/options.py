@@ -19,6 +19,14 @@ def name_list(text: str) -> list[str]:
     return found
 
 
+def named_path(text: str) -> tuple[str, str]:
+    """The type of an option that takes a name and a path: `tt=.venv-tt/bin/python`."""
+    name, _, path = text.partition("=")
+    if not (name and path):
+        raise argparse.ArgumentTypeError(f"must be NAME=PATH, got {text}")
+    return name, path
+
+
 def number_list(text: str) -> list[int]:
     """The type of an option that takes integers with commas between them."""
     try:

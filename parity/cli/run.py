@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from parity.cli.cases import cases_named
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, in_flags, layer_options, said_of_layers, warn_of_parts
 from parity.cli.messages import no_framework
-from parity.cli.options import check_names, name_list, range_list
+from parity.cli.options import check_names, name_list, named_path, range_list
 from parity.cli.reports import add_report_options, attention_maps, print_and_write
 
 if TYPE_CHECKING:
@@ -79,6 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--join", action="append", default=[], metavar="DIR", help="also judge the traces of this folder"
     )
+    parser.add_argument(
+        "--python",
+        type=named_path,
+        action="append",
+        default=[],
+        metavar="BACKEND=PATH",
+        help="run this backend with another Python, that of an environment of its own",
+    )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--verbose", action="store_true", help="print every comparison")
     length.add_argument("--quiet", action="store_true", help="print failures and the last line only")
@@ -92,6 +101,7 @@ def run(options: argparse.Namespace) -> int:
     from parity.conversion.convert import load
     from parity.core.cases import DTYPES
     from parity.reporting.console import progress_bar
+    from parity.running.elsewhere import Elsewhere
     from parity.running.models import cases_of
     from parity.running.run import run_cases
 
@@ -103,8 +113,13 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--jobs must be 1 with --model, whose layers are read one at a time, got {options.jobs}")
     cases, maps = _chosen_cases(options), attention_maps(options)
     _check_weight_options(options)
+    pythons = dict(options.python)
+    check_names("--python", [*pythons], BACKENDS)
+    if any(why_missing(name) is None for name in pythons):  # which then must not run here, too
+        options.backends = options.backends or [name for name in BACKENDS if why_missing(name) is None]
+        options.backends = [name for name in options.backends if name not in pythons]
     backends = [name for name in options.backends or BACKENDS if name in BACKENDS and why_missing(name) is None]
-    if not (backends or options.backends or options.join):
+    if not (backends or options.backends or options.join or pythons):
         raise ModuleNotFoundError(no_framework())
     told = {"with_gradients": options.grad, "mesh": _mesh(options, backends), "on_judged": maps}
     if options.model is not None:
@@ -116,11 +131,23 @@ def run(options: argparse.Namespace) -> int:
             weights, spec = load(options.weights, options.layout, prefix=options.prefix, **layer_options(options))
         cases = cases_of(f"weights-{Path(options.weights).stem}", spec)
     runs = sum(1 if case.dtype else len(options.dtypes) for case in cases) * len(backends)
-    with progress_bar(runs) as on_case:
-        told |= {"weights": weights, "traces": options.save_traces, "join": options.join, "on_case": on_case}
+    with progress_bar(runs) as on_case, ExitStack() as stack:
+        elsewhere = [
+            stack.enter_context(Elsewhere(path, _told_elsewhere(options, name))) for name, path in pythons.items()
+        ]
+        join = [*options.join, *elsewhere]
+        told |= {"weights": weights, "traces": options.save_traces, "join": join, "on_case": on_case}
         told["jobs"] = options.jobs
         results = run_cases(cases, options.backends, options.dtypes, **told)
     return print_and_write(options, results, maps)
+
+
+def _told_elsewhere(options: argparse.Namespace, backend: str) -> list[str]:
+    """What `mha-parity run` is told of the same cases on a backend with another Python."""
+    told = ["--backends", backend, "--dtypes", ",".join(options.dtypes), "--random", str(options.random)]
+    given = {name: getattr(options, name) for name in ("cases", "mesh", "devices", "axes")}
+    told += [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    return [*told, *(["--grad"] if options.grad else [])]
 
 
 def _mesh(options: argparse.Namespace, backends: Sequence[str]) -> MeshPlan | None:
@@ -148,8 +175,8 @@ def _check_weight_options(options: argparse.Namespace) -> None:
     if getattr(options, source[2:]) is None:
         if needless := said_of_layers(options):
             raise ValueError(f"{', '.join(needless)} must come with --weights or --model")
-    elif options.cases is not None or options.random or options.save_traces or options.join:
-        raise ValueError(f"{source} must not be combined with --cases, --random, --save-traces or --join")
+    elif options.cases is not None or options.random or options.save_traces or options.join or options.python:
+        raise ValueError(f"{source} must not be combined with --cases, --random, --save-traces, --join or --python")
     if options.model is None and (given := [flag for flag in ("layers", "against") if getattr(options, flag)]):
         raise ValueError(f"--{' and --'.join(given)} must come with --model")
 

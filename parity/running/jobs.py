@@ -5,9 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -15,20 +15,31 @@ Result = TypeVar("Result")
 
 def by_processes(
     function: Callable[[Item], Result], items: Sequence[Item], jobs: int, *, cost: Callable[[Item], float]
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """The results of a function for each item, in their order, from so many processes; what costs most begins first.
 
-    The function, what it takes and what it gives are pickled. Whoever stops asking, by an error or a signal, ends them.
+    The function, what it takes and what it gives are pickled. Processes begin at once, and whoever closes the iterator
+    ends them, as do an error and a signal where results are asked for.
 
     Raises:
         BrokenProcessPool: if one of the processes ends, for want of memory, say.
     """
+    results = _results(function, items, jobs, cost)
+    next(results)
+    return results
+
+
+def _results(
+    function: Callable[[Item], Result], items: Sequence[Item], jobs: int, cost: Callable[[Item], float]
+) -> Generator[Any, None, None]:
+    """Nothing, when processes have begun; then the results."""
     others = set(multiprocessing.active_children())
     # A process that is forked would share the threads and locks of frameworks that are loaded here.
     num_processes = max(1, min(jobs, len(items)))
     pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
     try:
         begun = {i: pool.submit(function, items[i]) for i in sorted(range(len(items)), key=lambda i: -cost(items[i]))}
+        yield None
         for i in range(len(items)):
             yield begun.pop(i).result()
     finally:

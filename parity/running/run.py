@@ -7,6 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ def run_cases(
         mesh: devices that each case is divided over; what it does not divide is skipped.
         traces: folder to save the traces in.
         join: folders of traces made elsewhere, their sub-folders among them; those of the same cases and dtypes are
-            judged, too.
+            judged, too. A folder that is `parity.running.elsewhere.Elsewhere` is waited for.
         jobs: how many processes run cases; 1 is this one.
         on_case: called before each case, or before it is judged if another process ran it, with its name, the dtype
             and the backend.
@@ -81,12 +82,10 @@ def run_cases(
         raise ValueError(f"jobs must be at least 1, got jobs={jobs}")
     missing = {name: reason for name in backends or BACKENDS if (reason := _why_missing(name, mesh, backends))}
     here = [name for name in backends or BACKENDS if name not in missing]
-    joined = load_traces(join, here)
-    skipped = {name: reason for name, reason in missing.items() if name not in {trace.backend for trace in joined}}
-    if backends and skipped:
-        raise ModuleNotFoundError("; ".join(skipped.values()))
+    if backends and missing and not join:
+        raise ModuleNotFoundError("; ".join(missing.values()))
     chosen = [(case, dtype) for case in cases for dtype in ((case.dtype,) if case.dtype else dtypes)]
-    if not (chosen and dtypes and (here or joined)):
+    if not (chosen and dtypes and (here or join)):
         raise ValueError(f"there must be something to run, got {len(cases)} cases on {here} in {list(dtypes)}")
     for name in here if backends else ():
         reasons = dict.fromkeys(_why_skipped(name, case, dtype, mesh) for case, dtype in chosen)
@@ -97,10 +96,9 @@ def run_cases(
     if jobs > 1 and mesh is not None:
         raise ValueError(f"jobs must be 1 with a mesh, which has processes or devices of its own, got jobs={jobs}")
     where = environment(here)
+    tasks = [_Task(case, dtype, tuple(here), weights, with_gradients) for case, dtype in chosen]
 
-    def recorded() -> Iterator[tuple[Trace, Reference]]:
-        tasks = [_Task(case, dtype, tuple(here), weights, with_gradients) for case, dtype in chosen]
-        elsewhere = by_processes(_attempts, tasks, jobs, cost=_Task.cost) if jobs > 1 else repeat(None)
+    def recorded(joined: list[Trace], elsewhere: Iterable[list[Trace] | None]) -> Iterator[tuple[Trace, Reference]]:
         for task, attempts in zip(tasks, elsewhere, strict=False):
             case, dtype, expected = task.case, task.dtype, task.expected()
             for index, name in enumerate(here):
@@ -114,7 +112,15 @@ def run_cases(
                 if (trace.problem.case, trace.problem.dtype) == (case, dtype):
                     yield trace, expected
 
-    report = _judge_all(recorded(), joined, on_judged)
+    with ExitStack() as stack:
+        elsewhere = repeat(None)
+        if jobs > 1 and here:  # begun before traces are read, which may be in the making
+            elsewhere = stack.enter_context(closing(by_processes(_attempts, tasks, jobs, cost=_Task.cost)))
+        joined = load_traces(join, here)
+        skipped = {name: reason for name, reason in missing.items() if name not in {trace.backend for trace in joined}}
+        if backends and skipped:
+            raise ModuleNotFoundError("; ".join(skipped.values()))
+        report = _judge_all(recorded(joined, elsewhere), joined, on_judged)
     without = [case for case in cases if with_gradients and not case.has_gradients]
     for why, names in {
         "with a cache": [case.name for case in without if case.is_cached],
