@@ -139,8 +139,7 @@ def attended(name):
         rolled = jax.device_put(jnp.roll(arrays["k"].astype(np.float32), 8, axis=2), placed["k"].sharding)
         program = compiled(partial(everything, sizes), placed, given)
         found, swapped = (
-            {key: np.asarray(x) for key, x in program({**placed, "k": k}, given).items()}
-            for k in (placed["k"], rolled)
+            {key: np.asarray(x) for key, x in program({**placed, "k": k}, given).items()} for k in (placed["k"], rolled)
         )
         sent = sent_by(compiled(partial(forward, sizes), placed)), sent_by(program)
     fixed.update({"mask": jnp.asarray(np.asarray(fixed["mask"]))} if "mask" in fixed else {})
