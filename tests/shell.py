@@ -1,5 +1,7 @@
-"""Commands as pages show them. Ours, and programs of Python, run in this process, where the frameworks are imported."""
+"""Commands as pages show them. Ours, and programs of Python, run in this process, where the frameworks are imported;
+programs of this folder in one of their own."""
 
+import json
 import os
 import runpy
 import shlex
@@ -9,6 +11,7 @@ from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import jax
@@ -28,6 +31,14 @@ def environment(pytest_options: str = PYTEST_OPTIONS) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     paths = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}", "PYTHONPATH": str(ROOT)}
     return kept | paths | {"NO_COLOR": "1", "COLUMNS": "80", "PYTEST_ADDOPTS": pytest_options}
+
+
+def found_by(program: str) -> Any:
+    """What a program of this folder prints as JSON. It has a process of its own, where JAX has other devices."""
+    command = [sys.executable, str(ROOT / "tests" / program)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def run(command: str, folder: Path, env: dict[str, str]) -> tuple[int, str, str]:

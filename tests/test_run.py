@@ -39,9 +39,9 @@ def failures(case, backend, dtype, with_gradients):
 FORMS = {
     *("textbook", "strided", "one-query", "one-token", "odd-sizes", "wide", "large-logits-float16"),
     *("cross-padding", "gqa-causal", "head-dim"),
-    *("rope-far", "rope-llama3", "rope-yarn", "rope-sections-interleaved"),
+    *("rope-far", "rope-llama3", "rope-yarn", "rope-sections-interleaved", "rope", "norm-one-plus"),
+    *("full", "window-cross", "gqa", "latent-factors", "fused-qkv-cross"),
 }
-
 
 FINITE = [name for name, case in CASES.items() if case.not_finite is None]
 NAN_CASES = [name for name in CASES if name not in FINITE]
@@ -288,9 +288,14 @@ def test_nothing_to_run_is_an_error_and_no_success(arguments, message):
         run_cases(**arguments)
 
 
+# Of a narrow dtype JAX compiles a case of each kind.
+NARROW_IN_JAX = "nan-visible-causal", "nan-hidden-norm", "nan-hidden-decode"
+
+
 @pytest.mark.parametrize("name", NAN_CASES)
 def test_nan_is_where_it_belongs(name, sibling):
-    report = run_cases([CASES[name]], [sibling.name], ["float32", "bfloat16"], with_gradients=True)
+    dtypes = ["float32", "bfloat16"] if sibling.name == "torch" or name in NARROW_IN_JAX else ["float32"]
+    report = run_cases([CASES[name]], [sibling.name], dtypes, with_gradients=True)
     assert report.failed == []
     json.dumps(report.to_dict(), allow_nan=False)
 
