@@ -153,7 +153,7 @@ class _OnMesh:
         counts: Counter[str] = Counter()
 
         def note(operation: Any, *_: Any) -> None:
-            name = operation.python_fully_qualified_name
+            name: str = operation.python_fully_qualified_name
             if name in WORDS or is_collective(name, operation.golden_function):
                 counts[WORDS.get(name, name)] += 1
 
