@@ -75,7 +75,10 @@ def sent_by_program(report: Report) -> list[Sent]:
     for each in report.collectives:
         words = (words_of(each.counted), words_of(each.ideal), "" if each.is_ideal else each.excuse)
         alike.setdefault((not each.passed, each.backend, each.program, *words), {})[each.case] = None
-    return [Sent(*words, not failed, list(cases)) for (failed, *words), cases in sorted(alike.items())]
+    return [
+        Sent(backend, program, counted, needed, excuse, not has_failed, list(cases))
+        for (has_failed, backend, program, counted, needed, excuse), cases in sorted(alike.items())
+    ]
 
 
 def reproduction(comparison: Comparison) -> str:
