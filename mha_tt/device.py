@@ -73,7 +73,8 @@ def open_device(device_id: int = 0, *, trace_region_size: int = 0) -> Iterator[t
     if target() == "simulator" and (reason := _simulator_lacks()):
         raise RuntimeError(f"{reason}; tools/tt-simulator sets it up")
     try:
-        device = ttnn.open_device(device_id=device_id, trace_region_size=trace_region_size)
+        options = _of_dispatch() if target() == "mock" and ttnn.get_num_devices() > 1 else {}
+        device = ttnn.open_device(device_id=device_id, trace_region_size=trace_region_size, **options)
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
         raise RuntimeError(f"device {device_id} must open, looked for {where}, got: {reason}") from error
@@ -81,6 +82,11 @@ def open_device(device_id: int = 0, *, trace_region_size: int = 0) -> Iterator[t
         yield device
     finally:
         ttnn.close_device(device)
+
+
+def _of_dispatch() -> dict[str, ttnn.DispatchCoreConfig]:
+    """Options of a mock board of several chips, on which the default place of dispatch is not validated."""
+    return {"dispatch_core_config": ttnn.DispatchCoreConfig(ttnn.DispatchCoreType.WORKER)}
 
 
 def _simulator_lacks() -> str | None:
@@ -127,8 +133,7 @@ def open_mesh(shape: Sequence[int]) -> Iterator[ttnn.MeshDevice]:
     where = describe_target()
     if target() is None:
         raise RuntimeError(f"a device must be there to be opened, found {where}; mha_tt.mock.board() needs none")
-    is_mock = target() == "mock"  # on which the default place of dispatch is not validated
-    options = {"dispatch_core_config": ttnn.DispatchCoreConfig(ttnn.DispatchCoreType.WORKER)} if is_mock else {}
+    options = _of_dispatch() if target() == "mock" else {}
     ttnn.set_fabric_config(ttnn.FabricConfig.FABRIC_1D)  # before a mesh is opened, and not after
     try:
         try:

@@ -14,6 +14,7 @@ from parity import CASES, run_cases
 from parity.core.compare import failure
 from parity.reporting.html import AttentionMaps, html_page
 from parity.running.report import Report, SkippedCase
+from parity.sharding.mesh import Collectives
 
 HOSTILE = "<script>alert(1)</script>\"'&\x00\x1b\ud800</td>"
 
@@ -64,6 +65,7 @@ def hostile_report() -> Report:
         {HOSTILE: {HOSTILE: [HOSTILE], "backends": {HOSTILE: {HOSTILE: {HOSTILE: HOSTILE}}}}, "b": 3},
         [HOSTILE],
         [SkippedCase("textbook", "float16", HOSTILE, HOSTILE)],
+        collectives=[Collectives(HOSTILE, "float32", HOSTILE, HOSTILE, {HOSTILE: 2}, {HOSTILE: 1})],
     )
     object.__setattr__(report, "diagnoses", {(HOSTILE, "float32", f"torch ({HOSTILE})"): Diagnosis(HOSTILE)})
     return report

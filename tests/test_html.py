@@ -14,6 +14,7 @@ from parity.cli.main import main
 from parity.core.compare import POSITIONS, compare
 from parity.reporting.html import MOST_CELLS, MOST_HEADS, STEPS, html_page, levels, png, write_html
 from parity.running.report import Report, SkippedCase
+from parity.sharding.mesh import Collectives
 
 
 class Page(HTMLParser):
@@ -129,6 +130,25 @@ def test_what_was_skipped_is_told_with_its_reason(good):
     assert "x, float16: why (1 case)" in page.text
     assert "x skipped it: why" in page.text
     assert len(page.of("td", "none")) > 0
+
+
+def test_what_devices_of_a_mesh_send_is_listed_and_more_than_needed_marked(good):
+    needed = Collectives("textbook", "float32", "jax", "forward", {"all-reduce": 1}, {"all-reduce": 1})
+    gathered = replace(needed, case="gqa-causal", counted={"all-gather": 2, "all-reduce": 1})
+    excused = replace(gathered, program="fused.gradient", excuse="for a <reason>")
+    page = Page(html_page(replace(good[0], collectives=[needed, replace(needed, case="gqa-causal"), excused])))
+    assert len(page.of("table", "sent")) == 1
+    assert "jaxforward1 all-reduce1 all-reduce—2" in page.text
+    assert "jaxfused.gradient2 all-gather, 1 all-reduce1 all-reducefor a <reason>1: gqa-causal" in page.text
+    assert page.of("h1", "good")
+    assert page.of("tr", "fail") == []
+    page = Page(html_page(replace(good[0], collectives=[needed, gathered])))
+    assert page.of("h1", "bad")
+    assert len(page.of("tr", "fail")) == 1
+    assert "✗ forward2 all-gather, 1 all-reduce1 all-reduce—1: gqa-causal" in page.text
+    assert "Devices send more than they need in 1 program: what they send" in page.text
+    assert "all stages agree, more is sent than needed" in page.text
+    assert "What devices send" not in Page(good[2]).text
 
 
 def test_what_a_backend_raised_is_shown(monkeypatch):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from parity import AttentionSpec, Case, Rope, make_problem
+from parity.backends import BACKENDS
 from parity.cli.main import main
 from parity.core.cases import CASES
 from parity.core.trace import Trace
@@ -103,9 +104,10 @@ def test_what_is_not_a_mesh_is_refused(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_backend_of_one_device_is_refused_by_name(capsys):
-    assert main(["run", "--backends", "tt", "--cases", "causal", "--mesh", "data=2"]) == 2
-    assert "tt" in capsys.readouterr().err
+def test_a_backend_of_one_device_is_refused_by_name(capsys, monkeypatch):
+    monkeypatch.setitem(BACKENDS, "torch", BACKENDS["torch"]._replace(divided=""))
+    assert main(["run", "--backends", "torch", "--cases", "causal", "--mesh", "data=2"]) == 2
+    assert "torch runs on one device here, not on a mesh" in capsys.readouterr().err
 
 
 # ---- What divides, and what is needed --------------------------------------------------------------------------------

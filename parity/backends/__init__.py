@@ -54,6 +54,7 @@ _BACKENDS = (
         has_all_mistakes=False,
         wheels={"ttnn": "CPython 3.10 and 3.12 on x86-64 Linux"},
         why_no_cache_files="its caches are padded to device tiles",
+        divided="tt_mesh",
         has_own_device=True,
     ),
 )

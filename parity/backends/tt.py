@@ -11,7 +11,6 @@ import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,15 +43,40 @@ def from_numpy(x: np.ndarray) -> ttnn.Tensor:
     return mha_tt.upload(x, device=open_device(), dtype=DTYPES[x.dtype.name])
 
 
-@cache
-def open_device() -> ttnn.MeshDevice:
-    """The device that cases run on, opened once and kept open until the process ends."""
+_held = ExitStack()
+_devices: list[ttnn.MeshDevice] = []
+
+
+def open_device(shape: tuple[int, int] | None = None) -> ttnn.MeshDevice:
+    """The device that cases run on, opened once and kept open until the process ends or another shape is asked for.
+
+    Args:
+        shape: of a mesh of chips; when absent whatever is open, or one chip.
+    """
+    if not _devices or shape not in (None, tuple(_devices[-1].shape)):
+        _choose_target()
+        _close()
+        opened = mha_tt.open_device() if shape is None else mha_tt.open_mesh(shape)
+        _devices.append(_held.enter_context(opened))
+    return _devices[-1]
+
+
+def num_chips() -> int:
+    """The chips of the board, or of all that are here."""
+    _choose_target()
+    return ttnn.get_num_devices()
+
+
+def _choose_target() -> None:
+    """Use a mock board where there is nothing else."""
     if mha_tt.target() is None:
         mha_tt.mock.use(os.environ.get("MHA_TT_MOCK", "p150"))
-    opened = ExitStack()
-    device = opened.enter_context(mha_tt.open_device())
-    atexit.register(opened.close)
-    return device
+
+
+@atexit.register
+def _close() -> None:
+    _devices.clear()
+    _held.close()
 
 
 def why_skipped(case: Case, dtype: str) -> str | None:
@@ -109,16 +133,16 @@ class Padded(Shapes):
     """The features of a head and the slots of a cache are padded to whole tiles on the device."""
 
     def heads_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        return self._padded(x, self._keys)
+        return self.port.from_numpy(self.padded(x, self._keys))
 
     def heads_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        return self._real(x, self._keys)
+        return self.real(self.port.to_numpy(x), self._keys)
 
     def values_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        return self._padded(x, "v_proj")
+        return self.port.from_numpy(self.padded(x, "v_proj"))
 
     def values_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        return self._real(x, "v_proj")
+        return self.real(self.port.to_numpy(x), "v_proj")
 
     @property
     def _keys(self) -> str:
@@ -127,45 +151,49 @@ class Padded(Shapes):
             return "k_proj"
         return "q_proj" if self.spec.latent.q_rank is None else "q_b_proj"
 
-    def _padded(self, x: np.ndarray, part: str) -> ttnn.Tensor:
+    def padded(self, x: np.ndarray, part: str) -> np.ndarray:
+        """Heads with the features that pad them."""
         padded = np.zeros((*x.shape[:-1], padded_features(part, self.spec)), x.dtype)
         padded[..., slots_of(part, self.spec)] = x
-        return from_numpy(padded)
+        return padded
 
-    def _real(self, x: ttnn.Tensor, part: str) -> np.ndarray:
+    def real(self, padded: np.ndarray, part: str) -> np.ndarray:
         """Heads without the features that pad them, which must be 0."""
-        padded, slots = to_numpy(x), slots_of(part, self.spec)
+        slots = slots_of(part, self.spec)
         heads = padded[..., slots]
         is_nan = np.isnan(heads).all(axis=-1)  # a token that is NaN is so in all features
         if np.delete(padded, slots, axis=-1)[~is_nan].any():
             raise ValueError(f"features that pad a head must be 0, got others in {padded.shape}")
         return heads
 
+    @property
+    def own_heads(self) -> int:
+        """How many query heads the device has."""
+        return self.spec.num_heads
+
     def gate_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
         if x.shape[2] == self.spec.num_heads:
-            return from_numpy(x)
+            return self.port.from_numpy(x)
         heads = x.reshape(*x.shape[:2], self.spec.num_heads, -1).swapaxes(1, 2)
-        return mha_tt.combine_heads(self.values_from_numpy(heads))
+        return mha_tt.combine_heads(self.context_from_numpy(heads))
 
     def gate_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        if x.shape[2] == self.spec.num_heads:
-            return to_numpy(x)
-        heads = self.values_to_numpy(mha_tt.split_heads(x, self.spec.num_heads))
-        return heads.swapaxes(1, 2).reshape(x.shape[0], x.shape[1], -1)
+        return to_numpy(x) if x.shape[2] == self.own_heads else self._of_heads(x)
 
     def output_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
         """The output of a layer; the features that pad its heads are still in it where no projection follows."""
-        if self.spec.out_proj:
-            return to_numpy(x)
-        batch, seq_len, _ = x.shape
-        heads = mha_tt.split_heads(x, self.spec.num_heads)
-        return self.values_to_numpy(heads).swapaxes(1, 2).reshape(batch, seq_len, -1)
+        return to_numpy(x) if self.spec.out_proj else self._of_heads(x)
+
+    def _of_heads(self, x: ttnn.Tensor) -> np.ndarray:
+        """Features of heads, side by side, without those that pad them."""
+        heads = self.context_to_numpy(mha_tt.split_heads(x, self.own_heads))
+        return heads.swapaxes(1, 2).reshape(x.shape[0], x.shape[1], -1)
 
     def latents_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        return self._padded(x, "kv_a_proj")
+        return from_numpy(self.padded(x, "kv_a_proj"))
 
     def latents_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        return self._real(x, "kv_a_proj")
+        return self.real(to_numpy(x), "kv_a_proj")
 
     def cache_from_numpy(self, *parts: np.ndarray) -> Any:
         *slots, lengths = parts
@@ -173,13 +201,13 @@ class Padded(Shapes):
         slots = [np.pad(x, ((0, 0), (0, 0), (0, -capacity % TILE), (0, 0))) for x in slots]
         if self.spec.latent is not None:
             return mha_tt.LatentCache(self.latents_from_numpy(slots[0]), lengths, capacity)
-        return mha_tt.KVCache(self.heads_from_numpy(slots[0]), self.values_from_numpy(slots[1]), lengths, capacity)
+        return mha_tt.KVCache(self.keys_from_numpy(slots[0]), self.values_from_numpy(slots[1]), lengths, capacity)
 
     def cache_to_numpy(self, cache: Any) -> dict[str, np.ndarray]:
         """What a cache holds; slots beyond its capacity must be 0."""
         held: dict[str, np.ndarray] = {}
         if self.spec.latent is None:
-            slots = {"keys": self.heads_to_numpy(cache.keys), "values": self.values_to_numpy(cache.values)}
+            slots = {"keys": self.keys_to_numpy(cache.keys), "values": self.values_to_numpy(cache.values)}
         else:
             slots = {"latents": self.latents_to_numpy(cache.latents)}
         for name, array in slots.items():
@@ -272,7 +300,7 @@ def environment() -> dict[str, Any]:
     return {
         "ttnn": metadata.version("ttnn"),
         "device": mha_tt.describe_target(),
-        "devices": [f"{architecture}, {grid.x} x {grid.y} cores"],
+        "devices": [f"{architecture}, {grid.x} x {grid.y} cores"] * open_device().get_num_devices(),
     }
 
 

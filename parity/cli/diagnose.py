@@ -35,15 +35,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files",
         nargs="+",
         metavar="WHAT",
-        help="a trace; two traces or weight files; one or two recordings; or PKG.MODULE:CALLABLE",
+        help="a trace; two traces or weight files; one or two recordings; PKG.MODULE:CALLABLE; or with --ranks files",
     )
     parser.add_argument(
-        "--weights", metavar="FILE", help="with a function: the weights that it should have; with recordings: the model"
+        "--weights",
+        metavar="FILE",
+        help="with a function or --ranks: the weights that it should have, or all ranks; with recordings: the model",
     )
     parser.add_argument(
         "--framework", choices=("torch", "jax", "ttnn"), help="of a function, where it cannot be inferred"
     )
-    parser.add_argument("--not-causal", action="store_true", help="with a function: every token sees every other")
+    parser.add_argument(
+        "--not-causal", action="store_true", help="with a function, or with --ranks: every token sees every other"
+    )
+    parser.add_argument(
+        "--ranks",
+        metavar="tensor=4",
+        help="the files, in order, are what each of so many ranks computed that share heads (tensor) or tokens "
+        "(sequence): stages by name",
+    )
+    parser.add_argument("--case", metavar="NAME", help="with --ranks: the case that they computed, if not --weights")
     parser.add_argument(
         "--from", dest="layouts", action="append", default=[], metavar="LAYOUT", help="of both weight files, or each"
     )
@@ -53,12 +64,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what explains a difference."""
-    from parity.cli import taps
+    from parity.cli import ranks, taps
     from parity.reporting.console import console
     from parity.reporting.diagnosis import print_diagnosis
     from parity.reporting.json import write_json
 
     out = console()
+    if options.ranks is not None:
+        if options.framework:
+            raise ValueError(f"--framework must come with PKG.MODULE:CALLABLE, got {' '.join(options.files)}")
+        return ranks.diagnose(options)
+    if options.case is not None:
+        raise ValueError("--case must come with --ranks")
     if taps.are_taps(options.files):
         if options.framework or options.not_causal or options.layouts:
             raise ValueError(f"recordings must come with --weights alone, got {' '.join(options.files)} with more")

@@ -163,9 +163,11 @@ def _mesh(options: argparse.Namespace, backends: Sequence[str]) -> MeshPlan | No
     if options.devices is not None:
         if options.devices < mesh.size:
             raise ValueError(f"--devices must be at least the {mesh.size} of --mesh {mesh}, got {options.devices}")
-        for name in backends:
-            if BACKENDS[name].divided:
-                load_divided(name).make_devices(options.devices)
+        virtual = [name for name in backends if BACKENDS[name].divided and not BACKENDS[name].has_own_device]
+        if not virtual:
+            raise ValueError(f"--devices must come with a backend on this CPU, got {', '.join(backends)} alone")
+        for name in virtual:
+            load_divided(name).make_devices(options.devices)
     return mesh
 
 

@@ -19,6 +19,9 @@ from parity.diagnosis.mistakes.record import Changed
 from parity.sharding.shard import ShardPlan, shard_spec
 from parity.sharding.stages import part_of
 
+JUDGED = ("mask", "latents", "q", "k", "v", "gate", "scores", "attn_weights", "context", "output")
+"""Stages of a rank that are looked at; of ranks that share tokens also `grad.query`."""
+
 
 @dataclass(frozen=True)
 class RankDiagnosis:
@@ -50,6 +53,12 @@ class RankDiagnosis:
         lines += [f"  fix       {mistake.fix}" for mistake in self.mistakes]
         return "\n".join([*lines, f"  see       mha-parity bugs {first.page}"])
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        mistakes = [{"name": each.name, "about": each.about, "fix": each.fix} for each in self.mistakes]
+        wrong = [{"rank": rank, **each.to_dict()} for rank, each in self.wrong.items()]
+        return {"is_wrong": self.is_wrong, "wrong": wrong, "mistakes": mistakes}
+
 
 def diagnose_ranks(
     observed: Sequence[Mapping[str, Any]], problem: Problem, *, tensor: int = 1, tokens: int = 1
@@ -65,16 +74,23 @@ def diagnose_ranks(
         tokens: of those that share the tokens. One of both is 1.
 
     Raises:
-        ValueError: if a rank is missing, both or neither are divided, or the problem cannot be divided so.
+        ValueError: if a rank is missing or has none of these stages, both or neither are divided, or the problem cannot
+            be divided so.
     """
     if (tensor > 1) == (tokens > 1):
         raise ValueError(f"either tensor or tokens must be above 1, got tensor={tensor} and tokens={tokens}")
     if len(observed) != max(tensor, tokens):
         raise ValueError(f"observed must be of each rank, got {len(observed)} of {max(tensor, tokens)}")
     if problem.case.is_cached or (tokens > 1 and problem.case.seq_len % tokens):
-        raise ValueError(f"problem must have no cache, and tokens that {tokens} ranks divide, got {problem.case}")
+        got = (
+            f"case {problem.case.name} with {'a cache' if problem.case.is_cached else f'{problem.case.seq_len} tokens'}"
+        )
+        raise ValueError(f"problem must have no cache, and tokens that {tokens} ranks divide, got {got}")
     given = [stages_of("observed", stages, "output") for stages in observed]
     with_gradients = tokens > 1 and any("grad.query" in stages for stages in given)
+    for rank, stages in enumerate(given):
+        if not stages.keys() & {*JUDGED, "grad.query"}:
+            raise ValueError(f"observed must have stages of every rank, got {sorted(stages)} of rank {rank}")
     right = _Parts(problem, ShardPlan(tensor), tokens, with_gradients=with_gradients)
     wrong = {rank: found for rank, stages in enumerate(given) if (found := right.first_wrong(stages, rank)) is not None}
     if not wrong:

@@ -23,7 +23,7 @@ from parity.core.stages import stage_named
 from parity.core.trace import Reference, Trace
 from parity.files.target import write_whole
 from parity.reporting.plot import downsample
-from parity.reporting.summary import reproduction, skipped_reasons, summary_line
+from parity.reporting.summary import reproduction, sent_by_program, skipped_reasons, summary_line
 from parity.running.report import Report, flattened
 
 Key = tuple[str, str, str]
@@ -203,6 +203,7 @@ def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) ->
         failures=list(_failures(report)),
         layers=_layers(report),
         cases=_cases(report, maps or {}),
+        sent=sent_by_program(report),
         skipped=skipped_reasons(report),
         environments=list(_environments(report.environment)),
         mark=BUDGET_MARK,

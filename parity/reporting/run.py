@@ -12,12 +12,10 @@ from parity.core.compare import Comparison, first_difference
 from parity.core.stages import stage_named
 from parity.reporting.console import begin_table, short_ratio
 from parity.reporting.diagnosis import print_diagnosis
-from parity.reporting.summary import reproduction, skipped_reasons, summary_line
-from parity.sharding.mesh import words_of
+from parity.reporting.summary import reproduction, sent_by_program, skipped_reasons, summary_line
 
 if TYPE_CHECKING:
     from parity.running.report import Report
-    from parity.sharding.mesh import Collectives
 
 DETAILED_FAILURES = 5  # shown whole on the terminal; all are in the JSON
 NARROWEST = 9  # columns for a verdict in a table: `FAIL 1.03`
@@ -60,18 +58,14 @@ def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: 
 
 def print_collectives(report: Report, out: Console) -> None:
     """A line for each kind of program that ran on a mesh: what its devices send each other, and what they need."""
-    alike: dict[tuple[str, ...], list[Collectives]] = {}
-    for each in report.collectives:
-        words = ("" if each.passed else "red", each.backend, each.program, words_of(each.counted), words_of(each.ideal))
-        alike.setdefault((*words, "" if each.is_ideal else each.excuse), []).append(each)
-    if alike:
+    if sent := sent_by_program(report):
         out.print(Text("What devices send, in how many cases", style="bold"))
-    for (style, backend, program, counted, ideal, excuse), found in sorted(alike.items()):
-        cases = list(dict.fromkeys(each.case for each in found))
-        needed = "" if counted == ideal else f", needed {ideal}"
-        named = f" ({', '.join(cases)})" if style or excuse else ""
-        line = f"{backend} {program}: {counted}{needed}{f': {excuse}' if excuse else ''}: {len(cases)}{named}"
-        out.print(Text(line, style=style, overflow="fold"))
+    for each in sent:
+        needed = "" if each.counted == each.needed else f", needed {each.needed}"
+        excuse = f": {each.excuse}" if each.excuse else ""
+        named = "" if each.passed and not each.excuse else f" ({', '.join(each.cases)})"
+        line = f"{each.backend} {each.program}: {each.counted}{needed}{excuse}: {len(each.cases)}{named}"
+        out.print(Text(line, style="" if each.passed else "red", overflow="fold"))
 
 
 def print_reproduction(comparison: Comparison, out: Console) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.text import Text
 
 from parity.core.cases import find_case
 from parity.core.stages import stage_named
+from parity.sharding.mesh import words_of
 
 if TYPE_CHECKING:
     from parity.core.compare import Comparison
@@ -45,6 +46,38 @@ def skipped_reasons(report: Report) -> list[str]:
     return [
         *report.skipped.values(),
         *(f"{backend}, {dtype}: {why} ({counted(n, 'case')})" for (backend, dtype, why), n in reasons.items()),
+    ]
+
+
+class Sent(NamedTuple):
+    """What devices of a mesh send each other in one kind of program, and in which cases.
+
+    Attributes:
+        backend, program: as a `Collectives` names them.
+        counted, needed: in words.
+        excuse: why there is more than is needed; empty where there is not.
+        passed: whether there may be.
+        cases: their names.
+    """
+
+    backend: str
+    program: str
+    counted: str
+    needed: str
+    excuse: str
+    passed: bool
+    cases: list[str]
+
+
+def sent_by_program(report: Report) -> list[Sent]:
+    """What devices send each other, of cases that are alike once; what is more than needed last."""
+    alike: dict[tuple[bool, str, str, str, str, str], dict[str, None]] = {}
+    for each in report.collectives:
+        words = (words_of(each.counted), words_of(each.ideal), "" if each.is_ideal else each.excuse)
+        alike.setdefault((not each.passed, each.backend, each.program, *words), {})[each.case] = None
+    return [
+        Sent(backend, program, counted, needed, excuse, not has_failed, list(cases))
+        for (has_failed, backend, program, counted, needed, excuse), cases in sorted(alike.items())
     ]
 
 

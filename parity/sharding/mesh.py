@@ -158,14 +158,14 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
 
     Forward, a layer whose heads are divided adds its outputs up. A gradient adds up that of its input over the heads,
     those of weights over the sequences and over their tokens, those of weights that are whole on each device over the
-    heads, too, and that of sinks over the tokens by itself: once each. Whether a token is finite is a flag for each,
-    which is the same for all heads.
+    heads, too, and that of sinks over the tokens by itself: once each. In JAX, whether a token is finite is a flag for
+    each, which is the same for all heads.
 
     Args:
         case: the layer, and what it is applied to.
         plan: the mesh.
         program: as a `Collectives` names it.
-        backend: whose tokens, where it is not JAX, always go round in a ring.
+        backend: whose tokens, where it is not JAX, always go round in a ring, and which then sends no flags.
     """
     has_heads, spec = plan.tensor > 1, case.spec
     path, _, kind = program.rpartition(".")
@@ -179,9 +179,8 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
             + int(has_heads and bool(shared or spec.latent))
         )
         sums += int(plan.sequence > 1 and spec.sinks)
-    found = {NUMBERS: sums, FLAGS: int(has_heads)} | _of_tokens(
-        case, plan, path, backend, is_gradient=kind == "gradient"
-    )
+    flags = int(has_heads and backend == "jax")
+    found = {NUMBERS: sums, FLAGS: flags} | _of_tokens(case, plan, path, backend, is_gradient=kind == "gradient")
     return {name: count for name, count in found.items() if count}
 
 
@@ -208,7 +207,7 @@ def _of_tokens(case: Case, plan: MeshPlan, path: str, backend: str, *, is_gradie
 
 def excuse_of(case: Case, plan: MeshPlan, program: str, backend: str = "jax") -> str:
     """Why a program may have more than it needs; empty where it may not."""
-    if backend == "torch":  # whose compiler joins nothing
+    if backend != "jax":  # whose compiler alone joins anything
         is_cross = program.endswith("gradient") and case.seq_len_k is not None
         return "the gradients of queries' and keys' inputs are added up one by one" if is_cross else ""
     if plan.sequence > 1 and case.spec.relative_bias and program.endswith("gradient"):

@@ -6,7 +6,6 @@ It prints what test_parallel.py asks about, as JSON. A process of its own, for a
 import json
 import sys
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -19,9 +18,11 @@ from mha_tt import mha, parallel, shards
 from mha_tt.device import upload_parts
 from mha_tt.goldens import lines_of
 from parity.backends import tt as backend
+from parity.backends import tt_mesh
 from parity.core.cases import CASES
 from parity.core.weights import random_weights
 from parity.running.run import run_cases
+from parity.sharding.mesh import MeshPlan
 
 JUDGED = {
     "n300": {
@@ -43,64 +44,19 @@ JUDGED = {
 
 
 @contextmanager
-def divided(mesh, axis):
-    """The backend's modules, divided: what they give and take is whole, as the stages of a case want it."""
-    line = lines_of(tuple(mesh.shape), axis)[0]
-
-    def gathered(tensor, heads, num_heads, side):
-        """What chips have of heads, side by side on an axis."""
-        parts = mha_tt.download_parts(tensor)
-        whole = dict[int, np.ndarray]()
-        for chip, own in zip(line, heads, strict=True):
-            whole |= zip(own, np.split(parts[chip], len(own), side), strict=True)
-        found = np.concatenate([whole[head] for head in range(num_heads)], side)
-        return mha_tt.upload(found, device=mesh, dtype=tensor.dtype)
-
-    def taken(x, heads, dtype):
-        return upload_parts([x[:, own] for own in heads], axis=axis, device=mesh, dtype=dtype)
-
-    def of_all_heads(module, init_cache, *sizes):
-        """An empty cache as the functions take it, which know nothing of chips."""
-        with mock.patch.object(module, "own_spec", module.spec):
-            return init_cache(*sizes)
-
-    class Divided(backend.Filled):
-        def __init__(self, problem):
-            super().__init__(problem)
-            parallel.shard(self.module, mesh, heads=axis)
-            if problem.case.is_cached:
-                self.module.init_cache = partial(of_all_heads, self.module, self.module.init_cache)
-            self.heads = [shards.heads_of(problem.spec, len(line), chip) for chip in range(len(line))]
-            self.queries, self.keys = zip(*self.heads, strict=True)
-
-        def outputs(self, query, key, mask, bias, positions):
-            spec = self.module.spec
-            if bias is not None and bias.shape[1] > 1:
-                bias = taken(bias, self.queries, ttnn.float32)
-            attn_weights, outputs = super().outputs(query, key, mask, bias, positions)
-            if not spec.out_proj:
-                outputs = {name: gathered(x, self.queries, spec.num_heads, 2) for name, x in outputs.items()}
-            return gathered(attn_weights, self.queries, spec.num_heads, 1), outputs
-
-        def step(self, x, cache, new_lengths, positions):
-            spec = self.module.spec
-            if spec.latent is not None:  # each chip has all latents
-                return super().step(x, cache, new_lengths, positions)
-            own = [taken(mha_tt.download(slots), self.keys, slots.dtype) for slots in cache.slots.values()]
-            cache = cache.with_slots(own, cache.lengths)
-            outputs, grown = super().step(x, cache, new_lengths, positions)
-            whole = [gathered(slots, self.keys, spec.num_kv_heads, 1) for slots in grown.slots.values()]
-            return outputs, grown.with_slots(whole, grown.lengths)
-
-    with mock.patch.multiple(backend, Filled=Divided, open_device=lambda: mesh):
-        yield
+def on(mesh, axis):
+    """The backend on a mesh, heads over one of its dimensions."""
+    here = mock.patch.object(backend, "open_device", return_value=mesh)
+    with here, mock.patch.multiple(tt_mesh, HEADS=axis, check_devices=mock.DEFAULT):
+        yield MeshPlan(tensor=tuple(mesh.shape)[axis])
 
 
-def judged(names, dtype="float32"):
-    """How many stages of cases were judged, and which are not as the undivided layer's budget allows."""
-    report = run_cases([CASES[name] for name in names], ["tt"], [dtype])
+def judged(plan, names, dtype="float32"):
+    """How many stages of cases were judged, which are not as the undivided layer's budget allows, and what was sent."""
+    report = run_cases([CASES[name] for name in names], ["tt"], [dtype], mesh=plan)
     failed = {f"{each.case} {each.dtype} {each.stage}": each.reason for each in report.comparisons if not each.passed}
-    return len(report.comparisons), failed
+    sent = [(each.case, each.program, each.counted, each.ideal) for each in report.collectives]
+    return len(report.comparisons), failed, sent
 
 
 # ---- Controls --------------------------------------------------------------------------------------------------------
@@ -121,6 +77,11 @@ def without_sum(x, axis):
     return x
 
 
+def twice(x, axis, right=shards.summed):
+    """The sum, added up once more than need be."""
+    return x if axis is None else right(ttnn.multiply(right(x, axis), 1 / x.device().shape[axis]), axis)
+
+
 CONTROLS = {
     "without all_reduce": [(mha, "summed", without_sum)],
     "key/value heads in the wrong order": [(shards, "heads_of", reversed_keys)],
@@ -128,14 +89,16 @@ CONTROLS = {
 }
 
 
-def controls():
+def controls(plan):
     """What is not as it should be, with each mistake."""
     found = {}
     for title, mistakes in CONTROLS.items():
         with ExitStack() as stack:
             for where, what, wrong in mistakes:
                 stack.enter_context(mock.patch.object(where, what, wrong))
-            found[title] = judged(["gqa-causal"])[1]
+            found[title] = judged(plan, ["gqa-causal"])[1]
+    with mock.patch.object(mha, "summed", twice):
+        found["a sum too many"] = judged(plan, ["gqa-causal"])
     return found
 
 
@@ -255,11 +218,11 @@ if __name__ == "__main__":
     found = {"judged": {}}
     for (shape, axis), names_of in JUDGED[board].items():
         with mha_tt.open_mesh(shape) as mesh, mha_tt.mock.shadow():
-            with divided(mesh, axis):
-                of_mesh = {f"{shape} {axis} {dtype}": judged(names, dtype) for dtype, names in names_of.items()}
+            with on(mesh, axis) as plan:
+                of_mesh = {f"{shape} {axis} {dtype}": judged(plan, names, dtype) for dtype, names in names_of.items()}
                 found["judged"] |= of_mesh
                 if board == "n300":
-                    found["controls"] = controls()
+                    found["controls"] = controls(plan)
             if axis == 1:
                 found[f"{shape} as ttnn says"] = as_ttnn_says(mesh)
             if board == "n300":

@@ -45,26 +45,38 @@ def found(tmp_path_factory):
 def test_divided_heads_are_within_the_budget_of_the_undivided_layer(found, board):
     judged = found(board)["judged"]
     assert len(judged) == sum(map(len, JUDGED[board].values()))
-    for stages, failed in judged.values():
+    for stages, failed, _ in judged.values():
         assert stages
         assert failed == {}
 
 
+@every_board
+def test_chips_send_one_sum_and_nothing_else(found, board):
+    sent = [each for _, _, of_cases in found(board)["judged"].values() for each in of_cases]
+    assert {program for _, program, *_ in sent} > {"fused.forward", "step"}
+    assert all(counted == ideal for *_, counted, ideal in sent)
+    assert all(counted == ({} if case == "no-out-proj" else {"all-reduce": 1}) for case, _, counted, _ in sent)
+
+
 @pytest.mark.parametrize(
-    ("mistake", "reason"),
+    ("mistake", "first", "reason"),
     [
-        ("without all_reduce", "ValueError: tensor must be the same on all chips to be read as one, got another value"),
-        ("key/value heads in the wrong order", ""),
-        ("the bias of out_proj on every chip", ""),
+        ("without all_reduce", "run", "ValueError: tensor must be the same on all chips to be read as one, got anothe"),
+        ("key/value heads in the wrong order", "k", ""),
+        ("the bias of out_proj on every chip", "output", ""),
     ],
 )
-def test_a_mistake_of_dividing_fails(found, mistake, reason):  # the control of the test above
+def test_a_mistake_of_dividing_fails(found, mistake, first, reason):  # the control of the tests above
     failed = found("n300")["controls"][mistake]
-    assert failed
-    if reason:
-        assert all(told.startswith(reason) for told in failed.values())
-    else:
-        assert all(stage.endswith(("module.output", "fused.output", "module.attn_weights")) for stage in failed)
+    stage, told = next(iter(failed.items()))
+    assert stage.split()[-1] == first
+    assert told.startswith(reason)
+
+
+def test_a_sum_too_many_is_counted(found):
+    _, failed, sent = found("n300")["controls"]["a sum too many"]
+    assert failed == {}
+    assert [counted for _, _, counted, _ in sent] == [{"all-reduce": 2}] * 2
 
 
 @every_board

@@ -1,0 +1,229 @@
+"""The tt backend on a mesh of chips: the same modules, divided by `mha_tt.parallel`, and what chips send each other.
+
+Every row of the mesh has the whole layer, its heads on the chips of the row. ttnn runs one program on all chips, so a
+mask is one for all of them, and their sequences are, too.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn logs its whole configuration when it is imported
+import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
+
+import mha_tt
+from mha_spec import AttentionSpec
+from mha_tt import parallel
+from mha_tt.boards import MESHES
+from mha_tt.device import upload_parts
+from mha_tt.goldens import is_collective, lines_of
+from mha_tt.shards import check_divides, heads_of, summed
+from parity.backends import tt as port
+from parity.backends.port import Port
+from parity.backends.record import trace_of
+from parity.core.arrays import to_numpy
+from parity.core.cases import Case
+from parity.core.problem import Problem
+from parity.core.trace import Reference, Trace
+from parity.sharding.mesh import Counts, MeshPlan, why_not_divided
+
+HEADS = 1
+"""The dimension of the mesh that heads are divided over: its columns."""
+
+WORDS = {"ttnn.all_reduce": "all-reduce", "ttnn.all_gather": "all-gather", "ttnn.reduce_scatter": "reduce-scatter"}
+"""What ttnn calls collectives, as reports have it."""
+
+
+def make_devices(count: int) -> None:
+    """Nothing: a board has the chips that it has, and `MHA_TT_MOCK` names it."""
+
+
+def check_devices(plan: MeshPlan) -> None:
+    """Refuse a mesh that is not of heads alone, or is no part of the board; else open it."""
+    if plan.size > plan.tensor:
+        raise ValueError(f"mesh must be of tensor alone with tt, whose chips share heads and nothing else, got {plan}")
+    if (count := port.num_chips()) % plan.tensor:
+        others = ", ".join(f"{board} has {math.prod(shape)}" for board, shape in MESHES.items())
+        hint = f"; MHA_TT_MOCK names another: {others}" if mha_tt.target() == "mock" else ""
+        raise ValueError(f"mesh must divide the chips of the board, got {plan} and {count}{hint}")
+    port.open_device((count // plan.tensor, plan.tensor))
+
+
+def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
+    """Why a case cannot run on a mesh, or None."""
+    unfused = replace(case, spec=replace(case.spec, fused_qkv=False))  # q, k and v are put together chip by chip
+    if reason := why_not_divided(unfused, plan):
+        return reason
+    try:
+        check_divides(case.spec, plan.tensor)
+    except ValueError as error:
+        return str(error).partition(",")[0]
+    if case.random_mask and plan.tensor > 1:
+        return "a mask of each head is another one on each chip, where all run one program"
+    return None
+
+
+def record(reference: Reference, plan: MeshPlan) -> Trace:
+    """A problem run on a mesh, each stage gathered."""
+    on_mesh = _OnMesh(plan)
+    trace = trace_of("tt", cast(Port, on_mesh), reference)
+    return replace(trace, collectives=on_mesh.sent)
+
+
+class _OnMesh:
+    """The port of ttnn, whose chips have heads of their own."""
+
+    def __init__(self, plan: MeshPlan) -> None:
+        self.plan, self.mesh, self.sent = plan, port.open_device(), dict[str, Counts]()
+        self.rows = lines_of(tuple(self.mesh.shape), HEADS)
+        self.case: Any = None
+        self.own: Any = None
+        self.queries: Sequence[list[int]] = ()
+        self.keys: Sequence[list[int]] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(port, name)
+
+    @contextmanager
+    def lock(self, dtype: str) -> Iterator[dict[str, Any]]:
+        with port.lock(dtype) as numerics:
+            yield numerics | {"mesh": str(self.plan)}
+
+    def Filled(self, problem: Problem) -> _Filled:
+        self.case, size = problem.case, self.plan.tensor
+        self.queries, self.keys = zip(*(heads_of(problem.spec, size, chip) for chip in range(size)), strict=True)
+        filled = _Filled(problem, self)
+        self.own = filled.module.own_spec
+        return filled
+
+    def SHAPES(self, _: Any, spec: AttentionSpec) -> _Parts:
+        return _Parts(cast(Port, self), spec)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """A stage of each chip's own heads; the outputs of heads are added up."""
+        spec = self.case.spec
+        found = port.call(function, *(self.own if argument is spec else argument for argument in arguments))
+        is_part = spec.out_proj and function.__name__ == "_combine"
+        return summed(found, HEADS) if is_part else found
+
+    def from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
+        """Tokens (B, T, ·) whole on each chip, what is (B, N, T, ·) by heads."""
+        return self.divided(x, self.queries, 1) if x.ndim == 4 else port.from_numpy(x)
+
+    def to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
+        """What is (B, N, T, ·), of all heads."""
+        return self.joined(x, self.queries, 1)
+
+    def beside(self, x: np.ndarray) -> Any:
+        """Masks (…, T, S) of all heads, which are alike; biases (B, N, T, S) by heads; what else there is, whole."""
+        if x.ndim != 4:
+            return x
+        return x[:, :1] if x.dtype == bool else self.divided(x.astype(np.float32), self.queries, 1)
+
+    def divided(self, x: np.ndarray, heads: Sequence[list[int]], axis: int) -> ttnn.Tensor:
+        """An array with its heads on an axis, each on its chips."""
+        parts = [x.take(own, axis) for own in heads]
+        return upload_parts(parts, axis=HEADS, device=self.mesh, dtype=port.DTYPES[x.dtype.name])
+
+    def joined(self, x: ttnn.Tensor, heads: Sequence[list[int]], axis: int) -> np.ndarray:
+        """What chips have of heads, side by side on an axis; those that several have must be the same on all."""
+        parts = [to_numpy(part) for part in ttnn.get_device_tensors(x)]
+        held = [(own, chip) for row in self.rows for own, chip in zip(heads, row, strict=True)]
+        shape, before = list(parts[0].shape), (slice(None),) * axis
+        shape[axis] = 1 + max(map(max, heads))
+        whole = np.empty(shape, parts[0].dtype)
+        for own, chip in held:
+            whole[(*before, own)] = parts[chip]
+        for own, chip in held:
+            if not np.array_equal(whole[(*before, own)], parts[chip], equal_nan=True):
+                raise ValueError(f"heads that chips share must be alike, got others on chip {chip}")
+        return whole
+
+    @contextmanager
+    def counting(self, program: str) -> Iterator[None]:
+        """Take note of what is sent."""
+        counts: Counter[str] = Counter()
+
+        def note(operation: Any, *_: Any) -> None:
+            name: str = operation.python_fully_qualified_name
+            if name in WORDS or is_collective(name, operation.golden_function):
+                counts[WORDS.get(name, name)] += 1
+
+        fast = ttnn.CONFIG.enable_fast_runtime_mode
+        ttnn.CONFIG.enable_fast_runtime_mode = False  # ttnn calls hooks outside of the fast mode only
+        try:
+            with ttnn.register_pre_operation_hook(note):
+                yield
+        finally:
+            ttnn.CONFIG.enable_fast_runtime_mode = fast
+        self.sent[program] = dict(counts)
+
+
+class _Parts(port.Padded):
+    """Heads, outputs and caches of each chip's own heads."""
+
+    port: Any
+
+    @property
+    def own_heads(self) -> int:
+        return len(self.port.queries[0])
+
+    def keys_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
+        return self.port.divided(self.padded(x, self._keys), self.port.keys, 1)
+
+    def keys_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
+        return self.real(self.port.joined(x, self.port.keys, 1), self._keys)
+
+    def values_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
+        return self.port.divided(self.padded(x, "v_proj"), self.port.keys, 1)
+
+    def values_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
+        return self.real(self.port.joined(x, self.port.keys, 1), "v_proj")
+
+    def context_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
+        return self.port.from_numpy(self.padded(x, "v_proj"))
+
+    def context_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
+        return self.real(self.port.to_numpy(x), "v_proj")
+
+    def gate_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
+        is_one_a_head = x.shape[2] == self.spec.num_heads
+        return self.port.divided(x, self.port.queries, 2) if is_one_a_head else super().gate_from_numpy(x)
+
+    def gate_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
+        is_one_a_head = x.shape[2] == self.own_heads
+        return self.port.joined(x, self.port.queries, 2) if is_one_a_head else super().gate_to_numpy(x)
+
+
+class _Filled(port.Filled):
+    """A module with the weights of a problem, divided by heads; each call is counted."""
+
+    def __init__(self, problem: Problem, on_mesh: _OnMesh) -> None:
+        super().__init__(problem)
+        self.on_mesh = on_mesh
+        parallel.shard(self.module, on_mesh.mesh, heads=HEADS)
+        self.weights = self.module.weights
+
+    def outputs(
+        self, query: ttnn.Tensor, key: ttnn.Tensor | None, mask: Any, bias: Any, positions: np.ndarray | None
+    ) -> tuple[ttnn.Tensor, dict[str, ttnn.Tensor]]:
+        inputs = {"mask": mask, "bias": bias, "positions": positions}
+        with self.on_mesh.counting("forward"):
+            output, attn_weights = self.module(query, key, **inputs, need_weights=True)
+        with self.on_mesh.counting("fused.forward"):
+            fused, _ = self.module(query, key, **inputs)
+        return attn_weights, {"module": output, "fused": fused}
+
+    def step(
+        self, x: ttnn.Tensor, cache: Any, new_lengths: np.ndarray | None, positions: np.ndarray | None
+    ) -> tuple[dict[str, ttnn.Tensor], Any]:
+        with self.on_mesh.counting("step" if x.shape[1] == 1 else "prompt"):
+            return super().step(x, cache, new_lengths, positions)

@@ -1,0 +1,147 @@
+"""What the ranks of a divided layer computed, from files on a command line: which of them are wrong, and why."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from parity.cli.layers import in_flags, layer_options
+from parity.cli.options import flag_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from parity.core.problem import Problem
+
+    Stages = dict[str, np.ndarray]
+
+INPUTS = ("query", "key", "cotangent")
+"""What a file holds beside stages, where the layer is that of --weights."""
+
+
+def diagnose(options: argparse.Namespace) -> int:
+    """Say which ranks are wrong, and which mistake of dividing explains all of them."""
+    from parity.core.weights import load_tensors
+    from parity.diagnosis.ranks import diagnose_ranks
+    from parity.reporting.console import console
+    from parity.reporting.json import write_json
+
+    divided = _divided(options.ranks)
+    size, paths = max(divided.values()), options.files
+    if len(paths) != size:
+        told = f"got {len(paths)}: {' '.join(paths)}"
+        raise ValueError(f"--ranks {options.ranks} must come with a file of each rank, {size} in order, {told}")
+    if twice := next((path for path in paths if paths.count(path) > 1), ""):
+        raise ValueError(f"ranks must have a file each, got {twice} twice")
+    files = {path: load_tensors(path)[0] for path in paths}
+    problem = _problem_of_case(options, files) if options.weights is None else _problem_of_layer(options, files)
+    observed = [{name: x for name, x in held.items() if name not in INPUTS} for held in files.values()]
+    diagnosis = diagnose_ranks(observed, problem, **divided)
+    style = "" if diagnosis.is_wrong else "bold green"
+    console().print(str(diagnosis), style=style, soft_wrap=True, markup=False, highlight=False)
+    if options.json is not None:
+        write_json(options.json, {"format": 1, **diagnosis.to_dict()})
+    return 1 if diagnosis.is_wrong else 0
+
+
+def _divided(text: str) -> dict[str, int]:
+    """What ranks share, as `diagnose_ranks` takes it."""
+    name, _, size = text.partition("=")
+    names = {"tensor": "tensor", "sequence": "tokens"}
+    if name not in names or not size.isdecimal() or int(size) < 2:
+        raise ValueError(f"--ranks must be tensor=N, of ranks that share heads, or sequence=N, of tokens, got {text}")
+    return {names[name]: int(size)}
+
+
+def _problem_of_case(options: argparse.Namespace, files: Mapping[str, Stages]) -> Problem:
+    """A case that is known here."""
+    from parity.core.cases import find_case
+    from parity.core.problem import make_problem
+
+    if options.case is None:
+        raise ValueError("--weights or --case must say what the ranks share, got --ranks alone")
+    said = {"from": options.layouts, "prefix": options.prefix, "not-causal": options.not_causal}
+    if needless := [flag_of(name) for name, value in (said | layer_options(options)).items() if value]:
+        raise ValueError(f"{', '.join(needless)} must come with --weights")
+    if (case := find_case(options.case)) is None:
+        raise ValueError(f"--case must be one of `mha-parity cases`, or random-N, got {options.case}")
+    _check_names(options, files, ())
+    return make_problem(case, _dtype_of(files))
+
+
+def _problem_of_layer(options: argparse.Namespace, files: Mapping[str, Stages]) -> Problem:
+    """The layer of a file, and the input that all ranks were given."""
+    import numpy as np
+
+    from parity.conversion.convert import load
+    from parity.core.cases import DTYPES, Case
+    from parity.core.problem import Problem
+    from parity.core.weights import dtype_named
+    from parity.reporting.console import console
+
+    if options.case is not None:
+        raise ValueError("--case must not be combined with --weights, which has a layer of its own")
+    with in_flags(options):
+        layout, prefix = (options.layouts or [None])[0], (options.prefix or [None])[0]
+        weights, spec = load(options.weights, layout, prefix=prefix, **layer_options(options))
+    _check_names(options, files, INPUTS)
+    inputs = {}
+    for name in INPUTS:
+        parts = [held[name] for held in files.values() if name in held]
+        if not parts and name != "query":
+            continue
+        if len(parts) < len(files):
+            lacking = next(path for path, held in files.items() if name not in held)
+            raise ValueError(f"{name} must be in the file of each rank, beside the stages, got none in {lacking}")
+        if any(part.ndim != 3 for part in parts):
+            shapes = [part.shape for part in parts]
+            raise ValueError(f"{name} must be (batch, tokens, features), got {name} of the shapes {shapes}")
+        if options.ranks.startswith("sequence"):
+            inputs[name] = np.concatenate(parts, 1)
+        elif all(np.array_equal(part, parts[0], equal_nan=True) for part in parts):
+            inputs[name] = parts[0]
+        else:
+            raise ValueError(f"{name} must be the same on all ranks that share heads, got others")
+    query, dtype = inputs["query"], inputs["query"].dtype.name
+    widths = {"query": spec.d_in, "key": spec.d_kv, "cotangent": spec.output_width}
+    for name, x in inputs.items():
+        if x.shape[2] != widths[name] or x.dtype.name not in DTYPES:
+            of_layer = f"{widths[name]} features of one of {', '.join(DTYPES)}"
+            raise ValueError(f"{name} must have {of_layer}, got {name}.shape={x.shape} and dtype={x.dtype}")
+    is_causal = not options.not_causal and "key" not in inputs
+    if is_causal:
+        told = "the layer is taken to be causal; --not-causal says that every token sees every other"
+        console().print(told, soft_wrap=True, highlight=False)
+    case = Case(
+        "ranks",
+        replace(spec, dropout=0.0, output_dropout=0.0),
+        "what the ranks were given",
+        batch=query.shape[0],
+        seq_len=query.shape[1],
+        seq_len_k=inputs["key"].shape[1] if "key" in inputs else None,
+        is_causal=is_causal,
+    )
+    return Problem(case, dtype, {name: weight.astype(dtype_named(dtype)) for name, weight in weights.items()}, inputs)
+
+
+def _check_names(options: argparse.Namespace, files: Mapping[str, Stages], inputs: Sequence[str]) -> None:
+    """Refuse a file with anything but stages, which nobody would look at, or without any."""
+    from parity.diagnosis.ranks import JUDGED
+
+    stages = {*JUDGED, *(["grad.query"] if options.ranks.startswith("sequence") else [])}
+    for path, held in files.items():
+        if (unknown := sorted(held.keys() - stages - {*inputs})) or not held.keys() & stages:
+            known = ", ".join([*JUDGED, *sorted(stages - {*JUDGED}), *inputs])
+            raise ValueError(f"{path} must hold stages, of {known}, got {', '.join(unknown or sorted(held)) or 'none'}")
+
+
+def _dtype_of(files: Mapping[str, Stages]) -> str:
+    """The dtype that ranks computed in: the narrowest of their stages, for scores may be wider."""
+    from parity.core.cases import DTYPES
+
+    dtypes = {x.dtype for held in files.values() for x in held.values() if x.dtype.name in DTYPES}
+    if not dtypes:
+        raise ValueError(f"stages must be of one of {list(DTYPES)}, got none")
+    return min(dtypes, key=lambda dtype: (dtype.itemsize, dtype.name)).name

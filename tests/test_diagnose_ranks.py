@@ -1,0 +1,130 @@
+"""`mha-parity diagnose --ranks`: what ranks computed, from their files."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_rank_mistakes import SPEC, computed, cut, of_heads, of_tokens, problem_of
+
+import parity
+from parity.cli.main import main
+from parity.core.weights import save_tensors
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes what ranks computed, each to its file, and says where."""
+
+    def written(ranks, **beside):
+        paths = []
+        for rank, stages in enumerate(ranks):
+            paths.append(str(tmp_path / f"rank{rank}.safetensors"))
+            held = {name: parity.to_numpy(x) for name, x in (dict(stages) | beside).items()}
+            save_tensors(paths[-1], held, {})
+        return paths
+
+    return written
+
+
+@pytest.fixture
+def layer(tmp_path):
+    """A file of the whole layer, and the problem that it has a part in."""
+    problem = problem_of(SPEC)
+    parity.save_weights(tmp_path / "layer.safetensors", problem.weights, SPEC)
+    return str(tmp_path / "layer.safetensors"), problem
+
+
+def test_ranks_of_a_layer_in_a_file_are_judged_and_the_mistake_named(write, layer, tmp_path, capsys):
+    weights, problem = layer
+    query = problem.inputs["query"]
+    right = ["diagnose", "--ranks", "tensor=4", "--weights", weights]
+    assert main([*right, *write(of_heads(problem, 4), query=query)]) == 0
+    assert "nothing differs by more than rounding on any rank" in capsys.readouterr().out
+    wrong = write(of_heads(problem, 4, cut(problem, "sinks")), query=query)
+    assert main([*right, *wrong, "--json", str(tmp_path / "found.json")]) == 1
+    said = capsys.readouterr().out
+    assert "the layer is taken to be causal; --not-causal says that every token sees every other" in said
+    assert "rank 1: attn_weights is" in said
+    assert "mistake   rank-first-sinks" in said
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [each["rank"] for each in found["wrong"]] == [1, 2, 3]
+    assert [each["name"] for each in found["mistakes"]] == ["rank-first-sinks"]
+
+
+def test_ranks_that_share_tokens_have_each_their_own_input(write, layer, capsys):
+    weights, problem = layer
+    query = problem.inputs["query"]
+    parts = of_tokens(computed(problem.weights, SPEC, query), 2)
+    ranks = [stages | {"query": x} for stages, x in zip(parts, np.split(query, 2, 1), strict=True)]
+    paths = write(ranks)
+    assert main(["diagnose", "--ranks", "sequence=2", "--weights", weights, *paths]) == 0
+    assert main(["diagnose", "--ranks", "sequence=2", "--weights", weights, *paths[::-1]]) == 1
+    assert "rank 0: " in capsys.readouterr().out
+
+
+def test_ranks_of_a_case_need_no_weights(write, capsys):
+    problem = parity.make_problem("gqa-causal", "float32")
+    ranks = of_heads(problem, 2)
+    named = ["diagnose", "--ranks", "tensor=2", "--case", "gqa-causal"]
+    assert main([*named, *write(ranks)]) == 0
+    ranks[1] = ranks[1] | {"v": -ranks[1]["v"]}
+    assert main([*named, *write(ranks)]) == 1
+    assert "rank 1: v is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ranks", "which", "more", "message"),
+    [
+        ("tensor=4", [0, 1, 3], [], "--ranks tensor=4 must come with a file of each rank, 4 in order, got 3: "),
+        ("tensor=4", [0, 1, 1, 3], [], "ranks must have a file each, got"),
+        (
+            "heads=4",
+            [0],
+            [],
+            "--ranks must be tensor=N, of ranks that share heads, or sequence=N, of tokens, got heads=4",
+        ),
+        ("tensor=1", [0], [], "got tensor=1"),
+        ("tensor=4", [0, 1, 2, 3], ["--framework", "jax"], "--framework must come with PKG.MODULE:CALLABLE"),
+        ("tensor=4", [0, 1, 2, 3], ["--case", "gqa"], "--case must not be combined with --weights"),
+        (None, [0], ["--case", "gqa"], "--case must come with --ranks"),
+    ],
+)
+def test_what_is_not_a_file_of_each_rank_is_refused_in_one_line(ranks, which, more, message, write, layer, capsys):
+    weights, problem = layer
+    paths = write(of_heads(problem, 4), query=problem.inputs["query"])
+    divided = ["--ranks", ranks, "--weights", weights] if ranks else []
+    assert main(["diagnose", *divided, *more, *(paths[rank] for rank in which)]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_what_the_files_lack_is_told_by_name(write, layer, capsys):
+    weights, problem = layer
+    query, ranks = problem.inputs["query"], of_heads(problem, 2)
+    with_weights = ["diagnose", "--ranks", "tensor=2", "--weights", weights]
+
+    def said_of(ranks, command=with_weights, **beside):
+        assert main([*command, *write(ranks, **beside)]) == 2
+        return capsys.readouterr().err
+
+    assert "query must be in the file of each rank, beside the stages, got none in" in said_of(ranks)
+    others = [stages | {"query": query + rank} for rank, stages in enumerate(ranks)]
+    assert "query must be the same on all ranks that share heads, got others" in said_of(others)
+    assert "query must have 32 features of one of float32" in said_of(ranks, query=query[..., :8])
+    assert "query must be (batch, tokens, features)" in said_of(ranks, query=query[0])
+    assert "must hold stages, of mask," in said_of([{"out": ranks[0]["output"]}] * 2, query=query)
+    assert "got query" in said_of([{}, {}], query=query)
+    assert "got grad.query" in said_of([stages | {"grad.query": query} for stages in ranks], query=query)
+    of_case = ["diagnose", "--ranks", "tensor=2"]
+    assert "--weights or --case must say what the ranks share" in said_of(ranks, of_case)
+    assert "--case must be one of `mha-parity cases`" in said_of(ranks, [*of_case, "--case", "none"])
+    assert "--not-causal must come with --weights" in said_of(ranks, [*of_case, "--case", "gqa", "--not-causal"])
+    assert "got case decode with a cache" in said_of(ranks, [*of_case, "--case", "decode"])
+
+
+def test_ranks_without_a_stage_that_is_judged_are_refused():
+    problem = problem_of(replace(SPEC, gate=None))
+    with pytest.raises(ValueError, match=r"observed must have stages of every rank, got \['out'\] of rank 1"):
+        parity.diagnose_ranks([{"output": np.ones(1)}, {"out": np.ones(1)}], problem, tensor=2)

@@ -1,0 +1,82 @@
+"""`mha-parity run --mesh` on mock boards of several chips, and what is refused. What they compute: test_parallel.py."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mha_spec import AttentionSpec, Norm
+from parity import CASES
+from parity.backends import tt_mesh
+from parity.cli.main import main
+from parity.running.traces import load_trace
+from parity.sharding.mesh import MeshPlan, collectives_of
+
+pytestmark = pytest.mark.usefixtures("only_mock")
+
+
+def command(*arguments, folder):
+    """What `mha-parity run` prints on a mock n300, in a process of its own: a process has one board for good."""
+    root = Path(__file__).parents[2]
+    program = [sys.executable, "-m", "parity", "run", "--backends", "tt", "--cases", "*qa-causal", *arguments]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TT_METAL")}
+    kept |= {"MHA_TT_MOCK": "n300", "PYTHONPATH": str(root)}
+    done = subprocess.run(program, env=kept, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_run_on_one_chip_of_two_is_as_ever(tmp_path):
+    printed = command(folder=tmp_path)
+    assert "tt agrees with the float64 reference: 1 case, 11 stages passed" in printed
+    assert "What devices send" not in printed
+
+
+def test_a_run_on_two_chips_says_what_it_judged_and_what_they_sent(tmp_path):
+    report = tmp_path / "report.json"
+    mesh = ["--mesh", "tensor=2", "--json", str(report), "--save-traces", str(tmp_path)]
+    printed = command(*mesh, folder=tmp_path)
+    assert "tt fused.forward: 1 all-reduce: 1" in printed
+    held = json.loads(report.read_text())
+    stages = {each["stage"] for each in held["results"] if each["status"] == "passed"}
+    assert {"q", "k", "v", "scores", "attn_weights", "context", "output", "fused.output"} <= stages
+    assert len(held["environment"]["backends"]["tt"]["devices"]) == 2
+    trace = load_trace(tmp_path / "gqa-causal-float32-tt.safetensors")
+    assert trace.numerics["mesh"] == "tensor=2"
+    assert [(each.program, each.is_ideal) for each in collectives_of(trace)] == [
+        ("forward", True),
+        ("fused.forward", True),
+    ]
+
+
+def test_what_a_mesh_of_chips_does_not_divide_is_skipped_by_name():
+    plan = MeshPlan(tensor=2)
+    width = replace(CASES["gqa"], spec=AttentionSpec(32, 8, qk_norm=Norm(over="width")))
+    assert tt_mesh.why_skipped(width, "float32", plan) == "q_norm must be over='head' to be divided"
+    assert tt_mesh.why_skipped(CASES["alibi"], "float32", plan) == "alibi must be None to be divided"
+    assert tt_mesh.why_skipped(CASES["gqa"], "float32", MeshPlan(tensor=3)) == "tensor=3 does not divide 8 query heads"
+    assert tt_mesh.why_skipped(CASES["random-mask"], "float32", plan).startswith("a mask of each head is another one")
+    assert tt_mesh.why_skipped(CASES["fused-qkv"], "float32", plan) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--mesh", "data=2"],
+            "mesh must be of tensor alone with tt, whose chips share heads and nothing else, got data",
+        ),
+        (["--mesh", "sequence=2,tensor=2"], "mesh must be of tensor alone with tt"),
+        (["--mesh", "tensor=16"], "mesh must divide the chips of the board, got tensor=16 and "),
+        (["--mesh", "tensor=2", "--devices", "2"], "--devices must come with a backend on this CPU, got tt alone"),
+    ],
+)
+def test_what_chips_cannot_be_is_refused_in_one_line(arguments, message, capsys):
+    assert main(["run", "--backends", "tt", "--cases", "causal", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1

@@ -1,0 +1,87 @@
+"""A program: layers of mha_jax that shard nothing, traced before this process made a mesh and after it.
+
+It prints what tests/test_undivided_jax.py asks about, as JSON. A process of its own, in which no mesh was made before.
+"""
+
+import json
+import os
+import re
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mha_jax
+from mha_jax import parallel
+from mha_jax.blockwise import BlockSizes
+from mha_spec import AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope
+
+SPECS = {
+    "gqa": AttentionSpec(64, 4, num_kv_heads=2, rope=Rope(10000.0), sinks=True, gate=Gate(), qk_norm=Norm()),
+    "relative": AttentionSpec(64, 4, relative_bias=RelativeBias(), window_size=7, fused_qkv=True, soft_cap=30.0),
+    "latent": AttentionSpec(64, 4, head_dim=24, latent=Latent(16, 8), rope=Rope(rotary_dim=8, rotated="last")),
+}
+BLOCKS = BlockSizes(few_scores=1, queries=8, keys=8, last_keys=4)
+X = jnp.ones((2, 16, 64))
+
+
+def layer_of(spec):
+    """A layer that computes in blocks, and one with a cache."""
+    cached = mha_jax.MultiHeadAttentionWithCache if spec.latent is None else mha_jax.MultiHeadLatentAttention
+    layers = [kind(spec, rngs=nnx.Rngs(0)) for kind in (mha_jax.MultiHeadAttention, cached)]
+    for layer in layers:
+        layer.block_sizes = BLOCKS
+    return layers
+
+
+def calls_of(spec):
+    """Functions of x: each path of a layer, its gradient, a prompt and a step."""
+    layer, cached = layer_of(spec)
+
+    def output(x, **options):
+        return layer(x, is_causal=True, key_padding_lengths=jnp.array([16, 9]), **options)[0]
+
+    calls = {
+        "forward": output,
+        "with weights": lambda x: layer(x, need_weights=True),
+        "gradient": jax.grad(lambda x: output(x).sum()),
+        "prompt": lambda x: cached(x, cached.init_cache(2, 32)),
+    }
+    return calls | {"step": lambda x: cached(x[:, :1], cached.init_cache(2, 32))}
+
+
+def programs():
+    """What each of them is traced to, and what XLA is given of it."""
+    found = {}
+    for name, spec in SPECS.items():
+        for what, call in calls_of(spec).items():
+            jaxpr = re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(call)(X)))  # where an object lies in memory
+            found[f"{name} {what}"] = [jaxpr, jax.jit(call).lower(X).as_text()]
+    return found
+
+
+def divided():
+    """The same of layers that are divided, which must tell: by tokens, and by heads with explicit axes."""
+    found = {}
+    for what, kind, along in (("tokens", AxisType.Auto, (None, "d")), ("heads", AxisType.Explicit, ())):
+        mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))
+        layer = parallel.shard(layer_of(SPECS["gqa"])[0], mesh, **{what: "d"})
+        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec(*along)))
+        with jax.set_mesh(mesh):
+
+            def call(x, layer=layer):
+                return layer(x, is_causal=True)[0]
+
+            jax.block_until_ready(jax.jit(call)(x))
+            found[what] = [str(jax.make_jaxpr(call)(x)), jax.jit(call).lower(x).as_text()]
+    return found
+
+
+if __name__ == "__main__":
+    before = programs()
+    control = divided()
+    print(json.dumps({"before": before, "divided": control, "after": programs()}))
