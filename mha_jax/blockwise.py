@@ -28,6 +28,7 @@ from mha_jax.not_finite import emptied, not_finite, spoilt
 from mha_jax.rope import at_least_float32
 from mha_jax.sharding import is_automatic
 from mha_spec.reach import Reach
+from mha_spec.rules import as_count
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class BlockSizes:
         few_scores: scores, 4 MiB in float32, up to which the plain path takes less time.
         queries: of a block; twice as many where all see the same keys, and more where there would be too many blocks.
         keys: of a block: its scores with a block of queries stay in the caches of two cores.
-        last_keys: keys of the last few blocks of a cache, so that little is read that is not filled.
+        last_keys: keys of the last few blocks of a cache, so that little is read that is not filled; at most `keys`.
         heads_side_by_side: heads of a cache that are read at the same time, each by a core if there are as many.
         most_blocks: of queries; each is compiled on its own, so that it ends with the last key that it may see.
         token_axis: the dimension of a mesh that tokens are divided along, where types do not say it: see `parallel`.
@@ -53,6 +54,11 @@ class BlockSizes:
     most_blocks: int = 16
     token_axis: str | None = None
     passes_keys: bool = False
+
+    def __post_init__(self) -> None:
+        as_count("few_scores", self.few_scores, minimum=0)
+        for name in ("queries", "keys", "last_keys", "heads_side_by_side", "most_blocks"):
+            as_count(name, getattr(self, name))
 
 
 BLOCK_SIZES = BlockSizes()
@@ -356,6 +362,7 @@ def _attend_to_filled_slots(
     bias: Array | None,
 ) -> Array:
     scoring, reach, block_sizes = options
+    last_keys = min(block_sizes.last_keys, block_sizes.keys)
     batch_size, num_kv_heads, capacity, _ = keys.shape
     num_heads = batch_size * num_kv_heads
     group_size = query.shape[1] // num_kv_heads
@@ -374,9 +381,9 @@ def _attend_to_filled_slots(
         seen, filled = jnp.maximum(first_of_heads.min(), 0), last_of_heads.max() + 1  # from, and up to
         num_large = filled // block_sizes.keys
         filled_large = num_large * block_sizes.keys
-        num_small = -((filled_large - filled) // block_sizes.last_keys)
+        num_small = -((filled_large - filled) // last_keys)
         first_large = jnp.minimum(seen // block_sizes.keys, num_large)
-        first_small = jnp.maximum(seen - filled_large, 0) // block_sizes.last_keys
+        first_small = jnp.maximum(seen - filled_large, 0) // last_keys
 
         def over_blocks(add: Callable[[Array, Array, Array, int], Array], carry: Array) -> Array:
             def step(i: Array, carry: Array, *, after: Array | int, size: int) -> Array:
@@ -384,9 +391,7 @@ def _attend_to_filled_slots(
                 return add(carry, first, jnp.minimum(first, capacity - size), size)  # the last may lie over another
 
             carry = lax.fori_loop(first_large, num_large, partial(step, after=0, size=block_sizes.keys), carry)
-            return lax.fori_loop(
-                first_small, num_small, partial(step, after=filled_large, size=block_sizes.last_keys), carry
-            )
+            return lax.fori_loop(first_small, num_small, partial(step, after=filled_large, size=last_keys), carry)
 
         def put_scores(scores: Array, _: Array, begin: Array, size: int) -> Array:
             found = [jnp.einsum("gh,sh->gs", queries[head], block(keys, head, begin, size)) for head in heads]

@@ -617,6 +617,18 @@ def test_token_over_a_cache_about_as_large_as_a_block_gives_what_the_plain_path_
     parity.assert_parity(results(mha_jax, attend, arrays), **yardstick(arrays))
 
 
+def test_last_blocks_of_a_cache_are_no_larger_than_the_others():
+    arrays = problem((4, 2), (1, 12), padding=(2, 5, 12))
+    attend = functools.partial(attend_to_cache, block_sizes=BlockSizes(few_scores=0, queries=8, keys=8))
+    parity.assert_parity(results(mha_jax, attend, arrays), **yardstick(arrays))
+
+
+@pytest.mark.parametrize("name", ["queries", "keys", "last_keys", "heads_side_by_side", "most_blocks"])
+def test_a_block_has_a_size(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got {name}=0"):
+        BlockSizes(**{name: 0})
+
+
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1)], ids=["mha", "mqa"])
 def test_slots_beyond_the_last_blocks_of_a_cache_are_not_read(heads):
     arrays = cache_problem(heads, (17, 5, 18))
