@@ -25,6 +25,9 @@ from parity.diagnosis.remembered import remembering
 
 Mistakes = tuple[Mistake, ...]
 
+ALL = "qkv"
+"""What a step that projects makes, where no more is said."""
+
 MOST_KEPT = 256  # results of wrong layers, which may be large
 
 
@@ -90,31 +93,46 @@ class Replay:
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
         self._verdicts: dict[tuple[Any, ...], Verdict] = {}
 
-    def computed(self, index: int, mistakes: Mistakes, dtype: str = "float64", kind: str = "") -> dict[str, np.ndarray]:
-        """What a step gives, with mistakes in it."""
-        layer = (mistakes, dtype, kind)
-        key = (index, *layer)
-        if key not in self._found:
-            if len(self._found) > MOST_KEPT:
-                self._found.clear()
-                self._layers.clear()
-            if layer not in self._layers:
-                self._layers[layer] = self._steps(self.problem, *layer)
-            steps = self._layers[layer]
-            try:
-                with np.errstate(all="ignore"):
-                    self._found[key] = steps[index](self._values_before(index, steps))
-            except ValueError:  # two mistakes that do not fit together
-                self._found[key] = {name: np.empty(0) for name in self.steps[index]}
+    def computed(
+        self, index: int, mistakes: Mistakes, dtype: str = "float64", kind: str = "", stage: str = ""
+    ) -> dict[str, np.ndarray]:
+        """What a step gives, with mistakes in it; or a stage of it at least, if one is all that is asked for."""
+        whole = (index, mistakes, dtype, kind, ALL)
+        if whole in self._found:
+            return self._found[whole]
+        quantity = stage_named(stage).quantity if stage else ALL
+        key = (*whole[:-1], quantity if quantity in set(ALL) else ALL)
+        if key in self._found:
+            return self._found[key]
+        if len(self._found) > MOST_KEPT:
+            self._found.clear()
+            self._layers.clear()
+        try:
+            self._found[key] = self._run(*key)
+        except KeyError:  # a mistake takes one of them for another
+            key = whole
+            self._found[key] = self._run(*key)
         return self._found[key]
 
+    def _run(self, index: int, mistakes: Mistakes, dtype: str, kind: str, asked: str) -> dict[str, np.ndarray]:
+        """A step, with mistakes in it, that makes q, k and v or one of these."""
+        layer = (mistakes, dtype, kind, asked)
+        if layer not in self._layers:
+            self._layers[layer] = self._steps(self.problem, *layer)
+        steps = self._layers[layer]
+        try:
+            with np.errstate(all="ignore"):
+                return steps[index](self._values_before(index, steps))
+        except ValueError:  # two mistakes that do not fit together
+            return {name: np.empty(0) for name in self.steps[index]}
+
     def _steps(
-        self, problem: Problem, changes: tuple[Change, ...], dtype: str = "float64", kind: str = ""
+        self, problem: Problem, changes: tuple[Change, ...], dtype: str = "float64", kind: str = "", asked: str = ALL
     ) -> Sequence[Step]:
         """The stages of the reference with mistakes in it, as functions."""
         if dtype != "float64":
             changes, kind = (*changes, self.choice), kind or self.choice.arithmetic
-        return wrong_layer(problem, dtype, (*changes, self._base), kind or self.arithmetic).steps()
+        return wrong_layer(problem, dtype, (*changes, self._base), kind or self.arithmetic, asked).steps()
 
     def _values_before(self, index: int, steps: Sequence[Step]) -> dict[str, np.ndarray]:
         """What was observed, and what was not of all that others are made of, up to one of the steps."""
@@ -127,14 +145,14 @@ class Replay:
     def _unseen_before(self) -> list[list[int]]:
         """For each step those before it that others are made of, and that were not observed.
 
-        What a module gives in one call only the module itself takes up in the next.
+        What a module gives in one call only the module itself takes up in the next, and it takes up nothing else.
         """
         unseen = [
             any(name not in self.observed and not stage_named(name).is_end for name in names) for names in self.steps
         ]
         is_module = [stage_named(names[0]).path != "" for names in self.steps]
         return [
-            [before for before in range(index) if unseen[before] and (is_module[index] or not is_module[before])]
+            [before for before in range(index) if unseen[before] and is_module[before] == is_module[index]]
             for index in range(len(self.steps))
         ]
 
@@ -153,7 +171,7 @@ class Replay:
         return self._verdicts[key]
 
     def _judged(self, stage: str, mistakes: Mistakes, quick: bool, kind: str) -> Verdict:
-        expected, actual = self.computed(self.step_of[stage], mistakes)[stage], self.observed[stage]
+        expected, actual = self.computed(self.step_of[stage], mistakes, stage=stage)[stage], self.observed[stage]
         if actual.shape != expected.shape:
             return Verdict(math.inf, math.inf)
         if stage_named(stage).is_exact:
@@ -192,8 +210,8 @@ class Replay:
         key = (stage, mistakes, kind)
         if key not in self._budgets:
             index, dtype = self.step_of[stage], self.problem.dtype
-            expected = self.computed(index, mistakes)[stage].astype(np.float64)
-            same = self.computed(index, mistakes, SAME_PRECISION[dtype], kind)[stage]
+            expected = self.computed(index, mistakes, stage=stage)[stage].astype(np.float64)
+            same = self.computed(index, mistakes, SAME_PRECISION[dtype], kind, stage)[stage]
             with np.errstate(all="ignore"):
                 self._budgets[key] = budget(expected, same, dtype, arithmetic=self.arithmetic)
         return self._budgets[key]

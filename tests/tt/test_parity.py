@@ -1,8 +1,11 @@
 """Every case of `parity` passes: each stage, and the modules as users call them, within the case's own noise."""
 
+from dataclasses import replace
+
 import pytest
 
-from parity import CASES, random_case, run_cases
+from mha_spec import AttentionSpec, Rope
+from parity import CASES, Case, random_case, run_cases
 from parity.backends import tt as backend
 
 DTYPES = ("float32", "bfloat16")
@@ -26,6 +29,32 @@ def param(case, dtype):
 def test_every_stage_of_the_case_passes(opened_device, case, dtype):
     report = run_cases([case], ["tt"], [dtype])
     assert report.comparisons
+    assert report.failed == [], "\n".join(map(str, report.first_differences()))
+
+
+ROPE = Rope(10000.0)
+
+
+def cached(prompt, spec, **sizes):
+    """A prompt and two steps."""
+    return Case("", spec, "", seq_len=prompt + 2, chunks=(prompt, 1, 1), capacity=prompt + 30, **sizes)
+
+
+SHAPES = {
+    "1024-tokens": Case("", AttentionSpec(128, 2), "", batch=1, seq_len=1024, is_causal=True),
+    "1024-cached": cached(1024, AttentionSpec(128, 2, rope=ROPE), batch=1),
+    "32-sequences": Case("", AttentionSpec(128, 2), "", batch=32, seq_len=40, is_causal=True),
+    "32-cached": cached(32, AttentionSpec(128, 4, num_kv_heads=2, rope=ROPE), batch=32),
+}
+for features, num_heads in ((48, 4), (80, 2), (96, 2)):
+    spec = AttentionSpec(features * num_heads, num_heads, rope=ROPE)
+    SHAPES[f"heads-of-{features}"] = Case("", spec, "", seq_len=70, is_causal=True)
+    SHAPES[f"heads-of-{features}-cached"] = cached(34, spec)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_that_no_case_has_pass(opened_device, name):
+    report = run_cases([replace(SHAPES[name], name=name)], ["tt"], DTYPES)
     assert report.failed == [], "\n".join(map(str, report.first_differences()))
 
 

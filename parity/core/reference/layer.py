@@ -18,10 +18,17 @@ from parity.core.stages import PATHS, Step, Values, steps_of
 
 @dataclass(frozen=True)
 class Layer:
-    """The layer of a problem, computed in some arithmetic; each known mistake overrides a part."""
+    """The layer of a problem, computed in some arithmetic; each known mistake overrides a part.
+
+    Attributes:
+        problem: what is computed.
+        arithmetic: in which.
+        asked: which of q, k and v are made: who asks for one of them need not wait for the others.
+    """
 
     problem: Problem
     arithmetic: Arithmetic
+    asked: str = "qkv"
 
     def steps(self) -> Sequence[Step]:
         """The stages as functions: see `parity.core.stages`."""
@@ -279,7 +286,7 @@ class Layer:
             latents = self.latents(query, positions)
             heads = {"q": self.latent_queries(query, positions), "latents": latents, **self.expanded(latents)}
         else:
-            projected = {name: self.linear(f"{name}_proj", query if name == "q" else key) for name in "qkv"}
+            projected = {name: self.linear(f"{name}_proj", query if name == "q" else key) for name in self.asked}
             heads = {name: self.entering(name, x, positions) for name, x in projected.items()}
         return heads if self.problem.spec.gate is None else {**heads, "gate": self.linear("gate_proj", query)}
 

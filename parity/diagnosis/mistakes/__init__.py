@@ -126,9 +126,11 @@ def page_by_mistake() -> dict[str, str]:
     return {mistake.name: mistake.page for mistake in found} | dict.fromkeys(ranks.NAMES, ranks.PAGE)
 
 
-def wrong_layer(problem: Problem, dtype: str, mistakes: Sequence[Change], arithmetic: str = "ieee") -> Layer:
+def wrong_layer(
+    problem: Problem, dtype: str, mistakes: Sequence[Change], arithmetic: str = "ieee", asked: str = "qkv"
+) -> Layer:
     """The reference with mistakes in it, the first of them outermost, computed in a dtype and an arithmetic."""
-    layer = Layer(problem, Arithmetic(dtype_named(dtype), arithmetic))
+    layer = Layer(problem, Arithmetic(dtype_named(dtype), arithmetic), asked)
     for mistake in reversed(mistakes):
         for method, override in mistake.in_reference.items():
             # An attribute of this one layer hides the method of all.
