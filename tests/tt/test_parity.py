@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+import mha_tt
 from mha_spec import AttentionSpec, Rope
 from parity import CASES, Case, random_case, run_cases
 from parity.backends import tt as backend
@@ -54,6 +55,8 @@ for features, num_heads in ((48, 4), (80, 2), (96, 2)):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_that_no_case_has_pass(opened_device, name):
+    if "1024" in name and mha_tt.target() == "mock":
+        pytest.skip("of 1024 tokens golden functions say no more than of few, and take half a minute")
     report = run_cases([replace(SHAPES[name], name=name)], ["tt"], DTYPES)
     assert report.failed == [], "\n".join(map(str, report.first_differences()))
 
