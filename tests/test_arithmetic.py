@@ -1,6 +1,7 @@
 """Tenstorrent's arithmetic, emulated on torch: what the card may do passes, and what it should not do is reported."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -235,6 +236,28 @@ def test_a_fidelity_is_named(case, card, dtype, name):
     problem = make_problem(CASES[case], dtype)
     diagnosis = diagnose(stages_on(card, problem), problem, arithmetic="tensix")
     assert (diagnosis.kind, names_of(diagnosis)) == ("precision", [name])
+
+
+RECORDED = dict(np.load(Path(__file__).with_name("fidelities.npz")))
+"""Outputs of mha_tt at each math fidelity, by the real kernels in a simulator (ttsim 1.10.0, Blackhole): bfloat16."""
+
+
+@pytest.mark.parametrize("path", ["plain", "fused"])
+@pytest.mark.parametrize(("fidelity", "names"), [("HiFi4", []), ("HiFi2", []), ("LoFi", ["precision-lofi"])])
+@pytest.mark.parametrize("case", ["full", "gqa-causal"])
+def test_a_fidelity_is_named_from_the_output_of_real_kernels_alone(case, fidelity, names, path):
+    output = RECORDED[f"{case}/{fidelity}/{path}"].view(dtype_named("bfloat16"))
+    diagnosis = diagnose({"output": output}, make_problem(CASES[case], "bfloat16"), arithmetic="tensix")
+    assert (diagnosis.kind, names_of(diagnosis)) == ("precision" if names else "none", names)
+
+
+def test_a_fidelity_is_not_named_where_the_error_is_another(rng):
+    problem = make_problem(CASES["full"], "bfloat16")
+    right = np.asarray(Reference(problem).accumulated["output"], np.float64)
+    lofi = RECORDED["full/LoFi/plain"].view(dtype_named("bfloat16")).astype(np.float64)
+    error = rng.permuted(lofi - right)  # as large, and elsewhere
+    diagnosis = diagnose({"output": (right + error).astype(lofi.dtype)}, problem, arithmetic="tensix")
+    assert (diagnosis.kind, names_of(diagnosis)) == ("unknown", [])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -204,7 +204,9 @@ def _explain(
     def changes(mistake: Mistake) -> bool:
         if clock.is_over(words, FOR_MISTAKES):
             return False
-        return not np.array_equal(expected, replay.computed(index, (*found, mistake), stage=stage)[stage], equal_nan=True)
+        return not np.array_equal(
+            expected, replay.computed(index, (*found, mistake), stage=stage)[stage], equal_nan=True
+        )
 
     def explains(added: Mistakes) -> bool:
         mistakes = (*found, *added)
