@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mha_spec import AttentionSpec
-from parity import CASES
+from parity import CASES, Case
 from parity.core import reference
 from parity.core.cases import QUICK
 from parity.core.problem import make_problem
@@ -83,3 +83,18 @@ def test_a_case_fails_without_its_feature(case, spec):
     largest = max(np.nanmax(np.abs(value), initial=0.0) for value in expected.values())
     apart = max(np.nanmax(np.abs(found[name] - value), initial=0.0) for name, value in expected.items())
     assert apart > 1e-4 * largest, f"{apart:.1e} of {largest:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"chunks": (3, 1)}, r"seq_len must be the sum of chunks=\(3, 1\), got seq_len=5"),
+        ({"new_lengths": ((1, 2),)}, "new_lengths must come with chunks"),
+        ({"key_padding_lengths": (1,)}, "key_padding_lengths must have batch=2 numbers"),
+        ({"seq_len": 4, "chunks": (3, 1), "new_lengths": ((3, 1),)}, "new_lengths must be of each of chunks"),
+        ({"dtype": "f32"}, "dtype must be one of float32, bfloat16, float16, float64, or None, got dtype=f32"),
+    ],
+)
+def test_a_case_whose_lengths_do_not_fit_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Case("own", AttentionSpec(8, 2), "", **fields)

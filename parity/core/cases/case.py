@@ -41,6 +41,9 @@ class Case:
         first_position: the position of the first token, for RoPE and a temperature.
         trained: name of the trained layer that gives weights and inputs.
         dtype: the only dtype that the case runs in, where it is about one.
+
+    Raises:
+        ValueError: if lengths do not fit each other.
     """
 
     name: str
@@ -63,6 +66,18 @@ class Case:
     first_position: int = 0
     trained: str | None = None
     dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        def must(rule: str, name: str, holds: bool) -> None:
+            if not holds:
+                raise ValueError(f"{name} must {rule}, got {name}={getattr(self, name)}")
+
+        must(f"be the sum of chunks={self.chunks}", "seq_len", not self.chunks or self.seq_len == sum(self.chunks))
+        must("come with chunks", "new_lengths", bool(self.chunks) or not self.new_lengths)
+        for rows, name in ((self.new_lengths, "new_lengths"), ([self.key_padding_lengths], "key_padding_lengths")):
+            must(f"have batch={self.batch} numbers", name, all(row is None or len(row) == self.batch for row in rows))
+        must(f"be of each of chunks={self.chunks}", "new_lengths", len(self.new_lengths) in (0, len(self.chunks)))
+        must("be one of float32, bfloat16, float16, float64, or None", "dtype", self.dtype in (None, *DTYPES))
 
     @property
     def is_cached(self) -> bool:
