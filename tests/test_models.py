@@ -22,6 +22,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from released import SIZES, Released, check_near
+from released_models import check_model
 from test_models_whole import ALL
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
@@ -608,6 +609,17 @@ def test_yarn_of_deepseek_has_both_numbers_or_none():
     assert scaling_of(**both) == YarnScaling(4.0, 64, **both)
     assert scaling_of(mscale=0.7) == YarnScaling(4.0, 64)
     assert scaling_of(factor=None) == YarnScaling(8.0, 64)  # from the two lengths
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "mistral4"])
+@pytest.mark.parametrize(
+    "told", [{}, {"mscale": 0.7}, {"attention_factor": 1.7}, {"mscale": 0.7, "attention_factor": 1.7}]
+)
+def test_latents_are_scaled_by_a_mscale_all_dim_that_rope_does_not_read(family, told, tmp_path):
+    model = ALL[family]
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 0.8, **told}
+    parameters = {**model.config().rope_parameters, **rope}
+    check_model(replace(model, options={**model.options, "rope_parameters": parameters}), tmp_path)
 
 
 def test_proportional_rope_is_that_of_a_whole_head():
