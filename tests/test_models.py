@@ -622,6 +622,12 @@ def test_latents_are_scaled_by_a_mscale_all_dim_that_rope_does_not_read(family, 
     check_model(replace(model, options={**model.options, "rope_parameters": parameters}), tmp_path)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "kimi_linear"])
+def test_queries_that_are_projected_at_once_have_no_bias(family, tmp_path):
+    model = ALL[family]
+    check_model(replace(model, options={**model.options, "attention_bias": True, "q_lora_rank": None}), tmp_path)
+
+
 def test_proportional_rope_is_that_of_a_whole_head():
     rope = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
     assert specs_of({**LLAMA, "rope_parameters": rope})[0].spec.rope == Rope(scaling=ProportionalScaling(0.25))
@@ -685,6 +691,19 @@ REFUSED = {
     "key of RoPE": (
         {"rope_parameters": {**LLAMA["rope_parameters"], "beta_fast": 8.0}},
         "these are not: rope_parameters.beta_fast=8.0",
+    ),
+    "share of a head": (
+        {"rope_parameters": {**LLAMA["rope_parameters"], "partial_rotary_factor": 0.5}},
+        "rope_parameters.partial_rotary_factor must be 1 in models of this family, which rotate whole heads, "
+        "got rope_parameters.partial_rotary_factor=0.5",
+    ),
+    "share of a head, before": (
+        {"rope_parameters": None, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "partial_rotary_factor must be 1 in models of this family, which rotate whole heads, got partial_rot",
+    ),
+    "soft cap that no layer takes": (
+        {**transformers.Gemma3TextConfig(num_hidden_layers=1).to_dict(), "attn_logit_softcapping": 30.0},
+        "attn_logit_softcapping must be None in models of this family, got attn_logit_softcapping=30.0",
     ),
     "both ways": ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     "heads": ({"num_attention_heads": 5}, "layer 0 must be one that AttentionSpec has: "),

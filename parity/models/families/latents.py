@@ -39,6 +39,13 @@ def _pairs_of_latents(place: Place) -> Value:
     return Value(found.value, f"{found.origin}, {paired.origin}")
 
 
+def _biases(place: Place) -> Value:
+    """Of what makes latents: queries that are projected at once have none."""
+    found: Value = SOME_BIAS(place)
+    at_once = place.config.asked("q_lora_rank") is None
+    return found._replace(value=(False, True, True)) if at_once and found.value else found
+
+
 def _scale(place: Place) -> Value:
     """The square of YaRN's factor is in the scale wherever there is a mscale_all_dim, also one that RoPE does not read.
 
@@ -82,7 +89,7 @@ LATENTS: dict[str, Any] = {
     "latent": _latent,
     "rope": _pairs_of_latents,
     "scale": _scale,
-    "qkv_bias": SOME_BIAS,
+    "qkv_bias": _biases,
     "out_bias": SOME_BIAS,
 }
 OF_LATENTS = {"head_dim", "qk_head_dim", "num_key_value_heads"}
