@@ -216,6 +216,9 @@ OF_GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256
 OF_GEMMA3 |= {"rms_norm_eps": 1e-6, "sliding_window": 4096, "hidden_size": 2304, "num_hidden_layers": 26}
 """What their configurations leave out as parts of models for text and images, which say only what is not usual."""
 
+OF_IMAGES = {"rope": rope(pairs="interleaved", sections=(8, 12, 12), fraction=1.0)}
+"""What GLM's models for images rotate by, of whole heads where nothing else is said."""
+
 IN_HALVES = {"rope_interleaved": False}
 """What SmolLM2's configurations say, and no layer reads."""
 
@@ -422,17 +425,8 @@ DECODERS: dict[str, Family] = {
     "ernie4_5_moe": family(
         HEADS, PAIRED, qkv_bias=key("use_bias", default=False), out_bias=key("use_bias", default=False)
     ),
-    "glm4v_text": family(
-        HEADS,
-        rope=rope(pairs="interleaved", sections=(8, 12, 12), fraction=1.0),
-        qkv_bias=True,
-        fixed={"attention_bias": True},
-    ),
-    "glm_ocr_text": family(
-        HEADS,
-        rope=rope(pairs="interleaved", sections=(8, 12, 12), fraction=1.0),
-        fixed={"attention_bias": False},
-    ),
+    "glm4v_text": family(HEADS, OF_IMAGES, qkv_bias=True, fixed={"attention_bias": True}),
+    "glm_ocr_text": family(HEADS, OF_IMAGES, fixed={"attention_bias": False}),
     **dict.fromkeys(
         ("glm4v_moe_text", "glm_image_text"),
         family(HEADS, rope=rope(sections=(8, 12, 12), fraction=0.5), qkv_bias=MOST_BIAS),
