@@ -171,7 +171,7 @@ def partial(case: Case) -> Iterator[Mistake]:
         "rope-partial",
         replace(rope, rotated=other),
     )
-    if rope.scaling is None:
+    if not isinstance(rope.scaling, DynamicScaling):  # which makes a base of its own of the exponents' divisor
         yield _of_another(
             "rope-frequencies-over-head-dim",
             f"the exponents of RoPE's frequencies are divided by head_dim, {size}, and not by rotary_dim, {count}",
