@@ -375,3 +375,13 @@ def test_scaled_frequencies_over_head_dim_are_named(scaling, monkeypatch):
     monkeypatch.undo()
     (found,) = parity.diagnose({"output": output.numpy()}, problem).explanations
     assert found.hypotheses == ("rope-frequencies-over-head-dim",)
+
+
+@pytest.mark.parametrize("name", ["rope-sections", "rope-sections-interleaved"])
+def test_positions_of_text_in_place_of_three_axes_are_named(name):
+    problem = parity.make_problem(parity.CASES[name], "float32")
+    weights = {each: torch.from_numpy(weight) for each, weight in problem.weights.items()}
+    x = torch.from_numpy(problem.inputs["query"])
+    output, _ = mha_torch.multi_head_attention(x, weights, problem.spec, is_causal=problem.case.is_causal)
+    (found,) = parity.diagnose({"output": output.numpy()}, problem).explanations
+    assert found.hypotheses == ("rope-sections-ignored",)
