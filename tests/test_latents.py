@@ -322,3 +322,15 @@ def test_lengths_that_are_not_known_under_jit():
     assert near(np.concatenate(outputs[:2], axis=1), expected(sibling)[:, :6])
     assert np.isnan(outputs[2]).all()
     assert np.asarray(cache.lengths).tolist() == [6, 6]
+
+
+def test_a_port_with_another_scale_keeps_what_yarn_multiplies_it_by():
+    """As in `softmax_scale = v_head_dim ** -0.5`, and then `softmax_scale *= mscale * mscale`."""
+    case = replace(parity.CASES["latent-yarn"], key_padding_lengths=None)
+    problem = parity.make_problem(case, "float32")
+    spec = problem.spec
+    wrong = replace(spec, scale=spec.rope.scaling.score_factor * spec.value_head_dim**-0.5)
+    weights = {name: torch.from_numpy(weight) for name, weight in problem.weights.items()}
+    output, _ = mha_torch.multi_head_attention(torch.from_numpy(problem.inputs["query"]), weights, wrong)
+    (found,) = parity.diagnose({"output": output.numpy()}, problem).explanations
+    assert found.hypotheses == ("scale-by-value-head-dim",)

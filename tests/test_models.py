@@ -22,6 +22,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from released import SIZES, Released, check_near
+from released_models import check_model
 from test_models_whole import ALL
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
@@ -610,6 +611,23 @@ def test_yarn_of_deepseek_has_both_numbers_or_none():
     assert scaling_of(factor=None) == YarnScaling(8.0, 64)  # from the two lengths
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "mistral4"])
+@pytest.mark.parametrize(
+    "told", [{}, {"mscale": 0.7}, {"attention_factor": 1.7}, {"mscale": 0.7, "attention_factor": 1.7}]
+)
+def test_latents_are_scaled_by_a_mscale_all_dim_that_rope_does_not_read(family, told, tmp_path):
+    model = ALL[family]
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 0.8, **told}
+    parameters = {**model.config().rope_parameters, **rope}
+    check_model(replace(model, options={**model.options, "rope_parameters": parameters}), tmp_path)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "kimi_linear"])
+def test_queries_that_are_projected_at_once_have_no_bias(family, tmp_path):
+    model = ALL[family]
+    check_model(replace(model, options={**model.options, "attention_bias": True, "q_lora_rank": None}), tmp_path)
+
+
 def test_proportional_rope_is_that_of_a_whole_head():
     rope = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
     assert specs_of({**LLAMA, "rope_parameters": rope})[0].spec.rope == Rope(scaling=ProportionalScaling(0.25))
@@ -673,6 +691,19 @@ REFUSED = {
     "key of RoPE": (
         {"rope_parameters": {**LLAMA["rope_parameters"], "beta_fast": 8.0}},
         "these are not: rope_parameters.beta_fast=8.0",
+    ),
+    "share of a head": (
+        {"rope_parameters": {**LLAMA["rope_parameters"], "partial_rotary_factor": 0.5}},
+        "rope_parameters.partial_rotary_factor must be 1 in models of this family, which rotate whole heads, "
+        "got rope_parameters.partial_rotary_factor=0.5",
+    ),
+    "share of a head, before": (
+        {"rope_parameters": None, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "partial_rotary_factor must be 1 in models of this family, which rotate whole heads, got partial_rot",
+    ),
+    "soft cap that no layer takes": (
+        {**transformers.Gemma3TextConfig(num_hidden_layers=1).to_dict(), "attn_logit_softcapping": 30.0},
+        "attn_logit_softcapping must be None in models of this family, got attn_logit_softcapping=30.0",
     ),
     "both ways": ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     "heads": ({"num_attention_heads": 5}, "layer 0 must be one that AttentionSpec has: "),

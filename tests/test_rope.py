@@ -5,10 +5,14 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
+import mha_torch
+import parity
 from mha_spec import (
     AttentionSpec,
     DynamicScaling,
+    LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
     ProportionalScaling,
@@ -354,3 +358,30 @@ def test_rotation_refuses_a_number_for_a_rope(sibling):
 def test_frequencies_refuse(head_dim, error):
     with pytest.raises(error, match="head_dim must be"):
         Rope().frequencies(head_dim)
+
+
+SCALED = [LinearScaling(4.0), Llama3Scaling(8.0, 64), YarnScaling(4.0, 64)]
+
+
+@pytest.mark.parametrize("scaling", SCALED, ids=lambda scaling: scaling.kind)
+def test_scaled_frequencies_over_head_dim_are_named(scaling, monkeypatch):
+    """Those of a port that makes the table of a whole head, scales it, and takes the first of it."""
+    spec = AttentionSpec(32, 4, head_dim=32, rope=Rope(500.0, scaling=scaling, rotary_dim=8))
+    problem = parity.make_problem(parity.Case("partial", spec, "a part of each head", seq_len=48), "float32")
+    wrong = Rope(500.0, scaling=scaling).frequencies(32)[:4]
+    monkeypatch.setattr(Rope, "frequencies", lambda rope, head_dim, length=0: wrong)
+    weights = {name: torch.from_numpy(weight) for name, weight in problem.weights.items()}
+    output, _ = mha_torch.multi_head_attention(torch.from_numpy(problem.inputs["query"]), weights, spec)
+    monkeypatch.undo()
+    (found,) = parity.diagnose({"output": output.numpy()}, problem).explanations
+    assert found.hypotheses == ("rope-frequencies-over-head-dim",)
+
+
+@pytest.mark.parametrize("name", ["rope-sections", "rope-sections-interleaved"])
+def test_positions_of_text_in_place_of_three_axes_are_named(name):
+    problem = parity.make_problem(parity.CASES[name], "float32")
+    weights = {each: torch.from_numpy(weight) for each, weight in problem.weights.items()}
+    x = torch.from_numpy(problem.inputs["query"])
+    output, _ = mha_torch.multi_head_attention(x, weights, problem.spec, is_causal=problem.case.is_causal)
+    (found,) = parity.diagnose({"output": output.numpy()}, problem).explanations
+    assert found.hypotheses == ("rope-sections-ignored",)

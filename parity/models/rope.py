@@ -26,7 +26,7 @@ def read_rope(
     *,
     layer_type: str,
     theta: float | None,
-    fraction: float = 1.0,
+    fraction: float | None = None,
     local_theta: float | None = None,
     names: tuple[str, str] = ("rope_theta", "rope_local_base_freq"),
     **fields: Any,
@@ -38,25 +38,29 @@ def read_rope(
         head_dim: features of a head that RoPE is about.
         layer_type: by which `rope_parameters` may be told apart.
         theta: this family's base where the configuration has none; None where it must have one.
-        fraction: the share of features that are rotated where the configuration does not say.
+        fraction: the share of features that are rotated where the configuration does not say; None in families that
+            rotate them all, whatever it says.
         local_theta: the base of layers with a window, in families where they have one of their own and no scaling.
         names: the keys of both bases, before there were `rope_parameters`.
         fields: of `Rope`, what the family has besides; `sections` are those where the configuration has none.
 
     Raises:
-        ValueError: if a key is missing, or the kind of scaling unknown.
+        ValueError: if a key is missing, the kind of scaling unknown, or a share said in a family that has none.
     """
     values, is_local = _parameters(config, layer_type, local_theta)
     base = _base(config, values, theta, local_theta if is_local else None, names)
     kind = values.find("rope_type", "type")
     word = "default" if kind is None else KINDS.get(str(kind.value), str(kind.value))
     share = _once(values.find("partial_rotary_factor"), config.find("partial_rotary_factor", "rotary_pct"))
-    part = share.value if share is not None else fraction
+    part = share.value if share is not None else 1.0 if fraction is None else fraction
     origins = [base.origin] + ([] if kind is None or word == "default" else [f"{kind.origin} {kind.value}"])
     if word == "proportional":
         factor = values.find("factor")
         scaling = ProportionalScaling(part, *(() if factor is None else (factor.value,)))
         return Value(Rope(base.value, scaling=scaling, **fields), ", ".join(origins))
+    if share is not None and part != 1.0 and fraction is None:
+        said = share.origin
+        raise ValueError(f"{said} must be 1 in models of this family, which rotate whole heads, got {said}={part}")
     if part != 1.0 and "rotary_dim" in fields:  # said twice
         whole = config.read("head_dim").value
         if int(whole * part) != fields["rotary_dim"]:

@@ -101,14 +101,15 @@ def asked(*names: str) -> Rule:
 def rope(*, theta: float | None = None, of: str | None = None, count: str | None = None, **options: Any) -> Rule:
     """RoPE; `of` is the key that has how many features it is about, where they are not those of a head.
 
-    `count` is a key that may have how many of them are rotated, where no key has their share.
+    `count` is a key that may have how many of them are rotated, where no key has their share. With a `fraction` some of
+    the features may be rotated, and so many are where no key says it; without one all are.
     """
 
     def rule(place: Place) -> Value:
         fields = dict(options)
         size = head_dim(place) if of is None else place.config.read(of).value
         if of is not None:
-            fields |= {"rotary_dim": size, "rotated": "last"}
+            fields |= {"rotary_dim": size, "rotated": "last", "fraction": 1.0}
         told = None if count is None else place.config.find(count)
         if told is not None:
             fields["fraction"] = told.value / size

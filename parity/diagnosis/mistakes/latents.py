@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Latent
+from mha_spec import AttentionSpec, Latent, YarnScaling
 from mha_spec.attention import check_latent
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.diagnosis.mistakes.record import Mistake, Plan, breaking
-from parity.diagnosis.mistakes.scores import other_scale
+from parity.diagnosis.mistakes.scores import other_scale, yarn_factor
 
 SCALE = "multiply the scores by mscale² / sqrt(head_dim), all features of a head counted; mscale is 1 without YaRN"
 """What to do about every other scale."""
@@ -149,16 +149,27 @@ def _projecting(changed: Callable[[Any, str, Any], Any]) -> Callable[[Plan], Non
 def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Iterator[Mistake]:
     if spec.scale is not None:
         return
+    kept = yarn_factor(spec)
     right = 1.0 / spec.score_scale
-    told = [right, *map(float, np.sqrt([spec.d_model, spec.value_head_dim]))]  # those of `scores.scale` among them
-    mscale = float(np.sqrt(spec.score_scale * np.sqrt(spec.head_dim)))
+    told = [right, *map(float, np.sqrt([spec.d_model, spec.value_head_dim]) / kept)]  # those of `scores.scale`
+    root, own, width = map(float, np.sqrt([spec.head_dim, own_features, latent.width]))
+    whole = _whole_mscale(spec)
     for name, words, divisor in (
-        ("scale-by-own-features", "is 1 / sqrt(head_dim - rope_dim)", float(np.sqrt(own_features))),
-        ("scale-by-width", "is 1 / sqrt(kv_rank + rope_dim), that of what is absorbed", float(np.sqrt(latent.width))),
-        ("mscale-missing", "is 1 / sqrt(head_dim), without mscale", float(np.sqrt(spec.head_dim))),
-        ("mscale-once", "has mscale in it once, and not squared", float(np.sqrt(spec.head_dim)) / mscale),
+        ("scale-by-own-features", "is 1 / sqrt(head_dim - rope_dim)", own / kept),
+        ("scale-by-width", "is 1 / sqrt(kv_rank + rope_dim), that of what is absorbed", width / kept),
+        ("mscale-missing", "is 1 / sqrt(head_dim), without mscale", root),
+        ("mscale-once", "has mscale in it once, and not squared", root / float(np.sqrt(kept))),
+        ("mscale-all-dim-ignored", "has 0.1 ln(factor) + 1 for mscale, without mscale_all_dim", root / whole**2),
     ):
         if not np.isclose(divisor, told).any():
             told.append(divisor)
             about = f"the scale of the scores {words}"
             yield other_scale(f"latent-{name}", about, SCALE, "latents", divisor, right / divisor)
+
+
+def _whole_mscale(spec: AttentionSpec) -> float:
+    """mscale where mscale_all_dim is 1; 1 without one."""
+    scaling = None if spec.rope is None else spec.rope.scaling
+    if not isinstance(scaling, YarnScaling) or scaling.mscale_all_dim is None:
+        return 1.0
+    return float(np.sqrt(replace(scaling, mscale_all_dim=1.0).score_factor))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -171,7 +171,7 @@ def partial(case: Case) -> Iterator[Mistake]:
         "rope-partial",
         replace(rope, rotated=other),
     )
-    if rope.scaling is None:
+    if not isinstance(rope.scaling, DynamicScaling):  # which makes a base of its own of the exponents' divisor
         yield _of_another(
             "rope-frequencies-over-head-dim",
             f"the exponents of RoPE's frequencies are divided by head_dim, {size}, and not by rotary_dim, {count}",
@@ -234,12 +234,20 @@ def on_several_axes(case: Case) -> Iterator[Mistake]:
         ("time-only", "all pairs are rotated by the position in time", [0, 0, 0]),
         ("axes-swapped", "rows and columns are exchanged", [0, 2, 1]),
     ):
-        yield _by_axes(name, about, np.array(order))
+        yield _by_axes(name, about, lambda positions, order=order: positions[np.array(order)])
+
+    def as_text(positions: Any) -> Any:
+        """The place of each token in frames of 2 x 3 patches, as `Case.positions` has them, on every axis."""
+        frame, row, column = positions
+        place = frame + 5 * (frame - case.first_position) + 3 * (row - frame) + (column - frame)
+        return positions * 0 + place
+
+    yield _by_axes("ignored", "all pairs are rotated by the place in the sequence, as in text", as_text)
 
 
-def _by_axes(name: str, about: str, order: np.ndarray) -> Mistake:
+def _by_axes(name: str, about: str, read: Callable[[Any], Any]) -> Mistake:
     def turned(_: Layer, original: Any, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return original(name, x, positions[order])
+        return original(name, x, read(positions))
 
     return Mistake(
         f"rope-sections-{name}",
@@ -248,7 +256,7 @@ def _by_axes(name: str, about: str, order: np.ndarray) -> Mistake:
         "rope-sections",
         STAGES,
         {"turned": turned},
-        breaking(apply_rope=lambda _, rotate, x, positions, rope: rotate(x, positions[order], rope)),
+        breaking(apply_rope=lambda _, rotate, x, positions, rope: rotate(x, read(positions), rope)),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec import AttentionSpec, YarnScaling
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
@@ -17,9 +18,12 @@ from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking, 
 
 
 def scale(case: Case) -> Iterator[Mistake]:
-    """Scores are divided by sqrt(H), or by 1 / scale where a layer has a scale of its own: not by anything else."""
+    """Scores are divided by sqrt(H), or by 1 / scale where a layer has a scale of its own: not by anything else.
+
+    What YaRN multiplies them by is kept.
+    """
     spec = case.spec
-    root = float(np.sqrt(spec.head_dim))
+    root, kept = float(np.sqrt(spec.head_dim)), yarn_factor(spec)
     right, meant, squared, inverse = root, "1 / sqrt(H)", "1 / H", "sqrt(H)"
     fix = f"divide the scores by sqrt(head_dim) = {root:g}"
     if spec.scale is not None:
@@ -42,9 +46,15 @@ def scale(case: Case) -> Iterator[Mistake]:
     for divisor, (name, words) in told.items():
         if divisor != right:
             about = f"the scale of the scores {words}, and not {meant}"
-            yield other_scale(f"scale-{name}", about, f"{fix}, once", "scale", divisor, right / divisor)
+            yield other_scale(f"scale-{name}", about, f"{fix}, once", "scale", divisor / kept, right / divisor)
     if right != 1.0:
-        yield _scale_after_softmax(f"{fix}, before the softmax", right)
+        yield _scale_after_softmax(f"{fix}, before the softmax", right / kept)
+
+
+def yarn_factor(spec: AttentionSpec) -> float:
+    """mscale², which is in the scale of layers with latents and YaRN; 1 elsewhere."""
+    scaling = None if spec.rope is None or spec.latent is None or spec.scale is not None else spec.rope.scaling
+    return scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0
 
 
 def other_scale(name: str, about: str, fix: str, page: str, divisor: float, factor: float) -> Mistake:

@@ -216,6 +216,9 @@ OF_GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256
 OF_GEMMA3 |= {"rms_norm_eps": 1e-6, "sliding_window": 4096, "hidden_size": 2304, "num_hidden_layers": 26}
 """What their configurations leave out as parts of models for text and images, which say only what is not usual."""
 
+OF_IMAGES = {"rope": rope(pairs="interleaved", sections=(8, 12, 12), fraction=1.0)}
+"""What GLM's models for images rotate by, of whole heads where nothing else is said."""
+
 IN_HALVES = {"rope_interleaved": False}
 """What SmolLM2's configurations say, and no layer reads."""
 
@@ -293,12 +296,12 @@ DECODERS: dict[str, Family] = {
         WIDTH,
         BIASES,
         scale=key("query_pre_attn_scalar", power=-0.5),
-        soft_cap=optional("attn_logit_softcapping"),
         qk_norm=norm(weight="1+w"),
         window_size=SLIDING,
         rope=rope(theta=1e6, local_theta=1e4),
         kind=every(6, "sliding_window_pattern", "_sliding_window_pattern"),
         defaults=OF_GEMMA3,
+        fixed={"attn_logit_softcapping": None},  # transformers reads it in no layer
     ),
     "gpt_oss": family(
         HEADS, WIDTH, qkv_bias=MOST_BIAS, out_bias=MOST_BIAS, sinks=True, window_size=SLIDING, kind=every(2)
@@ -319,6 +322,7 @@ DECODERS: dict[str, Family] = {
     ),
     "phi3": family(
         layout="transformers.Phi3",
+        rope=rope(fraction=1.0),
         window_size=optional("sliding_window"),
         fixed={"full_attn_mod": 1},
         says_nothing={"attention_bias"},
@@ -363,6 +367,7 @@ DECODERS: dict[str, Family] = {
     "mimo_v2_flash": family(
         WIDTH,
         layout="transformers.MiMo-V2",
+        rope=rope(fraction=1.0),
         num_kv_heads=_heads_of_mimo,
         value_head_dim=asked("v_head_dim"),
         qkv_bias=SOME_BIAS,
@@ -383,7 +388,7 @@ DECODERS: dict[str, Family] = {
         HEADS,
         WIDTH,
         qk_norm=norm(over="width"),
-        rope=rope(count="rotary_dim"),
+        rope=rope(count="rotary_dim", fraction=1.0),
         kind=_kind_of_minimax_m2,
         fixed={"use_qk_norm": True, "qk_norm_type": "per_layer"},
         says_nothing={"layernorm_full_attention_beta", "layernorm_linear_attention_beta", "use_routing_bias"},
@@ -420,12 +425,8 @@ DECODERS: dict[str, Family] = {
     "ernie4_5_moe": family(
         HEADS, PAIRED, qkv_bias=key("use_bias", default=False), out_bias=key("use_bias", default=False)
     ),
-    "glm4v_text": family(
-        HEADS, rope=rope(pairs="interleaved", sections=(8, 12, 12)), qkv_bias=True, fixed={"attention_bias": True}
-    ),
-    "glm_ocr_text": family(
-        HEADS, rope=rope(pairs="interleaved", sections=(8, 12, 12)), fixed={"attention_bias": False}
-    ),
+    "glm4v_text": family(HEADS, OF_IMAGES, qkv_bias=True, fixed={"attention_bias": True}),
+    "glm_ocr_text": family(HEADS, OF_IMAGES, fixed={"attention_bias": False}),
     **dict.fromkeys(
         ("glm4v_moe_text", "glm_image_text"),
         family(HEADS, rope=rope(sections=(8, 12, 12), fraction=0.5), qkv_bias=MOST_BIAS),

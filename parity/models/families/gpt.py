@@ -214,7 +214,7 @@ GPT_LIKE: dict[str, Family] = {
         path="layers.{i}.attention",
         layout="transformers.GPT-NeoX-Japanese",
         out_bias=_in_the_last_layer,
-        rope=rope(),
+        rope=rope(fraction=1.0),
         dropout=key("attention_dropout", default=0.1),
     ),
     "gptj": family(NAMES, layout="canonical", **OF_GPTJ),

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from mha_spec import Latent
+from mha_spec import Latent, YarnScaling
 from parity.models.config import Config, Value
 from parity.models.families.usual import SOME_BIAS, family, stack
 from parity.models.rules import NOTHING, Family, Place, Rule, heads, key, rope, tempered_by_rope
@@ -39,6 +39,28 @@ def _pairs_of_latents(place: Place) -> Value:
     return Value(found.value, f"{found.origin}, {paired.origin}")
 
 
+def _biases(place: Place) -> Value:
+    """Of what makes latents: queries that are projected at once have none."""
+    found: Value = SOME_BIAS(place)
+    at_once = place.config.asked("q_lora_rank") is None
+    return found._replace(value=(False, True, True)) if at_once and found.value else found
+
+
+def _scale(place: Place) -> Value:
+    """The square of YaRN's factor is in the scale wherever there is a mscale_all_dim, also one that RoPE does not read.
+
+    RoPE reads it beside mscale alone, and only where there is no attention_factor: then the rest follows from RoPE.
+    """
+    own = [name for name in ("rope_parameters", "rope_scaling") if name in place.config]
+    told = place.config.section(own[0]).find("mscale_all_dim") if own else None
+    scaling = rope(of="qk_rope_head_dim", theta=1e4)(place).value.scaling
+    if not told or not told.value or not isinstance(scaling, YarnScaling) or scaling.mscale_all_dim is not None:
+        return NOTHING
+    squared = replace(scaling, attention_factor=None, mscale=told.value, mscale_all_dim=told.value).score_factor
+    width = WIDTH(place)
+    return Value(squared * width.value**-0.5, f"({width.origin}) ** -0.5, {told.origin} of RoPE's factor")
+
+
 def _width_of_values(place: Place) -> Value:
     """As MiniCPM3 has it, whose released configurations leave it out."""
     told, width = place.config.find("v_head_dim"), place.config.read("hidden_size")
@@ -57,14 +79,17 @@ def _kind_of_kimi_linear(config: Config, index: int) -> str:
     return "full_attention" if index + 1 in full.value else "linear_attention"
 
 
+WIDTH = _sum("qk_nope_head_dim", "qk_rope_head_dim")
+
 LATENTS: dict[str, Any] = {
     "layout": "transformers.DeepSeek",
     "num_kv_heads": None,
-    "head_dim": _sum("qk_nope_head_dim", "qk_rope_head_dim"),
+    "head_dim": WIDTH,
     "value_head_dim": key("v_head_dim"),
     "latent": _latent,
     "rope": _pairs_of_latents,
-    "qkv_bias": SOME_BIAS,
+    "scale": _scale,
+    "qkv_bias": _biases,
     "out_bias": SOME_BIAS,
 }
 OF_LATENTS = {"head_dim", "qk_head_dim", "num_key_value_heads"}
@@ -89,6 +114,7 @@ WITH_LATENTS: dict[str, Family] = {
     "kimi_linear": family(
         LATENTS,
         rope=None,
+        scale=None,
         kind=_kind_of_kimi_linear,
         fixed={"mla_use_nope": True},
         says_nothing=OF_LATENTS | {"short_conv_kernel_size", "num_heads", "rope_theta"},
