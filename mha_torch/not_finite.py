@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mha_torch.arrays import values_of
 from mha_torch.masks import Masking, as_lengths
-from mha_torch.shards import own_part
+from mha_torch.shards import beside, out_weight_of, own_part, raised_by_any
 
 
 def not_finite(x: Float[Tensor, "*tokens H"]) -> Bool[Tensor, "*tokens 1"]:
@@ -28,12 +28,12 @@ def may_hold(x: Bool[Tensor, "..."]) -> bool:
 
 def emptied(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
     """x, and 0 where asked; there it takes no gradient."""
-    return x.masked_fill(where, 0.0)
+    return x.masked_fill(beside(where, x), 0.0)
 
 
 def spoilt(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
     """x, and NaN where asked; its gradient passes, so that it is NaN if what comes back is, and 0 if that is 0."""
-    return x + torch.where(where, torch.nan, 0.0).to(x.dtype)
+    return x + beside(torch.where(where, torch.nan, 0.0).to(x.dtype), x)
 
 
 def sees_any(marked: Bool[Tensor, "B N S"], seq_len_q: int, masking: Masking) -> Bool[Tensor, "B N #T 1"]:
@@ -60,6 +60,8 @@ def by_finite_tokens(project: Callable[[str, Tensor], Tensor]) -> Callable[[str,
 
     def project_finite(name: str, x: Tensor) -> Tensor:
         wrong = not_finite(own_part(x))
+        if name == "out_proj":  # whose output all processes have that share its columns
+            wrong = raised_by_any(wrong, x, out_weight_of(project))
         return spoilt(project(name, emptied(own_part(x), wrong)), wrong) if may_hold(wrong) else project(name, x)
 
     return project_finite

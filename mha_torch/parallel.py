@@ -155,7 +155,8 @@ class _Layer(ParallelStyle):
             raise TypeError(f"layer must be an attention module of mha_torch, got {type(module).__name__}")
         if any(is_distributed(weight) for weight in module.parameters()):
             raise ValueError(
-                "layer must be divided by heads once, and before it is by anything else, got DTensors in it"
+                'layer must be divided by heads once, before it is by anything else, and by its own style, "", first, '
+                "got DTensors in it"
             )
         check_divides(module.spec, device_mesh.size())
         for name, axis in (("sinks", 0), ("relative_bias", 1)):
@@ -170,8 +171,11 @@ class _Layer(ParallelStyle):
                     entered[id(x)] = _entered(x, device_mesh)
                 return entered.get(id(x), x)
 
-            tokens = {name: once(named[name]) for name in ("x", "query", "key", "value") if name in named}
-            return tuple(once(x) for x in inputs), named | tokens
+            own = {
+                name: once(x) if name in ("x", "query", "key", "value") else _given(name, x, device_mesh, module.spec)
+                for name, x in named.items()
+            }
+            return tuple(once(x) for x in inputs), own
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         return module
@@ -264,6 +268,15 @@ def _entered(x: Tensor, mesh: DeviceMesh) -> Tensor:
             return x
         whole = DTensor.from_local(x, mesh, [Replicate()])
     return whole.to_local(grad_placements=[Partial()])
+
+
+def _given(name: str, x: Any, mesh: DeviceMesh, spec: AttentionSpec) -> Any:
+    """What comes beside the tokens: of a distributed mask or bias of all heads those of the process."""
+    if not isinstance(x, DTensor):
+        return x
+    is_by_heads = name in ("mask", "bias") and x.ndim > 2 and x.shape[-3] == spec.num_heads
+    placement = Shard(x.ndim - 3) if is_by_heads else Replicate()
+    return x.redistribute(mesh, [placement]).to_local(grad_placements=[placement if is_by_heads else Partial()])
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------

@@ -92,7 +92,8 @@ def ring_attention(
 
     Raises:
         TypeError: if an input is not floating point, or the dtypes differ.
-        ValueError: if the shapes do not fit, or a length lies outside of the whole sequence.
+        ValueError: if the shapes do not fit, a length lies outside of the whole sequence, or parts on CPUs have not one
+            length.
 
     Source: Ring Attention, arXiv:2310.01889.
     """
@@ -114,6 +115,7 @@ def attend_in_ring(
     lengths = masking.key_padding_lengths
     of_own = Masking(is_causal=masking.is_causal, sinks=masking.sinks, relative_bias=masking.relative_bias)
     check_attention(query, key, value, of_own, spec)
+    check_parts(query, key, tokens)
     if lengths is not None:
         check_lengths("key_padding_lengths", lengths, query.shape[0], tokens.size * key.shape[2])
         lengths = as_lengths(lengths).cpu()
@@ -430,6 +432,24 @@ def _joined(context: Tensor, logs: Tensor, own: Tensor, own_logs: Tensor) -> tup
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_parts(query: Tensor, key: Tensor, tokens: Tokens) -> None:
+    """Refuse parts that are not of one length: on a CPU, where to ask the other processes takes no time."""
+    if query.device.type != "cpu":
+        return
+    own = torch.tensor([query.shape[0], query.shape[2], key.shape[2]])
+    others = [rank for rank in range(tokens.size) if rank != tokens.rank]
+    found = {rank: torch.empty_like(own) for rank in others} | {tokens.rank: own}
+    whole = {rank: dist.get_global_rank(tokens.group, rank) for rank in others}
+    works = [dist.isend(own, whole[rank], tokens.group) for rank in others]
+    works += [dist.irecv(found[rank], whole[rank], tokens.group) for rank in others]
+    for work in filter(None, works):
+        work.wait()
+    for index, what in enumerate(("sequences", "queries", "keys")):
+        counts = [int(found[rank][index]) for rank in range(tokens.size)]
+        if len({*counts}) > 1:
+            raise ValueError(f"{what} must be as many on each process where tokens are divided, got {counts}")
 
 
 def check_masking(masking: Masking) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,7 +21,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 def is_distributed(x: object) -> bool:
     """Whether x is a DTensor, of which each process has a part."""
-    return type(x) not in _PLAIN and hasattr(x, "to_local")
+    return type(x) not in _PLAIN and hasattr(type(x), "to_local")  # of the type, which a compiler asks, too
 
 
 def own_part(x: Tensor) -> Tensor:
@@ -43,6 +44,39 @@ def own_weight(weight: Tensor) -> Tensor:
     distributed: Any = weight
     placements = [Partial() if placement.is_replicate() else placement for placement in distributed.placements]
     return distributed.to_local(grad_placements=placements)
+
+
+def out_weight_of(project: Callable[[str, Tensor], Tensor]) -> Tensor | None:
+    """The weight of the `out_proj` of a layer that projects; None of a function, whose weights are not distributed."""
+    return getattr(getattr(getattr(project, "__self__", None), "out_proj", None), "weight", None)
+
+
+def raised_by_any(flags: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
+    """Flags of tokens, where a process has some features of x and columns of a distributed weight, of all of these.
+
+    Args:
+        flags: those of this process.
+        x: what the weight is applied to, (…, features).
+        weight: (out, in), or None.
+    """
+    if weight is None or not is_distributed(weight) or x.shape[-1] == weight.shape[1]:
+        return flags
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    distributed: Any = weight
+    placements = [Partial("max") if held.is_shard(1) else Replicate() for held in distributed.placements]
+    raised = DTensor.from_local(flags.to(torch.uint8), distributed.device_mesh, placements)
+    return raised.full_tensor() > 0
+
+
+def beside(x: Tensor, other: Tensor) -> Tensor:
+    """x, which all processes have, as one that goes together with another tensor, distributed or not."""
+    if not is_distributed(other):
+        return x
+    from torch.distributed.tensor import DTensor, Replicate
+
+    distributed: Any = other
+    return DTensor.from_local(x, distributed.device_mesh, [Replicate()] * distributed.device_mesh.ndim)
 
 
 def set_whole(x: Tensor, whole: Tensor) -> None:

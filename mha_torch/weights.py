@@ -49,6 +49,11 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     for name, shape in shapes.items():
         weight = weights[name]
         check_array(name, weight)
+        if is_distributed(weight):
+            raise TypeError(
+                f"{name} must be a tensor of this process, with the specification of what it has (parity.shard), "
+                f"got {type(weight).__name__}; the modules take distributed weights"
+            )
         if not weight.is_floating_point():
             raise TypeError(f"{name} must be floating point, got {name}.dtype={weight.dtype}")
         if weight.dtype != weights[first].dtype:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -229,6 +229,50 @@ def moved(here):
     return found
 
 
+GIVEN = AttentionSpec(32, 8, num_kv_heads=4)
+
+
+def given(layer, place=lambda x: x, dtype=torch.float32):
+    """Output and gradients of a layer that is given more than tokens, each as `place` gives it."""
+    mask = random(BATCH, 8, SEQ_LEN, SEQ_LEN, seed=1) > 1
+    inputs = {"x": random(BATCH, SEQ_LEN, 32, dtype=dtype), "bias": random(8, SEQ_LEN, SEQ_LEN, seed=2, dtype=dtype)}
+    leaves = {name: place(x).requires_grad_() for name, x in inputs.items()}
+    lengths = place(torch.tensor(LENGTHS))
+    output = layer(leaves["x"], bias=leaves["bias"], mask=place(mask), key_padding_lengths=lengths, is_causal=True)
+    output.square().sum().backward()
+    grads = {name: x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad for name, x in leaves.items()}
+    return {"output": output.detach().clone(), **{f"grad_{name}": grad.clone() for name, grad in grads.items()}}
+
+
+def rows_not_finite(layer, heads=slice(None)):
+    """Which rows of the output are not finite where one token is not, and the first head alone sees it."""
+    x, hides = random(1, SEQ_LEN, 32), torch.zeros(1, 8, SEQ_LEN, SEQ_LEN, dtype=torch.bool)
+    x[:, 2], hides[:, 1:, :, 2] = torch.nan, True
+    output = layer(x.requires_grad_(), mask=hides[:, heads], is_causal=True)
+    output[:, :2].sum().backward()
+    assert all(held.grad.isfinite().all() for held in layer.parameters())  # nobody asked for the rows that see it
+    return (~output.isfinite()).any(-1)[0]
+
+
+def beside(here):
+    """What may be given beside local tokens, and what may be done with a divided layer."""
+    layer = parallel.shard(make(mha_torch.MultiHeadSelfAttention, GIVEN), here.mesh, heads="heads")
+    found = {"given": given(layer, lambda x: distribute_tensor(x, here.mesh, [Replicate()]))}
+    layer.zero_grad()
+    count = 8 // here.size
+    rows = rows_not_finite(layer, slice(here.rank * count, (here.rank + 1) * count)).int()
+    found["not finite"] = [torch.empty_like(rows) for _ in range(here.size)]
+    dist.all_gather(found["not finite"], rows, group=here.mesh.get_group())
+    x, compiled = random(BATCH, SEQ_LEN, 32), torch.compile(layer, backend="eager", fullgraph=True)
+    found["compiled"] = [f(x, is_causal=True).detach().clone() for f in (compiled, layer)]
+    layer = make(mha_torch.MultiHeadAttentionWithCache, GIVEN)
+    whole = layer(x, layer.init_cache(BATCH, CAPACITY), new_lengths=LENGTHS)[0]
+    plan = parallel.plan(layer) | {"out_proj": RowwiseParallel(use_local_output=False)}
+    layer = parallelize_module(layer, here.mesh, plan)
+    output, _ = layer(x, layer.init_cache(BATCH, CAPACITY), new_lengths=LENGTHS)
+    return found | {"ragged": [output.full_tensor().detach().clone(), whole.detach().clone()]}
+
+
 def refused(here):
     """What each process says of layers that cannot be divided so."""
     x = random(BATCH, SEQ_LEN, 32)
@@ -284,6 +328,16 @@ def refused(here):
         "by hand, norms of heads": said_by(AttentionSpec(32, 8, qk_norm=Norm(per_head=True)), usual_plan),
         "by hand, gate": said_by(AttentionSpec(32, 8, gate=Gate()), usual_plan),
         "by hand, latent": said_by(replace(LATENT, latent=Latent(12, 4), gate=None), of_latents),
+        "its own style last": error_of(
+            lambda: parallelize_module(
+                layer := make(mha_torch.MultiHeadAttention, SPECS["textbook"]),
+                here.mesh,
+                dict(reversed(parallel.plan(layer).items())),
+            )
+        ),
+        "distributed, to a function": error_of(
+            lambda: mha_torch.multi_head_attention(x, dict(divided("textbook").named_parameters()), SPECS["textbook"])
+        ),
         "bias of all heads": error_of(lambda: divided("textbook")(x, bias=random(1, 8, SEQ_LEN, SEQ_LEN))),
         "cache of all heads": error_of(
             lambda: parallelize_module(
@@ -373,6 +427,7 @@ def run(rank, size, folder):
         found[mesh.size()] = {"shard": by_shard(here), "hand": by_hand(here), "moved": moved(here)}
         found[mesh.size()] |= {"ring": ringed(mesh)}
         found[mesh.size()] |= {"refused": refused(here), "stepped": stepped(here), "carried": carried(here)}
+        found[mesh.size()] |= {"beside": beside(here)}
     found |= {"fully sharded": fully_sharded(grid, row), "narrowed": narrowed(row)}
     found["tokens and heads"] = rings.with_heads(grid, make, EVERYTHING)
     if rank == 0:

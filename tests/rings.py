@@ -289,5 +289,6 @@ def refused(mesh, make):
         "weights": told(lambda: made()(x, need_weights=True)),
         "mask": told(lambda: made()(x, mask=hidden)),
         "dropout": told(lambda: made(AttentionSpec(32, 8, dropout=0.5))(x)),
+        "uneven": told(lambda: made()(x[:, : 1 + (mesh.get_local_rank() == 0)])),
         "lengths": told(lambda: made()(x, key_padding_lengths=[2 * mesh.size() + 1])),
     }

@@ -123,6 +123,25 @@ def test_weights_come_out_of_divided_layers_and_go_into_them_bit_for_bit(found, 
 
 
 @every_size
+def test_masks_biases_and_lengths_may_be_distributed_as_tokens_are(found, size):
+    assert_as_one(found[size]["beside"]["given"], mha_torch.MultiHeadSelfAttention, processes.GIVEN, processes.given)
+
+
+@every_size
+def test_what_one_head_makes_not_finite_is_so_on_every_process(found, size):
+    rows = processes.rows_not_finite(make(mha_torch.MultiHeadSelfAttention, processes.GIVEN)).int()
+    assert rows.tolist() == [0, 0, 1, 1, 1, 1]
+    assert all(torch.equal(own, rows) for own in found[size]["beside"]["not finite"])
+
+
+@every_size
+@pytest.mark.parametrize("name", ["compiled", "ragged"])
+def test_divided_layers_may_be_compiled_and_outputs_stay_distributed(found, size, name):
+    computed, expected = found[size]["beside"][name]
+    parity.assert_parity(computed, expected)
+
+
+@every_size
 @pytest.mark.parametrize("kind", ["local", "distributed"])
 @pytest.mark.parametrize("name", USUAL)
 def test_the_usual_plan_gives_what_one_process_does(found, size, kind, name):
@@ -180,6 +199,8 @@ BY_PLAN = "must be distributed by mha_torch.parallel.plan to have a gradient"
         ("shared keys with norms of their own", "k_norm must not be per_head where processes share key/value heads"),
         ("outputs dropped", "output_dropout must be 0 to be divided"),
         ("divided already", "layer must be divided by heads once"),
+        ("its own style last", "layer must be divided by heads once, before it is by anything else, and by its own"),
+        ("distributed, to a function", "q_proj.weight must be a tensor of this process"),
         ("no such dimension", "heads must name a dimension of the mesh, got heads='tensor' and ('heads',)"),
         ("no layer of ours", "layer must be an attention module of mha_torch, got Linear"),
         ("by hand, parts of heads", "q_proj must give whole heads of 2 features"),
@@ -203,7 +224,8 @@ BY_PLAN = "must be distributed by mha_torch.parallel.plan to have a gradient"
 def test_what_would_be_wrong_is_refused_by_name(found, size, name, message):
     kind, _, said = found[size]["refused"][name].partition(": ")
     assert said.startswith(message)
-    assert kind == ("TypeError" if name == "no layer of ours" else "ValueError")
+    of_kind = ("no layer of ours", "distributed, to a function")
+    assert kind == ("TypeError" if name in of_kind else "ValueError")
 
 
 def test_functions_refuse_shards_with_the_specification_of_all_heads():
@@ -288,6 +310,7 @@ def test_a_token_that_is_not_finite_spoils_what_sees_it_and_no_gradient(found, s
         ("mask", "mask must be None where tokens are divided"),
         ("dropout", "dropout must be 0 where tokens are divided"),
         ("lengths", "key_padding_lengths must lie in 0.."),
+        ("uneven", "queries must be as many on each process where tokens are divided, got [2, 1"),
     ],
 )
 def test_what_divided_tokens_cannot_have_is_refused_by_name(found, size, name, message):
