@@ -18,17 +18,11 @@ from parity.core.stages import PATHS, Step, Values, steps_of
 
 @dataclass(frozen=True)
 class Layer:
-    """The layer of a problem, computed in some arithmetic; each known mistake overrides a part.
-
-    Attributes:
-        problem: what is computed.
-        arithmetic: in which.
-        asked: which of q, k and v are made: who asks for one of them need not wait for the others.
-    """
+    """The layer of a problem, computed in some arithmetic; each known mistake overrides a part."""
 
     problem: Problem
     arithmetic: Arithmetic
-    asked: str = "qkv"
+    asked: str = "qkv"  # which of them are made: who asks for one need not wait for the others
 
     def steps(self) -> Sequence[Step]:
         """The stages as functions: see `parity.core.stages`."""
@@ -52,9 +46,8 @@ class Layer:
         return {"mask": self.hidden(masked)}
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        query = self.problem.inputs["query"]
-        key = self.problem.inputs.get("key", query)
-        return self.project(query, key, self.problem.case.positions())
+        inputs = self.problem.inputs
+        return self.project(inputs["query"], inputs.get("key", inputs["query"]), self.problem.case.positions())
 
     def scores(
         self, values: Values, places: np.ndarray | None = None, products: np.ndarray | None = None
