@@ -14,6 +14,9 @@ from parity import CASES, ShardPlan, make_problem, random_weights, shard, unshar
 from parity.core import reference
 from parity.core.problem import Problem
 from parity.core.stages import run_steps
+from parity.core.trace import Reference
+from parity.sharding.shard import heads_of
+from parity.sharding.stages import part_of
 
 RANKS = (2, 4, 8)
 OUT_BIAS = "out_proj.bias"
@@ -199,6 +202,52 @@ def test_copies_that_differ_are_refused(name):
         unshard(parts, LATENT, ShardPlan(2))
 
 
+# ---- Tokens that are divided, too ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [EVERYTHING, LATENT])
+def test_parts_of_the_tokens_hold_the_same_weights(spec):
+    weights, plan = random_weights(spec), ShardPlan(2, context=3)
+    parts = [shard(weights, spec, plan, rank) for rank in range(plan.num_ranks)]
+    for rank, (held, own) in enumerate(parts):
+        alike, same = shard(weights, spec, ShardPlan(2), rank % 2)
+        assert own == same
+        assert_bits_equal(held, alike)
+    held = [held for held, _ in parts]
+    assert_bits_equal(unshard(held, spec, plan), weights)
+    name = next(iter(held[4]))
+    held[4][name].flat[0] += 1.0
+    with pytest.raises(ValueError, match=rf"^{name} must be the same on all ranks that share it, got others on rank"):
+        unshard(held, spec, plan)
+
+
+def test_tokens_of_a_layer_with_what_no_heads_can_say_are_divided():
+    spec = AttentionSpec(16, 4, qk_norm=Norm(over="width"), alibi=Alibi())
+    weights = random_weights(spec)
+    for rank in range(2):
+        held, own = shard(weights, spec, ShardPlan(1, context=2), rank)
+        assert own == spec
+        assert_bits_equal(held, weights)
+
+
+def test_stages_of_parts_of_the_tokens_are_joined():
+    case, plan = replace(CASES["gqa-causal"], seq_len=6), ShardPlan(2, context=2)
+    whole = Reference(make_problem(case, "float64")).accumulated
+    whole = {name: x for name, x in whole.items() if name in ("mask", "q", "k", "v", "scores", "context", "output")}
+    parts = []
+    for rank in range(plan.num_ranks):
+        tokens, held = slice(rank // 2 * 3, rank // 2 * 3 + 3), heads_of(case.spec, plan, rank)
+        own = {name: part_of(name, x, case.spec, held) for name, x in whole.items()}
+        parts.append({name: x[:, tokens] if x.ndim == 3 else x[:, :, tokens] for name, x in own.items()})
+    found = parity.unshard_stages(parts, case.spec, plan, summed=True)
+    assert found.keys() == whole.keys()
+    assert_bits_equal(found, whole)
+    with pytest.raises(ValueError, match=r"^shards must be one of each rank, got 3 of them and tensor=2 and context=2"):
+        parity.unshard_stages(parts[:3], case.spec, plan)
+    with pytest.raises(ValueError, match=r"^stages must be without a cache where tokens are divided, got cache.keys"):
+        parity.unshard_stages([{"cache.keys": x["k"]} for x in parts], case.spec, plan)
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -230,6 +279,12 @@ def test_bad_input():
     for value, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
         with pytest.raises(error, match=r"^tensor must be"):
             ShardPlan(value)
+        with pytest.raises(error, match=r"^context must be"):
+            ShardPlan(2, value)
+    with pytest.raises(
+        ValueError, match=r"^rank must be below the number of ranks, got rank=6 and tensor=2 and context=3"
+    ):
+        shard(weights, spec, ShardPlan(2, 3), 6)
     for rank in (2, -1):
         with pytest.raises(ValueError, match=r"^rank must be"):
             shard(weights, spec, plan, rank)

@@ -35,18 +35,30 @@ class ShardPlan:
 
     Attributes:
         tensor: number of ranks that share the query heads, as many on each: tensor parallelism.
+        context: number of parts, in order, that tokens are divided into: context parallelism. Each has `tensor` ranks,
+            neighbours, which hold what those of any other part hold.
 
     Raises:
-        TypeError: if it is not an integer.
-        ValueError: if it is below 1.
+        TypeError: if one is not an integer.
+        ValueError: if one is below 1.
 
-    Source: Megatron-LM, arXiv:1909.08053, section 3.
+    Source: Megatron-LM, arXiv:1909.08053, section 3; Ring Attention, arXiv:2310.01889.
     """
 
     tensor: int
+    context: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tensor", as_count("tensor", self.tensor))
+        for name in ("tensor", "context"):
+            object.__setattr__(self, name, as_count(name, getattr(self, name)))
+
+    def __str__(self) -> str:
+        return f"tensor={self.tensor}" + (f" and context={self.context}" if self.context > 1 else "")
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return self.tensor * self.context
 
 
 class Held(NamedTuple):
@@ -72,6 +84,7 @@ def heads_of(spec: AttentionSpec, plan: ShardPlan, rank: int) -> Held:
         As `shard_spec`.
     """
     _check(spec, plan, rank)
+    rank %= plan.tensor
     count, group = spec.num_heads // plan.tensor, spec.num_heads // spec.num_kv_heads
     queries = range(rank * count, (rank + 1) * count)
     return Held(queries, [first // group for first in queries[:: math.gcd(count, group)]])
@@ -80,23 +93,24 @@ def heads_of(spec: AttentionSpec, plan: ShardPlan, rank: int) -> Held:
 def shard_spec(spec: AttentionSpec, plan: ShardPlan, rank: int) -> AttentionSpec:
     """The specification of what a rank computes: `shard` says what, and what it raises."""
     held = heads_of(spec, plan, rank)
-    has_bias = spec.out_bias and (rank == 0 or not spec.out_proj)
+    has_bias = spec.out_bias and (rank % plan.tensor == 0 or not spec.out_proj)
     return replace(spec, num_heads=len(held.queries), num_kv_heads=len(held.keys), out_bias=has_bias)
 
 
 def shard(weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank: int) -> tuple[Weights, AttentionSpec]:
     """What a rank must hold of a layer, bit for bit, and what it computes with it.
 
-    The outputs of all ranks, each for the whole input, add up to that of the layer; without out_proj they are its
-    parts, side by side. A mask or a bias with an axis of heads is divided as query heads are.
+    The outputs of all ranks that share the heads, each for the whole input or for its part of the tokens, add up to
+    that of the layer; without out_proj they are its parts, side by side. A mask or a bias with an axis of heads is
+    divided as query heads are.
 
     Of N query heads each of R ranks has N / R neighbours, with their rows of q_proj, gate_proj and, of a layer with
     latents, q_b_proj and kv_b_proj, their columns of out_proj and of a relative bias, their sinks; of key/value heads
     those that they see, with the rows of k_proj and v_proj: K / R of them, or one that other ranks have, too. Norms
     with weights for each head are divided with them. Other norms, and what makes latents, are copied.
 
-    The bias of out_proj is on rank 0 alone, so that it is added once, bit for bit; the specification of the other ranks
-    has none, so that none of them trains a copy of it.
+    The bias of out_proj is on the first of them alone, so that it is added once, bit for bit; the specification of the
+    others has none, so that none of them trains a copy of it.
 
     Args:
         weights: canonical weights of the whole layer, as arrays of any framework.
@@ -139,8 +153,8 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
             hold the same.
     """
     _check(spec, plan, 0)
-    if len(shards) != plan.tensor:
-        raise ValueError(f"shards must be one of each rank, got {len(shards)} of them and tensor={plan.tensor}")
+    if len(shards) != plan.num_ranks:
+        raise ValueError(f"shards must be one of each rank, got {len(shards)} of them and {plan}")
     ranks = [_checked(shard, spec, plan, rank) for rank, shard in enumerate(shards)]
     dtypes = list(dict.fromkeys(weight.dtype for held, _ in ranks for weight in held.values()))
     if len(dtypes) > 1:
@@ -169,8 +183,8 @@ def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
     check_spec(spec)
     if not isinstance(plan, ShardPlan):
         raise TypeError(f"plan must be a ShardPlan, got plan={plan!r}")
-    if as_count("rank", rank, 0) >= plan.tensor:
-        raise ValueError(f"rank must be below the number of ranks, got rank={rank} and tensor={plan.tensor}")
+    if as_count("rank", rank, 0) >= plan.num_ranks:
+        raise ValueError(f"rank must be below the number of ranks, got rank={rank} and {plan}")
     if plan.tensor == 1:
         return
     if spec.num_heads % plan.tensor:

@@ -20,11 +20,12 @@ KEYS = ("k", "v", "cache.keys", "cache.values")
 def unshard_stages(
     shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: ShardPlan, *, summed: bool = False
 ) -> dict[str, np.ndarray]:
-    """The stages of a layer from those of all ranks that share its heads, so that runs elsewhere can be judged.
+    """The stages of a layer from those of all ranks, so that runs elsewhere can be judged.
 
     Args:
         shards: of each rank, in order, what it computed, by the names of `STAGES`, in arrays of any framework: of its
-            own heads, and of `output` its part of the sum, or the sum.
+            own heads, and its own queries, keys and values if tokens are divided, too (then without a cache); of
+            `output` its part of the sum, or the sum.
         spec: the whole layer.
         plan: how it is divided.
         summed: whether outputs are those after the ranks' were added up.
@@ -36,11 +37,20 @@ def unshard_stages(
         ValueError: if a rank is missing, ranks that should hold the same hold something else, a stage is a gradient,
             or its shape is not that of the rank's heads.
     """
-    if len(shards) != plan.tensor:
-        raise ValueError(f"shards must be one of each rank, got {len(shards)} of them and tensor={plan.tensor}")
+    if len(shards) != plan.num_ranks:
+        raise ValueError(f"shards must be one of each rank, got {len(shards)} of them and {plan}")
     held = [heads_of(spec, plan, rank) for rank in range(plan.tensor)]
     names = [name for name in shards[0] if all(name in shard for shard in shards)]
-    return {name: _joined(name, [to_numpy(shard[name]) for shard in shards], spec, held, summed) for name in names}
+    if plan.context > 1 and (cached := [name for name in names if "cache." in name]):
+        raise ValueError(f"stages must be without a cache where tokens are divided, got {cached[0]}")
+
+    def joined(name: str) -> np.ndarray:
+        parts = [to_numpy(shard[name]) for shard in shards]
+        by_tokens = [parts[begin : begin + plan.tensor] for begin in range(0, plan.num_ranks, plan.tensor)]
+        found = [_joined(name, part, spec, held, summed) for part in by_tokens]
+        return found[0] if len(found) == 1 else np.concatenate(found, axis=found[0].ndim - 2)
+
+    return {name: joined(name) for name in names}
 
 
 def part_of(name: str, stage: np.ndarray, spec: AttentionSpec, held: Held) -> np.ndarray:
