@@ -240,7 +240,7 @@ def on_several_axes(case: Case) -> Iterator[Mistake]:
         """The place of each token in frames of 2 x 3 patches, as `Case.positions` has them, on every axis."""
         frame, row, column = positions
         place = frame + 5 * (frame - case.first_position) + 3 * (row - frame) + (column - frame)
-        return positions * 0 + place
+        return positions * 0 + place[None]
 
     yield _by_axes("ignored", "all pairs are rotated by the place in the sequence, as in text", as_text)
 
