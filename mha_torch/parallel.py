@@ -6,7 +6,6 @@ input; of such a weight it is a DTensor still to be added up.
 """
 
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from math import gcd
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
 from mha_spec import AttentionSpec
+from mha_spec.shares import heads_of
 from mha_torch.mha import AttentionLayer
 from mha_torch.norms import NormLayer
 from mha_torch.ring import ring_attention, tokens_of
@@ -124,24 +124,12 @@ class _OwnSpec(AttentionSpec):
 
 def _spec_of(spec: AttentionSpec, size: int, rank: int) -> AttentionSpec:
     """What one of so many processes computes."""
-    queries, keys = _queries_of(spec, size, rank), _keys_of(spec, size, rank)
+    queries, keys = heads_of(spec, size, rank)
     own: dict[str, Any] = {"num_heads": len(queries), "num_kv_heads": len(keys)}
     if spec.alibi_slopes is None:
         return replace(spec, **own)
     held = {field.name: getattr(spec, field.name) for field in fields(spec)}
     return _OwnSpec(**held | own, own_slopes=spec.alibi_slopes[queries.start : queries.stop])
-
-
-def _queries_of(spec: AttentionSpec, size: int, rank: int) -> range:
-    """The query heads of a process."""
-    count = spec.num_heads // size
-    return range(rank * count, (rank + 1) * count)
-
-
-def _keys_of(spec: AttentionSpec, size: int, rank: int) -> list[int]:
-    """The key/value heads of a process, one for each group of its query heads; one may be there twice."""
-    queries, group = _queries_of(spec, size, rank), spec.num_heads // spec.num_kv_heads
-    return [first // group for first in queries[:: gcd(len(queries), group)]]
 
 
 # ---- Styles ----------------------------------------------------------------------------------------------------------
@@ -233,7 +221,7 @@ class _OfKeys(_Linear):
     def own(self, output: Tensor, mesh: DeviceMesh) -> Tensor:
         if self.placement.is_shard():
             return output
-        keys = _keys_of(self.spec, mesh.size(), mesh.get_local_rank())
+        keys = heads_of(self.spec, mesh.size(), mesh.get_local_rank()).keys
         return output.unflatten(-1, (self.spec.num_kv_heads, -1))[..., keys, :].flatten(-2)
 
 

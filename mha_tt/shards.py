@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import gcd
 
 import numpy as np
 import ttnn
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec
-
-ROWS, COLUMNS = 0, 1
-
-OF_QUERIES: dict[str, int] = dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "q_norm", "sinks"), ROWS)
-OF_QUERIES |= {"out_proj": COLUMNS, "relative_bias": COLUMNS}
-OF_KEYS: dict[str, int] = dict.fromkeys(("k_proj", "v_proj", "k_norm", "v_norm"), ROWS)
-"""What has something for each query head, or each key/value head, and on which axis of a canonical weight."""
-
-OUT_BIAS = "out_proj.bias"
+from mha_spec.shares import OF_KEYS, OUT_BIAS, axis_of_heads, heads_of
 
 
 def own_spec(spec: AttentionSpec, size: int) -> AttentionSpec:
@@ -72,21 +63,11 @@ def summed(x: Tensor, axis: int | None) -> Tensor:
     return ttnn.all_reduce(x, cluster_axis=axis)
 
 
-def heads_of(spec: AttentionSpec, size: int, chip: int) -> tuple[list[int], list[int]]:
-    """The query heads of a chip, and its key/value heads, one for each group of these; one may be there twice."""
-    count, group = spec.num_heads // size, spec.num_heads // spec.num_kv_heads
-    queries = list(range(chip * count, (chip + 1) * count))
-    return queries, [first // group for first in queries[:: gcd(count, group)]]
-
-
 def _place_of(name: str, spec: AttentionSpec, size: int, chip: int) -> tuple[int | None, int, list[int]]:
     """The axis of a canonical weight on which its heads lie, how many there are, and which of them a chip has."""
-    part = name.partition(".")[0]
-    queries, keys = heads_of(spec, size, chip)
-    axis = (OF_QUERIES | OF_KEYS).get(part)
-    if name == OUT_BIAS or (part in spec.norms and not spec.norms[part].per_head):
-        axis = None
-    return (axis, spec.num_kv_heads, keys) if part in OF_KEYS else (axis, spec.num_heads, queries)
+    (queries, keys), axis = heads_of(spec, size, chip), axis_of_heads(name, spec)
+    is_of_keys = name.partition(".")[0] in OF_KEYS
+    return (axis, spec.num_kv_heads, keys) if is_of_keys else (axis, spec.num_heads, list(queries))
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------

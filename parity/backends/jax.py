@@ -184,8 +184,8 @@ class Filled:
     def step(
         self, x: Array, cache: Any, new_lengths: Array | None, positions: Array | None
     ) -> tuple[dict[str, Array], Any]:
-        output, grown = self.call(_step, self.module, x, cache, new_lengths, positions)
-        in_blocks, _ = self.call(_step, self.in_blocks, x, cache, new_lengths, positions)
+        output, grown = self.call(call_cached, self.module, x, cache, new_lengths, positions)
+        in_blocks, _ = self.call(call_cached, self.in_blocks, x, cache, new_lengths, positions)
         return {"module": output, "blocks": in_blocks}, grown
 
 
@@ -208,7 +208,10 @@ def _all_paths(
     return attn_weights, {"module": output, "fused": fused, "blocks": blocks}
 
 
-def _step(_: Any, module: Any, x: Array, cache: Any, new_lengths: Array | None, positions: Array | None) -> Any:
+def call_cached(
+    _: Any, module: Any, x: Array, cache: Any, new_lengths: Array | None, positions: Array | None
+) -> tuple[Array, Any]:
+    """A cached module, called: the output, and the grown cache."""
     return module(x, cache, new_lengths=new_lengths, positions=positions)
 
 

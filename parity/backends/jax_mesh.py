@@ -139,9 +139,9 @@ class _Filled(port.Filled):
         cache = parallel.shard_cache(cache, self.mesh, **axes)
         kind = "step" if x.shape[1] == 1 else "prompt"
         self.program = f"blocks.{kind}"
-        in_blocks, _ = self.call(_step, self.in_blocks, x, cache, new_lengths, positions)
+        in_blocks, _ = self.call(port.call_cached, self.in_blocks, x, cache, new_lengths, positions)
         self.program = f"fused.{kind}"
-        output, grown = self.call(_step, self.module, x, cache, new_lengths, positions)
+        output, grown = self.call(port.call_cached, self.module, x, cache, new_lengths, positions)
         return {"module": output, "blocks": in_blocks}, grown
 
 
@@ -151,7 +151,3 @@ def _with_weights(_: Any, module: Any, query: Array, inputs: dict[str, Array | N
 
 def _without_weights(_: Any, module: Any, query: Array, inputs: dict[str, Array | None]) -> Array:
     return module(query, **inputs)[0]
-
-
-def _step(_: Any, module: Any, x: Array, cache: Any, new_lengths: Array | None, positions: Array | None) -> Any:
-    return module(x, cache, new_lengths=new_lengths, positions=positions)

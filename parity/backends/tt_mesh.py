@@ -21,11 +21,12 @@ import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other envi
 
 import mha_tt
 from mha_spec import AttentionSpec
+from mha_spec.shares import heads_of
 from mha_tt import parallel
 from mha_tt.boards import MESHES
 from mha_tt.device import upload_parts
 from mha_tt.goldens import is_collective, lines_of
-from mha_tt.shards import check_divides, heads_of, summed
+from mha_tt.shards import check_divides, summed
 from parity.backends import tt as port
 from parity.backends.port import Port
 from parity.backends.record import trace_of
@@ -99,7 +100,9 @@ class _OnMesh:
 
     def Filled(self, problem: Problem) -> _Filled:
         self.case, size = problem.case, self.plan.tensor
-        self.queries, self.keys = zip(*(heads_of(problem.spec, size, chip) for chip in range(size)), strict=True)
+        self.queries, self.keys = zip(
+            *(map(list, heads_of(problem.spec, size, chip)) for chip in range(size)), strict=True
+        )
         filled = _Filled(problem, self)
         self.own = filled.module.own_spec
         return filled

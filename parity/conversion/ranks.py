@@ -18,12 +18,13 @@ import numpy as np
 
 from mha_spec import AttentionSpec
 from mha_spec.rules import as_count
+from mha_spec.shares import OF_QUERIES
 from parity.conversion.layouts import LAYOUTS, Layout, Tensor
 from parity.conversion.layouts.layout import Ranks
 from parity.files import TensorFile, TensorInfo, open_tensors, write_tensors
 from parity.files.reading import SUFFIXES
 from parity.files.target import locked, move, scratch_beside
-from parity.sharding.shard import OF_QUERIES, ShardPlan, shard_spec
+from parity.sharding.shard import ShardPlan, shard_spec
 
 Shapes = Mapping[str, tuple[int, ...]]
 

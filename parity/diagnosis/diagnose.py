@@ -44,7 +44,7 @@ MULTIPLIED = {"q", "k", "v", "scores", "context", "output"}
 LEAST = 0.02
 """The share of its budget that an arithmetic's loss takes at least: what is far smaller has another cause."""
 
-NEARLY = 0.4
+SHARE_LEFT = 0.4
 """The share of an error that is left where the reference is computed at the math fidelity of what was observed: of
 outputs of whole layers at LoFi, on the real kernels in a simulator (ttsim, Blackhole; 4 cases, plain and fused, float32
 sums and bfloat16 ones), 0.13 to 0.31 was left; of others' errors, whose values have other causes, about all is."""
@@ -370,7 +370,7 @@ def _fidelity(replay: Replay, stages: Sequence[str]) -> str:
         lossy = replay.computed(index, (), dtype, kind, stage)[stage].astype(np.float64)
         right = replay.computed(index, (), stage=stage)[stage].astype(np.float64)
         left, error = (norms_of(actual - x, np.isfinite(actual - x))["rms"] for x in (lossy, right))
-        return left <= NEARLY * error
+        return left <= SHARE_LEFT * error
 
     return next((kind for kind in FIDELITIES if all(is_near(stage, kind) for stage in stages)), "")
 

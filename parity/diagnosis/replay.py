@@ -101,7 +101,7 @@ class Replay:
         if whole in self._found:
             return self._found[whole]
         quantity = stage_named(stage).quantity if stage else ALL
-        key = (*whole[:-1], quantity if quantity in set(ALL) else ALL)
+        key = (*whole[:-1], quantity if quantity in ("q", "k", "v") else ALL)
         if key in self._found:
             return self._found[key]
         if len(self._found) > MOST_KEPT:

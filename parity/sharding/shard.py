@@ -6,27 +6,17 @@ columns of out_proj, too; what has no heads is copied to every rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, shares
 from mha_spec.attention import NORMS, check_spec
 from mha_spec.rules import as_count
+from mha_spec.shares import OF_KEYS, Held, axis_of_heads
 from parity.core.weights import Weights, check_weights
-
-OUT_BIAS = "out_proj.bias"
-
-ROWS, COLUMNS = 0, 1
-
-OF_QUERIES: dict[str, int] = dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "q_norm", "sinks"), ROWS)
-OF_QUERIES |= {"out_proj": COLUMNS, "relative_bias": COLUMNS}
-OF_KEYS: dict[str, int] = dict.fromkeys(("k_proj", "v_proj", "k_norm", "v_norm"), ROWS)
-"""What has something for each query head, or each key/value head, and on which axis. With latents, which every query
-head expands for itself, the two are the same heads."""
 
 
 @dataclass(frozen=True)
@@ -61,33 +51,14 @@ class ShardPlan:
         return self.tensor * self.context
 
 
-class Held(NamedTuple):
-    """The heads of a rank, by their numbers in the whole layer.
-
-    Attributes:
-        queries: its query heads, neighbours.
-        keys: the key/value heads that these see, one for each group of its own.
-    """
-
-    queries: range
-    keys: list[int]
-
-
 def heads_of(spec: AttentionSpec, plan: ShardPlan, rank: int) -> Held:
-    """The heads of a rank.
-
-    Where there are fewer key/value heads than ranks, several ranks have the same one. Where neither number divides the
-    other, a rank's query heads are in parts of several groups; a key/value head then stands for as many of them as all
-    parts can be cut into, and may be there twice.
+    """The heads of a rank, as `mha_spec.shares` has them.
 
     Raises:
         As `shard_spec`.
     """
     _check(spec, plan, rank)
-    rank %= plan.tensor
-    count, group = spec.num_heads // plan.tensor, spec.num_heads // spec.num_kv_heads
-    queries = range(rank * count, (rank + 1) * count)
-    return Held(queries, [first // group for first in queries[:: math.gcd(count, group)]])
+    return shares.heads_of(spec, plan.tensor, rank % plan.tensor)
 
 
 def shard_spec(spec: AttentionSpec, plan: ShardPlan, rank: int) -> AttentionSpec:
@@ -225,17 +196,9 @@ def _checked(
 # ---- Views -----------------------------------------------------------------------------------------------------------
 
 
-def _axis_of(name: str, spec: AttentionSpec) -> int | None:
-    """The axis of a weight on which its heads lie, one after the other; None for one that has none."""
-    part = name.partition(".")[0]
-    if name == OUT_BIAS or (part in spec.norms and not spec.norms[part].per_head):
-        return None
-    return (OF_QUERIES | OF_KEYS).get(part)
-
-
 def _by_heads(name: str, weight: np.ndarray, spec: AttentionSpec) -> np.ndarray:
     """A view of a weight with its heads on the first axis; one that has none is as of one head."""
-    axis = _axis_of(name, spec)
+    axis = axis_of_heads(name, spec)
     if axis is None:
         return weight[None]
     count = spec.num_kv_heads if name.partition(".")[0] in OF_KEYS else spec.num_heads
@@ -245,6 +208,6 @@ def _by_heads(name: str, weight: np.ndarray, spec: AttentionSpec) -> np.ndarray:
 
 def _heads_in(name: str, spec: AttentionSpec, held: Held) -> list[int]:
     """Which heads of a weight a rank has."""
-    if _axis_of(name, spec) is None:
+    if axis_of_heads(name, spec) is None:
         return [0]
     return held.keys if name.partition(".")[0] in OF_KEYS else list(held.queries)

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
+from mha_spec.shares import Held
 from parity.core.arrays import to_numpy
 from parity.core.stages import STAGES, stage_named
-from parity.sharding.shard import Held, ShardPlan, heads_of
+from parity.sharding.shard import ShardPlan, heads_of
 
 QUERIES = ("mask", "q", "scores", "attn_weights", "context")
 KEYS = ("k", "v", "cache.keys", "cache.values")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec, Norm
+from mha_spec.shares import OUT_BIAS, Held
 from parity.core.problem import Problem
 from parity.core.reference import Arithmetic, Layer
 from parity.core.reference.backward import Backward
@@ -16,7 +17,7 @@ from parity.core.stages import Values
 from parity.core.trace import Reference
 from parity.core.weights import Weights
 from parity.diagnosis.mistakes.record import Changed
-from parity.sharding.shard import OUT_BIAS, Held, ShardPlan, heads_of, shard
+from parity.sharding.shard import ShardPlan, heads_of, shard
 
 PAGE = "ranks"
 
