@@ -56,6 +56,10 @@ IMPLIED_BY = {
     "theta": {"rope theta", "rope exponent"},
     "rope factor": {"rope scaling"},
     "rope frequencies": {"factor"},
+    "rope beta_fast": {"rope original_length", "rope factor"},
+    "rope beta_slow": {"rope original_length", "rope factor"},
+    "rope low_freq_factor": {"rope original_length"},
+    "rope high_freq_factor": {"rope original_length"},
 }
 """Laws that are not told beside one that says the same in a plainer way."""
 

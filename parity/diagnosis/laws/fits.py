@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mha_spec import AttentionSpec, LinearScaling, Rope
+from mha_spec.scaling import Scaling
 from parity.diagnosis.laws.record import Law, Seen
 from parity.diagnosis.laws.rotation import as_form
 from parity.diagnosis.laws.words import said
@@ -149,6 +151,8 @@ THETAS = (1e2, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 
 CAPS = (None, 1.0, 5.0, 15.0, 30.0, 50.0, 100.0)
 EPSILONS = tuple(10.0**-power for power in range(12, 0, -1))
 FACTORS = (0.5, 2.0, 4.0, 8.0, 16.0, 32.0)
+LENGTHS = tuple(2**power for power in range(3, 21))
+TIMES = (0.25, 0.5, 2.0, 4.0)
 
 
 def _numbers(spec: AttentionSpec, shape: tuple[int, ...]) -> Iterator[_Number]:
@@ -163,17 +167,30 @@ def _numbers(spec: AttentionSpec, shape: tuple[int, ...]) -> Iterator[_Number]:
     yield _Number("soft cap", "the soft cap", spec.soft_cap, CAPS, lambda x: replace(spec, soft_cap=x))
     if spec.rope is not None:
         yield from _of_rope(spec, spec.rope)
-    if spec.chunk_size is None:
-        sizes = (None, *range(1, min(max(shape[-1], shape[-2] if len(shape) > 1 else 1), LARGEST) + 1))
-        yield _Number(
-            "window", "the window", spec.window_size, sizes, lambda x: replace(spec, window_size=x), is_whole=True
-        )
-    else:
-        sizes = tuple(range(1, LARGEST + 1))
-        yield _Number(
-            "chunk", "the chunk size", spec.chunk_size, sizes, lambda x: replace(spec, chunk_size=x), is_whole=True
-        )
+    yield from _of_reach(spec, shape)
     yield from _of_records(spec)
+
+
+def _of_reach(spec: AttentionSpec, shape: tuple[int, ...]) -> Iterator[_Number]:
+    """The window or the chunk, and each in place of the other."""
+    largest = max(shape[-1], shape[-2] if len(shape) > 1 else 1)
+    windows, chunks = (None, *range(1, min(largest, LARGEST) + 1)), tuple(range(1, LARGEST + 1))
+
+    def with_reach(x: int | None, *, window: bool) -> AttentionSpec:
+        return replace(spec, window_size=x if window else None, chunk_size=None if window else x)
+
+    if spec.chunk_size is None:
+        made = partial(with_reach, window=True)
+        yield _Number("window", "the window", spec.window_size, windows, made, is_whole=True)
+    else:
+        made = partial(with_reach, window=False)
+        yield _Number("chunk", "the chunk size", spec.chunk_size, chunks, made, is_whole=True)
+    if spec.window_size is not None:
+        made = partial(with_reach, window=False)
+        yield _Number("chunk", "the chunk size, with no window,", None, chunks, made, is_whole=True)
+    elif spec.chunk_size is not None:
+        made = partial(with_reach, window=True)
+        yield _Number("window", "the window, with no chunks,", None, windows[1:], made, is_whole=True)
 
 
 def _of_rope(spec: AttentionSpec, rope: Rope) -> Iterator[_Number]:
@@ -190,6 +207,8 @@ def _of_rope(spec: AttentionSpec, rope: Rope) -> Iterator[_Number]:
             (1.0, *FACTORS),
             lambda x: with_rope(scaling=None if x == 1.0 else LinearScaling(x)),
         )
+    else:
+        yield from _of_scaling(rope.scaling, lambda x: with_rope(scaling=x))
     if hasattr(rope.scaling, "attention_factor"):
         scaling: Any = rope.scaling
         others = {"mscale": None, "mscale_all_dim": None} if hasattr(scaling, "mscale") else {}
@@ -213,6 +232,35 @@ def _of_rope(spec: AttentionSpec, rope: Rope) -> Iterator[_Number]:
         )
 
 
+def _of_scaling(scaling: Scaling, made: Callable[[Scaling], AttentionSpec]) -> Iterator[_Number]:
+    """The numbers of a scaling of RoPE, but its attention factor."""
+    guesses: dict[str, Callable[[float], tuple[float, ...]]] = {
+        "factor": lambda right: (1.0, *FACTORS),
+        "original_length": lambda right: (*_taken_for(int(right), scaling), *LENGTHS),
+        "fraction": lambda right: tuple(n / 8 for n in range(1, 9)),
+    }
+    guesses |= dict.fromkeys(
+        ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+        lambda right: tuple(right * times for times in TIMES),
+    )
+    for name in (each.name for each in fields(scaling) if each.name in guesses):
+        right = getattr(scaling, name)
+        yield _Number(
+            f"rope {name}",
+            f"the {name} of RoPE's {scaling.kind} scaling",
+            right,
+            guesses[name](right),
+            lambda x, name=name: made(replace(scaling, **{name: x})),
+            is_whole=name == "original_length",
+        )
+
+
+def _taken_for(length: int, scaling: Scaling) -> tuple[int, int]:
+    """What the length before scaling and the one after it are when one is taken for the other."""
+    factor = getattr(scaling, "factor", 1.0)
+    return round(length * factor), max(1, round(length / factor))
+
+
 def _of_records(spec: AttentionSpec) -> Iterator[_Number]:
     """Numbers of norms, the temperature and ALiBi."""
     for name, words in (("qk_norm", "the eps of q_norm and k_norm"), ("v_norm", "the eps of v_norm")):
@@ -226,6 +274,8 @@ def _of_records(spec: AttentionSpec) -> Iterator[_Number]:
         right = spec.temperature.scale
         made = _with(spec, "temperature", spec.temperature, "scale")
         yield _Number("temperature", "the scale of the temperature", right, (0.01, 0.1, 1.0), made)
+        length, made = spec.temperature.length, _with(spec, "temperature", spec.temperature, "length")
+        yield _Number("temperature length", "the length of the temperature", length, LENGTHS, made, is_whole=True)
     if spec.alibi is not None:
         made = _with(spec, "alibi", spec.alibi, "max_bias")
         yield _Number("max_bias", "ALiBi's max_bias", spec.alibi.max_bias, (1.0, 2.0, 4.0, 8.0, 16.0, 32.0), made)
