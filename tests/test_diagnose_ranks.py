@@ -59,7 +59,7 @@ def test_ranks_that_share_tokens_have_each_their_own_input(write, layer, capsys)
     ranks = [stages | {"query": x} for stages, x in zip(parts, np.split(query, 2, 1), strict=True)]
     paths = write(ranks)
     assert main(["diagnose", "--ranks", "sequence=2", "--weights", weights, *paths]) == 0
-    assert main(["diagnose", "--ranks", "sequence=2", "--weights", weights, *paths[::-1]]) == 1
+    assert main(["diagnose", "--ranks", "sequence=2", "--weights", weights, *write(ranks[::-1])]) == 1
     assert "rank 0: " in capsys.readouterr().out
 
 
@@ -78,6 +78,7 @@ def test_ranks_of_a_case_need_no_weights(write, capsys):
     [
         ("tensor=4", [0, 1, 3], [], "--ranks tensor=4 must come with a file of each rank, 4 in order, got 3: "),
         ("tensor=4", [0, 1, 1, 3], [], "ranks must have a file each, got"),
+        ("tensor=4", [0, 2, 1, 3], [], "files must be in the order of ranks, got"),
         (
             "heads=4",
             [0],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from parity.cli.layers import in_flags, layer_options
@@ -35,6 +37,7 @@ def diagnose(options: argparse.Namespace) -> int:
         raise ValueError(f"--ranks {options.ranks} must come with a file of each rank, {size} in order, {told}")
     if twice := next((path for path in paths if paths.count(path) > 1), ""):
         raise ValueError(f"ranks must have a file each, got {twice} twice")
+    _check_order(paths)
     files = {path: load_tensors(path)[0] for path in paths}
     problem = _problem_of_case(options, files) if options.weights is None else _problem_of_layer(options, files)
     observed = [{name: x for name, x in held.items() if name not in INPUTS} for held in files.values()]
@@ -44,6 +47,19 @@ def diagnose(options: argparse.Namespace) -> int:
     if options.json is not None:
         write_json(options.json, {"format": 1, **diagnosis.to_dict()})
     return 1 if diagnosis.is_wrong else 0
+
+
+def _check_order(paths: Sequence[str]) -> None:
+    """Refuse files that are numbered in another order: to a shell rank10 comes before rank2."""
+    if len({re.sub(r"\d+", "#", path) for path in paths}) > 1:
+        return
+    for before, path in pairwise(paths):
+        if _numbers(before) > _numbers(path):
+            raise ValueError(f"files must be in the order of ranks, got {before} before {path}")
+
+
+def _numbers(path: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path)]
 
 
 def _divided(text: str) -> dict[str, int]:
