@@ -219,13 +219,17 @@ def test_files_of_pipeline_stages_are_refused(tmp_path):
         read(folder)
 
 
-def test_tensors_of_which_nobody_knows_how_they_are_divided(tmp_path):
+def test_tensors_of_which_nobody_knows_how_they_are_divided(tmp_path, capsys):
     of_ranks = tensors_of_ranks("meta.LLaMA", META, random_weights(META), 2, lambda r: {"layers.0.other": np.ones(3)})
     folder = save(tmp_path / "ranks", "meta.LLaMA", of_ranks)
     options = {"source": "meta.LLaMA", "target": "canonical", "prefix": "layers.{i}.attention", **HEADS}
     with pytest.raises(ValueError, match=r"how ranks divide layers\.0\.other is not known"):
         convert_file(folder, tmp_path / "a.npz", **options)
     assert not (tmp_path / "a.npz").exists()
+    command = ["convert", str(folder), str(tmp_path / "a.npz"), "--from", "meta.LLaMA", "--to", "canonical"]
+    heads = ["--num-heads", "8", "--num-kv-heads", "4", "--rope-theta", "500"]
+    assert main([*command, "--prefix", "layers.{i}.attention", *heads]) == 2
+    assert "as with --rest drop: how ranks divide layers.0.other is not known" in capsys.readouterr().err
     assert convert_file(folder, tmp_path / "a.npz", keep_rest=False, **options).dropped == ["layers.0.other"]
 
 
@@ -315,7 +319,7 @@ def test_stacks_and_what_nobody_knows_how_to_divide_are_refused(meta, tmp_path):
         convert_file(folder, tmp_path / "a", ranks=2, to_prefix="layers", keep_rest=False, **options)
     options["target"] = "megatron"
     with pytest.raises(
-        ValueError, match=r"^tok_embeddings\.weight must be left out of the files of ranks, since it is"
+        ValueError, match=r"^tok_embeddings\.weight must be left out of the files of ranks, as with keep_"
     ):
         convert_file(folder, tmp_path / "a", ranks=2, **options)
     assert not (tmp_path / "a").exists()

@@ -81,7 +81,7 @@ def in_flags(options: argparse.Namespace) -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         text = str(error).replace("as many {i} as prefix", "as many {i} as --prefix")
-        text = text.replace("fill_bias=True", "--fill-bias")
+        text = text.replace("fill_bias=True", "--fill-bias").replace("keep_rest=False", "--rest drop")
         for name, flag in (flags | heads).items():
             of_layer = "be (?:at least|an integer)" if name in heads else ""  # layouts have rules for layers
             text = re.sub(rf"(^|: |\(){name}(?= must {of_layer})", rf"\1{flag}", text)
