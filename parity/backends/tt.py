@@ -161,8 +161,8 @@ class Padded(Shapes):
         """Heads without the features that pad them, which must be 0."""
         slots = slots_of(part, self.spec)
         heads = padded[..., slots]
-        is_nan = np.isnan(heads).all(axis=-1)  # a token that is NaN is so in all features
-        if np.delete(padded, slots, axis=-1)[~is_nan].any():
+        is_lost = ~np.isfinite(heads).any(axis=-1)  # of a token that is NaN, which kernels may make infinite
+        if np.delete(padded, slots, axis=-1)[~is_lost].any():
             raise ValueError(f"features that pad a head must be 0, got others in {padded.shape}")
         return heads
 

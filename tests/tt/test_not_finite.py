@@ -9,6 +9,8 @@ import ttnn
 
 import mha_tt
 import parity
+from mha_spec import AttentionSpec
+from parity.backends import tt as backend
 
 from .formulas import both_dtypes, module_of, rounded
 
@@ -206,3 +208,18 @@ def test_padding_alone_is_cut_off_without_a_look_at_the_rest(device, calls, leng
         3 + (0 in lengths),
         0,
     )  # one is for rows that the kernel lost
+
+
+# ---- What is read back -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [np.nan, np.inf])
+def test_what_pads_a_head_is_refused_but_where_the_head_is_lost(lost):
+    """Kernels make a token that is NaN infinite where a product leaves it so, and the padding of its heads, too."""
+    shapes = backend.Padded(backend, AttentionSpec(48, 4))
+    padded = np.zeros((1, 4, 3, 32), np.float32)
+    padded[:, :, 1] = lost
+    assert shapes.real(padded, "v_proj").shape == (1, 4, 3, 12)
+    padded[0, 0, 2, 31] = 1e-3
+    with pytest.raises(ValueError, match="features that pad a head must be 0"):
+        shapes.real(padded, "v_proj")
