@@ -241,7 +241,7 @@ def _check_ranks(layout: Layout, count: int, specs: Mapping[str, AttentionSpec])
                 f"ranks must divide num_kv_heads in {layout.name}, "
                 f"got ranks={count} and num_kv_heads={spec.num_kv_heads}"
             )
-        shard_spec(spec, ShardPlan(count), 0)
+        shard_spec(spec, ShardPlan(count), 0, alone=False)
     return layout.ranks
 
 

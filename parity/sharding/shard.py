@@ -55,20 +55,25 @@ def heads_of(spec: AttentionSpec, plan: ShardPlan, rank: int) -> Held:
     """The heads of a rank, as `mha_spec.shares` has them.
 
     Raises:
-        As `shard_spec`.
+        TypeError: if something is not of its kind.
+        ValueError: if there is no such rank, or the ranks do not divide the query heads evenly.
     """
     _check(spec, plan, rank)
     return shares.heads_of(spec, plan.tensor, rank % plan.tensor)
 
 
-def shard_spec(spec: AttentionSpec, plan: ShardPlan, rank: int) -> AttentionSpec:
-    """The specification of what a rank computes: `shard` says what, and what it raises."""
+def shard_spec(spec: AttentionSpec, plan: ShardPlan, rank: int, *, alone: bool = True) -> AttentionSpec:
+    """The specification of what a rank computes, or holds: `shard` says what, and what it raises."""
     held = heads_of(spec, plan, rank)
+    if alone and plan.tensor > 1:
+        _check_alone(spec)
     has_bias = spec.out_bias and (rank % plan.tensor == 0 or not spec.out_proj)
     return replace(spec, num_heads=len(held.queries), num_kv_heads=len(held.keys), out_bias=has_bias)
 
 
-def shard(weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank: int) -> tuple[Weights, AttentionSpec]:
+def shard(
+    weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank: int, *, alone: bool = True
+) -> tuple[Weights, AttentionSpec]:
     """What a rank must hold of a layer, bit for bit, and what it computes with it.
 
     The outputs of all ranks that share the heads, each for the whole input or for its part of the tokens, add up to
@@ -78,7 +83,8 @@ def shard(weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank
     Of N query heads each of R ranks has N / R neighbours, with their rows of q_proj, gate_proj and, of a layer with
     latents, q_b_proj and kv_b_proj, their columns of out_proj and of a relative bias, their sinks; of key/value heads
     those that they see, with the rows of k_proj and v_proj: K / R of them, or one that other ranks have, too. Norms
-    with weights for each head are divided with them. Other norms, and what makes latents, are copied.
+    with weights for each head, or over the width of all heads, are divided with them. Other norms, and what makes
+    latents, are copied.
 
     The bias of out_proj is on the first of them alone, so that it is added once, bit for bit; the specification of the
     others has none, so that none of them trains a copy of it.
@@ -88,19 +94,23 @@ def shard(weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank
         spec: the whole layer.
         plan: how it is divided.
         rank: which part, from 0.
+        alone: whether the rank's layer is to be computed by itself. False is for ranks that join more than outputs:
+            the mean squares of norms over the width, the slopes of ALiBi, which outputs are dropped. The specification
+            then says what the rank holds, and not all that it computes.
 
     Returns:
         Canonical weights of the rank, NumPy arrays of the same dtype, and their specification.
 
     Raises:
         TypeError: if something is not of its kind, or the weights are not floating-point arrays of one dtype.
-        ValueError: if the weights are not those of the spec, there is no such rank, or the layer cannot be divided so:
-            the query heads not evenly; a norm over the width of all heads, which needs a sum over ranks; ALiBi, whose
-            slopes follow from the number of all heads; outputs that are dropped after they are added up.
+        ValueError: if the weights are not those of the spec, there is no such rank, or it does not divide the query
+            heads evenly; and with `alone`, if no specification says what the rank computes: of a norm over the width of
+            all heads, which needs a sum over ranks; of ALiBi, whose slopes follow from the number of all heads; of
+            outputs that are dropped after they are added up.
 
     Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
-    own, held = shard_spec(spec, plan, rank), heads_of(spec, plan, rank)
+    own, held = shard_spec(spec, plan, rank, alone=alone), heads_of(spec, plan, rank)
     whole, part = check_weights(weights, spec), {}
     for name, shape in own.weight_shapes.items():
         part[name] = np.empty(shape, whole[name].dtype)
@@ -109,7 +119,7 @@ def shard(weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank
 
 
 def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: ShardPlan) -> Weights:
-    """The weights of a layer from those of all ranks: the inverse of `shard`, bit for bit.
+    """The weights of a layer from those of all ranks: the inverse of `shard`, bit for bit, with `alone` or without.
 
     Args:
         shards: canonical weights of each rank, in order, as arrays of any framework.
@@ -120,8 +130,8 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
         Canonical weights of the whole layer, as NumPy arrays.
 
     Raises:
-        TypeError, ValueError: as `shard`, or if a rank is missing, or two ranks hold something else where they should
-            hold the same.
+        TypeError, ValueError: as `shard` without `alone`, or if a rank is missing, or two ranks hold something else
+            where they should hold the same.
     """
     _check(spec, plan, 0)
     if len(shards) != plan.num_ranks:
@@ -150,7 +160,7 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
 
 
 def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
-    """Refuse a rank that there is not, and a layer that cannot be divided or whose parts no specification says."""
+    """Refuse a rank that there is not, and heads that cannot be divided."""
     check_spec(spec)
     if not isinstance(plan, ShardPlan):
         raise TypeError(f"plan must be a ShardPlan, got plan={plan!r}")
@@ -163,22 +173,26 @@ def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
             f"num_heads must be a multiple of the number of ranks, "
             f"got num_heads={spec.num_heads} and tensor={plan.tensor}"
         )
+
+
+def _check_alone(spec: AttentionSpec) -> None:
+    """Refuse a layer of whose parts no specification says what they compute."""
     for name in NORMS:
         norm = getattr(spec, name)
         if norm is not None and norm.over == "width":
             raise ValueError(
-                f"{name} must be over='head' to be divided, since that over the width of all heads needs a sum over "
-                f"ranks, got {name}={norm}"
+                f"{name} must be over='head' for a rank to compute its part alone, since that over the width of all "
+                f"heads needs a sum over ranks, got {name}={norm} and alone=True"
             )
     if spec.alibi is not None:
         raise ValueError(
-            f"alibi must be None to be divided, since its slopes follow from the number of all heads, "
-            f"got alibi={spec.alibi}"
+            f"alibi must be None for a rank to compute its part alone, since its slopes follow from the number of all "
+            f"heads, got alibi={spec.alibi} and alone=True"
         )
     if spec.output_dropout and spec.out_proj:
         raise ValueError(
-            f"output_dropout must be 0 to be divided, since outputs are dropped after they are added up, "
-            f"got output_dropout={spec.output_dropout}"
+            f"output_dropout must be 0 for a rank to compute its part alone, since outputs are dropped after they are "
+            f"added up, got output_dropout={spec.output_dropout} and alone=True"
         )
 
 
@@ -186,7 +200,7 @@ def _checked(
     weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank: int
 ) -> tuple[Weights, AttentionSpec]:
     """The weights of a rank, as NumPy arrays, and its specification."""
-    own = shard_spec(spec, plan, rank)
+    own = shard_spec(spec, plan, rank, alone=False)
     try:
         return check_weights(weights, own), own
     except (TypeError, ValueError) as error:
