@@ -1,4 +1,4 @@
-# make parity: set up what is needed and show that the siblings agree.   make test: set up and run every test.
+# make parity: set up what is needed and show that the siblings agree.   make test: set up and run the tests.
 #
 # There are two environments, for JAX needs numpy>=2 and ttnn numpy<2; they meet in trace files. The second one, for tt, is
 # left out where no CPython 3.12 is found, and then a line says so.
@@ -11,23 +11,29 @@ export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/build/jax-cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 # Processes that tests start need not compile modules again, whatever the surroundings say.
 export PYTHONDONTWRITEBYTECODE :=
+TWO_WORKERS := --numprocesses 2 --dist worksteal
 IF_TT := [ ! -e .venv-tt/installed ] ||
 
-.PHONY: parity test test-tt sim check-html fuzz lint clean
+.PHONY: parity test test-tt test-thorough sim check-html fuzz lint clean
 
 parity: .venv/installed .venv-tt/installed
 	$(BIN)/mha-parity run --jobs 2 $$($(IF_TT) echo --python tt=$(BIN_TT)/python)
 
+# Two in five of its minutes would go into tests marked `thorough`: test-thorough runs those, and .ci/run both.
 test: .venv/installed
-	$(BIN)/pytest --numprocesses 2 --dist worksteal
+	$(BIN)/pytest -m 'not thorough' $(TWO_WORKERS)
 	$(MAKE) --no-print-directory test-tt
 
-# Where there is no card, on the mocks of two boards, which differ in what they accept: all of them on the first one,
-# those that depend on the board on the second one, too.
+# Where there is no card, on the mock of a board; what was recorded, on the mock of the board that it was recorded on.
 test-tt: .venv-tt/installed
 	rm -f build/tt-*.xml
-	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest tests/tt --confcutdir tests/tt --numprocesses 2 --dist worksteal --junit-xml build/tt-n150.xml
-	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/tt --confcutdir tests/tt --numprocesses 2 --dist worksteal --junit-xml build/tt-p150.xml
+	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-n150.xml
+	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest tests/tt/test_recording.py --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-recorded.xml
+
+# Of tt those that depend on the board, on a second one, which accepts other things.
+test-thorough: .venv/installed .venv-tt/installed
+	$(BIN)/pytest -m thorough $(TWO_WORKERS)
+	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-p150.xml
 
 # The real kernels, without a card, on a simulator that you have: make sim SIMULATOR=/path/libttsim_bh.so. Or a few of them:
 # make sim SIMULATOR=wolfpine. What that downloads and trusts: tools/tt-simulator --help.

@@ -137,6 +137,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("fewer_paths_of_jax")
 @pytest.mark.parametrize("name", FACTS)
 def test_known_facts_of_the_peers_are_found(name):

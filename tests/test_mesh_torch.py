@@ -9,6 +9,8 @@ from parity import CASES, run_cases
 from parity.backends import torch_mesh
 from parity.sharding.mesh import MeshPlan
 
+pytestmark = pytest.mark.thorough
+
 HEADS = ["gqa-causal", "mqa", "alibi", "relative-bias", "norm-per-head", "no-out-proj", "decode-sinks", "decode-latent"]
 TOKENS = {  # of a length that two processes divide
     "gqa-causal": {"seq_len": 8},

@@ -422,6 +422,7 @@ def project(tmp_path, monkeypatch):
     return mutate
 
 
+@pytest.mark.thorough
 def test_what_weak_tests_do_not_notice_is_said_with_the_reason(project, capsys, tmp_path):
     options = ("--only", "mask-flip*,mask-ignored,causal-ignored,scale-missing", "--jobs", "2")
     status, found = project(WEAK, *options)
@@ -666,6 +667,7 @@ def test_an_interruption_ends_the_tests_and_changes_nothing(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path != begun} == before
 
 
+@pytest.mark.thorough
 def test_options_of_pytest_reach_it_and_its_workers_have_the_mistake(project, capsys):
     tests = GOOD.replace("test_values", "test_one") + GOOD.replace("test_values", "test_two")
     command = ("pytest", "-x", "-p", "xdist", "-n", "1", "-k", "two", "test_mine.py")
@@ -675,6 +677,7 @@ def test_options_of_pytest_reach_it_and_its_workers_have_the_mistake(project, ca
     assert "1 mistake planted: 1 noticed" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_what_a_layer_does_not_allow_is_no_gap_of_the_tests_whatever_runs_them(project, capsys):
     tests = """
     import unittest, torch

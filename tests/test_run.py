@@ -48,7 +48,14 @@ NAN_CASES = [name for name in CASES if name not in FINITE]
 """test_nan_is_where_it_belongs runs them."""
 
 
-@pytest.mark.parametrize("name", [name for name in FINITE if CASES[name].trained is None])
+def thorough_if(condition):
+    return pytest.mark.thorough if condition else ()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=thorough_if(name not in QUICK)) for name in FINITE if CASES[name].trained is None],
+)
 def test_jax_agrees_with_the_reference(name):
     with_gradients = name not in FORMS and (name in QUICK or name.startswith(("window", "chunk", "soft-cap")))
     assert failures(CASES[name], "jax", "float32", with_gradients=with_gradients) == []
@@ -58,6 +65,7 @@ def test_jax_agrees_with_the_reference(name):
 TRAINED = {"trained-smollm2-*": ["--grad"], "trained-[!s]*": []}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cases", TRAINED)
 def test_jax_agrees_on_trained_layers_compiled_as_users_have_it(cases, tmp_path):
     # Compiled quickly, as conftest says, a product is a sum from its first term to its last; in wide layers that shows.
@@ -89,7 +97,14 @@ IN_DTYPES = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(dtype, name) for dtype in IN_DTYPES for name in IN_DTYPES[dtype]])
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        pytest.param(dtype, name, marks=thorough_if(name != IN_DTYPES[dtype][0]))
+        for dtype in IN_DTYPES
+        for name in IN_DTYPES[dtype]
+    ],
+)
 def test_jax_agrees_with_the_reference_in_other_dtypes(name, dtype):
     assert failures(CASES[name], "jax", dtype, with_gradients=True) == []
 

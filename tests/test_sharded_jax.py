@@ -12,6 +12,8 @@ import parity
 from mha_jax import parallel
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope
 
+pytestmark = pytest.mark.thorough
+
 KINDS = ["automatic", "explicit"]
 A_SUM = {"all-reduce f32": 1}  # of the outputs of all devices
 A_FLAG = {"all-reduce pred": 1}  # of each token, whether it is finite: that out_proj may empty it on every device

@@ -7,6 +7,8 @@ from mha_spec import AttentionSpec
 from parity.sharding.costs import PLANS, cost_of
 from parity.sharding.hlo import Collective, collectives_in, counts_of, nbytes_of
 
+pytestmark = pytest.mark.thorough
+
 SENT = {  # forward, and with gradients: keys and values go on n - 1 times; with halves, to and from these, 8 more
     "heads for tokens": ({"all-to-all": 4}, {"all-to-all": 8}),
     "heads for tokens, all that hides": ({"all-to-all": 6}, {"all-to-all": 11, "all-gather": 4}),

@@ -29,6 +29,8 @@ import parity
 from mha_spec import AttentionSpec, Rope
 from parity import ShardPlan
 
+pytestmark = pytest.mark.thorough
+
 SIZES = [2, 4]
 ONE = {"all_reduce": 1}
 

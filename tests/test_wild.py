@@ -19,6 +19,8 @@ from wild.sets import CASES, MISTAKES, RIGHTS
 
 from parity.diagnosis.mistakes import mistakes_for, page_by_mistake
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[1]
 
 
