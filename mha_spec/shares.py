@@ -46,6 +46,7 @@ def heads_of(spec: AttentionSpec, size: int, rank: int) -> Held:
 def axis_of_heads(name: str, spec: AttentionSpec) -> int | None:
     """The axis of a canonical weight on which its heads lie, one after the other; None for one that has none."""
     part = name.partition(".")[0]
-    if name == OUT_BIAS or (part in spec.norms and not spec.norms[part].per_head):
+    norm = spec.norms.get(part)
+    if name == OUT_BIAS or (norm is not None and not norm.per_head and norm.over != "width"):
         return None
     return (OF_QUERIES | OF_KEYS).get(part)

@@ -38,6 +38,7 @@ EVERYTHING = AttentionSpec(
     relative_bias=RelativeBias(8, 8),
 )
 LATENT = AttentionSpec(32, 8, head_dim=8, value_head_dim=6, latent=Latent(12, 4, q_rank=10), gate=Gate())
+WIDE = Norm("layer", over="width", bias=True)
 SPECS = {
     "textbook": AttentionSpec(32, 8),
     "grouped": AttentionSpec(32, 8, num_kv_heads=4, head_dim=8, rope=Rope(), qkv_bias=False, out_bias=False),
@@ -46,6 +47,9 @@ SPECS = {
     "parts-of-groups": AttentionSpec(48, 12, num_kv_heads=3, sinks=True),
     "everything": EVERYTHING,
     "alibi": AttentionSpec(48, 12, num_kv_heads=4, alibi=Alibi(scaled=True)),
+    "width": AttentionSpec(32, 8, num_kv_heads=4, head_dim=6, rope=Rope(), qk_norm=Norm(over="width", weight="1+w")),
+    "width-shared-keys": AttentionSpec(32, 8, num_kv_heads=2, qk_norm=WIDE, v_norm=Norm(over="width", weight=None)),
+    "width-parts-of-groups": AttentionSpec(48, 12, num_kv_heads=3, clip_qkv=1.5, qk_norm=WIDE, v_norm=WIDE),
     "capped": AttentionSpec(32, 8, soft_cap=2.0, window_size=3, clip_qkv=1.5),
     "no-out-proj": AttentionSpec(32, 8, num_kv_heads=4, out_proj=False),
     "latent": LATENT,
@@ -299,7 +303,6 @@ def refused(here):
     return {
         "uneven": said_by(AttentionSpec(32, 9, head_dim=4)),
         "fused_qkv": said_by(AttentionSpec(32, 8, fused_qkv=True)),
-        "norm over the width": said_by(AttentionSpec(32, 8, qk_norm=Norm(over="width"))),
         "shared keys with norms of their own": said_by(
             AttentionSpec(32, 8, num_kv_heads=1, qk_norm=Norm(per_head=True))
         ),

@@ -55,20 +55,24 @@ def heads_of(spec: AttentionSpec, plan: ShardPlan, rank: int) -> Held:
     """The heads of a rank, as `mha_spec.shares` has them.
 
     Raises:
-        As `shard_spec`.
+        As `shard(…, alone=False)`.
     """
     _check(spec, plan, rank)
     return shares.heads_of(spec, plan.tensor, rank % plan.tensor)
 
 
-def shard_spec(spec: AttentionSpec, plan: ShardPlan, rank: int) -> AttentionSpec:
+def shard_spec(spec: AttentionSpec, plan: ShardPlan, rank: int, *, alone: bool = True) -> AttentionSpec:
     """The specification of what a rank computes: `shard` says what, and what it raises."""
     held = heads_of(spec, plan, rank)
+    if alone:
+        _check_alone(spec, plan)
     has_bias = spec.out_bias and (rank % plan.tensor == 0 or not spec.out_proj)
     return replace(spec, num_heads=len(held.queries), num_kv_heads=len(held.keys), out_bias=has_bias)
 
 
-def shard(weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank: int) -> tuple[Weights, AttentionSpec]:
+def shard(
+    weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank: int, *, alone: bool = True
+) -> tuple[Weights, AttentionSpec]:
     """What a rank must hold of a layer, bit for bit, and what it computes with it.
 
     The outputs of all ranks that share the heads, each for the whole input or for its part of the tokens, add up to
@@ -78,7 +82,8 @@ def shard(weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank
     Of N query heads each of R ranks has N / R neighbours, with their rows of q_proj, gate_proj and, of a layer with
     latents, q_b_proj and kv_b_proj, their columns of out_proj and of a relative bias, their sinks; of key/value heads
     those that they see, with the rows of k_proj and v_proj: K / R of them, or one that other ranks have, too. Norms
-    with weights for each head are divided with them. Other norms, and what makes latents, are copied.
+    with weights for each head, or over the width of all heads, are divided with them. Other norms, and what makes
+    latents, are copied.
 
     The bias of out_proj is on the first of them alone, so that it is added once, bit for bit; the specification of the
     others has none, so that none of them trains a copy of it.
@@ -88,6 +93,9 @@ def shard(weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank
         spec: the whole layer.
         plan: how it is divided.
         rank: which part, from 0.
+        alone: whether the rank computes its part by the returned specification alone. False gives what it holds of
+            a layer whose ranks must join something on their way, too: the mean square of a norm over the width, the
+            slopes of ALiBi, which outputs are dropped. By itself, each such part is another layer.
 
     Returns:
         Canonical weights of the rank, NumPy arrays of the same dtype, and their specification.
@@ -95,12 +103,12 @@ def shard(weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank
     Raises:
         TypeError: if something is not of its kind, or the weights are not floating-point arrays of one dtype.
         ValueError: if the weights are not those of the spec, there is no such rank, or the layer cannot be divided so:
-            the query heads not evenly; a norm over the width of all heads, which needs a sum over ranks; ALiBi, whose
-            slopes follow from the number of all heads; outputs that are dropped after they are added up.
+            the query heads not evenly; and `alone` a norm over the width of all heads, which needs a sum over ranks;
+            ALiBi, whose slopes follow from the number of all heads; outputs that are dropped after they are added up.
 
     Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
-    own, held = shard_spec(spec, plan, rank), heads_of(spec, plan, rank)
+    own, held = shard_spec(spec, plan, rank, alone=alone), heads_of(spec, plan, rank)
     whole, part = check_weights(weights, spec), {}
     for name, shape in own.weight_shapes.items():
         part[name] = np.empty(shape, whole[name].dtype)
@@ -120,8 +128,8 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
         Canonical weights of the whole layer, as NumPy arrays.
 
     Raises:
-        TypeError, ValueError: as `shard`, or if a rank is missing, or two ranks hold something else where they should
-            hold the same.
+        TypeError, ValueError: as `shard(…, alone=False)`, or if a rank is missing, or two ranks hold something else
+            where they should hold the same.
     """
     _check(spec, plan, 0)
     if len(shards) != plan.num_ranks:
@@ -148,37 +156,43 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
+_JOINED = "alone=False gives what a rank holds, where ranks join the rest"
+
 
 def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
-    """Refuse a rank that there is not, and a layer that cannot be divided or whose parts no specification says."""
+    """Refuse a rank that there is not, and heads that cannot be divided."""
     check_spec(spec)
     if not isinstance(plan, ShardPlan):
         raise TypeError(f"plan must be a ShardPlan, got plan={plan!r}")
     if as_count("rank", rank, 0) >= plan.num_ranks:
         raise ValueError(f"rank must be below the number of ranks, got rank={rank} and {plan}")
-    if plan.tensor == 1:
-        return
     if spec.num_heads % plan.tensor:
         raise ValueError(
             f"num_heads must be a multiple of the number of ranks, "
             f"got num_heads={spec.num_heads} and tensor={plan.tensor}"
         )
+
+
+def _check_alone(spec: AttentionSpec, plan: ShardPlan) -> None:
+    """Refuse a layer whose parts no specification says, since ranks must join something as they compute them."""
+    if plan.tensor == 1:
+        return
     for name in NORMS:
         norm = getattr(spec, name)
         if norm is not None and norm.over == "width":
             raise ValueError(
                 f"{name} must be over='head' to be divided, since that over the width of all heads needs a sum over "
-                f"ranks, got {name}={norm}"
+                f"ranks, got {name}={norm}; {_JOINED}"
             )
     if spec.alibi is not None:
         raise ValueError(
             f"alibi must be None to be divided, since its slopes follow from the number of all heads, "
-            f"got alibi={spec.alibi}"
+            f"got alibi={spec.alibi}; {_JOINED}"
         )
     if spec.output_dropout and spec.out_proj:
         raise ValueError(
             f"output_dropout must be 0 to be divided, since outputs are dropped after they are added up, "
-            f"got output_dropout={spec.output_dropout}"
+            f"got output_dropout={spec.output_dropout}; {_JOINED}"
         )
 
 
@@ -186,7 +200,7 @@ def _checked(
     weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank: int
 ) -> tuple[Weights, AttentionSpec]:
     """The weights of a rank, as NumPy arrays, and its specification."""
-    own = shard_spec(spec, plan, rank)
+    own = shard_spec(spec, plan, rank, alone=False)
     try:
         return check_weights(weights, own), own
     except (TypeError, ValueError) as error:
