@@ -248,28 +248,64 @@ def test_stages_of_parts_of_the_tokens_are_joined():
         parity.unshard_stages([{"cache.keys": x["k"]} for x in parts], case.spec, plan)
 
 
+def test_heads_that_ranks_do_not_divide_are_refused():
+    spec = AttentionSpec(12, 6)
+    message = "^num_heads must be a multiple of the number of ranks, got num_heads=6 and tensor=4"
+    for alone in (True, False):
+        with pytest.raises(ValueError, match=message):
+            shard(random_weights(spec), spec, ShardPlan(4), 0, alone=alone)
+    with pytest.raises(ValueError, match=message):
+        unshard([random_weights(spec)] * 4, spec, ShardPlan(4))
+    with pytest.raises(ValueError, match=message):
+        parity.unshard_stages([{}] * 4, spec, ShardPlan(4))
+
+
+GROUPED = AttentionSpec(32, 8, num_kv_heads=2)
+OF_WIDTH = Norm("layer", over="width", bias=True)
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (AttentionSpec(12, 6), "num_heads must be a multiple of the number of ranks, got num_heads=6 and tensor=4"),
-        (
-            AttentionSpec(16, 4, qk_norm=Norm(over="width")),
-            "qk_norm must be over='head' to be divided, since that over",
-        ),
-        (AttentionSpec(16, 4, v_norm=Norm(over="width")), "v_norm must be over='head' to be divided, since that over"),
-        (AttentionSpec(16, 4, alibi=Alibi()), "alibi must be None to be divided, since its slopes follow from the"),
-        (AttentionSpec(16, 4, output_dropout=0.1), "output_dropout must be 0 to be divided, since outputs are dropped"),
+        (replace(GROUPED, qk_norm=OF_WIDTH), "qk_norm must be over='head' for a rank to compute its part alone, since"),
+        (replace(GROUPED, v_norm=OF_WIDTH), "v_norm must be over='head' for a rank to compute its part alone, since"),
+        (replace(GROUPED, alibi=Alibi()), "alibi must be None for a rank to compute its part alone, since its slopes"),
+        (replace(GROUPED, output_dropout=0.1), "output_dropout must be 0 for a rank to compute its part alone, since"),
     ],
 )
-def test_what_no_part_can_say_is_refused_and_held_whole_by_one_rank(spec, message):
+def test_what_no_rank_computes_alone_is_refused_and_held(spec, message):
     weights = random_weights(spec)
     with pytest.raises(ValueError, match=f"^{message}"):
         shard(weights, spec, ShardPlan(4), 0)
-    with pytest.raises(ValueError, match=f"^{message}"):
-        unshard([weights] * 4, spec, ShardPlan(4))
     held, own = shard(weights, spec, ShardPlan(1), 0)
     assert own == spec
     assert_bits_equal(held, weights)
+    parts = [shard(weights, spec, ShardPlan(4), rank, alone=False) for rank in range(4)]
+    for held, own in parts:
+        parity.check_weights(held, own)
+    assert_bits_equal(unshard([held for held, _ in parts], spec, ShardPlan(4)), weights)
+
+
+def test_weights_of_norms_over_the_width_are_those_of_a_ranks_heads():
+    spec = replace(GROUPED, qk_norm=OF_WIDTH)
+    weights = random_weights(spec)
+    for rank, key in enumerate((0, 0, 1, 1)):
+        held, own = shard(weights, spec, ShardPlan(4), rank, alone=False)
+        assert (own.num_heads, own.num_kv_heads, own.qk_norm) == (2, 1, OF_WIDTH)
+        for leaf in ("weight", "bias"):
+            whole = {name: weights[f"{name}_norm.{leaf}"] for name in "qk"}
+            assert held[f"q_norm.{leaf}"].tobytes() == whole["q"][rank * 8 : rank * 8 + 8].tobytes()
+            assert held[f"k_norm.{leaf}"].tobytes() == whole["k"][key * 4 : key * 4 + 4].tobytes()
+
+
+@pytest.mark.parametrize("name", ["norm-width", "alibi"])
+def test_stages_of_ranks_that_compute_nothing_alone_are_joined(name):
+    case, plan = CASES[name], ShardPlan(2)
+    whole = Reference(make_problem(case, "float64")).accumulated
+    whole = {name: whole[name] for name in ("mask", "q", "k", "v", "scores", "attn_weights", "context", "output")}
+    held = [heads_of(case.spec, plan, rank) for rank in range(2)]
+    parts = [{name: part_of(name, x, case.spec, own) for name, x in whole.items()} for own in held]
+    assert_bits_equal(parity.unshard_stages(parts, case.spec, plan, summed=True), whole)
 
 
 def test_bad_input():

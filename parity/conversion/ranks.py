@@ -156,7 +156,10 @@ def _join(
 ) -> np.ndarray:
     """A tensor of the parts that ranks have."""
     if division is None:
-        raise ValueError(f"{folder} must be read without its other tensors: how ranks divide {name} is not known")
+        raise ValueError(
+            f"{folder} must be read without its other tensors, as with keep_rest=False: "
+            f"how ranks divide {name} is not known"
+        )
     whole = np.empty(info.shape, info.dtype)
     places = _parts(whole, division, len(reads))
     before = b""
@@ -238,7 +241,7 @@ def _check_ranks(layout: Layout, count: int, specs: Mapping[str, AttentionSpec])
                 f"ranks must divide num_kv_heads in {layout.name}, "
                 f"got ranks={count} and num_kv_heads={spec.num_kv_heads}"
             )
-        shard_spec(spec, ShardPlan(count), 0)
+        shard_spec(spec, ShardPlan(count), 0, alone=False)
     return layout.ranks
 
 
@@ -246,7 +249,10 @@ def _known_division(name: str, shapes: Shapes, layout: Layout, ranks: Ranks, cou
     """How a whole tensor is divided over so many ranks."""
     division = _division(name, shapes, layout, ranks)
     if division is None:
-        raise ValueError(f"{name} must be left out of the files of ranks, since it is not known how they divide it")
+        raise ValueError(
+            f"{name} must be left out of the files of ranks, as with keep_rest=False, since it is not known how they "
+            f"divide it"
+        )
     if division.axis is not None and shapes[name][division.axis] % (division.blocks * count):
         raise ValueError(f"{name} must divide over the ranks, got {name}.shape={shapes[name]} and ranks={count}")
     return division

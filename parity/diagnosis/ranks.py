@@ -14,7 +14,7 @@ from parity.core.problem import Problem
 from parity.core.stages import Values, run_steps
 from parity.core.trace import Reference
 from parity.diagnosis.mistakes import wrong_layer
-from parity.diagnosis.mistakes.ranks import RankMistake, Ranks, by_heads, rank_mistakes
+from parity.diagnosis.mistakes.ranks import RankMistake, Ranks, rank_mistakes, without_widths
 from parity.diagnosis.mistakes.record import Changed
 from parity.sharding.shard import ShardPlan, shard_spec
 from parity.sharding.stages import part_of
@@ -104,8 +104,8 @@ class _Parts:
 
     def __init__(self, problem: Problem, plan: ShardPlan, tokens: int, *, with_gradients: bool) -> None:
         self.problem, self.plan, self.tokens = problem, plan, tokens
-        self.spec = by_heads(problem.spec)
-        shard_spec(self.spec, plan, 0)  # or it is refused
+        self.spec = problem.spec
+        shard_spec(without_widths(self.spec), plan, 0)  # or it is refused
         self.reference = Reference(problem, with_gradients)
         self.ranks = Ranks(problem, plan, tokens, self._changed)
 

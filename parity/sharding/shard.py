@@ -55,17 +55,18 @@ def heads_of(spec: AttentionSpec, plan: ShardPlan, rank: int) -> Held:
     """The heads of a rank, as `mha_spec.shares` has them.
 
     Raises:
-        As `shard(…, alone=False)`.
+        TypeError: if something is not of its kind.
+        ValueError: if there is no such rank, or the ranks do not divide the query heads evenly.
     """
     _check(spec, plan, rank)
     return shares.heads_of(spec, plan.tensor, rank % plan.tensor)
 
 
 def shard_spec(spec: AttentionSpec, plan: ShardPlan, rank: int, *, alone: bool = True) -> AttentionSpec:
-    """The specification of what a rank computes: `shard` says what, and what it raises."""
+    """The specification of what a rank computes, or holds: `shard` says what, and what it raises."""
     held = heads_of(spec, plan, rank)
-    if alone:
-        _check_alone(spec, plan)
+    if alone and plan.tensor > 1:
+        _check_alone(spec)
     has_bias = spec.out_bias and (rank % plan.tensor == 0 or not spec.out_proj)
     return replace(spec, num_heads=len(held.queries), num_kv_heads=len(held.keys), out_bias=has_bias)
 
@@ -93,18 +94,19 @@ def shard(
         spec: the whole layer.
         plan: how it is divided.
         rank: which part, from 0.
-        alone: whether the rank computes its part by the returned specification alone. False gives what it holds of
-            a layer whose ranks must join something on their way, too: the mean square of a norm over the width, the
-            slopes of ALiBi, which outputs are dropped. By itself, each such part is another layer.
+        alone: whether the rank's layer is to be computed by itself. False is for ranks that join more than outputs:
+            the mean squares of norms over the width, the slopes of ALiBi, which outputs are dropped. The specification
+            then says what the rank holds, and not all that it computes.
 
     Returns:
         Canonical weights of the rank, NumPy arrays of the same dtype, and their specification.
 
     Raises:
         TypeError: if something is not of its kind, or the weights are not floating-point arrays of one dtype.
-        ValueError: if the weights are not those of the spec, there is no such rank, or the layer cannot be divided so:
-            the query heads not evenly; and `alone` a norm over the width of all heads, which needs a sum over ranks;
-            ALiBi, whose slopes follow from the number of all heads; outputs that are dropped after they are added up.
+        ValueError: if the weights are not those of the spec, there is no such rank, or it does not divide the query
+            heads evenly; and with `alone`, if no specification says what the rank computes: of a norm over the width of
+            all heads, which needs a sum over ranks; of ALiBi, whose slopes follow from the number of all heads; of
+            outputs that are dropped after they are added up.
 
     Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
@@ -117,7 +119,7 @@ def shard(
 
 
 def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: ShardPlan) -> Weights:
-    """The weights of a layer from those of all ranks: the inverse of `shard`, bit for bit.
+    """The weights of a layer from those of all ranks: the inverse of `shard`, bit for bit, with `alone` or without.
 
     Args:
         shards: canonical weights of each rank, in order, as arrays of any framework.
@@ -128,7 +130,7 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
         Canonical weights of the whole layer, as NumPy arrays.
 
     Raises:
-        TypeError, ValueError: as `shard(…, alone=False)`, or if a rank is missing, or two ranks hold something else
+        TypeError, ValueError: as `shard` without `alone`, or if a rank is missing, or two ranks hold something else
             where they should hold the same.
     """
     _check(spec, plan, 0)
@@ -156,8 +158,6 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
-_JOINED = "alone=False gives what a rank holds, where ranks join the rest"
-
 
 def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
     """Refuse a rank that there is not, and heads that cannot be divided."""
@@ -166,6 +166,8 @@ def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
         raise TypeError(f"plan must be a ShardPlan, got plan={plan!r}")
     if as_count("rank", rank, 0) >= plan.num_ranks:
         raise ValueError(f"rank must be below the number of ranks, got rank={rank} and {plan}")
+    if plan.tensor == 1:
+        return
     if spec.num_heads % plan.tensor:
         raise ValueError(
             f"num_heads must be a multiple of the number of ranks, "
@@ -173,26 +175,24 @@ def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
         )
 
 
-def _check_alone(spec: AttentionSpec, plan: ShardPlan) -> None:
-    """Refuse a layer whose parts no specification says, since ranks must join something as they compute them."""
-    if plan.tensor == 1:
-        return
+def _check_alone(spec: AttentionSpec) -> None:
+    """Refuse a layer of whose parts no specification says what they compute."""
     for name in NORMS:
         norm = getattr(spec, name)
         if norm is not None and norm.over == "width":
             raise ValueError(
-                f"{name} must be over='head' to be divided, since that over the width of all heads needs a sum over "
-                f"ranks, got {name}={norm}; {_JOINED}"
+                f"{name} must be over='head' for a rank to compute its part alone, since that over the width of all "
+                f"heads needs a sum over ranks, got {name}={norm} and alone=True"
             )
     if spec.alibi is not None:
         raise ValueError(
-            f"alibi must be None to be divided, since its slopes follow from the number of all heads, "
-            f"got alibi={spec.alibi}; {_JOINED}"
+            f"alibi must be None for a rank to compute its part alone, since its slopes follow from the number of all "
+            f"heads, got alibi={spec.alibi} and alone=True"
         )
     if spec.output_dropout and spec.out_proj:
         raise ValueError(
-            f"output_dropout must be 0 to be divided, since outputs are dropped after they are added up, "
-            f"got output_dropout={spec.output_dropout}; {_JOINED}"
+            f"output_dropout must be 0 for a rank to compute its part alone, since outputs are dropped after they are "
+            f"added up, got output_dropout={spec.output_dropout} and alone=True"
         )
 
 

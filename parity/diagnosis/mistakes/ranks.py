@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Norm
+from mha_spec import AttentionSpec
+from mha_spec.attention import NORMS
 from mha_spec.shares import OUT_BIAS, Held
 from parity.core.problem import Problem
 from parity.core.reference import Arithmetic, Layer
@@ -53,8 +54,8 @@ class Ranks:
         return max(self.plan.tensor, self.tokens)
 
     def held(self, rank: int) -> Held:
-        """The heads of a rank; norms over the width, which no rank's specification says, have heads, too."""
-        return heads_of(by_heads(self.problem.spec), self.plan, rank)
+        """The heads of a rank."""
+        return heads_of(self.problem.spec, self.plan, rank)
 
     def of_tokens(self, values: Values, rows: Any) -> dict[str, np.ndarray]:
         """Stages by (B, …, T, ·), of some tokens."""
@@ -71,24 +72,14 @@ class Ranks:
         return Reference(problem).accumulated
 
     def divided(self, rank: int) -> tuple[Weights, AttentionSpec]:
-        """The weights of a rank and its specification, with norms over the width of its heads where the layer has such
-        over that of all."""
-        spec, weights = self.problem.spec, dict(self.problem.weights)
-        whole = by_heads(spec)
-        for name, shape in whole.weight_shapes.items():
-            weights[name] = weights[name].reshape(shape)
-        held, own = shard(weights, whole, self.plan, rank)
-        own = replace(own, qk_norm=spec.qk_norm, v_norm=spec.v_norm)
-        return {name: held[name].reshape(shape) for name, shape in own.weight_shapes.items()}, own
+        """The weights of a rank and its specification, in which a norm over the width is over that of its heads."""
+        return shard(self.problem.weights, self.problem.spec, self.plan, rank, alone=False)
 
 
-def by_heads(spec: AttentionSpec) -> AttentionSpec:
-    """The same layer with norms that have the weights of each head apart where it has one over the width."""
-
-    def apart(norm: Norm | None) -> Norm | None:
-        return norm if norm is None or norm.over != "width" else replace(norm, over="head", per_head=True)
-
-    return replace(spec, qk_norm=apart(spec.qk_norm), v_norm=apart(spec.v_norm))
+def without_widths(spec: AttentionSpec) -> AttentionSpec:
+    """The same layer without norms over the width, of which alone a rank's specification says too little here."""
+    kept = {name: getattr(spec, name) for name in NORMS}
+    return replace(spec, **{name: norm if norm is None or norm.over == "head" else None for name, norm in kept.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +141,7 @@ def _of_heads(problem: Problem, plan: ShardPlan) -> Iterator[RankMistake]:
             ("gate", "output"),
             lambda ranks, rank: ranks.own(rank, _with(ranks, rank, ("gate_proj",), _first)),
         )
-    if by_heads(spec) != spec and spec.latent is None:
+    if without_widths(spec) != spec:
         yield RankMistake(
             "rank-norm-over-own-width",
             "a norm over the width of all heads is taken over those of each rank",
