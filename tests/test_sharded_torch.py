@@ -134,7 +134,14 @@ def test_what_one_head_makes_not_finite_is_so_on_every_process(found, size):
 
 
 @every_size
-@pytest.mark.parametrize("name", ["compiled", "ragged"])
+def test_what_one_key_head_makes_not_finite_is_so_in_all_that_share_its_norm(found, size):
+    rows = processes.rows_out_of_range()
+    assert rows.tolist() == [0, 0, 1, 1, 1, 1]
+    assert all(torch.equal(own, rows) for own in found[size]["beside"]["out of range"])
+
+
+@every_size
+@pytest.mark.parametrize("name", ["compiled", "compiled norms", "ragged"])
 def test_divided_layers_may_be_compiled_and_outputs_stay_distributed(found, size, name):
     computed, expected = found[size]["beside"][name]
     parity.assert_parity(computed, expected)
@@ -168,6 +175,7 @@ def test_the_usual_plan_of_what_heads_share_is_right_without_a_gradient(found, s
         ("everything", ONE, ONE),
         ("latent", ONE, ONE),
         ("no-out-proj", {}, ONE),
+        ("width", {"all_reduce": 3}, {"all_reduce": 3}),  # of queries, and of keys, a number for each token
         ("a step", ONE, {}),
         ("fully sharded", {"_allgather_base_": 1}, {"_allgather_base_": 1, "_reduce_scatter_base_": 1}),
         ("data parallel", {}, {"allreduce_": 1}),
