@@ -47,6 +47,6 @@ def axis_of_heads(name: str, spec: AttentionSpec) -> int | None:
     """The axis of a canonical weight on which its heads lie, one after the other; None for one that has none."""
     part = name.partition(".")[0]
     norm = spec.norms.get(part)
-    if name == OUT_BIAS or (norm is not None and not norm.per_head and norm.over != "width"):
+    if name == OUT_BIAS or (norm is not None and norm.over == "head" and not norm.per_head):
         return None
     return (OF_QUERIES | OF_KEYS).get(part)

@@ -186,7 +186,9 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
         sums += int(plan.sequence > 1 and spec.sinks)
         of_norms *= 2 if backend == "jax" else 1
     flags = int(has_heads) + len(wide) if backend == "jax" else 0
-    found = {NUMBERS: sums + of_norms, FLAGS: flags} | _of_tokens(case, plan, path, backend, is_gradient=kind == "gradient")
+    found = {NUMBERS: sums + of_norms, FLAGS: flags} | _of_tokens(
+        case, plan, path, backend, is_gradient=kind == "gradient"
+    )
     return {name: count for name, count in found.items() if count}
 
 
