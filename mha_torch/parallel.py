@@ -1,8 +1,9 @@
 """A layer whose heads or tokens are divided over processes, in the words of `torch.distributed.tensor.parallel`.
 
-Each process computes some of the query heads, and the outputs are added up: one all-reduce. Inside the layer the
-gradient of what processes share, the input and what heads have in common, is a part of a sum: one all-reduce for the
-input; of such a weight it is a DTensor still to be added up.
+Each process computes some of the query heads, and the outputs are added up: one all-reduce, and before it one of a
+number for each token where a norm is over the width of all heads. Inside the layer the gradient of what processes
+share, the input and what heads have in common, is a part of a sum: one all-reduce for the input; of such a weight it is
+a DTensor still to be added up.
 """
 
 from dataclasses import KW_ONLY, dataclass, fields, replace
@@ -79,7 +80,8 @@ def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:
     Of N query heads each of R processes has N / R neighbours: their rows of q_proj, gate_proj and, with latents,
     q_b_proj and kv_b_proj, their columns of out_proj and of a relative bias, their sinks and slopes; of key/value heads
     those that they see. Where R does not divide these, k_proj and v_proj are whole on each process, as what makes
-    latents is, and norms whose weights the heads share.
+    latents is, and norms whose weights the heads share. Norms over the width of all heads have the weights of the
+    process's own, and add up the squares of all: one all-reduce of a number for each token, forward and backward.
 
     Args:
         layer: any attention module of this package. It must be the module that the plan is applied to.
@@ -90,8 +92,8 @@ def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:
     Raises:
         TypeError: if the layer is not one of this package.
         ValueError: when it is applied, if the layer cannot be divided so: the query heads not evenly; q, k and v in one
-            projection; norms over the width of all heads, or with weights for each key/value head where R does not
-            divide these; outputs that are dropped after they are added up.
+            projection; norms with weights for each key/value head where R does not divide these; outputs that are
+            dropped after they are added up. When the layer is called, if a norm over the width was left out.
     """
     if not isinstance(layer, AttentionLayer):
         raise TypeError(f"layer must be an attention module of mha_torch, got {type(layer).__name__}")

@@ -356,6 +356,14 @@ def refused(here):
         "by hand, norm over the width": said_by(
             AttentionSpec(32, 8, qk_norm=Norm(over="width", weight=None)), usual_plan
         ),
+        "norm over the width left out": said_by(
+            SPECS["width"],
+            lambda spec: {
+                name: style
+                for name, style in parallel.plan(mha_torch.MultiHeadAttention(spec)).items()
+                if name != "k_norm"
+            },
+        ),
         "by hand, norm": said_by(AttentionSpec(32, 8, qk_norm=Norm()), usual_plan),
         "by hand, norms of heads": said_by(AttentionSpec(32, 8, qk_norm=Norm(per_head=True)), usual_plan),
         "by hand, gate": said_by(AttentionSpec(32, 8, gate=Gate()), usual_plan),

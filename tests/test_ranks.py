@@ -144,8 +144,8 @@ def test_who_must_join_the_mean_squares_of_ranks_is_told(tmp_path, capsys):
     for name, spec in {"width": WIDTH, "head": replace(GPT, qk_norm=Norm())}.items():
         parity.save(tmp_path / f"{name}.safetensors", random_weights(spec), spec)
         for ranks in (["--ranks", "1"], ["--ranks", "2"]):
-            target = tmp_path / f"{name}-{ranks[1]}"
-            assert main(["convert", str(tmp_path / f"{name}.safetensors"), str(target), "--to", "megatron", *ranks]) == 0
+            source, target = tmp_path / f"{name}.safetensors", tmp_path / f"{name}-{ranks[1]}"
+            assert main(["convert", str(source), str(target), "--to", "megatron", *ranks]) == 0
             told = " ".join(capsys.readouterr().err.split())
             assert ("add up the squares of all ranks: q_layernorm.weight" in told) == ("width-2" in target.name)
 

@@ -204,6 +204,7 @@ BY_PLAN = "must be distributed by mha_torch.parallel.plan to have a gradient"
         ("fused_qkv", "fused_qkv must be False to be divided"),
         ("shared keys with norms of their own", "k_norm must not be per_head where processes share key/value heads"),
         ("outputs dropped", "output_dropout must be 0 to be divided"),
+        ("norm over the width left out", "a norm over the width must be divided with its layer by mha_torch.parallel"),
         ("divided already", "layer must be divided by heads once"),
         ("its own style last", "layer must be divided by heads once, before it is by anything else, and by its own"),
         ("distributed, to a function", "q_proj.weight must be a tensor of this process"),

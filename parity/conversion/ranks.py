@@ -215,7 +215,7 @@ def write_ranks(
     """
     folder, ranks = Path(folder), _check_ranks(layout, count, specs)
     shapes = {name: shape for name, (shape, _) in infos.items()}
-    norms = _norms_by_heads(layout, specs)
+    norms = [name for name in _norms_by_heads(layout, specs) if name in infos]
     divisions = {name: _known_division(name, shapes, layout, ranks, norms, count) for name in shapes}
     own = {name: (_shape_of_part(shapes[name], divisions[name], count), dtype) for name, (_, dtype) in infos.items()}
 
@@ -317,7 +317,7 @@ def _division(
 
 
 def norms_to_join(layout: Layout, specs: Mapping[str, AttentionSpec], count: int) -> list[str]:
-    """The names of weights of norms over the width, in layers by their labels, whose mean squares so many ranks join."""
+    """The weights of norms over the width, in layers by their labels, whose mean squares so many ranks join."""
     widths = {label: spec for label, spec in specs.items() if any(norm.over == "width" for norm in spec.norms.values())}
     return [name for name in _norms_by_heads(layout, widths) if name.endswith(".weight")] if count > 1 else []
 
