@@ -1,5 +1,7 @@
 """Normalisation of queries, keys and values, over the features of a head or over the whole width."""
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -8,7 +10,7 @@ from mha_spec import Norm
 from mha_spec.norm import check_norm
 from mha_torch.arrays import check_array
 from mha_torch.rope import at_least_float32
-from mha_torch.shards import is_distributed, own_weight
+from mha_torch.shards import Width, is_distributed, own_weight
 
 
 def apply_norm(
@@ -35,11 +37,22 @@ def apply_norm(
 
     Source: RMSNorm, arXiv:1910.07467, equation 4; LayerNorm, arXiv:1607.06450, equation 4.
     """
+    return _normed(x, norm, weight, bias, _mean)
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.mean(dim=-1, keepdim=True)
+
+
+def _normed(
+    x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None, mean: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The same with a mean (…, 1) of one's own, of which the features of x may be a part."""
     check_normed(x, norm, weight, bias)
     wide = at_least_float32(x)
     if norm.kind == "layer":
-        wide = wide - wide.mean(dim=-1, keepdim=True)
-    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + norm.eps)
+        wide = wide - mean(wide)
+    normed = wide * torch.rsqrt(mean(wide.square()) + norm.eps)
     if weight is not None:
         weight = _along(weight, norm)
         normed = normed * (1.0 + weight if norm.weight == "1+w" else weight)
@@ -54,7 +67,12 @@ def _along(parameter: Tensor, norm: Norm) -> Tensor:
 
 
 class NormLayer(nn.Module):
-    """The parameters of a norm: a weight that multiplies by 1, and a bias of 0, where it has them."""
+    """The parameters of a norm: a weight that multiplies by 1, and a bias of 0, where it has them.
+
+    Attributes:
+        norm: which norm.
+        width: what this process has of the width that it is over, where `parallel` divided it; or None.
+    """
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -69,6 +87,7 @@ class NormLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.norm = norm
+        self.width: Width | None = None
         for name in ("weight", "bias"):
             held = torch.empty(shapes[name], device=device, dtype=dtype) if name in shapes else None
             self.register_parameter(name, None if held is None else nn.Parameter(held))
@@ -83,7 +102,10 @@ class NormLayer(nn.Module):
 
     def forward(self, x: Float[Tensor, "*tokens H"]) -> Float[Tensor, "*tokens H"]:
         """x, normalised."""
-        weight, bias = self.weight, self.bias
+        weight, bias, width = self.weight, self.bias, self.width
+        if width is not None:
+            weight, bias = (None if held is None else width.own(held) for held in (weight, bias))
+            return _normed(x, self.norm, weight, bias, width.mean)
         if not is_distributed(x):
             weight, bias = (None if held is None else own_weight(held) for held in (weight, bias))
         return apply_norm(x, self.norm, weight, bias)

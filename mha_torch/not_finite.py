@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mha_torch.arrays import values_of
 from mha_torch.masks import Masking, as_lengths
-from mha_torch.shards import beside, out_weight_of, own_part, raised_by_any
+from mha_torch.shards import beside, out_weight_of, own_part, raised_by_any, width_of
 
 
 def not_finite(x: Float[Tensor, "*tokens H"]) -> Bool[Tensor, "*tokens 1"]:
@@ -62,6 +62,8 @@ def by_finite_tokens(project: Callable[[str, Tensor], Tensor]) -> Callable[[str,
         wrong = not_finite(own_part(x))
         if name == "out_proj":  # whose output all processes have that share its columns
             wrong = raised_by_any(wrong, x, out_weight_of(project))
+        elif (width := width_of(project, name)) is not None:  # all heads are divided by one mean square
+            wrong = width.raised_by_any(wrong)
         return spoilt(project(name, emptied(own_part(x), wrong)), wrong) if may_hold(wrong) else project(name, x)
 
     return project_finite

@@ -1,8 +1,9 @@
 """A layer whose heads or tokens are divided over processes, in the words of `torch.distributed.tensor.parallel`.
 
-Each process computes some of the query heads, and the outputs are added up: one all-reduce. Inside the layer the
-gradient of what processes share, the input and what heads have in common, is a part of a sum: one all-reduce for the
-input; of such a weight it is a DTensor still to be added up.
+Each process computes some of the query heads, and the outputs are added up: one all-reduce, and before it one of a
+number for each token where a norm is over the width of all heads. Inside the layer the gradient of what processes
+share, the input and what heads have in common, is a part of a sum: one all-reduce for the input; of such a weight it is
+a DTensor still to be added up.
 """
 
 from dataclasses import KW_ONLY, dataclass, fields, replace
@@ -14,11 +15,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
 from mha_spec import AttentionSpec
-from mha_spec.shares import heads_of
+from mha_spec.shares import axis_of_heads, heads_of
 from mha_torch.mha import AttentionLayer
 from mha_torch.norms import NormLayer
 from mha_torch.ring import ring_attention, tokens_of
-from mha_torch.shards import PLACES, is_distributed, own_weight
+from mha_torch.shards import PLACES, Width, is_distributed, own_weight
 
 __all__ = ["plan", "ring_attention", "shard"]
 
@@ -79,7 +80,8 @@ def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:
     Of N query heads each of R processes has N / R neighbours: their rows of q_proj, gate_proj and, with latents,
     q_b_proj and kv_b_proj, their columns of out_proj and of a relative bias, their sinks and slopes; of key/value heads
     those that they see. Where R does not divide these, k_proj and v_proj are whole on each process, as what makes
-    latents is, and norms whose weights the heads share.
+    latents is, and norms whose weights the heads share. Norms over the width of all heads have the weights of the
+    process's own, and add up the squares of all: one all-reduce of a number for each token, forward and backward.
 
     Args:
         layer: any attention module of this package. It must be the module that the plan is applied to.
@@ -90,8 +92,8 @@ def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:
     Raises:
         TypeError: if the layer is not one of this package.
         ValueError: when it is applied, if the layer cannot be divided so: the query heads not evenly; q, k and v in one
-            projection; norms over the width of all heads, or with weights for each key/value head where R does not
-            divide these; outputs that are dropped after they are added up.
+            projection; norms with weights for each key/value head where R does not divide these; outputs that are
+            dropped after they are added up. When the layer is called, if a norm over the width was left out.
     """
     if not isinstance(layer, AttentionLayer):
         raise TypeError(f"layer must be an attention module of mha_torch, got {type(layer).__name__}")
@@ -103,7 +105,7 @@ def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:
             found[name] = _OfKeys(spec)
         elif name in ("q_a_proj", "kv_a_proj"):
             found[name] = _Shared()
-    found |= {name: _OfNorm(norm.per_head) for name, norm in spec.norms.items()}
+    found |= {name: _OfNorm(spec, name) for name in spec.norms}
     return found | ({"out_proj": RowwiseParallel()} if spec.out_proj else {})
 
 
@@ -132,6 +134,19 @@ def _spec_of(spec: AttentionSpec, size: int, rank: int) -> AttentionSpec:
     return _OwnSpec(**held | own, own_slopes=spec.alibi_slopes[queries.start : queries.stop])
 
 
+def _heads_of_norm(spec: AttentionSpec, name: str) -> int:
+    return spec.num_heads if name == "q_norm" else spec.num_kv_heads
+
+
+def _width_of(spec: AttentionSpec, name: str, mesh: DeviceMesh) -> Width:
+    """What a process has of the width of a norm."""
+    held = [heads_of(spec, mesh.size(), rank) for rank in range(mesh.get_local_rank() + 1)]
+    *others, own = [list(each.queries) if name == "q_norm" else each.keys for each in held]
+    before = {head for heads in others for head in heads}
+    counted = [place for place, head in enumerate(own) if head not in {*before, *own[:place]}]
+    return Width(mesh, own, counted, _heads_of_norm(spec, name))
+
+
 # ---- Styles ----------------------------------------------------------------------------------------------------------
 
 
@@ -150,6 +165,9 @@ class _Layer(ParallelStyle):
         for name, axis in (("sinks", 0), ("relative_bias", 1)):
             _distribute(module, name, device_mesh, Shard(axis), self.src_data_rank)
         module.own_spec = _spec_of(module.spec, device_mesh.size(), device_mesh.get_local_rank())
+        for name, norm in module.spec.norms.items():
+            if norm.over == "width" and module.spec.latent is None and device_mesh.size() > 1:
+                getattr(module, name).width = _width_of(module.spec, name, device_mesh)
 
         def enter(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
             entered: dict[int, Any] = {}  # one tensor in several places stays one
@@ -226,17 +244,20 @@ class _OfKeys(_Linear):
 
 
 class _OfNorm(ParallelStyle):
-    """The weights of the process's heads, where each has its own; or those that heads share."""
+    """The weights of the process's heads, where each has its own; or those that heads share, or that are whole with
+    key/value heads that processes share."""
 
-    def __init__(self, per_head: bool) -> None:
+    def __init__(self, spec: AttentionSpec, name: str) -> None:
         super().__init__()
-        self.placement: Placement = Shard(0) if per_head else Replicate()
+        self.spec, self.name = spec, name
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, NormLayer):
             raise TypeError(f"a norm must be that of its layer to be divided, got {type(module).__name__}")
+        count = _heads_of_norm(self.spec, self.name)
+        is_divided = axis_of_heads(self.name, self.spec) is not None and count % device_mesh.size() == 0
         for name in ("weight", "bias"):
-            _distribute(module, name, device_mesh, self.placement, self.src_data_rank)
+            _distribute(module, name, device_mesh, Shard(0) if is_divided else Replicate(), self.src_data_rank)
         return module
 
 
@@ -284,11 +305,6 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
             "got fused_qkv=True; a layer with three projections takes the same weights (parity.load_into)"
         )
     for name, norm in spec.norms.items():
-        if spec.latent is None and norm.over == "width":
-            raise ValueError(
-                f"{name} must be over='head' to be divided, since that over the width of all heads needs a sum over "
-                f"processes, got {norm}"
-            )
         if name != "q_norm" and norm.per_head and spec.num_kv_heads % size:
             raise ValueError(
                 f"{name} must not be per_head where processes share key/value heads, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -44,6 +44,65 @@ def own_weight(weight: Tensor) -> Tensor:
     distributed: Any = weight
     placements = [Partial() if placement.is_replicate() else placement for placement in distributed.placements]
     return distributed.to_local(grad_placements=placements)
+
+
+@dataclass(frozen=True)
+class Width:
+    """What a process has of the width of all heads that a norm is over.
+
+    Attributes:
+        mesh: the processes.
+        heads: the heads of this one, by their numbers in the whole layer; one may be there twice.
+        counted: of these, by their places, those that no process before it has, each once.
+        num_heads: how many there are in the whole layer.
+    """
+
+    mesh: Any
+    heads: list[int]
+    counted: list[int]
+    num_heads: int
+
+    def own(self, weight: Tensor) -> Tensor:
+        """The features of the process's heads of a distributed weight (width,)."""
+        if not is_distributed(weight):
+            raise ValueError("a norm over the width must be divided with its layer by mha_torch.parallel.plan, got not")
+        own = own_weight(weight)
+        if self.num_heads % self.mesh.size() == 0:
+            return own
+        return own.unflatten(0, (self.num_heads, -1))[self.heads].flatten()  # whole, so that it can be trained
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean of features (…, own width) over the width of all heads, (…, 1)."""
+        features = x.shape[-1] // len(self.heads)
+        if len(self.counted) < len(self.heads):
+            x = x.unflatten(-1, (len(self.heads), features))[..., self.counted, :].flatten(-2)
+        return _Summed.apply(x.sum(dim=-1, keepdim=True), self.mesh) / (self.num_heads * features)
+
+    def raised_by_any(self, flags: Tensor) -> Tensor:
+        """Flags of tokens, raised where any process raises them."""
+        from torch.distributed.tensor import DTensor, Partial
+
+        return DTensor.from_local(flags.to(torch.uint8), self.mesh, [Partial("max")]).full_tensor() > 0
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of what processes have, on each of them; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Any) -> Tensor:
+        from torch.distributed.tensor import DTensor, Partial
+
+        ctx.mesh = mesh
+        return DTensor.from_local(x, mesh, [Partial()]).full_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Summed.apply(grads[0], ctx.mesh), None
+
+
+def width_of(project: Callable[[str, Tensor], Tensor], name: str) -> Width | None:
+    """How the width of a norm is divided, of a layer that projects; None of all else."""
+    return getattr(getattr(getattr(project, "__self__", None), name, None), "width", None)
 
 
 def out_weight_of(project: Callable[[str, Tensor], Tensor]) -> Tensor | None:
@@ -124,7 +183,9 @@ def check_whole_heads(spec: AttentionSpec, q: Tensor) -> None:
         raise ValueError(f"alibi must be divided by mha_torch.parallel.plan, for each head has its slope, {got}")
     for name, norm in spec.norms.items():
         if norm.over == "width" and spec.latent is None:
-            raise ValueError(f"{name} must be over='head' where heads are divided, {got} and {norm}")
+            raise ValueError(
+                f"{name} must be divided by mha_torch.parallel.plan, for its mean square is that of all heads, {got}"
+            )
 
 
 def check_heads_together(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:

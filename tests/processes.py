@@ -38,6 +38,7 @@ EVERYTHING = AttentionSpec(
     relative_bias=RelativeBias(8, 8),
 )
 LATENT = AttentionSpec(32, 8, head_dim=8, value_head_dim=6, latent=Latent(12, 4, q_rank=10), gate=Gate())
+WIDE = Norm("layer", over="width", bias=True)
 SPECS = {
     "textbook": AttentionSpec(32, 8),
     "grouped": AttentionSpec(32, 8, num_kv_heads=4, head_dim=8, rope=Rope(), qkv_bias=False, out_bias=False),
@@ -46,6 +47,9 @@ SPECS = {
     "parts-of-groups": AttentionSpec(48, 12, num_kv_heads=3, sinks=True),
     "everything": EVERYTHING,
     "alibi": AttentionSpec(48, 12, num_kv_heads=4, alibi=Alibi(scaled=True)),
+    "width": AttentionSpec(32, 8, num_kv_heads=4, head_dim=6, rope=Rope(), qk_norm=Norm(over="width", weight="1+w")),
+    "width-shared-keys": AttentionSpec(32, 8, num_kv_heads=2, qk_norm=WIDE, v_norm=Norm(over="width", weight=None)),
+    "width-parts-of-groups": AttentionSpec(48, 12, num_kv_heads=3, clip_qkv=1.5, qk_norm=WIDE, v_norm=WIDE),
     "capped": AttentionSpec(32, 8, soft_cap=2.0, window_size=3, clip_qkv=1.5),
     "no-out-proj": AttentionSpec(32, 8, num_kv_heads=4, out_proj=False),
     "latent": LATENT,
@@ -209,7 +213,7 @@ def moved(here):
         x.grad.clone()  # which waits for what is under way
         found[name] = counts_of(forward), counts_of(backward)
 
-    for name in ("textbook", "grouped", "everything", "latent", "no-out-proj"):
+    for name in ("textbook", "grouped", "everything", "latent", "no-out-proj", "width"):
         counted(name, parallel.shard(make(mha_torch.MultiHeadAttention, SPECS[name]), here.mesh, heads="heads"))
     spec = SPECS["textbook"]
     # As of a layer in a model: without being told, FSDP keeps the weights of the outermost module.
@@ -230,6 +234,7 @@ def moved(here):
 
 
 GIVEN = AttentionSpec(32, 8, num_kv_heads=4)
+NORMED = replace(GIVEN, qk_norm=Norm(over="width"))
 
 
 def given(layer, place=lambda x: x, dtype=torch.float32):
@@ -254,17 +259,45 @@ def rows_not_finite(layer, heads=slice(None)):
     return (~output.isfinite()).any(-1)[0]
 
 
+def rows_out_of_range(here=None):
+    """The same where the first key head alone passes the range of float32, and the heads that see it hide that token:
+    all others share its norm."""
+    here, layer = here or Here(), make(mha_torch.MultiHeadSelfAttention, NORMED)
+    with torch.no_grad():
+        layer.k_proj.weight[: NORMED.head_dim] *= 1e25
+    if here.mesh is not None:
+        parallel.shard(layer, here.mesh, heads="heads")
+    x, hides = random(1, SEQ_LEN, 32), torch.zeros(1, 8, SEQ_LEN, SEQ_LEN, dtype=torch.bool)
+    x[:, 2] *= 1e15
+    hides[:, :2, :, 2] = True
+    output = layer(x.requires_grad_(), mask=here.of_heads(hides, 1), is_causal=True)
+    output[:, :2].sum().backward()
+    assert all(here.whole(held.grad, 0).isfinite().all() for held in layer.parameters())
+    return (~output.isfinite()).any(-1)[0].int()
+
+
 def beside(here):
     """What may be given beside local tokens, and what may be done with a divided layer."""
     layer = parallel.shard(make(mha_torch.MultiHeadSelfAttention, GIVEN), here.mesh, heads="heads")
     found = {"given": given(layer, lambda x: distribute_tensor(x, here.mesh, [Replicate()]))}
     layer.zero_grad()
     count = 8 // here.size
-    rows = rows_not_finite(layer, slice(here.rank * count, (here.rank + 1) * count)).int()
-    found["not finite"] = [torch.empty_like(rows) for _ in range(here.size)]
-    dist.all_gather(found["not finite"], rows, group=here.mesh.get_group())
-    x, compiled = random(BATCH, SEQ_LEN, 32), torch.compile(layer, backend="eager", fullgraph=True)
-    found["compiled"] = [f(x, is_causal=True).detach().clone() for f in (compiled, layer)]
+    rows = {
+        "not finite": rows_not_finite(layer, slice(here.rank * count, (here.rank + 1) * count)).int(),
+        "out of range": rows_out_of_range(here),
+    }
+    for name, own in rows.items():
+        found[name] = [torch.empty_like(own) for _ in range(here.size)]
+        dist.all_gather(found[name], own, group=here.mesh.get_group())
+    normed = parallel.shard(make(mha_torch.MultiHeadSelfAttention, NORMED), here.mesh, heads="heads")
+    x = random(BATCH, SEQ_LEN, 32)
+    for name, each in {"compiled": layer, "compiled norms": normed}.items():
+        found[name] = []
+        for f in (torch.compile(each, backend="eager", fullgraph=True), each):
+            leaf = x.clone().requires_grad_()
+            output = f(leaf, is_causal=True)
+            output.square().sum().backward()
+            found[name] += [torch.cat([output.detach(), leaf.grad])]
     layer = make(mha_torch.MultiHeadAttentionWithCache, GIVEN)
     whole = layer(x, layer.init_cache(BATCH, CAPACITY), new_lengths=LENGTHS)[0]
     plan = parallel.plan(layer) | {"out_proj": RowwiseParallel(use_local_output=False)}
@@ -299,7 +332,6 @@ def refused(here):
     return {
         "uneven": said_by(AttentionSpec(32, 9, head_dim=4)),
         "fused_qkv": said_by(AttentionSpec(32, 8, fused_qkv=True)),
-        "norm over the width": said_by(AttentionSpec(32, 8, qk_norm=Norm(over="width"))),
         "shared keys with norms of their own": said_by(
             AttentionSpec(32, 8, num_kv_heads=1, qk_norm=Norm(per_head=True))
         ),
@@ -323,6 +355,14 @@ def refused(here):
         "by hand, alibi": said_by(AttentionSpec(32, 8, alibi=Alibi()), usual_plan),
         "by hand, norm over the width": said_by(
             AttentionSpec(32, 8, qk_norm=Norm(over="width", weight=None)), usual_plan
+        ),
+        "norm over the width left out": said_by(
+            SPECS["width"],
+            lambda spec: {
+                name: style
+                for name, style in parallel.plan(mha_torch.MultiHeadAttention(spec)).items()
+                if name != "k_norm"
+            },
         ),
         "by hand, norm": said_by(AttentionSpec(32, 8, qk_norm=Norm()), usual_plan),
         "by hand, norms of heads": said_by(AttentionSpec(32, 8, qk_norm=Norm(per_head=True)), usual_plan),

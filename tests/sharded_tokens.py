@@ -21,7 +21,7 @@ import mha_jax
 import parity
 from mha_jax import parallel
 from mha_jax.blockwise import BlockSizes
-from mha_spec import Alibi, AttentionSpec, RelativeBias, Rope
+from mha_spec import Alibi, AttentionSpec, Norm, RelativeBias, Rope
 from parity.backends.jax import QUICKLY
 from parity.sharding.costs import cost_of
 from parity.sharding.hlo import collectives_in, counts_of
@@ -153,12 +153,15 @@ def attended(name):
 def judged():
     """What `mha-parity run` says of cases whose tokens are divided: stages, and what failed."""
     found = {}
-    for plan, names in (
-        (MeshPlan(data=2, sequence=3), ["rope-gqa"]),
-        (MeshPlan(sequence=3, axes="explicit"), ["norm-width"]),
-        (MeshPlan(tensor=2, sequence=3), ["qk-norm"]),
+    width = parity.CASES["norm-width"]
+    width = replace(width, spec=replace(width.spec, fused_qkv=False, v_norm=Norm("layer", over="width", bias=True)))
+    for plan, case in (
+        (MeshPlan(data=2, sequence=3), parity.CASES["rope-gqa"]),
+        (MeshPlan(sequence=3, axes="explicit"), parity.CASES["norm-width"]),
+        (MeshPlan(tensor=2, sequence=3), parity.CASES["qk-norm"]),
+        (MeshPlan(data=2, tensor=2), width),
     ):
-        report = parity.run_cases([parity.CASES[name] for name in names], ["jax"], with_gradients=True, mesh=plan)
+        report = parity.run_cases([case], ["jax"], with_gradients=True, mesh=plan)
         wrong = [f"{each.case} {each.stage}: {each.reason}" for each in report.failed]
         wrong += [f"{each.case} {each.program}: {each.counted}" for each in report.needless]
         found[f"{plan} {plan.axes}"] = [report.summary["passed"], wrong]

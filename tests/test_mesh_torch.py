@@ -18,8 +18,17 @@ TOKENS = {  # of a length that two processes divide
     "rope": {"seq_len": 8},
     "window": {"seq_len": 12},
 }
+WIDTHS = {  # norms over the width of all heads
+    name: replace(CASES[name], name=f"width/{name}", spec=replace(CASES[name].spec, **norms, fused_qkv=False))
+    for name, norms in {
+        "norm-width": {},
+        "gqa-causal": {"v_norm": Norm("layer", over="width", bias=True)},
+        "mqa": {"qk_norm": Norm("layer", over="width")},
+        "decode-norm-width": {},
+    }.items()
+}
 MESHES = {
-    "heads": (MeshPlan(data=2, tensor=2), [CASES[name] for name in HEADS]),
+    "heads": (MeshPlan(data=2, tensor=2), [*(CASES[name] for name in HEADS), *WIDTHS.values()]),
     "tokens": (MeshPlan(sequence=2, tensor=2), [replace(CASES[name], **sizes) for name, sizes in TOKENS.items()]),
 }
 
@@ -43,8 +52,8 @@ def test_divided_cases_are_right_and_send_what_they_need(kind):
 
 def test_what_a_mesh_does_not_divide_is_skipped_by_name():
     plan = MeshPlan(tensor=2)
-    width = replace(CASES["gqa"], spec=AttentionSpec(32, 8, qk_norm=Norm(over="width")))
-    assert torch_mesh.why_skipped(width, "float32", plan).startswith("q_norm must be over='head'")
+    dropped = replace(CASES["gqa"], spec=AttentionSpec(32, 8, output_dropout=0.1))
+    assert torch_mesh.why_skipped(dropped, "float32", plan).startswith("output_dropout must be 0 to be divided")
     assert torch_mesh.why_skipped(CASES["gqa"], "float32", plan) is None
     masks = "masks and biases would have to go round with the keys"
     assert torch_mesh.why_skipped(CASES["bias"], "float32", MeshPlan(sequence=1)) is None

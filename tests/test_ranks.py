@@ -19,6 +19,8 @@ from parity.files import open_tensors
 
 META = AttentionSpec(32, 8, num_kv_heads=4, qkv_bias=False, out_bias=False, rope=Rope(500.0))
 GPT = AttentionSpec(32, 8, num_kv_heads=4, rope=Rope(10000.0))
+WIDTH = replace(GPT, qk_norm=Norm("layer", over="width", bias=True))
+EACH_HEAD = replace(GPT, qk_norm=Norm(per_head=True))
 GATED = replace(GPT, gate=Gate(bias=True), qk_norm=Norm(), sinks=True)
 HEADS = {"num_heads": 8, "num_kv_heads": 4, "rope": Rope(500.0)}
 
@@ -63,7 +65,7 @@ def tensors_of_ranks(layout, spec, weights, ranks, rest=lambda rank: {}):
     """What each rank holds, made of `parity.shard` and the layout, as the programs have it: torch tensors by name."""
     found = []
     for rank in range(ranks):
-        held, own = shard(weights, spec, ShardPlan(ranks), rank)
+        held, own = shard(weights, spec, ShardPlan(ranks), rank, alone=False)
         if spec.out_bias:  # which these programs keep on every rank, and add once
             held, own = held | {"out_proj.bias": weights["out_proj.bias"]}, replace(own, out_bias=True)
         prefix = PREFIXES[layout].format(i=0)
@@ -122,6 +124,30 @@ def test_gates_norms_and_sinks_of_ranks_are_read(tmp_path):
     folder = save(tmp_path, "megatron", of_ranks)
     read_weights, _ = parity.load(folder, "megatron.gate", prefix="decoder.layers.0.self_attention", spec=GATED)
     assert_bits_equal(read_weights, weights)
+
+
+@pytest.mark.parametrize("spec", [WIDTH, EACH_HEAD])
+def test_norms_with_something_for_each_head_are_joined(tmp_path, spec):
+    weights = random_weights(spec)
+    folder = save(tmp_path, "megatron", tensors_of_ranks("megatron", spec, weights, 4))
+    assert_bits_equal(parity.load(folder, "megatron", prefix=PREFIXES["megatron"].format(i=0), spec=spec)[0], weights)
+
+
+def test_norms_of_ranks_that_could_be_copies_are_refused_if_they_differ(tmp_path):
+    spec = replace(WIDTH, num_heads=4)
+    folder = save(tmp_path, "megatron", tensors_of_ranks("megatron", spec, random_weights(spec), 4))
+    with pytest.raises(ValueError, match=r"must have the same .*q_layernorm\.weight on all ranks, rank 1 has other"):
+        read(folder)
+
+
+def test_who_must_join_the_mean_squares_of_ranks_is_told(tmp_path, capsys):
+    for name, spec in {"width": WIDTH, "head": replace(GPT, qk_norm=Norm())}.items():
+        parity.save(tmp_path / f"{name}.safetensors", random_weights(spec), spec)
+        for ranks in (["--ranks", "1"], ["--ranks", "2"]):
+            source, target = tmp_path / f"{name}.safetensors", tmp_path / f"{name}-{ranks[1]}"
+            assert main(["convert", str(source), str(target), "--to", "megatron", *ranks]) == 0
+            told = " ".join(capsys.readouterr().err.split())
+            assert ("add up the squares of all ranks: q_layernorm.weight" in told) == ("width-2" in target.name)
 
 
 @pytest.mark.parametrize("by_vocabulary", [True, False])
@@ -244,7 +270,17 @@ def test_the_same_model_in_another_form_beside_them_is_what_is_read(meta):
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize(("layout", "spec"), [("meta.LLaMA", META), ("megatron", GPT), ("megatron.gate", GATED)])
+@pytest.mark.parametrize(
+    ("layout", "spec"),
+    [
+        ("meta.LLaMA", META),
+        ("megatron", GPT),
+        ("megatron.gate", GATED),
+        ("megatron", WIDTH),
+        ("megatron", EACH_HEAD),
+        ("megatron", replace(WIDTH, num_heads=4)),  # one a rank, whose width is that of a head
+    ],
+)
 def test_there_and_back_is_exact(tmp_path, layout, spec, ranks, dtype):
     weights = {name: weight.astype(dtype) for name, weight in random_weights(spec).items()}
     prefix = PREFIXES[layout].format(i=0)

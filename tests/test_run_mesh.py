@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parity import AttentionSpec, Case, Rope, make_problem
+from parity import AttentionSpec, Case, Norm, Rope, make_problem
 from parity.backends import BACKENDS
 from parity.cli.main import main
 from parity.core.cases import CASES
@@ -157,6 +157,16 @@ def test_what_is_needed():
     assert not excuse_of(FULL, plan, "gradient")
     assert excuse_of(SHARED, plan, "gradient").startswith("devices share key/value heads")
     assert not excuse_of(SHARED, MeshPlan(tensor=2), "gradient")
+
+
+def test_what_norms_over_the_width_need():
+    norms = {"qk_norm": Norm(over="width"), "v_norm": Norm("layer", over="width")}
+    case, plan = replace(FULL, spec=AttentionSpec(32, 4, **norms)), MeshPlan(tensor=4)
+    assert ideal_collectives(case, plan, "step", "torch") == {"all-reduce": 1 + 4}  # of a layer norm two
+    assert ideal_collectives(case, plan, "gradient", "torch") == {"all-reduce": 1 + 4}
+    assert ideal_collectives(case, plan, "step") == {"all-reduce": 1 + 4, "all-reduce of flags": 1 + 3}
+    assert ideal_collectives(case, plan, "gradient") == {"all-reduce": 1 + 8, "all-reduce of flags": 1 + 3}
+    assert ideal_collectives(case, MeshPlan(data=2), "gradient") == {"all-reduce": 1}
 
 
 def test_more_than_needed_is_a_failure():

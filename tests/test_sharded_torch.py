@@ -91,13 +91,12 @@ def test_divided_caches_give_ragged_prompts_and_steps_of_one_process(found, size
 @every_layer
 def test_a_process_holds_what_a_rank_must_hold(found, size, name):
     spec = SPECS[name]
-    if spec.alibi is not None:  # parity.shard has no specification of a part of its slopes
-        spec = AttentionSpec(48, 12, num_kv_heads=4)
     weights = {key: weight.numpy() for key, weight in make(mha_torch.MultiHeadAttention, spec).state_dict().items()}
-    expected, own = parity.shard(weights, spec, ShardPlan(size), 0)
+    expected, own = parity.shard(weights, spec, ShardPlan(size), 0, alone=False)
     expected = {key: weight.shape for key, weight in expected.items()}
     if spec.num_kv_heads % size:  # these are whole, so that they can be trained
-        whole = [key for key in weights if key.startswith(("k_proj", "v_proj"))]
+        of_width = tuple(name for name, norm in spec.norms.items() if norm.over == "width" and name != "q_norm")
+        whole = [key for key in weights if key.startswith(("k_proj", "v_proj", *of_width))]
         expected |= {key: weights[key].shape for key in whole}
     assert found[size]["shard"][name][1] == expected
     slots = found[size]["shard"][f"{name}/decoded"][1]
@@ -137,7 +136,14 @@ def test_what_one_head_makes_not_finite_is_so_on_every_process(found, size):
 
 
 @every_size
-@pytest.mark.parametrize("name", ["compiled", "ragged"])
+def test_what_one_key_head_makes_not_finite_is_so_in_all_that_share_its_norm(found, size):
+    rows = processes.rows_out_of_range()
+    assert rows.tolist() == [0, 0, 1, 1, 1, 1]
+    assert all(torch.equal(own, rows) for own in found[size]["beside"]["out of range"])
+
+
+@every_size
+@pytest.mark.parametrize("name", ["compiled", "compiled norms", "ragged"])
 def test_divided_layers_may_be_compiled_and_outputs_stay_distributed(found, size, name):
     computed, expected = found[size]["beside"][name]
     parity.assert_parity(computed, expected)
@@ -171,6 +177,7 @@ def test_the_usual_plan_of_what_heads_share_is_right_without_a_gradient(found, s
         ("everything", ONE, ONE),
         ("latent", ONE, ONE),
         ("no-out-proj", {}, ONE),
+        ("width", {"all_reduce": 3}, {"all_reduce": 3}),  # of queries, and of keys, a number for each token
         ("a step", ONE, {}),
         ("fully sharded", {"_allgather_base_": 1}, {"_allgather_base_": 1, "_reduce_scatter_base_": 1}),
         ("data parallel", {}, {"allreduce_": 1}),
@@ -197,9 +204,9 @@ BY_PLAN = "must be distributed by mha_torch.parallel.plan to have a gradient"
     [
         ("uneven", "num_heads must be a multiple of the number of processes, got num_heads=9"),
         ("fused_qkv", "fused_qkv must be False to be divided"),
-        ("norm over the width", "q_norm must be over='head' to be divided"),
         ("shared keys with norms of their own", "k_norm must not be per_head where processes share key/value heads"),
         ("outputs dropped", "output_dropout must be 0 to be divided"),
+        ("norm over the width left out", "a norm over the width must be divided with its layer by mha_torch.parallel"),
         ("divided already", "layer must be divided by heads once"),
         ("its own style last", "layer must be divided by heads once, before it is by anything else, and by its own"),
         ("distributed, to a function", "q_proj.weight must be a tensor of this process"),
@@ -214,7 +221,7 @@ BY_PLAN = "must be distributed by mha_torch.parallel.plan to have a gradient"
         ("by hand, sinks", "sinks must have shape (N,)"),
         ("by hand, relative_bias", "relative_bias must have shape (num_buckets, N)"),
         ("by hand, alibi", "alibi must be divided by mha_torch.parallel.plan"),
-        ("by hand, norm over the width", "q_norm must be over='head' where heads are divided"),
+        ("by hand, norm over the width", "q_norm must be divided by mha_torch.parallel.plan, for its mean"),
         ("by hand, norm", f"q_norm {BY_PLAN}"),
         ("by hand, norms of heads", f"q_norm {BY_PLAN}"),
         ("by hand, gate", "gate_proj must give the "),

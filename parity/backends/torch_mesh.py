@@ -147,6 +147,7 @@ class _OnMesh:
         self.data, self.tensor, self.sequence = (_Dimension(self.mesh, n) for n in ("data", "tensor", "sequence"))
         self.case: Any = None
         self.own: Any = None
+        self.module: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(port, name)
@@ -159,7 +160,7 @@ class _OnMesh:
     def Filled(self, problem: Problem) -> _Filled:
         self.case = problem.case
         filled = _Filled(problem, self)
-        self.own = filled.own
+        self.own, self.module = filled.own, filled.module_of_heads
         return filled
 
     def SHAPES(self, _: Any, spec: AttentionSpec) -> _Parts:
@@ -169,7 +170,8 @@ class _OnMesh:
         """A stage of the process's own heads; the outputs of heads are added up."""
         spec = self.case.spec
         own = (self.own if argument is spec else argument for argument in arguments)
-        found = port.call(function, *own)
+        with torch.no_grad():
+            found = function(_Joining(self.module), *own)
         is_part = spec.out_proj and function.__name__ == "_combine"
         return self.tensor.summed(found) if is_part else found
 
@@ -236,6 +238,25 @@ class _OnMesh:
             self.sent[program]["collective-permute"] = len(passed)
 
 
+class _Joining:
+    """The functions of `mha_torch`, where norms over the width of all heads are those of a divided module."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mha_torch, name)
+
+    def project_with(self, weights: Any, spec: AttentionSpec) -> Callable[[str, Tensor], Tensor]:
+        project, norms = mha_torch.project_with(weights, spec), spec.norms if spec.latent is None else {}
+
+        def projected(name: str, x: Tensor) -> Tensor:
+            is_wide = name in norms and norms[name].over == "width"
+            return self.module.project(name, x) if is_wide else project(name, x)
+
+        return projected
+
+
 class _Parts(Shapes):
     """Heads, outputs and caches of the process's own sequences and heads."""
 
@@ -271,8 +292,7 @@ class _Parts(Shapes):
     def _keys(self) -> Sequence[list[int]]:
         """The key/value heads of each process."""
         size = self.port.tensor.size
-        plain = replace(self.spec, alibi=None)
-        return [heads_of(plain, ShardPlan(size), rank).keys for rank in range(size)]
+        return [heads_of(self.spec, ShardPlan(size), rank).keys for rank in range(size)]
 
     def gate_from_numpy(self, x: np.ndarray) -> Tensor:
         return self.port.tensor.part(self.port.from_numpy(x), 2)
@@ -319,8 +339,7 @@ class _Filled(port.Filled):
             heads = "tensor" if "tensor" in names else None
             parallel.shard(self.module, on_mesh.mesh, heads=heads, tokens="sequence")
         size, rank = on_mesh.tensor.size, on_mesh.tensor.rank
-        plain = replace(spec, alibi=None)
-        held, own = shard(problem.weights, plain, ShardPlan(size), rank)
+        held, own = shard(problem.weights, spec, ShardPlan(size), rank, alone=False)
         self.weights = port.to_state_dict(held, own)
         self.own = replace(self.module.own_spec, out_bias=own.out_bias)
         if problem.case.is_cached:

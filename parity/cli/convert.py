@@ -85,6 +85,11 @@ def run(options: argparse.Namespace) -> int:
         ("left out, since they are not tensors", converted.left_out),
         (f"kept in {converted.source}, since --prefix does not name them", converted.unconverted),
         ("kept in the old layout, which an optimizer will take for the new one", converted.optimizer_state),
+        (
+            "over the width of all heads: each rank has the weights of its own, and whoever computes with them must "
+            "add up the squares of all ranks",
+            converted.joined,
+        ),
         ("quantised in the source, and written as the float32 values that it stands for", converted.dequantised),
     ):
         if names:

@@ -19,7 +19,7 @@ from parity.conversion.layouts.layout import DROPPABLE, UNSAID, Tensor, check_ca
 from parity.conversion.layouts.views import form_for
 from parity.conversion.metadata import ENTRY, Heads, concrete_prefix, metadata_of, sources, what_is_known
 from parity.conversion.prefixes import fitting_prefixes, join
-from parity.conversion.ranks import open_checkpoint, write_ranks
+from parity.conversion.ranks import norms_to_join, open_checkpoint, write_ranks
 from parity.core.weights import Weights
 from parity.files import write_tensors
 from parity.files.reading import SUFFIXES
@@ -146,6 +146,8 @@ class Converted:
         missing: paths of attention layers that the model has, by its configuration, and the file has not; of models
             with several parts with the part.
         dequantised: names of the source's tensors that are quantised there, and written as what they stand for.
+        joined: names of norms over the width of all heads in files of ranks, each of which has the weights of its own:
+            their mean squares are those of all ranks.
     """
 
     source: str
@@ -161,6 +163,7 @@ class Converted:
     path: str = ""
     missing: list[str] = field(default_factory=list)
     dequantised: list[str] = field(default_factory=list)
+    joined: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
@@ -269,6 +272,7 @@ def convert_file(
             path=str(written_to),
             missing=known.missing([layer.label for layer in layers], file),
             dequantised=[name for name in file.quantised if name not in dropped],
+            joined=norms_to_join(plan.layout, plan.specs, ranks or 1),
         )
 
 

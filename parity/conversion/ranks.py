@@ -6,9 +6,10 @@ How a tensor is divided follows from its layout, where it holds heads; of the ot
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,10 @@ import numpy as np
 
 from mha_spec import AttentionSpec
 from mha_spec.rules import as_count
-from mha_spec.shares import OF_QUERIES
+from mha_spec.shares import OF_QUERIES, axis_of_heads
 from parity.conversion.layouts import LAYOUTS, Layout, Tensor
 from parity.conversion.layouts.layout import Ranks
+from parity.conversion.prefixes import join
 from parity.files import TensorFile, TensorInfo, open_tensors, write_tensors
 from parity.files.reading import SUFFIXES
 from parity.files.target import locked, move, scratch_beside
@@ -32,6 +34,9 @@ ENTRY = re.compile(r".*\[\d+\]", re.DOTALL)  # the label of a layer of a stack
 
 SAID = "ranks"
 """The number of ranks in the metadata of files that were written here."""
+
+NORMS = "ranks.norms"
+"""The names of the norms that they divide, there, too: one that they copy may have the same shape."""
 
 
 class Division(NamedTuple):
@@ -128,12 +133,13 @@ def _joined(folder: Path, layout: Layout, ranks: Ranks, paths: list[Path]) -> Te
                     f"{path} must hold the tensors of rank 0, in parts as large, got others: {differing[0]}"
                 )
         shapes = {name: info.shape for name, info in first.infos.items()}
-        divisions = {name: _division(name, shapes, layout, ranks, len(files)) for name in shapes}
+        norms = _divided_norms(first, layout)
+        divisions = {name: _division(name, shapes, layout, ranks, norms, len(files)) for name in shapes}
         infos = {name: _whole(info, divisions[name], len(files)) for name, info in first.infos.items()}
         metadata = {
             key: text
             for key, text in first.metadata.items()
-            if key != SAID and all(file.metadata.get(key) == text for file in files)
+            if key not in (SAID, NORMS) and all(file.metadata.get(key) == text for file in files)
         }
 
         def fetch(name: str) -> np.ndarray:
@@ -209,18 +215,20 @@ def write_ranks(
     """
     folder, ranks = Path(folder), _check_ranks(layout, count, specs)
     shapes = {name: shape for name, (shape, _) in infos.items()}
-    divisions = {name: _known_division(name, shapes, layout, ranks, count) for name in shapes}
+    norms = [name for name in _norms_by_heads(layout, specs) if name in infos]
+    divisions = {name: _known_division(name, shapes, layout, ranks, norms, count) for name in shapes}
     own = {name: (_shape_of_part(shapes[name], divisions[name], count), dtype) for name, (_, dtype) in infos.items()}
 
     def read_part(name: str, rank: int) -> np.ndarray:
         return _parts(read(name), divisions[name], count)[rank].reshape(own[name][0])
 
+    said = {SAID: str(count), **({NORMS: json.dumps(norms)} if norms else {})}
     _refuse_used(folder)
     with scratch_beside(folder) as scratch:
         for rank in range(count):
             path = scratch / folder.name / ranks.file.format(rank=f"{rank:02}")
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_tensors(path, own, partial(read_part, rank=rank), {**metadata, SAID: str(count)})
+            write_tensors(path, own, partial(read_part, rank=rank), {**metadata, **said})
         with locked(folder.parent):
             _refuse_used(folder)
             move([folder.name], scratch, folder.parent)
@@ -245,9 +253,11 @@ def _check_ranks(layout: Layout, count: int, specs: Mapping[str, AttentionSpec])
     return layout.ranks
 
 
-def _known_division(name: str, shapes: Shapes, layout: Layout, ranks: Ranks, count: int) -> Division:
+def _known_division(
+    name: str, shapes: Shapes, layout: Layout, ranks: Ranks, norms: Collection[str], count: int
+) -> Division:
     """How a whole tensor is divided over so many ranks."""
-    division = _division(name, shapes, layout, ranks)
+    division = _division(name, shapes, layout, ranks, norms)
     if division is None:
         raise ValueError(
             f"{name} must be left out of the files of ranks, as with keep_rest=False, since it is not known how they "
@@ -271,7 +281,9 @@ def _refuse_used(folder: Path) -> None:
 # ---- How tensors are divided -----------------------------------------------------------------------------------------
 
 
-def _division(name: str, shapes: Shapes, layout: Layout, ranks: Ranks, count: int = 1) -> Division | None:
+def _division(
+    name: str, shapes: Shapes, layout: Layout, ranks: Ranks, norms: Collection[str], count: int = 1
+) -> Division | None:
     """How a tensor is divided, None where that is not known.
 
     Args:
@@ -279,11 +291,12 @@ def _division(name: str, shapes: Shapes, layout: Layout, ranks: Ranks, count: in
         shapes: of all tensors: those of a rank of several, or of the whole.
         layout: of the attention layers.
         ranks: the layout's.
+        norms: the names of those that are divided.
         count: of how many ranks they are one's.
     """
     for tensor in (*layout.tensors, *layout.others):
         if name == tensor.name or name.endswith(f".{tensor.name}"):
-            return Division(_axis_of(tensor))
+            return Division(0 if name in norms else _axis_of(tensor))
 
     def is_of(patterns: Iterable[str]) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
@@ -301,6 +314,42 @@ def _division(name: str, shapes: Shapes, layout: Layout, ranks: Ranks, count: in
             times = 0 if taken is None else shapes[name][0] / taken[-1]
             return Division(0, int(times)) if times in (1, 2) else None
     return Division(None) if is_of(ranks.copied) else None
+
+
+def norms_to_join(layout: Layout, specs: Mapping[str, AttentionSpec], count: int) -> list[str]:
+    """The weights of norms over the width, in layers by their labels, whose mean squares so many ranks join."""
+    widths = {label: spec for label, spec in specs.items() if any(norm.over == "width" for norm in spec.norms.values())}
+    return [name for name in _norms_by_heads(layout, widths) if name.endswith(".weight")] if count > 1 else []
+
+
+def _norms_by_heads(layout: Layout, specs: Mapping[str, AttentionSpec]) -> list[str]:
+    """The names of norms that have something for each head, in layers by their labels."""
+    return [
+        join(label, tensor.name)
+        for label, spec in specs.items()
+        for tensor in layout.others
+        if tensor.holds.partition(".")[0] in spec.norms and axis_of_heads(tensor.holds, spec) is not None
+    ]
+
+
+def _divided_norms(file: TensorFile, layout: Layout) -> list[str]:
+    """The same of the file of a rank: as it says, if it was written here. Of others, what has an axis of heads, and
+    norms of queries and keys that differ in width: those over a head, which are copied, are alike."""
+    if SAID in file.metadata:
+        return json.loads(file.metadata.get(NORMS, "[]"))
+    named, found = {tensor.holds: tensor.name for tensor in layout.others}, list[str]()
+    shapes = {name: info.shape for name, info in file.infos.items()}
+    of_queries = named.get("q_norm.weight", "")
+    for name, shape in shapes.items():
+        if not of_queries or not (name == of_queries or name.endswith(f".{of_queries}")):
+            continue
+        prefix = name.removesuffix(of_queries)
+        of_layer = [
+            f"{prefix}{named[f'{norm}.{leaf}']}" for norm in ("q_norm", "k_norm") for leaf in ("weight", "bias")
+        ]
+        if len(shape) == 2 or len({shapes[each] for each in of_layer if each in shapes}) == 2:
+            found += of_layer
+    return found
 
 
 def _axis_of(tensor: Tensor) -> int | None:

@@ -161,6 +161,9 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
     heads, too, and that of sinks over the tokens by itself: once each. In JAX, whether a token is finite is a flag for
     each, which is the same for all heads.
 
+    A norm over the width of all heads adds up the squares of each token, a layer norm the features before them, and
+    the gradient adds up theirs; in JAX a gradient's program has both. There, it takes one flag of its own.
+
     Args:
         case: the layer, and what it is applied to.
         plan: the mesh.
@@ -169,9 +172,11 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
     """
     has_heads, spec = plan.tensor > 1, case.spec
     path, _, kind = program.rpartition(".")
+    wide = [norm for norm in spec.norms.values() if norm.over == "width" and spec.latent is None and has_heads]
+    of_norms = sum(2 if norm.kind == "layer" else 1 for norm in wide)
     sums = int(has_heads and spec.out_proj)
     if kind == "gradient":
-        shared = [name for name in spec.norms if not spec.norms[name].per_head]
+        shared = [norm for norm in spec.norms.values() if not norm.per_head and norm not in wide]
         sums = (
             int(has_heads)
             + int(plan.data > 1)
@@ -179,8 +184,11 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
             + int(has_heads and bool(shared or spec.latent))
         )
         sums += int(plan.sequence > 1 and spec.sinks)
-    flags = int(has_heads and backend == "jax")
-    found = {NUMBERS: sums, FLAGS: flags} | _of_tokens(case, plan, path, backend, is_gradient=kind == "gradient")
+        of_norms *= 2 if backend == "jax" else 1
+    flags = int(has_heads) + len(wide) if backend == "jax" else 0
+    found = {NUMBERS: sums + of_norms, FLAGS: flags} | _of_tokens(
+        case, plan, path, backend, is_gradient=kind == "gradient"
+    )
     return {name: count for name, count in found.items() if count}
 
 
