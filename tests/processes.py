@@ -69,7 +69,7 @@ WITHOUT_GRADIENT = {
 }
 """Layers that the usual plan divides rightly, but for a gradient of what heads share."""
 
-FULLY_SHARDED = {name: SPECS[name] for name in ("shared-keys", "everything", "latent")}
+FULLY_SHARDED = {name: SPECS[name] for name in ("shared-keys", "everything", "latent", "width-shared-keys")}
 FULLY_SHARDED["fused"] = AttentionSpec(32, 8, num_kv_heads=2, fused_qkv=True)
 
 

@@ -29,7 +29,13 @@ WIDTHS = {  # norms over the width of all heads
 }
 MESHES = {
     "heads": (MeshPlan(data=2, tensor=2), [*(CASES[name] for name in HEADS), *WIDTHS.values()]),
-    "tokens": (MeshPlan(sequence=2, tensor=2), [replace(CASES[name], **sizes) for name, sizes in TOKENS.items()]),
+    "tokens": (
+        MeshPlan(sequence=2, tensor=2),
+        [
+            *(replace(CASES[name], **sizes) for name, sizes in TOKENS.items()),
+            replace(WIDTHS["gqa-causal"], seq_len=8),
+        ],
+    ),
 }
 
 
