@@ -24,7 +24,7 @@ from mha_jax.relative_bias import relative_position_bias
 from mha_jax.rope import at_least_float32
 from mha_jax.sharding import automatically, is_automatic, of_heads
 from mha_jax.stages import Dropout, check_attention, score_scale
-from mha_jax.tokens import attend_to_tokens, token_axis
+from mha_jax.tokens import attend_to_tokens, passes_keys, token_axis
 from mha_spec import AttentionSpec
 from mha_spec.reach import Reach
 from mha_spec.rules import as_rate
@@ -96,7 +96,7 @@ def attend(
     check_attention(query, key, value, masking, spec)
     as_rate("dropout", dropout.rate)
     if (axis := token_axis(query, key, masking, block_sizes)) != block_sizes.token_axis:
-        block_sizes = replace(block_sizes, token_axis=axis)
+        block_sizes = replace(block_sizes, token_axis=axis, passes_keys=passes_keys(key, axis, block_sizes))
     return _attend(query, key, value, masking.as_arrays(), dropout, spec=spec, block_sizes=block_sizes)
 
 

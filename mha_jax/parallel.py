@@ -81,7 +81,11 @@ def shard(
         parameter.set_value(_placed(parameter.get_value(), NamedSharding(mesh, spec)))
         parameter.set_metadata("out_sharding", tuple(spec))
     if tokens is not None:
-        layer.block_sizes = replace(layer.block_sizes, token_axis=_token_axis(mesh, tokens))
+        count, others = layer.spec.num_kv_heads, 1 if heads is None else mesh.shape[heads]
+        own = count if count % others else count // others
+        passes_keys = layer.block_sizes.passes_keys or own % mesh.shape[tokens] != 0  # too few heads to share
+        told = {"token_axis": _token_axis(mesh, tokens), "passes_keys": passes_keys}
+        layer.block_sizes = replace(layer.block_sizes, **told)
     return layer
 
 

@@ -7,6 +7,7 @@ from device to device: `ring`.
 Source: DeepSpeed Ulysses, arXiv:2309.14509.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -51,6 +52,18 @@ def token_axis(query: Array, key: Array, masking: Masking, block_sizes: BlockSiz
         if count % size and not is_manual:
             raise ValueError(f"{name} must be a multiple of the devices along {axis}, got {count} and {size}")
     return axis if size > 1 else None
+
+
+def passes_keys(key: Array, axis: str | None, block_sizes: BlockSizes) -> bool:
+    """Whether devices pass keys on, since they are told to, or other devices have left each too few heads to share.
+
+    Of an automatic mesh no type says what other devices have: `parallel.shard` does.
+    """
+    if block_sizes.passes_keys or axis is None or not is_explicit(key):
+        return block_sizes.passes_keys
+    mesh, over = jax.typeof(key).sharding.mesh, spec_of(key)[1] or ()
+    own = key.shape[1] // math.prod(mesh.shape[name] for name in ((over,) if isinstance(over, str) else over))
+    return own % mesh.shape[axis] != 0
 
 
 @compiled("spec", "scoring", "block_sizes", "attend_whole")

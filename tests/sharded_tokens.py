@@ -155,11 +155,14 @@ def judged():
     found = {}
     width = parity.CASES["norm-width"]
     width = replace(width, spec=replace(width.spec, fused_qkv=False, v_norm=Norm("layer", over="width", bias=True)))
+    few = replace(parity.CASES["gqa-causal"], seq_len=8)  # 2 key/value heads: one for each part of the heads
     for plan, case in (
         (MeshPlan(data=2, sequence=3), parity.CASES["rope-gqa"]),
         (MeshPlan(sequence=3, axes="explicit"), parity.CASES["norm-width"]),
         (MeshPlan(tensor=2, sequence=3), parity.CASES["qk-norm"]),
         (MeshPlan(data=2, tensor=2), width),
+        (MeshPlan(tensor=2, sequence=2), few),
+        (MeshPlan(tensor=2, sequence=2, axes="explicit"), few),
     ):
         report = parity.run_cases([case], ["jax"], with_gradients=True, mesh=plan)
         wrong = [f"{each.case} {each.stage}: {each.reason}" for each in report.failed]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mha_spec import AttentionSpec, Norm
-from parity import CASES, run_cases
+from parity import CASES, random_case, run_cases
 from parity.backends import torch_mesh
 from parity.sharding.mesh import MeshPlan
 
@@ -28,7 +28,8 @@ WIDTHS = {  # norms over the width of all heads
     }.items()
 }
 MESHES = {
-    "heads": (MeshPlan(data=2, tensor=2), [*(CASES[name] for name in HEADS), *WIDTHS.values()]),
+    # random-35: 12 query heads, of 3 key/value heads, one of which two processes share
+    "heads": (MeshPlan(data=2, tensor=2), [*(CASES[name] for name in HEADS), *WIDTHS.values(), random_case(35)]),
     "tokens": (
         MeshPlan(sequence=2, tensor=2),
         [

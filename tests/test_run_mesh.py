@@ -157,6 +157,16 @@ def test_what_is_needed():
     assert not excuse_of(FULL, plan, "gradient")
     assert excuse_of(SHARED, plan, "gradient").startswith("devices share key/value heads")
     assert not excuse_of(SHARED, MeshPlan(tensor=2), "gradient")
+    assert not excuse_of(SHARED, plan, "blocks.forward")
+    astride = replace(FULL, spec=AttentionSpec(48, 6, num_kv_heads=3))  # a device has one group and half of another
+    assert excuse_of(astride, MeshPlan(tensor=2), "blocks.forward").startswith("devices share key/value heads")
+
+
+def test_heads_and_tokens_that_are_divided_leave_heads_to_share_or_keys_to_pass_on():
+    plan = MeshPlan(tensor=2, sequence=2)
+    for count, expected in ((2, "collective-permute"), (4, "all-to-all"), (1, "collective-permute")):
+        case = replace(FULL, spec=AttentionSpec(32, 4, num_kv_heads=count), seq_len=8)
+        assert expected in ideal_collectives(case, plan, "fused.forward")
 
 
 def test_what_norms_over_the_width_need():

@@ -239,7 +239,8 @@ class _OnMesh:
 
 
 class _Joining:
-    """The functions of `mha_torch`, where norms over the width of all heads are those of a divided module."""
+    """The functions of `mha_torch`, where what is made of more than a process's own heads is that of a divided module:
+    norms over the width of all, and key/value heads that processes share, which each makes of all."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -248,11 +249,13 @@ class _Joining:
         return getattr(mha_torch, name)
 
     def project_with(self, weights: Any, spec: AttentionSpec) -> Callable[[str, Tensor], Tensor]:
-        project, norms = mha_torch.project_with(weights, spec), spec.norms if spec.latent is None else {}
+        project, whole = mha_torch.project_with(weights, spec), self.module.spec
+        joined = {name for name, norm in spec.norms.items() if norm.over == "width" and spec.latent is None}
+        if whole.num_kv_heads % (whole.num_heads // spec.num_heads):
+            joined |= {"k_proj", "v_proj"}
 
         def projected(name: str, x: Tensor) -> Tensor:
-            is_wide = name in norms and norms[name].over == "width"
-            return self.module.project(name, x) if is_wide else project(name, x)
+            return self.module.project(name, x) if name in joined else project(name, x)
 
         return projected
 

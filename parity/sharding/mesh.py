@@ -197,7 +197,8 @@ def _of_tokens(case: Case, plan: MeshPlan, path: str, backend: str, *, is_gradie
     size, spec = plan.sequence, case.spec
     if size == 1 or not path:
         return {}
-    if backend == "jax" and (spec.num_kv_heads // plan.tensor) % size == 0 and spec.alibi is None:
+    own = spec.num_kv_heads if spec.num_kv_heads % plan.tensor else spec.num_kv_heads // plan.tensor
+    if backend == "jax" and own % size == 0 and spec.alibi is None:
         of_masks = int(case.random_mask) + (2 if is_gradient else 1) * case.bias
         return {"all-to-all": (8 if is_gradient else 4) + of_masks}
     tokens = case.seq_len // size
@@ -222,6 +223,7 @@ def excuse_of(case: Case, plan: MeshPlan, program: str, backend: str = "jax") ->
         return "the gradient of a bias for distances is added up by rows and by buckets"
     if plan.sequence > 1 and "." not in program:
         return "attention weights are rows over all keys, which are gathered"
-    if not program.endswith("forward") and case.spec.num_kv_heads % plan.tensor:
+    count, size = case.spec.num_kv_heads, plan.tensor
+    if count % size and (size % count or not program.endswith("forward")):
         return "devices share key/value heads, and what is computed of these in parts is gathered"
     return ""
