@@ -142,6 +142,7 @@ def test_convert_writes_what_it_did_as_json(source, tmp_path):
     content = json.loads((tmp_path / "r.json").read_text())
     assert content.pop("path") == str(tmp_path / "b.npz")
     others = {"heads_from", "left_out", "unconverted", "optimizer_state", "not_carried", "dequantised", "missing"}
+    others |= {"joined"}
     assert content.keys() == {"format", "source", "layers", "spec", "kept", "dropped", *others}
     assert not any(content[name] for name in others)
     assert content["format"] == 1

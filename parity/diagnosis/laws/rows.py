@@ -49,13 +49,24 @@ def _power(seen: Seen) -> Iterator[Law]:
     power = float((weight * y * x).sum()) / size if size else 0.0
     if not power or abs(power) > 1e4:
         return
-    raised = np.power(e, power, out=np.zeros_like(e), where=e > 0.0)
-    sums = raised.sum(axis=-1, keepdims=True)
-    candidate = raised / np.where(sums > 0.0, sums, 1.0)
+    candidate = _raised(e, power)
+    # Small weights moved the logarithms' power: a step of Gauss and Newton fits it to the weights themselves.
+    logs_e = np.log(e, out=np.zeros_like(e), where=e > 0.0)
+    slope = np.where(shown, candidate * (logs_e - (candidate * logs_e).sum(axis=-1, keepdims=True)), 0.0)
+    if size := float((slope * slope).sum()):
+        power += float((slope * np.where(shown, a - candidate, 0.0)).sum()) / size
+        candidate = _raised(e, power)
     if seen.holds(seen.within(candidate), max(1.0, abs(power))):
         names = known_as(power, 1e-4, sizes_of(seen), seen.problem)
         words = f"rows are those of scores times {number_words(power, names)}"
         yield Law("power", words, {"factor": power}, 1)
+
+
+def _raised(weights: np.ndarray, power: float) -> np.ndarray:
+    """Rows of weights to a power, which sum to 1 again."""
+    raised = np.power(weights, power, out=np.zeros_like(weights), where=weights > 0.0)
+    sums = raised.sum(axis=-1, keepdims=True)
+    return raised / np.where(sums > 0.0, sums, 1.0)
 
 
 def _uniform(seen: Seen) -> Iterator[Law]:
