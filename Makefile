@@ -19,7 +19,7 @@ IF_TT := [ ! -e .venv-tt/installed ] ||
 parity: .venv/installed .venv-tt/installed
 	$(BIN)/mha-parity run --jobs 2 $$($(IF_TT) echo --python tt=$(BIN_TT)/python)
 
-# Two in five of its minutes would go into tests marked `thorough`: test-thorough runs those, and .ci/run both.
+# Tests that take long beside others that would see the same mistake are marked `thorough`; .ci/run runs those, too.
 test: .venv/installed
 	$(BIN)/pytest -m 'not thorough' $(TWO_WORKERS)
 	$(MAKE) --no-print-directory test-tt
@@ -30,10 +30,10 @@ test-tt: .venv-tt/installed
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-n150.xml
 	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest tests/tt/test_recording.py --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-recorded.xml
 
-# Of tt those that depend on the board, on a second one, which accepts other things.
+# Of tt those that depend on the board, on a second one, which accepts other things; what was recorded has been there.
 test-thorough: .venv/installed .venv-tt/installed
 	$(BIN)/pytest -m thorough $(TWO_WORKERS)
-	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-p150.xml
+	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/tt --ignore tests/tt/test_recording.py --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-p150.xml
 
 # The real kernels, without a card, on a simulator that you have: make sim SIMULATOR=/path/libttsim_bh.so. Or a few of them:
 # make sim SIMULATOR=wolfpine. What that downloads and trusts: tools/tt-simulator --help.
