@@ -308,6 +308,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: f"{work.what} {work.dtype}".replace(" ", "-"))
 def test_every_contender_computes_the_same(sides, as_users_have_it, work):
     for row in bench_work(work, sides, **ONCE):

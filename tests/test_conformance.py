@@ -377,7 +377,7 @@ def test_a_fault_is_found_and_named(framework, fault, question, words):
 
 
 @pytest.mark.usefixtures("fewer_paths_of_jax")
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.thorough)])
 def test_without_a_fault_nothing_is_found(framework):
     found = examine_toy(framework, "")
     assert [(answer.question, answer.words) for answer in found.broken] == []

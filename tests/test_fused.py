@@ -376,7 +376,7 @@ def test_blocks_need_no_jit():
     parity.assert_parity(found, **yardstick(arrays, **options))
 
 
-@pytest.mark.parametrize("name", ["padding", "window"])
+@pytest.mark.parametrize("name", ["padding", pytest.param("window", marks=pytest.mark.thorough)])
 def test_blocks_give_the_same_where_jit_is_disabled(name):  # loops count in numbers of Python there
     arrays, options = named(name)
     assert_same_without_jit(jax_blocks, arrays, **options)
