@@ -1181,6 +1181,7 @@ print((peak - base) / size, of_all / size)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_holds_about_one_tensor_of_a_file_of_ten(tmp_path):
     def convert(source, target):
@@ -1648,6 +1649,7 @@ def damage_a_checkpoint(folder):
     return refused
 
 
+@pytest.mark.thorough
 def test_a_damaged_orbax_checkpoint_loads_or_is_refused_in_one_line(tmp_path):
     # In a process of its own, for the library's threads go on to complain when all is over.
     program = "import pathlib, sys, test_formats; print(test_formats.damage_a_checkpoint(pathlib.Path(sys.argv[1])))"

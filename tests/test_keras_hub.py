@@ -215,6 +215,7 @@ VOICES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", VOICES)
 def test_a_layer_of_keras_hub_computes_the_same(name):
     voice = VOICES[name]

@@ -442,6 +442,7 @@ def test_what_weak_tests_do_not_notice_is_said_with_the_reason(project, capsys, 
     assert not (tmp_path / ".pytest_cache").exists()
 
 
+@pytest.mark.thorough
 def test_a_compiled_function_is_compared_when_it_runs(project, tmp_path):
     source = """
     import jax, jax.numpy as jnp

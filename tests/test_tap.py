@@ -604,6 +604,7 @@ def judged(model, mistake=None, layer=0):
     return parity.judge_tap(tapped, specs, weights)
 
 
+@pytest.mark.thorough
 def test_a_mistake_in_one_layer_of_six_is_found_with_its_stage_and_its_name():
     missed = []
     for seed, (name, what, layer) in enumerate(trials()):
