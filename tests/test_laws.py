@@ -880,6 +880,13 @@ RECORDS = {
 }
 
 
+@pytest.mark.parametrize("field", ["window_size", "chunk_size"])
+def test_that_nothing_is_out_of_reach_is_said_once(field):
+    words = {"window_size": "the window", "chunk_size": "the chunk size"}[field]
+    laws = diagnosed(replace(SPEC, **{field: 6}), SPEC, "output", alone=True).laws
+    assert laws == (f"{words} would be none (the spec says 6)",)
+
+
 @pytest.mark.parametrize(("right", "wrong", "stage", "words"), RECORDS.values(), ids=[*RECORDS])
 def test_numbers_of_parts_of_the_specification_are_fitted(right, wrong, stage, words):
     assert any(law.startswith(words) for law in diagnosed(right, wrong, stage).laws)

@@ -56,6 +56,8 @@ IMPLIED_BY = {
     "theta": {"rope theta", "rope exponent"},
     "rope factor": {"rope scaling"},
     "rope frequencies": {"factor"},
+    "chunk instead": {"window"},
+    "window instead": {"chunk"},
     "rope beta_fast": {"rope original_length", "rope factor"},
     "rope beta_slow": {"rope original_length", "rope factor"},
     "rope low_freq_factor": {"rope original_length"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -173,24 +172,28 @@ def _numbers(spec: AttentionSpec, shape: tuple[int, ...]) -> Iterator[_Number]:
 
 def _of_reach(spec: AttentionSpec, shape: tuple[int, ...]) -> Iterator[_Number]:
     """The window or the chunk, and each in place of the other."""
-    largest = max(shape[-1], shape[-2] if len(shape) > 1 else 1)
-    windows, chunks = (None, *range(1, min(largest, LARGEST) + 1)), tuple(range(1, LARGEST + 1))
+    largest = {"window_size": max(shape[-1], shape[-2] if len(shape) > 1 else 1), "chunk_size": LARGEST}
 
-    def with_reach(x: int | None, *, window: bool) -> AttentionSpec:
-        return replace(spec, window_size=x if window else None, chunk_size=None if window else x)
+    def number(name: str, words: str) -> _Number:
+        right, none = getattr(spec, name), {"window_size": None, "chunk_size": None}
+        # In the other's place there is some: that there is none is said of the other.
+        is_instead = right is None and (spec.window_size or spec.chunk_size) is not None
+        return _Number(
+            name.removesuffix("_size") + (" instead" if is_instead else ""),
+            words,
+            right,
+            (None, *range(1, min(largest[name], LARGEST) + 1)),
+            lambda x: spec if x is None and is_instead else replace(spec, **none | {name: x}),
+            is_whole=True,
+        )
 
     if spec.chunk_size is None:
-        made = partial(with_reach, window=True)
-        yield _Number("window", "the window", spec.window_size, windows, made, is_whole=True)
+        yield number("window_size", "the window")
     else:
-        made = partial(with_reach, window=False)
-        yield _Number("chunk", "the chunk size", spec.chunk_size, chunks, made, is_whole=True)
+        yield number("chunk_size", "the chunk size")
+        yield number("window_size", "the window, with no chunks,")
     if spec.window_size is not None:
-        made = partial(with_reach, window=False)
-        yield _Number("chunk", "the chunk size, with no window,", None, chunks, made, is_whole=True)
-    elif spec.chunk_size is not None:
-        made = partial(with_reach, window=True)
-        yield _Number("window", "the window, with no chunks,", None, windows[1:], made, is_whole=True)
+        yield number("chunk_size", "the chunk size, with no window,")
 
 
 def _of_rope(spec: AttentionSpec, rope: Rope) -> Iterator[_Number]:

@@ -50,9 +50,8 @@ def _power(seen: Seen) -> Iterator[Law]:
     if not power or abs(power) > 1e4:
         return
     candidate = _raised(e, power)
-    # Small weights moved the logarithms' power: a step of Gauss and Newton fits it to the weights themselves.
-    logs_e = np.log(e, out=np.zeros_like(e), where=e > 0.0)
-    slope = np.where(shown, candidate * (logs_e - (candidate * logs_e).sum(axis=-1, keepdims=True)), 0.0)
+    # What small weights lose moves the fit of their logarithms: a step of Gauss and Newton fits the weights themselves.
+    slope = np.where(shown, candidate * (logs[1] - (candidate * logs[1]).sum(axis=-1, keepdims=True)), 0.0)
     if size := float((slope * slope).sum()):
         power += float((slope * np.where(shown, a - candidate, 0.0)).sum()) / size
         candidate = _raised(e, power)
