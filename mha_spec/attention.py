@@ -373,6 +373,11 @@ class AttentionSpec:
         norms = {"q_norm": self.qk_norm, "k_norm": self.qk_norm, "v_norm": self.v_norm}
         return {name: norm for name, norm in norms.items() if norm is not None}
 
+    @property
+    def wide_norms(self) -> dict[str, Norm]:
+        """Those of them that are over the width of all heads."""
+        return {} if self.latent is not None else {name: x for name, x in self.norms.items() if x.over == "width"}
+
     def norm_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """The parameters of one of the norms, `weight` and `bias`, and their shapes."""
         if self.latent is not None:

@@ -165,9 +165,8 @@ class _Layer(ParallelStyle):
         for name, axis in (("sinks", 0), ("relative_bias", 1)):
             _distribute(module, name, device_mesh, Shard(axis), self.src_data_rank)
         module.own_spec = _spec_of(module.spec, device_mesh.size(), device_mesh.get_local_rank())
-        for name, norm in module.spec.norms.items():
-            if norm.over == "width" and module.spec.latent is None and device_mesh.size() > 1:
-                getattr(module, name).width = _width_of(module.spec, name, device_mesh)
+        for name in module.spec.wide_norms if device_mesh.size() > 1 else ():
+            getattr(module, name).width = _width_of(module.spec, name, device_mesh)
 
         def enter(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
             entered: dict[int, Any] = {}  # one tensor in several places stays one

@@ -80,9 +80,9 @@ class Width:
 
     def raised_by_any(self, flags: Tensor) -> Tensor:
         """Flags of tokens, raised where any process raises them."""
-        from torch.distributed.tensor import DTensor, Partial
+        from torch.distributed.tensor import Partial
 
-        return DTensor.from_local(flags.to(torch.uint8), self.mesh, [Partial("max")]).full_tensor() > 0
+        return _raised(flags, self.mesh, [Partial("max")])
 
 
 class _Summed(torch.autograd.Function):
@@ -120,12 +120,18 @@ def raised_by_any(flags: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
     """
     if weight is None or not is_distributed(weight) or x.shape[-1] == weight.shape[1]:
         return flags
-    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor import Partial, Replicate
 
     distributed: Any = weight
     placements = [Partial("max") if held.is_shard(1) else Replicate() for held in distributed.placements]
-    raised = DTensor.from_local(flags.to(torch.uint8), distributed.device_mesh, placements)
-    return raised.full_tensor() > 0
+    return _raised(flags, distributed.device_mesh, placements)
+
+
+def _raised(flags: Tensor, mesh: Any, placements: list[Any]) -> Tensor:
+    """Flags, joined over the dimensions of a mesh that are `Partial`."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(flags.to(torch.uint8), mesh, placements).full_tensor() > 0
 
 
 def beside(x: Tensor, other: Tensor) -> Tensor:
@@ -181,11 +187,10 @@ def check_whole_heads(spec: AttentionSpec, q: Tensor) -> None:
     got = f"got {q.shape[-1] // spec.head_dim} of {spec.num_heads} heads"
     if spec.alibi is not None:
         raise ValueError(f"alibi must be divided by mha_torch.parallel.plan, for each head has its slope, {got}")
-    for name, norm in spec.norms.items():
-        if norm.over == "width" and spec.latent is None:
-            raise ValueError(
-                f"{name} must be divided by mha_torch.parallel.plan, for its mean square is that of all heads, {got}"
-            )
+    for name in spec.wide_norms:
+        raise ValueError(
+            f"{name} must be divided by mha_torch.parallel.plan, for its mean square is that of all heads, {got}"
+        )
 
 
 def check_heads_together(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:

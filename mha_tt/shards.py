@@ -79,12 +79,11 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
         return
     if spec.num_heads % size:
         raise ValueError(f"num_heads must be a multiple of the chips, got num_heads={spec.num_heads} and {size} chips")
-    for name, norm in spec.norms.items():
-        if spec.latent is None and norm.over == "width":
-            raise ValueError(
-                f"{name} must be over='head' to be divided, since that over the width of all heads needs a sum over "
-                f"chips, got {norm}"
-            )
+    for name, norm in spec.wide_norms.items():
+        raise ValueError(
+            f"{name} must be over='head' to be divided, since that over the width of all heads needs a sum over "
+            f"chips, got {norm}"
+        )
     if spec.alibi is not None:
         raise ValueError(
             f"alibi must be None to be divided, since all chips run one program, and the slopes of their heads differ, "

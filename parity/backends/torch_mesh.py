@@ -250,7 +250,7 @@ class _Joining:
 
     def project_with(self, weights: Any, spec: AttentionSpec) -> Callable[[str, Tensor], Tensor]:
         project, whole = mha_torch.project_with(weights, spec), self.module.spec
-        joined = {name for name, norm in spec.norms.items() if norm.over == "width" and spec.latent is None}
+        joined = {*spec.wide_norms}
         if whole.num_kv_heads % (whole.num_heads // spec.num_heads):
             joined |= {"k_proj", "v_proj"}
 

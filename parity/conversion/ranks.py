@@ -318,8 +318,8 @@ def _division(
 
 def norms_to_join(layout: Layout, specs: Mapping[str, AttentionSpec], count: int) -> list[str]:
     """The weights of norms over the width, in layers by their labels, whose mean squares so many ranks join."""
-    widths = {label: spec for label, spec in specs.items() if any(norm.over == "width" for norm in spec.norms.values())}
-    return [name for name in _norms_by_heads(layout, widths) if name.endswith(".weight")] if count > 1 else []
+    wide = {label: spec for label, spec in specs.items() if spec.wide_norms}
+    return [name for name in _norms_by_heads(layout, wide) if name.endswith(".weight")] if count > 1 else []
 
 
 def _norms_by_heads(layout: Layout, specs: Mapping[str, AttentionSpec]) -> list[str]:

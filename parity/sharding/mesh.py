@@ -172,11 +172,11 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
     """
     has_heads, spec = plan.tensor > 1, case.spec
     path, _, kind = program.rpartition(".")
-    wide = [norm for norm in spec.norms.values() if norm.over == "width" and spec.latent is None and has_heads]
-    of_norms = sum(2 if norm.kind == "layer" else 1 for norm in wide)
+    wide = spec.wide_norms if has_heads else {}
+    of_norms = sum(2 if norm.kind == "layer" else 1 for norm in wide.values())
     sums = int(has_heads and spec.out_proj)
     if kind == "gradient":
-        shared = [norm for norm in spec.norms.values() if not norm.per_head and norm not in wide]
+        shared = [name for name, norm in spec.norms.items() if not norm.per_head and name not in wide]
         sums = (
             int(has_heads)
             + int(plan.data > 1)

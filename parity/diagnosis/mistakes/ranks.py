@@ -141,7 +141,7 @@ def _of_heads(problem: Problem, plan: ShardPlan) -> Iterator[RankMistake]:
             ("gate", "output"),
             lambda ranks, rank: ranks.own(rank, _with(ranks, rank, ("gate_proj",), _first)),
         )
-    if without_widths(spec) != spec:
+    if spec.wide_norms:
         yield RankMistake(
             "rank-norm-over-own-width",
             "a norm over the width of all heads is taken over those of each rank",
