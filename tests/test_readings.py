@@ -84,6 +84,39 @@ def test_a_mistake_is_named_beside_what_is_recorded_otherwise(recorded):
         assert [each.hypotheses for each in diagnosis.explanations] == [("out_proj-transposed",)], str(diagnosis)
 
 
+FILLS = {"-inf": -np.inf, "-1e9": -1e9, "-1e4": -1e4, "the least": float(np.finfo(np.float32).min)}
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("name", ["scale-by-d-model", "causal-off-by-one", "mask-flipped"])
+def test_scores_recorded_after_the_mask_hide_no_mistake(fill, name):
+    """Neither one of the scores themselves, nor one of the mask that fills them."""
+    (made, *_) = (mistake for mistake in mistakes_for(GQA) if mistake.name == name)
+    problem, values = right(GQA, "float32", made)
+    shown = ~values["mask"] if name == "mask-flipped" else values["mask"]
+    values["scores"] = np.where(shown, FILLS[fill], values["scores"]).astype(np.float32)
+    diagnosis = diagnose(values, problem)
+    assert [each.hypotheses for each in diagnosis.explanations] == [(name,)], str(diagnosis)
+    assert not diagnosis.unknowns
+    assert set(diagnosis.conventions) == {"scores"}
+    assert all(each.error_before < 1e6 for each in diagnosis.explanations)
+
+
+def test_a_penalty_in_recorded_scores_is_named_as_from_the_output_alone():
+    (made,) = (mistake for mistake in mistakes_for(GQA) if mistake.name == "mask-penalty-filled")
+    problem, values = right(GQA, "float32", made)
+    values["scores"] = np.where(values["mask"], np.float32(-10.0), values["scores"])
+    for observed in (values, {"output": values["output"]}):
+        assert [each.hypotheses for each in diagnose(observed, problem).explanations] == [("mask-penalty-filled",)]
+
+
+def test_scores_that_are_large_everywhere_are_not_masked():
+    problem, values = right(GQA)
+    values["scores"] = values["scores"] * np.float32(1e5)
+    diagnosis = diagnose(values, problem)
+    assert (diagnosis.stage, [law.name for law in diagnosis.unknowns[0].findings.found]) == ("scores", ["factor"])
+
+
 @pytest.mark.parametrize("changed", ["scores", "attn_weights", "context", "output"])
 def test_what_follows_must_bear_a_reading_out(changed):
     """q is recorded before RoPE, and something after it is wrong, too."""

@@ -255,7 +255,8 @@ def _views(stages: Mapping[str, np.ndarray], right: Right, earlier: Sequence[_Vi
     views = []
     for way in ways:
         values = {name: reading.values for name, reading in way.items() if reading.values is not None}
-        replay = _replay(values, right, earlier)
+        masked = {name: reading.masked for name, reading in way.items() if reading.masked is not None}
+        replay = _replay(values, masked, right, earlier)
         before = {stage: replay.verdict(stage, ()) for stage in replay.stages}
         conventions = {name: reading.words for name, reading in way.items() if reading.words}
         is_weak = any(reading.is_weak for reading in way.values())
@@ -264,12 +265,18 @@ def _views(stages: Mapping[str, np.ndarray], right: Right, earlier: Sequence[_Vi
     return views
 
 
-def _replay(values: Mapping[str, np.ndarray], right: Right, earlier: Sequence[_View]) -> Replay:
+def _replay(
+    values: Mapping[str, np.ndarray], masked: Mapping[str, np.ndarray], right: Right, earlier: Sequence[_View]
+) -> Replay:
     """That of observed values; where they were taken so before, and something else was allowed, with what it has."""
+
+    def is_kept(name: str, before: np.ndarray) -> bool:
+        return before is values[name] or (name in masked and np.array_equal(before, values[name], equal_nan=True))
+
     for replay in (view.replay for view in earlier):
-        if replay.observed.keys() == values.keys() and all(replay.observed[name] is x for name, x in values.items()):
+        if replay.observed.keys() == values.keys() and all(is_kept(name, x) for name, x in replay.observed.items()):
             return replay.with_choice(right.choice)
-    return Replay(right.problem, values, right.arithmetic, right.choice, right)
+    return Replay(right.problem, values, right.arithmetic, right.choice, right, masked)
 
 
 def _is_borne_out(name: str, found: Mapping[str, Read]) -> bool:

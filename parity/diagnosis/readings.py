@@ -20,14 +20,14 @@ from parity.core.problem import Problem
 from parity.core.stages import STAGES, Stage, Step, stage_named
 from parity.core.weights import is_floating
 from parity.diagnosis.choices import Choice
+from parity.diagnosis.masked import masked_cells
 from parity.diagnosis.mistakes import wrong_layer
 from parity.diagnosis.mistakes.record import Changed, instead
 
-FAR_BELOW = 20.0
-"""How far below every score that is seen a hidden one lies at least, if it is masked."""
-
 PENALTY = -100.0
 """What an additive mask takes from hidden scores at least."""
+
+AFTER_MASK = "is recorded after the mask"
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,15 @@ class Reading:
         values: the stage as ours is; None where it cannot be told from what was recorded.
         is_certain: whether nothing that follows has to bear it out: it is a matter of axes, or of what nothing reads.
         is_weak: whether what nothing reads holds something, and not 0: a mistake that explains all would say why.
+        masked: the cells of scores that hold a mask's number instead of a score, and so are not judged; None if
+            there are none. The values are the reference's there.
     """
 
     words: str
     values: np.ndarray | None
     is_certain: bool = False
     is_weak: bool = False
+    masked: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -215,8 +218,11 @@ class _Reader:
             return Read(as_ours, as_ours)
         shaped = list(self._shaped(typed))
         agreed = next(self._agreeing(typed, shaped), None)
-        words = f"has shape {x.shape}, and should have {self.expected.shape}"
-        return Read(shaped[0] if shaped else None, agreed, "" if shaped else words)
+        if not shaped:
+            return Read(None, agreed, f"has shape {x.shape}, and should have {self.expected.shape}")
+        plain = self._masked(shaped[0])
+        is_right = plain.masked is not None and plain.values is not None and self.right.agrees(self.name, plain.values)
+        return Read(plain, plain if is_right else agreed)
 
     def _as_typed(self, x: np.ndarray, typed: np.ndarray) -> str:
         """What to say of a mask that is no array of booleans."""
@@ -344,18 +350,21 @@ class _Reader:
             if quantity == "q":
                 yield "is recorded after the scale", (wide / scale).astype(x.dtype)
             yield "is recorded after the root of the scale", (wide / math.sqrt(abs(scale) or 1.0)).astype(x.dtype)
-        if quantity == "scores":
-            yield from self._unmasked(x)
+        masked = self._masked(Reading("", x))
+        if masked.values is not None and masked.masked is not None:
+            values = np.where(masked.masked, self.expected, masked.values / spec.score_scale)
+            yield f"{AFTER_MASK} and before the scale", values
 
-    def _unmasked(self, x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """Scores with what is hidden as the reference has it, if it is far below all that is seen."""
+    def _masked(self, form: Reading) -> Reading:
+        """Scores that were recorded after a mask, which are judged in the other cells; anything else as it is."""
+        if self.stage.quantity != "scores" or form.values is None:
+            return form
         hidden = self.right.values[str(Stage("mask", self.stage.path, step=self.stage.step))]
-        wide = x.astype(np.float64)
-        least = wide[~hidden].min(initial=0.0) - FAR_BELOW
-        if hidden.any() and not (wide[hidden] > least).any() and not np.isnan(wide[hidden]).any():
-            values = np.where(hidden, self.expected, x)
-            yield "is recorded after the mask", values
-            yield "is recorded after the mask and before the scale", values / self.right.problem.spec.score_scale
+        cells = masked_cells(form.values, self.expected, hidden, lambda x: self.right.agrees(self.name, x))
+        if cells is None:
+            return form
+        values = np.where(cells, self.expected, form.values).astype(form.values.dtype)
+        return Reading(_joined(form.words, AFTER_MASK), values, is_certain=True, masked=cells)
 
     def _shown(self) -> Iterator[tuple[str, Changed]]:
         """How the reference itself would record it."""

@@ -53,7 +53,8 @@ class Replay:
         observed: stages of the reference's, in its shapes.
         arithmetic: of the hardware.
         choice: what is allowed in the same precision.
-        right: what the reference gives; computed when absent.
+        right: what the reference gives; computed by default.
+        masked: the cells of observed stages that are not judged.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Replay:
         arithmetic: str,
         choice: Choice = AS_THE_REFERENCE,
         right: Right | None = None,
+        masked: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         self.problem, self.arithmetic, self.choice = problem, arithmetic, choice
         right = right or Right(problem, arithmetic, choice, remembering())
@@ -70,6 +72,7 @@ class Replay:
         self.steps = [list(found) for found in right.by_step]
         self.step_of = {name: index for index, names in enumerate(self.steps) for name in names}
         self.observed = {name: x for name, x in observed.items() if name in values}  # gradients are not explained
+        self._masked = masked or {}
         self.stages = [name for name in values if name in self.observed]
         known = [*mistakes_for(problem.case), *permuted_heads(values, self.observed)]
         known += low_products() if len(self.stages) == 1 else []  # of more the size of the noise tells
@@ -170,8 +173,16 @@ class Replay:
             self._verdicts[key] = self._judged(*key)
         return self._verdicts[key]
 
+    def _actual(self, stage: str, expected: np.ndarray) -> np.ndarray:
+        """An observed stage, with what is expected in the cells that are not judged."""
+        actual, masked = self.observed[stage], self._masked.get(stage)
+        if masked is None or expected.shape != actual.shape:
+            return actual
+        return np.where(masked, expected, actual).astype(actual.dtype)
+
     def _judged(self, stage: str, mistakes: Mistakes, quick: bool, kind: str) -> Verdict:
-        expected, actual = self.computed(self.step_of[stage], mistakes, stage=stage)[stage], self.observed[stage]
+        expected = self.computed(self.step_of[stage], mistakes, stage=stage)[stage]
+        actual = self._actual(stage, expected)
         if actual.shape != expected.shape:
             return Verdict(math.inf, math.inf)
         if stage_named(stage).is_exact:
@@ -224,10 +235,11 @@ class Replay:
             mistakes: in what it is compared with.
             is_over: whether no time is left to try numbers of the specification, and parts of the layer.
         """
-        index, actual = self.step_of[stage], self.observed[stage]
+        index = self.step_of[stage]
         with np.errstate(all="ignore"):
             values = self._values_before(index, self._steps(self.problem, mistakes))
         expected = self.computed(index, mistakes)[stage]
+        actual = self._actual(stage, expected)
         if actual.shape != expected.shape:
             return None
 
