@@ -10,8 +10,9 @@ from released_models import SMALL
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+import mha_torch
 from mha_spec import Rope
-from parity import from_transformers, load, run_model, specs_of
+from parity import from_transformers, load, load_into, run_model, specs_of
 from parity.cli.main import main
 from parity.conversion.layers import open_layers
 from parity.conversion.prefixes import names_under
@@ -300,3 +301,82 @@ def test_configurations_of_no_model_are_refused(family, changes):
     config = json.loads(transformers.AutoConfig.for_model(family).to_json_string(use_diff=False))
     with pytest.raises(ValueError, match="must"):
         specs_of(config | changes)
+
+
+# ---- Live modules ----------------------------------------------------------------------------------------------------
+
+
+def difference(module, found, x, **kwargs):
+    """How far a layer of ours is from a module of transformers, and the module from zero."""
+    spec, weights = found
+    ours = mha_torch.MultiHeadAttention(spec)
+    load_into(ours.eval(), weights, spec)
+    with torch.no_grad():
+        theirs = module(x, **kwargs)[0]
+        return float((ours(x)[0] - theirs).abs().max()), float(theirs.abs().max())
+
+
+@pytest.mark.parametrize("name", ["T5", "MT5", "SwitchTransformers"])
+def test_a_module_without_the_table_of_another_block_is_refused(name):
+    config = getattr(transformers, f"{name}Config")(
+        d_model=32, d_kv=8, d_ff=16, num_layers=2, num_heads=4, vocab_size=16, decoder_start_token_id=0
+    )
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    first, second = (model.encoder.block[i].layer[0].SelfAttention for i in (0, 1))
+    x = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
+    error, size = difference(
+        first, from_transformers(first, config, 0, path="encoder.block.0.layer.0.SelfAttention"), x
+    )
+    assert error < 1e-5 * size
+    for path in (None, "encoder.block.1.layer.0.SelfAttention"):
+        with pytest.raises(ValueError, match=r"block\.0\.layer\.0\.SelfAttention\.relative_attention_bias\.weight"):
+            from_transformers(second, config, 1, path=path)
+
+
+def test_the_output_bias_of_gpt_neox_japanese_is_part_of_its_last_layer():
+    config = transformers.GPTNeoXJapaneseConfig(**SMALL, intermediate_multiple_size=1)
+    model = transformers.GPTNeoXJapaneseModel(config).eval()
+    model.layers[1].attention.dense_bias.data.normal_()
+    seen = {}
+    for index in (0, 1):  # the module returns the bias, and its caller adds it
+        model.layers[index].attention.register_forward_hook(
+            lambda module, args, output, index=index: seen.update({index: (args[0], output[0], output[2])})
+        )
+    with torch.no_grad():
+        model(torch.arange(3, 14)[None])
+    for index in (0, 1):
+        spec, weights = from_transformers(model.layers[index].attention, config, index)
+        x, output, bias = seen[index]
+        assert spec.out_bias == (bias is not None) == (index == 1)
+        ours = load_into(mha_torch.MultiHeadAttention(spec).eval(), weights, spec)
+        with torch.no_grad():
+            found = ours(x, mask=mha_torch.create_causal_mask(x.shape[1]))[0]
+        torch.testing.assert_close(found, output if bias is None else output + bias)
+
+
+def test_a_module_of_another_part_is_not_taken_for_the_text():
+    vision = VISION | {"num_attention_heads": 4, "mit_hidden_size": 32, "mit_intermediate_size": 16}
+    vision |= {"mit_num_hidden_layers": 1, "mit_num_attention_heads": 2}
+    config = transformers.XCLIPConfig(text_config=TEXT, vision_config=vision, projection_dim=8)
+    model = transformers.XCLIPModel(config).eval()
+    text = model.text_model.encoder.layers[0].self_attn
+    error, size = difference(text, from_transformers(text, config, 0), torch.randn(1, 5, 32))
+    assert error < 1e-5 * size
+    for module in (model.mit.encoder.layers[0].self_attn, model.vision_model.encoder.layers[0].self_attn):
+        with pytest.raises(ValueError, match="vision_config"):
+            from_transformers(module, config, 0)
+    with pytest.raises(ValueError, match="2 heads"):  # also by the text's own configuration
+        from_transformers(model.mit.encoder.layers[0].self_attn, config.text_config, 0)
+
+
+def test_a_size_of_heads_that_transformers_has_by_itself_is_asked_for():
+    options = {**SMALL, "num_key_value_heads": 2, "layer_types": ["full_attention"] * 2, "rope_parameters": None}
+    options |= {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    options |= {"shared_expert_intermediate_size": 8}
+    config = transformers.AutoConfig.for_model("kolibri1", **options)
+    module = transformers.AutoModel.from_config(config).layers[0].self_attn
+    values = config.to_dict()
+    assert from_transformers(module, values, 0)[0].head_dim == module.head_dim == 128
+    del values["head_dim"]
+    with pytest.raises(ValueError, match="head_dim"):
+        specs_of(values)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mha_spec import AttentionSpec
 from parity.conversion.layouts import LAYOUTS, to_canonical
 from parity.conversion.layouts.detection import DoesNotFit
+from parity.conversion.layouts.views import shapes_in
 from parity.core.weights import Weights
 from parity.models.config import values_of
-from parity.models.specs import known_parts, sections_named, sections_of, specs_of
+from parity.models.specs import ModelLayer, known_parts, sections_named, sections_of, specs_of, why_unknown
 
 
 def from_transformers(
@@ -24,19 +26,20 @@ def from_transformers(
         path: where it lies, in models in which several modules of one number fit: `decoder.layers.3.encoder_attn`.
 
     Returns:
-        What it computes, by the configuration alone; and its weights by their canonical names, (out, in).
+        What it computes, by the configuration alone; and its weights by their canonical names, (out, in). The last
+        layer of GPT-NeoX-Japanese includes the bias of the output, which its module returns for the caller to add.
 
     Raises:
         OSError: if there is no such folder.
         TypeError: if the number of the layer is not known.
-        ValueError: if the configuration is not understood, has no such layer, or the module holds other weights than
-            that layer.
+        ValueError: if the configuration is not understood, has no such layer, the module holds other weights than
+            that layer or has other heads, or it computes with a weight that another module holds.
     """
     values = values_of(config)
     index = getattr(module, "layer_idx", None) if layer_idx is None else layer_idx
     if isinstance(index, bool) or not isinstance(index, int):
         raise TypeError(f"layer_idx must be the number of a layer, got layer_idx={index!r}")
-    parts = known_parts(values) or {"": values}
+    parts = _parts_of(module, values)
     named = sections_named(path or "", sections_of(values))
     layers = [layer for name, part in parts.items() if not named or name in named for layer in specs_of(part)]
     of_index = [layer for layer in layers if layer.index == index and (path is None or layer.is_at(path))]
@@ -46,13 +49,64 @@ def from_transformers(
     for layer in of_index:
         if layer.spec is None:
             refusals.append(f"layer {index} is {layer.kind}, which is not attention over keys")
-            continue
-        try:
-            found[layer.spec], _ = to_canonical(tensors, LAYOUTS[layer.layout], spec=layer.spec)
-        except DoesNotFit as error:
-            refusals.append(str(error))
+        elif (count := _num_heads(module)) not in (None, layer.spec.num_heads):
+            refusals.append(f"{count} heads where layer {index} has {layer.spec.num_heads}")
+        else:
+            try:
+                found[layer.spec], _ = to_canonical(tensors, LAYOUTS[layer.layout], spec=layer.spec)
+            except DoesNotFit as error:
+                _check_borrowed(tensors, layer, path)
+                refusals.append(str(error))
     if len(found) != 1:
         which = "; path=… tells which" if found else ""
         reasons = [str(spec) for spec in found] if found else refusals
         raise ValueError(f"module must be one layer of the model, got {' or '.join(reasons)}{which}")
     return next(iter(found.items()))
+
+
+def _parts_of(module: Any, values: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The configurations of the parts that a module may belong to, by their keys.
+
+    A module of transformers keeps the configuration of its own part.
+
+    Raises:
+        ValueError: if that part is of an unknown family.
+    """
+    parts = known_parts(values) or {"": values}
+    own = getattr(getattr(module, "config", None), "model_type", None)
+    names = [name for name in sections_of(values) if own and values[name].get("model_type") == own]
+    if names and parts.keys().isdisjoint(names):
+        raise ValueError(
+            f"module must be of a part of a known family, got one of {names[0]}: {why_unknown(values[names[0]])}"
+        )
+    return {name: part for name, part in parts.items() if not names or name in names}
+
+
+def _check_borrowed(tensors: Mapping[str, Any], layer: ModelLayer, path: str | None) -> None:
+    """Refuse a module that computes with a weight of another module, as T5's blocks after the first.
+
+    Raises:
+        ValueError: if the tensors are those of the layer but for such a weight.
+    """
+    borrowed = layer.shared.keys() - tensors.keys()
+    wanted = shapes_in(LAYOUTS[layer.layout], layer.spec) if borrowed and layer.spec is not None else {}
+    own = {name: shape for name, shape in wanted.items() if name not in borrowed}
+    if borrowed and own == {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
+        which = "" if path else ", unless path=… names another layer"
+        raise ValueError(
+            f"module must hold all that it computes with, got none of {layer.shared[min(borrowed)]}, which "
+            f"{layer.path} uses{which}; parity.load reads such a layer from the files of the model"
+        )
+
+
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+"""Attributes with the number of query heads in modules of transformers."""
+
+
+def _num_heads(module: Any) -> int | None:
+    """The number of query heads that a module says it has, or None."""
+    for each in module.modules():
+        for name in HEAD_COUNTS:
+            if type(count := getattr(each, name, None)) is int:
+                return count
+    return None

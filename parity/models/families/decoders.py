@@ -421,7 +421,7 @@ DECODERS: dict[str, Family] = {
         ),
     ),
     "hyperclovax": family(BIASES, scale=_scale_of_hyperclovax),
-    "kolibri1": family(HEADS, qk_norm=norm(), window_size=SLIDING, rope=_exaone4, kind=every(5)),
+    "kolibri1": family(HEADS, WIDTH, qk_norm=norm(), window_size=SLIDING, rope=_exaone4, kind=every(5)),
     "ernie4_5_moe": family(
         HEADS, PAIRED, qkv_bias=key("use_bias", default=False), out_bias=key("use_bias", default=False)
     ),
