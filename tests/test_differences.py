@@ -570,3 +570,14 @@ def test_layers_that_differ_in_more_than_weights_are_refused():
         compare_weights(weights, PLAIN, weights, replace(PLAIN, soft_cap=3.0))
     with pytest.raises(ValueError, match=r"missing \['q_proj.bias'\]"):
         compare_weights(weights, PLAIN, {name: x for name, x in weights.items() if name != "q_proj.bias"}, PLAIN)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize(("value", "other"), [(1e-310, 1e300), (-1e308, 1e308)])
+def test_values_at_the_ends_of_float64_are_compared_without_warnings(value, other, tmp_path, capsys):
+    for name, each in (("a", value), ("b", other)):
+        weights = {name: array.astype(np.float64) for name, array in random_weights(PLAIN).items()}
+        weights["q_proj.weight"][0, 0] = each
+        parity.save(tmp_path / f"{name}.npz", weights, PLAIN)
+    assert main(["verify", str(tmp_path / "a.npz"), str(tmp_path / "b.npz")]) == 1
+    assert "Warning" not in capsys.readouterr().err

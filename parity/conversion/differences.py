@@ -144,6 +144,7 @@ def _law_in_words(law: Law | None, first: TensorDifference, count: int) -> list[
     return lines + [f"  see       mha-parity bugs {law.page}"] * bool(law.page)
 
 
+@np.errstate(over="ignore", invalid="ignore")  # values that no narrower dtype holds, or whose difference is infinite
 def compare_weights(
     weights: Mapping[str, Any], spec: AttentionSpec, other: Mapping[str, Any], other_spec: AttentionSpec
 ) -> WeightsComparison:

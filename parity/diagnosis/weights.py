@@ -18,6 +18,7 @@ from parity.core.weights import Weights
 from parity.diagnosis.diagnose import Diagnosis, Explanation, Unknown, diagnose
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec) -> Diagnosis:
     """Find the mistakes in the second of two sets of weights that should hold the same attention.
 
@@ -28,8 +29,7 @@ def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, othe
         ValueError: if the layers differ in more than their weights.
     """
     problem, other_problem = probe(weights, spec, other, other_spec)
-    with np.errstate(over="ignore", invalid="ignore"):
-        observed = run_steps(reference.steps(other_problem, problem.dtype))
+    observed = run_steps(reference.steps(other_problem, problem.dtype))
     diagnosis = diagnose(observed, problem)
     if diagnosis.is_wrong and diagnosis.kind != "structure" and (ways := _common_ways(weights, other)):
         return _rounded(diagnosis, ways)
