@@ -525,7 +525,7 @@ def test_a_config_beside_the_file_tells_the_heads_and_convert_says_so(source, tm
     config_beside(tmp_path / "source.safetensors")
     arguments = [source, str(tmp_path / "b.npz"), "--from", "transformers.LLaMA", "--prefix", PREFIX]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 0
-    assert "4 x 6, key/value 2 (from config.json, --rope-theta 500): " in capsys.readouterr().out
+    assert "4 x 6, key/value 2 (from config.json, RoPE theta 500): " in capsys.readouterr().out
     with open_tensors(tmp_path / "b.npz") as file:
         assert AttentionSpec.from_json(file.metadata["spec"]) == SPEC
     assert main(["inspect", source]) == 0

@@ -115,7 +115,7 @@ def print_conversion(converted: Converted, layout: str, out: Console) -> None:
     layers, spec = converted.layers, converted.spec
     heads = f", {spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}" if spec else ""
     if converted.heads_from:
-        theta = f", --rope-theta {spec.rope.theta:g}" if spec and spec.rope is not None else ""
+        theta = f", RoPE theta {spec.rope.theta:g}" if spec and spec.rope is not None else ""
         heads += f" (from {converted.heads_from}{theta})"
     out.print(
         f"{counted(len(layers), 'attention layer')}{heads}: {converted.source} -> {layout}; "
