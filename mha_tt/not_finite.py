@@ -4,6 +4,8 @@
 made 0 before, and the rows that see it are made NaN afterwards. Where everything is finite, nothing changes.
 """
 
+from __future__ import annotations
+
 import ttnn
 from jaxtyping import Float
 from ttnn import Tensor

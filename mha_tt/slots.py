@@ -3,6 +3,8 @@
 And where new tokens of many sequences lie before they are written. Slots in pages are (pages, K, slots of a page, H).
 """
 
+from __future__ import annotations
+
 import numpy as np
 import ttnn
 from jaxtyping import Int

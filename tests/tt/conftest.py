@@ -1,5 +1,8 @@
 """What the tests of `mha_tt` share: the device, and what goes to it. `tests/conftest.py` needs JAX and is left out."""
 
+from __future__ import annotations
+
+import atexit
 import gc
 import os
 import subprocess
@@ -31,6 +34,8 @@ torch.set_num_threads(1)
 # What torch and ttnn hold for good need not be looked through for garbage, again and again.
 gc.freeze()
 gc.set_threshold(50_000, 20, 50)
+# At exit they are garbage, and nanobind reports what is left of ttnn as leaks.
+atexit.register(gc.unfreeze)
 
 
 def pytest_report_header() -> str:

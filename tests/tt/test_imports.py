@@ -47,6 +47,15 @@ def test_mha_tt_works_without_torch_and_the_other_siblings(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+def test_a_process_of_tests_reports_no_leaks():  # nanobind reports whatever of ttnn outlives the interpreter
+    here = Path(__file__).parent
+    test = here / "test_norms.py::test_weights_go_in_and_out_bit_for_bit"
+    command = [sys.executable, "-m", "pytest", "-q", test, "--confcutdir", here]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here.parents[1])
+    assert result.returncode == 0, result.stdout
+    assert "nanobind" not in result.stdout + result.stderr
+
+
 def test_values_without_torch_say_that_they_need_it(tmp_path):  # the control of the test above
     result = run(tmp_path, WITHOUT_THE_OTHERS, USE_VALUES)
     assert "ModuleNotFoundError: mha_tt.mock needs torch for values" in result.stderr
