@@ -320,6 +320,7 @@ def test_inspect_writes_json(source, tmp_path):
             "heads": "4 x 6, key/value 2",
             "dtype": "float32",
             "is_stacked": False,
+            "packing": "",
         }
     ]
 

@@ -32,6 +32,7 @@ class Found:
         heads: the heads, if the shapes or another file determine them, or why not.
         dtype: of their tensors.
         is_stacked: they are one array on a leading axis.
+        packing: the order of heads in packed tensors, which no shape shows.
     """
 
     prefix: str
@@ -40,6 +41,7 @@ class Found:
     heads: str
     dtype: str
     is_stacked: bool = False
+    packing: str = ""
 
 
 def find_layers(file: TensorFile, **heads: Any) -> list[Found]:
@@ -82,6 +84,7 @@ def find_layers(file: TensorFile, **heads: Any) -> list[Found]:
                     among = of_other_heads if isinstance(error, HeadsDoNotFit) else found
                     words = str(error).removeprefix(f"{first}: ")
                 dtype = file.infos[prefixes[first]].dtype.name
-                among.append(Found(prefix, (1 + len(others)) * size, layout.name, words, dtype, is_stacked))
+                count = (1 + len(others)) * size
+                among.append(Found(prefix, count, layout.name, words, dtype, is_stacked, layout.packing))
     fitting = {each.prefix for each in found}
     return found + [each for each in of_other_heads if each.prefix not in fitting]

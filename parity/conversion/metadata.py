@@ -251,14 +251,16 @@ def sources(
     if layouts and all(layouts):
         return [(each, LAYOUTS[layout]) for each, layout in zip(prefixes, layouts, strict=True)]
     shapes = {name: info.shape for name, info in file.infos.items()}
+    found = [(each, p) for each in LAYOUTS.values() for p in fitting_prefixes(shapes, each)]
+    packings = {each.packing for each, _ in found}
     fitting = [
-        f"{what}={each.name!r} with prefix={p!r}" for each in LAYOUTS.values() for p in fitting_prefixes(shapes, each)
+        f"{what}={each.name!r} with prefix={p!r}{f' ({each.packing})' if each.packing else ''}" for each, p in found
     ]
     why = known.beside.why_unknown
     raise ValueError(
         f"{what} must be given for {path}, whose metadata do not have it; "
         f"{f'{either(fitting)} fits' if fitting else '`mha-parity inspect` lists what is in it'}"
-        f"{f'; {why}' if why else ''}"
+        f"{'; no shape shows the order of packed heads' if len(packings) > 1 else ''}{f'; {why}' if why else ''}"
     )
 
 

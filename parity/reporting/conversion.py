@@ -57,16 +57,10 @@ def print_layout(layout: Layout, out: Console) -> None:
             words = {"...": "as they are", "d e": "transposed", "d n h": "transposed, heads as an axis"}[tensor.axes]
             table.add_row(tensor.name, tensor.holds, words)
         out.print(table)
-    of_group = {"q": "queries", "k": "key", "v": "value", "g": "gate"}
     if shared := [tensor.name for tensor in layout.tensors if tensor.is_shared]:
         out.print(f"one projection for keys and values: {', '.join(shared)}, where both are made alike")
-    packed = (tensor for tensor in layout.tensors if len(tensor.parts) > 1 and not tensor.is_shared)
-    for holds in dict.fromkeys(tensor.holds for tensor in packed):
-        by_group = "each head's " if holds == "qg" else "each group's "
-        by_group += ", then its ".join(of_group[projection] for projection in holds)
-        by_projection = "all " + ", then all ".join(holds)
-        by_projection = f"in each of {layout.blocks} blocks {by_projection}" if layout.blocks > 1 else by_projection
-        out.print(f"heads in a packed tensor: {by_group if layout.grouped else by_projection}")
+    for order in filter(None, layout.packing.split("; ")):
+        out.print(f"heads in a packed tensor: {order}")
     out.print(f"RoPE pairs: {'(i, i + H/2)' if layout.rope == 'half' else '(2 i, 2 i + 1)'}")
     for rule in layout.rules:
         out.print(f"rule: {RULES[rule].words}")
@@ -99,7 +93,8 @@ def print_inspection(path: str, file: TensorFile, found: list[Found], out: Conso
         table.add_column(column, overflow="fold", no_wrap=column == "prefix")  # one copies it from here
     for layer in found:
         count = f"{layer.layers}, stacked" if layer.is_stacked else str(layer.layers)
-        table.add_row(Text(layer.prefix), count, layer.layout, Text(layer.heads))
+        packed = f"; packed: {layer.packing}" if layer.packing else ""
+        table.add_row(Text(layer.prefix), count, layer.layout, Text(f"{layer.heads}{packed}"))
     if found:
         out.print(table)
 

@@ -174,6 +174,19 @@ class Layout:
         """The tensors of all forms."""
         return list(dict.fromkeys(tensor for form in self.forms for tensor in form))
 
+    @property
+    def packing(self) -> str:
+        """The order of heads in each packed tensor, in words; empty if no tensor holds several projections."""
+        packed = (tensor.holds for tensor in self.tensors if len(tensor.parts) > 1 and not tensor.is_shared)
+        return "; ".join(self._order_of(holds) for holds in dict.fromkeys(packed))
+
+    def _order_of(self, holds: str) -> str:
+        if not self.grouped:
+            order = "all " + ", then all ".join(holds)
+            return f"in each of {self.blocks} blocks {order}" if self.blocks > 1 else order
+        words = {"q": "queries", "k": "key", "v": "value", "g": "gate"}
+        return ("each head's " if holds == "qg" else "each group's ") + ", then its ".join(map(words.get, holds))
+
     def ignores(self, name: str, others: Iterable[str] = ()) -> bool:
         """Whether a name under the prefix of a layer is not a weight, by the layout or by other patterns."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored, *others))
