@@ -301,7 +301,7 @@ def test_rows_that_a_kernel_lost_are_told_as_such_and_no_mistake_is_named(case, 
         given |= {name: stages[name] for name in ("mask", "q", "k", "v")}
         given["context"] = context.astype(stages["context"].dtype)
     diagnosis = diagnose(given, problem, arithmetic="tensix")
-    assert (diagnosis.kind, names_of(diagnosis)) == ("unknown", [])
+    assert (diagnosis.kind, names_of(diagnosis)) == ("law", [])
     assert diagnosis.unknowns[0].findings is not None
     law = diagnosis.unknowns[0].findings.found[0]
     if only:

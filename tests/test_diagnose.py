@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import parity
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, RelativeBias, Rope
 from parity import CASES, Case, make_problem, random_weights
 from parity.backends import driver
 from parity.backends.record import record
@@ -22,7 +22,9 @@ from parity.core.trace import Reference
 from parity.core.weights import dtype_named
 from parity.diagnosis.diagnose import diagnose, observe
 from parity.diagnosis.mistakes import mistakes_for, wrong_layer
+from parity.diagnosis.mistakes.record import Changed
 from parity.diagnosis.selftest import SELFTEST_CASES, mistakes_in, planted
+from parity.diagnosis.verdicts import UNNAMED
 from parity.diagnosis.weights import diagnose_weights
 from parity.running.run import run_cases
 
@@ -114,7 +116,7 @@ def test_every_mistake_is_told_from_every_other(case, name):
     made = mistake(case, name)
     diagnosis = diagnose(observed_in(problem, [made]), problem)
     if is_nearest:
-        assert diagnosis.kind == "unknown"
+        assert diagnosis.kind in UNNAMED
         assert diagnosis.nearest[0][0] == made.about
         return
     assert names_of(diagnosis) == [name]
@@ -331,8 +333,42 @@ def test_what_no_mistake_explains_is_said_to_be_unknown():
     observed["context"] = observed["context"] * np.linspace(0.5, 2.0, 8, dtype=np.float32)
     del observed["output"]  # which agrees, so that nothing would be wrong
     diagnosis = diagnose(observed, problem)
-    assert (diagnosis.kind, diagnosis.stage, diagnosis.unexplained) == ("unknown", "context", "context")
-    assert "no mistake known here explains it" in str(diagnosis)
+    assert (diagnosis.kind, diagnosis.stage, diagnosis.unexplained) == ("law", "context", "context")
+    assert diagnosis.unknowns[0].law.name == "factor"
+
+
+def dropped(weights):
+    return np.where(np.random.default_rng(0).random(weights.shape) < 0.1, 0.0, weights / 0.9).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "law", "number"),
+    [(dropped, "dropout", 0.1), (lambda weights: weights.swapaxes(2, 3).copy(), "transposed", None)],
+)
+def test_a_verified_law_is_the_headline(change, law, number):
+    problem = make_problem(CASES["causal"], "float32")
+    override = {"attn_weights": lambda _, original, values: {"attn_weights": change(original(values)["attn_weights"])}}
+    observed = observed_in(problem, [Changed(override)])
+    stages = ("q", "k", "v", "scores", "attn_weights", "context", "output")
+    diagnosis = diagnose({name: observed[name] for name in stages}, problem)
+    assert (diagnosis.kind, diagnosis.stage, names_of(diagnosis)) == ("law", "attn_weights", [])
+    found = diagnosis.unknowns[0].law
+    assert found.name == law
+    assert number is None or found.numbers["p"] == pytest.approx(number, rel=1e-4)
+    assert diagnosis.headline.endswith(found.words)
+    assert "unknown" not in str(diagnosis)
+
+
+def test_a_maximum_distance_of_the_relative_bias_is_found_as_a_number():
+    bias = RelativeBias(32, 40, bidirectional=False)
+    spec = AttentionSpec(32, 4, relative_bias=bias)
+    problem = make_problem(Case("t5", spec, "a decoder of T5", seq_len=48, is_causal=True), "float32")
+    wrong = replace(problem.case, spec=replace(problem.spec, relative_bias=replace(bias, max_distance=128)))
+    observed = observed_in(replace(problem, case=wrong))
+    for stages in (("scores", "output"), ("output",)):
+        diagnosis = diagnose({name: observed[name] for name in stages}, problem)
+        law = diagnosis.unknowns[0].law
+        assert (diagnosis.kind, law.name, law.numbers) == ("law", "max_distance", {"value": 128, "expected": 40})
 
 
 def test_a_wrong_output_of_the_module_is_not_a_way_to_record_it():
@@ -340,7 +376,7 @@ def test_a_wrong_output_of_the_module_is_not_a_way_to_record_it():
     observed = observed_in(problem)
     observed["module.output"] = observed["module.output"] * np.linspace(0.5, 2.0, 32, dtype=np.float32)
     diagnosis = diagnose(observed, problem)
-    assert (diagnosis.kind, diagnosis.unexplained) == ("unknown", "module.output")
+    assert (diagnosis.kind, diagnosis.unexplained) == ("law", "module.output")
 
 
 def test_a_known_mistake_before_an_unknown_one_is_named():
@@ -349,8 +385,9 @@ def test_a_known_mistake_before_an_unknown_one_is_named():
     observed = observed_in(problem, [mistake(case, "rope-missing")])
     observed["output"] = observed["output"] + np.float32(0.25)
     diagnosis = diagnose({name: x for name, x in observed.items() if "." not in name}, problem)
-    assert (diagnosis.kind, names_of(diagnosis), diagnosis.unexplained) == ("unknown", ["rope-missing"], "output")
-    assert "output still differs" in str(diagnosis)
+    assert (diagnosis.kind, names_of(diagnosis), diagnosis.unexplained) == ("law", ["rope-missing"], "output")
+    assert diagnosis.unknowns[0].law.name == "offset"
+    assert diagnosis.headline.startswith("rope-missing: ")
 
 
 def test_a_mistake_that_moves_noise_alone_is_not_named():
@@ -432,9 +469,9 @@ def test_outputs_alone_are_never_blamed_on_precision(case, before):
 def test_a_factor_on_one_stage_is_not_precision(stage):
     problem = make_problem(CASES["rope-gqa"], "float32")
     wrong = {stage: observed_in(problem)[stage] * np.float32(1.0003)}
-    assert diagnose(wrong, problem).kind == "unknown"
+    assert diagnose(wrong, problem).kind == "law"
     whole = diagnose({**observed_in(problem), **wrong}, problem)
-    assert whole.kind == ("unknown" if stage == "output" else "convention")  # what follows q agrees
+    assert whole.kind == ("law" if stage == "output" else "convention")  # what follows q agrees
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

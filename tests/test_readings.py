@@ -244,7 +244,7 @@ def test_what_nothing_explains_is_told_with_where_and_by_what_law():
     q = values["q"].copy()
     q[:, 3] *= np.float32(1.25)
     diagnosis = diagnose({"q": q}, problem)
-    assert diagnosis.kind == "unknown"
+    assert diagnosis.kind == "law"
     assert "only head 3" in diagnosis.unknowns[0].where
     assert "1.25" in diagnosis.unknowns[0].laws[0]
     assert "1.25" in str(diagnosis)
@@ -273,7 +273,7 @@ def test_assert_parity_may_leave_the_diagnosis_out():
         parity.assert_parity(values["output"] * 1.5, problem=problem)
     with pytest.raises(AssertionError) as short:
         parity.assert_parity(values["output"] * 1.5, problem=problem, diagnose=False)
-    assert "no mistake known here explains it" in str(whole.value)
+    assert len(str(whole.value)) > len(str(short.value))
     assert str(whole.value).startswith(str(short.value))
 
 

@@ -157,20 +157,28 @@ def _told(view: _View, found: Found, untried: str) -> Diagnosis:
         return view.diagnosis("precision", explanations=[explanation])
     if unknowns and not explanations:
         if view.agrees_in_the_end and not any(_is_serious(unknown) for unknown in unknowns):
-            words = "differs from the reference, in a way that is not known here"
-            conventions = {**view.conventions, **{unknown.stage: words for unknown in unknowns}}
+            words = {each.stage: _in_a_way(each) for each in unknowns}
+            conventions = {**view.conventions, **words}
             return replace(view.diagnosis("convention"), conventions=conventions, unknowns=unknowns)
         has_laws = any(unknown.laws for unknown in unknowns)
         if not has_laws and max(view.before[stage].ratio for stage in view.wrong) <= ALMOST:
             return view.diagnosis("rounding", unknowns=unknowns)
-    explained = "precision" if are_losses else "structure"
+    kind = "precision" if are_losses else "structure"
+    if unknowns:
+        kind = "law" if all(unknown.law is not None for unknown in unknowns) else "unknown"
     return view.diagnosis(
-        "unknown" if unknowns else explained,
+        kind,
         explanations=explanations,
         unknowns=unknowns,
         untried=untried if unknowns else "",
         agrees=view.agrees_in_the_end,
     )
+
+
+def _in_a_way(unknown: Unknown) -> str:
+    """How a stage differs that the output does not depend on."""
+    how = f"by a law: {unknown.law.words}" if unknown.law else "in a way that is not known here"
+    return f"differs from the reference, {how}"
 
 
 def _is_serious(unknown: Unknown) -> bool:

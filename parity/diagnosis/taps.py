@@ -19,6 +19,7 @@ from parity.core.weights import check_weights, weight_shapes
 from parity.diagnosis.diagnose import Diagnosis, Unknown, diagnose
 from parity.diagnosis.replay import Replay
 from parity.diagnosis.tapped import Sequences, sequences_of
+from parity.diagnosis.verdicts import UNNAMED
 from parity.models.specs import ModelLayer
 from parity.tapping.record import Tapped, TappedLayer
 
@@ -32,6 +33,11 @@ class LikeAnother(Diagnosis):
     """
 
     like: str = ""
+
+    @property
+    def headline(self) -> str:
+        """What it has of the other layer."""
+        return self.like
 
     def __str__(self) -> str:
         return f"{self.stage} is {self.ratio:.2g} times its budget\n{self.like}"
@@ -189,15 +195,15 @@ def _judge_layer(
             sequences = sequences.without("output")  # the module is a part of the layer, as of BERT's
         problem = sequences.problem(verdict.layer, known.spec, checked, is_causal=causal)
         problems.append((sequences, problem))
-        is_explained = verdict.diagnosis is not None and verdict.diagnosis.kind != "unknown"
+        is_explained = verdict.diagnosis is not None and verdict.diagnosis.kind not in UNNAMED
         comparisons, diagnosis = _judge(sequences, problem, layer, diagnoses=not is_explained)
-        if verdict.diagnosis is not None and (diagnosis is None or diagnosis.kind == "unknown"):
+        if verdict.diagnosis is not None and (diagnosis is None or diagnosis.kind in UNNAMED):
             diagnosis = verdict.diagnosis  # that of the first that differ, if none is explained
         verdict = replace(verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis)
     if not verdict.comparisons:
         return replace(verdict, not_judged="nothing was seen of it but its input")
     unknown = verdict.diagnosis
-    if unknown is None or unknown.kind != "unknown":
+    if unknown is None or unknown.kind not in UNNAMED:
         return verdict
     like = _like_another(layer, problems, _others(known, specs))
     told = LikeAnother(**{**vars(unknown), "kind": "like", "like": like}) if like else unknown
@@ -374,7 +380,7 @@ def _diagnosed(ways: list[tuple[dict[str, np.ndarray], Problem]], arithmetic: st
                 continue
             with np.errstate(all="ignore"):
                 found = diagnose(seen, problem, arithmetic=arithmetic)
-            if found.kind not in ("unknown", "none"):
+            if found.kind not in (*UNNAMED, "none"):
                 return found
             first = first or found
     return first or Diagnosis("none")

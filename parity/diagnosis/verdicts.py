@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from parity.core.compare import finite
-from parity.diagnosis.laws import Findings
+from parity.diagnosis.laws import Findings, Law
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,13 @@ class Explanation:
         return "\n".join(lines)
 
 
+UNNAMED = ("law", "unknown")
+"""The kinds of a diagnosis in which some difference has no name: a law explains it, or nothing does."""
+
+
 @dataclass(frozen=True)
 class Unknown:
-    """A stage that differs by itself, which no mistake known here explains.
+    """A stage that differs by itself, which no mistake known here explains; a law may.
 
     Attributes:
         stage: which.
@@ -81,12 +85,30 @@ class Unknown:
         """How it differs, each verified, in words; the simplest first."""
         return () if self.findings is None else self.findings.laws
 
+    @property
+    def law(self) -> Law | None:
+        """The simplest law that explains it; that values are NaN or infinite explains nothing."""
+        found = () if self.findings is None else self.findings.found
+        return next((law for law in found if law.name not in ("nan", "infinite")), None)
+
+    @property
+    def headline(self) -> str:
+        """The simplest law, or that nothing explains the stage."""
+        if self.law is not None:
+            return f"{self.stage} differs by a law: {self.law.words}"
+        return f"{self.stage} differs, and no mistake known here explains it"
+
+    @property
+    def _other_laws(self) -> tuple[str, ...]:
+        """Those that the headline does not have."""
+        return tuple(law for law in self.laws if self.law is None or law != self.law.words)
+
     def lines(self, *, still: bool) -> list[str]:
-        """What to tell."""
+        """The headline, and all else that was found."""
         return [
-            f"{self.stage} {'still ' if still else ''}differs, and no mistake known here explains it",
+            self.headline.replace(" differs", " still differs", 1) if still else self.headline,
             *([f"  where     {self.where}"] if self.where else []),
-            *(f"  law       {law}" for law in self.laws),
+            *(f"  {'law' if self.law is None else 'or law':9} {law}" for law in self._other_laws),
             *(f"  sign      {sign}" for sign in (self.findings.signs if self.findings else ())),
             *(f"  nearest   {words} (error {error:.2g})" for words, error in self.nearest),
         ]
@@ -99,7 +121,8 @@ class Diagnosis:
     Attributes:
         kind: `none`, nothing differs; `convention`, what differs is recorded otherwise, and what follows agrees;
             `rounding`, some errors are just beyond the budget; `precision`, all are small, and what matrix products
-            lose explains them; `structure`, mistakes do; `unknown`, they do not.
+            lose explains them; `structure`, mistakes do; `law`, verified laws do, beside mistakes or alone; `unknown`,
+            something is left.
         stage: the first that differs, or nothing.
         error: of that stage (root mean square).
         ratio: of that stage: error / budget.
@@ -136,6 +159,22 @@ class Diagnosis:
         return self.kind not in ("none", "convention")
 
     @property
+    def headline(self) -> str:
+        """The cause in one line: the first named mistake, else the first verified law, else that there is neither."""
+        if self.kind == "none":
+            return "nothing differs by more than rounding"
+        if self.kind == "convention":
+            return "convention: what follows agrees, nothing is wrong"
+        if self.explanations:
+            first = self.explanations[0]
+            return f"{', '.join(first.hypotheses)}: {first.stage} matches the reference if {first.about}"
+        if self.unknowns:
+            return next((each for each in self.unknowns if each.law is not None), self.unknowns[0]).headline
+        if self.kind == "rounding":
+            return f"{self.stage} differs by rounding, most likely"
+        return " ".join(next(iter(self.malformed.items()), (self.stage, "differs")))
+
+    @property
     def unexplained(self) -> str:
         """The first stage that still differs, or nothing."""
         return self.unknowns[0].stage if self.unknowns else ""
@@ -148,6 +187,7 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
         told = {**asdict(self), "unexplained": self.unexplained, "nearest": self.nearest}
+        told |= {"headline": self.headline, "text": str(self)}
         return {name: finite(value) for name, value in told.items()}
 
     def __str__(self) -> str:
@@ -166,25 +206,31 @@ class Diagnosis:
     def _told(self) -> str:
         lines = [f"{stage} {words}" for stage, words in self.conventions.items()]
         lines += [f"{self.choice}, which is no mistake"] if self.choice else []
-        if self.kind == "none":
-            return "\n".join(["nothing differs by more than rounding", *lines])
-        if self.kind == "convention":
-            return "\n".join(["convention: what follows agrees, nothing is wrong", *lines])
-        head = [f"{self.kind}: {self.stage} is {self.ratio:.2g} times its budget"] if math.isfinite(self.ratio) else []
-        lines = head + [f"{stage} {reason}" for stage, reason in self.malformed.items()] + lines
+        if not self.is_wrong:
+            return "\n".join([self.headline, *lines])
+        lines = self._head() + [f"{stage} {reason}" for stage, reason in self.malformed.items()] + lines
         if self.kind == "rounding":
             lines.append("no mistake explains it: rounding, most likely")
         lines += map(str, self.explanations)
-        if self.kind == "unknown":
-            for unknown in self.unknowns:
+        if self.kind in UNNAMED:
+            for unknown in sorted(self.unknowns, key=lambda unknown: unknown.law is None):
                 lines += unknown.lines(still=bool(self.explanations))
-            if self.unknowns and not self.has_stages:
+            if self.kind == "unknown" and self.unknowns and not self.has_stages:
                 lines.append("  next      pass its stages, too (q, k, v, scores, …): they show more")
         if self.agrees:
             lines.append("the output agrees all the same: this cancels in it")
         if self.untried:
             lines.append(f"not tried for want of time: {self.untried}")
         return "\n".join(lines)
+
+    def _head(self) -> list[str]:
+        """The kind, and how wrong the first stage is; "unknown" never stands above an explanation."""
+        if not math.isfinite(self.ratio):
+            return []
+        is_partly = self.kind == "unknown" and (
+            self.explanations or any(unknown.law is not None for unknown in self.unknowns)
+        )
+        return [f"{'explained in part' if is_partly else self.kind}: {self.stage} is {self.ratio:.2g} times its budget"]
 
 
 def _listed(stages: Sequence[str], of_one: str = "matches", of_more: str = "match") -> str:

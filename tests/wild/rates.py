@@ -129,7 +129,7 @@ def is_caught(verdict: Verdict) -> bool:
 
 def is_placed(verdict: Verdict) -> bool:
     """Whether it names a mistake, or says where the first stage that differs does, or by what law."""
-    unknowns = verdict["said"].get("unknowns", [])
+    unknowns = verdict.get("said", {}).get("unknowns", [])
     findings = unknowns[0]["findings"] if unknowns else None
     is_somewhere = findings is not None and (
         findings["place"]["words"] != "everywhere" or any("are NaN: only" in sign for sign in findings["signs"])

@@ -50,7 +50,7 @@ IMPLIED_BY = {
     "tokens and features": {"factor"},
     "heads in output": {"factor", "offset", "multiple", "weight"},
     "rank one": {"factor", "offset", "slope"},
-    "by distance": {"offset", "slope"},
+    "by distance": {"offset", "slope", "max_distance"},
     "slope": {"offset"},
     "shift": {"order"},
     "theta": {"rope theta", "rope exponent"},

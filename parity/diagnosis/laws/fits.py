@@ -151,6 +151,9 @@ CAPS = (None, 1.0, 5.0, 15.0, 30.0, 50.0, 100.0)
 EPSILONS = tuple(10.0**-power for power in range(12, 0, -1))
 FACTORS = (0.5, 2.0, 4.0, 8.0, 16.0, 32.0)
 LENGTHS = tuple(2**power for power in range(3, 21))
+DISTANCES = (128, 256, 64, 512, 32, 20, 40, 50, 100, 16, 24, 48, 80, 96, 160, 200, 8, 10, 12, 400, 500, 800, 1000, 1024)
+"""Maximum distances of relative biases, the more usual first, because short inputs do not distinguish long ones."""
+
 TIMES = (0.25, 0.5, 2.0, 4.0)
 
 
@@ -279,6 +282,9 @@ def _of_records(spec: AttentionSpec) -> Iterator[_Number]:
         yield _Number("temperature", "the scale of the temperature", right, (0.01, 0.1, 1.0), made)
         length, made = spec.temperature.length, _with(spec, "temperature", spec.temperature, "length")
         yield _Number("temperature length", "the length of the temperature", length, LENGTHS, made, is_whole=True)
+    if spec.relative_bias is not None:
+        right, made = spec.relative_bias.max_distance, _with(spec, "relative_bias", spec.relative_bias, "max_distance")
+        yield _Number("max_distance", "the max_distance of the relative bias", right, DISTANCES, made, is_whole=True)
     if spec.alibi is not None:
         made = _with(spec, "alibi", spec.alibi, "max_bias")
         yield _Number("max_bias", "ALiBi's max_bias", spec.alibi.max_bias, (1.0, 2.0, 4.0, 8.0, 16.0, 32.0), made)
