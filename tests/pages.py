@@ -30,7 +30,7 @@ class Diagnosis:
     """A diagnosis with one explanation."""
 
     def __init__(self, text, *hypotheses):
-        self.text = text
+        self.text = self.cause = text
         self.explanations = [SimpleNamespace(hypotheses=hypotheses or (text,), docs=("some-page",))]
 
     def __str__(self):

@@ -355,7 +355,7 @@ def test_a_verified_law_is_the_headline(change, law, number):
     found = diagnosis.unknowns[0].law
     assert found.name == law
     assert number is None or found.numbers["p"] == pytest.approx(number, rel=1e-4)
-    assert diagnosis.headline.endswith(found.words)
+    assert diagnosis.cause.endswith(found.words)
     assert "unknown" not in str(diagnosis)
 
 
@@ -387,7 +387,7 @@ def test_a_known_mistake_before_an_unknown_one_is_named():
     diagnosis = diagnose({name: x for name, x in observed.items() if "." not in name}, problem)
     assert (diagnosis.kind, names_of(diagnosis), diagnosis.unexplained) == ("law", ["rope-missing"], "output")
     assert diagnosis.unknowns[0].law.name == "offset"
-    assert diagnosis.headline.startswith("rope-missing: ")
+    assert diagnosis.cause.startswith("rope-missing: ")
 
 
 def test_a_mistake_that_moves_noise_alone_is_not_named():
@@ -626,7 +626,10 @@ def test_a_function_that_should_not_be_causal_is_told_to_be(folder, capsys):
         (["a_port:right"], "--weights must name a file of the weights"),
         (["a_port:none", "--weights", "layer.safetensors"], "must have what was named"),
         (["no_such:right", "--weights", "layer.safetensors"], "no_such must be importable"),
-        (["a_port:misnamed", "--weights", "layer.safetensors"], "stages must be named as in STAGES, got ['logits']"),
+        (
+            ["a_port:misnamed", "--weights", "layer.safetensors"],
+            "scores, attn_weights, context, output, got ['logits']",
+        ),
         (["a_port:a_list", "--weights", "layer.safetensors"], "must give an array, (output, attention weights), or"),
         (["a_port:nothing", "--weights", "layer.safetensors"], "got output: NoneType"),
         (["a_port:raises", "--weights", "layer.safetensors"], "the function must take the inputs, got KeyError"),

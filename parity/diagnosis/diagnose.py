@@ -244,6 +244,7 @@ class _View:
             malformed=self.malformed,
             conventions=self.conventions,
             choice=self.choice.about.format(dtype=self.replay.problem.dtype),
+            taken={name: x for name, x in self.replay.observed.items() if name in self.conventions},
             **more,
         )
 
@@ -341,7 +342,8 @@ def observe(function: Callable[..., Any], problem: Problem, framework: str) -> d
             )
         found = {name: np.array(x) for name, x in stages_of("the function's", given, "output").items()}
     if unknown := sorted(found.keys() - STAGES.keys()):
-        raise ValueError(f"stages must be named as in STAGES, got {unknown}")
+        names = ", ".join(name for name in STAGES if "." not in name)
+        raise ValueError(f"stages must be named as in STAGES, {names}, got {unknown}")
     return found
 
 

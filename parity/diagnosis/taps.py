@@ -35,7 +35,7 @@ class LikeAnother(Diagnosis):
     like: str = ""
 
     @property
-    def headline(self) -> str:
+    def cause(self) -> str:
         """What it has of the other layer."""
         return self.like
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from parity.core.compare import finite
+from parity.core.stages import stage_named
 from parity.diagnosis.laws import Findings, Law
 
 
@@ -136,6 +139,8 @@ class Diagnosis:
         agrees: whether the output agrees all the same.
         dtypes: of stages whose dtype is not the problem's.
         dtype: the problem's.
+        taken: the stages that are recorded otherwise and can be brought into the reference's form, in that form. JSON
+            leaves them out.
     """
 
     kind: str
@@ -152,6 +157,7 @@ class Diagnosis:
     agrees: bool = False
     dtypes: Mapping[str, str] = field(default_factory=dict)
     dtype: str = ""
+    taken: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def is_wrong(self) -> bool:
@@ -159,17 +165,26 @@ class Diagnosis:
         return self.kind not in ("none", "convention")
 
     @property
+    def cause(self) -> str:
+        """The first named mistake, else the first verified law, in a line; empty if there is neither."""
+        if not self.is_wrong:
+            return ""
+        if self.explanations:
+            first = self.explanations[0]
+            return f"{', '.join(first.hypotheses)}: {first.stage} matches the reference if {first.about}"
+        return next((each.headline for each in self.unknowns if each.law is not None), "")
+
+    @property
     def headline(self) -> str:
-        """The cause in one line: the first named mistake, else the first verified law, else that there is neither."""
+        """The cause, or that there is none, in a line."""
         if self.kind == "none":
             return "nothing differs by more than rounding"
         if self.kind == "convention":
             return "convention: what follows agrees, nothing is wrong"
-        if self.explanations:
-            first = self.explanations[0]
-            return f"{', '.join(first.hypotheses)}: {first.stage} matches the reference if {first.about}"
+        if self.cause:
+            return self.cause
         if self.unknowns:
-            return next((each for each in self.unknowns if each.law is not None), self.unknowns[0]).headline
+            return self.unknowns[0].headline
         if self.kind == "rounding":
             return f"{self.stage} differs by rounding, most likely"
         return " ".join(next(iter(self.malformed.items()), (self.stage, "differs")))
@@ -186,7 +201,9 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
-        told = {**asdict(self), "unexplained": self.unexplained, "nearest": self.nearest}
+        told = asdict(replace(self, taken={}))
+        del told["taken"]
+        told = {**told, "unexplained": self.unexplained, "nearest": self.nearest}
         told |= {"headline": self.headline, "text": str(self)}
         return {name: finite(value) for name, value in told.items()}
 
@@ -204,7 +221,7 @@ class Diagnosis:
         ]
 
     def _told(self) -> str:
-        lines = [f"{stage} {words}" for stage, words in self.conventions.items()]
+        lines = _by_quantity(self.conventions)
         lines += [f"{self.choice}, which is no mistake"] if self.choice else []
         if not self.is_wrong:
             return "\n".join([self.headline, *lines])
@@ -231,6 +248,17 @@ class Diagnosis:
             self.explanations or any(unknown.law is not None for unknown in self.unknowns)
         )
         return [f"{'explained in part' if is_partly else self.kind}: {self.stage} is {self.ratio:.2g} times its budget"]
+
+
+def _by_quantity(conventions: Mapping[str, str]) -> list[str]:
+    """What is to be said of stages, in a line for all steps of which it is the same."""
+    steps: dict[tuple[str, str], list[str]] = {}
+    for name, words in conventions.items():
+        steps.setdefault((str(replace(stage_named(name), step=None)), words), []).append(name)
+    return [
+        f"{names[0]} {words}" if len(names) == 1 else f"{quantity} {words}, in {len(names)} steps from {names[0]} on"
+        for (quantity, words), names in steps.items()
+    ]
 
 
 def _listed(stages: Sequence[str], of_one: str = "matches", of_more: str = "match") -> str:

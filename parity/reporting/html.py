@@ -224,6 +224,7 @@ def _failures(report: Report) -> Iterator[dict[str, Any]]:
             "stages": [(comparison, _state(comparison, difference)) for comparison in comparisons],
             "difference": difference,
             "again": reproduction(difference),
+            "cause": "" if diagnosis is None else diagnosis.cause,
             "diagnosis": "" if diagnosis is None else str(diagnosis),
             "pages": [
                 (" + ".join(explanation.hypotheses), f"mha-parity bugs {page}")

@@ -27,7 +27,9 @@ from parity.core.problem import Problem
 from parity.core.reference import ARITHMETICS
 from parity.core.stages import STAGES, stage_named
 from parity.core.trace import Reference
+from parity.diagnosis.diagnose import Diagnosis
 from parity.diagnosis.diagnose import diagnose as find_mistakes
+from parity.testing.recorded import as_recorded
 
 Stages = Mapping[str, np.ndarray]
 
@@ -43,6 +45,11 @@ and 1.9. This is without random-1, whose logits reach 51: it needs 71 in float32
 class ConventionWarning(UserWarning):
     """A stage is right and recorded in another way than the reference's, or computed in a way that is no mistake."""
 
+
+MOST_LISTED = 8
+"""Stages that a message names; of more it says how many there are."""
+
+NEXT = "pass what was computed, problem=parity.make_problem(case, dtype): then the mistake is looked for and named"
 
 LARGEST_INTEGER = 2**53  # up to which float64 tells integers apart
 
@@ -96,22 +103,13 @@ def assert_parity(
         ValueError: if there is no dtype of that name.
     """
     __tracebackhide__ = True
-    comparisons = compare_arrays(
-        actual,
-        expected,
-        same_precision=same_precision,
-        problem=problem,
-        dtype=dtype,
-        name=name,
-        stage=stage,
-        arithmetic=arithmetic,
-    )
+    about: dict[str, Any] = {"stage": stage, "arithmetic": arithmetic, "problem": problem}
+    comparisons = compare_arrays(actual, expected, same_precision=same_precision, dtype=dtype, name=name, **about)
+    diagnosis = None
     if diagnose and problem is not None and first_difference(comparisons) is not None:
-        comparisons, explanation = explained(comparisons, actual, problem, stage, arithmetic)
-    else:
-        explanation = ""
-    if text := message(comparisons):
-        raise AssertionError(text + explanation)
+        comparisons, diagnosis = explained(comparisons, actual, **about)
+    if text := message(comparisons, diagnosis, next_step="" if problem else NEXT):
+        raise AssertionError(text)
 
 
 def compare_arrays(
@@ -156,18 +154,34 @@ def compare_arrays(
         return _compare_with_expected(arrays, dtype, name, arithmetic)
 
 
-def message(comparisons: Iterable[Comparison]) -> str:
-    """What a person should read: the first difference, and in a line the later ones. Empty if there is none."""
+def message(comparisons: Iterable[Comparison], diagnosis: Diagnosis | None = None, next_step: str = "") -> str:
+    """What a person should read: the cause, the first difference, and in a line the later ones. Empty if none differs.
+
+    Args:
+        comparisons: of all stages.
+        diagnosis: why they differ, if that was asked.
+        next_step: what to do to learn more.
+    """
     comparisons = list(comparisons)
     difference = first_difference(comparisons)
     if difference is None:
         return ""
-    lines = [str(difference)]
+    diagnosis = diagnosis if diagnosis is not None and diagnosis.is_wrong else None
+    lines = [] if diagnosis is None or not diagnosis.cause else [f"{difference.case}: {diagnosis.cause}"]
+    lines.append(str(difference))
     if agreed := [comparison.stage for comparison in comparisons if comparison.passed]:
-        lines.append(f"  agree       {', '.join(agreed)}")
+        lines.append(f"  agree       {_listed(agreed)}")
     if later := [each.stage for each in comparisons if not each.passed and each is not difference]:
-        lines.append(f"  differ too  {', '.join(later)}")
+        lines.append(f"  differ too  {_listed(later)}")
+    lines += [f"  next        {next_step}"] if next_step else []
+    lines += [] if diagnosis is None else [str(diagnosis)]
     return "\n".join(lines)
+
+
+def _listed(stages: Sequence[str]) -> str:
+    """The first of some stages, and how many more there are."""
+    more = len(stages) - MOST_LISTED
+    return ", ".join(stages[:MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def explained(
@@ -176,31 +190,28 @@ def explained(
     problem: Problem,
     stage: str = "output",
     arithmetic: str | None = None,
-) -> tuple[list[Comparison], str]:
-    """What the diagnosis says of arrays that differ from a problem's reference.
+) -> tuple[list[Comparison], Diagnosis | None]:
+    """Diagnose arrays that differ from a problem's reference.
 
     Returns:
-        The comparisons, of which those that a convention explains pass, with a warning; and what is wrong with the
-        others, beginning on a line of its own, or nothing.
+        The comparisons, of which those that a convention explains pass, with a warning if nothing is wrong; and the
+        diagnosis, or None if there is nothing that one could judge.
     """
     stages = stages_of("actual", actual, stage)
     if not any(stage_named(name).kind in STAGES for name in stages):
-        return list(comparisons), ""
-    diagnosis = find_mistakes(stages, problem, arithmetic=arithmetic or arithmetic_of(actual))
-    if diagnosis.is_wrong:
-        return list(comparisons), f"\n{diagnosis}"
-    judged = [_as_recorded(comparison) for comparison in comparisons]
-    if judged != list(comparisons):
-        warnings.warn(f"{comparisons[0].case}: {diagnosis}", ConventionWarning, stacklevel=4)
-    return judged, ""
+        return list(comparisons), None
+    arithmetic = arithmetic or arithmetic_of(actual)
+    diagnosis = find_mistakes(stages, problem, arithmetic=arithmetic)
+    name = comparisons[0].case
 
+    def again(taken: Stages) -> list[Comparison]:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _compare_with_reference(taken, problem, name, arithmetic)
 
-def _as_recorded(comparison: Comparison) -> Comparison:
-    """A comparison with a stage that nothing is wrong with; what a diagnosis does not judge stays as it is."""
-    stage = stage_named(comparison.stage)
-    if comparison.passed or stage.is_gradient or stage.kind not in STAGES:
-        return comparison
-    return replace(comparison, status="passed", reason="recorded otherwise; see the diagnosis")
+    judged = as_recorded(comparisons, diagnosis, again)
+    if not diagnosis.is_wrong and judged != list(comparisons):
+        warnings.warn(f"{name}: {diagnosis}", ConventionWarning, stacklevel=3)
+    return judged, diagnosis
 
 
 def _compare_with_reference(actual: Stages, problem: Problem, name: str, arithmetic: str) -> list[Comparison]:

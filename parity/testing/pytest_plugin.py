@@ -15,6 +15,7 @@ import pytest
 
 if TYPE_CHECKING:
     from parity.core.compare import Comparison
+    from parity.diagnosis.diagnose import Diagnosis
 
 WRITERS = {
     ".json": ("parity.reporting.json", "write_json"),
@@ -24,6 +25,7 @@ WRITERS = {
 """The module and the function that write a report, by the suffix of the file."""
 
 ON_WORKERS = "parity_comparisons"
+DIAGNOSES = "parity_diagnoses"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,18 +59,23 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
     ) -> None:
         __tracebackhide__ = True
         from parity.core.compare import first_difference
-        from parity.testing.assertion import compare_arrays, explained, message
+        from parity.testing.assertion import NEXT, compare_arrays, explained, message
 
-        title, explanation = f"{request.node.nodeid} {name}".rstrip(), ""
+        title, diagnosis = f"{request.node.nodeid} {name}".rstrip(), None
         comparisons = compare_arrays(actual, expected, name=title, **options)
-        if diagnose and options.get("problem") is not None and first_difference(comparisons) is not None:
-            about = options["problem"], options.get("stage", "output"), options.get("arithmetic")
-            comparisons, explanation = explained(comparisons, actual, *about)
+        problem = options.get("problem")
+        if diagnose and problem is not None and first_difference(comparisons) is not None:
+            about = problem, options.get("stage", "output"), options.get("arithmetic")
+            comparisons, diagnosis = explained(comparisons, actual, *about)
         if recorder is not None:
             test = _test_of(request.node, name)
             recorder.comparisons.extend(replace(comparison, test=test) for comparison in comparisons)
-        if text := message(comparisons):
-            raise AssertionError(text + explanation)
+            if diagnosis is not None:
+                first = comparisons[0]
+                key = (first.case, first.dtype, first.backend)
+                recorder.diagnoses.setdefault(key, replace(diagnosis, taken={}))
+        if text := message(comparisons, diagnosis, next_step="" if problem else NEXT):
+            raise AssertionError(text)
 
     return assert_parity
 
@@ -88,6 +95,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.comparisons: list[Comparison] = []
+        self.diagnoses: dict[tuple[str, str, str], Diagnosis] = {}
 
 
 class _Worker(_Recorder):
@@ -98,7 +106,10 @@ class _Worker(_Recorder):
         self.config: Any = config
 
     def pytest_sessionfinish(self) -> None:
+        import pickle
+
         self.config.workeroutput[ON_WORKERS] = [asdict(comparison) for comparison in self.comparisons]
+        self.config.workeroutput[DIAGNOSES] = pickle.dumps(self.diagnoses)
 
 
 class _Controller(_Recorder):
@@ -116,12 +127,15 @@ class _Controller(_Recorder):
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
+        import pickle
+
         from parity.core.compare import Comparison
 
         output = getattr(node, "workeroutput", {})  # a worker that crashed has none
         if ON_WORKERS in output:
             self.comparisons.extend(Comparison(**fields) for fields in output[ON_WORKERS])
             self.comparisons.sort(key=lambda comparison: comparison.case)  # workers finish in any order
+            self.diagnoses |= pickle.loads(output[DIAGNOSES])  # of our own process
             self.silent.pop(node.gateway.id, None)
 
     @pytest.hookimpl(tryfirst=True)
@@ -162,7 +176,7 @@ class _Controller(_Recorder):
         from parity.running.report import Report
 
         warnings = [f"worker {worker} went down: its comparisons are missing" for worker in self.silent]
-        report = Report(self.comparisons, {}, environment([]), warnings)
+        report = Report(self.comparisons, {}, environment([]), warnings, diagnoses=self.diagnoses)
         module, function = WRITERS[self.path.suffix.lower()]
         write = getattr(importlib.import_module(module), function)
         write(self.path, report.to_dict() if function == "write_json" else report)
