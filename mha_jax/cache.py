@@ -19,6 +19,7 @@ from mha_jax.compiled import compiled
 from mha_jax.masks import Masking
 from mha_jax.not_finite import emptied
 from mha_jax.sharding import automatically, specs_of
+from mha_spec import Refusal, WrongType
 from mha_spec.reach import reach_of
 
 
@@ -122,8 +123,8 @@ class Cache:
         if not isinstance(lengths, Tracer) and not isinstance(self.lengths, Tracer):
             kept, held = np.asarray(lengths), np.asarray(self.lengths)
             if bool((kept > held).any()):
-                raise ValueError(
-                    f"lengths must not exceed those of the cache, got lengths={kept.tolist()} and {held.tolist()}"
+                raise Refusal(
+                    "lengths", "not exceed those of the cache", f"lengths={kept.tolist()} and {held.tolist()}"
                 )
         lengths = jnp.minimum(jnp.asarray(lengths, jnp.int32), self.lengths)
         is_free = jnp.arange(self.capacity, dtype=jnp.int32)[None] >= lengths[:, None]  # (B, S)
@@ -203,7 +204,7 @@ def init_cache(
     for name, size in {**sizes, "value_head_dim": value_head_dim}.items():
         check_count(name, size)
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype must be floating point, got dtype={dtype}")
+        raise WrongType("dtype", "be floating point", dtype=dtype)
     shape = (batch_size, num_kv_heads, capacity)
     return KVCache(
         keys=jnp.zeros((*shape, head_dim), dtype),
@@ -232,7 +233,7 @@ def init_latent_cache(
     for name, size in {"capacity": capacity, "kv_rank": kv_rank, "rope_dim": rope_dim}.items():
         check_count(name, size)
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype must be floating point, got dtype={dtype}")
+        raise WrongType("dtype", "be floating point", dtype=dtype)
     return LatentCache(
         latents=jnp.zeros((batch_size, 1, capacity, kv_rank + rope_dim), dtype),
         lengths=jnp.zeros(batch_size, jnp.int32),
@@ -399,9 +400,9 @@ def check_cache(
         check_floating(name, x, rank=4)
         expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
         if x.shape != expected:
-            raise ValueError(f"{name} must have shape (B, K, S, H) = {expected}, got {name}.shape={x.shape}")
+            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": x.shape})
         if x.dtype != key.dtype:
-            raise TypeError(f"{name} must have the dtype of the new keys, got {x.dtype} and {key.dtype}")
+            raise WrongType(name, "have the dtype of the new keys", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
 
 
 def check_latent_cache(cache: LatentCache, latents: Array) -> None:
@@ -413,14 +414,14 @@ def check_latent_cache(cache: LatentCache, latents: Array) -> None:
 def check_is_cache(cache: object, kind: type[Cache] = KVCache) -> None:
     """Refuse what is not a cache of that kind."""
     if not isinstance(cache, kind):
-        raise TypeError(f"cache must be a {kind.__name__}, got {type(cache).__name__}")
+        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
 
 
 def check_cached_input(x: Array, cache: Cache) -> None:
     """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
     check_floating("x", x, rank=3)
     if x.shape[0] != cache.lengths.shape[0]:
-        raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
+        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
 
 
 def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array | Sequence[int] | None) -> None:
@@ -430,9 +431,11 @@ def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array 
     check_floating("value", value, rank=4)
     check_cache(cache.keys, cache.values, key, value, ("cache.keys", "cache.values"))
     if key.shape[:3] != value.shape[:3]:
-        raise ValueError(f"value must have the shape of key but for its features, got {value.shape} and {key.shape}")
+        raise Refusal(
+            "value", "have the shape of key but for its features", {"value.shape": value.shape, "key.shape": key.shape}
+        )
     if value.dtype != key.dtype:
-        raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
+        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
     check_room(cache, key.shape[2], new_lengths)
 
 
@@ -446,7 +449,5 @@ def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | 
     # Under jit values may not be known; they are 0 at least.
     lengths, added = (np.zeros(1, np.int64) if isinstance(x, Tracer) else np.asarray(x) for x in (cache.lengths, added))
     if bool((lengths.astype(np.int64) + added > cache.capacity).any()):
-        raise ValueError(
-            f"lengths + new tokens must not exceed the {cache.capacity} slots of the cache, "
-            f"got lengths={lengths.tolist()} and new_lengths={added.tolist()}"
-        )
+        rule = f"not exceed the {cache.capacity} slots of the cache"
+        raise Refusal("lengths + new tokens", rule, lengths=lengths.tolist(), new_lengths=added.tolist())

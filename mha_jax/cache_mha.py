@@ -38,7 +38,7 @@ from mha_jax.projections import absorb_keys, absorb_values, expand_latents, proj
 from mha_jax.rope import check_layer_positions
 from mha_jax.stages import Dropout
 from mha_jax.weights import Project, check_weights, project_with
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_latent, check_spec
 
 
@@ -80,7 +80,7 @@ def multi_head_attention_with_cache(
     check_floating("x", x, rank=3)
     check_layer_positions(positions, x.shape[0], x.shape[1], spec)
     if (cache_k is None) != (cache_v is None):
-        raise ValueError("cache_k and cache_v must be given together, got only one of them")
+        raise Refusal("cache_k and cache_v", "be given together", "only one of them")
     if cache_k is not None:
         check_floating("cache_k", cache_k, rank=4)
     cache_len = 0 if cache_k is None else cache_k.shape[2]

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mha_jax.arrays import check_array, check_broadcasts, check_count, check_lengths
 from mha_jax.compiled import compiled
 from mha_jax.relative_bias import check_relative_bias
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.reach import Reach, reach_of
 
@@ -128,9 +128,8 @@ def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int
     check_count("seq_len_k", seq_len_k)
     check_count("cache_len", cache_len, minimum=0)
     if seq_len_k != cache_len + seq_len_q:
-        raise ValueError(
-            f"seq_len_k must be cache_len + seq_len_q, "
-            f"got seq_len_k={seq_len_k}, cache_len={cache_len} and seq_len_q={seq_len_q}"
+        raise Refusal(
+            "seq_len_k", "be cache_len + seq_len_q", seq_len_k=seq_len_k, cache_len=cache_len, seq_len_q=seq_len_q
         )
     return _hides_later(seq_len_q, seq_len_k, first=cache_len)
 
@@ -214,7 +213,7 @@ class Masking:
         if spec is not None:
             check_spec(spec)
             if spec.sinks != (self.sinks is not None):
-                raise ValueError(f"sinks must be given where the spec has them, got spec.sinks={spec.sinks}")
+                raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": spec.sinks})
             check_relative_bias(self.relative_bias, spec.relative_bias, spec.num_heads)
         return self if spec is None or spec.reach is None else replace(self, reach=spec.reach)
 
@@ -315,8 +314,8 @@ def check_mask(mask: Array | None, scores_shape: tuple[int, ...]) -> None:
         return
     check_array("mask", mask)
     if mask.dtype != jnp.bool_:
-        raise TypeError(
-            f"mask must be boolean (True = masked), got mask.dtype={mask.dtype}; an additive term is passed as bias"
+        raise WrongType(
+            "mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint="an additive term is passed as bias"
         )
     check_broadcasts("mask", mask.shape, scores_shape)
 
@@ -327,7 +326,7 @@ def check_bias(bias: Array | None, scores_shape: tuple[int, ...], query: Array) 
         return
     check_array("bias", bias)
     if bias.dtype != query.dtype:
-        raise TypeError(f"bias must have the dtype of query, got bias.dtype={bias.dtype} and {query.dtype}")
+        raise WrongType("bias", "have the dtype of query", {"bias.dtype": bias.dtype, "query.dtype": query.dtype})
     check_broadcasts("bias", bias.shape, scores_shape)
 
 
@@ -337,6 +336,6 @@ def check_sinks(sinks: Array | None, num_heads: int) -> None:
         return
     check_array("sinks", sinks)
     if not jnp.issubdtype(sinks.dtype, jnp.floating):
-        raise TypeError(f"sinks must be floating point, got sinks.dtype={sinks.dtype}")
+        raise WrongType("sinks", "be floating point", {"sinks.dtype": sinks.dtype})
     if sinks.shape != (num_heads,):
-        raise ValueError(f"sinks must have shape (N,) = ({num_heads},), got sinks.shape={sinks.shape}")
+        raise Refusal("sinks", f"have shape (N,) = ({num_heads},)", {"sinks.shape": sinks.shape})

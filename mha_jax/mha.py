@@ -23,7 +23,7 @@ from mha_jax.projections import combine_heads, project_output, project_qkv, spli
 from mha_jax.rope import check_layer_positions
 from mha_jax.stages import Dropout, apply_dropout, scaled_dot_product_attention
 from mha_jax.weights import Project, check_projected, check_weights, linear, project_with
-from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope, Temperature
+from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, Refusal, RelativeBias, Rope, Temperature, WrongType
 from mha_spec.attention import check_spec
 
 jax.tree_util.register_static(AttentionSpec)  # jitted functions take it as they take arrays
@@ -117,7 +117,7 @@ def multi_head_attention(
     """
     check_weights(weights, spec)
     if dropout_keep is not None and not training:
-        raise ValueError("dropout_keep must come with training=True, got dropout_keep and training=False")
+        raise Refusal("dropout_keep", "come with training=True", "dropout_keep and training=False")
     context_rng, output_rng = (None, None) if dropout_rng is None else jax.random.split(dropout_rng)
     output, attn_weights = _attention_layer(
         project_with(weights, spec),
@@ -209,7 +209,7 @@ class AttentionLayer(nnx.Module):
     def __init__(self, spec: AttentionSpec, *, param_dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs) -> None:
         check_spec(spec, is_self_attention=self._is_self_attention)
         if not jnp.issubdtype(jnp.dtype(param_dtype), jnp.floating):
-            raise TypeError(f"param_dtype must be floating point, got param_dtype={jnp.dtype(param_dtype)}")
+            raise WrongType("param_dtype", "be floating point", param_dtype=jnp.dtype(param_dtype))
         self.spec = spec
         for name, projection in spec.projections.items():
             kernel = Projection(
@@ -374,19 +374,23 @@ def check_layer_inputs(
     """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other."""
     check_floating("query", query, rank=3)
     if key is None and value is not None:
-        raise ValueError("value must come with a key, got key=None and a value")
+        raise Refusal("value", "come with a key", "key=None and a value")
     if key is not None and spec.rope is not None:
-        raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope={spec.rope}")
+        raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
     if key is not None and spec.latent is not None:
-        raise ValueError(f"key must be None (self-attention) with latents, got a key and latent={spec.latent}")
+        raise Refusal("key", "be None (self-attention) with latents", f"a key and latent={spec.latent}")
     check_layer_positions(positions, query.shape[0], query.shape[1], spec)
     for name, x in (("key", key), ("value", value)):
         if x is None:
             continue
         check_floating(name, x, rank=3)
         if x.dtype != query.dtype:
-            raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
+            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
         if x.shape[0] != query.shape[0]:
-            raise ValueError(f"{name} must have the batch size of query, got {x.shape[0]} and {query.shape[0]}")
+            raise Refusal(
+                name, "have the batch size of query", {f"{name}.shape[0]": x.shape[0], "query.shape[0]": query.shape[0]}
+            )
     if key is not None and value is not None and key.shape[1] != value.shape[1]:
-        raise ValueError(f"value must have as many tokens as key, got {value.shape[1]} and {key.shape[1]}")
+        raise Refusal(
+            "value", "have as many tokens as key", {"value.shape[1]": value.shape[1], "key.shape[1]": key.shape[1]}
+        )

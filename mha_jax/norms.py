@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from mha_jax.arrays import check_array
 from mha_jax.compiled import compiled
 from mha_jax.rope import at_least_float32
-from mha_spec import Norm
+from mha_spec import Norm, Refusal, WrongType
 from mha_spec.norm import check_norm
 
 
@@ -82,10 +82,10 @@ def check_normed(x: Array, norm: Norm, weight: Array | None, bias: Array | None)
     """Refuse what cannot be normalised, or parameters that are not those of the norm."""
     check_array("x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"x must be floating point, got x.dtype={x.dtype}")
+        raise WrongType("x", "be floating point", {"x.dtype": x.dtype})
     check_norm(norm)
     shapes = norm.shapes(x.shape[1] if norm.per_head else 1, x.shape[-1])
     for name, parameter in (("weight", weight), ("bias", bias)):
         found = None if parameter is None else tuple(parameter.shape)
         if found != shapes.get(name):
-            raise ValueError(f"{name} must have shape {shapes.get(name)} for {norm}, got {name}.shape={found}")
+            raise Refusal(name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": found})

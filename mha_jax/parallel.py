@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mha_jax.cache import Cache, CacheT
 from mha_jax.mha import AttentionLayer
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 
 __all__ = ["shard", "shard_cache"]
 
@@ -67,7 +67,7 @@ def shard(
     Source: Megatron-LM, arXiv:1909.08053, section 3; ZeRO, arXiv:1910.02054, section 5.
     """
     if not isinstance(layer, AttentionLayer):
-        raise TypeError(f"layer must be an attention module of mha_jax, got {type(layer).__name__}")
+        raise WrongType("layer", "be an attention module of mha_jax", type(layer).__name__)
     for name, axis in (("heads", heads), ("features", features), ("tokens", tokens)):
         if axis is not None:
             check_axis(name, axis, mesh)
@@ -111,18 +111,18 @@ def shard_cache(
         ValueError: if the mesh has no such dimension, or does not divide the sequences or the slots evenly.
     """
     if not isinstance(cache, Cache):
-        raise TypeError(f"cache must be one of mha_jax, got {type(cache).__name__}")
+        raise WrongType("cache", "be one of mha_jax", type(cache).__name__)
     for name, axis in (("batch", batch), ("heads", heads), ("slots", slots)):
         if axis is not None:
             check_axis(name, axis, mesh)
     batch_size, num_heads = next(iter(cache.slots.values())).shape[:2]
     if batch is not None and batch_size % mesh.shape[batch]:
-        raise ValueError(
-            f"the batch size must be a multiple of the devices along {batch}, got {batch_size} and {mesh.shape[batch]}"
+        raise Refusal(
+            "the batch size", f"be a multiple of the devices along {batch}", f"{batch_size} and {mesh.shape[batch]}"
         )
     if slots is not None and cache.capacity % mesh.shape[slots]:
-        raise ValueError(
-            f"capacity must be a multiple of the devices along {slots}, got {cache.capacity} and {mesh.shape[slots]}"
+        raise Refusal(
+            "capacity", f"be a multiple of the devices along {slots}", f"{cache.capacity} and {mesh.shape[slots]}"
         )
     heads = None if heads is None or num_heads % mesh.shape[heads] else heads
     held = (_placed(x, NamedSharding(mesh, _of_slots(batch, heads, slots))) for x in cache.slots.values())
@@ -142,7 +142,7 @@ def _held(layer: AttentionLayer, name: str) -> nnx.Param[Any]:
     for part in name.replace("_proj.weight", "_proj.kernel").split("."):
         held = getattr(held, part, None)
     if not isinstance(held, nnx.Param):
-        raise ValueError(f"layer must hold {name} itself to be divided, got {type(held).__name__}")
+        raise Refusal("layer", f"hold {name} itself to be divided", type(held).__name__)
     return held
 
 
@@ -184,7 +184,7 @@ def _placed(x: Any, placement: NamedSharding) -> Any:
 def check_axis(name: str, axis: object, mesh: Mesh) -> None:
     """Refuse what is not the name of a dimension of a mesh."""
     if axis not in mesh.axis_names:
-        raise ValueError(f"{name} must name a dimension of the mesh, got {name}={axis!r} and {mesh.axis_names}")
+        raise Refusal(name, "name a dimension of the mesh", {name: axis, "mesh.axis_names": mesh.axis_names})
 
 
 def check_features(
@@ -193,18 +193,21 @@ def check_features(
     """Refuse a kernel of a shape, (in, out), whose axis of features a dimension of a mesh does not divide evenly."""
     for axis, count in zip(partition, shape, strict=False):
         if axis is not None and axis == features and count % mesh.shape[features]:
-            raise ValueError(
-                f"the features of {name} must be a multiple of the devices along {features}, got {count} and "
-                f"{mesh.shape[features]}"
+            raise Refusal(
+                f"the features of {name}",
+                f"be a multiple of the devices along {features}",
+                f"{count} and {mesh.shape[features]}",
             )
 
 
 def check_divides(spec: AttentionSpec, size: int) -> None:
     """Refuse a layer whose heads cannot be divided over so many devices."""
     if spec.num_heads % size:
-        raise ValueError(f"num_heads must be a multiple of the devices, got num_heads={spec.num_heads} and {size}")
+        raise Refusal("num_heads", "be a multiple of the devices", num_heads=spec.num_heads, size=size)
     if spec.fused_qkv and size > 1:
-        raise ValueError(
-            "fused_qkv must be False to be divided, since columns of qkv_proj are those of all q, then k, then v, "
-            "got fused_qkv=True; a layer with three projections takes the same weights (parity.load_into)"
+        raise Refusal(
+            "fused_qkv",
+            "be False to be divided, since columns of qkv_proj are those of all q, then k, then v",
+            fused_qkv=True,
+            hint="a layer with three projections takes the same weights (parity.load_into)",
         )

@@ -12,7 +12,7 @@ from mha_jax.not_finite import emptied, not_finite, spoilt
 from mha_jax.rope import apply_rope, at_least_float32, check_positions
 from mha_jax.sharding import broadcast_beside
 from mha_jax.weights import Project
-from mha_spec import AttentionSpec, Latent, Rope, Temperature
+from mha_spec import AttentionSpec, Latent, Refusal, Rope, Temperature
 from mha_spec.attention import check_latent, check_spec
 from mha_spec.temperature import check_temperature
 
@@ -26,9 +26,7 @@ def split_heads(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B N 
     check_floating("x", x, rank=3)
     check_count("num_heads", num_heads)
     if x.shape[-1] % num_heads:
-        raise ValueError(
-            f"the width must be a multiple of num_heads, got width={x.shape[-1]} and num_heads={num_heads}"
-        )
+        raise Refusal("the width", "be a multiple of num_heads", width=x.shape[-1], num_heads=num_heads)
     return x.reshape(*x.shape[:2], num_heads, x.shape[-1] // num_heads).swapaxes(1, 2)
 
 
@@ -293,9 +291,10 @@ def check_gated(context: Array, gate: Array) -> None:
     batch_size, num_heads, seq_len, head_dim = context.shape
     widths = (num_heads * head_dim, num_heads)
     if gate.shape not in [(batch_size, seq_len, width) for width in widths]:
-        raise ValueError(
-            f"gate must have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]}), "
-            f"got gate.shape={gate.shape}"
+        raise Refusal(
+            "gate",
+            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
+            {"gate.shape": gate.shape},
         )
 
 
@@ -304,4 +303,4 @@ def check_latents(name: str, latents: Array, latent: Latent) -> None:
     check_floating(name, latents, rank=4)
     if (latents.shape[1], latents.shape[3]) != (1, latent.width):
         shape = latents.shape
-        raise ValueError(f"{name} must have shape (B, 1, S, {latent.width}), got {name}.shape={shape}")
+        raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from mha_jax.arrays import check_array
 from mha_jax.compiled import compiled
-from mha_spec import RelativeBias
+from mha_spec import Refusal, RelativeBias, WrongType
 
 
 @compiled("relative_bias", "seq_len_q", "seq_len_k", "scores_dtype")
@@ -53,14 +53,12 @@ def relative_position_bias(
 def check_relative_bias(table: Array | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
     """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
     if (table is None) != (relative_bias is None):
-        raise ValueError(f"relative_bias must be given where the spec has one, got spec.relative_bias={relative_bias}")
+        raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
     if table is None or relative_bias is None:
         return
     check_array("relative_bias", table)
     if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise TypeError(f"relative_bias must be floating point, got relative_bias.dtype={table.dtype}")
+        raise WrongType("relative_bias", "be floating point", {"relative_bias.dtype": table.dtype})
     shape = (relative_bias.num_buckets, num_heads)
     if table.shape != shape:
-        raise ValueError(
-            f"relative_bias must have shape (num_buckets, N) = {shape}, got relative_bias.shape={table.shape}"
-        )
+        raise Refusal("relative_bias", f"have shape (num_buckets, N) = {shape}", {"relative_bias.shape": table.shape})

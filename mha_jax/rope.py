@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from mha_jax.arrays import check_array, check_floating
 from mha_jax.compiled import compiled
-from mha_spec import AttentionSpec, DynamicScaling, LongRopeScaling, Rope
+from mha_spec import AttentionSpec, DynamicScaling, LongRopeScaling, Refusal, Rope, WrongType
 from mha_spec.rope import check_rope, position_shapes
 from mha_spec.scaling import exponents
 
@@ -103,12 +103,13 @@ def check_positions(positions: Array, batch_size: int, seq_len: int, rope: Rope 
     """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
     check_array("positions", positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"positions must be integers, got positions.dtype={positions.dtype}")
+        raise WrongType("positions", "be integers", {"positions.dtype": positions.dtype})
     axes = () if rope is None or rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
     if positions.shape not in ((*axes, batch_size, seq_len), (*axes, 1, seq_len)):
-        raise ValueError(
-            f"positions must have shape {position_shapes(batch_size, seq_len, rope)}, "
-            f"got positions.shape={positions.shape}"
+        raise Refusal(
+            "positions",
+            f"have shape {position_shapes(batch_size, seq_len, rope)}",
+            {"positions.shape": positions.shape},
         )
 
 
@@ -117,7 +118,5 @@ def check_layer_positions(positions: Array | None, batch_size: int, seq_len: int
     if positions is None:
         return
     if not spec.has_positions:
-        raise ValueError(
-            "positions must come with RoPE or a temperature, got positions, rope=None and temperature=None"
-        )
+        raise Refusal("positions", "come with RoPE or a temperature", "positions, rope=None and temperature=None")
     check_positions(positions, batch_size, seq_len, spec.rope)

@@ -19,7 +19,7 @@ from mha_jax.not_finite import emptied, not_finite, sees_any, spoilt
 from mha_jax.relative_bias import check_relative_bias, relative_position_bias
 from mha_jax.rope import at_least_float32
 from mha_jax.sharding import automatically, is_explicit, of_heads, placed, placed_beside, spec_of
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups
 
@@ -144,7 +144,7 @@ def apply_dropout(
         if not rate:
             return attn_weights
         if rng is None:
-            raise ValueError(f"dropout must come with a random key, got dropout={rate} and dropout_rng=None")
+            raise Refusal("dropout", "come with a random key", dropout=rate, dropout_rng=None)
         keep = jax.random.bernoulli(rng, 1.0 - rate, attn_weights.shape)
     keep = keep.reshape((1,) * (attn_weights.ndim - keep.ndim) + keep.shape)
     return jnp.where(keep, attn_weights / (1.0 - rate), 0.0)
@@ -288,9 +288,11 @@ def check_attention(query: Array, key: Array, value: Array, masking: Masking, sp
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_floating(name, x, rank=4)
         if x.dtype != query.dtype:
-            raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
+            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
     if key.shape[:3] != value.shape[:3]:
-        raise ValueError(f"value must have the shape of key but for its features, got {value.shape} and {key.shape}")
+        raise Refusal(
+            "value", "have the shape of key but for its features", {"value.shape": value.shape, "key.shape": key.shape}
+        )
     check_scored(query, key, None, spec)  # the masking checks its bias
     masking.check((*query.shape[:3], key.shape[2]), query)
 
@@ -300,9 +302,8 @@ def check_scored(query: Array, key: Array, bias: Array | None, spec: AttentionSp
     check_floating("query", query, rank=4)
     check_floating("key", key, rank=4)
     if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
-        raise ValueError(
-            f"key must have the batch size and head_dim of query, got key.shape={key.shape} "
-            f"and query.shape={query.shape}"
+        raise Refusal(
+            "key", "have the batch size and head_dim of query", {"key.shape": key.shape, "query.shape": query.shape}
         )
     check_head_groups(query.shape[1], key.shape[1])
     check_bias(bias, (*query.shape[:3], key.shape[2]), query)
@@ -310,9 +311,10 @@ def check_scored(query: Array, key: Array, bias: Array | None, spec: AttentionSp
         return
     check_spec(spec)
     if spec.alibi is not None and spec.num_heads != query.shape[1]:
-        raise ValueError(
-            f"query must have the heads of a spec with alibi, whose slopes are theirs, "
-            f"got {query.shape[1]} heads and num_heads={spec.num_heads}"
+        raise Refusal(
+            "query",
+            "have the heads of a spec with alibi, whose slopes are theirs",
+            f"{query.shape[1]} heads and num_heads={spec.num_heads}",
         )
 
 
@@ -321,9 +323,10 @@ def check_weighed(attn_weights: Array, value: Array) -> None:
     check_floating("attn_weights", attn_weights, rank=4)
     check_floating("value", value, rank=4)
     if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
-        raise ValueError(
-            f"value must have the batch size and the keys of attn_weights, got value.shape={value.shape} "
-            f"and attn_weights.shape={attn_weights.shape}"
+        raise Refusal(
+            "value",
+            "have the batch size and the keys of attn_weights",
+            {"value.shape": value.shape, "attn_weights.shape": attn_weights.shape},
         )
     check_head_groups(attn_weights.shape[1], value.shape[1])
 
@@ -334,5 +337,5 @@ def check_keep(keep: Array | None, scores_shape: tuple[int, ...]) -> None:
         return
     check_array("keep", keep)
     if keep.dtype != jnp.bool_:
-        raise TypeError(f"keep must be boolean (True = kept), got keep.dtype={keep.dtype}")
+        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
     check_broadcasts("keep", keep.shape, scores_shape)

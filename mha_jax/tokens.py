@@ -23,7 +23,7 @@ from mha_jax.compiled import compiled
 from mha_jax.masks import Masking, to_scores_rank
 from mha_jax.ring import attend_to_visitors
 from mha_jax.sharding import is_explicit, placed, spec_of, varying
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 
 
 def token_axis(query: Array, key: Array, masking: Masking, block_sizes: BlockSizes) -> str | None:
@@ -41,16 +41,17 @@ def token_axis(query: Array, key: Array, masking: Masking, block_sizes: BlockSiz
     if axis is None:
         return None
     if axis not in mesh.axis_names:
-        raise ValueError(
-            f"tokens must be divided along one dimension of the mesh that queries lie on, got {axis!r} and "
-            f"{mesh.axis_names}"
+        raise Refusal(
+            "tokens",
+            "be divided along one dimension of the mesh that queries lie on",
+            {"axis": axis, "mesh.axis_names": mesh.axis_names},
         )
     size = mesh.shape[axis]
     is_manual = mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Manual
     divided = {"keys": key.shape[2]} | ({} if masking.offsets is not None else {"queries": query.shape[2]})
     for name, count in divided.items():
         if count % size and not is_manual:
-            raise ValueError(f"{name} must be a multiple of the devices along {axis}, got {count} and {size}")
+            raise Refusal(name, f"be a multiple of the devices along {axis}", f"{count} and {size}")
     return axis if size > 1 else None
 
 

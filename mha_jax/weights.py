@@ -14,7 +14,7 @@ from jaxtyping import Array
 from mha_jax.norms import apply_norm
 from mha_jax.rope import at_least_float32
 from mha_jax.sharding import is_explicit, placed, spec_of
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 
 Project = Callable[[str, Array], Array]
@@ -66,11 +66,11 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
     """Refuse weights that are not exactly those of the layer, by name and shape."""
     check_spec(spec)
     if not isinstance(weights, Mapping):
-        raise TypeError(f"weights must be a mapping of projections to their arrays, got {type(weights).__name__}")
+        raise WrongType("weights", "be a mapping of projections to their arrays", type(weights).__name__)
     whole = {name for name in spec.parameters if "." not in name}
     flat = sorted(name for name, leaves in weights.items() if name not in whole and not isinstance(leaves, Mapping))
     if flat:
-        raise TypeError(f"weights must map each projection to its kernel and bias, got arrays for {flat}")
+        raise WrongType("weights", "map each projection to its kernel and bias", f"arrays for {flat}")
     held = {name: array for name, array in weights.items() if name in whole}
     held |= {f"{name}.{leaf}": weights[name][leaf] for name in weights if name not in whole for leaf in weights[name]}
     shapes = {
@@ -84,11 +84,11 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
     for name, shape in shapes.items():
         array = held[name]
         if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{name} must be floating point, got {name}.dtype={array.dtype}")
+            raise WrongType(name, "be floating point", {f"{name}.dtype": array.dtype})
         if array.dtype != held[first].dtype:
-            raise TypeError(f"{name} must have the dtype of {first}, got {array.dtype} and {held[first].dtype}")
+            raise WrongType(name, f"have the dtype of {first}", f"{array.dtype} and {held[first].dtype}")
         if array.shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {name}.shape={array.shape}")
+            raise Refusal(name, f"have shape {shape}", {f"{name}.shape": array.shape})
     check_finite(held)
 
 
@@ -98,7 +98,7 @@ def check_finite(weights: Mapping[str, Array]) -> None:
     with jax.ensure_compile_time_eval():  # weights may be known where inputs are not: closed over under jit
         wrong = [name for name, is_finite in _are_finite(known).items() if not is_finite]
     if wrong:
-        raise ValueError(f"weights must be finite, got NaN or infinities in {wrong}")
+        raise Refusal("weights", "be finite", f"NaN or infinities in {wrong}")
 
 
 @jax.jit
@@ -109,6 +109,8 @@ def _are_finite(arrays: dict[str, Array]) -> dict[str, Array]:
 def check_projected(name: str, x: Array, kernel: Array) -> None:
     """Refuse an input whose width or dtype is not that of the projection it goes into."""
     if x.shape[-1] != kernel.shape[0]:
-        raise ValueError(f"the input of {name} must have {kernel.shape[0]} features, got shape={x.shape}")
+        raise Refusal(f"the input of {name}", f"have {kernel.shape[0]} features", shape=x.shape)
     if x.dtype != kernel.dtype:
-        raise TypeError(f"the input of {name} must have the dtype of its kernel, got {x.dtype} and {kernel.dtype}")
+        raise WrongType(
+            f"the input of {name}", "have the dtype of its kernel", {"x.dtype": x.dtype, "kernel.dtype": kernel.dtype}
+        )

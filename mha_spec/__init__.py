@@ -5,6 +5,7 @@ from mha_spec.attention import AttentionSpec, Projection
 from mha_spec.gate import Gate
 from mha_spec.latent import Latent
 from mha_spec.norm import Norm
+from mha_spec.refusal import Refusal, WrongType
 from mha_spec.relative_bias import RelativeBias
 from mha_spec.rope import Rope
 from mha_spec.scaling import (
@@ -29,8 +30,10 @@ __all__ = [
     "Norm",
     "Projection",
     "ProportionalScaling",
+    "Refusal",
     "RelativeBias",
     "Rope",
     "Temperature",
+    "WrongType",
     "YarnScaling",
 ]

@@ -14,6 +14,7 @@ from mha_spec.gate import Gate
 from mha_spec.latent import Latent, check_latent_rope
 from mha_spec.norm import Norm
 from mha_spec.reach import Reach, reach_of
+from mha_spec.refusal import Refusal, WrongType
 from mha_spec.relative_bias import RelativeBias
 from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups
@@ -138,9 +139,9 @@ class AttentionSpec:
                 if value is not None or name not in SIZES[2:] + REACHES:
                     object.__setattr__(self, name, rule(name, value))
         if self.rope is not None and not isinstance(self.rope, Rope):
-            raise TypeError(f"rope must be a Rope or None, got rope={self.rope!r}")
+            raise WrongType("rope", "be a Rope or None", rope=self.rope)
         if self.gate is not None and not isinstance(self.gate, Gate):
-            raise TypeError(f"gate must be a Gate or None, got gate={self.gate!r}")
+            raise WrongType("gate", "be a Gate or None", gate=self.gate)
         self._check_temperature()
         self._check_distance_bias()
         self._check_qkv_bias()
@@ -152,9 +153,10 @@ class AttentionSpec:
         self._fill_in("num_kv_heads", self.num_heads)
         check_head_groups(self.num_heads, self.num_kv_heads)
         if self.head_dim is None and self.d_model % self.num_heads:
-            raise ValueError(
-                f"d_model must be a multiple of num_heads, "
-                f"got d_model={self.d_model} and num_heads={self.num_heads} without head_dim"
+            raise Refusal(
+                "d_model",
+                "be a multiple of num_heads",
+                f"d_model={self.d_model} and num_heads={self.num_heads} without head_dim",
             )
         self._fill_in("head_dim", self.d_model // self.num_heads)
         self._fill_in("d_in", self.d_model)
@@ -162,7 +164,7 @@ class AttentionSpec:
         self._fill_in("value_head_dim", self.head_dim)
         for what, is_asked_for in (("fused_qkv", self.fused_qkv), ("RoPE", self.rope is not None)):
             if is_asked_for and self.d_kv != self.d_in:
-                raise ValueError(f"d_kv must equal d_in with {what}, got d_kv={self.d_kv} and d_in={self.d_in}")
+                raise Refusal("d_kv", f"equal d_in with {what}", d_kv=self.d_kv, d_in=self.d_in)
         if self.rope is not None:
             check_rotated(self.head_dim, self.rope)
         self._check_latent()
@@ -171,63 +173,58 @@ class AttentionSpec:
         if self.latent is None:
             return
         if not isinstance(self.latent, Latent):
-            raise TypeError(f"latent must be a Latent or None, got latent={self.latent!r}")
+            raise WrongType("latent", "be a Latent or None", latent=self.latent)
         check_latent_rope(self.latent, self.rope)
         needed = {"num_kv_heads": self.num_heads, "d_kv": self.d_in, "fused_qkv": False}
         needed |= {"qk_norm": None, "v_norm": None, "clip_qkv": None}
         for name, value in needed.items():
             if getattr(self, name) != value:
-                raise ValueError(
-                    f"{name} must be {value} with latent, got {name}={getattr(self, name)} and latent={self.latent}"
-                )
+                raise Refusal(name, f"be {value} with latent", {name: getattr(self, name), "latent": self.latent})
         if self.latent.rope_dim >= self.head_dim:
-            raise ValueError(
-                f"rope_dim must be less than head_dim, got rope_dim={self.latent.rope_dim} and head_dim={self.head_dim}"
-            )
+            raise Refusal("rope_dim", "be less than head_dim", rope_dim=self.latent.rope_dim, head_dim=self.head_dim)
         if self.qkv_biases[1] != self.qkv_biases[2]:
-            raise ValueError(f"qkv_bias must be the same for k and v with latent, got qkv_bias={self.qkv_bias}")
+            raise Refusal("qkv_bias", "be the same for k and v with latent", qkv_bias=self.qkv_bias)
 
     def _check_temperature(self) -> None:
         if self.temperature is None:
             return
         check_temperature(self.temperature)
         if self.rope is not None and self.rope.sections is not None:
-            raise ValueError(
-                f"temperature must be None with positions on several axes, "
-                f"got temperature={self.temperature} and sections={self.rope.sections}"
+            raise Refusal(
+                "temperature",
+                "be None with positions on several axes",
+                temperature=self.temperature,
+                sections=self.rope.sections,
             )
 
     def _check_distance_bias(self) -> None:
         if self.alibi is not None and not isinstance(self.alibi, Alibi):
-            raise TypeError(f"alibi must be an Alibi or None, got alibi={self.alibi!r}")
+            raise WrongType("alibi", "be an Alibi or None", alibi=self.alibi)
         if self.relative_bias is None:
             return
         if not isinstance(self.relative_bias, RelativeBias):
-            raise TypeError(f"relative_bias must be a RelativeBias or None, got relative_bias={self.relative_bias!r}")
+            raise WrongType("relative_bias", "be a RelativeBias or None", relative_bias=self.relative_bias)
         if self.alibi is not None:
-            raise ValueError(
-                f"alibi must be None with a relative_bias, "
-                f"got alibi={self.alibi} and relative_bias={self.relative_bias}"
-            )
+            raise Refusal("alibi", "be None with a relative_bias", alibi=self.alibi, relative_bias=self.relative_bias)
 
     def _check_qkv_bias(self) -> None:
         biases = self.qkv_bias if isinstance(self.qkv_bias, (tuple, list)) else (self.qkv_bias,) * 3
         if len(biases) != 3:
-            raise ValueError(f"qkv_bias must be one boolean, or three for q, k and v, got qkv_bias={self.qkv_bias!r}")
+            raise Refusal("qkv_bias", "be one boolean, or three for q, k and v", qkv_bias=self.qkv_bias)
         q, k, v = (as_boolean("qkv_bias", bias) for bias in biases)
         object.__setattr__(self, "qkv_bias", q if q == k == v else (q, k, v))
         if self.fused_qkv and isinstance(self.qkv_bias, tuple):
-            raise ValueError(f"qkv_bias must be one boolean with fused_qkv, got qkv_bias={self.qkv_bias}")
+            raise Refusal("qkv_bias", "be one boolean with fused_qkv", qkv_bias=self.qkv_bias)
 
     def _check_norms(self) -> None:
         for name in NORMS:
             norm = getattr(self, name)
             if norm is not None and not isinstance(norm, Norm):
-                raise TypeError(f"{name} must be a Norm or None, got {name}={norm!r}")
+                raise WrongType(name, "be a Norm or None", {name: norm})
         if self.qk_norm is not None and self.qk_norm.after_rope and self.rope is None:
-            raise ValueError("qk_norm must come with RoPE to come after it, got after_rope=True and rope=None")
+            raise Refusal("qk_norm", "come with RoPE to come after it", after_rope=True, rope=None)
         if self.v_norm is not None and self.v_norm.after_rope:
-            raise ValueError("v_norm must not come after RoPE, which rotates no values, got after_rope=True")
+            raise Refusal("v_norm", "not come after RoPE, which rotates no values", after_rope=True)
 
     def _fill_in(self, name: str, value: int) -> None:
         if getattr(self, name) is None:
@@ -426,7 +423,7 @@ class AttentionSpec:
         """
         values: Any = json.loads(text)
         if not isinstance(values, dict):
-            raise ValueError(f"a specification must be a JSON object, got {text[:80]!r}")
+            raise Refusal("a specification", "be a JSON object", repr(text[:80]))
         if "rope_theta" in values and "rope" not in values:  # as files had it before `Rope`
             theta = values.pop("rope_theta")
             values["rope"] = None if theta is None else {"theta": theta}
@@ -446,9 +443,9 @@ def check_spec(spec: object, *, is_self_attention: bool = False) -> None:
         ValueError: if the widths of the inputs differ in self-attention.
     """
     if not isinstance(spec, AttentionSpec):
-        raise TypeError(f"spec must be an AttentionSpec, got spec={spec!r}")
+        raise WrongType("spec", "be an AttentionSpec", spec=spec)
     if is_self_attention and spec.d_kv != spec.d_in:
-        raise ValueError(f"d_kv must equal d_in in self-attention, got d_kv={spec.d_kv} and d_in={spec.d_in}")
+        raise Refusal("d_kv", "equal d_in in self-attention", d_kv=spec.d_kv, d_in=spec.d_in)
 
 
 def check_latent(spec: AttentionSpec) -> Latent:
@@ -460,7 +457,7 @@ def check_latent(spec: AttentionSpec) -> Latent:
     """
     check_spec(spec)
     if spec.latent is None:
-        raise ValueError(f"spec must have latents, got spec={spec}")
+        raise Refusal("spec", "have latents", spec=spec)
     return spec.latent
 
 
@@ -478,7 +475,7 @@ def _rope_from(values: object) -> Rope:
     if isinstance(values, dict) and scaling is not None:
         kind = scaling.get("kind") if isinstance(scaling, dict) else None
         if kind not in SCALINGS:
-            raise ValueError(f"scaling must be a JSON object whose kind is one of {list(SCALINGS)}, got {scaling!r}")
+            raise Refusal("scaling", f"be a JSON object whose kind is one of {list(SCALINGS)}", scaling=scaling)
         own = {name: value for name, value in scaling.items() if name != "kind"}
         values = {**values, "scaling": _from_fields("scaling", SCALINGS[kind], own)}
     return _from_fields("rope", Rope, values)
@@ -487,7 +484,7 @@ def _rope_from(values: object) -> Rope:
 def _from_fields(what: str, kind: type[Record], values: object) -> Record:
     """A dataclass of fields that JSON has; what is not an object of just these is refused."""
     if not isinstance(values, dict):
-        raise ValueError(f"{what} must be a JSON object, got {values!r}")
+        raise Refusal(what, "be a JSON object", {what: values})
     known = {field.name for field in fields(kind) if field.init}
     required = {field.name for field in fields(kind) if field.default is MISSING}
     if unexpected := sorted(values.keys() - known):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mha_spec.norm import Norm
+from mha_spec.refusal import Refusal
 from mha_spec.rules import as_count, as_factor, as_number
 
 if TYPE_CHECKING:
@@ -51,11 +52,11 @@ class Latent:
                 object.__setattr__(self, name, as_count(name, getattr(self, name)))
         object.__setattr__(self, "eps", as_number("eps", self.eps))
         if not 0.0 < self.eps < math.inf:
-            raise ValueError(f"eps must be positive and finite, got eps={self.eps}")
+            raise Refusal("eps", "be positive and finite", eps=self.eps)
         for name in ("q_factor", "kv_factor"):
             object.__setattr__(self, name, as_factor(name, getattr(self, name)))
         if self.q_rank is None and self.q_factor != 1.0:
-            raise ValueError(f"q_factor must be 1 without q_rank, got q_factor={self.q_factor}")
+            raise Refusal("q_factor", "be 1 without q_rank", q_factor=self.q_factor)
 
     @property
     def width(self) -> int:
@@ -82,7 +83,9 @@ def check_latent_rope(latent: Latent, rope: Rope | None) -> None:
         ValueError: if it rotates others.
     """
     if rope is not None and (rope.rotary_dim, rope.rotated) != (latent.rope_dim, "last"):
-        raise ValueError(
-            f"rope must rotate the last rope_dim features with latent (rotary_dim={latent.rope_dim}, rotated='last'), "
-            f"got rope={rope} and latent={latent}"
+        raise Refusal(
+            "rope",
+            f"rotate the last rope_dim features with latent (rotary_dim={latent.rope_dim}, rotated='last')",
+            rope=rope,
+            latent=latent,
         )

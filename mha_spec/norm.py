@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from mha_spec.refusal import Refusal, WrongType
 from mha_spec.rules import as_boolean, as_number, as_one_of
 
 
@@ -50,13 +51,13 @@ class Norm:
             object.__setattr__(self, name, as_boolean(name, getattr(self, name)))
         object.__setattr__(self, "eps", as_number("eps", self.eps))
         if not 0.0 < self.eps < math.inf:
-            raise ValueError(f"eps must be positive and finite, got eps={self.eps}")
+            raise Refusal("eps", "be positive and finite", eps=self.eps)
         for name in ("per_head", "bias"):
             if getattr(self, name) and self.weight is None:
-                raise ValueError(f"{name} must come with a weight, got {name}=True and weight=None")
+                raise Refusal(name, "come with a weight", {name: True, "weight": None})
         for name in ("per_head", "after_rope"):  # a width has one weight for each of its features
             if getattr(self, name) and self.over == "width":
-                raise ValueError(f"{name} must come with over='head', got {name}=True and over='width'")
+                raise Refusal(name, "come with over='head'", {name: True, "over": "width"})
 
     @property
     def initial_weight(self) -> float:
@@ -77,4 +78,4 @@ def check_norm(norm: object) -> None:
         TypeError: if it is not one.
     """
     if not isinstance(norm, Norm):
-        raise TypeError(f"norm must be a Norm, got norm={norm!r}")
+        raise WrongType("norm", "be a Norm", norm=norm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from mha_spec.refusal import Refusal
 from mha_spec.rules import as_count
 
 
@@ -45,7 +46,5 @@ def reach_of(window_size: int | None, chunk_size: int | None) -> Reach | None:
         if size is not None:
             as_count(name, size)
     if window_size is not None and chunk_size is not None:
-        raise ValueError(
-            f"window_size must be None with chunk_size, got window_size={window_size} and chunk_size={chunk_size}"
-        )
+        raise Refusal("window_size", "be None with chunk_size", window_size=window_size, chunk_size=chunk_size)
     return None if window_size is None and chunk_size is None else Reach(window_size, chunk_size)

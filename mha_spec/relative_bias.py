@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mha_spec.refusal import Refusal
 from mha_spec.rules import as_boolean, as_count
 
 
@@ -40,13 +41,15 @@ class RelativeBias:
         num_directions = 2 if self.bidirectional else 1
         object.__setattr__(self, "num_buckets", as_count("num_buckets", self.num_buckets, 2 * num_directions))
         if self.num_buckets % num_directions:
-            raise ValueError(f"num_buckets must be even if bidirectional, got num_buckets={self.num_buckets}")
+            raise Refusal("num_buckets", "be even if bidirectional", num_buckets=self.num_buckets)
         object.__setattr__(self, "max_distance", as_count("max_distance", self.max_distance))
         num_exact = self.num_buckets // num_directions // 2
         if self.max_distance <= num_exact:
-            raise ValueError(
-                f"max_distance must be above the {num_exact} distances that have a bucket each, "
-                f"got max_distance={self.max_distance} and num_buckets={self.num_buckets}"
+            raise Refusal(
+                "max_distance",
+                f"be above the {num_exact} distances that have a bucket each",
+                max_distance=self.max_distance,
+                num_buckets=self.num_buckets,
             )
 
     def buckets(self) -> np.ndarray:

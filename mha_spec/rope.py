@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from mha_spec.refusal import Refusal, WrongType
 from mha_spec.rules import as_count, as_number, as_one_of
 from mha_spec.scaling import DynamicScaling, LongRopeScaling, ProportionalScaling, Scaling, unscaled_frequencies
 
@@ -57,19 +58,20 @@ class Rope:
     def __post_init__(self) -> None:
         object.__setattr__(self, "theta", as_number("theta", self.theta))
         if not 0 < self.theta < math.inf:  # JSON has neither infinity nor NaN
-            raise ValueError(f"theta must be positive and finite, got theta={self.theta}")
+            raise Refusal("theta", "be positive and finite", theta=self.theta)
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
-            raise TypeError(f"scaling must be a scaling of mha_spec or None, got scaling={self.scaling!r}")
+            raise WrongType("scaling", "be a scaling of mha_spec or None", scaling=self.scaling)
         for name, choices in CHOICES.items():
             as_one_of(name, getattr(self, name), choices)
         if self.rotary_dim is not None:
             object.__setattr__(self, "rotary_dim", as_count("rotary_dim", self.rotary_dim))
             if self.rotary_dim % 2:
-                raise ValueError(f"rotary_dim must be even, got rotary_dim={self.rotary_dim}")
+                raise Refusal("rotary_dim", "be even", rotary_dim=self.rotary_dim)
             if isinstance(self.scaling, ProportionalScaling):
-                raise ValueError(
-                    f"rotary_dim must be left out with ProportionalScaling, whose frequencies are those of the whole "
-                    f"head, got rotary_dim={self.rotary_dim}"
+                raise Refusal(
+                    "rotary_dim",
+                    "be left out with ProportionalScaling, whose frequencies are those of the whole head",
+                    rotary_dim=self.rotary_dim,
                 )
         if self.sections is not None:
             self._check_sections()
@@ -81,11 +83,11 @@ class Rope:
 
     def _check_sections(self) -> None:
         if isinstance(self.sections, (str, bytes)) or not np.iterable(self.sections):
-            raise TypeError(f"sections must be integers, one for each axis, got sections={self.sections!r}")
+            raise WrongType("sections", "be integers, one for each axis", sections=self.sections)
         sections = tuple(as_count("sections", section) for section in self.sections)
         object.__setattr__(self, "sections", sections)
         if len(sections) < 2:
-            raise ValueError(f"sections must be two or more, got sections={sections}")
+            raise Refusal("sections", "be two or more", sections=sections)
 
     @property
     def attention_factor(self) -> float:
@@ -150,22 +152,23 @@ def check_rotated(head_dim: int, rope: Rope) -> None:
     """Refuse heads that cannot be rotated in this way."""
     as_count("head_dim", head_dim)
     if rope.rotary_dim is None and head_dim % 2:
-        raise ValueError(f"head_dim must be even for RoPE, got head_dim={head_dim}")
+        raise Refusal("head_dim", "be even for RoPE", head_dim=head_dim)
     if rope.rotary_dim is not None and rope.rotary_dim > head_dim:
-        raise ValueError(f"rotary_dim must be at most head_dim, got rotary_dim={rope.rotary_dim}, head_dim={head_dim}")
+        raise Refusal("rotary_dim", "be at most head_dim", rotary_dim=rope.rotary_dim, head_dim=head_dim)
     count = head_dim if rope.rotary_dim is None else rope.rotary_dim
     if rope.scaling is not None:
         rope.scaling.check(rope.theta, count)
     if rope.sections is None:
         return
     if sum(rope.sections) != count // 2:
-        raise ValueError(f"sections must be {count // 2} rotated pairs in all, got sections={rope.sections}")
+        raise Refusal("sections", f"be {count // 2} rotated pairs in all", sections=rope.sections)
     axes = _axes(count // 2, rope.sections, rope.section_order)
     held = tuple(axes.count(axis) for axis in range(len(rope.sections)))
     if held != rope.sections:
-        raise ValueError(
-            f"interleaved sections must find their pairs among {count // 2}, got sections={rope.sections}, "
-            f"which would have {held}"
+        raise Refusal(
+            "interleaved sections",
+            f"find their pairs among {count // 2}",
+            f"sections={rope.sections}, which would have {held}",
         )
 
 
@@ -176,7 +179,7 @@ def check_rope(rope: object) -> None:
         TypeError: if it is not one.
     """
     if not isinstance(rope, Rope):
-        raise TypeError(f"rope must be a Rope, got rope={rope!r}")
+        raise WrongType("rope", "be a Rope", rope=rope)
 
 
 def position_shapes(batch_size: int, seq_len: int, rope: Rope | None) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec.refusal import Refusal, WrongType
+
 
 def as_count(name: str, value: object, minimum: int = 1) -> int:
     """An integer of at least `minimum`.
@@ -19,9 +21,9 @@ def as_count(name: str, value: object, minimum: int = 1) -> int:
         ValueError: if it is below the minimum.
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be an integer, got {name}={value!r}")
+        raise WrongType(name, "be an integer", {name: value})
     if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {name}={value}")
+        raise Refusal(name, f"be at least {minimum}", {name: value})
     return int(value)
 
 
@@ -32,7 +34,7 @@ def as_boolean(name: str, value: object) -> bool:
         TypeError: if it is neither.
     """
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be a boolean, got {name}={value!r}")
+        raise WrongType(name, "be a boolean", {name: value})
     return bool(value)
 
 
@@ -44,11 +46,11 @@ def as_number(name: str, value: object) -> float:
         ValueError: if it is an integer beyond the largest float.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{name} must be a number, got {name}={value!r}")
+        raise WrongType(name, "be a number", {name: value})
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} must be at most {sys.float_info.max:.2g}, got {name}={value}") from None
+        raise Refusal(name, f"be at most {sys.float_info.max:.2g}", {name: value}) from None
 
 
 def as_factor(name: str, value: object) -> float:
@@ -60,7 +62,7 @@ def as_factor(name: str, value: object) -> float:
     """
     factor = as_number(name, value)
     if not 0.0 < factor < math.inf:  # JSON has neither infinity nor NaN
-        raise ValueError(f"{name} must be positive and finite, got {name}={factor}")
+        raise Refusal(name, "be positive and finite", {name: factor})
     return factor
 
 
@@ -73,7 +75,7 @@ def as_rate(name: str, value: object) -> float:
     """
     rate = as_number(name, value)
     if not 0.0 <= rate < 1.0:
-        raise ValueError(f"{name} must be at least 0 and below 1, got {name}={value}")
+        raise Refusal(name, "be at least 0 and below 1", {name: value})
     return rate
 
 
@@ -84,7 +86,7 @@ def as_one_of(name: str, value: Any, options: Sequence[object]) -> Any:
         ValueError: if it is none of them.
     """
     if not isinstance(value, (str, NoneType)) or value not in options:  # an array has no answer to `in`
-        raise ValueError(f"{name} must be one of {list(options)}, got {name}={value!r}")
+        raise Refusal(name, f"be one of {list(options)}", {name: value})
     return value
 
 
@@ -98,6 +100,4 @@ def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
     as_count("num_heads", num_heads)
     as_count("num_kv_heads", num_kv_heads)
     if num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads} and num_kv_heads={num_kv_heads}"
-        )
+        raise Refusal("num_heads", "be a multiple of num_kv_heads", num_heads=num_heads, num_kv_heads=num_kv_heads)

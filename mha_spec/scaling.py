@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec.refusal import Refusal, WrongType
 from mha_spec.rules import as_boolean, as_count, as_number
 
 
@@ -117,7 +118,7 @@ class DynamicScaling(Scaling):
 
     def check(self, theta: float, features: int) -> None:
         if features < 4:
-            raise ValueError(f"rotated features must be at least 4 with DynamicScaling, got {features}")
+            raise Refusal("rotated features", "be at least 4 with DynamicScaling", str(features))
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,11 @@ class Llama3Scaling(Scaling):
             self._set(**{name: _positive(name, getattr(self, name))})
         self._set(original_length=as_count("original_length", self.original_length))
         if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor must be above low_freq_factor, "
-                f"got high_freq_factor={self.high_freq_factor} and low_freq_factor={self.low_freq_factor}"
+            raise Refusal(
+                "high_freq_factor",
+                "be above low_freq_factor",
+                high_freq_factor=self.high_freq_factor,
+                low_freq_factor=self.low_freq_factor,
             )
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
@@ -203,18 +206,17 @@ class YarnScaling(Scaling):
         self._set(original_length=as_count("original_length", self.original_length))
         self._set(truncate=as_boolean("truncate", self.truncate))
         if self.beta_fast <= self.beta_slow:
-            raise ValueError(
-                f"beta_fast must be above beta_slow, got beta_fast={self.beta_fast} and beta_slow={self.beta_slow}"
-            )
+            raise Refusal("beta_fast", "be above beta_slow", beta_fast=self.beta_fast, beta_slow=self.beta_slow)
         if (self.mscale is None) != (self.mscale_all_dim is None):
-            raise ValueError(
-                f"mscale and mscale_all_dim must be given together, "
-                f"got mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim}"
+            raise Refusal(
+                "mscale and mscale_all_dim", "be given together", mscale=self.mscale, mscale_all_dim=self.mscale_all_dim
             )
         if self.mscale is not None and self.attention_factor is not None:
-            raise ValueError(
-                f"attention_factor must be left out with mscale, "
-                f"got attention_factor={self.attention_factor} and mscale={self.mscale}"
+            raise Refusal(
+                "attention_factor",
+                "be left out with mscale",
+                attention_factor=self.attention_factor,
+                mscale=self.mscale,
             )
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
@@ -248,7 +250,7 @@ class YarnScaling(Scaling):
 
     def check(self, theta: float, features: int) -> None:
         if theta <= 1.0:
-            raise ValueError(f"theta must be above 1 with YarnScaling, got theta={theta}")
+            raise Refusal("theta", "be above 1 with YarnScaling", theta=theta)
 
 
 @dataclass(frozen=True)
@@ -281,12 +283,11 @@ class LongRopeScaling(Scaling):
         self._set(original_length=as_count("original_length", self.original_length, 2))
         for name in ("short_factors", "long_factors"):
             if isinstance(getattr(self, name), (str, bytes)) or not np.iterable(getattr(self, name)):
-                raise TypeError(f"{name} must be numbers, one for each pair, got {name}={getattr(self, name)!r}")
+                raise WrongType(name, "be numbers, one for each pair", {name: getattr(self, name)})
             self._set(**{name: tuple(_positive(name, factor) for factor in getattr(self, name))})
         if len(self.short_factors) != len(self.long_factors):
-            raise ValueError(
-                f"short_factors must be as many as long_factors, "
-                f"got {len(self.short_factors)} and {len(self.long_factors)}"
+            raise Refusal(
+                "short_factors", "be as many as long_factors", f"{len(self.short_factors)} and {len(self.long_factors)}"
             )
         if self.attention_factor is not None:
             self._set(attention_factor=_positive("attention_factor", self.attention_factor))
@@ -302,9 +303,10 @@ class LongRopeScaling(Scaling):
 
     def check(self, theta: float, features: int) -> None:
         if len(self.short_factors) != features // 2:
-            raise ValueError(
-                f"short_factors and long_factors must be one for each of {features // 2} rotated pairs, "
-                f"got {len(self.short_factors)}"
+            raise Refusal(
+                "short_factors and long_factors",
+                f"be one for each of {features // 2} rotated pairs",
+                str(len(self.short_factors)),
             )
 
 
@@ -332,7 +334,7 @@ class ProportionalScaling(Scaling):
     def __post_init__(self) -> None:
         self._set(fraction=_positive("fraction", self.fraction), factor=_positive("factor", self.factor))
         if self.fraction > 1.0:
-            raise ValueError(f"fraction must be at most 1, got fraction={self.fraction}")
+            raise Refusal("fraction", "be at most 1", fraction=self.fraction)
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
         rotated = int(self.fraction * features // 2)
@@ -355,5 +357,5 @@ SCALINGS: dict[str, type[Scaling]] = {
 def _positive(name: str, value: object) -> float:
     number = as_number(name, value)
     if not 0.0 < number < math.inf:  # JSON has neither infinity nor NaN
-        raise ValueError(f"{name} must be positive and finite, got {name}={value}")
+        raise Refusal(name, "be positive and finite", {name: value})
     return number

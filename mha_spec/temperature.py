@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mha_spec.refusal import WrongType
 from mha_spec.rules import as_count, as_factor
 
 
@@ -40,4 +41,4 @@ def check_temperature(temperature: object) -> None:
         TypeError: if it is not one.
     """
     if not isinstance(temperature, Temperature):
-        raise TypeError(f"temperature must be a Temperature, got temperature={temperature!r}")
+        raise WrongType("temperature", "be a Temperature", temperature=temperature)

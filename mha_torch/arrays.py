@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha_spec import rules
+from mha_spec import Refusal, WrongType, rules
 from mha_spec.rules import as_count
 
 
@@ -50,29 +50,29 @@ def is_autocast_on(device: torch.device) -> bool:
 def check_array(name: str, x: object) -> None:
     """Refuse what is not an array of the framework."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        raise WrongType(name, "be a torch.Tensor", type(x).__name__)
 
 
 def check_floating(name: str, x: Tensor, rank: int) -> None:
     """Refuse an array of another rank, or one that does not hold floating-point numbers."""
     check_array(name, x)
     if x.ndim != rank:
-        raise ValueError(f"{name} must have {rank} axes, got {name}.shape={tuple(x.shape)}")
+        raise Refusal(name, f"have {rank} axes", {f"{name}.shape": tuple(x.shape)})
     if not x.is_floating_point():
-        raise TypeError(f"{name} must be floating point, got {name}.dtype={x.dtype}")
+        raise WrongType(name, "be floating point", {f"{name}.dtype": x.dtype})
 
 
 def check_device(name: str, x: Tensor, expected: torch.device, of: str) -> None:
     """Refuse an array that lies on another device than the one that it meets."""
     if x.device != expected:
-        raise ValueError(f"{name} must lie on the device of {of}, got {x.device} and {expected}")
+        raise Refusal(name, f"lie on the device of {of}", {f"{name}.device": x.device, "expected": expected})
 
 
 def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
     """Refuse a shape that does not broadcast to the scores, or that would stretch them."""
     fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(scores_shape), strict=False))
     if not fits:
-        raise ValueError(f"{name} must broadcast to the scores (B, N, T, S) = {scores_shape}, got {name}.shape={shape}")
+        raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
 
 
 def check_lengths(name: str, lengths: Tensor | Sequence[int], batch_size: int | None, maximum: int) -> list[int] | None:
@@ -86,11 +86,11 @@ def check_lengths(name: str, lengths: Tensor | Sequence[int], batch_size: int | 
     else:
         array = torch.as_tensor(lengths)
         if array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
-            raise TypeError(f"{name} must be integers, got {name}.dtype={array.dtype}")
+            raise WrongType(name, "be integers", {f"{name}.dtype": array.dtype})
         shape, values = tuple(array.shape), values_of(array)
     if len(shape) != 1 or (batch_size is not None and shape[0] != batch_size):
         expected = "(B,)" if batch_size is None else f"(B,) = ({batch_size},)"
-        raise ValueError(f"{name} must have shape {expected}, got {name}.shape={shape}")
+        raise Refusal(name, f"have shape {expected}", {f"{name}.shape": shape})
     if values is not None and any(not 0 <= value <= maximum for value in values):
-        raise ValueError(f"{name} must lie in 0..{maximum}, got {name}={values}")
+        raise Refusal(name, f"lie in 0..{maximum}", {name: values})
     return values

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mha_spec import Refusal, WrongType
 from mha_spec.reach import reach_of
 from mha_torch.arrays import check_count, check_device, check_floating, check_lengths, values_of
 from mha_torch.masks import Masking, as_lengths
@@ -118,7 +119,7 @@ class Cache:
         check_lengths("lengths", lengths, batch_size, self.capacity)
         kept = values_of(torch.as_tensor(lengths))
         if held is not None and kept is not None and any(new > old for new, old in zip(kept, held, strict=True)):
-            raise ValueError(f"lengths must not exceed those of the cache, got lengths={kept} and {held}")
+            raise Refusal("lengths", "not exceed those of the cache", f"lengths={kept} and {held}")
         new_lengths = torch.minimum(as_lengths(lengths, self.lengths.device).to(self.lengths.dtype), self.lengths)
         is_free = (torch.arange(self.capacity, device=self.lengths.device) >= new_lengths[:, None])[:, None, :, None]
         return self.with_slots((x.masked_fill(is_free, 0.0) for x in self.slots.values()), new_lengths)
@@ -197,7 +198,7 @@ def init_cache(
     for name, size in {**sizes, "value_head_dim": value_head_dim}.items():
         check_count(name, size)
     if not dtype.is_floating_point:
-        raise TypeError(f"dtype must be floating point, got dtype={dtype}")
+        raise WrongType("dtype", "be floating point", dtype=dtype)
     shape = (batch_size, num_kv_heads, capacity)
     return KVCache(
         keys=torch.zeros((*shape, head_dim), dtype=dtype, device=device),
@@ -233,7 +234,7 @@ def init_latent_cache(
     for name, size in {"capacity": capacity, "kv_rank": kv_rank, "rope_dim": rope_dim}.items():
         check_count(name, size)
     if not dtype.is_floating_point:
-        raise TypeError(f"dtype must be floating point, got dtype={dtype}")
+        raise WrongType("dtype", "be floating point", dtype=dtype)
     return LatentCache(
         latents=torch.zeros((batch_size, 1, capacity, kv_rank + rope_dim), dtype=dtype, device=device),
         lengths=torch.zeros(batch_size, dtype=torch.int32, device=device),
@@ -433,9 +434,9 @@ def check_cache(
         check_floating(name, x, rank=4)
         expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
         if tuple(x.shape) != expected:
-            raise ValueError(f"{name} must have shape (B, K, S, H) = {expected}, got {name}.shape={tuple(x.shape)}")
+            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)})
         if x.dtype != key.dtype:
-            raise TypeError(f"{name} must have the dtype of the new keys, got {x.dtype} and {key.dtype}")
+            raise WrongType(name, "have the dtype of the new keys", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
         check_device(name, x, key.device, "the new keys")
 
 
@@ -448,14 +449,14 @@ def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:
 def check_is_cache(cache: object, kind: type[Cache] = KVCache) -> None:
     """Refuse what is not a cache of that kind."""
     if not isinstance(cache, kind):
-        raise TypeError(f"cache must be a {kind.__name__}, got {type(cache).__name__}")
+        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
 
 
 def check_cached_input(x: Tensor, cache: Cache) -> None:
     """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
     check_floating("x", x, rank=3)
     if x.shape[0] != cache.lengths.shape[0]:
-        raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
+        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
 
 
 def check_appended(
@@ -471,11 +472,10 @@ def check_appended(
     check_floating("value", value, rank=4)
     check_cache(cache.keys, cache.values, key, value, ("cache.keys", "cache.values"))
     if key.shape[:3] != value.shape[:3]:
-        raise ValueError(
-            f"value must have the shape of key but for its features, got {tuple(value.shape)} and {tuple(key.shape)}"
-        )
+        rule = "have the shape of key but for its features"
+        raise Refusal("value", rule, {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)})
     if value.dtype != key.dtype:
-        raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
+        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
     return check_room(cache, key.shape[2], new_lengths)
 
 
@@ -493,8 +493,6 @@ def check_room(cache: Cache, seq_len: int, new_lengths: Tensor | Sequence[int] |
     if lengths is None or added is None:
         return None
     if any(length + new > cache.capacity for length, new in zip(lengths, added, strict=True)):
-        raise ValueError(
-            f"lengths + new tokens must not exceed the {cache.capacity} slots of the cache, "
-            f"got lengths={lengths} and new_lengths={added}"
-        )
+        rule = f"not exceed the {cache.capacity} slots of the cache"
+        raise Refusal("lengths + new tokens", rule, lengths=lengths, new_lengths=added)
     return lengths

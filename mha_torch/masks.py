@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.reach import Reach, reach_of
 from mha_torch.arrays import (
@@ -146,9 +146,8 @@ def create_causal_mask_with_cache(
     check_count("seq_len_k", seq_len_k)
     check_count("cache_len", cache_len, minimum=0)
     if seq_len_k != cache_len + seq_len_q:
-        raise ValueError(
-            f"seq_len_k must be cache_len + seq_len_q, "
-            f"got seq_len_k={seq_len_k}, cache_len={cache_len} and seq_len_q={seq_len_q}"
+        raise Refusal(
+            "seq_len_k", "be cache_len + seq_len_q", seq_len_k=seq_len_k, cache_len=cache_len, seq_len_q=seq_len_q
         )
     return _positions(seq_len_k, device)[None, :] > cache_len + _positions(seq_len_q, device)[:, None]
 
@@ -241,7 +240,7 @@ class Masking:
         if spec is not None:
             check_spec(spec)
             if spec.sinks != (self.sinks is not None):
-                raise ValueError(f"sinks must be given where the spec has them, got spec.sinks={spec.sinks}")
+                raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": spec.sinks})
             check_relative_bias(self.relative_bias, spec.relative_bias, spec.num_heads)
         return self if spec is None or spec.reach is None else replace(self, reach=spec.reach)
 
@@ -332,8 +331,8 @@ def check_mask(mask: Tensor | None, scores_shape: tuple[int, ...]) -> None:
         return
     check_array("mask", mask)
     if mask.dtype != torch.bool:
-        raise TypeError(
-            f"mask must be boolean (True = masked), got mask.dtype={mask.dtype}; an additive term is passed as bias"
+        raise WrongType(
+            "mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint="an additive term is passed as bias"
         )
     check_broadcasts("mask", tuple(mask.shape), scores_shape)
 
@@ -344,7 +343,7 @@ def check_bias(bias: Tensor | None, scores_shape: tuple[int, ...], query: Tensor
         return
     check_array("bias", bias)
     if bias.dtype != query.dtype and not (bias.is_floating_point() and is_autocast_on(bias.device)):
-        raise TypeError(f"bias must have the dtype of query, got bias.dtype={bias.dtype} and {query.dtype}")
+        raise WrongType("bias", "have the dtype of query", {"bias.dtype": bias.dtype, "query.dtype": query.dtype})
     check_broadcasts("bias", tuple(bias.shape), scores_shape)
     check_device("bias", bias, query.device, "query")
 
@@ -355,6 +354,6 @@ def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
         return
     check_array("sinks", sinks)
     if not sinks.is_floating_point():
-        raise TypeError(f"sinks must be floating point, got sinks.dtype={sinks.dtype}")
+        raise WrongType("sinks", "be floating point", {"sinks.dtype": sinks.dtype})
     if tuple(sinks.shape) != (num_heads,):
-        raise ValueError(f"sinks must have shape (N,) = ({num_heads},), got sinks.shape={tuple(sinks.shape)}")
+        raise Refusal("sinks", f"have shape (N,) = ({num_heads},)", {"sinks.shape": tuple(sinks.shape)})

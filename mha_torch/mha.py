@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_torch import fused, stages
 from mha_torch.arrays import check_device, check_floating, check_lengths
@@ -105,7 +105,7 @@ def multi_head_attention(
     """
     check_weights(weights, spec)
     if dropout_keep is not None and not training:
-        raise ValueError("dropout_keep must come with training=True, got dropout_keep and training=False")
+        raise Refusal("dropout_keep", "come with training=True", "dropout_keep and training=False")
     output, attn_weights = _attention_layer(
         project_with(weights, spec),
         query,
@@ -182,7 +182,7 @@ class AttentionLayer(nn.Module):
         super().__init__()
         check_spec(spec, is_self_attention=self._is_self_attention)
         if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"dtype must be floating point, got dtype={dtype}")
+            raise WrongType("dtype", "be floating point", dtype=dtype)
         self.spec = self.own_spec = spec
         self.tokens: Tokens | None = None
         for name, projection in spec.projections.items():
@@ -370,20 +370,24 @@ def check_layer_inputs(
     """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other."""
     check_floating("query", query, rank=3)
     if key is None and value is not None:
-        raise ValueError("value must come with a key, got key=None and a value")
+        raise Refusal("value", "come with a key", "key=None and a value")
     if key is not None and spec.rope is not None:
-        raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope={spec.rope}")
+        raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
     if key is not None and spec.latent is not None:
-        raise ValueError(f"key must be None (self-attention) with latents, got a key and latent={spec.latent}")
+        raise Refusal("key", "be None (self-attention) with latents", f"a key and latent={spec.latent}")
     check_layer_positions(positions, query.shape[0], query.shape[1], spec)
     for name, x in (("key", key), ("value", value)):
         if x is None:
             continue
         check_floating(name, x, rank=3)
         if x.dtype != query.dtype:
-            raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
+            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
         check_device(name, x, query.device, "query")
         if x.shape[0] != query.shape[0]:
-            raise ValueError(f"{name} must have the batch size of query, got {x.shape[0]} and {query.shape[0]}")
+            raise Refusal(
+                name, "have the batch size of query", {f"{name}.shape[0]": x.shape[0], "query.shape[0]": query.shape[0]}
+            )
     if key is not None and value is not None and key.shape[1] != value.shape[1]:
-        raise ValueError(f"value must have as many tokens as key, got {value.shape[1]} and {key.shape[1]}")
+        raise Refusal(
+            "value", "have as many tokens as key", {"value.shape[1]": value.shape[1], "key.shape[1]": key.shape[1]}
+        )

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.shares import axis_of_heads, heads_of
 from mha_torch.mha import AttentionLayer
 from mha_torch.norms import NormLayer
@@ -58,13 +58,13 @@ def shard(
     Source: Megatron-LM, arXiv:1909.08053, section 3; Ring Attention, arXiv:2310.01889.
     """
     if not isinstance(layer, AttentionLayer):
-        raise TypeError(f"layer must be an attention module of mha_torch, got {type(layer).__name__}")
+        raise WrongType("layer", "be an attention module of mha_torch", type(layer).__name__)
     names = mesh.mesh_dim_names or ()
     for name, dimension in (("heads", heads), ("tokens", tokens)):
         if dimension is not None and dimension not in names:
-            raise ValueError(f"{name} must name a dimension of the mesh, got {name}={dimension!r} and {names}")
+            raise Refusal(name, "name a dimension of the mesh", {name: dimension, "names": names})
     if heads is None and tokens is None:
-        raise ValueError("heads or tokens must name a dimension of the mesh, got neither")
+        raise Refusal("heads or tokens", "name a dimension of the mesh", "neither")
     if tokens is not None:
         check_divides_tokens(layer)
     if heads is not None:
@@ -96,7 +96,7 @@ def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:
             dropped after they are added up. When the layer is called, if a norm over the width was left out.
     """
     if not isinstance(layer, AttentionLayer):
-        raise TypeError(f"layer must be an attention module of mha_torch, got {type(layer).__name__}")
+        raise WrongType("layer", "be an attention module of mha_torch", type(layer).__name__)
     spec, found = layer.spec, dict[str, ParallelStyle]({"": _Layer()})
     for name in spec.projections:
         if name in ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj"):
@@ -155,11 +155,12 @@ class _Layer(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, AttentionLayer):
-            raise TypeError(f"layer must be an attention module of mha_torch, got {type(module).__name__}")
+            raise WrongType("layer", "be an attention module of mha_torch", type(module).__name__)
         if any(is_distributed(weight) for weight in module.parameters()):
-            raise ValueError(
-                'layer must be divided by heads once, before it is by anything else, and by its own style, "", first, '
-                "got DTensors in it"
+            raise Refusal(
+                "layer",
+                'be divided by heads once, before it is by anything else, and by its own style, "", first',
+                "DTensors in it",
             )
         check_divides(module.spec, device_mesh.size())
         for name, axis in (("sinks", 0), ("relative_bias", 1)):
@@ -193,7 +194,7 @@ class _Linear(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
-            raise TypeError(f"a projection must be an nn.Linear to be divided, got {type(module).__name__}")
+            raise WrongType("a projection", "be an nn.Linear to be divided", type(module).__name__)
         for name in ("weight", "bias"):
             _distribute(module, name, device_mesh, self.placement, self.src_data_rank)
 
@@ -252,7 +253,7 @@ class _OfNorm(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, NormLayer):
-            raise TypeError(f"a norm must be that of its layer to be divided, got {type(module).__name__}")
+            raise WrongType("a norm", "be that of its layer to be divided", type(module).__name__)
         count = _heads_of_norm(self.spec, self.name)
         is_divided = axis_of_heads(self.name, self.spec) is not None and count % device_mesh.size() == 0
         for name in ("weight", "bias"):
@@ -295,32 +296,34 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
     if size == 1:
         return
     if spec.num_heads % size:
-        raise ValueError(
-            f"num_heads must be a multiple of the number of processes, got num_heads={spec.num_heads} and {size}"
-        )
+        raise Refusal("num_heads", "be a multiple of the number of processes", num_heads=spec.num_heads, size=size)
     if spec.fused_qkv:
-        raise ValueError(
-            "fused_qkv must be False to be divided, since rows of qkv_proj are those of all q, then k, then v, "
-            "got fused_qkv=True; a layer with three projections takes the same weights (parity.load_into)"
+        raise Refusal(
+            "fused_qkv",
+            "be False to be divided, since rows of qkv_proj are those of all q, then k, then v",
+            fused_qkv=True,
+            hint="a layer with three projections takes the same weights (parity.load_into)",
         )
     for name, norm in spec.norms.items():
         if name != "q_norm" and norm.per_head and spec.num_kv_heads % size:
-            raise ValueError(
-                f"{name} must not be per_head where processes share key/value heads, "
-                f"got num_kv_heads={spec.num_kv_heads} and {size} processes"
+            raise Refusal(
+                name,
+                "not be per_head where processes share key/value heads",
+                f"num_kv_heads={spec.num_kv_heads} and {size} processes",
             )
     if spec.output_dropout and spec.out_proj:
-        raise ValueError(
-            f"output_dropout must be 0 to be divided, since each process would drop other outputs, "
-            f"got output_dropout={spec.output_dropout}"
+        raise Refusal(
+            "output_dropout",
+            "be 0 to be divided, since each process would drop other outputs",
+            output_dropout=spec.output_dropout,
         )
 
 
 def check_divides_tokens(layer: AttentionLayer) -> None:
     """Refuse a layer whose tokens cannot be divided."""
     if hasattr(layer, "init_cache"):
-        raise ValueError(f"layer must be one without a cache for its tokens to be divided, got {type(layer).__name__}")
+        raise Refusal("layer", "be one without a cache for its tokens to be divided", type(layer).__name__)
     if layer.spec.rope is not None and layer.spec.rope.depends_on_length:
-        raise ValueError(
-            f"rope must not depend on the last position of a call for tokens to be divided, got rope={layer.spec.rope}"
+        raise Refusal(
+            "rope", "not depend on the last position of a call for tokens to be divided", rope=layer.spec.rope
         )

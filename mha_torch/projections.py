@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Latent, Rope, Temperature
+from mha_spec import AttentionSpec, Latent, Refusal, Rope, Temperature
 from mha_spec.attention import check_latent, check_spec
 from mha_spec.temperature import check_temperature
 from mha_torch.arrays import check_count, check_floating
@@ -33,9 +33,7 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
     check_floating("x", x, rank=3)
     check_count("num_heads", num_heads)
     if x.shape[-1] % num_heads:
-        raise ValueError(
-            f"the width must be a multiple of num_heads, got width={x.shape[-1]} and num_heads={num_heads}"
-        )
+        raise Refusal("the width", "be a multiple of num_heads", width=x.shape[-1], num_heads=num_heads)
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
@@ -292,7 +290,7 @@ def _weights_of_heads(kv_b: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor
 def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> list[Tensor]:
     width = spec.q_width + spec.k_width + spec.v_width
     if packed.shape[-1] != width:
-        raise ValueError(f"qkv_proj must give the {width} features of all q, k and v, got {packed.shape[-1]} features")
+        raise Refusal("qkv_proj", f"give the {width} features of all q, k and v", f"{packed.shape[-1]} features")
     return list(packed.split([spec.q_width, spec.k_width, spec.v_width], dim=-1))
 
 
@@ -306,9 +304,10 @@ def check_gated(context: Tensor, gate: Tensor) -> None:
     batch_size, num_heads, seq_len, head_dim = context.shape
     widths = (num_heads * head_dim, num_heads)
     if tuple(gate.shape) not in [(batch_size, seq_len, width) for width in widths]:
-        raise ValueError(
-            f"gate must have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]}), "
-            f"got gate.shape={tuple(gate.shape)}"
+        raise Refusal(
+            "gate",
+            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
+            {"gate.shape": tuple(gate.shape)},
         )
 
 
@@ -317,4 +316,4 @@ def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
     check_floating(name, latents, rank=4)
     if (latents.shape[1], latents.shape[3]) != (1, latent.width):
         shape = tuple(latents.shape)
-        raise ValueError(f"{name} must have shape (B, 1, S, {latent.width}), got {name}.shape={shape}")
+        raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mha_spec import RelativeBias
+from mha_spec import Refusal, RelativeBias, WrongType
 from mha_torch.arrays import check_array
 
 
@@ -52,14 +52,14 @@ def relative_position_bias(
 def check_relative_bias(table: Tensor | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
     """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
     if (table is None) != (relative_bias is None):
-        raise ValueError(f"relative_bias must be given where the spec has one, got spec.relative_bias={relative_bias}")
+        raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
     if table is None or relative_bias is None:
         return
     check_array("relative_bias", table)
     if not table.is_floating_point():
-        raise TypeError(f"relative_bias must be floating point, got relative_bias.dtype={table.dtype}")
+        raise WrongType("relative_bias", "be floating point", {"relative_bias.dtype": table.dtype})
     shape = (relative_bias.num_buckets, num_heads)
     if tuple(table.shape) != shape:
-        raise ValueError(
-            f"relative_bias must have shape (num_buckets, N) = {shape}, got relative_bias.shape={tuple(table.shape)}"
+        raise Refusal(
+            "relative_bias", f"have shape (num_buckets, N) = {shape}", {"relative_bias.shape": tuple(table.shape)}
         )

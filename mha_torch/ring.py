@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from mha_torch.arrays import check_lengths
 from mha_torch.masks import Masking, as_lengths
 from mha_torch.not_finite import emptied, not_finite, sees_any
@@ -449,16 +449,17 @@ def check_parts(query: Tensor, key: Tensor, tokens: Tokens) -> None:
     for index, what in enumerate(("sequences", "queries", "keys")):
         counts = [int(found[rank][index]) for rank in range(tokens.size)]
         if len({*counts}) > 1:
-            raise ValueError(f"{what} must be as many on each process where tokens are divided, got {counts}")
+            raise Refusal(what, "be as many on each process where tokens are divided", {what: counts})
 
 
 def check_masking(masking: Masking) -> None:
     """Refuse masks and biases, whose columns would have to go round with the keys."""
     for name in ("mask", "bias"):
         if getattr(masking, name) is not None:
-            raise ValueError(
-                f"{name} must be None where tokens are divided, which causality, lengths, windows and chunks are said "
-                f"for in whole sequences, got {name}.shape={tuple(getattr(masking, name).shape)}"
+            raise Refusal(
+                name,
+                "be None where tokens are divided; causality, lengths, windows and chunks hold for whole sequences",
+                {f"{name}.shape": tuple(getattr(masking, name).shape)},
             )
 
 
@@ -466,11 +467,9 @@ def check_tokens(need_weights: bool, dropout: Dropout, masking: Masking) -> None
     """Refuse what is not done where tokens are divided."""
     check_masking(masking)
     if need_weights:
-        raise ValueError("need_weights must be False where tokens are divided, which stores no weights, got True")
+        raise Refusal("need_weights", "be False where tokens are divided, which stores no weights", "True")
     if dropout.rate or dropout.keep is not None:
-        raise ValueError(
-            f"dropout must be 0 where tokens are divided (eval() switches it off), got dropout={dropout.rate}"
-        )
+        raise Refusal("dropout", "be 0 where tokens are divided (eval() switches it off)", dropout=dropout.rate)
 
 
 def check_context_parallel(masking: Masking, positions: Tensor | None, spec: AttentionSpec) -> None:
@@ -479,9 +478,10 @@ def check_context_parallel(masking: Masking, positions: Tensor | None, spec: Att
     if kernel is _KERNEL or "_context_parallel" not in getattr(kernel, "__module__", ""):
         return
     if positions is None and spec.has_positions:
-        raise ValueError(
-            "positions must be given under context_parallel, among its buffers, for a process has a part of the "
-            "tokens, got positions=None"
+        raise Refusal(
+            "positions",
+            "be given under context_parallel, among its buffers, for a process has a part of the tokens",
+            positions=None,
         )
     named = {
         "mask": masking.mask,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 
 PLACES = "_places"
 """Marks a hook that only brings tensors to where a weight is: to multiply by that part of the weight is the same."""
@@ -65,7 +65,7 @@ class Width:
     def own(self, weight: Tensor) -> Tensor:
         """The features of the process's heads of a distributed weight (width,)."""
         if not is_distributed(weight):
-            raise ValueError("a norm over the width must be divided with its layer by mha_torch.parallel.plan, got not")
+            raise Refusal("a norm over the width", "be divided with its layer by mha_torch.parallel.plan", "not")
         own = own_weight(weight)
         if self.num_heads % self.mesh.size() == 0:
             return own
@@ -169,9 +169,8 @@ def _spec_of_heads(spec: AttentionSpec, num_heads: int) -> AttentionSpec:
 def check_features(name: str, x: Tensor, of_head: int, num_heads: int) -> None:
     """Refuse what a projection gives if it is not of as many heads as the queries."""
     if x.shape[-1] != of_head * num_heads:
-        raise ValueError(
-            f"{name} must give the {num_heads} heads of the queries, {of_head} features each, "
-            f"got {x.shape[-1]} features"
+        raise Refusal(
+            name, f"give the {num_heads} heads of the queries, {of_head} features each", f"{x.shape[-1]} features"
         )
 
 
@@ -180,9 +179,10 @@ def check_whole_heads(spec: AttentionSpec, q: Tensor) -> None:
     if q.shape[-1] == spec.q_width:
         return
     if q.shape[-1] % spec.head_dim or q.shape[-1] > spec.q_width:
-        raise ValueError(
-            f"q_proj must give whole heads of {spec.head_dim} features, "
-            f"got {q.shape[-1]} features and num_heads={spec.num_heads}"
+        raise Refusal(
+            "q_proj",
+            f"give whole heads of {spec.head_dim} features",
+            f"{q.shape[-1]} features and num_heads={spec.num_heads}",
         )
     got = f"got {q.shape[-1] // spec.head_dim} of {spec.num_heads} heads"
     if spec.alibi is not None:
@@ -202,9 +202,10 @@ def check_heads_together(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -
     own = spec_of_heads(spec, num_heads)
     are_whole = spec.num_kv_heads == 1 or spec.num_kv_heads * num_heads % spec.num_heads == 0
     if not are_whole or (k.shape[-1], v.shape[-1]) != (own.k_width, own.v_width):
-        raise ValueError(
-            f"k_proj and v_proj must give the heads that those of q_proj see, of {spec.num_kv_heads} for "
-            f"{spec.num_heads}, got widths {k.shape[-1]} and {v.shape[-1]} with {num_heads} query heads"
+        raise Refusal(
+            "k_proj and v_proj",
+            f"give the heads that those of q_proj see, of {spec.num_kv_heads} for {spec.num_heads}",
+            f"widths {k.shape[-1]} and {v.shape[-1]} with {num_heads} query heads",
         )
     if spec.num_kv_heads == 1:
         check_shared(spec, q, k)
@@ -213,9 +214,10 @@ def check_heads_together(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -
 def check_shared(spec: AttentionSpec, q: Tensor, shared: Tensor) -> None:
     """Refuse some of the heads (B, T, N * H) and keys that all share, whose gradient would be of these heads alone."""
     if q.shape[-1] != spec.q_width and shared.requires_grad:
-        raise ValueError(
-            f"keys that heads share must be distributed by mha_torch.parallel.plan to have a gradient, "
-            f"got {q.shape[-1] // spec.head_dim} of {spec.num_heads} heads"
+        raise Refusal(
+            "keys that heads share",
+            "be distributed by mha_torch.parallel.plan to have a gradient",
+            f"{q.shape[-1] // spec.head_dim} of {spec.num_heads} heads",
         )
 
 
@@ -225,7 +227,6 @@ def check_normed_heads(name: str, norm: nn.Module, x: Tensor, spec: AttentionSpe
     if x.shape[1] == num_heads or not torch.is_grad_enabled():
         return
     if any(held.requires_grad and not is_distributed(held) for held in norm.parameters()):
-        raise ValueError(
-            f"{name} must be distributed by mha_torch.parallel.plan to have a gradient, "
-            f"got {x.shape[1]} of {num_heads} heads"
+        raise Refusal(
+            name, "be distributed by mha_torch.parallel.plan to have a gradient", f"{x.shape[1]} of {num_heads} heads"
         )

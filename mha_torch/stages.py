@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate
 from mha_torch.alibi import alibi_bias
@@ -266,11 +266,13 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, masking: Masking,
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_floating(name, x, rank=4)
         if x.dtype != query.dtype:
-            raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
+            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
         check_device(name, x, query.device, "query")
     if key.shape[:3] != value.shape[:3]:
-        raise ValueError(
-            f"value must have the shape of key but for its features, got {tuple(value.shape)} and {tuple(key.shape)}"
+        raise Refusal(
+            "value",
+            "have the shape of key but for its features",
+            {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
         )
     check_scored(query, key, None, spec)  # the masking checks its bias
     masking.check((*query.shape[:3], key.shape[2]), query)
@@ -281,9 +283,10 @@ def check_scored(query: Tensor, key: Tensor, bias: Tensor | None, spec: Attentio
     check_floating("query", query, rank=4)
     check_floating("key", key, rank=4)
     if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
-        raise ValueError(
-            f"key must have the batch size and head_dim of query, got key.shape={tuple(key.shape)} "
-            f"and query.shape={tuple(query.shape)}"
+        raise Refusal(
+            "key",
+            "have the batch size and head_dim of query",
+            {"key.shape": tuple(key.shape), "query.shape": tuple(query.shape)},
         )
     check_head_groups(query.shape[1], key.shape[1])
     check_bias(bias, (*query.shape[:3], key.shape[2]), query)
@@ -291,9 +294,10 @@ def check_scored(query: Tensor, key: Tensor, bias: Tensor | None, spec: Attentio
         return
     check_spec(spec)
     if spec.alibi is not None and spec.num_heads != query.shape[1]:
-        raise ValueError(
-            f"query must have the heads of a spec with alibi, whose slopes are theirs, "
-            f"got {query.shape[1]} heads and num_heads={spec.num_heads}"
+        raise Refusal(
+            "query",
+            "have the heads of a spec with alibi, whose slopes are theirs",
+            f"{query.shape[1]} heads and num_heads={spec.num_heads}",
         )
 
 
@@ -302,9 +306,10 @@ def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
     check_floating("attn_weights", attn_weights, rank=4)
     check_floating("value", value, rank=4)
     if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
-        raise ValueError(
-            f"value must have the batch size and the keys of attn_weights, got value.shape={tuple(value.shape)} "
-            f"and attn_weights.shape={tuple(attn_weights.shape)}"
+        raise Refusal(
+            "value",
+            "have the batch size and the keys of attn_weights",
+            {"value.shape": tuple(value.shape), "attn_weights.shape": tuple(attn_weights.shape)},
         )
     check_head_groups(attn_weights.shape[1], value.shape[1])
 
@@ -315,5 +320,5 @@ def check_keep(keep: Tensor | None, scores_shape: tuple[int, ...]) -> None:
         return
     check_array("keep", keep)
     if keep.dtype != torch.bool:
-        raise TypeError(f"keep must be boolean (True = kept), got keep.dtype={keep.dtype}")
+        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
     check_broadcasts("keep", tuple(keep.shape), scores_shape)

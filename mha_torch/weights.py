@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_torch.arrays import check_array, check_device, is_autocast_on, values_of
 from mha_torch.norms import apply_norm
@@ -40,7 +40,7 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     """Refuse weights that are not exactly those of the layer, by name and shape."""
     check_spec(spec)
     if not isinstance(weights, Mapping):
-        raise TypeError(f"weights must be a mapping of names to tensors, got {type(weights).__name__}")
+        raise WrongType("weights", "be a mapping of names to tensors", type(weights).__name__)
     shapes = spec.held_shapes
     missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
     if missing or unexpected:
@@ -50,17 +50,19 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
         weight = weights[name]
         check_array(name, weight)
         if is_distributed(weight):
-            raise TypeError(
-                f"{name} must be a tensor of this process, with the specification of what it has (parity.shard), "
-                f"got {type(weight).__name__}; the modules take distributed weights"
+            raise WrongType(
+                name,
+                "be a tensor of this process, with the specification of what it has (parity.shard)",
+                type(weight).__name__,
+                hint="the modules take distributed weights",
             )
         if not weight.is_floating_point():
-            raise TypeError(f"{name} must be floating point, got {name}.dtype={weight.dtype}")
+            raise WrongType(name, "be floating point", {f"{name}.dtype": weight.dtype})
         if weight.dtype != weights[first].dtype:
-            raise TypeError(f"{name} must have the dtype of {first}, got {weight.dtype} and {weights[first].dtype}")
+            raise WrongType(name, f"have the dtype of {first}", f"{weight.dtype} and {weights[first].dtype}")
         check_device(name, weight, weights[first].device, first)
         if tuple(weight.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {name}.shape={tuple(weight.shape)}")
+            raise Refusal(name, f"have shape {shape}", {f"{name}.shape": tuple(weight.shape)})
     check_finite(weights)
 
 
@@ -73,7 +75,7 @@ def check_finite(weights: Mapping[str, Tensor]) -> None:
         return
     wrong = [name for name, is_finite in zip(weights, are_finite, strict=True) if not is_finite]
     if wrong:
-        raise ValueError(f"weights must be finite, got NaN or infinities in {wrong}")
+        raise Refusal("weights", "be finite", f"NaN or infinities in {wrong}")
 
 
 def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
@@ -84,8 +86,10 @@ def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
     if is_distributed(weight):
         return
     if x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"the input of {name} must have {weight.shape[1]} features, got shape={tuple(x.shape)}")
+        raise Refusal(f"the input of {name}", f"have {weight.shape[1]} features", shape=tuple(x.shape))
     mixed = x.dtype != weight.dtype and weight.is_floating_point()
     if mixed and not is_autocast_on(x.device):
-        raise TypeError(f"the input of {name} must have the dtype of its weight, got {x.dtype} and {weight.dtype}")
+        raise WrongType(
+            f"the input of {name}", "have the dtype of its weight", {"x.dtype": x.dtype, "weight.dtype": weight.dtype}
+        )
     check_device(f"the input of {name}", x, weight.device, "its weight")

@@ -15,6 +15,7 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
+from mha_spec import Refusal, WrongType
 from mha_spec.reach import reach_of
 from mha_tt.arrays import check_count, check_dtype, check_floating, check_lengths
 from mha_tt.device import TILE, TILE_NBYTES, as_dtype, padded_head_dim, round_up, upload, upload_integers, zeros
@@ -126,9 +127,8 @@ class Cache:
         check_lengths("lengths", lengths, len(self.lengths), self.capacity)
         lengths = np.asarray(lengths, np.int32)
         if (lengths > self.lengths).any():
-            raise ValueError(
-                f"lengths must not exceed those of the cache, "
-                f"got lengths={lengths.tolist()} and {self.lengths.tolist()}"
+            raise Refusal(
+                "lengths", "not exceed those of the cache", f"lengths={lengths.tolist()} and {self.lengths.tolist()}"
             )
         first = next(iter(self.slots.values()))
         is_kept = upload(self.is_within(lengths)[:, None, :, None], device=first.device(), dtype=first.dtype)
@@ -217,7 +217,7 @@ def init_cache(
     for name, size in {**sizes, "value_head_dim": value_head_dim}.items():
         check_count(name, size)
     if num_kv_heads > MOST_KV_HEADS:
-        raise ValueError(f"num_kv_heads must be at most {MOST_KV_HEADS} for a cache, got num_kv_heads={num_kv_heads}")
+        raise Refusal("num_kv_heads", f"be at most {MOST_KV_HEADS} for a cache", num_kv_heads=num_kv_heads)
     check_dtype("dtype", dtype)
     shape = (batch_size, num_kv_heads, round_up(capacity))
     return KVCache(
@@ -371,9 +371,7 @@ def write_rows(cache: Cache, new: Sequence[Tensor], slots: np.ndarray | Tensor) 
     device, batch_size = new[0].device(), new[0].shape[1]
     grid = device.compute_with_storage_grid_size()
     if batch_size > grid.x * grid.y:
-        raise ValueError(
-            f"the batch must not exceed the {grid.x * grid.y} cores of the device, got {batch_size} sequences"
-        )
+        raise Refusal("the batch", f"not exceed the {grid.x * grid.y} cores of the device", f"{batch_size} sequences")
     where = slots if isinstance(slots, Tensor) else upload_integers(slots, device=device)
     for held, rows in zip(cache.slots.values(), new, strict=True):
         rows = as_dtype(rows, ttnn.bfloat16) if rows.dtype == ttnn.bfloat8_b else rows
@@ -433,9 +431,9 @@ def check_cache(
         check_floating(name, x, rank=4)
         expected = (key.shape[0], key.shape[1], cache_k.shape[2], new.shape[3])
         if tuple(x.shape) != expected:
-            raise ValueError(f"{name} must have shape (B, K, S, H) = {expected}, got {name}.shape={tuple(x.shape)}")
+            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)})
         if (x.dtype == ttnn.float32) != (key.dtype == ttnn.float32):
-            raise TypeError(f"{name} must be float32 if the new keys are, got {x.dtype} and {key.dtype}")
+            raise WrongType(name, "be float32 if the new keys are", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
 
 
 def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:
@@ -447,7 +445,7 @@ def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:
 def check_is_cache(cache: object, kind: type[Cache] = KVCache) -> None:
     """Refuse what is not a cache of that kind."""
     if not isinstance(cache, kind):
-        raise TypeError(f"cache must be a {kind.__name__}, got {type(cache).__name__}")
+        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
 
 
 def check_cache_holds(cache: Cache, num_heads: int, *features: int) -> None:
@@ -456,7 +454,7 @@ def check_cache_holds(cache: Cache, num_heads: int, *features: int) -> None:
     for (name, x), width in zip(cache.slots.items(), features, strict=True):
         expected = (first.shape[0], num_heads, first.shape[2], width)
         if tuple(x.shape) != expected:
-            raise ValueError(f"cache.{name} must have shape {expected}, got cache.{name}.shape={tuple(x.shape)}")
+            raise Refusal(f"cache.{name}", f"have shape {expected}", f"cache.{name}.shape={tuple(x.shape)}")
 
 
 def check_cached_input(x: Tensor, cache: Cache) -> None:
@@ -464,25 +462,24 @@ def check_cached_input(x: Tensor, cache: Cache) -> None:
     check_floating("x", x, rank=3)
     dtype = next(iter(cache.slots.values())).dtype
     if (x.dtype == ttnn.float32) != (dtype == ttnn.float32):
-        raise TypeError(f"x must be float32 if the cache is, got x.dtype={x.dtype} and {dtype}")
+        raise WrongType("x", "be float32 if the cache is", {"x.dtype": x.dtype, "dtype": dtype})
     if x.shape[0] != cache.lengths.shape[0]:
-        raise ValueError(f"x must have the batch size of the cache, got {x.shape[0]} and {cache.lengths.shape[0]}")
+        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
 
 
 def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.ndarray | Sequence[int] | None) -> None:
     """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
     check_is_cache(cache)
     if cache.pages is not None:
-        raise TypeError(f"cache must be a KVCache without pages, got {type(cache).__name__}; a module takes it")
+        raise WrongType("cache", "be a KVCache without pages", type(cache).__name__, hint="a module takes it")
     check_floating("key", key, rank=4)
     check_floating("value", value, rank=4)
     check_cache(cache.keys, cache.values, key, value)
     if tuple(key.shape)[:3] != tuple(value.shape)[:3]:
-        raise ValueError(
-            f"value must have the shape of key but for its features, got {tuple(value.shape)} and {tuple(key.shape)}"
-        )
+        rule = "have the shape of key but for its features"
+        raise Refusal("value", rule, {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)})
     if value.dtype != key.dtype:
-        raise TypeError(f"value must have the dtype of key, got {value.dtype} and {key.dtype}")
+        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
     check_room(cache, key.shape[2], new_lengths)
 
 
@@ -494,7 +491,5 @@ def check_room(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[in
         check_lengths("new_lengths", new_lengths, batch_size, seq_len)
     added = np.full(len(cache.lengths), seq_len) if new_lengths is None else np.asarray(new_lengths)
     if (cache.lengths + added > cache.capacity).any():
-        raise ValueError(
-            f"lengths + new tokens must not exceed the {cache.capacity} slots of the cache, "
-            f"got lengths={cache.lengths.tolist()} and new_lengths={added.tolist()}"
-        )
+        rule = f"not exceed the {cache.capacity} slots of the cache"
+        raise Refusal("lengths + new tokens", rule, lengths=cache.lengths.tolist(), new_lengths=added.tolist())

@@ -15,7 +15,7 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
 from mha_tt import fused, stages
 from mha_tt.arrays import check_floating, check_input_dtype
@@ -93,7 +93,7 @@ def multi_head_attention_with_cache(
     check_floating("x", x, rank=3)
     check_layer_positions(positions, x.shape[0], x.shape[1], spec)
     if (cache_k is None) != (cache_v is None):
-        raise ValueError("cache_k and cache_v must be given together, got only one of them")
+        raise Refusal("cache_k and cache_v", "be given together", "only one of them")
     if cache_k is not None:
         check_floating("cache_k", cache_k, rank=4)
     cache_len = 0 if cache_k is None else cache_k.shape[2]

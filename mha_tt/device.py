@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import ttnn
 
-from mha_spec import Rope
+from mha_spec import Refusal, Rope, WrongType
 from mha_tt.arrays import check_dtype, check_on_device
 
 TILE = 32
@@ -129,7 +129,7 @@ def open_mesh(shape: Sequence[int]) -> Iterator[ttnn.MeshDevice]:
         RuntimeError: if there are not so many chips or they do not open; says what was looked for.
     """
     if len(shape) != 2:
-        raise ValueError(f"shape must be rows and columns, got shape={tuple(shape)}")
+        raise Refusal("shape", "be rows and columns", shape=tuple(shape))
     where = describe_target()
     if target() is None:
         raise RuntimeError(f"a device must be there to be opened, found {where}; mha_tt.mock.board() needs none")
@@ -218,9 +218,9 @@ def upload(
     check_dtype("dtype", dtype)
     array = np.asarray(array)
     if array.ndim < 1:
-        raise ValueError(f"array must have at least 1 axis, got shape={array.shape}")
+        raise Refusal("array", "have at least 1 axis", shape=array.shape)
     if array.dtype.kind not in "fb" and array.dtype.name != "bfloat16":
-        raise TypeError(f"array must be floating point or boolean, got dtype={array.dtype}")
+        raise WrongType("array", "be floating point or boolean", dtype=array.dtype)
     # ttnn takes no float16 and no read-only array, and float64 aborts the process. Tiles made here are padded with what
     # was asked for.
     array = np.array(array, dtype=np.float32, order="C")
@@ -307,9 +307,11 @@ def read_back(tensor: ttnn.Tensor) -> np.ndarray:
     )
     for chip, other in enumerate(others, 1):
         if not np.array_equal(first, other, equal_nan=True):
-            raise ValueError(
-                f"tensor must be the same on all chips to be read as one, got another value on chip {chip} and "
-                f"shape={tuple(tensor.shape)}; mha_tt.download_parts gives those of each"
+            raise Refusal(
+                "tensor",
+                "be the same on all chips to be read as one",
+                f"another value on chip {chip} and shape={tuple(tensor.shape)}",
+                hint="mha_tt.download_parts gives those of each",
             )
     return first
 
@@ -357,7 +359,7 @@ def head_slots(head_dim: int, *, rope: Rope | None = None) -> np.ndarray:
     if rope is None:
         return np.arange(head_dim)
     if not isinstance(rope, Rope):
-        raise TypeError(f"rope must be a Rope or None, got rope={rope!r}")
+        raise WrongType("rope", "be a Rope or None", rope=rope)
     rotated = rope.rotated_features(head_dim)
     features = np.arange(rotated.start, rotated.stop)
     if rope.pairs == "interleaved":

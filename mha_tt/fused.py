@@ -14,7 +14,7 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.rules import as_rate, check_head_groups
 from mha_tt import stages
 from mha_tt.arrays import check_floating, check_lengths
@@ -189,9 +189,10 @@ def attend_to_cache(
     check_floating("query", query, rank=4)
     _check_kernel_takes(query)
     if not step_takes(query.shape[3]):
-        raise ValueError(
-            f"heads must have at most {STEP_FEATURES} features in a step, or a multiple of that, "
-            f"got query.shape={tuple(query.shape)}"
+        raise Refusal(
+            "heads",
+            f"have at most {STEP_FEATURES} features in a step, or a multiple of that",
+            {"query.shape": tuple(query.shape)},
         )
     check_cached_step(query, keys, values, last_positions, page_table)
     scale, config = score_scale(query, spec), compute_kernel_config or accurate_config(query.device())
@@ -283,9 +284,9 @@ def loses_rows(config: ttnn.DeviceComputeKernelConfig) -> bool:
 
 def _check_kernel_takes(query: Tensor) -> None:
     if query.dtype == ttnn.float32:
-        raise TypeError("query must be bfloat16 or bfloat8_b on the fused path, got query.dtype=float32")
+        raise WrongType("query", "be bfloat16 or bfloat8_b on the fused path", "query.dtype=float32")
     if query.shape[3] % TILE:
-        raise ValueError(f"heads must have whole tiles of {TILE} features, got query.shape={tuple(query.shape)}")
+        raise Refusal("heads", f"have whole tiles of {TILE} features", {"query.shape": tuple(query.shape)})
 
 
 def _attn_mask(
@@ -338,24 +339,28 @@ def check_cached_step(
     for name, x in (("keys", keys), ("values", values)):
         check_floating(name, x, rank=4)
         if x.dtype == ttnn.float32:
-            raise TypeError(f"{name} must be bfloat16 or bfloat8_b on the fused path, got {name}.dtype=float32")
+            raise WrongType(name, "be bfloat16 or bfloat8_b on the fused path", f"{name}.dtype=float32")
     if tuple(values.shape) != tuple(keys.shape):
-        raise ValueError(f"values must have the shape of keys, got {tuple(values.shape)} and {tuple(keys.shape)}")
+        raise Refusal(
+            "values", "have the shape of keys", {"values.shape": tuple(values.shape), "keys.shape": tuple(keys.shape)}
+        )
     batch_size, capacity = keys.shape[0], keys.shape[2]
     if page_table is not None:
         batch_size, capacity = page_table.shape[0], page_table.shape[1] * keys.shape[2]
     if (query.shape[0], query.shape[1], query.shape[3]) != (1, batch_size, keys.shape[3]):
-        raise ValueError(
-            f"query must have shape (1, B, N, H) with the batch size and features of the cache, "
-            f"got query.shape={tuple(query.shape)} and keys.shape={tuple(keys.shape)}"
+        raise Refusal(
+            "query",
+            "have shape (1, B, N, H) with the batch size and features of the cache",
+            {"query.shape": tuple(query.shape), "keys.shape": tuple(keys.shape)},
         )
     check_head_groups(query.shape[2], keys.shape[1])
     if keys.shape[2] % 32:
-        raise ValueError(f"keys must have whole tiles of 32 slots, got keys.shape={tuple(keys.shape)}")
+        raise Refusal("keys", "have whole tiles of 32 slots", {"keys.shape": tuple(keys.shape)})
     if not isinstance(last_positions, Tensor):
         check_lengths("last_positions", last_positions, batch_size, capacity - 1)
     elif last_positions.dtype != ttnn.int32 or tuple(last_positions.shape) != (batch_size,):
-        raise ValueError(
-            f"last_positions must be int32 of shape (B,) = ({batch_size},) on the device, "
-            f"got {last_positions.dtype} of shape {tuple(last_positions.shape)}"
+        raise Refusal(
+            "last_positions",
+            f"be int32 of shape (B,) = ({batch_size},) on the device",
+            f"{last_positions.dtype} of shape {tuple(last_positions.shape)}",
         )

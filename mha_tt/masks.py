@@ -12,7 +12,7 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.reach import Reach, reach_of
 from mha_tt.arrays import check_broadcasts, check_count, check_floating, check_lengths
@@ -138,9 +138,8 @@ def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int
     check_count("seq_len_k", seq_len_k, minimum=0)
     check_count("cache_len", cache_len, minimum=0)
     if seq_len_k != cache_len + seq_len_q:
-        raise ValueError(
-            f"seq_len_k must be cache_len + seq_len_q, "
-            f"got seq_len_k={seq_len_k}, cache_len={cache_len} and seq_len_q={seq_len_q}"
+        raise Refusal(
+            "seq_len_k", "be cache_len + seq_len_q", seq_len_k=seq_len_k, cache_len=cache_len, seq_len_q=seq_len_q
         )
     return np.arange(seq_len_k)[None, :] > cache_len + np.arange(seq_len_q)[:, None]
 
@@ -203,7 +202,7 @@ class DeviceMask:
             ValueError: if it has more than 4 axes.
         """
         if not isinstance(mask, np.ndarray):
-            raise TypeError(f"mask must be a NumPy array, got {type(mask).__name__}")
+            raise WrongType("mask", "be a NumPy array", type(mask).__name__)
         check_mask(mask, mask.shape)
         self.mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         self.device = device
@@ -344,7 +343,7 @@ class Masking:
         if spec is not None:
             check_spec(spec)
             if spec.sinks != (self.sinks is not None):
-                raise ValueError(f"sinks must be given where the spec has them, got spec.sinks={spec.sinks}")
+                raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": spec.sinks})
             check_relative_bias(self.relative_bias, spec.relative_bias, spec.num_heads)
         return self if spec is None or spec.reach is None else replace(self, reach=spec.reach)
 
@@ -427,10 +426,10 @@ def check_mask(mask: np.ndarray | DeviceMask | None, scores_shape: tuple[int, ..
     if mask is None:
         return
     if not isinstance(mask, np.ndarray) and not isinstance(mask, DeviceMask):
-        raise TypeError(f"mask must be a NumPy array or a DeviceMask, got {type(mask).__name__}")
+        raise WrongType("mask", "be a NumPy array or a DeviceMask", type(mask).__name__)
     if isinstance(mask, np.ndarray) and mask.dtype != np.bool_:
-        raise TypeError(
-            f"mask must be boolean (True = masked), got mask.dtype={mask.dtype}; an additive term is passed as bias"
+        raise WrongType(
+            "mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint="an additive term is passed as bias"
         )
     check_broadcasts("mask", tuple(mask.shape), scores_shape)
 
@@ -441,7 +440,7 @@ def check_bias(bias: np.ndarray | Tensor | None, scores_shape: tuple[int, ...]) 
         return
     if isinstance(bias, np.ndarray):
         if bias.dtype.kind != "f" and bias.dtype.name != "bfloat16":
-            raise TypeError(f"bias must be floating point, got bias.dtype={bias.dtype}")
+            raise WrongType("bias", "be floating point", {"bias.dtype": bias.dtype})
     else:
         check_floating("bias", bias, rank=len(bias.shape) if isinstance(bias, Tensor) else 0)
     check_broadcasts("bias", tuple(bias.shape), scores_shape)
@@ -453,6 +452,4 @@ def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
         return
     check_floating("sinks", sinks, rank=4)
     if tuple(sinks.shape) != (1, num_heads, 1, 1):
-        raise ValueError(
-            f"sinks must have shape (1, N, 1, 1) = (1, {num_heads}, 1, 1), got sinks.shape={tuple(sinks.shape)}"
-        )
+        raise Refusal("sinks", f"have shape (1, N, 1, 1) = (1, {num_heads}, 1, 1)", {"sinks.shape": tuple(sinks.shape)})

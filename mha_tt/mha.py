@@ -16,7 +16,7 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_tt import fused, stages
 from mha_tt.arrays import check_dtype, check_floating, check_input_dtype
@@ -111,7 +111,7 @@ def multi_head_attention(
     """
     check_weights(weights, spec)
     if dropout_keep is not None and not training:
-        raise ValueError("dropout_keep must come with training=True, got dropout_keep and training=False")
+        raise Refusal("dropout_keep", "come with training=True", "dropout_keep and training=False")
     output, attn_weights = _attention_layer(
         project_with(weights, spec, compute_kernel_config=compute_kernel_config),
         query,
@@ -328,14 +328,15 @@ class AttentionLayer:
     def check_dropout(self) -> None:
         """Refuse, before any work, to drop at random what ttnn cannot."""
         if self._drops and self.heads is not None:
-            raise ValueError(
-                "the module must not drop at random where its heads are divided (eval() switches that off), since what "
-                f"each chip would drop is not known, got heads={self.heads}"
+            raise Refusal(
+                "the module",
+                "not drop at random where its heads are divided (eval() switches that off), since what each "
+                "chip would drop is not known",
+                heads=self.heads,
             )
         if self._drops and self.dtype != ttnn.bfloat16:
-            raise TypeError(
-                f"the module must be bfloat16 to drop at random in training (eval() switches that off), "
-                f"got dtype={self.dtype}"
+            raise WrongType(
+                "the module", "be bfloat16 to drop at random in training (eval() switches that off)", dtype=self.dtype
             )
 
     @property
@@ -445,19 +446,23 @@ def check_layer_inputs(
     """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other."""
     check_floating("query", query, rank=3)
     if key is None and value is not None:
-        raise ValueError("value must come with a key, got key=None and a value")
+        raise Refusal("value", "come with a key", "key=None and a value")
     if key is not None and spec.rope is not None:
-        raise ValueError(f"key must be None (self-attention) with RoPE, got a key and rope={spec.rope}")
+        raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
     if key is not None and spec.latent is not None:
-        raise ValueError(f"key must be None (self-attention) with latents, got a key and latent={spec.latent}")
+        raise Refusal("key", "be None (self-attention) with latents", f"a key and latent={spec.latent}")
     check_layer_positions(positions, query.shape[0], query.shape[1], spec)
     for name, x in (("key", key), ("value", value)):
         if x is None:
             continue
         check_floating(name, x, rank=3)
         if x.dtype != query.dtype:
-            raise TypeError(f"{name} must have the dtype of query, got {name}.dtype={x.dtype} and {query.dtype}")
+            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
         if x.shape[0] != query.shape[0]:
-            raise ValueError(f"{name} must have the batch size of query, got {x.shape[0]} and {query.shape[0]}")
+            raise Refusal(
+                name, "have the batch size of query", {f"{name}.shape[0]": x.shape[0], "query.shape[0]": query.shape[0]}
+            )
     if key is not None and value is not None and key.shape[1] != value.shape[1]:
-        raise ValueError(f"value must have as many tokens as key, got {value.shape[1]} and {key.shape[1]}")
+        raise Refusal(
+            "value", "have as many tokens as key", {"value.shape[1]": value.shape[1], "key.shape[1]": key.shape[1]}
+        )

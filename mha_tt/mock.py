@@ -29,6 +29,7 @@ from unittest.mock import patch
 import numpy as np
 import ttnn
 
+from mha_spec import Refusal
 from mha_tt import device as devices
 from mha_tt.boards import BOARDS, MESHES
 from mha_tt.device import TILE
@@ -65,16 +66,14 @@ def use(board: str) -> None:
     """
     global _used
     if board not in BOARDS:
-        raise ValueError(f"board must be one of {list(BOARDS)}, got board={board!r}")
+        raise Refusal("board", f"be one of {list(BOARDS)}", board=board)
     if _used not in (None, board):
         raise RuntimeError(f"board must stay the same for the whole process, got {board!r} after {_used!r}")
     package = Path(ttnn.__file__).parent  # pyright: ignore
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = cache / "mha_tt" / f"mock-{zlib.crc32(str(package).encode()):08x}"  # two environments must not share one
     if any(character.isspace() for character in str(root)):
-        raise ValueError(
-            f"the cache folder must have no blanks in its path, which ttnn's build cannot take, got {root}"
-        )
+        raise Refusal("the cache folder", "have no blanks in its path, which ttnn's build cannot take", str(root))
     binaries = root / "runtime" / "sfpi" / "compiler" / "bin"
     binaries.mkdir(parents=True, exist_ok=True)
     for name in ("tt_metal", "ttnn", "runtime/hw"):  # without the last ttnn links every kernel again in every process
@@ -188,9 +187,11 @@ class Shadow:
         first, *others = self.parts(tensor)
         for chip, other in enumerate(others, 1):
             if other is not first and not ((other == first) | (other.isnan() & first.isnan())).all():
-                raise ValueError(
-                    f"tensor must be the same on all chips to be read as one, got another value on chip {chip} and "
-                    f"shape={tuple(tensor.shape)}; mha_tt.download_parts gives those of each"
+                raise Refusal(
+                    "tensor",
+                    "be the same on all chips to be read as one",
+                    f"another value on chip {chip} and shape={tuple(tensor.shape)}",
+                    hint="mha_tt.download_parts gives those of each",
                 )
         return first
 

@@ -7,7 +7,7 @@ import ttnn
 from jaxtyping import Float
 from ttnn import Tensor
 
-from mha_spec import Norm
+from mha_spec import Norm, Refusal, WrongType
 from mha_spec.norm import check_norm
 from mha_tt.arrays import check_on_device
 from mha_tt.device import accurate_config, as_dtype, upload, zeros
@@ -76,7 +76,7 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
     """Refuse what cannot be normalised, or parameters that are not those of the norm."""
     check_on_device("x", x)
     if x.dtype not in (ttnn.float32, ttnn.bfloat16, ttnn.bfloat8_b):
-        raise TypeError(f"x must be floating point, got x.dtype={x.dtype}")
+        raise WrongType("x", "be floating point", {"x.dtype": x.dtype})
     check_norm(norm)
     width = x.shape[-1]
     shapes = norm.shapes(x.shape[1] if norm.per_head else 1, width)
@@ -84,7 +84,7 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
         expected = parameter_shape(shapes[name]) if name in shapes else None
         found = None if parameter is None else tuple(parameter.shape)
         if found != expected:
-            raise ValueError(f"{name} must have shape {expected} for {norm}, got {name}.shape={found}")
+            raise Refusal(name, f"have shape {expected} for {norm}", {f"{name}.shape": found})
 
 
 def parameter_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import ttnn
 from jaxtyping import Float, Int
 from ttnn import Tensor
 
+from mha_spec import Refusal, WrongType
 from mha_tt.arrays import check_count, check_lengths
 from mha_tt.cache import KVCache
 from mha_tt.device import TILE, round_up, upload_rows, zeros
@@ -59,9 +60,10 @@ class PagedKVCache(KVCache):
         check_lengths("indices", indices, None, len(self.lengths) - 1)
         indices = np.asarray(indices, int)
         if sorted(indices) != list(range(len(self.lengths))):
-            raise ValueError(
-                f"indices must name each of the {len(self.lengths)} sequences once, for a cache in pages, "
-                f"got indices={indices.tolist()}"
+            raise Refusal(
+                "indices",
+                f"name each of the {len(self.lengths)} sequences once, for a cache in pages",
+                indices=indices.tolist(),
             )
         return self._with_pages(self.pages[indices], lengths=self.lengths[indices])
 
@@ -112,9 +114,9 @@ def paged(cache: KVCache, page_size: int) -> PagedKVCache:
     """
     check_count("page_size", page_size)
     if page_size % TILE:
-        raise ValueError(f"page_size must be whole tiles of {TILE} slots, got page_size={page_size}")
+        raise Refusal("page_size", f"be whole tiles of {TILE} slots", page_size=page_size)
     if cache.keys.dtype == ttnn.float32:
-        raise TypeError("dtype must be bfloat16 or bfloat8_b for a cache in pages, got dtype=float32")
+        raise WrongType("dtype", "be bfloat16 or bfloat8_b for a cache in pages", "dtype=float32")
     check_count("batch_size", len(cache.lengths))
     pages = in_order(len(cache.lengths), round_up(cache.capacity, page_size) // page_size)
     device = cache.keys.device()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import ttnn
 
+from mha_spec import Refusal, WrongType
 from mha_tt.device import readers, target
 from mha_tt.mha import AttentionLayer
 from mha_tt.shards import check_divides, own_spec
@@ -39,16 +40,16 @@ def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> Attent
     Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
     if not isinstance(layer, AttentionLayer):
-        raise TypeError(f"layer must be an attention module of mha_tt, got {type(layer).__name__}")
+        raise WrongType("layer", "be an attention module of mha_tt", type(layer).__name__)
     if not isinstance(heads, int) or isinstance(heads, bool):
-        raise TypeError(f"heads must be the number of a dimension of the mesh, got heads={heads!r}")
+        raise WrongType("heads", "be the number of a dimension of the mesh", heads=heads)
     shape = tuple(mesh.shape)
     if not 0 <= heads < len(shape):
-        raise ValueError(f"heads must be the number of a dimension of the mesh, got heads={heads} and shape={shape}")
+        raise Refusal("heads", "be the number of a dimension of the mesh", heads=heads, shape=shape)
     if layer.device != mesh:
-        raise ValueError("mesh must be the device of the layer, got another")
+        raise Refusal("mesh", "be the device of the layer", "another")
     if layer.heads is not None:
-        raise ValueError(f"layer must be divided by heads once, got one that is, along dimension {layer.heads}")
+        raise Refusal("layer", "be divided by heads once", f"one that is, along dimension {layer.heads}")
     check_divides(layer.spec, shape[heads])
     if target() == "mock" and not readers:  # which holds no values that could be divided
         weights = {name: np.zeros(size, np.float32) for name, size in layer.spec.weight_shapes.items()}

@@ -12,7 +12,7 @@ import ttnn
 from jaxtyping import Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Latent, Temperature
+from mha_spec import AttentionSpec, Latent, Refusal, Temperature
 from mha_spec.attention import check_latent, check_spec
 from mha_spec.temperature import check_temperature
 from mha_tt.arrays import check_count, check_floating
@@ -31,7 +31,7 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
     check_count("num_heads", num_heads)
     batch_size, seq_len, width = x.shape
     if width % num_heads:
-        raise ValueError(f"the width must be a multiple of num_heads, got width={width} and num_heads={num_heads}")
+        raise Refusal("the width", "be a multiple of num_heads", width=width, num_heads=num_heads)
     if 0 in (batch_size, seq_len):  # most operations do not take tensors of nothing
         return zeros((batch_size, num_heads, seq_len, width // num_heads), x.dtype, x.device())
     if width // num_heads % TILE:  # the operation below would take this, and give heads of another width
@@ -223,7 +223,7 @@ def weights_of_heads(kv_b: Float[Tensor, "kv_rank N*(H+Hv)"], spec: AttentionSpe
     check_floating("kv_b", kv_b, rank=2)
     expected = (padded_width("kv_a_norm", spec), padded_width("kv_b_proj", spec))
     if tuple(kv_b.shape) != expected:
-        raise ValueError(f"kv_b must have shape {expected}, got kv_b.shape={tuple(kv_b.shape)}")
+        raise Refusal("kv_b", f"have shape {expected}", {"kv_b.shape": tuple(kv_b.shape)})
     heads = split_heads(ttnn.reshape(kv_b, (1, *tuple(kv_b.shape))), spec.num_heads)
     return HeadWeights(heads[:, :, :, :own_features], heads[:, :, :, own_features:])
 
@@ -441,9 +441,10 @@ def check_gated(context: Tensor, gate: Tensor) -> None:
     batch_size, num_heads, seq_len, head_dim = context.shape
     widths = (num_heads * head_dim, num_heads)
     if tuple(gate.shape) not in [(batch_size, seq_len, width) for width in widths]:
-        raise ValueError(
-            f"gate must have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]}), "
-            f"got gate.shape={tuple(gate.shape)}"
+        raise Refusal(
+            "gate",
+            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
+            {"gate.shape": tuple(gate.shape)},
         )
 
 
@@ -453,7 +454,7 @@ def check_latents(name: str, latents: Tensor, spec: AttentionSpec) -> None:
     width = padded_features("kv_a_proj", spec)
     if (latents.shape[1], latents.shape[3]) != (1, width):
         shape = tuple(latents.shape)
-        raise ValueError(f"{name} must have shape (B, 1, S, {width}), got {name}.shape={shape}")
+        raise Refusal(name, f"have shape (B, 1, S, {width})", {f"{name}.shape": shape})
 
 
 def _check_heads(name: str, x: Tensor, spec: AttentionSpec, features: int) -> None:
@@ -461,4 +462,4 @@ def _check_heads(name: str, x: Tensor, spec: AttentionSpec, features: int) -> No
     check_floating(name, x, rank=4)
     if (x.shape[1], x.shape[3]) != (spec.num_heads, features):
         shape = tuple(x.shape)
-        raise ValueError(f"{name} must have shape (B, {spec.num_heads}, T, {features}), got {name}.shape={shape}")
+        raise Refusal(name, f"have shape (B, {spec.num_heads}, T, {features})", {f"{name}.shape": shape})

@@ -9,7 +9,7 @@ import ttnn
 from jaxtyping import Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Refusal, Rope, WrongType
 from mha_spec.rope import check_rope, position_shapes
 from mha_tt.arrays import check_floating, check_head_dim
 from mha_tt.device import as_dtype, padded_head_dim, upload
@@ -137,14 +137,18 @@ def cos_and_sin(
 def _check_order(rope: Rope, head_dim: int | None, padded: int) -> None:
     """Refuse heads whose pairs do not lie half a head apart."""
     if head_dim is None and (rope.pairs != "half" or rope.rotary_dim not in (None, padded)):
-        raise ValueError(
-            f"head_dim must be given for pairs other than (i, i + H/2), with heads as `head_slots` orders them, "
-            f"got head_dim=None and rope={rope}"
+        raise Refusal(
+            "head_dim",
+            "be given for pairs other than (i, i + H/2), with heads as `head_slots` orders them",
+            head_dim=None,
+            rope=rope,
         )
     if head_dim is not None and padded != padded_head_dim(head_dim, rope=True):
-        raise ValueError(
-            f"heads of head_dim={head_dim} must be padded to {padded_head_dim(head_dim, rope=True)} features for "
-            f"RoPE (upload_weights with a spec that has rope), got {padded}"
+        raise Refusal(
+            f"heads of head_dim={head_dim}",
+            f"be padded to {padded_head_dim(head_dim, rope=True)} features for RoPE (upload_weights with a "
+            "spec that has rope)",
+            str(padded),
         )
 
 
@@ -168,17 +172,18 @@ def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope
     if isinstance(positions, Rotation):
         found = positions.counts
         if found not in ((batch_size, seq_len), (1, seq_len)):
-            raise ValueError(f"positions must be (B or 1, T) = ({batch_size} or 1, {seq_len}), got those of {found}")
+            raise Refusal("positions", f"be (B or 1, T) = ({batch_size} or 1, {seq_len})", f"those of {found}")
         return
     if not isinstance(positions, np.ndarray):
-        raise TypeError(f"positions must be a NumPy array, got {type(positions).__name__}")
+        raise WrongType("positions", "be a NumPy array", type(positions).__name__)
     if positions.dtype.kind not in "iu":
-        raise TypeError(f"positions must be integers, got positions.dtype={positions.dtype}")
+        raise WrongType("positions", "be integers", {"positions.dtype": positions.dtype})
     axes = () if rope is None or rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
     if positions.shape not in ((*axes, batch_size, seq_len), (*axes, 1, seq_len)):
-        raise ValueError(
-            f"positions must have shape {position_shapes(batch_size, seq_len, rope)}, "
-            f"got positions.shape={positions.shape}"
+        raise Refusal(
+            "positions",
+            f"have shape {position_shapes(batch_size, seq_len, rope)}",
+            {"positions.shape": positions.shape},
         )
 
 
@@ -189,7 +194,5 @@ def check_layer_positions(
     if positions is None:
         return
     if not spec.has_positions:
-        raise ValueError(
-            "positions must come with RoPE or a temperature, got positions, rope=None and temperature=None"
-        )
+        raise Refusal("positions", "come with RoPE or a temperature", "positions, rope=None and temperature=None")
     check_positions(positions, batch_size, seq_len, spec.rope)

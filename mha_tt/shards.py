@@ -9,7 +9,7 @@ import numpy as np
 import ttnn
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from mha_spec.shares import OF_KEYS, OUT_BIAS, axis_of_heads, heads_of
 
 
@@ -78,14 +78,16 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
     if size == 1:
         return
     if spec.num_heads % size:
-        raise ValueError(f"num_heads must be a multiple of the chips, got num_heads={spec.num_heads} and {size} chips")
+        raise Refusal("num_heads", "be a multiple of the chips", f"num_heads={spec.num_heads} and {size} chips")
     for name, norm in spec.wide_norms.items():
-        raise ValueError(
-            f"{name} must be over='head' to be divided, since that over the width of all heads needs a sum over "
-            f"chips, got {norm}"
+        raise Refusal(
+            name,
+            "be over='head' to be divided, since that over the width of all heads needs a sum over chips",
+            {name: norm},
         )
     if spec.alibi is not None:
-        raise ValueError(
-            f"alibi must be None to be divided, since all chips run one program, and the slopes of their heads differ, "
-            f"got alibi={spec.alibi}"
+        raise Refusal(
+            "alibi",
+            "be None to be divided, since all chips run one program, and the slopes of their heads differ",
+            alibi=spec.alibi,
         )

@@ -16,7 +16,7 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups
 from mha_tt.alibi import alibi_bias
@@ -162,7 +162,7 @@ def drop(name: str, x: Tensor, rate: float, seed: int) -> Tensor:
     if not rate:
         return x
     if x.dtype != ttnn.bfloat16:
-        raise TypeError(f"{name} must be bfloat16 to be dropped at random (ttnn has no other), got dtype={x.dtype}")
+        raise WrongType(name, "be bfloat16 to be dropped at random (ttnn has no other)", dtype=x.dtype)
     return ttnn.experimental.dropout(x, probability=rate, scale=1.0 / (1.0 - rate), seed=seed)
 
 
@@ -315,10 +315,12 @@ def check_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_floating(name, x, rank=4)
         if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower than its queries
-            raise TypeError(f"{name} must be float32 if query is, got {name}.dtype={x.dtype} and {query.dtype}")
+            raise WrongType(name, "be float32 if query is", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
     if tuple(key.shape)[:3] != tuple(value.shape)[:3]:
-        raise ValueError(
-            f"value must have the shape of key but for its features, got {tuple(value.shape)} and {tuple(key.shape)}"
+        raise Refusal(
+            "value",
+            "have the shape of key but for its features",
+            {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
         )
     check_scored(query, key, None, spec)  # the masking checks its bias
     masking.check((*tuple(query.shape)[:3], key.shape[2]))
@@ -329,9 +331,10 @@ def check_scored(query: Tensor, key: Tensor, bias: np.ndarray | Tensor | None, s
     check_floating("query", query, rank=4)
     check_floating("key", key, rank=4)
     if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
-        raise ValueError(
-            f"key must have the batch size and head_dim of query, got key.shape={tuple(key.shape)} "
-            f"and query.shape={tuple(query.shape)}"
+        raise Refusal(
+            "key",
+            "have the batch size and head_dim of query",
+            {"key.shape": tuple(key.shape), "query.shape": tuple(query.shape)},
         )
     check_head_groups(query.shape[1], key.shape[1])
     check_bias(bias, (*tuple(query.shape)[:3], key.shape[2]))
@@ -339,9 +342,10 @@ def check_scored(query: Tensor, key: Tensor, bias: np.ndarray | Tensor | None, s
         return
     check_spec(spec)
     if spec.alibi is not None and spec.num_heads != query.shape[1]:
-        raise ValueError(
-            f"query must have the heads of a spec with alibi, whose slopes are theirs, "
-            f"got {query.shape[1]} heads and num_heads={spec.num_heads}"
+        raise Refusal(
+            "query",
+            "have the heads of a spec with alibi, whose slopes are theirs",
+            f"{query.shape[1]} heads and num_heads={spec.num_heads}",
         )
 
 
@@ -350,9 +354,10 @@ def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
     check_floating("attn_weights", attn_weights, rank=4)
     check_floating("value", value, rank=4)
     if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
-        raise ValueError(
-            f"value must have the batch size and the keys of attn_weights, got value.shape={tuple(value.shape)} "
-            f"and attn_weights.shape={tuple(attn_weights.shape)}"
+        raise Refusal(
+            "value",
+            "have the batch size and the keys of attn_weights",
+            {"value.shape": tuple(value.shape), "attn_weights.shape": tuple(attn_weights.shape)},
         )
     check_head_groups(attn_weights.shape[1], value.shape[1])
 
@@ -362,7 +367,7 @@ def check_keep(keep: np.ndarray | None, scores_shape: tuple[int, ...]) -> None:
     if keep is None:
         return
     if not isinstance(keep, np.ndarray):
-        raise TypeError(f"keep must be a NumPy array, got {type(keep).__name__}")
+        raise WrongType("keep", "be a NumPy array", type(keep).__name__)
     if keep.dtype != np.bool_:
-        raise TypeError(f"keep must be boolean (True = kept), got keep.dtype={keep.dtype}")
+        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
     check_broadcasts("keep", keep.shape, scores_shape)

@@ -9,7 +9,7 @@ import numpy as np
 import ttnn
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Refusal, Rope, WrongType
 from mha_spec.attention import check_spec
 from mha_tt.arrays import check_dtype, check_floating
 from mha_tt.device import (
@@ -74,7 +74,7 @@ def upload_weights(
     check_dtype("dtype", dtype)
     shapes = {name: np.shape(weight) for name, weight in weights.items()}
     if shapes != spec.weight_shapes:
-        raise ValueError(f"weights must have the names and shapes {spec.weight_shapes}, got {shapes}")
+        raise Refusal("weights", f"have the names and shapes {spec.weight_shapes}", str(shapes))
     check_finite(weights)
     size = 1 if heads is None else device.shape[heads]
     own = own_spec(spec, size)
@@ -289,7 +289,7 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     """Refuse weights that are not exactly those of the layer, by name and shape."""
     check_spec(spec)
     if not isinstance(weights, Mapping):
-        raise TypeError(f"weights must be a mapping of names to tensors, got {type(weights).__name__}")
+        raise WrongType("weights", "be a mapping of names to tensors", type(weights).__name__)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, projection in spec.projections.items():
         d_in, d_out = projection.d_in, projection.d_out
@@ -309,7 +309,7 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     for name, shape in shapes.items():
         check_floating(name, weights[name], rank=len(shape))
         if tuple(weights[name].shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {name}.shape={tuple(weights[name].shape)}")
+            raise Refusal(name, f"have shape {shape}", {f"{name}.shape": tuple(weights[name].shape)})
 
 
 def check_finite(weights: Mapping[str, np.ndarray]) -> None:
@@ -317,10 +317,10 @@ def check_finite(weights: Mapping[str, np.ndarray]) -> None:
     with np.errstate(over="ignore"):  # what is too large for float32 becomes an infinity there
         wrong = [name for name, weight in weights.items() if not np.isfinite(np.asarray(weight, np.float32)).all()]
     if wrong:
-        raise ValueError(f"weights must be finite, got NaN or infinities in {wrong}")
+        raise Refusal("weights", "be finite", f"NaN or infinities in {wrong}")
 
 
 def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
     """Refuse an input whose width or dtype is not that of the projection it goes into."""
     if x.shape[-1] != weight.shape[0]:
-        raise ValueError(f"the input of {name} must have {weight.shape[0]} features, got shape={tuple(x.shape)}")
+        raise Refusal(f"the input of {name}", f"have {weight.shape[0]} features", shape=tuple(x.shape))

@@ -217,7 +217,7 @@ def test_what_no_library_computes_is_not_made(name, changed, message):
         ("flax.nnx.MultiHeadAttention", replace(SQUARE, out_proj=False), "must be an out_proj"),
         ("flax.linen.MultiHeadDotProductAttention", GROUPED, "num_kv_heads must equal num_heads"),
         ("keras.layers.MultiHeadAttention", GROUPED, "num_kv_heads must equal num_heads"),
-        ("keras.layers.GroupQueryAttention", CROSS, "must have d_model equal to d_in, got 10 and 18"),
+        ("keras.layers.GroupQueryAttention", CROSS, "must have d_model equal to d_in"),
         ("equinox.nn.MultiheadAttention", GROUPED, "num_kv_heads must equal num_heads"),
     ],
 )
@@ -311,7 +311,7 @@ def test_other_modules_are_refused_with_those_that_are_known(module):
 
 
 def test_an_unknown_layer_has_no_adapter():
-    with pytest.raises(ValueError, match=r"a layer must be one of torch\.nn\.MultiheadAttention, .*, got 'nope'"):
+    with pytest.raises(ValueError, match=r"a layer must be one of torch\.nn\.MultiheadAttention, .*"):
         load_adapter("nope")
 
 

@@ -497,12 +497,12 @@ def test_tests_that_cannot_tell_are_refused(project, capsys, tmp_path, tests, me
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--only", "nonsense"), "--only must match a mistake, got 'nonsense'"),
+        (("--only", "nonsense"), "--only must match a mistake"),
         (("--only", "padding*"), "--only must leave a mistake that can be planted in mine.attention:attention"),
-        (("--jobs", "0"), "--jobs must be at least 1, got 0"),
+        (("--jobs", "0"), "--jobs must be at least 1"),
         (("--timeout", "0"), "--timeout must be above 0, got 0"),
         (("--mask-true", "hides"), "mask_true must be what True does in the mask"),
-        (("--mask-name", "veil"), "mask must be a parameter of mine.attention:attention, got 'veil'"),
+        (("--mask-name", "veil"), "mask must be a parameter of mine.attention:attention"),
     ],
 )
 def test_bad_usage_is_refused_before_any_test_runs(project, capsys, options, message):

@@ -473,8 +473,8 @@ def test_the_report_may_be_a_page(run_two_tests, pytester, name):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("report.txt", "its suffix must be one of .json, .xml, .html, got */report.txt"),
-        ("nowhere/report.json", "it must name a file in a folder that exists, got */nowhere/report.json"),
+        ("report.txt", "its suffix must be one of .json, .xml, .html"),
+        ("nowhere/report.json", "it must name a file in a folder that exists"),
         (
             "/proc/report.json",
             "it must name a file that can be written, got /proc/report.json: No such file or directory",

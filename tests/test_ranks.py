@@ -337,7 +337,7 @@ def test_the_command_line(meta, tmp_path, capsys):
         "2": "exists; the files of ranks are written into a new folder, or an empty one",
         "8": "--ranks must divide num_kv_heads in megatron, got --ranks 8 and --num-kv-heads 4",
         "3": "--ranks must divide num_kv_heads in megatron, got --ranks 3 and --num-kv-heads 4",
-        "0": "--ranks must be at least 1, got --ranks 0",
+        "0": "--ranks must be at least 1",
     }.items():
         assert main([*arguments, "--ranks", ranks]) == 2
         assert message in capsys.readouterr().err
@@ -351,7 +351,7 @@ def test_the_command_line(meta, tmp_path, capsys):
 def test_stacks_and_what_nobody_knows_how_to_divide_are_refused(meta, tmp_path):
     folder, _ = meta
     options = {"source": "meta.LLaMA", "target": "meta.LLaMA", "prefix": "layers.{i}.attention", **HEADS}
-    with pytest.raises(ValueError, match=r"^ranks must be left out of stacked layers, got ranks=2 and layers\[0\]"):
+    with pytest.raises(ValueError, match=r"^ranks must be left out of stacked layers"):
         convert_file(folder, tmp_path / "a", ranks=2, to_prefix="layers", keep_rest=False, **options)
     options["target"] = "megatron"
     with pytest.raises(

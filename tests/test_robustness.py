@@ -103,7 +103,7 @@ def test_a_function_is_no_place(capsys):
 
 
 def test_cases_drawn_at_random_are_not_drawn_for_ever(capsys):
-    assert "--random must be at most 10000, got 9999" in refused(capsys, "run", "--random", "9" * 20)
+    assert "--random must be at most 10000" in refused(capsys, "run", "--random", "9" * 20)
 
 
 @pytest.mark.parametrize("flag", ["--batch-size", "--num-kv-heads", "--head-dim", "--capacity", "--num-layers"])

@@ -83,7 +83,7 @@ def test_traces_carry_the_mesh(ran):
 
 def test_more_devices_than_there_are_is_refused_by_name():
     said = command("--devices", "2", "--mesh", "data=4", "--cases", "causal", status=2)
-    assert "--devices must be at least the 4 of --mesh data=4, got 2" in said
+    assert "--devices must be at least the 4 of --mesh data=4" in said
     said = command("--mesh", "data=2,tensor=4", "--cases", "causal", status=2)
     assert "mesh must have no more devices than JAX, got data=2,tensor=4 and 1; --devices 8 makes virtual ones" in said
 

@@ -210,7 +210,7 @@ BY_PLAN = "must be distributed by mha_torch.parallel.plan to have a gradient"
         ("divided already", "layer must be divided by heads once"),
         ("its own style last", "layer must be divided by heads once, before it is by anything else, and by its own"),
         ("distributed, to a function", "q_proj.weight must be a tensor of this process"),
-        ("no such dimension", "heads must name a dimension of the mesh, got heads='tensor' and ('heads',)"),
+        ("no such dimension", "heads must name a dimension of the mesh"),
         ("no layer of ours", "layer must be an attention module of mha_torch, got Linear"),
         ("by hand, parts of heads", "q_proj must give whole heads of 2 features"),
         ("by hand, parts of key heads", "k_proj and v_proj must give the heads that those of q_proj see, of 1 for 8"),
@@ -310,8 +310,8 @@ def test_a_token_that_is_not_finite_spoils_what_sees_it_and_no_gradient(found, s
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no such dimension", "tokens must name a dimension of the mesh, got tokens='sequence' and ('heads',)"),
-        ("neither", "heads or tokens must name a dimension of the mesh, got neither"),
+        ("no such dimension", "tokens must name a dimension of the mesh"),
+        ("neither", "heads or tokens must name a dimension of the mesh"),
         ("no layer", "layer must be an attention module of mha_torch, got Linear"),
         ("cache", "layer must be one without a cache for its tokens to be divided"),
         ("rope", "rope must not depend on the last position of a call for tokens to be divided"),
@@ -319,7 +319,7 @@ def test_a_token_that_is_not_finite_spoils_what_sees_it_and_no_gradient(found, s
         ("mask", "mask must be None where tokens are divided"),
         ("dropout", "dropout must be 0 where tokens are divided"),
         ("lengths", "key_padding_lengths must lie in 0.."),
-        ("uneven", "queries must be as many on each process where tokens are divided, got [2, 1"),
+        ("uneven", "queries must be as many on each process where tokens are divided"),
     ],
 )
 def test_what_divided_tokens_cannot_have_is_refused_by_name(found, size, name, message):

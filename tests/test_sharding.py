@@ -242,9 +242,9 @@ def test_stages_of_parts_of_the_tokens_are_joined():
     found = parity.unshard_stages(parts, case.spec, plan, summed=True)
     assert found.keys() == whole.keys()
     assert_bits_equal(found, whole)
-    with pytest.raises(ValueError, match=r"^shards must be one of each rank, got 3 of them and tensor=2 and context=2"):
+    with pytest.raises(ValueError, match=r"^shards must be one of each rank"):
         parity.unshard_stages(parts[:3], case.spec, plan)
-    with pytest.raises(ValueError, match=r"^stages must be without a cache where tokens are divided, got cache.keys"):
+    with pytest.raises(ValueError, match=r"^stages must be without a cache where tokens are divided"):
         parity.unshard_stages([{"cache.keys": x["k"]} for x in parts], case.spec, plan)
 
 
@@ -330,7 +330,7 @@ def test_bad_input():
         unshard(parts, 4, plan)
     with pytest.raises(ValueError, match=r"^q_proj.weight must have shape"):
         shard(weights | {"q_proj.weight": weights["q_proj.weight"][:4]}, spec, plan, 0)
-    with pytest.raises(ValueError, match=r"^shards must be one of each rank, got 1 of them and tensor=2"):
+    with pytest.raises(ValueError, match=r"^shards must be one of each rank"):
         unshard(parts[:1], spec, plan)
     with pytest.raises(
         ValueError, match=r"^rank 0: weights must have exactly the names .* missing \['out_proj.bias'\]"

@@ -464,7 +464,7 @@ def test_spec_refuses_json_of_no_scaling(scaling, message):
         (lambda: Rope(rotated="middle"), ValueError, "rotated must be one of .*, got rotated='middle'"),
         (lambda: Rope(pairs="odd"), ValueError, "pairs must be one of .*, got pairs='odd'"),
         (lambda: Rope(section_order="x"), ValueError, "section_order must be one of .*, got section_order='x'"),
-        (lambda: Rope(pairs=np.array([1, 2])), ValueError, "pairs must be one of .*, got pairs=array"),
+        (lambda: Rope(pairs=np.array([1, 2])), ValueError, "pairs must be one of .*, got pairs="),
         (lambda: Rope(10**400), ValueError, "theta must be at most 1.8e.308, got theta=1000"),
         (lambda: Rope(sections=3), TypeError, "sections must be integers, one for each axis, got sections=3"),
         (lambda: Rope(sections=(4,)), ValueError, r"sections must be two or more, got sections=\(4,\)"),
@@ -501,7 +501,7 @@ def test_a_kind_of_rope_refuses_what_does_not_fit(make, error, message):
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        (Rope(rotary_dim=10), "rotary_dim must be at most head_dim, got rotary_dim=10, head_dim=8"),
+        (Rope(rotary_dim=10), "rotary_dim must be at most head_dim, got rotary_dim=10 and head_dim=8"),
         (Rope(rotary_dim=2, scaling=DynamicScaling(2.0, 8)), "rotated features must be at least 4 with DynamicScaling"),
         (Rope(0.5, scaling=YarnScaling(4.0, 64)), r"theta must be above 1 with YarnScaling, got theta=0\.5"),
         (Rope(scaling=LONGROPE), "must be one for each of 4 rotated pairs, got 2"),

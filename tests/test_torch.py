@@ -598,20 +598,20 @@ ELSEWHERE = {
 @both_forms
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_what_lies_elsewhere_is_refused(form, name):
-    with pytest.raises(ValueError, match=f"^{name} must lie on the device of query, got meta and cpu"):
+    with pytest.raises(ValueError, match=f"^{name} must lie on the device of query"):
         ELSEWHERE[name](FORMS[form], torch.ones(1, 2, 3, 4), torch.zeros(3, 3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_layer_refuses_an_input_that_lies_elsewhere(kind):
-    with pytest.raises(ValueError, match="the input of q_proj must lie on the device of its weight, got meta and cpu"):
+    with pytest.raises(ValueError, match="the input of q_proj must lie on the device of its weight"):
         module(kind)(torch.ones(1, 3, 16, device="meta"))
 
 
 def test_layer_refuses_a_cache_that_lies_elsewhere():
     layer = module("MultiHeadAttentionWithCache")
     cache = mha_torch.init_cache(1, 2, 4, 4, device="meta")
-    with pytest.raises(ValueError, match=r"^cache.keys must lie on the device of the new keys, got meta and cpu"):
+    with pytest.raises(ValueError, match=r"^cache.keys must lie on the device of the new keys"):
         layer(torch.ones(1, 3, 16), cache)
 
 

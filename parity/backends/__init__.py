@@ -73,7 +73,9 @@ def why_missing(name: str) -> str | None:
         ValueError: if there is no backend of that name.
     """
     if name not in BACKENDS:
-        raise ValueError(f"backend must be one of {list(BACKENDS)}, got backend={name!r}")
+        from mha_spec import Refusal
+
+        raise Refusal("backend", f"be one of {list(BACKENDS)}", backend=name)
     from importlib.util import find_spec
 
     backend = BACKENDS[name]
@@ -106,7 +108,9 @@ def load_divided(name: str) -> Divided:
     if reason := why_missing(name):
         raise ModuleNotFoundError(reason)
     if not BACKENDS[name].divided:
-        raise ValueError(f"mesh must be of a backend that runs on several devices, got backend={name!r}")
+        from mha_spec import Refusal
+
+        raise Refusal("mesh", "be of a backend that runs on several devices", backend=name)
     return cast("Divided", importlib.import_module(f"{__name__}.{BACKENDS[name].divided}"))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec import Refusal, WrongType
 from parity.backends import BACKENDS, backend_of, load_backend
 from parity.core.weights import FORMAT, is_floating, load_tensors, save_tensors
 
@@ -53,27 +54,27 @@ def load_cache(path: str | os.PathLike[str], framework: str) -> Any:
     backend = load_backend(framework)
     tensors, metadata = load_tensors(path)
     if metadata.get("kind") != "cache" or metadata.get("format") != FORMAT or tensors.keys() != set(PARTS):
-        raise ValueError(f"{path} must be a cache in format {FORMAT}, got {sorted(tensors)} and metadata {metadata}")
+        raise Refusal(path, f"be a cache in format {FORMAT}", f"{sorted(tensors)} and metadata {metadata}")
     _check(str(path), tensors)
     arrays = {part: backend.from_numpy(tensors[part]) for part in PARTS}
     if (kept := backend.to_numpy(arrays["keys"]).dtype) != tensors["keys"].dtype:
-        raise ValueError(f"JAX must have jax_enable_x64 to hold {tensors['keys'].dtype}, got {kept} from {path}")
+        raise Refusal("JAX", f"have jax_enable_x64 to hold {tensors['keys'].dtype}", f"{kept} from {path}")
     return backend.SIBLING.KVCache(**arrays)
 
 
 def _framework_of(cache: Any) -> str:
     framework = backend_of(cache)
     if framework is None or "KVCache" not in {kind.__name__ for kind in type(cache).__mro__}:
-        raise TypeError(f"cache must be a KVCache of mha_jax or mha_torch, got {type(cache).__name__}")
+        raise WrongType("cache", "be a KVCache of mha_jax or mha_torch", type(cache).__name__)
     _check_framework(framework)
     return framework
 
 
 def _check_framework(framework: str) -> None:
     if framework in BACKENDS and (reason := BACKENDS[framework].why_no_cache_files):
-        raise ValueError(f"framework must be {' or '.join(FRAMEWORKS)}, got framework={framework!r}: {reason}")
+        raise Refusal("framework", f"be {' or '.join(FRAMEWORKS)}", f"framework={framework!r}: {reason}")
     if framework not in FRAMEWORKS:
-        raise ValueError(f"framework must be one of {list(FRAMEWORKS)}, got framework={framework!r}")
+        raise Refusal("framework", f"be one of {list(FRAMEWORKS)}", framework=framework)
 
 
 def _check(name: str, tensors: dict[str, np.ndarray]) -> None:
@@ -81,13 +82,9 @@ def _check(name: str, tensors: dict[str, np.ndarray]) -> None:
     keys, values, lengths = (tensors[part] for part in PARTS)
     if keys.ndim != 4 or values.ndim != 4 or values.shape[:3] != keys.shape[:3] or lengths.shape != keys.shape[:1]:
         shapes = {part: tensor.shape for part, tensor in tensors.items()}
-        raise ValueError(
-            f"{name} must have keys (B, K, capacity, H), values (B, K, capacity, Hv) and lengths (B,), got {shapes}"
-        )
+        raise Refusal(name, "have keys (B, K, capacity, H), values (B, K, capacity, Hv) and lengths (B,)", str(shapes))
     if not is_floating(keys.dtype) or values.dtype != keys.dtype or lengths.dtype != np.int32:
         dtypes = {part: tensor.dtype.name for part, tensor in tensors.items()}
-        raise ValueError(
-            f"{name} must have keys and values of one floating-point dtype and int32 lengths, got {dtypes}"
-        )
+        raise Refusal(name, "have keys and values of one floating-point dtype and int32 lengths", str(dtypes))
     if ((lengths < 0) | (lengths > keys.shape[2])).any():
-        raise ValueError(f"{name} must have lengths between 0 and its capacity {keys.shape[2]}, got {lengths.tolist()}")
+        raise Refusal(name, f"have lengths between 0 and its capacity {keys.shape[2]}", str(lengths.tolist()))

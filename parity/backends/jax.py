@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 import mha_jax
 from mha_jax.blockwise import BlockSizes
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, WrongType
 from parity.backends.port import Shapes, kind_of, nothing_replayed
 from parity.core.cases import Case
 from parity.core.problem import Problem
@@ -56,7 +56,7 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     (dtype,) = {weight.dtype for weight in weights.values()}  # one, as checked; before JAX can narrow it
     held = getattr(module, next(iter(spec.projections))).kernel.dtype
     if dtype != held:
-        raise TypeError(f"weights must have the dtype of the module, got {dtype} and {held}")
+        raise WrongType("weights", "have the dtype of the module", f"{dtype} and {held}")
     held = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     nnx.update(module, jax.tree.map(_placed_as, to_params(weights, spec), held))
     return module

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mha_jax import parallel
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from parity.backends import jax as port
 from parity.backends.port import Port
 from parity.backends.record import trace_of
@@ -41,8 +41,11 @@ def make_devices(count: int) -> None:
 def check_devices(plan: MeshPlan) -> None:
     """Refuse a mesh of more devices than there are."""
     if plan.size > (count := jax.device_count()):
-        raise ValueError(
-            f"mesh must have no more devices than JAX, got {plan} and {count}; --devices {plan.size} makes virtual ones"
+        raise Refusal(
+            "mesh",
+            "have no more devices than JAX",
+            f"{plan} and {count}",
+            hint=f"--devices {plan.size} makes virtual ones",
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import mha_torch
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, WrongType
 from mha_torch.shards import is_distributed, set_whole
 from parity.backends.port import Shapes, kind_of, nothing_replayed
 from parity.core.arrays import to_numpy, to_torch
@@ -33,8 +33,8 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     check_held(parameters, spec)
     for name, tensor in tensors.items():
         if tensor.dtype != parameters[name].dtype:
-            raise TypeError(
-                f"weights must have the dtype of the module, got {tensor.dtype} and {parameters[name].dtype} for {name}"
+            raise WrongType(
+                "weights", "have the dtype of the module", f"{tensor.dtype} and {parameters[name].dtype} for {name}"
             )
     with torch.no_grad():
         for name, tensor in tensors.items():

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import mha_torch
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from mha_torch import parallel
 from mha_torch.shards import is_distributed
 from parity.backends import torch as port
@@ -51,9 +51,11 @@ def make_devices(count: int) -> None:
 def check_devices(plan: MeshPlan) -> None:
     """Refuse a mesh of more devices than there may be processes."""
     if plan.size > _allowed:
-        raise ValueError(
-            f"mesh must have no more devices than torch has processes, got {plan} and {_allowed}; "
-            f"--devices {plan.size} starts them"
+        raise Refusal(
+            "mesh",
+            "have no more devices than torch has processes",
+            f"{plan} and {_allowed}",
+            hint=f"--devices {plan.size} starts them",
         )
 
 
@@ -63,8 +65,8 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
         return reason
     try:
         parallel.check_divides(case.spec, plan.tensor)
-    except ValueError as error:
-        return str(error).partition(",")[0]
+    except Refusal as refusal:
+        return f"{refusal.argument} must {refusal.rule}"
     if plan.sequence == 1:
         return None
     if case.random_mask or case.window_size is not None or case.bias:
@@ -286,7 +288,7 @@ class _Parts(Shapes):
             whole[:, heads] = part
         for rank, (heads, part) in enumerate(zip(self._keys, parts, strict=True)):
             if not torch.equal(whole[:, heads].nan_to_num(), part.nan_to_num()):
-                raise ValueError(f"key/value heads that processes share must be alike, got others on process {rank}")
+                raise Refusal("key/value heads that processes share", "be alike", f"others on process {rank}")
         return to_numpy(self.port.data.whole(whole, 0))
 
     values_from_numpy, values_to_numpy = keys_from_numpy, keys_to_numpy

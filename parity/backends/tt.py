@@ -18,6 +18,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from mha_spec import Refusal, WrongType
+
 os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn logs its whole configuration when it is imported
 import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
 
@@ -96,7 +98,7 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     expected = np.dtype(np.float32 if module.weight_dtype == ttnn.float32 else ml_dtypes.bfloat16)
     for name, weight in weights.items():
         if weight.dtype != expected:
-            raise TypeError(f"weights must be {expected} for the module, got {name}.dtype={weight.dtype}")
+            raise WrongType("weights", f"be {expected} for the module", {f"{name}.dtype": weight.dtype})
     module.load_weights(weights)
     return module
 
@@ -163,7 +165,7 @@ class Padded(Shapes):
         heads = padded[..., slots]
         is_lost = ~np.isfinite(heads).any(axis=-1)  # of a token that is NaN, which kernels may make infinite
         if np.delete(padded, slots, axis=-1)[~is_lost].any():
-            raise ValueError(f"features that pad a head must be 0, got others in {padded.shape}")
+            raise Refusal("features that pad a head", "be 0", f"others in {padded.shape}")
         return heads
 
     @property
@@ -212,7 +214,7 @@ class Padded(Shapes):
             slots = {"latents": self.latents_to_numpy(cache.latents)}
         for name, array in slots.items():
             if array[:, :, cache.capacity :].any():
-                raise ValueError(f"slots beyond the capacity must be 0, got others in the {name}")
+                raise Refusal("slots beyond the capacity", "be 0", f"others in the {name}")
             held[name] = array[:, :, : cache.capacity]
         return {**held, "lengths": cache.lengths}
 

@@ -16,6 +16,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from mha_spec import Refusal
+
 os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn logs its whole configuration when it is imported
 import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
 
@@ -50,11 +52,11 @@ def make_devices(count: int) -> None:
 def check_devices(plan: MeshPlan) -> None:
     """Refuse a mesh that is not of heads alone, or is no part of the board; else open it."""
     if plan.size > plan.tensor:
-        raise ValueError(f"mesh must be of tensor alone with tt, whose chips share heads and nothing else, got {plan}")
+        raise Refusal("mesh", "be of tensor alone with tt, whose chips share heads and nothing else", str(plan))
     if (count := port.num_chips()) % plan.tensor:
         others = ", ".join(f"{board} has {math.prod(shape)}" for board, shape in MESHES.items())
         hint = f"; MHA_TT_MOCK names another: {others}" if mha_tt.target() == "mock" else ""
-        raise ValueError(f"mesh must divide the chips of the board, got {plan} and {count}{hint}")
+        raise Refusal("mesh", "divide the chips of the board", f"{plan} and {count}{hint}")
     port.open_device((count // plan.tensor, plan.tensor))
 
 
@@ -65,8 +67,8 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
         return reason
     try:
         check_divides(case.spec, plan.tensor)
-    except ValueError as error:
-        return str(error).partition(",")[0]
+    except Refusal as refusal:
+        return f"{refusal.argument} must {refusal.rule}"
     if case.random_mask and plan.tensor > 1:
         return "a mask of each head is another one on each chip, where all run one program"
     return None
@@ -147,7 +149,7 @@ class _OnMesh:
             whole[(*before, own)] = parts[chip]
         for own, chip in held:
             if not np.array_equal(whole[(*before, own)], parts[chip], equal_nan=True):
-                raise ValueError(f"heads that chips share must be alike, got others on chip {chip}")
+                raise Refusal("heads that chips share", "be alike", f"others on chip {chip}")
         return whole
 
     @contextmanager

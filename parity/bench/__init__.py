@@ -11,6 +11,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, Protocol
 
+from mha_spec import Refusal
 from parity.backends import why_missing
 from parity.bench.measure import (
     ALLOWED,
@@ -164,13 +165,13 @@ def checked(
 ) -> tuple[list[str], list[str], list[str]]:
     """The groups, frameworks and dtypes to measure, those that are not said filled in; what is not there is refused."""
     if device not in DEVICES:
-        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got device={device}")
+        raise Refusal("device", f"be one of {', '.join(DEVICES)}", device=device)
     frameworks = [name for name in FRAMEWORKS if not why_missing(name)] if frameworks is None else frameworks
     dtypes = ["bfloat16" if device == "cuda" else "float32"] if dtypes is None else dtypes
     given = {"groups": (groups, GROUPS), "frameworks": (frameworks, FRAMEWORKS), "dtypes": (dtypes, DTYPES)}
     for what, (names, known) in given.items():
         if unknown := [name for name in names if name not in known]:
-            raise ValueError(f"{what} must be of {', '.join(known)}, got {', '.join(unknown)}")
+            raise Refusal(what, f"be of {', '.join(known)}", ", ".join(unknown))
     for name in frameworks:
         if reason := why_missing(name):
             raise ModuleNotFoundError(reason)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec import Refusal
 from parity.bench import Bench, Make, bench_work, checked, effort, environment_of, open_sides
 from parity.bench.measure import Contender
 from parity.bench.work import Work, draw_inputs
@@ -72,7 +73,7 @@ def _alike(layers: Sequence[Layer]) -> list[tuple[Layer, str]]:
             part = layer.prefix.split(".")[0] if layer.model is None else layer.model.part
             found.setdefault((layer.spec, _is_causal(layer), part), []).append(layer)
     if not found:
-        raise ValueError("there must be a layer that attends to its own tokens to measure, got none")
+        raise Refusal("there", "be a layer that attends to its own tokens to measure", "none")
     parts = {part for _, _, part in found}
     named = []
     for (_, _, part), group in found.items():

@@ -6,6 +6,7 @@ import argparse
 
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, in_flags, layer_options, said_of_layers
+from parity.cli.messages import refusal
 from parity.cli.options import add_json_option, check_names, name_list, range_list
 
 PAGE = Page(
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
         check_destination(options.plot, "--plot")
         if "growth" not in groups:
-            raise ValueError(f"--plot must come with growth among --what, got --what {','.join(groups)}")
+            raise refusal("--plot", "come with growth among --what", f"--what {','.join(groups)}")
     asked = {"dtypes": options.dtypes, "device": options.device, "quick": options.quick}
     _check_model_options(options)
     if options.model is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from parity.cli.help import Page
+from parity.cli.messages import refusal
 from parity.cli.options import add_json_option, flag_of
 
 MOST_SIZE = 2**63 - 1  # of an axis, as arrays have it
@@ -40,12 +41,12 @@ def run(options: argparse.Namespace) -> int:
     from parity.reporting.json import write_json
 
     if options.dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {options.dtype}")
+        raise refusal("--dtype", f"be one of {', '.join(DTYPES)}", {"--dtype": options.dtype})
     for name in ("batch_size", "num_kv_heads", "head_dim", "capacity", "num_layers"):
         if getattr(options, name) < 1:
-            raise ValueError(f"{flag_of(name)} must be at least 1, got {getattr(options, name)}")
+            raise refusal(flag_of(name), "be at least 1", str(getattr(options, name)))
         if getattr(options, name) > MOST_SIZE:
-            raise ValueError(f"{flag_of(name)} must be at most {MOST_SIZE}, got {getattr(options, name)}")
+            raise refusal(flag_of(name), f"be at most {MOST_SIZE}", str(getattr(options, name)))
     spec = AttentionSpec(options.num_kv_heads * options.head_dim, options.num_kv_heads)
     nbytes = spec.cache_nbytes(
         options.batch_size, options.capacity, dtype_named(options.dtype), num_layers=options.num_layers

@@ -7,7 +7,7 @@ import fnmatch
 from typing import TYPE_CHECKING
 
 from parity.cli.help import Page
-from parity.cli.messages import near
+from parity.cli.messages import near, refusal
 from parity.cli.options import add_json_option
 
 if TYPE_CHECKING:
@@ -52,5 +52,5 @@ def cases_named(flag: str, pattern: str, may_be_none: bool = False) -> list[Case
     if not cases and (case := find_case(pattern)):
         cases = [case]
     if not (cases or may_be_none):
-        raise ValueError(f"{flag} must match a case, got {pattern!r}{near(pattern, CASES)}; see `mha-parity cases`")
+        raise refusal(flag, "match a case", f"{pattern!r}{near(pattern, CASES)}", hint="see `mha-parity cases`")
     return cases

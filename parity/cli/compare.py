@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from parity.cli.help import Page
+from parity.cli.messages import refusal
 from parity.cli.reports import add_report_options, attention_maps, print_and_write
 
 PAGE = Page(
@@ -35,6 +36,6 @@ def run(options: argparse.Namespace) -> int:
     if taps.are_taps(options.traces):
         return taps.compare(options)
     if options.weights is not None:
-        raise ValueError(f"--weights must come with recordings, got {' '.join(options.traces)}")
+        raise refusal("--weights", "come with recordings", " ".join(options.traces))
     maps = attention_maps(options)
     return print_and_write(options, compare_traces(options.traces, on_judged=maps), maps)

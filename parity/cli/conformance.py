@@ -6,6 +6,7 @@ import argparse
 import fnmatch
 
 from parity.cli.help import Page
+from parity.cli.messages import refusal
 from parity.cli.options import add_json_option, check_names, flag_of, name_list
 
 PAGE = Page(
@@ -65,12 +66,12 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--peers must not be combined with {', '.join(flags)}")
         names = fnmatch.filter(PEERS, options.only)
         if not names:
-            raise ValueError(f"--only must match a peer, got {options.only!r}; there are {', '.join(PEERS)}")
+            raise refusal("--only", "match a peer", {"--only": options.only}, hint=f"there are {', '.join(PEERS)}")
         with progress_bar(len(names)) as on_subject:
             found = examine_peers(names, options.questions, options.dtypes, on_subject=on_subject)
     else:
         if options.only != "*":
-            raise ValueError(f"--only must come with --peers, got --only {options.only}")
+            raise refusal("--only", "come with --peers", f"--only {options.only}")
         found = [examine_target(options.target, options.questions, options.dtypes, **declared)]
 
     def again(subject: str, question: str) -> str:

@@ -6,7 +6,7 @@ import argparse
 
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, in_flags, layer_options, warn_of_parts
-from parity.cli.messages import warn
+from parity.cli.messages import refusal, warn
 from parity.cli.options import add_json_option, name_list
 
 MOST_GIB = 2**20  # of a shard: a pebibyte
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
     gib = options.max_shard_gib
     if gib is not None and not 0 < gib <= MOST_GIB:
-        raise ValueError(f"--max-shard-gib must be a number > 0 and <= {MOST_GIB}, got {gib}")
+        raise refusal("--max-shard-gib", f"be a number > 0 and <= {MOST_GIB}", {"--max-shard-gib": gib})
     with progress_bar(count_tensors(options.source)) as on_tensor, in_flags(options):
         converted = convert_file(
             options.source,

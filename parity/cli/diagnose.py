@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, in_flags, layer_options, pairs_of_layers
+from parity.cli.messages import refusal
 from parity.cli.options import add_json_option
 from parity.cli.paths import is_trace
 
@@ -72,18 +73,18 @@ def run(options: argparse.Namespace) -> int:
     out = console()
     if options.ranks is not None:
         if options.framework:
-            raise ValueError(f"--framework must come with PKG.MODULE:CALLABLE, got {' '.join(options.files)}")
+            raise refusal("--framework", "come with PKG.MODULE:CALLABLE", " ".join(options.files))
         return ranks.diagnose(options)
     if options.case is not None:
         raise ValueError("--case must come with --ranks")
     if taps.are_taps(options.files):
         if options.framework or options.not_causal or options.layouts:
-            raise ValueError(f"recordings must come with --weights alone, got {' '.join(options.files)} with more")
+            raise refusal("recordings", "come with --weights alone", f"{' '.join(options.files)} with more")
         return taps.diagnose(options)
     of_function = {"--weights": options.weights, "--framework": options.framework, "--not-causal": options.not_causal}
     is_function = len(options.files) == 1 and ":" in options.files[0] and not Path(options.files[0]).exists()
     if not is_function and (given := [flag for flag, value in of_function.items() if value]):
-        raise ValueError(f"{', '.join(given)} must come with PKG.MODULE:CALLABLE, got {' '.join(options.files)}")
+        raise refusal(", ".join(given), "come with PKG.MODULE:CALLABLE", " ".join(options.files))
     if is_function:
         diagnosis = _diagnose_function(options, out)
     elif len(options.files) <= 2 and _are_traces(options.files):
@@ -91,9 +92,7 @@ def run(options: argparse.Namespace) -> int:
     elif len(options.files) == 2:
         return _diagnose_weights(options, out)
     else:
-        raise ValueError(
-            f"diagnose must be given a trace, two traces, two weight files or a function, got {options.files}"
-        )
+        raise refusal("diagnose", "be given a trace, two traces, two weight files or a function", str(options.files))
     print_diagnosis(diagnosis, out)
     if options.json is not None:
         write_json(options.json, {"format": 1, **diagnosis.to_dict()})
@@ -131,7 +130,7 @@ def _are_traces(files: Sequence[str]) -> bool:
     """Whether the files are traces, all of them or none."""
     kinds = list(map(is_trace, files))
     if any(kinds) and not all(kinds):
-        raise ValueError(f"both files must be traces, or neither, got {' '.join(files)}")
+        raise refusal("both files", "be traces, or neither", " ".join(files))
     return all(kinds)
 
 
@@ -144,7 +143,7 @@ def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
 
     traces = [load_trace(path) for path in files]
     if len({trace.problem.digest for trace in traces}) > 1:
-        raise ValueError(f"traces must be of one problem, got {' '.join(files)}")
+        raise refusal("traces", "be of one problem", " ".join(files))
     if len({trace.title for trace in traces}) < len(traces):  # of one backend: the files tell them apart
         traces = [
             replace(trace, folder=path, is_named_by_folder=True) for trace, path in zip(traces, files, strict=True)
@@ -198,7 +197,7 @@ def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
         raise ValueError(f"--weights must name a file of the weights that {options.files[0]} should have")
     function = load_callable(options.files[0])
     if isinstance(function, type):
-        raise ValueError(f"{options.files[0]} must be a function or a layer that was made, got the class")
+        raise refusal(options.files[0], "be a function or a layer that was made", "the class")
     framework = options.framework or framework_of(function)
     if framework is None:
         raise ValueError(f"--framework must say whose arrays {options.files[0]} takes, one of {list(FRAMEWORKS)}")

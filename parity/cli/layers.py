@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parity.cli.messages import warn
+from parity.cli.messages import refusal, warn
 from parity.cli.options import flag_of
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def layer_options(options: argparse.Namespace) -> dict[str, Any]:
 
     theta = options.rope_theta
     if theta is not None and not 0.0 < theta < math.inf:
-        raise ValueError(f"--rope-theta must be positive and finite, got {theta}")
+        raise refusal("--rope-theta", "be positive and finite", {"--rope-theta": theta})
     return {**{name: getattr(options, name) for name in HEADS}, "rope": None if theta is None else Rope(theta)}
 
 
@@ -97,7 +97,7 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[list[tuple[Any, Any
 
     def each(flag: str, values: list[str]) -> list[str | None]:
         if len(values) > 2:
-            raise ValueError(f"{flag} must be given once or twice, got {values}")
+            raise refusal(flag, "be given once or twice", {flag: values})
         return [values[0], values[-1]] if values else [None, None]
 
     layouts, prefixes = each("--from", options.layouts), each("--prefix", options.prefix)
@@ -114,7 +114,7 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[list[tuple[Any, Any
         places = [[layer.place for layer in layers] for layers in (one, other)]
         if places[0] != places[1] and not len(one) == len(other) == 1:
             counts = " and ".join(f"{len(layers)} ({layers[0].label}, …)" for layers in (one, other))
-            raise ValueError(f"both files must have layers of the same numbers to be compared, got {counts}")
+            raise refusal("both files", "have layers of the same numbers to be compared", str(counts))
         for path, layers in zip(options.files, (one, other), strict=True):
             if dropped := sorted({name for layer in layers for name in layer.dropped}):
                 warn(f"{path} was told to leave out {', '.join(dropped)}: that is not compared")

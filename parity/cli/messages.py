@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mha_spec import Refusal
 
 
 def say(text: str, status: int) -> int:
@@ -16,6 +20,13 @@ def say(text: str, status: int) -> int:
 def warn(text: object) -> None:
     """Say on standard error what one should know of a command that goes on."""
     print(f"mha-parity: warning: {text}", file=sys.stderr)
+
+
+def refusal(argument: str, rule: str, got: Mapping[str, Any] | str = "", /, **values: Any) -> Refusal:
+    """A refusal of what a command line says; its class is imported late, because help must be fast."""
+    from mha_spec import Refusal
+
+    return Refusal(argument, rule, got, **values)
 
 
 def near(name: str, known: Collection[str]) -> str:

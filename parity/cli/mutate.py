@@ -7,6 +7,7 @@ import fnmatch
 from collections.abc import Mapping
 
 from parity.cli.help import Page
+from parity.cli.messages import refusal
 from parity.cli.options import add_json_option, name_list
 
 PAGE = Page(
@@ -49,9 +50,9 @@ def run(options: argparse.Namespace) -> int:
     from parity.reporting.mutate import print_mutations
 
     if options.jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, got {options.jobs}")
+        raise refusal("--jobs", "be at least 1", {"--jobs": options.jobs})
     if options.timeout is not None and not options.timeout > 0:
-        raise ValueError(f"--timeout must be above 0, got {options.timeout:g}")
+        raise refusal("--timeout", "be above 0", f"{options.timeout:g}")
     wanted = _wanted(options.only, options.skip)
     claims = ("framework", "axes", "mask_name", "mask_true", "padding_true", "causal_name", "causal")
     view = view_of(options.subject, **{name: getattr(options, name) for name in claims})
@@ -91,6 +92,6 @@ def _wanted(only: list[str] | None, skip: list[str] | None) -> set[str]:
     for flag, globs in (("--only", only), ("--skip", skip)):
         for glob in globs or ():
             if not fnmatch.filter(known, glob):
-                raise ValueError(f"{flag} must match a mistake, got {glob!r}; there are {', '.join(known)}")
+                raise refusal(flag, "match a mistake", {flag: glob}, hint=f"there are {', '.join(known)}")
     kept = {name for name in known if only is None or any(fnmatch.fnmatch(name, glob) for glob in only)}
     return {name for name in kept if not any(fnmatch.fnmatch(name, glob) for glob in skip or ())}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Sequence
 
+from parity.cli.messages import refusal
+
 
 def flag_of(name: str) -> str:
     """An option as one types it: `--head-dim` for `head_dim`."""
@@ -57,7 +59,7 @@ def check_names(flag: str, given: Sequence[str] | None, known: Collection[str]) 
     """
     for name in given or ():
         if name not in known:
-            raise ValueError(f"{flag} must be of {', '.join(known)}, got {name}")
+            raise refusal(flag, f"be of {', '.join(known)}", {flag: name})
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:

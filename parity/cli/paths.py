@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from parity.cli.messages import refusal
 from parity.cli.options import flag_of
 
 REPORTS = ("json", "junit", "html")
@@ -23,7 +24,7 @@ def check_destinations(options: argparse.Namespace) -> None:
     given = vars(options)
     for name, values in given.items():
         if name in PATHS and "" in (values if isinstance(values, list) else [values]):
-            raise ValueError(f"{_flag(name)} must name a file or a folder, got an empty name")
+            raise refusal(_flag(name), "name a file or a folder", "an empty name")
     if folder := given.get("save_traces"):
         _check_folder("--save-traces", folder)
     written = {name: path for name in (*REPORTS, "plot", "target") if (path := given.get(name)) is not None}
@@ -39,7 +40,7 @@ def check_destinations(options: argparse.Namespace) -> None:
         for other in others:
             values = given.get(other)
             if any(_is_same(path, value) for value in (values if isinstance(values, list) else [values]) if value):
-                raise ValueError(f"{_flag(name)} must name a file other than {_flag(other)}, got {path} for both")
+                raise refusal(_flag(name), f"name a file other than {_flag(other)}", f"{path} for both")
 
 
 def _flag(name: str) -> str:
@@ -59,11 +60,11 @@ def _check_destination(flag: str, path: str) -> None:
     from parity.files.target import check_writable
 
     if os.path.isdir(path) or not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-        raise ValueError(f"{flag} must name a file in a folder that exists, got {path}")
+        raise refusal(flag, "name a file in a folder that exists", {flag: path})
     try:
         check_writable(path)
     except OSError as error:
-        raise ValueError(f"{flag} must name a file that can be written, got {path}: {error.strerror}") from None
+        raise refusal(flag, "name a file that can be written", f"{path}: {error.strerror}") from None
 
 
 def _check_folder(flag: str, path: str) -> None:
@@ -76,7 +77,7 @@ def _check_folder(flag: str, path: str) -> None:
     try:
         check_writable(there / f".{os.getpid()}")
     except OSError as error:
-        raise ValueError(f"{flag} must name a folder that can be written into, got {path}: {error.strerror}") from None
+        raise refusal(flag, "name a folder that can be written into", f"{path}: {error.strerror}") from None
 
 
 def is_trace(path: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, in_flags, layer_options
-from parity.cli.messages import near
+from parity.cli.messages import near, refusal
 from parity.cli.options import add_json_option, number_list
 from parity.cli.paths import is_trace
 
@@ -85,16 +85,16 @@ def _attention(options: argparse.Namespace) -> tuple[str, Any]:
     case = None if options.case is None else find_case(options.case)
     if options.case is not None and case is None:
         nearest = near(options.case, CASES)
-        raise ValueError(f"--case must name a case, got {options.case!r}{nearest}; see `mha-parity cases`")
+        raise refusal("--case", "name a case", f"{options.case!r}{nearest}", hint="see `mha-parity cases`")
     of_input = {"--causal": options.causal, "--key-input": options.key_input}
     of_layer = {"--input": options.input, "--case": options.case, **of_input, "--from": options.layout}
     of_layer |= {"--prefix": options.prefix}
     if is_trace(options.source):
         if needless := [flag for flag, value in of_layer.items() if value]:
-            raise ValueError(f"{', '.join(needless)} must be left out for a trace, got {options.source}")
+            raise refusal(", ".join(needless), "be left out for a trace", str(options.source))
         return attention_in(load_trace(options.source), options.stage)
     if options.stage is not None:
-        raise ValueError(f"--stage must be left out for a file of weights, got {options.stage}")
+        raise refusal("--stage", "be left out for a file of weights", {"--stage": options.stage})
     if options.input is None and (needless := [flag for flag, value in of_input.items() if value]):
         raise ValueError(f"{', '.join(needless)} must come with --input")
     if options.input is None and case is None:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from parity.cli.layers import in_flags, layer_options
+from parity.cli.messages import refusal
 from parity.cli.options import flag_of
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def diagnose(options: argparse.Namespace) -> int:
         told = f"got {len(paths)}: {' '.join(paths)}"
         raise ValueError(f"--ranks {options.ranks} must come with a file of each rank, {size} in order, {told}")
     if twice := next((path for path in paths if paths.count(path) > 1), ""):
-        raise ValueError(f"ranks must have a file each, got {twice} twice")
+        raise refusal("ranks", "have a file each", f"{twice} twice")
     _check_order(paths)
     files = {path: load_tensors(path)[0] for path in paths}
     problem = _problem_of_case(options, files) if options.weights is None else _problem_of_layer(options, files)
@@ -55,7 +56,7 @@ def _check_order(paths: Sequence[str]) -> None:
         return
     for before, path in pairwise(paths):
         if _numbers(before) > _numbers(path):
-            raise ValueError(f"files must be in the order of ranks, got {before} before {path}")
+            raise refusal("files", "be in the order of ranks", f"{before} before {path}")
 
 
 def _numbers(path: str) -> list[int]:
@@ -67,7 +68,7 @@ def _divided(text: str) -> dict[str, int]:
     name, _, size = text.partition("=")
     names = {"tensor": "tensor", "sequence": "tokens"}
     if name not in names or not size.isdecimal() or int(size) < 2:
-        raise ValueError(f"--ranks must be tensor=N, of ranks that share heads, or sequence=N, of tokens, got {text}")
+        raise refusal("--ranks", "be tensor=N, of ranks that share heads, or sequence=N, of tokens", {"--ranks": text})
     return {names[name]: int(size)}
 
 
@@ -77,12 +78,12 @@ def _problem_of_case(options: argparse.Namespace, files: Mapping[str, Stages]) -
     from parity.core.problem import make_problem
 
     if options.case is None:
-        raise ValueError("--weights or --case must say what the ranks share, got --ranks alone")
+        raise refusal("--weights or --case", "say what the ranks share", "--ranks alone")
     said = {"from": options.layouts, "prefix": options.prefix, "not-causal": options.not_causal}
     if needless := [flag_of(name) for name, value in (said | layer_options(options)).items() if value]:
         raise ValueError(f"{', '.join(needless)} must come with --weights")
     if (case := find_case(options.case)) is None:
-        raise ValueError(f"--case must be one of `mha-parity cases`, or random-N, got {options.case}")
+        raise refusal("--case", "be one of `mha-parity cases`, or random-N", {"--case": options.case})
     _check_names(options, files, ())
     return make_problem(case, _dtype_of(files))
 
@@ -110,22 +111,22 @@ def _problem_of_layer(options: argparse.Namespace, files: Mapping[str, Stages]) 
             continue
         if len(parts) < len(files):
             lacking = next(path for path, held in files.items() if name not in held)
-            raise ValueError(f"{name} must be in the file of each rank, beside the stages, got none in {lacking}")
+            raise refusal(name, "be in the file of each rank, beside the stages", f"none in {lacking}")
         if any(part.ndim != 3 for part in parts):
             shapes = [part.shape for part in parts]
-            raise ValueError(f"{name} must be (batch, tokens, features), got {name} of the shapes {shapes}")
+            raise refusal(name, "be (batch, tokens, features)", f"{name} of the shapes {shapes}")
         if options.ranks.startswith("sequence"):
             inputs[name] = np.concatenate(parts, 1)
         elif all(np.array_equal(part, parts[0], equal_nan=True) for part in parts):
             inputs[name] = parts[0]
         else:
-            raise ValueError(f"{name} must be the same on all ranks that share heads, got others")
+            raise refusal(name, "be the same on all ranks that share heads", "others")
     query, dtype = inputs["query"], inputs["query"].dtype.name
     widths = {"query": spec.d_in, "key": spec.d_kv, "cotangent": spec.output_width}
     for name, x in inputs.items():
         if x.shape[2] != widths[name] or x.dtype.name not in DTYPES:
             of_layer = f"{widths[name]} features of one of {', '.join(DTYPES)}"
-            raise ValueError(f"{name} must have {of_layer}, got {name}.shape={x.shape} and dtype={x.dtype}")
+            raise refusal(name, f"have {of_layer}", {f"{name}.shape": x.shape, "dtype": x.dtype})
     is_causal = not options.not_causal and "key" not in inputs
     if is_causal:
         told = "the layer is taken to be causal; --not-causal says that every token sees every other"
@@ -150,7 +151,7 @@ def _check_names(options: argparse.Namespace, files: Mapping[str, Stages], input
     for path, held in files.items():
         if (unknown := sorted(held.keys() - stages - {*inputs})) or not held.keys() & stages:
             known = ", ".join([*JUDGED, *sorted(stages - {*JUDGED}), *inputs])
-            raise ValueError(f"{path} must hold stages, of {known}, got {', '.join(unknown or sorted(held)) or 'none'}")
+            raise refusal(path, f"hold stages, of {known}", ", ".join(unknown or sorted(held)) or "none")
 
 
 def _dtype_of(files: Mapping[str, Stages]) -> str:
@@ -159,5 +160,5 @@ def _dtype_of(files: Mapping[str, Stages]) -> str:
 
     dtypes = {x.dtype for held in files.values() for x in held.values() if x.dtype.name in DTYPES}
     if not dtypes:
-        raise ValueError(f"stages must be of one of {list(DTYPES)}, got none")
+        raise refusal("stages", f"be of one of {list(DTYPES)}", "none")
     return min(dtypes, key=lambda dtype: (dtype.itemsize, dtype.name)).name

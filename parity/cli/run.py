@@ -13,7 +13,7 @@ from parity.backends import BACKENDS
 from parity.cli.cases import cases_named
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, in_flags, layer_options, said_of_layers, warn_of_parts
-from parity.cli.messages import no_framework
+from parity.cli.messages import no_framework, refusal
 from parity.cli.options import check_names, name_list, named_path, range_list
 from parity.cli.reports import add_report_options, attention_maps, print_and_write
 
@@ -108,9 +108,9 @@ def run(options: argparse.Namespace) -> int:
     check_names("--backends", options.backends, BACKENDS)
     check_names("--dtypes", options.dtypes, DTYPES)
     if options.jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, got {options.jobs}")
+        raise refusal("--jobs", "be at least 1", {"--jobs": options.jobs})
     if options.jobs > 1 and options.model is not None:
-        raise ValueError(f"--jobs must be 1 with --model, whose layers are read one at a time, got {options.jobs}")
+        raise refusal("--jobs", "be 1 with --model, whose layers are read one at a time", {"--jobs": options.jobs})
     cases, maps = _chosen_cases(options), attention_maps(options)
     _check_weight_options(options)
     pythons = dict(options.python)
@@ -162,10 +162,10 @@ def _mesh(options: argparse.Namespace, backends: Sequence[str]) -> MeshPlan | No
     mesh = parse_mesh(options.mesh, options.axes or "automatic")
     if options.devices is not None:
         if options.devices < mesh.size:
-            raise ValueError(f"--devices must be at least the {mesh.size} of --mesh {mesh}, got {options.devices}")
+            raise refusal("--devices", f"be at least the {mesh.size} of --mesh {mesh}", {"--devices": options.devices})
         virtual = [name for name in backends if BACKENDS[name].divided and not BACKENDS[name].has_own_device]
         if not virtual:
-            raise ValueError(f"--devices must come with a backend on this CPU, got {', '.join(backends)} alone")
+            raise refusal("--devices", "come with a backend on this CPU", f"{', '.join(backends)} alone")
         for name in virtual:
             load_divided(name).make_devices(options.devices)
     return mesh
@@ -210,9 +210,9 @@ def _chosen_cases(options: argparse.Namespace) -> list[Case]:
     from parity.core.cases import QUICK, random_case
 
     if options.random < 0:
-        raise ValueError(f"--random must be at least 0, got {options.random}")
+        raise refusal("--random", "be at least 0", {"--random": options.random})
     if options.random > MOST_RANDOM:
-        raise ValueError(f"--random must be at most {MOST_RANDOM}, got {options.random}")
+        raise refusal("--random", f"be at most {MOST_RANDOM}", {"--random": options.random})
     drawn = {case.name: case for case in map(random_case, range(options.random))}
     named = QUICK
     if options.cases is not None:

@@ -6,7 +6,7 @@ import argparse
 import fnmatch
 
 from parity.cli.help import Page
-from parity.cli.messages import no_framework
+from parity.cli.messages import no_framework, refusal
 from parity.cli.options import add_json_option, check_names, name_list
 
 PAGE = Page(
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     cases = [case for case in SELFTEST_CASES if fnmatch.fnmatch(case.name, options.cases)]
     if not cases:
         known = ", ".join(case.name for case in SELFTEST_CASES)
-        raise ValueError(f"--cases must match one of {known}, got {options.cases}")
+        raise refusal("--cases", f"match one of {known}", {"--cases": options.cases})
     total = len(backends) * sum(1 + len(mistakes_in(case)) for case in cases)
     with progress_bar(total) as on_mistake:
         outcomes = list(selftest(backends, cases, seeds=[options.seed], on_mistake=on_mistake))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parity.cli.messages import refusal
 from parity.cli.paths import kind_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def are_taps(paths: Sequence[str]) -> bool:
     if not any(kinds):
         return False
     if not all(kinds) or len(paths) > 2 or len(set(paths)) < len(paths):
-        raise ValueError(f"recordings must be one or two, and nothing else with them, got {' '.join(paths)}")
+        raise refusal("recordings", "be one or two, and nothing else with them", " ".join(paths))
     return True
 
 
@@ -36,7 +37,7 @@ def compare(options: argparse.Namespace) -> int:
     if options.weights is None:
         pages = {"--html": options.html, "--junit": options.junit}
         if given := [flag for flag, path in pages.items() if path is not None]:
-            raise ValueError(f"{', '.join(given)} must come with --weights, got recordings without")
+            raise refusal(", ".join(given), "come with --weights", "recordings without")
         return _compare_two(options.traces, options, with_table=True)
     maps = attention_maps(options)
     verdicts = compare_with(options.weights, options.traces)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec import Refusal, WrongType
 from parity.conformance.calls import Failed, Refused, fresh_copies, run
 from parity.conformance.subjects import (
     AXES,
@@ -70,7 +71,7 @@ def load_callable(target: str) -> Any:
     """
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute:
-        raise ValueError(f"the subject must be given as pkg.module:callable, got {target!r}")
+        raise Refusal("the subject", "be given as pkg.module:callable", repr(target))
     folder = str(FilePath.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -80,10 +81,10 @@ def load_callable(target: str) -> Any:
         raise ImportError(f"{module_name} must be importable, got {type(error).__name__}: {error}") from error
     for name in attribute.split("."):
         if not hasattr(found, name):
-            raise ValueError(f"{module_name} must have what was named, got no {name!r} for {target!r}")
+            raise Refusal(module_name, "have what was named", f"no {name!r} for {target!r}")
         found = getattr(found, name)
     if not callable(found):
-        raise ValueError(f"the subject must be callable, got {type(found).__name__} for {target!r}")
+        raise Refusal("the subject", "be callable", f"{type(found).__name__} for {target!r}")
     return found
 
 
@@ -124,16 +125,16 @@ def subject_of(
         ("causal", causal, ("top-left", "bottom-right")),
     ):
         if value is not None and value not in known:
-            raise ValueError(f"{what} must be one of {', '.join(known)}, got {what}={value!r}")
+            raise Refusal(what, f"be one of {', '.join(known)}", {what: value})
     for what, number in (("d_model", d_model), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
         if number is not None and number < 1:
-            raise ValueError(f"{what} must be at least 1, got {what}={number}")
+            raise Refusal(what, "be at least 1", {what: number})
     name = name or name_of(target)
     target = made(target, name)
     library = _library(target)
     framework = framework or framework_of(target)
     if framework not in FRAMEWORKS:
-        raise ValueError(f"framework must be declared as torch, jax or ttnn where it cannot be seen, got {name}")
+        raise Refusal("framework", "be declared as torch, jax or ttnn where it cannot be seen", framework=name)
     parameters = parameters_of(target)
     roles = roles_of(name, parameters, mask_name=mask_name, causal_name=causal_name)
     if library is not None:
@@ -185,7 +186,7 @@ def roles_of(
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in (parameters or {}).values())
     for role, wanted in declared.items():
         if wanted and parameters is not None and wanted not in parameters and not takes_any:
-            raise ValueError(f"{role} must be a parameter of {name}, got {wanted!r}; there are {', '.join(parameters)}")
+            raise Refusal(role, f"be a parameter of {name}", {role: wanted}, hint=f"there are {', '.join(parameters)}")
     roles: dict[str, str] = {}
     for role, names in ROLES.items():
         found = next((known for known in names if known in (parameters or ())), "")
@@ -208,9 +209,8 @@ def _check_for_a_mask(name: str, parameters: Mapping[str, inspect.Parameter] | N
             and (parameter.default is not parameter.empty or parameter.kind is parameter.VAR_KEYWORD)
         ]
     if unknown:
-        raise ValueError(
-            f"mask_name must say which parameter of {name} is the mask, or '' for none (--mask-name), "
-            f"got {', '.join(unknown)}"
+        raise Refusal(
+            "mask_name", f"say which parameter of {name} is the mask, or '' for none (--mask-name)", ", ".join(unknown)
         )
 
 
@@ -230,12 +230,12 @@ def made(target: Any, name: str) -> Any:
     ]
     if inspect.isclass(target):
         if required:
-            raise TypeError(f"a class must need no arguments, got {name}({', '.join(p.name for p in required)})")
+            raise WrongType("a class", "need no arguments", f"{name}({', '.join(p.name for p in required)})")
         return target()
     if parameters is not None and not parameters and inspect.isroutine(target):
         made = target()
         if not callable(made):
-            raise TypeError(f"a factory must make something callable, got {type(made).__name__} from {name}")
+            raise WrongType("a factory", "make something callable", f"{type(made).__name__} from {name}")
         return made
     return target
 
@@ -262,9 +262,10 @@ def _library(target: Any) -> str | None:
     """The library whose module it is: `torch`, `flax` or `equinox`."""
     for kind in type(target).__mro__:
         if kind.__module__.startswith("flax.linen") and kind.__name__ == "Module":
-            raise TypeError(
-                "a module of flax.linen must be given as a function that applies it to its parameters, "
-                f"got {type(target).__name__}"
+            raise WrongType(
+                "a module of flax.linen",
+                "be given as a function that applies it to its parameters",
+                type(target).__name__,
             )
         library = kind.__module__.split(".")[0]
         if library in ("torch", "flax", "equinox") and kind.__name__ == "Module":
@@ -458,13 +459,11 @@ def _with_axes(subject: Subject) -> Subject:
         try:
             run(subject, path, (x, x, x))
         except (Refused, Failed):
-            raise ValueError(
-                f"{subject.name} must take split heads {heads} or (B, T, E) = {x.shape}, got {error}"
-            ) from error
+            raise Refusal(subject.name, f"take split heads {heads} or (B, T, E) = {x.shape}", str(error)) from error
         return subject
     changed = np.abs(after - before).max(axis=-1)[0] > 1e-6
     if changed[1].sum() > 1 and not np.delete(changed, 1, axis=0).any():
         return as_given
     if changed[:, 2].sum() > 1 and not np.delete(changed, 2, axis=1).any():
         return replace(subject, axes="BTNH")
-    raise ValueError(f"axes must be declared where they cannot be seen, got {subject.name}")
+    raise Refusal("axes", "be declared where they cannot be seen", str(subject.name))

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from parity.conformance.answers import Answer, Finding, Question
 from parity.conformance.calls import Failed, Refused, Result, run
 from parity.conformance.rules import merge, of_error
@@ -59,7 +59,7 @@ class Examination:
             run(subject, self.base, self.inputs())
         except (Refused, Failed) as error:
             shapes = describe_shapes(self.inputs())
-            raise ValueError(f"{subject.name} must attend over inputs of shapes {shapes}, got {error}") from error
+            raise Refusal(subject.name, f"attend over inputs of shapes {shapes}", str(error)) from error
         self.weights_refusal = self._find_weights_refusal()
         if self.weights_refusal:
             self.paths = [path for path in self.paths if not path.need_weights]

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
+from mha_spec import Refusal
 from parity.conformance.answers import Conformance
 from parity.conformance.calls import Failed, Refused
 from parity.conformance.discover import framework_of, load_callable, made, name_of, subject_of
@@ -43,7 +44,7 @@ def examine(
         if question not in QUESTIONS:
             meant = get_close_matches(question, QUESTIONS, 1)
             hint = f"; did you mean {meant[0]!r}?" if meant else ""
-            raise ValueError(f"a question must be one of {', '.join(QUESTIONS)}, got {question!r}{hint}")
+            raise Refusal("a question", f"be one of {', '.join(QUESTIONS)}", f"{question!r}{hint}")
     framework = target.framework if isinstance(target, Subject) else declared.get("framework")
     if not isinstance(target, Subject):
         declared["name"] = declared.get("name") or name_of(target)
@@ -52,7 +53,7 @@ def examine(
     known = TTNN_DTYPES if framework == "ttnn" else DTYPES
     if unknown := [dtype for dtype in dtypes or () if dtype not in known]:
         of = " for ttnn" if framework == "ttnn" else ""
-        raise ValueError(f"a dtype must be one of {', '.join(known)}{of}, got {', '.join(unknown)}")
+        raise Refusal("a dtype", f"be one of {', '.join(known)}{of}", ", ".join(unknown))
     with _surroundings(framework):
         subject = target if isinstance(target, Subject) else subject_of(target, **declared)
         return _answers(subject, questions, dtypes or subject.dtypes)

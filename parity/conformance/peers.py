@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from parity.backends import BACKENDS, load_backend
 from parity.conformance.calls import fresh_copies
 from parity.conformance.subjects import HEAD_DIM, NUM_HEADS, Call, Path, Subject
@@ -318,7 +318,7 @@ def peer(name: str) -> Subject:
         ImportError: if it is not installed.
     """
     if name not in PEERS:
-        raise ValueError(f"a peer must be one of {', '.join(PEERS)}, got {name!r}")
+        raise Refusal("a peer", f"be one of {', '.join(PEERS)}", repr(name))
     package, make = PEERS[name]
     if find_spec(package) is None:
         raise ImportError(f"{package} is not installed")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Refusal, Rope, WrongType
 from parity.conversion.layers import Layer, TensorCache, layers_under, open_layers
 from parity.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
 from parity.conversion.layouts.detection import DoesNotFit, tensors_for
@@ -99,7 +99,7 @@ def load(
     with open_layers(path, layout, prefix=prefix, **heads, rope=rope, spec=spec) as layers:
         if len(layers) != 1:
             some = " to ".join(layers[index].label for index in (0, -1))
-            raise ValueError(f"prefix must be that of one layer, got one of {len(layers)} in {path}: {some}")
+            raise Refusal("prefix", "be that of one layer", f"one of {len(layers)} in {path}: {some}")
         return layers[0].load()
 
 
@@ -114,7 +114,9 @@ def save(
     """Write canonical weights to a file, in a layout: `parity.foreign.save`, which takes modules, too."""
     target = find_layout(layout)
     if spec is None:
-        raise TypeError("spec must be given with weights by name, got spec=None; `parity.spec_of` has that of a module")
+        raise WrongType(
+            "spec", "be given with weights by name", spec=None, hint="`parity.spec_of` has that of a module"
+        )
     laid_out = {join(prefix, name): array for name, array in from_canonical(weights, spec, target).items()}
     infos = {name: (array.shape, array.dtype) for name, array in laid_out.items()}
     write_tensors(path, infos, laid_out.__getitem__, metadata_of(target, {prefix: spec}, prefix))
@@ -222,15 +224,15 @@ def convert_file(
     """
     target_layout, target_path = find_layout(target, "target"), target_path if ranks else _file_in(target_path)
     if unknown := sorted(set(drop) - {*DROPPABLE}):
-        raise ValueError(f"drop must name some of {', '.join(DROPPABLE)}, got {', '.join(unknown)}")
+        raise Refusal("drop", f"name some of {', '.join(DROPPABLE)}", ", ".join(unknown))
     with open_checkpoint(source_path) as file:
         known, cache = what_is_known(file, heads), TensorCache(file)
         found = sources(file, known, prefix, source, source_path, "source")
         known = known.without_unsaid(file.infos, [layout for _, layout in found]) if UNSAID in drop else known
         if to_prefix is not None and len(found) > 1:
-            raise ValueError(f"prefix must be one of {', '.join(of for of, _ in found)} with to_prefix, got none")
+            raise Refusal("prefix", f"be one of {', '.join((of for of, _ in found))} with to_prefix", "none")
         if keep_rest and any(ENTRY.fullmatch(of) for of, _ in found):
-            raise ValueError(f"prefix must be that of a whole stack where the rest is kept, got prefix={prefix!r}")
+            raise Refusal("prefix", "be that of a whole stack where the rest is kept", prefix=prefix)
         plan, layers, to = _Plan(target_path, target_layout), [], ""
         for of, layout in found:
             entry = ENTRY.fullmatch(of)
@@ -287,7 +289,7 @@ def _write(
     if ranks is None:
         return write_tensors(plan.path, plan.infos, read, metadata, **options)
     if options["max_shard_bytes"] is not None:
-        raise ValueError(f"max_shard_bytes must be left out with ranks, got ranks={ranks}")
+        raise Refusal("max_shard_bytes", "be left out with ranks", ranks=ranks)
     return write_ranks(plan.path, plan.layout, ranks, plan.specs, plan.infos, read, metadata)
 
 
@@ -303,7 +305,7 @@ def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
         return path
     name = "model.safetensors"
     if others := sorted(each for each in os.listdir(path) if Path(each).suffix in SUFFIXES and each != name):
-        raise ValueError(f"a folder to write into must hold no other weights, got {others[0]} in {os.fspath(path)}")
+        raise Refusal("a folder to write into", "hold no other weights", f"{others[0]} in {os.fspath(path)}")
     return Path(path) / name
 
 
@@ -379,7 +381,7 @@ class _Plan:
             ValueError: if there is one of that name.
         """
         if name in self.infos:
-            raise ValueError(f"names must differ in {self.path}, got {name} twice")
+            raise Refusal("names", f"differ in {self.path}", f"{name} twice")
         self.infos[name], self.makers[name] = (shape, dtype), make
 
     def add_layers(self, prefixes: Iterable[str]) -> None:
@@ -449,9 +451,11 @@ def _targets(layers: list[Layer], prefix: str, to_prefix: str) -> tuple[dict[str
     is_stack = kinds == {True} and not ENTRY.fullmatch(prefix)
     takes_apart, stacks_up = is_stack and to_places == places + 1, kinds == {False} and (places, to_places) == (1, 0)
     if len(kinds) > 1 or not (to_places == places or takes_apart or stacks_up):
-        raise ValueError(
-            "to_prefix must have as many {i} as prefix, or one more to take a stack apart, or none to stack what is "
-            f"numbered, got to_prefix={to_prefix!r} and prefix={prefix!r}"
+        raise Refusal(
+            "to_prefix",
+            "have as many {i} as prefix, or one more to take a stack apart, or none to stack what is numbered",
+            to_prefix=to_prefix,
+            prefix=prefix,
         )
     targets: dict[str, list[Layer]] = {}
     for layer in layers:
@@ -465,7 +469,7 @@ def _targets(layers: list[Layer], prefix: str, to_prefix: str) -> tuple[dict[str
         group.sort(key=lambda layer: int(layer.numbers[0]))
         numbers = [int(layer.numbers[0]) for layer in group]
         if numbers != list(range(len(group))):
-            raise ValueError(f"layers must be numbered from 0 without gaps to be stacked, got {numbers}")
+            raise Refusal("layers", "be numbered from 0 without gaps to be stacked", layers=numbers)
         if len({(*layer.to_spec.weight_shapes.items(), layer.dtype) for layer in group}) > 1:
             raise ValueError(f"layers must be of one shape and dtype to be stacked, those of {prefix} are not")
     return targets, stacks_up or (is_stack and not takes_apart)

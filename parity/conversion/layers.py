@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from parity.conversion.layouts import Layout, Tensor
 from parity.conversion.layouts.detection import DoesNotFit, find_tensors, shorten, stack_size
 from parity.conversion.layouts.views import lay_out, read_out
@@ -198,7 +198,7 @@ class TensorCache:
             name, index = key
             tensor = self._file.read(name) if index is None else self._file.read_entry(name, index)
             if not is_finite(tensor):
-                raise ValueError(f"{name} must be finite, got NaN or infinities")
+                raise Refusal(name, "be finite", "NaN or infinities")
             self._held[key] = tensor
         return self._held[key]
 
@@ -245,15 +245,17 @@ def layers_under(
                     raise DoesNotFit(_no_layer(file, prefix, layout, path)) from None
                 if any(map(QUANTISED.search, held.values())):
                     why += "; it is quantised, and only GGUF is read so"
+            if isinstance(error, Refusal):
+                raise error.within(concrete or str(path)) from None
             raise type(error)(why) from None
         dtypes = sorted({info.dtype.name for info in infos.values()})
         if len(dtypes) > 1 or not is_floating(next(iter(infos.values())).dtype):
-            raise ValueError(f"{concrete or path} must have one floating-point dtype, got {dtypes}")
+            raise Refusal(concrete or path, "have one floating-point dtype", str(dtypes))
         if entry:
             words = "no stack" if each[0][0] is None else f"a stack of {len(each)}"
             each = [one for one in each if one[0] == int(entry[2])]
             if not each:
-                raise ValueError(f"prefix must be that of a layer in {path}, got prefix={prefix!r} of {words}")
+                raise Refusal("prefix", f"be that of a layer in {path}", f"prefix={prefix!r} of {words}")
         layers += [
             Layer(
                 file, concrete, numbers, i, layout, spec, origin, held, known.dropped, None, known.layer_at(label), axis

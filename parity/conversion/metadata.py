@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Refusal, Rope
 from parity.conversion.layouts import LAYOUTS, Layout, find_layout, find_spec
 from parity.conversion.layouts.layout import DROPPABLE, UNSAID
 from parity.conversion.model_config import HEADS, Beside, beside, is_of_rope
@@ -144,9 +144,7 @@ def what_is_known(file: TensorFile, said: Heads) -> Known:
     if spec is not None or own:
         dropped, ignored = (_names(file, what) if own else () for what in ("dropped", "ignored"))
         if unknown := sorted({*dropped} - {*DROPPABLE}):
-            raise ValueError(
-                f"{file.path} must name some of {', '.join(DROPPABLE)} as dropped, got {', '.join(unknown)}"
-            )
+            raise Refusal(file.path, f"name some of {', '.join(DROPPABLE)} as dropped", ", ".join(unknown))
         return Known(merged, spec or saved, own if spec is None and "" not in own else {}, dropped, ignored)
     has_counts = any(count is not None for count in counts)
     found = beside(file, is_told=has_counts)
@@ -165,7 +163,7 @@ def _contradicted(spec: AttentionSpec, said: Heads) -> list[str]:
 def _check_counts(spec: AttentionSpec, said: Heads, label: str) -> None:
     if wrong := _contradicted(spec, said):
         got, told = (", ".join(f"{name}={of[name]}" for name in wrong) for of in (said, vars(spec)))
-        raise ValueError(f"{wrong[0]} must be what the file's metadata say of {label}, {told}, got {got}")
+        raise Refusal(wrong[0], f"be what the file's metadata say of {label}, {told}", str(got))
 
 
 def _with_rope(spec: AttentionSpec, rope: Rope | None, label: str, *, may_have_none: bool = False) -> AttentionSpec:
@@ -183,9 +181,7 @@ def _with_rope(spec: AttentionSpec, rope: Rope | None, label: str, *, may_have_n
     if rope is None or (spec.rope is None and may_have_none):
         return spec if rope is None else replace(spec, rope=rope)
     if spec.rope is None or replace(spec.rope, theta=rope.theta) != rope:
-        raise ValueError(
-            f"rope must not be said of {label}, which has {spec.rope or 'none'} by what is known, got rope={rope}"
-        )
+        raise Refusal("rope", f"not be said of {label}, which has {spec.rope or 'none'} by what is known", rope=rope)
     return replace(spec, rope=rope)
 
 
@@ -193,7 +189,7 @@ def _names(file: TensorFile, what: str) -> tuple[str, ...]:
     """A list of names in the metadata of a file of ours."""
     names = parse_json(file.metadata.get(what, "[]").encode())
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{file.path} must hold a list of names as {what} in its metadata, got {names!r}")
+        raise Refusal(file.path, f"hold a list of names as {what} in its metadata", repr(names))
     return tuple(names)
 
 
@@ -203,7 +199,7 @@ def _own_specs(file: TensorFile) -> dict[str, AttentionSpec]:
     if "specs" in metadata:
         held = parse_json(metadata["specs"].encode())
         if not isinstance(held, Mapping):
-            raise ValueError(f"{file.path} must hold specs by name in its metadata, got {metadata['specs'][:80]!r}")
+            raise Refusal(file.path, "hold specs by name in its metadata", repr(metadata["specs"][:80]))
         return {label: read_spec(file.path, {**metadata, "spec": json.dumps(each)}) for label, each in held.items()}
     return {"": read_spec(file.path, metadata)} if "spec" in metadata else {}
 

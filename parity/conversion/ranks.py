@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from mha_spec.rules import as_count
 from mha_spec.shares import OF_QUERIES, axis_of_heads
 from parity.conversion.layouts import LAYOUTS, Layout, Tensor
@@ -66,7 +66,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
             if others:  # a folder as any other, which may have the same weights in two forms
                 continue
             if strays := sorted({*path.glob(layout.ranks.file.format(rank="*"))} - {*files}):
-                raise ValueError(f"{path} must have a file for each rank, {layout.ranks.file}, got {strays[0]}")
+                raise Refusal(path, f"have a file for each rank, {layout.ranks.file}", str(strays[0]))
             if files:
                 return _joined(path, layout, layout.ranks, files)
         elif path.is_file() and _is_of_rank(path, layout.ranks):
@@ -74,7 +74,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
     file = open_tensors(path)
     if (count := file.metadata.get(SAID, "1")) != "1":
         file.close()
-        raise ValueError(f"{path} must be read with the files of all {count} ranks, got that of one")
+        raise Refusal(path, f"be read with the files of all {count} ranks", "that of one")
     return file
 
 
@@ -105,9 +105,11 @@ def _refuse_alone(path: Path, ranks: Ranks) -> None:
     folder = path.absolute().parents[ranks.file.count("/")]
     files, rank = _files_in(folder, ranks), _rank_of(path, ranks)
     if rank > 0 or len(files) > 1:
-        raise ValueError(
-            f"{path} must be read with the files of all ranks, got rank {rank} alone; "
-            f"name the folder, which has those of {len(files)}"
+        raise Refusal(
+            path,
+            "be read with the files of all ranks",
+            f"rank {rank} alone",
+            hint=f"name the folder, which has those of {len(files)}",
         )
 
 
@@ -123,15 +125,13 @@ def _joined(folder: Path, layout: Layout, ranks: Ranks, paths: list[Path]) -> Te
         files = [stack.enter_context(open_tensors(path)) for path in paths]
         first = files[0]
         if (said := first.metadata.get(SAID, str(len(files)))) != str(len(files)):
-            raise ValueError(f"{folder} must have the files of all {said} ranks, got {len(files)}")
+            raise Refusal(folder, f"have the files of all {said} ranks", str(len(files)))
         for path, file in zip(paths, files, strict=True):
             differing = [
                 name for name in {**first.infos, **file.infos} if first.infos.get(name) != file.infos.get(name)
             ]
             if differing:
-                raise ValueError(
-                    f"{path} must hold the tensors of rank 0, in parts as large, got others: {differing[0]}"
-                )
+                raise Refusal(path, "hold the tensors of rank 0, in parts as large", f"others: {differing[0]}")
         shapes = {name: info.shape for name, info in first.infos.items()}
         norms = _divided_norms(first, layout)
         divisions = {name: _division(name, shapes, layout, ranks, norms, len(files)) for name in shapes}
@@ -240,15 +240,14 @@ def _check_ranks(layout: Layout, count: int, specs: Mapping[str, AttentionSpec])
     as_count("ranks", count)
     if layout.ranks is None:
         known = [each.name for each in LAYOUTS.values() if each.ranks is not None]
-        raise ValueError(f"ranks must be left out except for {', '.join(known)}, got ranks={count} and {layout.name}")
+        raise Refusal(
+            "ranks", f"be left out except for {', '.join(known)}", {"ranks": count, "layout.name": layout.name}
+        )
     for label, spec in specs.items():
         if ENTRY.fullmatch(label):
-            raise ValueError(f"ranks must be left out of stacked layers, got ranks={count} and {label}")
+            raise Refusal("ranks", "be left out of stacked layers", ranks=count, label=label)
         if spec.num_kv_heads % count:
-            raise ValueError(
-                f"ranks must divide num_kv_heads in {layout.name}, "
-                f"got ranks={count} and num_kv_heads={spec.num_kv_heads}"
-            )
+            raise Refusal("ranks", f"divide num_kv_heads in {layout.name}", ranks=count, num_kv_heads=spec.num_kv_heads)
         shard_spec(spec, ShardPlan(count), 0, alone=False)
     return layout.ranks
 
@@ -264,7 +263,7 @@ def _known_division(
             f"divide it"
         )
     if division.axis is not None and shapes[name][division.axis] % (division.blocks * count):
-        raise ValueError(f"{name} must divide over the ranks, got {name}.shape={shapes[name]} and ranks={count}")
+        raise Refusal(name, "divide over the ranks", {f"{name}.shape": shapes[name], "ranks": count})
     return division
 
 

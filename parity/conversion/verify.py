@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Refusal, Rope
 from parity.core import reference
 from parity.core.arrays import to_numpy_by_name
 from parity.core.cases import Case
@@ -94,7 +94,7 @@ def check_alike(spec: AttentionSpec, other_spec: AttentionSpec) -> AttentionSpec
         words = ", ".join(f"{name}={told[name]} and {others[name]}" for name in differ)
         if differ == ["rope"] and None in (spec.rope, other_spec.rope):
             words += _said_of_the_other(spec.rope or other_spec.rope)
-        raise ValueError(f"the layers must be of one specification to be compared, got {words}")
+        raise Refusal("the layers", "be of one specification to be compared", str(words))
     return spec
 
 

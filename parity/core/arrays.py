@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from mha_spec import Refusal, WrongType
+
 if TYPE_CHECKING:
     import jax
     import torch
@@ -41,7 +43,7 @@ def to_numpy(x: Any) -> np.ndarray:
     if "ttnn" in packages:
         return _from_ttnn(x)
     if not hasattr(x, "__array__") or any(kind.__name__ == "Tracer" for kind in type(x).__mro__):
-        raise TypeError(f"an array must be one of NumPy, torch or JAX that has values, got {type(x).__name__}")
+        raise WrongType("an array", "be one of NumPy, torch or JAX that has values", type(x).__name__)
     return np.asarray(x)
 
 
@@ -83,7 +85,7 @@ def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
         ValueError: if two of them have one name then.
     """
     if not isinstance(arrays, Mapping):
-        raise TypeError(f"weights must be a mapping of arrays by name, got {type(arrays).__name__}")
+        raise WrongType("weights", "be a mapping of arrays by name", type(arrays).__name__)
     found: dict[str, np.ndarray] = {}
 
     def visit(name: str, node: Any) -> None:
@@ -92,11 +94,11 @@ def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
                 visit(f"{name}.{key}" if name else str(key), child)
             return
         if name in found:
-            raise ValueError(f"names must differ when their levels are joined with dots, got {name} twice")
+            raise Refusal("names", "differ when their levels are joined with dots", f"{name} twice")
         try:
             found[name] = to_numpy(node)
         except TypeError:
-            raise TypeError(f"{name} must be an array of NumPy, torch or JAX, got {type(node).__name__}") from None
+            raise WrongType(name, "be an array of NumPy, torch or JAX", type(node).__name__) from None
 
     visit("", arrays)
     return found
@@ -124,14 +126,14 @@ def _array(what: str, value: Any) -> np.ndarray:
     try:
         return to_numpy(value)
     except TypeError:
-        raise TypeError(f"{what} must be an array of NumPy, torch, JAX or TTNN, got {type(value).__name__}") from None
+        raise WrongType(what, "be an array of NumPy, torch, JAX or TTNN", type(value).__name__) from None
 
 
 def _from_torch(x: torch.Tensor) -> np.ndarray:
     import torch
 
     if x.is_meta or x.layout != torch.strided or x.is_quantized:
-        raise TypeError(f"a tensor must be dense and have values, got one of {x.dtype} on {x.device} in {x.layout}")
+        raise WrongType("a tensor", "be dense and have values", f"one of {x.dtype} on {x.device} in {x.layout}")
     x = x.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()  # the tensor may be written to in place
     name = str(x.dtype).removeprefix("torch.")
     if name in FOREIGN:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from parity import pretrained
 from parity.core.arrays import to_numpy_by_name
 from parity.core.cases import DTYPES, Case, case_named
@@ -108,9 +108,9 @@ def make_problem(case: Case | str, dtype: str, weights: Mapping[str, Any] | None
     if isinstance(case, str):
         case = case_named(case)
     if not isinstance(case, Case):
-        raise TypeError(f"case must be a parity.Case or the name of one, got {type(case).__name__}")
+        raise WrongType("case", "be a parity.Case or the name of one", type(case).__name__)
     if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {list(DTYPES)}, got dtype={dtype!r}")
+        raise Refusal("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
     spec = case.spec
     seed = [zlib.crc32(case.name.encode())]
     rng = np.random.default_rng(seed)

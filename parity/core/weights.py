@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.core.arrays import to_numpy_by_name
 from parity.files.reading import SUFFIXES, open_file
 from parity.files.safetensors import safetensors_bytes
@@ -108,15 +108,15 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> Weights:
     for name, shape in shapes.items():
         weight = weights[name]
         if not is_floating(weight.dtype):
-            raise TypeError(f"{name} must be a floating-point array, got {name}.dtype={weight.dtype}")
+            raise WrongType(name, "be a floating-point array", {f"{name}.dtype": weight.dtype})
         if weight.shape != shape:
             hint = "; it looks transposed" if weight.shape == shape[::-1] else ""
-            raise ValueError(f"{name} must have shape {shape}, got {name}.shape={weight.shape}{hint}")
+            raise Refusal(name, f"have shape {shape}", f"{name}.shape={weight.shape}{hint}")
         if not is_finite(weight):
-            raise ValueError(f"{name} must be finite, got {np.count_nonzero(~np.isfinite(weight))} NaN or infinities")
+            raise Refusal(name, "be finite", f"{np.count_nonzero(~np.isfinite(weight))} NaN or infinities")
         dtypes.add(weight.dtype.name)
     if len(dtypes) > 1:
-        raise TypeError(f"weights must have one dtype, got {sorted(dtypes)}")
+        raise WrongType("weights", "have one dtype", str(sorted(dtypes)))
     return weights
 
 
@@ -155,7 +155,7 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Any], metad
     tensors = to_numpy_by_name(tensors)
     kind = SUFFIXES.get(Path(path).suffix.lower(), "safetensors")
     if kind != "safetensors":
-        raise ValueError(f"{path} must end in .safetensors, the only format written here, got that of {kind}")
+        raise Refusal(path, "end in .safetensors, the only format written here", f"that of {kind}")
     refuse_other_file(path, kind)
 
     def verify(written: Path) -> None:
@@ -211,9 +211,12 @@ def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Atte
         ValueError: if there is none, or the file is of another format.
     """
     if metadata.get("format") != FORMAT or "spec" not in metadata:
-        raise ValueError(
-            f"{path} must hold a spec in format {FORMAT} in its metadata, got format={metadata.get('format')} and "
-            f"{sorted(metadata)}; parity.load reads other layouts, `mha-parity convert --to canonical` writes this one"
+        raise Refusal(
+            path,
+            f"hold a spec in format {FORMAT} in its metadata",
+            format=metadata.get("format"),
+            metadata=sorted(metadata),
+            hint="parity.load reads other layouts, `mha-parity convert --to canonical` writes this one",
         )
     try:
         return AttentionSpec.from_json(metadata["spec"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.backends import backend_of, load_backend
 from parity.core import reference
 from parity.core.cases import Case
@@ -32,7 +32,7 @@ def attention_of(module: Any, *inputs: Any, **keywords: Any) -> np.ndarray:
     backend = backend_of(module)
     call = getattr(module, "forward", module)
     if backend is None or "need_weights" not in inspect.signature(call).parameters:
-        raise TypeError(f"module must be a MultiHeadAttention of ours, got {type(module).__name__}")
+        raise WrongType("module", "be a MultiHeadAttention of ours", type(module).__name__)
     _, attn_weights = module(*inputs, **{**keywords, "need_weights": True})
     return load_backend(backend).to_numpy(attn_weights)
 
@@ -51,10 +51,10 @@ def attention_in(trace: Trace, stage: str | None = None) -> tuple[str, np.ndarra
     stages.sort(key=lambda name: stage_named(name).kind != "attn_weights", reverse=True)  # the module's own come before
     if not stages:
         why = trace.error or trace.skipped or "no stage attn_weights"
-        raise ValueError(f"the trace must have attention weights, got {why}")
+        raise Refusal("the trace", "have attention weights", str(why))
     chosen = stages[-1] if stage is None else stage
     if chosen not in stages:
-        raise ValueError(f"stage must be one of {', '.join(stages)}, got {chosen}")
+        raise Refusal("stage", f"be one of {', '.join(stages)}", stage=chosen)
     return chosen, trace.accumulated[chosen]
 
 
@@ -83,12 +83,12 @@ def attention_for(
     if key is not None:
         inputs["key"] = _input("key", key, spec.d_kv)
         if spec.rope is not None:
-            raise ValueError(f"key must be absent for a layer with RoPE, got rope={spec.rope}")
+            raise Refusal("key", "be absent for a layer with RoPE", rope=spec.rope)
     elif spec.d_kv != spec.d_in:
-        raise ValueError(f"key must be given where d_kv is not d_in, got d_kv={spec.d_kv} and d_in={spec.d_in}")
+        raise Refusal("key", "be given where d_kv is not d_in", d_kv=spec.d_kv, d_in=spec.d_in)
     (batch, seq_len, _), seq_len_k = inputs["query"].shape, None if key is None else inputs["key"].shape[1]
     if key is not None and inputs["key"].shape[0] != batch:
-        raise ValueError(f"key must have as many sequences as query, got {inputs['key'].shape[0]} and {batch}")
+        raise Refusal("key", "have as many sequences as query", f"{inputs['key'].shape[0]} and {batch}")
     case = Case("input", spec, "an input of the user", batch, seq_len, seq_len_k, is_causal)
     wide = {name: weight.astype(np.float64) for name, weight in weights.items()}
     return run_steps(reference.steps(Problem(case, "float64", wide, inputs), "float64"))["attn_weights"]
@@ -118,9 +118,9 @@ def read_array(path: str | os.PathLike[str]) -> np.ndarray:
 
 def _input(name: str, x: np.ndarray, width: int) -> np.ndarray:
     if not is_floating(x.dtype):
-        raise TypeError(f"{name} must be an array of floating-point numbers, got dtype {x.dtype}")
+        raise WrongType(name, "be an array of floating-point numbers", f"dtype {x.dtype}")
     if x.ndim not in (2, 3) or x.shape[-1] != width or not x.size:
-        raise ValueError(f"{name} must have shape (B, tokens, {width}) or (tokens, {width}), got {x.shape}")
+        raise Refusal(name, f"have shape (B, tokens, {width}) or (tokens, {width})", {name: x.shape})
     if not is_finite(x):
-        raise ValueError(f"{name} must be finite, got {np.count_nonzero(~np.isfinite(x))} NaN or infinities")
+        raise Refusal(name, "be finite", f"{np.count_nonzero(~np.isfinite(x))} NaN or infinities")
     return x.reshape((1,) * (3 - x.ndim) + x.shape).astype(np.float64)

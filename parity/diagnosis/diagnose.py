@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec import Refusal
 from parity.backends import FRAMEWORKS, load_backend
 from parity.core.arrays import arithmetic_of, stages_of
 from parity.core.compare import FACTOR, SAME_PRECISION, norms_of
@@ -77,7 +78,7 @@ def diagnose(
     """
     if arithmetic not in (None, *ARITHMETICS, *UNFUSED):
         known = [*ARITHMETICS, *UNFUSED]
-        raise ValueError(f"arithmetic must be one of {known}, got arithmetic={arithmetic!r}")
+        raise Refusal("arithmetic", f"be one of {known}", arithmetic=arithmetic)
     arithmetic = arithmetic or arithmetic_of(observed)
     stages = stages_of("observed", observed, "output")
     return replace(
@@ -109,7 +110,7 @@ def _diagnosed(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: s
         if right is not None and (not right.is_weak or right is views[0]):
             return right.diagnosis("convention" if right.conventions else "none")
     if not views:
-        raise ValueError(f"observed must have stages of the problem, got {sorted(stages)}")
+        raise Refusal("observed", "have stages of the problem", str(sorted(stages)))
     lacking = next((view for view in views if not view.wrong), None)
     if right is None and lacking is not None:  # what is there agrees, and a stage cannot be taken at all
         return lacking.diagnosis("unknown")
@@ -330,20 +331,18 @@ def observe(function: Callable[..., Any], problem: Problem, framework: str) -> d
         try:
             given = function(*arrays)
         except Exception as error:  # whatever somebody's function raises
-            raise ValueError(f"the function must take the inputs, got {type(error).__name__}: {error}") from error
+            raise Refusal("the function", "take the inputs", f"{type(error).__name__}: {error}") from error
         if isinstance(given, tuple) and len(given) == 2:
             given = {name: x for name, x in zip(("output", "attn_weights"), given, strict=True) if x is not None}
         elif not isinstance(given, Mapping):
             given = {"output": given}
         if not given or not all(map(_is_array, given.values())):
             kinds = ", ".join(f"{name}: {type(x).__name__}" for name, x in given.items()) or "nothing"
-            raise ValueError(
-                f"the function must give an array, (output, attention weights), or arrays by stage, got {kinds}"
-            )
+            raise Refusal("the function", "give an array, (output, attention weights), or arrays by stage", str(kinds))
         found = {name: np.array(x) for name, x in stages_of("the function's", given, "output").items()}
     if unknown := sorted(found.keys() - STAGES.keys()):
         names = ", ".join(name for name in STAGES if "." not in name)
-        raise ValueError(f"stages must be named as in STAGES, {names}, got {unknown}")
+        raise Refusal("stages", f"be named as in STAGES, {names}", str(unknown))
     return found
 
 

@@ -21,6 +21,7 @@ from mha_spec import (
     LongRopeScaling,
     Norm,
     ProportionalScaling,
+    Refusal,
     RelativeBias,
     Rope,
     Temperature,
@@ -374,7 +375,7 @@ def _mistake(name: str, case: Case) -> Mistake:
     for mistake in _mistakes(case):
         if mistake.name == name and mistake.in_sibling is not None:
             return mistake
-    raise ValueError(f"hypothesis must be one that can be planted in {case.name}, got {name!r}")
+    raise Refusal("hypothesis", f"be one that can be planted in {case.name}", hypothesis=name)
 
 
 def plan_of(hypothesis: str, problem: Problem, backend: str) -> Plan:

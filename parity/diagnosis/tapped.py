@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from mha_spec import AttentionSpec, DynamicScaling, LongRopeScaling
+from mha_spec import AttentionSpec, DynamicScaling, LongRopeScaling, Refusal
 from parity.core.cases import Case
 from parity.core.problem import Problem
 from parity.core.trace import Reference
@@ -202,7 +202,7 @@ def sequences_of(layer: TappedLayer) -> list[Sequences]:
         ValueError: if a call does not follow the one before it, or there is nothing to judge.
     """
     if not any("input" in call.values and "output" in call.values for call in layer.calls):
-        raise ValueError(f"{layer.name} must be called while it is tapped, got {len(layer.calls)} calls with an output")
+        raise Refusal(layer.name, "be called while it is tapped", f"{len(layer.calls)} calls with an output")
     return [each for of_prompt in sequences_by_prompt(layer) for each in of_prompt]
 
 
@@ -224,18 +224,19 @@ def _runs(layer: TappedLayer) -> list[list[TappedCall]]:
         if not call.past:
             runs.append([])
         elif not runs:
-            raise ValueError(f"{layer.name} must be tapped from the first token on, got a cache of {call.past} tokens")
+            raise Refusal(layer.name, "be tapped from the first token on", f"a cache of {call.past} tokens")
         runs[-1].append(call)
     for calls in runs:
         for before, after in pairwise(calls):
             expected = (before.past or 0) + before.values["input"].shape[1]
             if after.past != expected or len(after.values["input"]) != len(before.values["input"]):
-                raise ValueError(
-                    f"{layer.name} must be called with one token after the other, got a cache of {after.past} tokens "
-                    f"after {expected}"
+                raise Refusal(
+                    layer.name,
+                    "be called with one token after the other",
+                    f"a cache of {after.past} tokens after {expected}",
                 )
             if "key_input" in after.values:
-                raise ValueError(f"{layer.name} must attend to one sequence from the first token on, got another one")
+                raise Refusal(layer.name, "attend to one sequence from the first token on", "another one")
     return runs
 
 

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from mha_spec import Refusal
 from parity.files.tensor_file import DTYPES, Cursor, Piece, Shape, TensorFile, TensorInfo
 
 # fmt: off
@@ -65,7 +66,7 @@ def _value(cursor: Cursor, kind: int) -> str:
     if kind in _SCALARS:
         return str(cursor.unpack(_SCALARS[kind]))
     if kind != _LIST:
-        raise ValueError(f"values must be of a known type, got type {kind}")
+        raise Refusal("values", "be of a known type", f"type {kind}")
     kind, count = cursor.unpack("<I"), cursor.unpack("<Q")
     if kind in _SCALARS:
         cursor.skip(count * struct.calcsize(_SCALARS[kind]))
@@ -98,7 +99,7 @@ class _Entry(NamedTuple):
             info = TensorInfo.of(self.shape, np.dtype(np.float32))
             values, length = BLOCKS[self.kind]
             if not self.shape or self.shape[-1] % values:
-                raise ValueError(f"rows of {self.kind} must be whole blocks of {values}, got {name}.shape={self.shape}")
+                raise Refusal(f"rows of {self.kind}", f"be whole blocks of {values}", {f"{name}.shape": self.shape})
             nbytes = info.nbytes // 4 // values * length
         else:
             nbytes = max(0, end - self.offset)
@@ -114,13 +115,13 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
     cursor.skip(4)  # GGUF
     version = cursor.unpack("<I")
     if version not in (2, 3):
-        raise ValueError(f"{path} must be of version 2 or 3 of GGUF and little-endian, got version {version}")
+        raise Refusal(path, "be of version 2 or 3 of GGUF and little-endian", f"version {version}")
     num_tensors, num_values = cursor.unpack("<Q"), cursor.unpack("<Q")
     metadata = _metadata(cursor, num_values)
     entries = _entries(cursor, num_tensors)
     alignment = int(metadata.get("general.alignment", "32"))
     if alignment <= 0 or alignment & (alignment - 1):
-        raise ValueError(f"the alignment must be a power of two, got {alignment}")
+        raise Refusal("the alignment", "be a power of two", str(alignment))
     data = -(-cursor.tell() // alignment) * alignment
     entries = {name: entry._replace(offset=data + entry.offset) for name, entry in entries.items()}
     infos: dict[str, TensorInfo] = {}
@@ -150,7 +151,7 @@ def _metadata(cursor: Cursor, count: int) -> dict[str, str]:
     for _ in range(count):
         key = _text(cursor)
         if key in seen:
-            raise ValueError(f"names must differ, got {key} twice")
+            raise Refusal("names", "differ", f"{key} twice")
         seen.add(key)
         metadata[key] = _value(cursor, cursor.unpack("<I"))
     return metadata
@@ -172,7 +173,7 @@ def _entries(cursor: Cursor, count: int) -> dict[str, _Entry]:
 def _dequantised(path: Path, file: BinaryIO, name: str, entry: _Entry) -> np.ndarray:
     """What a quantised tensor stands for, in float32: the bits that the `gguf` package gives."""
     if entry.kind not in BLOCKS:
-        raise ValueError(f"{name} must be of one of {sorted([*PLAIN, *BLOCKS])} to be read, got {entry.kind}")
+        raise Refusal(name, f"be of one of {sorted([*PLAIN, *BLOCKS])} to be read", {name: entry.kind})
     library = _gguf_library(path)
     values, length = BLOCKS[entry.kind]
     array = np.empty(entry.shape, np.float32)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mha_spec import Refusal
 from parity.files.tensor_file import (
     DTYPES,
     MAX_DEPTH,
@@ -161,7 +162,7 @@ class _Walker:
     def node(self, depth: int = 0) -> Any:
         """The next value; None for one of a type that is not Flax's array."""
         if depth > MAX_DEPTH or next(self.count) > MAX_ENTRIES:
-            raise ValueError(f"dicts must have at most {MAX_DEPTH} levels and {MAX_ENTRIES} entries, got more")
+            raise Refusal("dicts", f"have at most {MAX_DEPTH} levels and {MAX_ENTRIES} entries", "more")
         kind, length = self.head()
         match kind:
             case "map":
@@ -187,7 +188,7 @@ class _Walker:
         for _ in range(length):
             key = self.node(depth)
             if not isinstance(key, (str, int)) or key in found:
-                raise ValueError(f"each entry must have a name of its own, got {key!r}")
+                raise Refusal("each entry", "have a name of its own", repr(key))
             found[key] = self.node(depth)
         return found
 
@@ -201,7 +202,7 @@ class _Walker:
             raise ValueError("an array must be a shape, a dtype and bytes, but one is not")
         shape, dtype = self.node(depth), self.node(depth)
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise ValueError(f"an array must hold one of {sorted(DTYPES)}, got {dtype}")
+            raise Refusal("an array", f"hold one of {sorted(DTYPES)}", str(dtype))
         info = TensorInfo.of(shape, DTYPES[dtype])
         kind, size = self.head()
         begin = self.cursor.tell()

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec import Refusal
 from parity.files.tensor_file import DTYPES, TensorFile, TensorInfo, Tensors, flatten, nest, parse_json, text_by_name
 from parity.files.zipped import check_inflation
 
@@ -26,7 +27,7 @@ def write_orbax(path: Path, tensors: Tensors) -> None:
     ocp = orbax_library(path)
     empty = [name for name, info in tensors.infos.items() if not info.nbytes]
     if empty:
-        raise ValueError(f"tensors must not be empty in an orbax checkpoint, got {empty[0]}")
+        raise Refusal("tensors", "not be empty in an orbax checkpoint", tensors=empty[0])
     tree = _filled(nest(tensors.infos), tensors)
     failure = None
     try:
@@ -88,9 +89,9 @@ def open_orbax(path: Path) -> TensorFile:
         if type(leaf) is not ocp.metadata.ArrayMetadata:
             continue  # text, or a Python number
         if ".." in name.split("/"):  # some checkpoints have a folder for each array
-            raise ValueError(f"names must not lead out of the folder, got {name}")
+            raise Refusal("names", "not lead out of the folder", names=name)
         if np.dtype(leaf.dtype).name not in DTYPES:
-            raise ValueError(f"{name} must hold one of {sorted(DTYPES)}, got {leaf.dtype}")
+            raise Refusal(name, f"hold one of {sorted(DTYPES)}", {name: leaf.dtype})
         infos[name] = TensorInfo.of(leaf.shape, DTYPES[np.dtype(leaf.dtype).name])
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     check_inflation(sum(info.nbytes for info in infos.values()), size)
@@ -113,7 +114,7 @@ def _arrays_in(path: Path) -> Path:
     inside = sorted(folder for folder in path.iterdir() if (folder / "_METADATA").exists())
     if len(inside) != 1:
         names = [folder.name for folder in inside]
-        raise ValueError(f"{path} must hold one orbax checkpoint of arrays, got {names}; name one of its folders")
+        raise Refusal(path, "hold one orbax checkpoint of arrays", str(names), hint="name one of its folders")
     return inside[0]
 
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from mha_spec import Refusal
 from parity.files.gguf import open_gguf
 from parity.files.msgpack import open_msgpack
 from parity.files.orbax import MARKS, open_orbax
@@ -72,7 +73,7 @@ def open_file(path: Path, kind: str | None = None) -> TensorFile:
     """Open a single file, of a format that is known or seen."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):  # one would wait for a pipe, and never come to the end of a device
-        raise ValueError(f"{path} must be a file, got a {'folder' if stat.S_ISDIR(mode) else 'device or a pipe'}")
+        raise Refusal(path, "be a file", f"a {('folder' if stat.S_ISDIR(mode) else 'device or a pipe')}")
     with path.open("rb") as file, in_one_line(path, kind or "tensor"):
         kind = kind or _kind(path, file.read(16))
     with ExitStack() as stack, in_one_line(path, kind):
@@ -98,7 +99,7 @@ def _kind(path: Path, begin: bytes) -> str:
         return suffix
     if begin[:1] and (0x81 <= begin[0] <= 0x8F or begin[0] in (0xDE, 0xDF)):  # a dict
         return "msgpack"
-    raise ValueError(f"{path} must be of one of {sorted(OPENERS)}, got a file that begins with {begin[:8]!r}")
+    raise Refusal(path, f"be of one of {sorted(OPENERS)}", f"a file that begins with {begin[:8]!r}")
 
 
 # ---- Shards and folders ----------------------------------------------------------------------------------------------
@@ -111,14 +112,14 @@ def _open_folder(path: Path) -> TensorFile:
         files = [name for name in names if re.fullmatch(whole, name, re.IGNORECASE)]
         beside = [name for name in indexes if name.removesuffix(INDEX) in files]
         if len(indexes) > 1 or beside:
-            raise ValueError(f"{path} must hold one checkpoint, got {sorted({*indexes, *files})}; name one of them")
+            raise Refusal(path, "hold one checkpoint", str(sorted({*indexes, *files})), hint="name one of them")
         if indexes:
             return _open_index(path / indexes[0])
         if files:
             return _open_shards(path, path, files)
     if any(mark in names for mark in MARKS) or path.suffix.lower() == ".orbax":
         return open_orbax(path)
-    raise ValueError(f"{path} must hold safetensors files, torch shards or an orbax checkpoint, got {names[:10]}")
+    raise Refusal(path, "hold safetensors files, torch shards or an orbax checkpoint", str(names[:10]))
 
 
 def shards_in(path: Path) -> list[str]:
@@ -141,7 +142,7 @@ def _read_index(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} must have a weight_map from the names of tensors to those of files, but it has none")
     for shard in shard_of.values():
         if shard in ("", ".", "..") or any(character in shard for character in "/\\\0"):
-            raise ValueError(f"{path} must name shards in its own folder, got {shard!r}")
+            raise Refusal(path, "name shards in its own folder", repr(shard))
     return index
 
 

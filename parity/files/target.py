@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mha_spec import Refusal
 from parity.files.reading import INDEX, shards_in
 
 try:
@@ -103,13 +104,13 @@ def _refuse_source(path: Path, targets: Iterable[Path], folder: Path, source: Pa
     """Refuse to write onto what is read, under whatever name, or into the folder that is read."""
     if source.is_dir():
         if any(place.exists() and place.samefile(source) for place in (*targets, folder, *folder.absolute().parents)):
-            raise ValueError(f"the target must lie outside the folder that is read, got {path} and {source}")
+            raise Refusal("the target", "lie outside the folder that is read", path=path, source=source)
         return
     read = [source, *(source.parent / name for name in (shards_in(source) if source.name.endswith(INDEX) else ()))]
     around = Path(os.path.realpath(source)).parents
     for target in (target for target in targets if target.exists()):
         if any(place.exists() and target.samefile(place) for place in (*read, *around)):
-            raise ValueError(f"the target must be a file other than the source, got {path} and {source}")
+            raise Refusal("the target", "be a file other than the source", path=path, source=source)
 
 
 def _refuse_others(path: Path, place: Path, kind: str) -> None:
@@ -123,14 +124,14 @@ def _refuse_others(path: Path, place: Path, kind: str) -> None:
             raise ValueError(f"{path} must be a folder or not exist yet, but it is something else")
         others = _others_in(place)
         if others:
-            raise ValueError(f"{path} must be an orbax checkpoint and nothing else to be replaced, got {others} there")
+            raise Refusal(path, "be an orbax checkpoint and nothing else to be replaced", f"{others} there")
         return
     if not stat.S_ISREG(mode):
         raise ValueError(f"{path} must be a file or not exist yet, but it is something else")
     with place.open("rb") as file:
         begin = file.read(16)
     if begin and not _begins(kind, begin):
-        raise ValueError(f"{path} must be a {kind} file to be replaced, got one that begins with {begin[:8]!r}")
+        raise Refusal(path, f"be a {kind} file to be replaced", f"one that begins with {begin[:8]!r}")
 
 
 def refuse_other_file(path: str | os.PathLike[str], kind: str) -> None:

@@ -18,6 +18,8 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 import ml_dtypes
 import numpy as np
 
+from mha_spec import Refusal
+
 Shape = tuple[int, ...]
 
 MAX_ENTRIES = 1_000_000  # of a tree; a file of a few bytes may stand for far more, by naming a part of it many times
@@ -41,7 +43,7 @@ class TensorInfo(NamedTuple):
             ValueError: if the shape is none.
         """
         if not isinstance(shape, (tuple, list)) or not all(type(size) is int and size >= 0 for size in shape):
-            raise ValueError(f"a shape must be of integers >= 0, got {shape}")
+            raise Refusal("a shape", "be of integers >= 0", str(shape))
         return cls(tuple(shape), dtype, math.prod(shape) * dtype.itemsize)
 
 
@@ -113,7 +115,7 @@ class TensorFile:
             else:
                 array = self.fetch(name)
             if (array.shape, array.dtype) != info[:2]:
-                raise ValueError(f"{name} must be {info.dtype}{info.shape}, got {array.dtype}{array.shape}")
+                raise Refusal(name, f"be {info.dtype}{info.shape}", f"{array.dtype}{array.shape}")
         return array
 
     def read_entry(self, name: str, index: int) -> np.ndarray:
@@ -149,7 +151,7 @@ class TensorFile:
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.infos:
-            raise ValueError(f"name must be that of a tensor in {self.path}, got name={name!r}")
+            raise Refusal("name", f"be that of a tensor in {self.path}", name=name)
         return self.infos[name]
 
     def sha256(self) -> str:
@@ -164,10 +166,10 @@ class TensorFile:
         """
         told = self.metadata.get("sha256")
         if told is None:
-            raise ValueError(f"{self.path} must have a sha256 in its metadata, got {sorted(self.metadata)}")
+            raise Refusal(self.path, "have a sha256 in its metadata", str(sorted(self.metadata)))
         found = self.sha256()
         if found != told:
-            raise ValueError(f"{self.path} must hold what was written, got sha256={found} and {told} in its metadata")
+            raise Refusal(self.path, "hold what was written", f"sha256={found} and {told} in its metadata")
 
 
 def _read_into(buffer: memoryview, pieces: Iterable[Piece]) -> None:
@@ -176,7 +178,7 @@ def _read_into(buffer: memoryview, pieces: Iterable[Piece]) -> None:
         file.seek(offset)
         start += file.readinto(buffer[start : start + size])  # pyright: ignore[reportAttributeAccessIssue]
     if start != len(buffer):
-        raise ValueError(f"{len(buffer)} bytes must be there, got {start}")
+        raise Refusal(f"{len(buffer)} bytes", "be there", str(start))
 
 
 def _part(pieces: Iterable[Piece], start: int, size: int) -> list[Piece]:
@@ -267,9 +269,7 @@ class Tensors:
         array = np.asarray(self._read(name))
         info = self.infos[name]
         if array.shape != info.shape or array.dtype != info.dtype:
-            raise ValueError(
-                f"{name} must be read as it was announced, {info.dtype}{info.shape}, got {array.dtype}{array.shape}"
-            )
+            raise Refusal(name, f"be read as it was announced, {info.dtype}{info.shape}", f"{array.dtype}{array.shape}")
         array = np.ascontiguousarray(array, dtype=info.dtype).reshape(info.shape)
         self._digests[name] = self._last = self._pool.submit(digest, chunks_of(array))
         self.checksums[name] = checksum(chunks_of(array))
@@ -317,7 +317,7 @@ class Cursor:
     def _refuse_beyond(self, count: int) -> None:
         left = self.size - self.tell()
         if count > left:
-            raise ValueError(f"{count} more bytes must be there, got {left}")
+            raise Refusal(f"{count} more bytes", "be there", str(left))
 
 
 # ---- Trees -----------------------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ def flatten(tree: Any) -> dict[str, Any]:
 
     def visit(names: tuple[str, ...], node: Any) -> None:
         if len(names) > MAX_DEPTH or next(visits) > MAX_ENTRIES:
-            raise ValueError(f"names must have at most {MAX_DEPTH} levels, and be at most {MAX_ENTRIES}, got more")
+            raise Refusal("names", f"have at most {MAX_DEPTH} levels, and be at most {MAX_ENTRIES}", "more")
         if isinstance(node, Mapping):
             if names and list(node) == ["value"] and not isinstance(node["value"], (Mapping, list, tuple)):
                 visit(names, node["value"])
@@ -347,7 +347,7 @@ def flatten(tree: Any) -> dict[str, Any]:
         else:
             name = ".".join(names)
             if name in leaves:
-                raise ValueError(f"names must differ when their levels are joined with dots, got {name} twice")
+                raise Refusal("names", "differ when their levels are joined with dots", f"{name} twice")
             leaves[name] = node
             return
         for key, child in children:
@@ -409,7 +409,7 @@ def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
     """
     for name in names:
         if not name.isprintable():
-            raise ValueError(f"names must be printable, got {name!a}")
+            raise Refusal("names", "be printable", names=name)
     for text in itertools.chain(metadata, metadata.values()):
         text.encode()
 
@@ -425,7 +425,7 @@ def parse_json(data: bytes) -> Any:
         found = dict(pairs)
         if len(found) < len(pairs):
             twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-            raise ValueError(f"names must differ, got {twice} twice")
+            raise Refusal("names", "differ", f"{twice} twice")
         return found
 
     return json.loads(data, object_pairs_hook=unique)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec import Refusal, WrongType
 from parity.files.msgpack import METADATA, write_msgpack
 from parity.files.orbax import orbax_library, write_orbax
 from parity.files.reading import INDEX, SUFFIXES, open_tensors
@@ -133,14 +134,14 @@ def _kind(path: Path) -> str:
     if kind not in WRITERS:
         suffixes = [suffix for suffix, kind in SUFFIXES.items() if kind in WRITERS]
         reason = "; GGUF files are only read" if kind == "gguf" else ""
-        raise ValueError(f"{path} must end in one of {suffixes} to be written, got {path.suffix!r}{reason}")
+        raise Refusal(path, f"end in one of {suffixes} to be written", f"{path.suffix!r}{reason}")
     return kind
 
 
 def _checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     for text in (text for pair in metadata.items() for text in pair):
         if not isinstance(text, str):
-            raise TypeError(f"metadata must be text by name, got {text!r}")
+            raise WrongType("metadata", "be text by name", metadata=text)
     return {name: text for name, text in metadata.items() if name not in COMPUTED}
 
 
@@ -150,7 +151,7 @@ def _checked_infos(path: Path, kind: str, infos: Mapping[str, TensorInfo | tuple
     for name, (shape, dtype) in ((name, info[:2]) for name, info in infos.items()):
         dtype = np.dtype(dtype).newbyteorder("=")
         if dtype.name not in held:
-            raise ValueError(f"{path} must hold one of {sorted(held)}, got {dtype} for {name}")
+            raise Refusal(path, f"hold one of {sorted(held)}", f"{dtype} for {name}")
         if name.partition(".")[0] == METADATA:
             raise ValueError(f"no tensor may be named like metadata, got {name}")
         checked[name] = TensorInfo.of(tuple(map(operator.index, shape)), dtype)
@@ -165,11 +166,9 @@ def _shards(infos: dict[str, TensorInfo], max_bytes: int | None, path: Path, kin
     if max_bytes is None:
         return [infos]
     if kind not in SHARDED:
-        raise ValueError(
-            f"max_shard_bytes must be left out except for {SHARDED}, got max_shard_bytes={max_bytes} for {path}"
-        )
+        raise Refusal("max_shard_bytes", f"be left out except for {SHARDED}", f"max_shard_bytes={max_bytes} for {path}")
     if max_bytes <= 0:
-        raise ValueError(f"max_shard_bytes must be > 0, got max_shard_bytes={max_bytes}")
+        raise Refusal("max_shard_bytes", "be > 0", max_shard_bytes=max_bytes)
     shards: list[dict[str, TensorInfo]] = [{}]
     size = 0
     for name, info in infos.items():

@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.lib import format as npy
 
+from mha_spec import Refusal
 from parity.files.tensor_file import (
     BFLOAT16,
     CHUNK,
@@ -60,7 +61,7 @@ def open_zip(file: BinaryIO) -> zipfile.ZipFile:
     members = archive.infolist()
     twice = [name for name, count in Counter(member.filename for member in members).items() if count > 1]
     if twice:
-        raise ValueError(f"names must differ, got {twice[0]} twice")
+        raise Refusal("names", "differ", f"{twice[0]} twice")
     size = file.seek(0, 2)
     for member in members:
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or member.flag_bits & 1:
@@ -80,16 +81,14 @@ def check_inflation(inflated: int, size: int) -> None:
         ValueError: if it is more than 100 times as large, and larger than 64 MiB.
     """
     if inflated > max(100 * size, 1 << 26):
-        raise ValueError(
-            f"it must not be more than 100 times as large as it is on the disk, got {inflated} and {size} bytes"
-        )
+        raise Refusal("it", "not be more than 100 times as large as it is on the disk", f"{inflated} and {size} bytes")
 
 
 @contextmanager
 def new_zip(path: Path, tensors: Tensors) -> Iterator[zipfile.ZipFile]:
     """An archive to write, with the metadata, as they are at the end, in its comment."""
     if len(_comment(tensors.metadata)) > zipfile.ZIP_MAX_COMMENT:
-        raise ValueError(f"metadata must have at most {zipfile.ZIP_MAX_COMMENT} bytes in a zip archive, got more")
+        raise Refusal("metadata", f"have at most {zipfile.ZIP_MAX_COMMENT} bytes in a zip archive", "more")
     with zipfile.ZipFile(path, "w") as archive:
         yield archive
         archive.comment = _comment(tensors.metadata)
@@ -154,7 +153,7 @@ def open_npz(path: Path, file: BinaryIO) -> TensorFile:
                 part = stream.read(min(CHUNK, info.nbytes - start))
                 buffer[start : start + CHUNK] = memoryview(part)  # as long, or it is an error
             if stream.read(1):  # at the end the checksum is compared
-                raise ValueError(f"{name} must have {info.nbytes} bytes, got more")
+                raise Refusal(name, f"have {info.nbytes} bytes", "more")
         array = array.view(BFLOAT16) if info.dtype == BFLOAT16 else array.astype(info.dtype, copy=False)
         return np.ascontiguousarray(array.T).reshape(info.shape) if is_fortran else array
 
@@ -174,7 +173,7 @@ def _read_header(stream: IO[bytes]) -> tuple[TensorInfo, np.dtype, bool]:
     """
     version = npy.read_magic(stream)
     if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"an array must be of version 1 or 2 of .npy, got {version}")
+        raise Refusal("an array", "be of version 1 or 2 of .npy", str(version))
     size = stream.read(2 if version == (1, 0) else 4)
     text = stream.read(min(MAX_HEADER, int.from_bytes(size, "little"))).decode("latin1")
     for old, new in {"'": '"', "(": "[", ")": "]", "True": "true", "False": "false"}.items():
@@ -190,7 +189,7 @@ def _read_header(stream: IO[bytes]) -> tuple[TensorInfo, np.dtype, bool]:
     elif stored.newbyteorder("=") in NATIVE.values():
         dtype = stored.newbyteorder("=")
     else:
-        raise ValueError(f"an array must hold one of {sorted(NATIVE)} or bfloat16, got {descr}")
+        raise Refusal("an array", f"hold one of {sorted(NATIVE)} or bfloat16", str(descr))
     return TensorInfo.of(header["shape"], dtype), stored, bool(is_fortran)
 
 
@@ -327,5 +326,5 @@ def torch_library(path: Path) -> Any:
 def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES or str(tensor.layout) != "torch.strided" or tensor.device.type != "cpu":
-        raise ValueError(f"{name} must be a dense tensor of {sorted(DTYPES)}, got {dtype} in {tensor.layout}")
+        raise Refusal(name, f"be a dense tensor of {sorted(DTYPES)}", f"{dtype} in {tensor.layout}")
     return TensorInfo.of(tuple(tensor.shape), DTYPES[dtype])

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.backends import backend_of, load_backend
 from parity.backends.port import Port
 from parity.conversion import convert
@@ -54,7 +54,7 @@ def load_adapter(name: str) -> Adapter:
         ImportError: if the library is not installed.
     """
     if name not in LAYERS:
-        raise ValueError(f"a layer must be one of {', '.join(LAYERS)}, got {name!r}")
+        raise Refusal("a layer", f"be one of {', '.join(LAYERS)}", repr(name))
     adapters: list[Adapter] = importlib.import_module(f"parity.foreign.{LAYERS[name].adapter}").ADAPTERS
     return next(adapter for adapter in adapters if adapter.name == name)
 
@@ -171,7 +171,7 @@ def check_same_layer(spec: AttentionSpec, other: AttentionSpec, what: str, whose
     differ = [name for name in fields if fields[name] != others[name]]
     if differ:
         one, two = (", ".join(f"{name}={each[name]}" for name in differ) for each in (fields, others))
-        raise ValueError(f"{what} must be of one specification with {whose}, got {one} and {two}")
+        raise Refusal(what, f"be of one specification with {whose}", f"{one} and {two}")
 
 
 def _adapter_of(module: Any) -> Adapter | Port:
@@ -183,8 +183,8 @@ def _adapter_of(module: Any) -> Adapter | Port:
             if each.__qualname__ == kind.qualname and f"{each.__module__}.".startswith(f"{kind.module}."):
                 return load_adapter(name)
     if isinstance(module, type):
-        raise TypeError(f"module must be a module and not its class, got {module.__name__}")
+        raise WrongType("module", "be a module and not its class", module=module.__name__)
     others, got = ", ".join(LAYERS), type(module).__name__
     if type(module).__module__.startswith("transformers."):
         got += "; parity.from_transformers takes it, with the configuration of its model"
-    raise TypeError(f"module must be one of mha_jax, mha_torch or mha_tt, or of {others}, got {got}")
+    raise WrongType("module", f"be one of mha_jax, mha_torch or mha_tt, or of {others}", str(got))

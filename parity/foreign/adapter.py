@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.conversion.layouts import LAYOUTS, from_canonical, to_canonical
 from parity.conversion.layouts.detection import find_spec
 from parity.conversion.layouts.views import shapes_in
@@ -104,9 +104,10 @@ class Adapter(ABC):
         wanted = {name: _shape_and_dtype(tensor) for name, tensor in self.tensors(module).items()}
         if fitting != wanted:
             name = min(name for name in {*fitting, *wanted} if fitting.get(name) != wanted.get(name))
-            raise TypeError(
-                f"{name} must have the shape and dtype of the module's, {wanted.get(name, 'none')}, "
-                f"got {fitting.get(name, 'none')}"
+            raise WrongType(
+                name,
+                f"have the shape and dtype of the module's, {wanted.get(name, 'none')}",
+                str(fitting.get(name, "none")),
             )
         return self.write(module, tensors)
 
@@ -136,7 +137,7 @@ class Adapter(ABC):
         }
         if others:
             got = ", ".join(f"{name}={value}" for name, value in others.items())
-            raise ValueError(f"the spec of a {self.name} must have no {' or '.join(others)}, got {got}")
+            raise Refusal(f"the spec of a {self.name}", f"have no {' or '.join(others)}", str(got))
 
 
 def _shape_and_dtype(tensor: Any) -> str:
@@ -157,4 +158,4 @@ def refuse_where(computes: Mapping[str, Any], what: str) -> None:
     others = {name: value for name, value in computes.items() if value is not None and value is not False}
     if others:
         got = ", ".join(f"{name}={value}" for name, value in others.items())
-        raise ValueError(f"a {what} must have no {' or '.join(others)}, got {got}")
+        raise Refusal(f"a {what}", f"have no {' or '.join(others)}", str(got))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from parity.core.arrays import to_jax, to_torch
 from parity.core.weights import Weights
 from parity.foreign.adapter import Adapter, refuse_where
@@ -85,7 +85,7 @@ class _KerasAttention(Adapter):
         """As `Adapter.call`, with one mask for all heads."""
         if mask is not None:
             if mask.shape[1] != 1:
-                raise ValueError(f"the mask of a {self.name} must be one for all heads, got mask.shape={mask.shape}")
+                raise Refusal(f"the mask of a {self.name}", "be one for all heads", {"mask.shape": mask.shape})
             mask = mask[:, 0]
         result = module(
             query,
@@ -137,7 +137,9 @@ class KerasGroupQueryAttention(_KerasAttention):
     def make(self, spec: AttentionSpec, dtype: str = "float32", **options: Any) -> Any:
         self.check_can_be(spec)
         if spec.d_model != spec.d_in:
-            raise ValueError(f"a {self.name} must have d_model equal to d_in, got {spec.d_model} and {spec.d_in}")
+            raise Refusal(
+                f"a {self.name}", "have d_model equal to d_in", {"spec.d_model": spec.d_model, "spec.d_in": spec.d_in}
+            )
         heads = (spec.head_dim, spec.num_heads, spec.num_kv_heads)
         given = {"use_bias": spec.qkv_bias, "dropout": spec.dropout, "dtype": dtype, "seed": 0}
         layer = import_keras().layers.GroupQueryAttention(*heads, **(given | options))

@@ -15,7 +15,7 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from parity.core.arrays import to_jax
 from parity.core.weights import Weights
 from parity.files.tensor_file import flatten
@@ -39,9 +39,10 @@ class LinenMultiHeadDotProductAttention(Adapter):
 
     def tensors(self, module: Any) -> Mapping[str, Any]:
         if module.scope is None:
-            raise ValueError(
-                "a module of flax.linen must be bound to its variables, as module.bind({'params': params}) gives it, "
-                f"got an unbound {type(module).__name__}"
+            raise Refusal(
+                "a module of flax.linen",
+                "be bound to its variables, as module.bind({'params': params}) gives it",
+                f"an unbound {type(module).__name__}",
             )
         return flatten(module.variables["params"])
 

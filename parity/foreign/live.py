@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.conversion.layouts import LAYOUTS, to_canonical
 from parity.conversion.layouts.detection import DoesNotFit
 from parity.conversion.layouts.views import shapes_in
@@ -38,7 +38,7 @@ def from_transformers(
     values = values_of(config)
     index = getattr(module, "layer_idx", None) if layer_idx is None else layer_idx
     if isinstance(index, bool) or not isinstance(index, int):
-        raise TypeError(f"layer_idx must be the number of a layer, got layer_idx={index!r}")
+        raise WrongType("layer_idx", "be the number of a layer", layer_idx=index)
     parts = _parts_of(module, values)
     named = sections_named(path or "", sections_of(values))
     layers = [layer for name, part in parts.items() if not named or name in named for layer in specs_of(part)]
@@ -60,7 +60,7 @@ def from_transformers(
     if len(found) != 1:
         which = "; path=… tells which" if found else ""
         reasons = [str(spec) for spec in found] if found else refusals
-        raise ValueError(f"module must be one layer of the model, got {' or '.join(reasons)}{which}")
+        raise Refusal("module", "be one layer of the model", f"{' or '.join(reasons)}{which}")
     return next(iter(found.items()))
 
 
@@ -76,9 +76,7 @@ def _parts_of(module: Any, values: Mapping[str, Any]) -> dict[str, Mapping[str, 
     own = getattr(getattr(module, "config", None), "model_type", None)
     names = [name for name in sections_of(values) if own and values[name].get("model_type") == own]
     if names and parts.keys().isdisjoint(names):
-        raise ValueError(
-            f"module must be of a part of a known family, got one of {names[0]}: {why_unknown(values[names[0]])}"
-        )
+        raise Refusal("module", "be of a part of a known family", f"one of {names[0]}: {why_unknown(values[names[0]])}")
     return {name: part for name, part in parts.items() if not names or name in names}
 
 
@@ -93,9 +91,11 @@ def _check_borrowed(tensors: Mapping[str, Any], layer: ModelLayer, path: str | N
     own = {name: shape for name, shape in wanted.items() if name not in borrowed}
     if borrowed and own == {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
         which = "" if path else ", unless path=… names another layer"
-        raise ValueError(
-            f"module must hold all that it computes with, got none of {layer.shared[min(borrowed)]}, which "
-            f"{layer.path} uses{which}; parity.load reads such a layer from the files of the model"
+        raise Refusal(
+            "module",
+            "hold all that it computes with",
+            f"none of {layer.shared[min(borrowed)]}, which {layer.path} uses{which}",
+            hint="parity.load reads such a layer from the files of the model",
         )
 
 

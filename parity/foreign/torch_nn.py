@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from parity.core.arrays import to_torch
 from parity.core.weights import Weights
 from parity.foreign.adapter import Adapter
@@ -37,11 +37,13 @@ class TorchMultiheadAttention(Adapter):
 
     def known(self, module: Any) -> dict[str, Any]:
         if module.kdim != module.vdim:
-            raise ValueError(f"module must have kdim equal to vdim, got kdim={module.kdim} and vdim={module.vdim}")
+            raise Refusal("module", "have kdim equal to vdim", kdim=module.kdim, vdim=module.vdim)
         if module.bias_k is not None or module.add_zero_attn:
-            raise ValueError(
-                f"module must have neither add_bias_kv nor add_zero_attn, "
-                f"got add_bias_kv={module.bias_k is not None} and add_zero_attn={module.add_zero_attn}"
+            raise Refusal(
+                "module",
+                "have neither add_bias_kv nor add_zero_attn",
+                add_bias_kv=module.bias_k is not None,
+                add_zero_attn=module.add_zero_attn,
             )
         return {"num_heads": module.num_heads, "dropout": module.dropout}
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mha_spec import Refusal, WrongType
 from parity.files.tensor_file import parse_json
 
 ABOUT_ATTENTION = re.compile(
@@ -44,13 +45,13 @@ def read_config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         if not path.exists():
             raise FileNotFoundError(f"the folder of a model must have a config.json, and {path.parent} has none")
     if path.stat().st_size > LARGEST:
-        raise ValueError(f"a configuration must have at most {LARGEST} bytes, got {path}")
+        raise Refusal("a configuration", f"have at most {LARGEST} bytes", str(path))
     try:
         values = parse_json(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"a configuration must be JSON, got {path}: {error}") from None
+        raise Refusal("a configuration", "be JSON", f"{path}: {error}") from None
     if not isinstance(values, Mapping):
-        raise ValueError(f"a configuration must hold values by name, got {path}")
+        raise Refusal("a configuration", "hold values by name", str(path))
     return values
 
 
@@ -69,7 +70,7 @@ def values_of(config: Any) -> Mapping[str, Any]:
         return to_dict()
     if isinstance(config, str | os.PathLike):
         return read_config(config)
-    raise TypeError(f"config must be that of a model, its values or a path, got {type(config).__name__}")
+    raise WrongType("config", "be that of a model, its values or a path", type(config).__name__)
 
 
 class MissingKey(ValueError):
@@ -147,7 +148,7 @@ class Config:
         if name not in self._sections:
             held = self.read(name).value
             if not isinstance(held, Mapping):
-                raise ValueError(f"{self.where}{name} must hold values by name, got {name}={held!r}")
+                raise Refusal(f"{self.where}{name}", "hold values by name", {name: held})
             self._sections[name] = Config(held, f"{self.where}{name}.")
         return self._sections[name]
 

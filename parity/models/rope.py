@@ -11,6 +11,7 @@ from mha_spec import (
     Llama3Scaling,
     LongRopeScaling,
     ProportionalScaling,
+    Refusal,
     Rope,
     YarnScaling,
 )
@@ -60,11 +61,11 @@ def read_rope(
         return Value(Rope(base.value, scaling=scaling, **fields), ", ".join(origins))
     if share is not None and part != 1.0 and fraction is None:
         said = share.origin
-        raise ValueError(f"{said} must be 1 in models of this family, which rotate whole heads, got {said}={part}")
+        raise Refusal(said, "be 1 in models of this family, which rotate whole heads", {said: part})
     if part != 1.0 and "rotary_dim" in fields:  # said twice
         whole = config.read("head_dim").value
         if int(whole * part) != fields["rotary_dim"]:
-            raise ValueError(f"{fields['rotary_dim']} features must be {part} of head_dim, got head_dim={whole}")
+            raise Refusal(f"{fields['rotary_dim']} features", f"be {part} of head_dim", head_dim=whole)
     elif part != 1.0:
         fields["rotary_dim"] = int(head_dim * part)
         origins.append(f"{share.origin} {part}" if share else f"{part} of a head: this family's default")
@@ -80,7 +81,7 @@ def read_rope(
             held.find("factor", "original_max_position_embeddings")
         return Value(Rope(base.value, **fields), ", ".join(origins))
     if word not in SCALINGS:
-        raise ValueError(f"{values.where}rope_type must be one of {sorted(SCALINGS)}, got {word!r}")
+        raise Refusal(f"{values.where}rope_type", f"be one of {sorted(SCALINGS)}", repr(word))
     return Value(Rope(base.value, scaling=SCALINGS[word](values, config), **fields), ", ".join(origins))
 
 
@@ -116,7 +117,7 @@ def _once(own: Value | None, of_model: Value | None) -> Value | None:
     """
     if own is not None and of_model is not None and own.value != of_model.value:
         both = f"{own.origin}={own.value} and {of_model.origin}={of_model.value}"
-        raise ValueError(f"{of_model.origin} must be said once, or the same twice, got {both}")
+        raise Refusal(of_model.origin, "be said once, or the same twice", str(both))
     return own or of_model
 
 
@@ -170,7 +171,7 @@ def _longrope(values: Config, config: Config) -> LongRopeScaling:
     if short_scale is not None and long_scale is not None:
         if short_scale.value != long_scale.value:
             both = f"{short_scale.origin}={short_scale.value} and {long_scale.origin}={long_scale.value}"
-            raise ValueError(f"calls of both lengths must have one factor, got {both}")
+            raise Refusal("calls of both lengths", "have one factor", str(both))
         told["attention_factor"] = long_scale.value
     return LongRopeScaling(_factor(values, config, original), original, short, long, **told)
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mha_spec import Norm, Temperature
+from mha_spec import Norm, Refusal, Temperature
 from mha_spec.rules import as_count
 from parity.models.config import Config, MissingKey, Value
 from parity.models.rope import read_rope
@@ -163,7 +163,7 @@ def positioned(word: str, rule: Rule, *, others: tuple[str, ...]) -> Rule:
     def if_asked(place: Place) -> Value:
         told = place.config.find("position_embedding_type")
         if told is not None and told.value not in (word, *others):
-            raise ValueError(f"position_embedding_type must be one of {(word, *others)}, got {told.value!r}")
+            raise Refusal("position_embedding_type", f"be one of {(word, *others)}", position_embedding_type=told.value)
         if told is not None and told.value == word:
             found = rule(place)
             return Value(found.value, f"{told.origin} {word}, {found.origin}")

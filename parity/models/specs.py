@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from mha_spec.rules import as_count
 from parity.models.config import ABOUT_ATTENTION, SAYS_NOTHING, Config, MissingKey, Value, values_of
 from parity.models.families import FAMILIES
@@ -101,7 +101,7 @@ def specs_of(config: Any, *, part: str | None = None) -> list[ModelLayer]:
     try:
         layers = [layer for stack in family.stacks for layer in _layers(stack, read)]
     except (ArithmeticError, LookupError) as error:  # heads of no features, numbers that no float holds
-        raise ValueError(f"a configuration must be that of a model, got values that are not: {error!r}") from error
+        raise Refusal("a configuration", "be that of a model", f"values that are not: {error!r}") from error
     unread = list(read.unread(family.says_nothing))
     if unread:
         raise ValueError(
@@ -204,12 +204,12 @@ def _check_fixed(family: Family, read: Config) -> None:
             continue
         found = (read.section(section) if section else read).find(leaf)
         if found is not None and found.value != value:
-            raise ValueError(f"{name} must be {value!r} in models of this family, got {name}={found.value!r}")
+            raise Refusal(name, f"be {value!r} in models of this family", {name: found.value})
     classes = read.find("architectures")
     if classes is None or len({stack.part for stack in family.stacks}) == 1:
         return
     if any(PART_ALONE.search(str(each)) for each in classes.value):
-        raise ValueError(f"architectures must be those of a whole model, got architectures={classes.value!r}")
+        raise Refusal("architectures", "be those of a whole model", architectures=classes.value)
 
 
 def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
@@ -217,10 +217,10 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
     found = read.read(*stack.count)
     count = as_count(found.origin, len(found.value) if isinstance(found.value, list | tuple) else found.value)
     if count > MOST_LAYERS:
-        raise ValueError(f"{found.origin} must be at most {MOST_LAYERS}, got {count}")
+        raise Refusal(found.origin, f"be at most {MOST_LAYERS}", str(count))
     told = read.find("layer_types")
     if told is not None and (not isinstance(told.value, list | tuple) or len(told.value) != count):
-        raise ValueError(f"layer_types must be one for each of {count} layers, got layer_types={told.value!r}")
+        raise Refusal("layer_types", f"be one for each of {count} layers", layer_types=told.value)
     layers = []
     for index in range(count):
         if told is None:
@@ -280,9 +280,7 @@ def _layer(stack: Stack, place: Place) -> ModelLayer:
     if place.kind in NOT_ATTENTION:
         return ModelLayer(place.layer, place.kind, None, {}, stack.part, path=path)
     if place.kind not in KINDS:
-        raise ValueError(
-            f"layer {place.layer} must be one of {', '.join((*KINDS, *NOT_ATTENTION))}, got {place.kind!r}"
-        )
+        raise Refusal(f"layer {place.layer}", f"be one of {', '.join((*KINDS, *NOT_ATTENTION))}", repr(place.kind))
     try:
         found = {name: _ruled(rule, place) for name, rule in stack.fields.items()}
         held = {name: each for name, each in found.items() if each.value is not None}
@@ -293,9 +291,7 @@ def _layer(stack: Stack, place: Place) -> ModelLayer:
         raise ValueError(f"layer {place.layer} must be one that AttentionSpec has: {error}") from error
     needed = KINDS[place.kind]
     if needed is not None and getattr(spec, needed) is None:
-        raise ValueError(
-            f"layer {place.layer} must have a {needed} to be of kind {place.kind!r}, got none in this family"
-        )
+        raise Refusal(f"layer {place.layer}", f"have a {needed} to be of kind {place.kind!r}", "none in this family")
     origins = {name: each.origin for name, each in held.items()}
     is_causal = stack.is_causal(place.config) if callable(stack.is_causal) else stack.is_causal
     return ModelLayer(

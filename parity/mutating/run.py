@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from mha_spec import Refusal
 from parity.mutating.mistakes import page_of, planted_in
 from parity.mutating.record import VARIABLE, Event, events
 from parity.mutating.view import View
@@ -189,22 +190,25 @@ def baseline(tests: Suite) -> Run:
     run = tests.run()
     target = f"{tests.module}:{tests.attribute}"
     if run.status is None:
-        raise ValueError(f"the tests must end within --timeout, got {tests.timeout:g} s and no end")
+        raise Refusal("the tests", "end within --timeout", f"{tests.timeout:g} s and no end")
     if run.status != 0:
         alone = tests.run(is_hooked=False)
         how = "also by themselves" if alone.status else f"only while {target} is wrapped"
-        raise ValueError(
-            f"the tests must pass before a mistake is planted, got exit status {run.status}, {how}: {_last(run.said)}"
+        raise Refusal(
+            "the tests", "pass before a mistake is planted", f"exit status {run.status}, {how}: {_last(run.said)}"
         )
     if run.first("planted") is None:
-        raise ValueError(
-            f"the tests must import {tests.module} with the Python that mha-parity runs in ({sys.executable}), "
-            "got no import of it"
+        raise Refusal(
+            "the tests",
+            f"import {tests.module} with the Python that mha-parity runs in ({sys.executable})",
+            "no import of it",
         )
     if run.first("called") is None:
-        raise ValueError(
-            f"the tests must call {target} by its name, got no call; what was made of it while {tests.module} was "
-            "imported, such as jax.jit of it, is not replaced"
+        raise Refusal(
+            "the tests",
+            f"call {target} by its name",
+            "no call",
+            hint=f"what was made of it while {tests.module} was imported, such as jax.jit of it, is not replaced",
         )
     return run
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec import Refusal
 from parity.conformance.calls import Failed, Refused, run
 from parity.conformance.discover import framework_of, load_callable, parameters_of, roles_of, subject_of
 from parity.conformance.examination import Examination
@@ -196,7 +197,7 @@ def view_of(
     function = getattr(holder, name)
     parameters = parameters_of(function)
     if parameters is None:
-        raise ValueError(f"{target} must be a function whose parameters can be seen, got {type(function).__name__}")
+        raise Refusal(target, "be a function whose parameters can be seen", type(function).__name__)
     parameters = dict(list(parameters.items())[is_method:])
     roles = _roles(target, parameters, mask_name, causal_name)
     framework = framework or _framework(found, holder if is_method else None)
@@ -227,7 +228,9 @@ def view_of(
         return replace(plain, axes=axes or "BTE", note=str(error).split("\n")[0])
     if mask_true and mask_true != found_out.mask_true:
         seen = found_out.mask_true or "neither"
-        raise ValueError(f"mask_true must be what True does in the mask of {target}, got {mask_true}; seen: {seen}")
+        raise Refusal(
+            "mask_true", f"be what True does in the mask of {target}", mask_true=mask_true, hint=f"seen: {seen}"
+        )
     return found_out
 
 
@@ -238,7 +241,7 @@ def _roles(
     causal_name: str | None,
 ) -> dict[str, str]:
     if not parameters:
-        raise ValueError(f"{target} must take queries or what they are made of, got no parameters")
+        raise Refusal(target, "take queries or what they are made of", "no parameters")
     more = {role: next((n for n in names if n in parameters), "") for role, names in MORE_ROLES.items()}
     more = {role: name for role, name in more.items() if name}
     known = {*more.values(), *(name for names in PROJECTIONS.values() for name in names)}

@@ -7,6 +7,8 @@ again, byte for byte.
 
 from pathlib import Path
 
+from mha_spec import Refusal
+
 NAMES: tuple[str, ...] = ("anarcii-self", "anarcii-causal", "anarcii-cross", "rxnmapper-self", "smollm2-causal")
 
 
@@ -20,5 +22,5 @@ def path(name: str) -> Path:
         ValueError: if there is no such layer.
     """
     if name not in NAMES:
-        raise ValueError(f"name must be one of {list(NAMES)}, got {name=}")
+        raise Refusal("name", f"be one of {list(NAMES)}", name=name)
     return Path(__file__).with_name(f"{name}.safetensors")

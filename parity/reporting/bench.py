@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from mha_spec import Refusal
 from parity.bench import Bench, Row
 from parity.bench.measure import OURS
 from parity.files.target import write_whole
@@ -106,7 +107,7 @@ def plot_growth(found: Bench, path: str | os.PathLike[str]) -> None:
     check_destination(path)
     rows = [row for row in found.rows if row.group == "growth"]
     if not rows:
-        raise ValueError("a plot must have rows of the group growth, got none")
+        raise Refusal("a plot", "have rows of the group growth", "none")
     write_whole(path, _draw(rows, Path(path).suffix.lower()[1:]))
 
 

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.text import Text
 
+from mha_spec import Refusal
+
 
 def bug_page(name: str) -> str:
     """The page of a class of mistakes, by its name or that of one of its mistakes.
@@ -23,7 +25,7 @@ def bug_page(name: str) -> str:
     page = pages.get(name) or pages.get(page_by_mistake().get(name, ""))
     if page is None:
         known = ", ".join(sorted(pages.keys() - {"README"}))
-        raise ValueError(f"NAME must be that of a page or of a mistake, got {name!r}; the pages are {known}")
+        raise Refusal("NAME", "be that of a page or of a mistake", NAME=name, hint=f"the pages are {known}")
     return page.read_text("utf-8")
 
 

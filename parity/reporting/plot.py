@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec import Refusal, WrongType
 from parity.core import packages
 from parity.core.weights import is_floating
 from parity.files.target import write_whole
@@ -32,9 +33,9 @@ def check_destination(path: str | os.PathLike[str], name: str = "path") -> None:
         ValueError: if the suffix is not that of a format, or the folder is not there.
     """
     if Path(path).suffix.lower() not in FORMATS:
-        raise ValueError(f"{name} must end in {' or '.join(FORMATS)}, got {path}")
+        raise Refusal(name, f"end in {' or '.join(FORMATS)}", {name: path})
     if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-        raise ValueError(f"{name} must be that of a file in a folder that exists, got {path}")
+        raise Refusal(name, "be that of a file in a folder that exists", {name: path})
     packages.check_installed("a plot", "matplotlib")
 
 
@@ -71,21 +72,21 @@ def plot_attention(
     check_destination(path)
     weights = np.asarray(attn_weights)
     if not (is_floating(weights.dtype) or weights.dtype.kind in "iub"):
-        raise TypeError(f"attn_weights must be an array of real numbers, got dtype {weights.dtype}")
+        raise WrongType("attn_weights", "be an array of real numbers", f"dtype {weights.dtype}")
     if not 2 <= weights.ndim <= 4 or not weights.size:
-        raise ValueError(f"attn_weights must have shape (B, N, T, S), (N, T, S) or (T, S), got {weights.shape}")
+        raise Refusal("attn_weights", "have shape (B, N, T, S), (N, T, S) or (T, S)", attn_weights=weights.shape)
     weights = weights.reshape((1,) * (4 - weights.ndim) + weights.shape)
     batch, num_heads, num_queries, num_keys = weights.shape
     if not 0 <= sequence < batch:
-        raise ValueError(f"sequence must be from 0 to {batch - 1}, got sequence={sequence}")
+        raise Refusal("sequence", f"be from 0 to {batch - 1}", sequence=sequence)
     heads = list(range(num_heads) if heads is None else heads)
     if not heads or any(not 0 <= head < num_heads for head in heads):
-        raise ValueError(f"heads must be some of 0 to {num_heads - 1}, got heads={heads}")
+        raise Refusal("heads", f"be some of 0 to {num_heads - 1}", heads=heads)
     if query_tokens is None and num_queries == num_keys:
         query_tokens = tokens
     for name, labels, count in (("tokens", tokens, num_keys), ("query_tokens", query_tokens, num_queries)):
         if labels is not None and len(labels) != count:
-            raise ValueError(f"{name} must have {count} labels, as attn_weights have, got {len(labels)}")
+            raise Refusal(name, f"have {count} labels, as attn_weights have", str(len(labels)))
     shown = weights[sequence, heads].astype(np.float64)
     write_whole(path, _draw(shown, heads, tokens, query_tokens, title, Path(path).suffix.lower()[1:]))
     return heads

@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from functools import cached_property
 
+from mha_spec import Refusal
+
 
 class Elsewhere(os.PathLike[str]):
     """`mha-parity run` by another interpreter, from now on, beside what goes on here.
@@ -28,7 +30,7 @@ class Elsewhere(os.PathLike[str]):
         """
         self.python, program = python, shutil.which(python)
         if program is None:
-            raise ValueError(f"--python must name an interpreter that can be run, got {python}")
+            raise Refusal("--python", "name an interpreter that can be run", {"--python": python})
         self.folder = tempfile.TemporaryDirectory(prefix="mha-parity-")
         command = [program, "-m", "parity", "run", *options, "--save-traces", self.folder.name, "--quiet"]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

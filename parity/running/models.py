@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from parity.conversion.layers import Layer, open_layers
 from parity.core import reference
 from parity.core.cases import Case
@@ -77,15 +77,16 @@ def run_model(
         ModuleNotFoundError, OSError, ValueError: as `run_cases` and `load`, or if there is no layer of a number.
     """
     if against not in (None, *AGAINST):
-        raise ValueError(f"against must be one of {', '.join(AGAINST)}, got against={against!r}")
+        raise Refusal("against", f"be one of {', '.join(AGAINST)}", against=against)
     report: Report | None = None
     with open_layers(path, about.pop("layout", None), prefix=about.pop("prefix", None), **about) as found:
         names = names_of(found)
         chosen = chosen_layers(found, layers)
         if against and (unknown := [layer.label for layer in chosen if layer.model is None]):
-            raise ValueError(
-                f"against must have layers of a model whose config.json tells of them, by a family that is known, "
-                f"got against={against!r} for {some_of(unknown)}"
+            raise Refusal(
+                "against",
+                "have layers of a model whose config.json tells of them, by a family that is known",
+                f"against={against!r} for {some_of(unknown)}",
             )
         skeleton = skeleton_of(path) if against else None
         for layer in chosen:
@@ -98,7 +99,7 @@ def run_model(
                 one = _with_own_module(one, layer, cases[0], weights, skeleton)
             report = one if report is None else _joined(report, one)
     if report is None:
-        raise ValueError(f"there must be an attention layer to run, got none in {path}")
+        raise Refusal("there", "be an attention layer to run", f"none in {path}")
     return report
 
 
@@ -111,7 +112,7 @@ def chosen_layers(found: Sequence[Layer], numbers: Collection[int] | None) -> li
     chosen = [layer for layer in found if numbers is None or number_of(layer) in numbers]
     if missing := sorted(set(numbers or ()) - {number_of(layer) for layer in chosen}):
         held = sorted({number_of(layer) for layer in found})
-        raise ValueError(f"layers must be among those with attention over keys, {held}, got {missing}")
+        raise Refusal("layers", f"be among those with attention over keys, {held}", str(missing))
     return chosen
 
 

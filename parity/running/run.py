@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import repeat
 from typing import Any, NamedTuple
 
+from mha_spec import Refusal
 from parity.backends import BACKENDS, load_backend, load_divided, why_missing
 from parity.backends.numerics import environment
 from parity.backends.record import record
@@ -75,26 +76,26 @@ def run_cases(
     cases = list(CASES.values() if cases is None else cases)
     for dtype in dtypes:
         if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {list(DTYPES)}, got dtype={dtype!r}")
+            raise Refusal("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
     if join and weights is not None:
-        raise ValueError("traces to join must be of the cases' own weights, got weights")
+        raise Refusal("traces to join", "be of the cases' own weights", "weights")
     if jobs < 1:
-        raise ValueError(f"jobs must be at least 1, got jobs={jobs}")
+        raise Refusal("jobs", "be at least 1", jobs=jobs)
     missing = {name: reason for name in backends or BACKENDS if (reason := _why_missing(name, mesh, backends))}
     here = [name for name in backends or BACKENDS if name not in missing]
     if backends and missing and not join:
         raise ModuleNotFoundError("; ".join(missing.values()))
     chosen = [(case, dtype) for case in cases for dtype in ((case.dtype,) if case.dtype else dtypes)]
     if not (chosen and dtypes and (here or join)):
-        raise ValueError(f"there must be something to run, got {len(cases)} cases on {here} in {list(dtypes)}")
+        raise Refusal("there", "be something to run", f"{len(cases)} cases on {here} in {list(dtypes)}")
     for name in here if backends else ():
         reasons = dict.fromkeys(_why_skipped(name, case, dtype, mesh) for case, dtype in chosen)
         if None not in reasons:
-            raise ValueError(f"{name} must be able to run one of the cases, got {some_of(map(str, reasons))}")
+            raise Refusal(name, "be able to run one of the cases", str(some_of(map(str, reasons))))
     if jobs > 1 and (alone := [name for name in here if BACKENDS[name].has_own_device]):
-        raise ValueError(f"jobs must be 1 with {', '.join(alone)}, whose device is one process's, got jobs={jobs}")
+        raise Refusal("jobs", f"be 1 with {', '.join(alone)}, whose device is one process's", jobs=jobs)
     if jobs > 1 and mesh is not None:
-        raise ValueError(f"jobs must be 1 with a mesh, which has processes or devices of its own, got jobs={jobs}")
+        raise Refusal("jobs", "be 1 with a mesh, which has processes or devices of its own", jobs=jobs)
     where = environment(here)
     tasks = [_Task(case, dtype, tuple(here), weights, with_gradients) for case, dtype in chosen]
 
@@ -242,7 +243,7 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace
         if expected.with_gradients and not (trace.with_gradients or trace.error):
             without_gradients[trace.title] = None
     if not comparisons:
-        raise ValueError(f"there must be something to judge, got {len(skipped)} skipped cases and no other")
+        raise Refusal("there", "be something to judge", f"{len(skipped)} skipped cases and no other")
     warnings = [
         f"traces of {backend} were made under different numerics locks: {held}"
         for backend, held in locks.items()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mha_spec import Refusal
 from parity.backends import BACKENDS
 from parity.core import reference
 from parity.core.cases import DTYPES, find_case
@@ -57,11 +58,11 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     tensors, metadata = load_tensors(path)
     wanted = {"format", "kind", "case", "dtype", "backend", "digest", "environment"}
     if metadata.get("kind") != "trace" or metadata.get("format") != FORMAT or not wanted <= metadata.keys():
-        raise ValueError(f"{path} must be a trace in format {FORMAT}, got metadata {sorted(metadata)}")
+        raise Refusal(path, f"be a trace in format {FORMAT}", f"metadata {sorted(metadata)}")
     case = find_case(metadata["case"])
     if case is None or metadata["dtype"] not in DTYPES or metadata["backend"] not in BACKENDS:
         got = {name: metadata[name] for name in ("case", "dtype", "backend")}
-        raise ValueError(f"{path} must be of a known case, dtype and backend, got {got}")
+        raise Refusal(path, "be of a known case, dtype and backend", str(got))
     problem = make_problem(case, metadata["dtype"])
     if problem.digest != metadata["digest"]:
         raise ValueError(
@@ -71,7 +72,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     for name, value in tensors.items():
         part, _, stage = name.partition("/")
         if part not in parts:
-            raise ValueError(f"{path} must hold accumulated and local stages, got {name}")
+            raise Refusal(path, "hold accumulated and local stages", str(name))
         parts[part][stage] = value
     try:
         trace = Trace(
@@ -89,9 +90,9 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         )
         arithmetic = trace.arithmetic
     except (ValueError, RecursionError, AttributeError):
-        raise ValueError(f"{path} must have its environment as JSON, got {metadata['environment'][:80]!r}") from None
+        raise Refusal(path, "have its environment as JSON", repr(metadata["environment"][:80])) from None
     if arithmetic not in reference.ARITHMETICS:
-        raise ValueError(f"{path} must name one of {list(reference.ARITHMETICS)}, got arithmetic={arithmetic!r}")
+        raise Refusal(path, f"name one of {list(reference.ARITHMETICS)}", arithmetic=arithmetic)
     return trace
 
 
@@ -111,12 +112,10 @@ def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] =
 def _trace_files(folders: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
     for folder in folders:
         if not os.fspath(folder):  # which would be the current folder: an unset variable of a shell
-            raise ValueError(f"a folder of traces must have a name, got {folder!r}")
+            raise Refusal("a folder of traces", "have a name", repr(folder))
         files = [Path(folder)] if Path(folder).is_file() else sorted(Path(folder).rglob("*.safetensors"))
         if not files:
-            raise ValueError(
-                f"{folder} must be a trace or a folder of traces, got no *.safetensors there or in its sub-folders"
-            )
+            raise Refusal(folder, "be a trace or a folder of traces", "no *.safetensors there or in its sub-folders")
         yield from files
 
 

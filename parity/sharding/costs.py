@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple, get_args
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_count
 
@@ -99,11 +99,11 @@ def cost_of(spec: AttentionSpec, plan: Plan, devices: int, *, batch: int, tokens
     """
     check_spec(spec)
     if plan not in PLANS:
-        raise ValueError(f"plan must be one of {', '.join(PLANS)}, got plan={plan!r}")
+        raise Refusal("plan", f"be one of {', '.join(PLANS)}", plan=plan)
     for name, count in {"devices": devices, "batch": batch, "tokens": tokens, "itemsize": itemsize}.items():
         as_count(name, count)
     if what := why_not(spec, plan, devices, batch=batch, tokens=tokens):
-        raise ValueError(f"devices must divide what {plan} shares out, got {what} and devices={devices}")
+        raise Refusal("devices", f"divide what {plan} shares out", f"{what} and devices={devices}")
     shapes = {name: prod(shape) for name, shape in spec.weight_shapes.items()}
     of_keys = sum(count for name, count in shapes.items() if name.startswith(("k_proj", "v_proj")))
     numbers = sum(shapes.values())

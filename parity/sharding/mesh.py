@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from mha_spec import Refusal
 from mha_spec.rules import as_count
 from parity.core.cases import Case
 from parity.core.trace import Trace
@@ -41,7 +42,7 @@ class MeshPlan:
         for name in DIMENSIONS:
             as_count(name, getattr(self, name))
         if self.axes not in get_args(AxisKind):
-            raise ValueError(f"axes must be {' or '.join(get_args(AxisKind))}, got axes={self.axes!r}")
+            raise Refusal("axes", f"be {' or '.join(get_args(AxisKind))}", axes=self.axes)
 
     @property
     def shape(self) -> dict[str, int]:
@@ -71,7 +72,7 @@ def parse_mesh(text: str, axes: AxisKind = "automatic") -> MeshPlan:
         name, equals, size = (word.strip() for word in part.partition("="))
         if name not in DIMENSIONS or not equals or not size.isdecimal() or not int(size) or name in sizes:
             known = f"of {', '.join(DIMENSIONS)}, each once with the number of its devices"
-            raise ValueError(f"mesh must be {known}, such as data=2,tensor=4, got {text}")
+            raise Refusal("mesh", f"be {known}, such as data=2,tensor=4", mesh=text)
         sizes[name] = int(size)
     return MeshPlan(**sizes, axes=axes)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, shares
+from mha_spec import AttentionSpec, Refusal, WrongType, shares
 from mha_spec.attention import NORMS, check_spec
 from mha_spec.rules import as_count
 from mha_spec.shares import OF_KEYS, Held, axis_of_heads
@@ -135,11 +135,11 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
     """
     _check(spec, plan, 0)
     if len(shards) != plan.num_ranks:
-        raise ValueError(f"shards must be one of each rank, got {len(shards)} of them and {plan}")
+        raise Refusal("shards", "be one of each rank", f"{len(shards)} of them and {plan}")
     ranks = [_checked(shard, spec, plan, rank) for rank, shard in enumerate(shards)]
     dtypes = list(dict.fromkeys(weight.dtype for held, _ in ranks for weight in held.values()))
     if len(dtypes) > 1:
-        raise TypeError(f"shards must have one dtype, got {sorted(map(str, dtypes))}")
+        raise WrongType("shards", "have one dtype", str(sorted(map(str, dtypes))))
     whole = {name: np.empty(shape, dtypes[0]) for name, shape in spec.weight_shapes.items()}
     for name, weight in whole.items():
         heads = _by_heads(name, weight, spec)
@@ -152,7 +152,7 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
             heads[which] = part
         for rank, which, part in parts:
             if heads[which].tobytes() != part.tobytes():
-                raise ValueError(f"{name} must be the same on all ranks that share it, got others on rank {rank}")
+                raise Refusal(name, "be the same on all ranks that share it", f"others on rank {rank}")
     return whole
 
 
@@ -163,16 +163,13 @@ def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
     """Refuse a rank that there is not, and heads that cannot be divided."""
     check_spec(spec)
     if not isinstance(plan, ShardPlan):
-        raise TypeError(f"plan must be a ShardPlan, got plan={plan!r}")
+        raise WrongType("plan", "be a ShardPlan", plan=plan)
     if as_count("rank", rank, 0) >= plan.num_ranks:
-        raise ValueError(f"rank must be below the number of ranks, got rank={rank} and {plan}")
+        raise Refusal("rank", "be below the number of ranks", rank=rank, plan=plan)
     if plan.tensor == 1:
         return
     if spec.num_heads % plan.tensor:
-        raise ValueError(
-            f"num_heads must be a multiple of the number of ranks, "
-            f"got num_heads={spec.num_heads} and tensor={plan.tensor}"
-        )
+        raise Refusal("num_heads", "be a multiple of the number of ranks", num_heads=spec.num_heads, tensor=plan.tensor)
 
 
 def _check_alone(spec: AttentionSpec) -> None:
@@ -180,19 +177,25 @@ def _check_alone(spec: AttentionSpec) -> None:
     for name in NORMS:
         norm = getattr(spec, name)
         if norm is not None and norm.over == "width":
-            raise ValueError(
-                f"{name} must be over='head' for a rank to compute its part alone, since that over the width of all "
-                f"heads needs a sum over ranks, got {name}={norm} and alone=True"
+            raise Refusal(
+                name,
+                "be over='head' for a rank to compute its part alone, since that over the width of all heads "
+                "needs a sum over ranks",
+                {name: norm, "alone": True},
             )
     if spec.alibi is not None:
-        raise ValueError(
-            f"alibi must be None for a rank to compute its part alone, since its slopes follow from the number of all "
-            f"heads, got alibi={spec.alibi} and alone=True"
+        raise Refusal(
+            "alibi",
+            "be None for a rank to compute its part alone, since its slopes follow from the number of all heads",
+            alibi=spec.alibi,
+            alone=True,
         )
     if spec.output_dropout and spec.out_proj:
-        raise ValueError(
-            f"output_dropout must be 0 for a rank to compute its part alone, since outputs are dropped after they are "
-            f"added up, got output_dropout={spec.output_dropout} and alone=True"
+        raise Refusal(
+            "output_dropout",
+            "be 0 for a rank to compute its part alone, since outputs are dropped after they are added up",
+            output_dropout=spec.output_dropout,
+            alone=True,
         )
 
 
@@ -203,8 +206,8 @@ def _checked(
     own = shard_spec(spec, plan, rank, alone=False)
     try:
         return check_weights(weights, own), own
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"rank {rank}: {error}") from None
+    except Refusal as refusal:
+        raise refusal.within(f"rank {rank}") from None
 
 
 # ---- Views -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from mha_spec.shares import Held
 from parity.core.arrays import to_numpy
 from parity.core.stages import STAGES, stage_named
@@ -39,11 +39,11 @@ def unshard_stages(
             or its shape is not that of the rank's heads.
     """
     if len(shards) != plan.num_ranks:
-        raise ValueError(f"shards must be one of each rank, got {len(shards)} of them and {plan}")
+        raise Refusal("shards", "be one of each rank", f"{len(shards)} of them and {plan}")
     held = [heads_of(spec, plan, rank) for rank in range(plan.tensor)]
     names = [name for name in shards[0] if all(name in shard for shard in shards)]
     if plan.context > 1 and (cached := [name for name in names if "cache." in name]):
-        raise ValueError(f"stages must be without a cache where tokens are divided, got {cached[0]}")
+        raise Refusal("stages", "be without a cache where tokens are divided", stages=cached[0])
 
     def joined(name: str) -> np.ndarray:
         parts = [to_numpy(shard[name]) for shard in shards]
@@ -69,7 +69,7 @@ def _place(name: str, spec: AttentionSpec, held: Held) -> tuple[int | None, list
     """The axis of a stage that its heads lie on, which of them a rank has, and how many there are."""
     stage = stage_named(name)
     if stage.is_gradient or stage.kind not in STAGES:
-        raise ValueError(f"stages must be those of a forward pass, by the names of parity.STAGES, got {name}")
+        raise Refusal("stages", "be those of a forward pass, by the names of parity.STAGES", stages=name)
     quantity, queries = stage.quantity, list(held.queries)
     if quantity in KEYS and spec.latent is None:
         return 1, held.keys, spec.num_kv_heads
@@ -96,7 +96,7 @@ def _joined(name: str, parts: list[np.ndarray], spec: AttentionSpec, held: list[
         whole = by_heads.reshape(*shape[:2], -1) if axis == 2 else by_heads
     for rank, (part, own) in enumerate(zip(parts, held, strict=True)):
         if not np.array_equal(part, part_of(name, whole, spec, own), equal_nan=part.dtype.kind == "f"):
-            raise ValueError(f"{name} must be the same on all ranks that share it, got others on rank {rank}")
+            raise Refusal(name, "be the same on all ranks that share it", f"others on rank {rank}")
     return whole
 
 
@@ -105,5 +105,5 @@ def _by_heads(name: str, part: np.ndarray, axis: int, count: int) -> np.ndarray:
     if axis == 2 and part.ndim == 3 and part.shape[2] % count == 0:
         return part.reshape(*part.shape[:2], count, -1)
     if axis == 2 or part.ndim != 4 or part.shape[1] != count:
-        raise ValueError(f"{name} must be of the {count} heads of its rank, got {name}.shape={part.shape}")
+        raise Refusal(name, f"be of the {count} heads of its rank", {f"{name}.shape": part.shape})
     return part

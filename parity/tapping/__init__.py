@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from mha_spec import WrongType
 from parity.tapping.record import Tapped
 
 
@@ -45,4 +46,4 @@ def tap(model: Any, layers: str | Sequence[str] | None = None) -> AbstractContex
         from parity.tapping.flax import tap_flax
 
         return tap_flax(model, patterns)
-    raise TypeError(f"model must be a module of torch or Flax, got {type(model).__name__}")
+    raise WrongType("model", "be a module of torch or Flax", type(model).__name__)

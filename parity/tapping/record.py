@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from mha_spec import Refusal
 from parity.core.weights import FORMAT, load_tensors, save_tensors
 from parity.files.tensor_file import parse_json
 
@@ -148,7 +149,7 @@ def load_tap(path: str | os.PathLike[str]) -> Tapped:
     """
     tensors, metadata = load_tensors(path)
     if metadata.get("kind") != "tap" or metadata.get("format") != FORMAT:
-        raise ValueError(f"{path} must be a recording of parity.tap in format {FORMAT}, got {sorted(metadata)}")
+        raise Refusal(path, f"be a recording of parity.tap in format {FORMAT}", str(sorted(metadata)))
     try:
         told = parse_json(metadata["tap"].encode())
         tapped = Tapped([_read_layer(each) for each in told["layers"]], told["config"], told["model"])
@@ -156,7 +157,7 @@ def load_tap(path: str | os.PathLike[str]) -> Tapped:
             place, number, name = key.split("/", 2)
             tapped.layers[int(place)].calls[int(number)].values[name] = value
     except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must hold its layers and calls as they were written, got {error!r}") from None
+        raise Refusal(path, "hold its layers and calls as they were written", repr(error)) from None
     return tapped
 
 
@@ -187,8 +188,8 @@ def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None, inside:
             for pattern in patterns
         }
         if missing := [pattern for pattern, names in fits.items() if not names]:
-            raise ValueError(
-                f"layers must be names of modules or classes of the model, such as {innermost[:3]}, got {missing}"
+            raise Refusal(
+                "layers", f"be names of modules or classes of the model, such as {innermost[:3]}", str(missing)
             )
         found = [name for name in modules if any(name in names for names in fits.values())]
     if not found:

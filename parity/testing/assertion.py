@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec import Refusal, WrongType
 from parity.core.arrays import arithmetic_of, stages_of
 from parity.core.cases import DTYPES
 from parity.core.compare import (
@@ -125,24 +126,24 @@ def compare_arrays(
 ) -> list[Comparison]:
     """The comparisons that `assert_parity` judges by, one for each stage, in the order of the data flow."""
     if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {list(DTYPES)}, got dtype={dtype!r}")
+        raise Refusal("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
     if arithmetic not in (None, *ARITHMETICS):
-        raise ValueError(f"arithmetic must be one of {list(ARITHMETICS)}, got arithmetic={arithmetic!r}")
+        raise Refusal("arithmetic", f"be one of {list(ARITHMETICS)}", arithmetic=arithmetic)
     if (expected is None) == (problem is None):
-        raise TypeError(f"one of expected and problem must be given, got {'neither' if problem is None else 'both'}")
+        raise WrongType("one of expected and problem", "be given", str("neither" if problem is None else "both"))
     if problem is not None and not (same_precision is None and dtype is None):
         raise TypeError("problem must not be combined with same_precision or dtype: it gives both")
     if problem is not None and not isinstance(problem, Problem):
-        raise TypeError(f"problem must be a Problem, see parity.make_problem, got {type(problem).__name__}")
+        raise WrongType("problem", "be a Problem, see parity.make_problem", type(problem).__name__)
     if actual is None:
-        raise TypeError("actual must be an array or a mapping of arrays by stage, got None: is there a return missing?")
+        raise WrongType("actual", "be an array or a mapping of arrays by stage", "None: is there a return missing?")
     given = {"actual": actual, "expected": expected, "same_precision": same_precision}
     given = {role: value for role, value in given.items() if value is not None}
     if len({isinstance(value, Mapping) for value in given.values()}) > 1:
         kinds = ", ".join(f"{role}={type(value).__name__}" for role, value in given.items())
-        raise TypeError(f"{', '.join(given)} must all be arrays or all be mappings of arrays by stage, got {kinds}")
+        raise WrongType(", ".join(given), "all be arrays or all be mappings of arrays by stage", str(kinds))
     if same_precision is not None and _share_an_array(actual, same_precision):  # which would allow any error
-        raise TypeError("same_precision must come from another implementation, got the arrays of actual")
+        raise WrongType("same_precision", "come from another implementation", "the arrays of actual")
     arrays = {role: stages_of(role, value, stage) for role, value in given.items()}
     if not any(arrays.values()):
         about = {"case": name, "backend": "actual", "dtype": dtype or "no dtype", "stage": stage}
@@ -269,7 +270,7 @@ def _compare_stage(arrays: Mapping[str, Stages], stage: str, dtype: str, name: s
 def _check_has(arithmetic: str, dtype: str) -> None:
     """Refuse a dtype that the hardware does not have."""
     if arithmetic.startswith("tensix") and dtype not in TENSIX_FLOOR:
-        raise ValueError(f"dtype must be one of {list(TENSIX_FLOOR)} with arithmetic='tensix', got dtype={dtype!r}")
+        raise Refusal("dtype", f"be one of {list(TENSIX_FLOOR)} with arithmetic='tensix'", dtype=dtype)
 
 
 def _explained(comparison: Comparison, noise: str = "") -> Comparison:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mha_spec import Refusal
+
 if TYPE_CHECKING:
     from parity.core.compare import Comparison
     from parity.diagnosis.diagnose import Diagnosis
@@ -161,13 +163,13 @@ class _Controller(_Recorder):
 
         suffix = self.path.suffix.lower()
         if suffix not in WRITERS:
-            raise ValueError(f"its suffix must be one of {', '.join(WRITERS)}, got {self.path}")
+            raise Refusal("its suffix", f"be one of {', '.join(WRITERS)}", str(self.path))
         if self.path.is_dir() or not self.path.parent.is_dir():
-            raise ValueError(f"it must name a file in a folder that exists, got {self.path}")
+            raise Refusal("it", "name a file in a folder that exists", str(self.path))
         try:
             check_writable(self.path)
         except OSError as error:
-            raise ValueError(f"it must name a file that can be written, got {self.path}: {error.strerror}") from None
+            raise Refusal("it", "name a file that can be written", f"{self.path}: {error.strerror}") from None
         module = importlib.import_module(WRITERS[suffix][0])
         getattr(module, "check_installed", lambda: None)()  # the page's libraries are imported when it is written
 

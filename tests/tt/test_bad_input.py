@@ -718,11 +718,11 @@ LAYERS = {
     "no key of that width": ({"key": None}, ValueError, "the input of k_proj must have 5 features"),
     "key width": ({"key": ones(2, 4, 6)}, ValueError, "the input of k_proj must have 5 features"),
     "key dtype": ({"key": wide(2, 4, 5)}, TypeError, "key must have the dtype of query"),
-    "key batch": ({"key": ones(3, 4, 5)}, ValueError, "key must have the batch size of query, got 3 and 2"),
+    "key batch": ({"key": ones(3, 4, 5)}, ValueError, "key must have the batch size of query"),
     "key batch of 1": ({"key": ones(1, 4, 5)}, ValueError, "key must have the batch size of query"),
     "value without key": ({"key": None, "value": ones(2, 4, 5)}, ValueError, "value must come with a key"),
     "value width": ({"value": ones(2, 4, 6)}, ValueError, "the input of v_proj must have 5 features"),
-    "value length": ({"value": ones(2, 3, 5)}, ValueError, "value must have as many tokens as key, got 3 and 4"),
+    "value length": ({"value": ones(2, 3, 5)}, ValueError, "value must have as many tokens as key"),
     "value batch": ({"value": ones(1, 4, 5)}, ValueError, "value must have the batch size"),
     "float mask": ({"mask": np.ones((3, 4))}, TypeError, "mask must be boolean"),
     "mask that stretches": ({"mask": booleans(4, 1, 3, 4)}, ValueError, "mask must broadcast"),
@@ -810,7 +810,7 @@ def test_module_refuses_another_dtype(device, kind, name):
     layer = getattr(mha_tt, kind)(SPEC, device=device, dtype=dtype)
     inputs = [Tensor((2, 3, 8), other)(device)]
     inputs += [layer.init_cache(2, 4)] if kind.endswith("Cache") else []
-    with pytest.raises(TypeError, match=r"must have the dtype of the module, got .*dtype="):
+    with pytest.raises(TypeError, match=r"must have the dtype of the module"):
         layer(*inputs)
 
 
@@ -1013,7 +1013,7 @@ def test_append_to_cache_refuses(device, name):
 
 CACHED = {
     "width": ({"x": ones(2, 3, 6)}, ValueError, "the input of q_proj must have 8 features"),
-    "batch": ({"x": ones(3, 3, 8)}, ValueError, "x must have the batch size of the cache, got 3 and 2"),
+    "batch": ({"x": ones(3, 3, 8)}, ValueError, "x must have the batch size of the cache"),
     "too many tokens": ({"x": ones(2, 5, 8)}, ValueError, "must not exceed the 4 slots of the cache"),
     "no cache": ({"cache": None}, TypeError, "cache must be a KVCache"),
     "cache heads": ({"cache": cache(2, 1, 4, 4)}, ValueError, "must have shape"),
@@ -1096,7 +1096,7 @@ LATENTS = {
         ValueError,
         r"cache\.latents must have shape \(2, 1, 32, 96\), got cache\.latents\.shape=\(2, 1, 32, 128\)",
     ),
-    "batch": ({"x": ones(3, 3, 8)}, ValueError, "x must have the batch size of the cache, got 3 and 2"),
+    "batch": ({"x": ones(3, 3, 8)}, ValueError, "x must have the batch size of the cache"),
     "too many tokens": ({"x": ones(2, 5, 8)}, ValueError, "must not exceed the 4 slots of the cache"),
     "dtype": ({"cache": latent_cache(2, 4, 5, 2, dtype=ttnn.float32)}, TypeError, "must be float32 if the cache is"),
     "mask of the tokens only": ({"mask": booleans(3, 3)}, ValueError, "mask must broadcast"),

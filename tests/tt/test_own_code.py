@@ -158,7 +158,7 @@ def test_dtypes_that_ttnn_has_not_are_refused(capsys):
     found = examine(own_tt.attention, ["attends"], ["bfloat16", "float32"], framework="ttnn")
     assert found["attends"].words == "to all tokens"
     assert main(["conformance", "own_tt:attention", "--framework", "ttnn", "--dtypes", "float16"]) == 2
-    assert "a dtype must be one of bfloat16, float32 for ttnn, got float16" in capsys.readouterr().err
+    assert "a dtype must be one of bfloat16, float32 for ttnn" in capsys.readouterr().err
 
 
 def test_the_framework_is_seen_where_a_module_has_no_other():

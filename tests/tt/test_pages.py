@@ -160,6 +160,6 @@ def test_what_pages_cannot_do_is_refused(device):
         module.init_cache(3, CAPACITY, ttnn.float32, page_size=32)
     with pytest.raises(ValueError, match="batch_size must be at least 1"):
         module.init_cache(0, CAPACITY, page_size=32)
-    with pytest.raises(ValueError, match="x must have the batch size of the cache, got 3 and 2"):
+    with pytest.raises(ValueError, match="x must have the batch size of the cache"):
         module(tokens(device, 1), module.init_cache(2, CAPACITY, page_size=32))
     assert slots.pages is None

@@ -2,6 +2,7 @@
 
 from difflib import get_close_matches
 
+from mha_spec import Refusal
 from parity.conversion.layouts.detection import find_spec
 from parity.conversion.layouts.layout import Layout, Tensor
 from parity.conversion.layouts.tables import ALIASES, LAYOUTS
@@ -24,7 +25,7 @@ def find_layout(name: str, what: str = "layout") -> Layout:
     if name not in LAYOUTS:
         nearest = _nearest(str(name))
         hint = f"; {nearest} is the nearest" if nearest else ""
-        raise ValueError(f"{what} must be one of {', '.join(LAYOUTS)}, got {what}={name!r}{hint}")
+        raise Refusal(what, f"be one of {', '.join(LAYOUTS)}", f"{what}={name!r}{hint}")
     return LAYOUTS[name]
 
 

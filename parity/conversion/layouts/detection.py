@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Refusal, Rope, WrongType
 from parity.conversion.layouts.layout import (
     UNSAID,
     Layout,
@@ -195,7 +195,7 @@ def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | N
         return None
     sizes = sorted({shapes[name][0] for name in (*axes, *names_of(layout.others, shapes))})
     if len(sizes) > 1 or sizes == [0]:
-        raise ValueError(f"stacked tensors must be of equally many layers, at least 1, got {sizes}")
+        raise Refusal("stacked tensors", "be of equally many layers, at least 1", str(sizes))
     return sizes[0]
 
 
@@ -225,7 +225,7 @@ def find_spec(
     biases = {part for tensor in present if tensor.kind == "bias" for part in tensor.parts}
     of_qkv = sorted(biases - {"out_proj.bias"})
     if len(of_qkv) not in (0, 3):
-        raise ValueError(f"q_proj, k_proj and v_proj must all have a bias, or none, got {of_qkv}")
+        raise Refusal("q_proj, k_proj and v_proj", "all have a bias, or none", str(of_qkv))
     told = {name: shapes[name] for name in names_of(present, shapes)}
     axes = {name: len(tensor.groups()) for tensor in present for name in matches(tensor.name, shapes)}
     if any(len(shape) != axes[name] for name, shape in told.items()):
@@ -297,9 +297,9 @@ def _counts(**said: int | None) -> dict[str, int]:
     found = {name: value for name, value in said.items() if value is not None}
     for name, value in found.items():
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            raise TypeError(f"{name} must be an integer, got {name}={value!r}")
+            raise WrongType(name, "be an integer", {name: value})
         if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {name}={value}")
+            raise Refusal(name, "be at least 1", {name: value})
     return found
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mha_spec import AttentionSpec, Latent, Norm, Rope
+from mha_spec import AttentionSpec, Latent, Norm, Refusal, Rope
 
 TILE = 32  # rows and columns in which TTNN keeps tensors
 
@@ -56,9 +56,9 @@ class Tensor:
         if self.is_whole or self.holds == "out":
             return
         if not self.holds or {*self.holds} - PROJECTIONS.keys() or len({*self.holds}) < len(self.holds):
-            raise ValueError(f"holds must be 'out' or different letters of 'qkvg', got holds={self.holds!r}")
+            raise Refusal("holds", "be 'out' or different letters of 'qkvg'", holds=self.holds)
         if self.is_per_head and len(self.parts) > 1:
-            raise ValueError(f"a tensor of one head must hold one projection, got holds={self.holds!r}")
+            raise Refusal("a tensor of one head", "hold one projection", holds=self.holds)
 
     @property
     def is_whole(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import einops
 import numpy as np
 
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Refusal, Rope, WrongType
 from parity.conversion.layouts.detection import find_spec, find_tensors, tensors_for
 from parity.conversion.layouts.layout import Layout, Tensor, check_carried, head_counts, matches, shapes_of, sizes_of
 from parity.core.arrays import to_numpy_by_name
@@ -126,10 +126,10 @@ def to_canonical(
     held = [name for name in tensors if not layout.ignores(name)]
     for name in held:
         if not is_floating(tensors[name].dtype):
-            raise TypeError(f"{name} must be a floating-point array, got {name}.dtype={tensors[name].dtype}")
+            raise WrongType(name, "be a floating-point array", {f"{name}.dtype": tensors[name].dtype})
     dtypes = sorted({tensors[name].dtype.name for name in held})
     if len(dtypes) > 1:
-        raise TypeError(f"weights must have one dtype, got {dtypes}")
+        raise WrongType("weights", "have one dtype", str(dtypes))
     shapes = {name: tensors[name].shape for name in held}
     if spec is None:
         spec = find_spec(shapes, layout, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rope=rope)
@@ -159,7 +159,7 @@ def read_out(
     heads = [_heads(_bits(array), name, tensor, spec, layout) for array in arrays]
     views = [_features(each, name, spec, layout) for each in heads]
     if layout.padded and any(np.count_nonzero(a) != np.count_nonzero(b) for a, b in zip(heads, views, strict=True)):
-        raise ValueError(f"features that pad the heads of {name} must be 0, got others")
+        raise Refusal(f"features that pad the heads of {name}", "be 0", "others")
     weight = np.stack(views) if tensor.is_per_head else views[0]
     return weight.reshape(weight_shapes(spec)[name]).view(arrays[0].dtype)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 
+from mha_spec import Refusal
 from parity.core.cases.case import DTYPES, Case
 from parity.core.cases.drawn import random_case
 from parity.core.cases.tables import CACHED, LAYERS, MASKS, MORE, ROPES, SIZES, VALUES
@@ -36,5 +37,5 @@ def case_named(name: str) -> Case:
     case = find_case(name)
     if case is None:
         nearest = ", ".join(difflib.get_close_matches(name, CASES, n=3, cutoff=0.0))
-        raise ValueError(f"case must be one of parity.CASES or random-N, got case={name!r}; the nearest are {nearest}")
+        raise Refusal("case", "be one of parity.CASES or random-N", case=name, hint=f"the nearest are {nearest}")
     return case

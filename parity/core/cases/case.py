@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 """The dtypes that cases run in."""
@@ -70,7 +70,7 @@ class Case:
     def __post_init__(self) -> None:
         def must(rule: str, name: str, holds: bool) -> None:
             if not holds:
-                raise ValueError(f"{name} must {rule}, got {name}={getattr(self, name)}")
+                raise Refusal(name, rule, {name: getattr(self, name)})
 
         must(f"be the sum of chunks={self.chunks}", "seq_len", not self.chunks or self.seq_len == sum(self.chunks))
         must("come with chunks", "new_lengths", bool(self.chunks) or not self.new_lengths)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mha_spec import Refusal
+
 UNFUSED = ("unfused", "unfused-scores")
 """IEEE 754, where each operation of a norm, of RoPE and of a gate gives numbers of the dtype of the inputs, as those of
 transformers' modules do; and where those on scores do, too, as in its eager attention."""
@@ -62,7 +64,7 @@ class Arithmetic:
 
     def __post_init__(self) -> None:
         if self.kind not in MANTISSA:
-            raise ValueError(f"arithmetic must be one of {list(MANTISSA)}, got arithmetic={self.kind!r}")
+            raise Refusal("arithmetic", f"be one of {list(MANTISSA)}", arithmetic=self.kind)
 
     @property
     def wide(self) -> np.dtype:

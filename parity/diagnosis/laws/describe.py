@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from mha_spec import Refusal
 from parity.core.compare import axis_names, errors_of, kept_dtype, slope, whole_rows
 from parity.core.problem import Problem
 from parity.core.stages import stage_named
@@ -104,7 +105,7 @@ def describe(
         ValueError: if the shapes of the two arrays differ.
     """
     if actual.shape != expected.shape:
-        raise ValueError(f"actual must have the shape of expected, {expected.shape}, got actual={actual.shape}")
+        raise Refusal("actual", f"have the shape of expected, {expected.shape}", actual=actual.shape)
     dtype = actual.dtype if problem is None else kept_dtype(stage, problem.dtype)
     kept = MANTISSA.get(dtype.name, 52)
     known = stage_named(stage)

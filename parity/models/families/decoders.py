@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mha_spec import Gate, Rope, Temperature
+from mha_spec import Gate, Refusal, Rope, Temperature
 from parity.models.config import Config, Value
 from parity.models.families.encoders import OF_MODERNBERT
 from parity.models.families.usual import BIASES, HEADS, IN_PART, MOST_BIAS, PAIRED, SOME_BIAS, WIDTH, family
@@ -41,7 +41,7 @@ def _rotates(config: Config, index: int) -> Value:
     if told is None or not told.value:
         return Value(not is_last(index, period, 4), period.origin if period else "every fourth: this family's default")
     if index >= len(told.value):
-        raise ValueError(f"no_rope_layers must be one for each layer, got {len(told.value)}")
+        raise Refusal("no_rope_layers", "be one for each layer", str(len(told.value)))
     return Value(bool(told.value[index]), f"no_rope_layers[{index}]")
 
 
@@ -89,7 +89,7 @@ def _kind_of_minimax_m2(config: Config, index: int) -> str:
     if told is None:
         return "full_attention"
     if index >= len(told.value):
-        raise ValueError(f"attn_type_list must be one for each layer, got {len(told.value)}")
+        raise Refusal("attn_type_list", "be one for each layer", str(len(told.value)))
     return "full_attention" if told.value[index] == 1 else f"attn_type_list {told.value[index]}"
 
 
@@ -129,7 +129,7 @@ def _rope_of_each_layer(place: Place) -> Value:
     if bases is None:
         return turned
     if place.layer >= len(bases.value):
-        raise ValueError(f"layer_rope_theta must be one for each layer, got {len(bases.value)}")
+        raise Refusal("layer_rope_theta", "be one for each layer", str(len(bases.value)))
     base = bases.value[place.layer]
     origin = f"{bases.origin}[{place.layer}], {turned.origin}"
     return Value(dataclasses.replace(turned.value, theta=base) if base else None, origin)
@@ -138,7 +138,7 @@ def _rope_of_each_layer(place: Place) -> Value:
 def _width_of_hunyuan(place: Place) -> Value:
     older = place.config.find("attention_head_dim")
     if older is not None and older.value != head_dim(place):  # transformers reads the other
-        raise ValueError(f"attention_head_dim must be head_dim={head_dim(place)}, got {older.origin}={older.value}")
+        raise Refusal("attention_head_dim", f"be head_dim={head_dim(place)}", {older.origin: older.value})
     return place.config.find("head_dim") or NOTHING
 
 
@@ -151,7 +151,7 @@ def _rope_of_hunyuan(place: Place) -> Value:
     values, size = place.config.section(own[0]), head_dim(place)
     kind = values.find("rope_type", "type")
     if kind is None or kind.value != "dynamic":
-        raise ValueError(f"alpha must be that of rope_type dynamic, got {kind and kind.value!r}")
+        raise Refusal("alpha", "be that of rope_type dynamic", repr(kind and kind.value))
     values.find("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which transformers does not read then
     base = values.find("rope_theta") or place.config.read("rope_theta")
     theta = base.value * alpha.value ** (size / (size - 2))
@@ -168,9 +168,10 @@ def _window_of_modernbert_decoder(place: Place) -> Value:
     if (
         half is not None and half.value != whole.value // 2
     ):  # transformers makes one of the other, unless both are there
-        raise ValueError(
-            f"sliding_window must be local_attention // 2, "
-            f"got sliding_window={half.value} and local_attention={whole.value} ({whole.origin})"
+        raise Refusal(
+            "sliding_window",
+            "be local_attention // 2",
+            f"sliding_window={half.value} and local_attention={whole.value} ({whole.origin})",
         )
     return Value(whole.value // 2, f"{whole.origin} // 2") if place.kind == "sliding_attention" else NOTHING
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from mha_spec import Alibi, Rope
+from mha_spec import Alibi, Refusal, Rope
 from parity.models.config import Config, MissingKey, Value
 from parity.models.families.usual import IN_PART, MOST_BIAS, PLAIN, family
 from parity.models.rope import read_rope
@@ -80,9 +80,9 @@ def _kind_of_gpt_neo(config: Config, index: int) -> str:
     told, pattern = config.find("attention_layers"), config.read("attention_types", default=[[["global", "local"], 12]])
     each = told.value if told else [kind for kinds, count in pattern.value for _ in range(count) for kind in kinds]
     if index >= len(each):
-        raise ValueError(f"attention_layers must be one for each layer, got {len(each)}")
+        raise Refusal("attention_layers", "be one for each layer", str(len(each)))
     if each[index] not in KINDS_OF_GPT_NEO:
-        raise ValueError(f"layer {index} must be one of {', '.join(KINDS_OF_GPT_NEO)}, got {each[index]!r}")
+        raise Refusal(f"layer {index}", f"be one of {', '.join(KINDS_OF_GPT_NEO)}", repr(each[index]))
     return KINDS_OF_GPT_NEO[each[index]]
 
 
@@ -101,7 +101,7 @@ def _rope_of_dbrx(place: Place) -> Value:
         size = place.config.read("d_model", "hidden_size").value // place.config.read("n_heads").value
         found = read_rope(place.config, size, layer_type=place.kind, theta=None)
         if own is not None and own.value != found.value.theta:
-            raise ValueError(f"attn_config.rope_theta must be {found.origin}={found.value.theta}, got {own.value}")
+            raise Refusal("attn_config.rope_theta", f"be {found.origin}={found.value.theta}", str(own.value))
         return found
     return Value(Rope(own.value), own.origin)
 

@@ -1,0 +1,146 @@
+"""Refusals of bad input: records that programs can read, from which messages are made."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shlex
+from collections.abc import Callable, Mapping
+from copy import copy
+from typing import Any, Self
+
+MOST = 500
+"""Characters of a message. Long parts of a longer one lose their middle."""
+
+
+class Refusal(ValueError):
+    """Bad input: an argument, the rule that it breaks, and what was passed.
+
+        raise Refusal("num_heads", "be a multiple of num_kv_heads", num_heads=4, num_kv_heads=3)
+
+    prints "num_heads must be a multiple of num_kv_heads, got num_heads=4 and num_kv_heads=3". Text is made only when
+    it is asked for.
+
+    Attributes:
+        argument: name of the argument that breaks the rule, as callers know it; or a path.
+        rule: what it must do or be; follows "must".
+        got: values by name, or text if no name fits.
+        remedy: settings by name that would help.
+        hint: advice; follows the remedy.
+        where: place of the bad input, such as a path; precedes the argument.
+    """
+
+    def __init__(
+        self,
+        argument: str | os.PathLike[str],
+        rule: str,
+        got: Mapping[str, Any] | str = "",
+        /,
+        *,
+        remedy: Mapping[str, Any] | None = None,
+        hint: str = "",
+        where: str = "",
+        **values: Any,
+    ) -> None:
+        """Keep the record.
+
+        Args:
+            argument: as the attribute.
+            rule: as the attribute.
+            got: as the attribute; a mapping is for names that are no identifiers, such as `{"mask.dtype": dtype}`.
+            remedy: as the attribute.
+            hint: as the attribute.
+            where: as the attribute.
+            values: values by name, after those of `got`.
+        """
+        super().__init__(str(argument), rule)
+        self.argument = str(argument)
+        self.rule = rule
+        self.got: dict[str, Any] | str = values or got if isinstance(got, str) else {**got, **values}
+        self.remedy = dict(remedy or {})
+        self.hint = hint
+        self.where = where
+
+    def __str__(self) -> str:
+        got = [self.got] if isinstance(self.got, str) else [_setting(*item) for item in self.got.items()]
+        advice = [*(_setting(*item) for item in self.remedy.items()), self.hint]
+        text = ""
+        for most in range(MOST, 0, -20):
+            where, argument, rule, *rest = (
+                _cut(part, most) for part in (self.where, self.argument, self.rule, *got, *advice)
+            )
+            values, advised = _listed(rest[: len(got)]), " ".join(filter(None, rest[len(got) :]))
+            text = f"{where}{': ' * bool(where)}{argument} must {rule}"
+            text += f"{', got ' * bool(values)}{values}{'; ' * bool(advised)}{advised}"
+            if len(text) <= MOST:
+                break
+        return text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = dict(vars(self))
+        if isinstance(self.got, dict):
+            fields["got"] = {name: _pickled(value) for name, value in self.got.items()}
+        return type(self), self.args, fields
+
+    def renamed(self, rename: Callable[[str, Any], tuple[str, Any]]) -> Self:
+        """Copy of the refusal with other names, such as those of a command line.
+
+        Names that begin with "-" are printed as flags: `--num-heads 4`, and `--fill-bias` for True.
+
+        Args:
+            rename: from a name and its value to those that are shown; the argument comes with the value None.
+        """
+        other = copy(self)
+        other.argument, _ = rename(self.argument, None)
+        if isinstance(self.got, dict):
+            other.got = dict(rename(*item) for item in self.got.items())
+        other.remedy = dict(rename(*item) for item in self.remedy.items())
+        return other
+
+    def within(self, where: str) -> Self:
+        """Copy of the refusal that names a place before its own, if it has one."""
+        other = copy(self)
+        other.where = f"{where}: {self.where}" if self.where else where
+        return other
+
+
+class WrongType(Refusal, TypeError):
+    """Bad input of the wrong type; a `TypeError`, too."""
+
+
+class _Text(str):
+    """A value of which another process has only the text."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _pickled(value: object) -> object:
+    try:
+        pickle.dumps(value)
+    except Exception:  # a device, a traced array, a function of a function
+        return _Text(_shown(value))
+    return value
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value) if isinstance(value, str) else " ".join(str(value).split())  # on one line, arrays too
+    except Exception:  # an integer of too many digits, or an object that cannot be printed
+        return f"a {type(value).__name__}"
+
+
+def _setting(name: str, value: object) -> str:
+    if not name.startswith("-"):
+        return f"{name}={_shown(value)}"
+    if value is True:
+        return name
+    return f"{name} {shlex.quote(value) if isinstance(value, str) else _shown(value)}"
+
+
+def _listed(values: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(values[:-1]), values[-1]])) if values else ""
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most // 2) :]}"

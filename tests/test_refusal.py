@@ -1,0 +1,79 @@
+"""Refusals: records with a message, which keep their fields in other processes and on the command line."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec.refusal import MOST
+
+
+def test_the_message_says_argument_rule_and_values():
+    refusal = Refusal("num_heads", "be a multiple of num_kv_heads", num_heads=4, num_kv_heads=3)
+    assert str(refusal) == "num_heads must be a multiple of num_kv_heads, got num_heads=4 and num_kv_heads=3"
+    assert (refusal.argument, refusal.rule) == ("num_heads", "be a multiple of num_kv_heads")
+    assert refusal.got == {"num_heads": 4, "num_kv_heads": 3}
+
+
+@pytest.mark.parametrize(
+    ("refusal", "text"),
+    [
+        (Refusal("a", "be b"), "a must be b"),
+        (Refusal("a", "be b", "neither"), "a must be b, got neither"),
+        (Refusal("a", "be b", a="1"), "a must be b, got a='1'"),
+        (
+            Refusal("a", "be b", {"a.dtype": np.dtype("int8")}, c=None, d=0),
+            "a must be b, got a.dtype=int8, c=None and d=0",
+        ),
+        (Refusal("a", "be b", remedy={"drop": True}, hint="helps"), "a must be b; drop=True helps"),
+        (Refusal("a", "be b", where="w").within("v"), "v: w: a must be b"),
+        (Refusal("a", "be b", a=10**5000), "a must be b, got a=a int"),
+    ],
+)
+def test_each_part_has_its_place(refusal, text):
+    assert str(refusal) == text
+
+
+def test_a_wrong_type_is_both_errors_and_a_refusal_only_one():
+    assert issubclass(WrongType, (Refusal))
+    assert issubclass(WrongType, TypeError)
+    assert issubclass(Refusal, ValueError)
+    assert not issubclass(Refusal, TypeError)
+    with pytest.raises(WrongType):
+        AttentionSpec("8", 2)  # type: ignore[arg-type]
+
+
+def test_flags_replace_names_in_each_field():
+    flags = {"prefix": "--prefix", "fill_bias": "--fill-bias", "n": "--n"}
+
+    def rename(name: str, value: object) -> tuple[str, object]:
+        return ("--rest", "drop") if name == "keep_rest" else (flags.get(name, name), value)
+
+    refusal = WrongType("prefix", "match", prefix="a b", n=3, d=4, remedy={"fill_bias": True, "keep_rest": False})
+    shown = refusal.renamed(rename)
+    assert str(shown) == "--prefix must match, got --prefix 'a b', --n 3 and d=4; --fill-bias --rest drop"
+    assert type(shown) is WrongType
+    assert refusal.argument == "prefix"
+    assert "prefix" in refusal.got
+
+
+@pytest.mark.parametrize("field", ["argument", "rule", "got", "text", "hint", "where"])
+def test_long_parts_lose_their_middle_and_short_ones_nothing(field):
+    long = "<" + "x" * 300_000 + ">"
+    parts = {"argument": "the argument", "rule": "be short", "where": "place", "hint": "advice"} | {field: long}
+    got = {"got": {"value": parts.get("got", 7)}, "text": parts.get("text", "")}["text" if field == "text" else "got"]
+    text = str(Refusal(parts["argument"], parts["rule"], got, where=parts["where"], hint=parts["hint"]))
+    assert len(text) <= MOST
+    assert "<x" in text
+    assert "x>" in text
+    assert all(part in text for part in parts.values() if part is not long)
+
+
+def test_refusals_cross_processes_with_their_fields():
+    device = type("Device", (), {"__str__": lambda self: "device 0"})()
+    refusal = WrongType("x", "be on a device", x=3, device=device, where="here")
+    copied = pickle.loads(pickle.dumps(refusal))
+    assert type(copied) is WrongType
+    assert copied.got == {"x": 3, "device": "device 0"}
+    assert str(copied) == str(refusal) == "here: x must be on a device, got x=3 and device=device 0"
