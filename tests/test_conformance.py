@@ -809,7 +809,7 @@ def test_clean_answers_exit_0_and_a_false_declaration_1(capsys):
         (["own_attention:attention", "--axes", "BTE", "--d-model", "0"], "d_model must be at least 1"),
         (["own_attention:attention", "--questions", "colour"], "a question must be one of"),
         (["own_attention:attention", "--questions", "masked keys"], "did you mean 'masked key'?"),
-        (["own_attention:attention", "--dtypes", "int8"], "--dtypes must be of float32, bfloat16, float16, got int8"),
+        (["own_attention:attention", "--dtypes", "int8"], "--dtypes must be of float32, bfloat16, float16"),
         (["own_attention:attention", "--only", "keras*"], "--only must come with --peers"),
         (["--peers", "--only", "tensorflow*"], "--only must match a peer"),
         (["--peers", "--mask-true", "hides"], "--peers must not be combined with --mask-true"),
