@@ -263,8 +263,7 @@ def append_to_cache(
     Raises:
         TypeError: if the dtypes differ or the lengths are not integers.
         ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
-            (Where lengths are not known a sequence whose tokens do not fit keeps those that it has, or, in a compiled
-            graph without `new_lengths`, an index out of range is the error.)
+            (Where lengths are not known, as in a compiled graph, a sequence whose tokens do not fit stays as it was.)
     """
     lengths = check_appended(cache, key, value, new_lengths)
     return append_checked(cache, (key, value), new_lengths, lengths)
@@ -312,13 +311,16 @@ def append_checked(
         return _append_unknown(cache, new, added)
     held = [_writable(x) for x in cache.slots.values()]
     if lengths and new_lengths is None and min(lengths) == max(lengths):
-        new_slots = slice(lengths[0], lengths[0] + seq_len)
         for x, y in zip(held, new, strict=True):
-            x[:, :, new_slots] = y
+            x[:, :, lengths[0] : lengths[0] + seq_len] = y
         return cache.with_slots(held, cache.lengths + added)
     token = torch.arange(seq_len, device=device)
     if new_lengths is None:
         rows, slots = torch.arange(batch_size, device=device)[:, None], cache.lengths[:, None] + token  # (B, T)
+        if lengths is None:  # in a compiled graph: where there is no room, slots get what they have
+            fits, slots = has_room(cache, seq_len, seq_len), slots.clamp(max=cache.capacity - 1)
+            added, old = added * fits.to(cache.lengths.dtype), (x[rows, :, slots].transpose(1, 2) for x in held)
+            new = tuple(torch.where(fits[:, None, None, None], y, x) for x, y in zip(old, new, strict=True))
         for x, y in zip(held, new, strict=True):
             x[rows, :, slots] = y.transpose(1, 2)
     else:
@@ -379,8 +381,7 @@ def create_cache_mask(
         Mask that broadcasts against the scores (B, N, T, S).
 
     Example: create_cache_mask([1, 0], 1, 3)
-        [[[[False, False, True ]]],
-         [[[False, True,  True ]]]]
+        [[[[False, False, True]]], [[[False, True, True]]]]
     """
     check_count("seq_len_q", seq_len_q)
     check_count("capacity", capacity)
@@ -411,8 +412,7 @@ def kv_cache_nbytes(
         dtype: dtype of the cache.
 
     Raises:
-        TypeError: if a size is not an integer.
-        ValueError: if a size is below 1.
+        TypeError, ValueError: if a size is not an integer, or below 1.
 
     Example: kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=torch.float16) == 2684354560 (2.5 GiB)
     """

@@ -823,7 +823,7 @@ def test_a_changed_byte_is_found(tmp_path, suffix):
     data = bytearray(path.read_bytes())
     data[data.index(np.float64(500.0).tobytes())] ^= 1
     path.write_bytes(data)
-    with open_tensors(path) as file, pytest.raises(ValueError, match=r"must hold what was written|Bad CRC-32"):
+    with open_tensors(path) as file, pytest.raises(ValueError, match=r"must hold what was written|CRC-32"):
         file.verify()
 
 

@@ -873,6 +873,22 @@ def test_torch_compiled_step_gives_what_one_pass_gives():
         parity.assert_parity(output, **expected)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_compiled_step_without_room_is_nan_and_leaves_the_cache_as_it_was(backend):
+    torch.compiler.reset()
+    compiled = torch.compile(decoder(mha_torch), fullgraph=True, backend=backend)
+    _, cache = filled(mha_torch, (2, 1), 2, 2)
+    before = [x.clone() for x in cache.slots.values()]
+    output, cache = compiled(torch.from_numpy(tokens(1)), cache)
+    assert cache.lengths.tolist() == [2, 2]
+    assert output.isnan().all(dim=(1, 2)).tolist() == [True, False]
+    assert not output[1].isnan().any()
+    for was, held in zip(before, cache.slots.values(), strict=True):
+        assert torch.equal(was[0], held[0])
+        assert torch.equal(was[1, :, 0], held[1, :, 0])
+
+
 @torch.no_grad()
 def test_torch_compiled_self_attention_gives_what_the_module_gives():
     module, x = layer(mha_torch, "MultiHeadSelfAttention"), torch.from_numpy(tokens(9))

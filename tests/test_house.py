@@ -20,6 +20,7 @@ PACKAGES = [["mha_spec"], ["mha_jax", "mha_torch", "mha_tt"], ["parity"]]
 """From the bottom. Arrows point downward only; those of one line know nothing of each other."""
 
 ROOMS = [
+    ["text"],
     ["files", "pretrained"],
     ["core"],
     ["sharding"],

@@ -29,6 +29,7 @@ class Backend(NamedTuple):  # a dataclass would cost every --help a tenth of its
         divided: the module that runs cases on a mesh of several devices, of this package; empty where none does.
         why_no_cache_files: why its caches cannot be kept in files, or nothing.
         has_own_device: whether it holds a device that no other process can use meanwhile.
+        has_own_arithmetic: whether its hardware may compute in other ways than IEEE 754 says.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Backend(NamedTuple):  # a dataclass would cost every --help a tenth of its
     divided: str = ""
     why_no_cache_files: str = ""
     has_own_device: bool = False
+    has_own_arithmetic: bool = False
 
 
 _BACKENDS = (
@@ -56,6 +58,7 @@ _BACKENDS = (
         why_no_cache_files="its caches are padded to device tiles",
         divided="tt_mesh",
         has_own_device=True,
+        has_own_arithmetic=True,
     ),
 )
 

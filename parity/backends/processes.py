@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from parity.core.problem import Problem
+from parity.core.safe_path import safe_path
 from parity.core.trace import Trace
 from parity.sharding.mesh import MeshPlan
 
@@ -50,16 +51,15 @@ class Processes:
     def __init__(self, plan: MeshPlan, work: Work) -> None:
         self.plan, context = plan, torch.multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
-        self._problems = [context.SimpleQueue() for _ in range(plan.size)]
-        self._found: Any = context.Queue()
-        self._running = [
-            context.Process(
-                target=_run, args=(rank, plan, work, self._folder.name, self._problems[rank], self._found), daemon=True
-            )
-            for rank in range(plan.size)
-        ]
-        for process in self._running:
-            process.start()
+        with safe_path():
+            self._problems = [context.SimpleQueue() for _ in range(plan.size)]
+            self._found: Any = context.Queue()
+            args = [
+                (rank, plan, work, self._folder.name, self._problems[rank], self._found) for rank in range(plan.size)
+            ]
+            self._running = [context.Process(target=_run, args=each, daemon=True) for each in args]
+            for process in self._running:
+                process.start()
         atexit.register(self.stop)
 
     def record(self, given: Given) -> Trace:

@@ -58,7 +58,7 @@ def _help_row(repeats: int, on_row: Callable[..., Any]) -> Row:
 
 def _run(*arguments: str) -> str:
     """What a new Python prints."""
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-P", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"python {arguments[0]} must end well, got {done.stderr.strip()[-500:]}")
     return done.stdout

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from parity.cli import (
     bench,
@@ -41,9 +41,10 @@ from parity.cli import (
     verify,
 )
 from parity.cli.help import EXIT_STATUS
-from parity.cli.messages import say, warn
+from parity.cli.messages import is_writable, say, warn
 from parity.cli.paths import REPORTS, STANDARD_OUTPUT, check_destinations
 from parity.conversion.not_carried import NotCarriedWarning
+from parity.text import in_line
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -90,7 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             options = make_parser().parse_args(arguments)
             with _warnings_in_a_line():
-                return _run_command(options)
+                status = _run_command(options)
+            _check_output()
+            return status
         except (Exception, KeyboardInterrupt) as error:
             if os.environ.get("MHA_PARITY_TRACEBACK"):
                 traceback.print_exc()
@@ -102,22 +105,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return say(str(error) or type(error).__name__, 2)
             what = f"{type(error).__name__}: {error}".rstrip(": ")
             return say(f"a bug in this program, {what}; MHA_PARITY_TRACEBACK=1 shows where", 70)
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                is_writable(stream)
+
+
+def _check_output() -> None:
+    """Raise an error if something printed cannot be written. Readers of a pipe may stop early."""
+    with suppress(BrokenPipeError):
+        if sys.stdout is not None:
+            sys.stdout.flush()
 
 
 @contextmanager
 def _warnings_in_a_line() -> Iterator[None]:
-    """What is not carried, on standard error, each once; what others warn of as it was."""
+    """Print warnings on standard error, each once and in one line; those of libraries with their category."""
     shown = set()
 
-    def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
-        if not issubclass(category, NotCarriedWarning):
-            show_others(message, category, *place)
-        elif str(message) not in shown:
-            shown.add(str(message))
-            warn(message)
+    def show(message: Warning | str, category: type[Warning], *_: Any) -> None:
+        line = f"{message}" if issubclass(category, NotCarriedWarning) else f"{category.__name__}: {message}"
+        if line not in shown:
+            shown.add(line)
+            warn(line)
 
     with warnings.catch_warnings():
-        show_others, warnings.showwarning = warnings.showwarning, show
+        warnings.showwarning = show
         warnings.simplefilter("always", NotCarriedWarning)
         yield
 
@@ -175,6 +187,10 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _run_command(options: argparse.Namespace) -> int:
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # libraries would end the process
+        raise FileNotFoundError("the current folder must exist, but it was deleted") from None
     check_destinations(options)
     run = COMMANDS[options.command].run
     to_stdout = [flag for flag in REPORTS if getattr(options, flag, None) in STANDARD_OUTPUT]
@@ -194,6 +210,20 @@ def _run_command(options: argparse.Namespace) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose messages name arguments as they can be shown, and whose help is written or refused."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(in_line(message))
+
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)  # argparse ignores errors
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        _check_output()
+        super().exit(status, message)
+
+
 class _Version(argparse.Action):
     """Print the version, which is looked up only when it is asked for."""
 
@@ -206,7 +236,7 @@ class _Version(argparse.Action):
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="mha-parity",
         description="Prove that attention layers in JAX, PyTorch and TTNN agree, or see where they do not.",
         epilog=f"`mha-parity COMMAND --help` has an example of each command. {EXIT_STATUS}",

@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TextIO
+
+from parity.text import in_line
 
 if TYPE_CHECKING:
     from mha_spec import Refusal
 
+MAX_LINE = 2000  # characters of a message
+
 
 def say(text: str, status: int) -> int:
-    """Say in one line on standard error why a command ends, and give back its exit status."""
-    print(f"mha-parity: {'; '.join(filter(None, map(str.strip, text.splitlines())))}", file=sys.stderr)
+    """Print in one line on standard error why a command ends, and return its exit status."""
+    _print(f"mha-parity: {text}")
     return status
 
 
 def warn(text: object) -> None:
-    """Say on standard error what one should know of a command that goes on."""
-    print(f"mha-parity: warning: {text}", file=sys.stderr)
+    """Print in one line on standard error what the user of a command that goes on should know."""
+    _print(f"mha-parity: warning: {text}")
+
+
+def _print(text: str) -> None:
+    """Print a line on standard error if that can be written: the exit status must not depend on it."""
+    with suppress(OSError, ValueError):
+        if sys.stderr is not None:  # closed, and print would write to standard output
+            print(in_line(text, MAX_LINE), file=sys.stderr, flush=True)
+
+
+def is_writable(stream: TextIO | None) -> bool:
+    """Flush a stream of this process. If that fails, drop its output, so that the interpreter does not try again."""
+    try:
+        if stream is not None:
+            stream.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # pyright: ignore[reportOptionalMemberAccess]
+        return False
+    return True
 
 
 def refusal(argument: str, rule: str, got: Mapping[str, Any] | str = "", /, **values: Any) -> Refusal:

@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     )
     drawn = f"head{'s' if len(heads) != 1 else ''} {', '.join(map(str, heads))}"
     told = f"{stage}, sequence {options.sequence}, {drawn}; wrote {options.target}"
-    console().print(told, markup=False, soft_wrap=True)
+    console().print(told, soft_wrap=True)
     if options.json is not None:
         content = {"stage": stage, "sequence": options.sequence, "heads": heads, "shape": list(attn_weights.shape)}
         write_json(options.json, {"format": 1, **content, "target": options.target})

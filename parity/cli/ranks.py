@@ -44,7 +44,7 @@ def diagnose(options: argparse.Namespace) -> int:
     observed = [{name: x for name, x in held.items() if name not in INPUTS} for held in files.values()]
     diagnosis = diagnose_ranks(observed, problem, **divided)
     style = "" if diagnosis.is_wrong else "bold green"
-    console().print(str(diagnosis), style=style, soft_wrap=True, markup=False, highlight=False)
+    console().print(str(diagnosis), style=style, soft_wrap=True)
     if options.json is not None:
         write_json(options.json, {"format": 1, **diagnosis.to_dict()})
     return 1 if diagnosis.is_wrong else 0
@@ -130,7 +130,7 @@ def _problem_of_layer(options: argparse.Namespace, files: Mapping[str, Stages]) 
     is_causal = not options.not_causal and "key" not in inputs
     if is_causal:
         told = "the layer is taken to be causal; --not-causal says that every token sees every other"
-        console().print(told, soft_wrap=True, highlight=False)
+        console().print(told, soft_wrap=True)
     case = Case(
         "ranks",
         replace(spec, dropout=0.0, output_dropout=0.0),

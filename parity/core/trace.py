@@ -163,7 +163,7 @@ def nudged_values(values: Mapping[str, np.ndarray], unit: float, rng: np.random.
 
 
 def judge(trace: Trace, reference: Reference) -> list[Comparison]:
-    """Compare every stage of a trace with the reference; a stage that the trace lacks is a failure."""
+    """Compare every stage of a trace with the reference; a stage that only one of them has is a failure."""
     about: dict[str, Any] = {"case": trace.problem.case.name, "backend": trace.title, "dtype": trace.problem.dtype}
     arithmetic = trace.arithmetic
     if trace.error:
@@ -193,4 +193,10 @@ def judge(trace: Trace, reference: Reference) -> list[Comparison]:
             local = verdict(name, trace.local, local=True)
             comparison = comparison.with_step(local.ratio, local.reason or "wrong on the reference's own inputs")
         comparisons.append(replace(comparison, library=trace.backend))
+    judged = {comparison.stage for comparison in comparisons}
+    for name, value in {**trace.local, **trace.accumulated}.items():
+        is_judged = name in judged or (stage_named(name).is_gradient and not reference.with_gradients)
+        if not is_judged:
+            found = failure(value, "the reference has no such stage", **about, stage=name)
+            comparisons.append(replace(found, library=trace.backend))
     return comparisons

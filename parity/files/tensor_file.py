@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from mha_spec import Refusal
+from parity.text import in_line
 
 Shape = tuple[int, ...]
 
@@ -397,8 +398,7 @@ def in_one_line(path: Path, kind: str) -> Iterator[None]:
         text = str(error).strip().partition("\n")[0] or type(error).__name__
         if not text.startswith(str(path)):
             text = f"{path} must be a whole {kind} file: {text}"
-        text = "".join(character if character.isprintable() else " " for character in text[:500])
-        raise (OSError if isinstance(error, OSError) else ValueError)(text) from None
+        raise (OSError if isinstance(error, OSError) else ValueError)(in_line(text)) from None
 
 
 def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:

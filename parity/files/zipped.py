@@ -10,7 +10,10 @@ import math
 import pickle
 import re
 import struct
+import sys
+import warnings
 import zipfile
+import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -274,25 +277,42 @@ def open_torch(path: Path, file: BinaryIO) -> TensorFile:
     if not zipfile.is_zipfile(file):
         file.seek(0)
         if file.read(len(LEGACY)) == LEGACY:
-            return _tensors_in(path, _load(path, mmap=False), None)
+            return _tensors_in(path, _load(path, mmap=False), file.seek(0, 2), None)
         raise ValueError(f"{path} must be a file that torch.save wrote, but it is something else or cut off")
     archive = open_zip(file)
     if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
         raise ValueError("members of an archive of torch's must not be compressed, but they are")
-    return _tensors_in(path, _load(path, mmap=True), archive)
+    byteorder = ""
+    if _checksums(archive):
+        for member in archive.infolist():
+            if "/data/" not in member.filename:  # what the tensors are; torch compares no checksum
+                content = archive.read(member)
+                byteorder = content.decode() if member.filename.endswith("/byteorder") else byteorder
+    if byteorder not in ("", sys.byteorder):  # torch swaps the bytes, whose checksums then are others
+        raise Refusal("numbers", f"be {sys.byteorder}-endian", byteorder=byteorder)
+    return _tensors_in(path, _load(path, mmap=True), file.seek(0, 2), archive)
+
+
+def _checksums(archive: zipfile.ZipFile | None) -> dict[int, set[int]]:
+    """The CRC-32 of members, by their length; none if the archive has none, as torch can save it."""
+    found: dict[int, set[int]] = {}
+    for member in archive.infolist() if archive is not None else ():
+        found.setdefault(member.file_size, set()).add(member.CRC)
+    return found if set().union(*found.values()) != {0} else {}
 
 
 def _load(path: Path, *, mmap: bool) -> Any:
     """What is in a file of torch's."""
     try:
-        return torch_library(path).load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        with warnings.catch_warnings(action="ignore"):  # of kinds of tensors that are refused
+            return torch_library(path).load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:  # its text tells how to load it nevertheless
         reason = re.search(r"WeightsUnpickler error: (.*)", str(error))
         what = reason[1] if reason else "what is in it cannot be determined"
         raise ValueError(f"{path} must hold tensors and nothing that is executed: {what}") from None
 
 
-def _tensors_in(path: Path, tree: Any, archive: zipfile.ZipFile | None) -> TensorFile:
+def _tensors_in(path: Path, tree: Any, size: int, archive: zipfile.ZipFile | None) -> TensorFile:
     torch = torch_library(path)
     leaves = flatten({"": tree} if isinstance(tree, torch.Tensor) else tree)
     found = {name: leaf.detach() for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
@@ -301,8 +321,14 @@ def _tensors_in(path: Path, tree: Any, archive: zipfile.ZipFile | None) -> Tenso
     sizes = set() if archive is None else {member.file_size for member in archive.infolist()}
     if archive is not None and not {tensor.untyped_storage().nbytes() for tensor in found.values()} <= sizes | {0}:
         raise ValueError("each storage must be as long as the member that holds it, but one is not")
+    check_inflation(sum(info.nbytes for info in infos.values()), size)  # a tensor may repeat a number, or another one
+    checksums, whole = _checksums(archive), set()
 
     def fetch(name: str) -> np.ndarray:
+        storage = found[name].untyped_storage()
+        if checksums and storage.data_ptr() not in whole:
+            _check_storage(name, storage, checksums)
+            whole.add(storage.data_ptr())
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         tensor, dtype = found[name].resolve_conj().resolve_neg().contiguous(), infos[name].dtype
         if dtype.name not in NATIVE:  # torch knows none of these NumPy dtypes; the bits are the same
@@ -312,6 +338,18 @@ def _tensors_in(path: Path, tree: Any, archive: zipfile.ZipFile | None) -> Tenso
     ignored = [name for name in leaves if name not in found]
     metadata = {} if archive is None else _metadata(archive)
     return TensorFile(path, "torch", infos, metadata, fetch=fetch, ignored=ignored)
+
+
+def _check_storage(name: str, storage: torch.UntypedStorage, checksums: Mapping[int, set[int]]) -> None:
+    """Refuse bytes that have the checksum of no member as long as they are.
+
+    Only torch knows which member they are. Damaged bytes are as unlikely to have another's checksum as their own.
+    """
+    import torch
+
+    content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # pyright: ignore[reportArgumentType]
+    if content.nbytes and zlib.crc32(raw(content)) not in checksums[content.nbytes]:
+        raise Refusal(name, "have the CRC-32 that its archive says", "damaged bytes")
 
 
 def torch_library(path: Path) -> Any:

@@ -9,15 +9,30 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from parity.text import printable
 
 PIPE_WIDTH = 100
 
 
 class _Console(Console):
+    """A console that obeys nothing in the text it prints: neither Rich's markup nor control characters."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)  # before it is known how wide a column is
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
+
     def on_broken_pipe(self) -> None:
         """Go on in silence when the reader of a pipe has seen enough: the exit status is still that of the work."""
         self.quiet = True
@@ -26,11 +41,11 @@ class _Console(Console):
 
 def console() -> Console:
     """Standard output: colour and tables on a terminal, plain lines in a pipe."""
-    terminal = _Console(highlight=False)
+    terminal = _Console()
     if terminal.is_terminal:
         return terminal
     told = os.environ.get("COLUMNS", "")
-    return _Console(highlight=False, width=max(PIPE_WIDTH, int(told) if told.isdigit() else 0))
+    return _Console(width=max(PIPE_WIDTH, int(told) if told.isdigit() else 0))
 
 
 def begin_table(out: Console, title: str, **options: Any) -> Table:
@@ -46,9 +61,9 @@ def progress_bar(total: int | None) -> Iterator[Any]:
     Yields:
         A function to call before each item, with what it is.
     """
-    errors = Console(stderr=True)
+    errors = _Console(stderr=True)
     columns = (
-        TextColumn("{task.description:<46}"),
+        TextColumn("{task.description:<46}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

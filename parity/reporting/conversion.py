@@ -47,7 +47,7 @@ def print_layout(layout: Layout, out: Console) -> None:
             table.add_column(column, overflow="fold")
         for tensor in form:
             axes = [" x ".join(letters[letter] for letter in group) or "1" for group in tensor.groups()]
-            table.add_row(tensor.name, ", ".join(tensor.parts), f"[{' | '.join(axes)}]".replace("[", "\\["))
+            table.add_row(tensor.name, ", ".join(tensor.parts), f"[{' | '.join(axes)}]")
         out.print(table)
     if layout.others:
         table = begin_table(out, "where a layer has them")
@@ -67,7 +67,7 @@ def print_layout(layout: Layout, out: Console) -> None:
     lost = [name for name in CARRIED if name not in layout.carries]
     out.print(f"not carried: {', '.join(lost)}" if lost else "carried: all that a specification says", soft_wrap=True)
     if layout.unsaid:
-        out.print(f"not said: {', '.join(layout.unsaid)}; drop {UNSAID} leaves it out", soft_wrap=True, markup=False)
+        out.print(f"not said: {', '.join(layout.unsaid)}; drop {UNSAID} leaves it out", soft_wrap=True)
     for prefix in layout.prefixes:
         out.print(Text(f"prefix: {prefix}"))
     if layout.ranks is not None:

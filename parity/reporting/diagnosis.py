@@ -40,7 +40,7 @@ def print_explanation(weights: WeightsComparison, diagnosis: Diagnosis, out: Con
 
 def print_difference(difference: Comparison, out: Console) -> None:
     """Print where a trace first goes wrong."""
-    out.print(str(difference), markup=False, style="red")
+    out.print(str(difference), style="red")
 
 
 def print_divergence(sides: list[list[Comparison]], distances: dict[str, float], out: Console) -> None:

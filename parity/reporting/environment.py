@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from parity.core.packages import OPTIONAL
 from parity.reporting.console import begin_table
@@ -41,7 +42,7 @@ def print_environment(
         _, purpose = OPTIONAL[name]
         table.add_row(
             name,
-            "[yellow]missing[/]" if version is None else version,
+            Text("missing", style="yellow") if version is None else version,
             purpose if version is not None else f"skipped or refused: {purpose}; pip install {name}",
         )
     out.print(table)
@@ -53,11 +54,11 @@ def _print_backends(found: Mapping[str, Any], backends: Mapping[str, str | None]
         table.add_column(column, overflow="fold")
     for name, missing in backends.items():
         if missing is not None:
-            table.add_row(name, "[yellow]no[/]", "", f"skipped: {missing}")
+            table.add_row(name, Text("no", style="yellow"), "", f"skipped: {missing}")
             continue
         facts = found[name]
         device, devices = facts["device"], facts.get("cuda_devices") or facts.get("devices") or []
         others = ", ".join(each for each in devices if each != device)
         numerics = ", ".join(f"{key}={value}" for key, value in facts["numerics"].items())
-        table.add_row(name, "[green]yes[/]", f"{device} ({others})" if others else device, numerics)
+        table.add_row(name, Text("yes", style="green"), f"{device} ({others})" if others else device, numerics)
     out.print(table)

@@ -25,6 +25,7 @@ from parity.files.target import write_whole
 from parity.reporting.plot import downsample
 from parity.reporting.summary import reproduction, sent_by_program, skipped_reasons, summary_line
 from parity.running.report import Report, flattened
+from parity.text import printable
 
 Key = tuple[str, str, str]
 """Case, dtype and backend."""
@@ -190,7 +191,7 @@ def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) ->
         lstrip_blocks=True,
     )
     templates.filters.update(
-        ratio=_ratio, number=_number, bar=_bar, heat=_heat, printable=_printable, breakable=_breakable
+        ratio=_ratio, number=_number, bar=_bar, heat=_heat, printable=printable, breakable=_breakable
     )
     style = (resources.files("parity.reporting") / "html_report" / "style.css").read_text("utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -411,9 +412,4 @@ def _breakable(text: str) -> Any:
     """A dotted name that a line may break in, after its dots and underscores."""
     from markupsafe import Markup, escape
 
-    return Markup("<wbr>").join(escape(part) for part in re.findall(r"[^._]*[._]|[^._]+", _printable(text)))
-
-
-def _printable(text: str) -> str:
-    """Text from a file or an error, without characters that a page cannot show."""
-    return "".join(character if character.isprintable() or character in "\n\t" else "�" for character in text)
+    return Markup("<wbr>").join(escape(part) for part in re.findall(r"[^._]*[._]|[^._]+", printable(text)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from xml.etree import ElementTree
 
 from parity.core.compare import Comparison, first_difference
@@ -12,9 +11,7 @@ from parity.files.target import write_whole
 from parity.reporting.summary import reproduction
 from parity.running.report import Report
 from parity.sharding.mesh import words_of
-
-FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What XML 1.0 cannot hold, not even escaped."""
+from parity.text import printable
 
 
 def write_junit(path: str | os.PathLike[str], report: Report) -> None:
@@ -107,6 +104,6 @@ def _counts(tests: list[ElementTree.Element]) -> dict[str, str]:
 
 
 def _element(tag: str, text: str = "", **attributes: str) -> ElementTree.Element:
-    element = ElementTree.Element(tag, {name: FORBIDDEN.sub("?", value) for name, value in attributes.items()})
-    element.text = FORBIDDEN.sub("?", text) or None
+    element = ElementTree.Element(tag, {name: printable(value) for name, value in attributes.items()})
+    element.text = printable(text) or None
     return element

@@ -15,6 +15,7 @@ from mha_spec import Refusal, WrongType
 from parity.core import packages
 from parity.core.weights import is_floating
 from parity.files.target import write_whole
+from parity.text import printable
 
 FORMATS = (".png", ".svg")
 MOST_LABELS = 64  # tokens that are written along an axis; beyond, every second, third, …
@@ -138,7 +139,7 @@ def _draw(
         figure.supxlabel("key", fontsize=9)
         figure.supylabel("query", fontsize=9)
         if title:
-            figure.suptitle("\n".join(map(_visible, title.splitlines())), fontsize=10, parse_math=False)
+            figure.suptitle(printable(title), fontsize=10, parse_math=False)
         file = io.BytesIO()
         figure.savefig(file, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {"Software": None})
     return file.getvalue()
@@ -161,12 +162,4 @@ def _label(axis: Any, labels: Sequence[str] | None, rotation: int) -> None:
     step = math.ceil(len(labels) / MOST_LABELS)
     places = range(0, len(labels), step)
     # A token may hold a dollar, which would begin a formula.
-    axis.set_ticks(places, labels=[_visible(labels[i]) for i in places], rotation=rotation, parse_math=False)
-
-
-def _visible(label: str) -> str:
-    """A label without what cannot be seen, or not be written in an SVG: a line's end becomes \\n."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape", "surrogatepass").decode()
-        for character in label
-    )
+    axis.set_ticks(places, labels=[printable(labels[i], keep="") for i in places], rotation=rotation, parse_math=False)

@@ -8,6 +8,11 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
+
+from parity.core.safe_path import SAFE_PATH
+
+MAX_ERRORS = 1 << 16  # bytes, the last that a program printed
 
 from mha_spec import Refusal
 
@@ -19,7 +24,7 @@ class Elsewhere(os.PathLike[str]):
     """
 
     def __init__(self, python: str, options: Sequence[str]) -> None:
-        """Begin.
+        """Begin. Python files of the current folder are not imported.
 
         Args:
             python: the interpreter, of an environment with this version of the harness and the framework.
@@ -32,22 +37,34 @@ class Elsewhere(os.PathLike[str]):
         if program is None:
             raise Refusal("--python", "name an interpreter that can be run", {"--python": python})
         self.folder = tempfile.TemporaryDirectory(prefix="mha-parity-")
-        command = [program, "-m", "parity", "run", *options, "--save-traces", self.folder.name, "--quiet"]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        # A pipe would stay open for as long as any process lives that the program started.
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [program, "-P", "-m", "parity", "run", *options, "--save-traces", self.folder.name, "--quiet"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self.errors,
+            env={**os.environ, **SAFE_PATH},
+        )
 
     def __fspath__(self) -> str:
         return self._filled
 
     @cached_property
     def _filled(self) -> str:
-        _, printed = self.process.communicate()
-        if self.process.returncode not in (0, 1):  # 1 is a mismatch, which the report of all shows
-            said = [
-                line.removeprefix("mha-parity: ") for line in printed.splitlines() if line.startswith("mha-parity: ")
-            ]
-            why = (said or printed.splitlines() or ["nothing"])[-1]
-            raise OSError(f"{self.python} must run its cases, got exit status {self.process.returncode}: {why}")
+        status = self.process.wait()
+        if status not in (0, 1):  # 1 is a mismatch, which the report of all shows
+            raise OSError(f"{self.python} must run its cases, got exit status {status}: {self._reason()}")
+        if next(Path(self.folder.name).rglob("*.safetensors"), None) is None:
+            raise OSError(f"{self.python} must save traces, got none and exit status {status}: {self._reason()}")
         return self.folder.name
+
+    def _reason(self) -> str:
+        """The last line that the program printed on standard error, its own if there is one."""
+        self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - MAX_ERRORS))
+        lines = self.errors.read().decode(errors="replace").splitlines()
+        own = [line.removeprefix("mha-parity: ") for line in lines if line.startswith("mha-parity: ")]
+        return (own or [line for line in lines if line.strip()] or ["nothing on standard error"])[-1]
 
     def __enter__(self) -> Elsewhere:
         return self
@@ -55,4 +72,5 @@ class Elsewhere(os.PathLike[str]):
     def __exit__(self, *_: object) -> None:
         with self.process:  # waits for it
             self.process.kill()
+        self.errors.close()
         self.folder.cleanup()

@@ -9,6 +9,8 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
+from parity.core.safe_path import safe_path
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -36,9 +38,15 @@ def _results(
     others = set(multiprocessing.active_children())
     # A process that is forked would share the threads and locks of frameworks that are loaded here.
     num_processes = max(1, min(jobs, len(items)))
-    pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+    context, dearest_first = (
+        multiprocessing.get_context("spawn"),
+        sorted(range(len(items)), key=lambda i: -cost(items[i])),
+    )
+    with safe_path():
+        pool = ProcessPoolExecutor(num_processes, context, initializer=_end_with_parent)
     try:
-        begun = {i: pool.submit(function, items[i]) for i in sorted(range(len(items)), key=lambda i: -cost(items[i]))}
+        with safe_path():
+            begun = {i: pool.submit(function, items[i]) for i in dearest_first}
         yield None
         for i in range(len(items)):
             yield begun.pop(i).result()

@@ -19,6 +19,7 @@ from parity.core.words import some_of
 from parity.running.report import Report, SkippedCase
 from parity.running.run import OnJudged, run_cases
 from parity.sharding.mesh import MeshPlan
+from parity.text import printable
 
 if TYPE_CHECKING:
     from parity.foreign.transformers import Skeleton
@@ -36,6 +37,7 @@ def cases_of(name: str, spec: AttentionSpec, *, is_causal: bool | None = None, i
         is_causal: whether no token sees a later one; None where it is not known.
         is_cross: its keys come from elsewhere, as they must where they have another width.
     """
+    name = printable(name, keep="")  # made of a file's
     if is_cross or spec.d_kv != spec.d_in:
         return [Case(f"{name}-cross", spec, "queries over keys from elsewhere", seq_len=6, seq_len_k=9)]
     full = Case(f"{name}-full", spec, "every token sees every token", seq_len=9)

@@ -8,8 +8,8 @@ from typing import Any
 
 from parity.core.compare import Comparison, first_difference
 from parity.diagnosis.diagnose import Diagnosis
-from parity.running.traces import printable
 from parity.sharding.mesh import Collectives
+from parity.text import printable
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from parity.core.problem import make_problem
 from parity.core.stages import stage_named
 from parity.core.trace import Trace
 from parity.core.weights import FORMAT, load_tensors, save_tensors
+from parity.sharding.mesh import parse_mesh
+from parity.text import printable
 
 
 def save_trace(folder: str | os.PathLike[str], trace: Trace) -> Path:
@@ -91,9 +93,22 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         arithmetic = trace.arithmetic
     except (ValueError, RecursionError, AttributeError):
         raise Refusal(path, "have its environment as JSON", repr(metadata["environment"][:80])) from None
-    if arithmetic not in reference.ARITHMETICS:
-        raise Refusal(path, f"name one of {list(reference.ARITHMETICS)}", arithmetic=arithmetic)
+    known = list(reference.ARITHMETICS) if BACKENDS[trace.backend].has_own_arithmetic else ["ieee"]
+    if arithmetic not in known:
+        raise Refusal(path, f"name an arithmetic of {trace.backend}, one of {known}", arithmetic=arithmetic)
+    _check_collectives(path, trace)
     return trace
+
+
+def _check_collectives(path: str | os.PathLike[str], trace: Trace) -> None:
+    """Refuse counts that are none, or of no mesh."""
+    counts = trace.collectives
+    are_dicts = isinstance(counts, dict) and all(isinstance(counted, dict) for counted in counts.values())
+    numbers = [number for counted in counts.values() for number in counted.values()] if are_dicts else [None]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise Refusal(path, "have collectives as counts by program", collectives=counts)
+    if counts:
+        parse_mesh(str(trace.numerics.get("mesh", "")))
 
 
 def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] = ()) -> list[Trace]:
@@ -117,8 +132,3 @@ def _trace_files(folders: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
         if not files:
             raise Refusal(folder, "be a trace or a folder of traces", "no *.safetensors there or in its sub-folders")
         yield from files
-
-
-def printable(text: str) -> str:
-    """Text from a file, without what would command a terminal."""
-    return "".join(character if character.isprintable() or character == "\n" else "?" for character in text)

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import Refusal, WrongType
 from parity.core.weights import FORMAT, load_tensors, save_tensors
 from parity.files.tensor_file import parse_json
 
@@ -153,9 +153,14 @@ def load_tap(path: str | os.PathLike[str]) -> Tapped:
     try:
         told = parse_json(metadata["tap"].encode())
         tapped = Tapped([_read_layer(each) for each in told["layers"]], told["config"], told["model"])
+        if not isinstance(tapped.config, dict) or not isinstance(tapped.model, str):
+            raise WrongType("config", "be a dict, and model text", config=tapped.config, model=tapped.model)
         for key, value in tensors.items():
             place, number, name = key.split("/", 2)
             tapped.layers[int(place)].calls[int(number)].values[name] = value
+        for layer in tapped.layers:
+            for call in layer.calls:
+                _check_shapes(layer.name, call.values)
     except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
         raise Refusal(path, "hold its layers and calls as they were written", repr(error)) from None
     return tapped
@@ -163,7 +168,28 @@ def load_tap(path: str | os.PathLike[str]) -> Tapped:
 
 def _read_layer(told: Mapping[str, Any]) -> TappedLayer:
     calls = [TappedCall({}, call["past"], call["first_key"]) for call in told["calls"]]
-    return TappedLayer(**{**told, "calls": calls})
+    layer = TappedLayer(**{**told, "calls": calls})
+    texts, numbers = (layer.name, layer.module, layer.kind, layer.attention), [layer.index, layer.training]
+    numbers += [number for call in calls for number in (call.past, call.first_key) if number is not None]
+    if not all(isinstance(text, str) for text in texts) or not isinstance(layer.scale, (int, float, type(None))):
+        raise WrongType("names", "be text, and a scale a number", names=texts, scale=layer.scale)
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise WrongType("numbers of layers and tokens", "be integers >= 0", str(numbers))
+    return layer
+
+
+def _check_shapes(layer: str, values: Mapping[str, np.ndarray]) -> None:
+    """Refuse arrays without the axes that they must have, or of other batches or tokens than the input."""
+    sizes: dict[str, int] = {}
+    for name, x in values.items():
+        axes = VALUES.get(name, x.shape)
+        if x.ndim != len(axes) and not (name == "positions" and x.ndim == len(axes) + 1):
+            raise Refusal(f"{name} of {layer}", f"be {axes}", {f"{name}.shape": x.shape})
+        if name in ("input", "output", "q", "context", "is_real"):
+            for axis, size in zip(axes, x.shape, strict=True):
+                if axis in ("B", "T") and sizes.setdefault(axis, size) != size:
+                    rule = f"be {axes} with {axis} = {sizes[axis]}"
+                    raise Refusal(f"{name} of {layer}", rule, {f"{name}.shape": x.shape})
 
 
 def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None, inside: Mapping[str, list[str]]) -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from mha_spec import AttentionSpec, Refusal, Rope, WrongType
 from parity.conversion.layouts.layout import (
+    TILE,
     UNSAID,
     Layout,
     Tensor,
@@ -21,6 +22,9 @@ from parity.conversion.layouts.layout import (
     shapes_of,
     weights_of_norm,
 )
+
+MAX_SIZE = 1 << 24  # of an axis; the widest models have some 1 << 16
+MAX_LAYERS = 10_000  # of a stack
 
 USUAL = (64, 128, 32, 80, 96, 256)  # sizes of heads, told first where more than one could be
 
@@ -194,8 +198,8 @@ def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | N
     if any(len(shapes[name]) != count + 1 for name, count in axes.items()):
         return None
     sizes = sorted({shapes[name][0] for name in (*axes, *names_of(layout.others, shapes))})
-    if len(sizes) > 1 or sizes == [0]:
-        raise Refusal("stacked tensors", "be of equally many layers, at least 1", str(sizes))
+    if len(sizes) > 1 or not 1 <= sizes[0] <= MAX_LAYERS:
+        raise Refusal("stacked tensors", f"be of equally many layers, from 1 to {MAX_LAYERS}", str(sizes))
     return sizes[0]
 
 
@@ -230,6 +234,7 @@ def find_spec(
     axes = {name: len(tensor.groups()) for tensor in present for name in matches(tensor.name, shapes)}
     if any(len(shape) != axes[name] for name, shape in told.items()):
         raise DoesNotFit(f"shapes must be those of a layer in {layout.name}, got {told}")
+    _check_sizes(told, layout)
     widths = _widths(present, shapes)
     fitting, reasons = [], []
     for heads, kv_heads, features in _head_counts(present, shapes, layout, num_heads, num_kv_heads, head_dim):
@@ -355,14 +360,33 @@ def _head_counts(
     """Every (num_heads, num_kv_heads, head_dim) that agrees with what was said and could have these queries."""
     queries = next(tensor for tensor in present if tensor.kind == "weight" and "q" in tensor.holds)
     rows, beside = _rows_of(queries, shapes), len(queries.holds) - 1  # keys, values or both are packed with the queries
-    dims = range(1, rows + 1) if head_dim is None else [head_dim] * (head_dim > 0)
-    for features in dims:
+    most_padding = 2 * TILE - 1 if layout.padded else 0
+    dims = {width - padding for width in divisors(rows) for padding in range(min(width, most_padding + 1))}
+    for features in sorted(dims) if head_dim is None else [head_dim] * (head_dim > 0):
         padded = {padded_width(features, rope) for rope in (False, True)} if layout.padded else {features}
         for heads in {rows // width for width in padded if rows % width == 0}:
-            for k in range(1, (heads - 1) // beside + 1 if beside else heads + 1):
+            for k in divisors(heads):
                 n = heads - beside * k
-                if n % k == 0 and num_heads in (None, n) and num_kv_heads in (None, k):
+                if n > 0 and num_heads in (None, n) and num_kv_heads in (None, k):
                     yield n, k, features
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, the smallest first."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return small + [number // each for each in reversed(small) if each * each != number]
+
+
+def _check_sizes(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> None:
+    """Refuse sizes that no layer has, before heads of so many features are tried.
+
+    Raises:
+        DoesNotFit: if one is 0 or beyond `MAX_SIZE`.
+    """
+    rule = f"shapes must be those of a layer in {layout.name}, of sizes from 1 to {MAX_SIZE}"
+    for name, shape in shapes.items():
+        if not all(1 <= size <= MAX_SIZE for size in shape):
+            raise DoesNotFit(f"{rule}, got {name}.shape={shape}")
 
 
 def _widths(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
