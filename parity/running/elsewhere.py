@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
+from mha_spec import Refusal
 from parity.core.safe_path import SAFE_PATH
 
 MAX_ERRORS = 1 << 16  # bytes, the last that a program printed
-
-from mha_spec import Refusal
 
 
 class Elsewhere(os.PathLike[str]):
