@@ -249,6 +249,7 @@ SELFTEST_CASES = [
         key_padding_lengths=(5, 3, 6),
     ),
     Case("rope-far", _rotating(Rope()), "positions that a bfloat16 cannot count", seq_len=9, first_position=1000),
+    CASES["rope-llama3"],
 ]
 """Where the mistakes are planted: three different specifications, what only a window or a cache has, trained layers,
 and then features by themselves, each with what it alone makes possible."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from mha_spec import (
 )
 from parity.core.cases import Case
 from parity.core.reference import Layer
+from parity.core.reference.rope import frequencies
 from parity.diagnosis.mistakes.record import Mistake, Plan, breaking, instead
 
 STAGES = ("q", "latents", "k")
@@ -62,6 +64,8 @@ def scaled(case: Case) -> Iterator[Mistake]:
             "rope-scaling",
             replace(rope, scaling=LinearScaling(rope.scaling.factor)),
         )
+    if isinstance(rope.scaling, Llama3Scaling):
+        yield from _inverted(case, rope, rope.scaling)
     if isinstance(rope.scaling, YarnScaling):
         yield _truncated(rope, rope.scaling)
     if isinstance(rope.scaling, LongRopeScaling):
@@ -81,6 +85,47 @@ def _lengths(case: Case, rope: Rope) -> tuple[bool, bool, bool]:
     original = rope.scaling.original_length
     beyond = [row for row in rows if row.max() + 1 > original]
     return bool(beyond), len(beyond) < len(rows), any(row.min() + 1 <= original for row in beyond)
+
+
+class _InvertedScaling(Llama3Scaling):
+    """Llama 3's, with the shares of both ends exchanged between them."""
+
+    def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
+        right = super().frequencies(theta, features, length)
+        kept = LinearScaling(1.0).frequencies(theta, features, length)
+        turns = 1.0 / (1.0 / kept * (2 * math.pi)) * self.original_length
+        share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return np.where((share > 0.0) & (share < 1.0), share * kept / self.factor + (1.0 - share) * kept, right)
+
+
+def _inverted(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Mistake]:
+    """The ramp runs the wrong way, if it has any frequency on it."""
+    head_dim, single = case.spec.head_dim, np.float32
+    right = np.array(frequencies(rope, head_dim, 0))
+    plain = np.array(frequencies(replace(rope, scaling=None), head_dim, 0), single)
+    low, high = single(scaling.low_freq_factor), single(scaling.high_freq_factor)
+    slowed = (single(scaling.original_length) * plain / single(2 * math.pi) - low) / (high - low)
+    is_between = (slowed > 0) & (slowed < 1)
+    mixed = slowed * (plain / single(scaling.factor)) + (1 - slowed) * plain
+    ratio = np.where(is_between, mixed / right, 1.0)
+    if np.allclose(ratio, 1.0, rtol=1e-6):
+        return
+
+    def angles(layer: Layer, original: Any, positions: np.ndarray) -> np.ndarray:
+        return (original(positions) * ratio).astype(layer.arithmetic.wide)
+
+    wrong = _InvertedScaling(scaling.factor, scaling.original_length, scaling.low_freq_factor, scaling.high_freq_factor)
+    wrong_rope = replace(rope, scaling=wrong)
+    yield Mistake(
+        "rope-llama3-inverted",
+        "llama3's ramp runs the wrong way: its faster frequencies are divided by the factor, its slower ones are kept",
+        "let smooth = (original_length / wavelength - low) / (high - low), and the frequency f be "
+        "(1 - smooth) * f / factor + smooth * f",
+        "rope-scaling",
+        STAGES,
+        {"angles": angles},
+        breaking(apply_rope=lambda _, rotate, x, positions, rope: rotate(x, positions, wrong_rope)),
+    )
 
 
 def _truncated(rope: Rope, scaling: YarnScaling) -> Mistake:
