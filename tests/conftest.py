@@ -97,6 +97,22 @@ def sibling(request: pytest.FixtureRequest) -> Sibling:
     return SIBLINGS[request.param]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as thorough what JAX repeats: of a test for both siblings it runs the last combination of parameters.
+
+    Compiling takes most of its time, and test_siblings shows that both are made of the same functions.
+    """
+    by_test: dict[str, dict[str, list[pytest.Item]]] = {}
+    for item in items:
+        if name := getattr(item, "callspec", None) and item.callspec.params.get("sibling"):
+            by_test.setdefault(item.nodeid.partition("[")[0], {}).setdefault(name, []).append(item)
+    for of_test in by_test.values():
+        if len(of_test) > 1:
+            for item in of_test["jax"][:-1]:
+                item.add_marker(pytest.mark.thorough)
+
+
 MOST_MAPS = 20_000  # parts of memory; a third of what Linux lets a process have
 
 

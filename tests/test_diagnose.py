@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from selection import rest_thorough
 
 import parity
 from mha_spec import AttentionSpec, RelativeBias, Rope
@@ -136,7 +137,7 @@ def test_mistakes_are_named_in_half_precision(name, dtype):
     assert names_of(diagnose(observed_in(problem, [mistake(case, name)]), problem)) == [name]
 
 
-@pytest.mark.parametrize("case", ["mha", "gqa-rope-causal", "cross"])
+@pytest.mark.parametrize("case", rest_thorough(["mha", "gqa-rope-causal", "cross"], ["mha", "cross"]))
 def test_from_the_output_alone_a_mistake_is_named_or_told_to_be_one_of_several(case):
     case = CASE_OF[case]
     problem = make_problem(case, "float32")
@@ -197,10 +198,9 @@ def stages_with(case, names):
         return record("torch", Reference(problem), given).accumulated, problem
 
 
-AGAIN = [pytest.param(case, marks=pytest.mark.thorough) for case in ("mha", "cross", "window")]
-
-
-@pytest.mark.parametrize("case", ["gqa-rope-causal", "cached", *AGAIN])
+@pytest.mark.parametrize(
+    "case", rest_thorough(["gqa-rope-causal", "cached", "mha", "cross", "window"], ["gqa-rope-causal"])
+)
 def test_two_planted_mistakes_are_both_named(case):
     """Of 20 pairs drawn at random, those left out of which one hides the other: at least 80 %, and mostly more."""
     case = CASE_OF[case]
@@ -447,7 +447,10 @@ def test_what_cannot_be_the_stage_is_told_and_the_others_are_judged_without_it(s
         assert words in str(both)
 
 
-@pytest.mark.parametrize(("case", "before"), [("causal", []), ("ragged", ["causal"]), ("decode", ["causal", "ragged"])])
+@pytest.mark.parametrize(
+    ("case", "before"),
+    rest_thorough([("causal", []), ("ragged", ["causal"]), ("decode", ["causal", "ragged"])], [("causal", [])]),
+)
 def test_outputs_alone_are_never_blamed_on_precision(case, before):
     """An arithmetic that loses much explains nearly anything, so that an exact explanation comes first."""
     problem = make_problem(CASES[case], "float32")

@@ -17,6 +17,7 @@ from flax import nnx
 from released import check_near
 from released_models import AXES, SMALL, Model, draw, run_released
 from safetensors.numpy import load_file, save_file
+from selection import first_families, rest_thorough
 from test_models import older
 from test_models_whole import MODELS
 
@@ -97,7 +98,7 @@ def same_bits(one, other):
     )
 
 
-@pytest.fixture(scope="module", params=HERE)
+@pytest.fixture(scope="module", params=rest_thorough(HERE, first_families(HERE)))
 def folder(request, tmp_path_factory):
     """A model in a folder; its name, and what made it."""
     path = tmp_path_factory.mktemp("model")

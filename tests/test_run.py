@@ -3,6 +3,7 @@
 import fnmatch
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xmlschema
+from selection import rest_thorough
 
 import mha_jax
 import parity.backends.torch
@@ -48,17 +50,36 @@ NAN_CASES = [name for name in CASES if name not in FINITE]
 """test_nan_is_where_it_belongs runs them."""
 
 
-def thorough_if(condition):
-    return pytest.mark.thorough if condition else ()
+# In make test JAX compiles a case for each thing that a layer may have, and gradients of those that say most. The
+# others are forms of the same; make parity runs them, too.
+IN_JAX = {
+    *("causal-padding-empty", "cross", "value-head-dim", "no-out-proj", "fused-qkv", "soft-cap", "sinks", "alibi"),
+    *("window", "chunk", "relative-bias", "temperature", "clip-qkv", "norm-width", "rope-yarn", "latent", "gate"),
+    *("rope-sections-interleaved", "decode-gqa-rope", "decode-latent", "ragged"),
+}
+DIFFERENTIATED = {"bias-causal", "rope-gqa", "qk-norm"}
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=thorough_if(name not in QUICK)) for name in FINITE if CASES[name].trained is None],
+    rest_thorough([name for name in FINITE if CASES[name].trained is None], IN_JAX | DIFFERENTIATED),
 )
 def test_jax_agrees_with_the_reference(name):
-    with_gradients = name not in FORMS and (name in QUICK or name.startswith(("window", "chunk", "soft-cap")))
-    assert failures(CASES[name], "jax", "float32", with_gradients=with_gradients) == []
+    assert failures(CASES[name], "jax", "float32", with_gradients=name in DIFFERENTIATED) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in FINITE
+        if CASES[name].trained is None
+        if name not in FORMS | DIFFERENTIATED and (name in QUICK or name.startswith(("window", "chunk", "soft-cap")))
+    ],
+)
+def test_gradients_of_jax_agree_with_the_reference(name):
+    assert failures(CASES[name], "jax", "float32", with_gradients=True) == []
 
 
 # Of the widest also the gradients.
@@ -82,12 +103,6 @@ def test_every_trained_layer_is_compiled_so():
     assert sorted(named) == sorted(name for name, case in CASES.items() if case.trained is not None)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_torch_agrees_with_the_reference(case, dtype):
-    assert failures(case, "torch", dtype, with_gradients=True) == []
-
-
 # Compiling takes most of JAX's time, so that its other dtypes run a choice of cases: the narrow ones those in which
 # little is left of large numbers, or of many terms; float64 those in which something may be computed in less.
 IN_DTYPES = {
@@ -99,14 +114,24 @@ IN_DTYPES = {
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [
-        pytest.param(dtype, name, marks=thorough_if(name != IN_DTYPES[dtype][0]))
-        for dtype in IN_DTYPES
-        for name in IN_DTYPES[dtype]
-    ],
+    rest_thorough(
+        [(dtype, name) for dtype, names in IN_DTYPES.items() for name in names],
+        [(dtype, names[0]) for dtype, names in IN_DTYPES.items()],
+    ),
 )
 def test_jax_agrees_with_the_reference_in_other_dtypes(name, dtype):
     assert failures(CASES[name], "jax", dtype, with_gradients=True) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    rest_thorough(
+        itertools.product(DTYPES, CASES),
+        lambda pair: pair[0] == "float32" or pair[1] in IN_DTYPES.get(pair[0], ()) or CASES[pair[1]].dtype is not None,
+    ),
+)
+def test_torch_agrees_with_the_reference(name, dtype):
+    assert failures(CASES[name], "torch", dtype, with_gradients=True) == []
 
 
 @pytest.mark.parametrize("seed", range(6, 26))

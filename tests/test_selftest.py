@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from selection import rest_thorough
 
 import mha_torch
 from parity import CASES, make_problem, random_weights
@@ -13,7 +14,7 @@ from parity.backends import driver
 from parity.backends import jax as jax_backend
 from parity.cli.main import main
 from parity.core.stages import run_steps, stage_named
-from parity.diagnosis.mistakes import PRECISIONS, mistakes_for, wrong_layer
+from parity.diagnosis.mistakes import PRECISIONS, mistakes_for, page_by_mistake, wrong_layer
 from parity.diagnosis.replay import Replay
 from parity.diagnosis.selftest import SELFTEST_CASES, Outcome, plan_of, plant, planted, planted_in
 
@@ -60,8 +61,9 @@ OF_MODULE = ["sequences-flattened", "nan-leaks", "batch-as-tokens"]
 WHOLE_IN_JAX = [(RICH, name) for name in WHOLE]
 WHOLE_IN_JAX += [pair for pair in IN_JAX if pair[1] in OF_MODULE]
 PLANTED = {"torch": IN_TORCH, "jax": WHOLE_IN_JAX}
-FIRST, AGAIN = once(EVERY, RICH), pytest.mark.thorough
-"""In another case, or in JAX where that is not the richest one, a mistake is seen once more."""
+ONE_A_PAGE = {page_by_mistake()[name]: (case, name) for case, name in reversed(once(EVERY, RICH)) if name}
+FIRST = {("torch", *pair) for pair in ONE_A_PAGE.values()} | {("torch", RICH, ""), ("jax", RICH, "kv-heads-tiled")}
+"""What is planted in make test: a mistake of each page. test_diagnose diagnoses all, made in the reference."""
 PRECISIONS_CONFUSED = {
     # The scores of trained layers are so large that what products lose is not told from what a finer product loses.
     ("trained-anarcii-causal", "precision-lofi"),
@@ -77,11 +79,7 @@ DOES_MORE = {
 
 @pytest.mark.parametrize(
     ("backend", "case", "name"),
-    [
-        pytest.param(backend, *each, id=f"{backend}-{each[0]}-{each[1]}", marks=() if each in FIRST else AGAIN)
-        for backend in PLANTED
-        for each in PLANTED[backend]
-    ],
+    rest_thorough([(backend, *each) for backend in PLANTED for each in PLANTED[backend]], FIRST),
 )
 def test_a_planted_mistake_is_seen_at_its_stage_and_named(backend, case, name):
     outcome = plant(name, CASE_OF[case], backend)
@@ -113,7 +111,10 @@ def problem_of(case):
     return make_problem(CASE_OF[case], "float32", weights)
 
 
-@pytest.mark.parametrize(("case", "name"), [pair for pair in IN_JAX if pair not in WHOLE_IN_JAX or not pair[1]])
+@pytest.mark.parametrize(
+    ("case", "name"),
+    rest_thorough([pair for pair in IN_JAX if pair not in WHOLE_IN_JAX or not pair[1]], [*ONE_A_PAGE.values()][::4]),
+)
 def test_a_mistake_planted_in_jax_is_what_the_reference_has_with_it(case, name):
     """Of the same stages torch shows what they are diagnosed as. What a mistake does not change the reference gives, so
     that JAX does not compile it again. Nor the paths of the module, which take the longest and are made of the same."""
