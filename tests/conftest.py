@@ -101,7 +101,8 @@ def sibling(request: pytest.FixtureRequest) -> Sibling:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as thorough what JAX repeats: of a test for both siblings it runs the last combination of parameters.
 
-    Compiling takes most of its time, and test_siblings shows that both are made of the same functions.
+    Compiling takes most of its time, and test_siblings shows that both are made of the same functions. A test marked
+    `compiles` takes so long to compile that JAX runs none of it in make test.
     """
     by_test: dict[str, dict[str, list[pytest.Item]]] = {}
     for item in items:
@@ -109,7 +110,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             by_test.setdefault(item.nodeid.partition("[")[0], {}).setdefault(name, []).append(item)
     for of_test in by_test.values():
         if len(of_test) > 1:
-            for item in of_test["jax"][:-1]:
+            compiles = of_test["jax"][0].get_closest_marker("compiles")
+            for item in of_test["jax"][: None if compiles else -1]:
                 item.add_marker(pytest.mark.thorough)
 
 

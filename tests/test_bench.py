@@ -344,6 +344,7 @@ def test_the_settings_that_change_the_speed_are_told(sides, framework):
     assert json.dumps(sides[framework].settings())
 
 
+@pytest.mark.thorough
 def test_imports_and_conversion_have_rows_of_the_same_kind():
     from parity.bench.conversion import bench_conversion
     from parity.bench.imports import bench_imports
@@ -418,6 +419,7 @@ def gemma_folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.thorough
 def test_the_layers_of_a_model_are_measured_beside_its_own_modules(gemma_folder, as_users_have_it, tmp_path, capsys):
     path = tmp_path / "bench.json"
     assert main(["bench", "--model", str(gemma_folder), "--quick", "--json", str(path)]) == 0

@@ -22,7 +22,8 @@ def sessions():
     for block in re.findall(r"^```\n(\$ .*?)^```$", PAGE, re.DOTALL | re.MULTILINE):
         lines = block.splitlines()
         commands = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-        yield pytest.param(commands, "\n".join(lines[len(commands) :]), id=commands[-1])
+        marks = [pytest.mark.thorough] if commands[-1].startswith("pytest") else []  # test_pytest_plugin runs them, too
+        yield pytest.param(commands, "\n".join(lines[len(commands) :]), id=commands[-1], marks=marks)
 
 
 @pytest.fixture

@@ -383,6 +383,7 @@ def test_blocks_need_no_jit():
     parity.assert_parity(found, **yardstick(arrays, **options))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["padding", pytest.param("window", marks=pytest.mark.thorough)])
 def test_blocks_give_the_same_where_jit_is_disabled(name):  # loops count in numbers of Python there
     arrays, options = named(name)
@@ -600,6 +601,7 @@ def test_token_over_a_cache_gives_what_the_plain_path_gives(heads, last_position
     parity.assert_parity(over_a_cache(arrays), **yardstick(arrays))
 
 
+@pytest.mark.thorough
 def test_token_over_a_cache_is_the_same_where_jit_is_disabled():
     arrays = cache_problem((2, 2), LAST_POSITIONS["ragged"])
     assert_same_without_jit(attend_to_cache, arrays)

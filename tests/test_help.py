@@ -229,6 +229,7 @@ def test_bugs_without_a_name_prints_the_list(tmp_path, capsys):
     assert json.loads((tmp_path / "b.json").read_text())["pages"].keys() == {"README"}
 
 
+@pytest.mark.thorough
 def test_the_wheel_holds_every_page_and_the_list_of_public_names(tmp_path):
     source = tmp_path / "source"
     ignore = shutil.ignore_patterns("__pycache__")

@@ -12,6 +12,7 @@ import time
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
+from selection import rest_thorough
 
 from parity import CASES, run_cases
 from parity.cli.main import main
@@ -129,7 +130,7 @@ def run_with(tmp_path, *options):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", rest_thorough(["1", "2"], ["1"]))
 def test_a_backend_with_another_python_is_judged_as_it_is_here(tmp_path, jobs):
     here = run_with(tmp_path, "--backends", "jax,torch", *CASES_ELSEWHERE)
     told = ["--backends", "jax,torch", "--python", f"torch={sys.executable}", "--jobs", jobs]
@@ -138,6 +139,7 @@ def test_a_backend_with_another_python_is_judged_as_it_is_here(tmp_path, jobs):
     assert {each["backend"] for each in here["results"]} == {"jax", "torch"}
 
 
+@pytest.mark.thorough
 def test_it_does_not_run_here_as_well(tmp_path):
     elsewhere = run_with(tmp_path, "--python", f"torch={sys.executable}", "--cases", "textbook")
     told = [(each["backend"], each["stage"]) for each in elsewhere["results"]]
