@@ -20,7 +20,10 @@ def rest_thorough(values: Iterable[Any], kept: Collection[Any] | Callable[[Any],
 
 
 def first_families(families: Iterable[str]) -> set[str]:
-    """The first family of each signature: the same fields by the same kinds of rules, from the same layout."""
+    """The first family of each signature: the same fields by the same kinds of rules, from the same layout.
+
+    test_models_whole computes a layer of every family.
+    """
     first: dict[Hashable, str] = {}
     for family in families:
         first.setdefault(_signature(family), family)

@@ -7,7 +7,7 @@ or as a module's whole name in a string, for `importlib`.
 import ast
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -82,6 +82,7 @@ House = dict[str, Module]
 Arrow = tuple[str, str]
 
 
+@cache
 def read_house(root: Path) -> House:
     """Every module of the packages in a folder, by its dotted name."""
     house = {}

@@ -50,6 +50,7 @@ def ran(tmp_path_factory):
     return printed, json.loads(report.read_text()), folder
 
 
+@pytest.mark.thorough
 def test_cases_are_judged_and_collectives_counted(ran):
     printed, report, _ = ran
     assert report["summary"]["failed"] == 0
@@ -81,6 +82,7 @@ def test_traces_carry_the_mesh(ran):
     assert all(each.passed for each in collectives_of(trace))
 
 
+@pytest.mark.thorough
 def test_more_devices_than_there_are_is_refused_by_name():
     said = command("--devices", "2", "--mesh", "data=4", "--cases", "causal", status=2)
     assert "--devices must be at least the 4 of --mesh data=4" in said
