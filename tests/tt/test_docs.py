@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 BLOCKS = {
     f"{path.name}-{number}": block
@@ -31,6 +33,7 @@ def test_there_are_blocks():
     assert BLOCKS
 
 
+@pytest.mark.thorough
 def test_every_block_runs(only_mock):
     """In a process of its own: a process has one board for good. They are forks of one, for imports take longest."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -54,6 +54,7 @@ def test_the_page_shows_what_the_commands_print(capsys, monkeypatch):
         assert without_numbers(printed) == without_numbers(session[len(commands) :])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["test_a_prompt", "test_steps_behind_a_prompt"])
 def test_its_tests_hold_and_fail_for_the_draft(tests, device, name):
     import attention_tt

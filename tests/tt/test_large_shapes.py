@@ -13,7 +13,7 @@ import mha_tt
 import parity
 from mha_spec import Latent
 
-pytestmark = pytest.mark.board
+pytestmark = [pytest.mark.board, pytest.mark.thorough]
 
 LLAMA = parity.AttentionSpec(4096, 32, num_kv_heads=8, rope=parity.Rope(500000.0), qkv_bias=False, out_bias=False)
 

@@ -76,6 +76,7 @@ def test_boards_are_those_described():
     assert mock.BOARDS.keys() == BOARDS.keys()
 
 
+@pytest.mark.thorough
 def test_boards_open_and_multiply_and_may_be_opened_again(run_python, tmp_path):
     result = run_python(USE)
     expected = [(f"{architecture} {grid} {chips}", "True") for architecture, grid, chips in BOARDS.values()]
@@ -112,6 +113,7 @@ def test_the_same_board_may_be_used_again(opened_device):
 # ---- What they leave behind ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_four_processes_may_begin_at_once_with_an_empty_folder_and_leave_one_of_the_home(run_python, tmp_path):
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(run_python, [DECODE] * 4))

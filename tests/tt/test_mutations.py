@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ttnn
+from selection import rest_thorough
 
 import mha_tt
 from mha_tt import cache as caches
@@ -488,7 +489,7 @@ def test_case_passes_while_nothing_is_broken(opened_device, case, dtype):
     assert first_difference(case, dtype) is None
 
 
-@pytest.mark.parametrize(("name", "dtype"), RUNS, ids=map("-".join, RUNS))
+@pytest.mark.parametrize(("name", "dtype"), rest_thorough(RUNS, RUNS[::4]))
 def test_what_is_broken_is_reported_at_its_stage(opened_device, monkeypatch, name, dtype):
     mutation = MUTATIONS[name]
     if isinstance(mutation.broken, str):

@@ -41,6 +41,7 @@ def found(tmp_path_factory):
     return of_board
 
 
+@pytest.mark.thorough
 @every_board
 def test_divided_heads_are_within_the_budget_of_the_undivided_layer(found, board):
     judged = found(board)["judged"]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from selection import rest_thorough
 
 import mha_tt
 from mha_spec import AttentionSpec, Rope
@@ -21,12 +22,15 @@ RECORDED = {path.stem for path in backend.RECORDINGS.rglob("*.npz")}
 """On the board that they were recorded on, test_recording judges the same."""
 
 
-def param(case, dtype):
+def param(place, case, dtype):
+    """In make test every third run, of another dtype each; with the recordings, every case."""
     name = f"{case.name}-{dtype}"
-    return pytest.param(case, dtype, id=name, marks=() if name in RECORDED else pytest.mark.board)
+    board, thorough = pytest.mark.board, pytest.mark.thorough
+    marks = [*([] if name in RECORDED else [board]), *([thorough] if place % 3 else [])]
+    return pytest.param(case, dtype, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("case", "dtype"), [param(*run) for run in RUN])
+@pytest.mark.parametrize(("case", "dtype"), [param(place, *run) for place, run in enumerate(RUN)])
 def test_every_stage_of_the_case_passes(opened_device, case, dtype):
     report = run_cases([case], ["tt"], [dtype])
     assert report.comparisons
@@ -53,7 +57,7 @@ for features, num_heads in ((48, 4), (80, 2), (96, 2)):
     SHAPES[f"heads-of-{features}-cached"] = cached(34, spec)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", rest_thorough(SHAPES, ["heads-of-48", "heads-of-96-cached"]))
 def test_shapes_that_no_case_has_pass(opened_device, name):
     if "1024" in name and mha_tt.target() == "mock":
         pytest.skip("of 1024 tokens golden functions say no more than of few, and take half a minute")

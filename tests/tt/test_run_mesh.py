@@ -30,12 +30,14 @@ def command(*arguments, folder):
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_a_run_on_one_chip_of_two_is_as_ever(tmp_path):
     printed = command(folder=tmp_path)
     assert "tt agrees with the float64 reference: 1 case, 11 stages passed" in printed
     assert "What devices send" not in printed
 
 
+@pytest.mark.thorough
 def test_a_run_on_two_chips_says_what_it_judged_and_what_they_sent(tmp_path):
     report = tmp_path / "report.json"
     mesh = ["--mesh", "tensor=2", "--json", str(report), "--save-traces", str(tmp_path)]
