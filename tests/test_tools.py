@@ -195,3 +195,55 @@ def test_without_a_browser_a_line_says_what_is_left_out_and_why(check_html, brow
     browser[what] = says
     assert check_html.main(tmp_path) == 0
     assert capsys.readouterr().out == f"check-html: LEFT OUT, {why}\n"
+
+
+# ---- mutants ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mutants():
+    path = str(FIND.with_name("mutants"))
+    loader = importlib.machinery.SourceFileLoader("mutants", path)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("mutants", loader))
+    sys.modules["mutants"] = module
+    loader.exec_module(module)
+    yield module
+    del sys.modules["mutants"]
+
+
+SOURCE = '''def f(a: int = 1, b: str = "x") -> int:
+    """A number: 1."""
+    if a < 2 and b:
+        raise ValueError(f"a must be at least {1 + 1}")
+    g(a, b)
+    return a + 1
+'''
+EDITS = {
+    ("1", "(2)"),  # twice: the default, and what is added
+    ("2", "(3)"),
+    ("a < 2 and b", "not (a < 2 and b)"),
+    ("a < 2 and b", "(a < 2) or (b)"),
+    ("a < 2", "(a <= 2)"),
+    ('raise ValueError(f"a must be at least {1 + 1}")', "pass"),
+    ("g(a, b)", "pass"),
+    ("a, b", "b, a"),
+    ("a + 1", "(a) - (1)"),
+}
+
+
+def test_mutants_are_edits_of_what_runs_and_can_be_compiled(mutants, tmp_path, monkeypatch):
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    (tmp_path / "m.py").write_text(SOURCE)
+    found = list(mutants.mutants_of("m.py"))
+    assert {(each.before, each.text) for each in found} == EDITS
+    for each in found:
+        assert SOURCE[each.start : each.end] == each.before
+        compile(SOURCE[: each.start] + each.text + SOURCE[each.end :], "m.py", "exec")
+
+
+def test_mutants_of_a_seed_are_always_those(mutants, monkeypatch):
+    assert sum(mutants.COUNTS.values()) >= 200
+    assert mutants.COUNTS.keys() == {"mha_spec", "mha_jax", "mha_torch", "mha_tt", "parity"}
+    monkeypatch.setattr(mutants, "COUNTS", {"mha_spec": 25})
+    assert mutants.drawn(0) == mutants.drawn(0) != mutants.drawn(1)
+    assert {each.package for each in mutants.drawn(0)} == {"mha_spec"}
