@@ -50,7 +50,7 @@ sim: .venv-tt/installed
 check-html: .venv/installed
 	$(BIN)/python tools/check-html/check.py
 
-# Commands drawn at random, signals, full disks, two writers at once: a short version is among the tests.
+# Commands drawn at random, hostile files, signals, full disks, two writers at once: a short version is among the tests.
 fuzz: .venv/installed
 	$(BIN)/python tools/fuzz-cli
 

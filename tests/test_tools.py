@@ -76,6 +76,41 @@ def test_commands_drawn_at_random_lose_nothing_and_say_why_they_refuse(fuzz, tmp
     assert list(fuzz.fuzz_commands(tmp_path, 60, seed=0)) == []
 
 
+def test_hostile_files_do_no_harm(fuzz, tmp_path):
+    assert list(fuzz.fuzz_hostile(tmp_path, 40, seed=0)) == []
+
+
+def paint(arguments):
+    sys.stdout.write("\x9b2J")
+    return 0
+
+
+def chatter(arguments):
+    sys.stdout.write("x" * 200_000)
+    return 0
+
+
+def crash_as_70(arguments):
+    return 70
+
+
+@pytest.mark.parametrize(
+    ("fault", "finding"),
+    [(paint, "control"), (chatter, "200000 and 0 characters"), (crash_as_70, "exit status 70")],
+)
+def test_every_harm_is_found(fuzz, tmp_path, monkeypatch, fault, finding):
+    monkeypatch.setattr("parity.cli.main.main", fault)
+    monkeypatch.setattr(fuzz, "good_files", lambda folder: {})
+    monkeypatch.setattr(fuzz, "hostile", lambda draw, good: ({}, ["inspect", "a.npz"]))
+    (told, *_) = fuzz.fuzz_hostile(tmp_path, 1, seed=0)
+    assert finding in told
+
+
+def test_time_and_memory_are_harm(fuzz):
+    assert list(fuzz.harm(["inspect"], 0, "", "", 11.0, 600 << 20)) == ["11 seconds", "600 MiB more memory"]
+    assert list(fuzz.harm(["inspect"], 0, "", "", 9.0, 500 << 20)) == []
+
+
 def lose(arguments):
     os.unlink("a.npz")
     return 0
