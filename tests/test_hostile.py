@@ -139,6 +139,12 @@ def test_warnings_of_libraries_are_one_line(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err == "mha-parity: warning: UserWarning: a; \\x1b[2J\\x9b2J\\x07\\u202e\n"
 
 
+def test_names_of_tensors_are_not_endless(tmp_path, capsys):
+    header = json.dumps({"x" * 200_000: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    assert len(refused(capsys, "inspect", tmp_path / "a.safetensors")) < 1000
+
+
 # ---- Output that cannot be written -----------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ Shape = tuple[int, ...]
 
 MAX_ENTRIES = 1_000_000  # of a tree; a file of a few bytes may stand for far more, by naming a part of it many times
 MAX_DEPTH = 64
+MAX_NAME = 1000  # characters, of a tensor
 CHUNK = 1 << 18  # bytes that stay near the processor
 BLOCK = 1 << 13  # words of 8 bytes
 
@@ -405,11 +406,13 @@ def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
     """Refuse text that cannot be shown or written: JSON can spell it, and others may put anything into a file.
 
     Raises:
-        ValueError: if there is a control character in a name, or half a character anywhere.
+        ValueError: if a name is too long or has a control character, or there is half a character anywhere.
     """
     for name in names:
         if not name.isprintable():
             raise Refusal("names", "be printable", names=name)
+        if len(name) > MAX_NAME:
+            raise Refusal("names", f"have at most {MAX_NAME} characters", str(len(name)))
     for text in itertools.chain(metadata, metadata.values()):
         text.encode()
 
