@@ -11,7 +11,7 @@ import pytest
 from selection import rest_thorough
 
 import parity
-from mha_spec import AttentionSpec, RelativeBias, Rope
+from mha_spec import AttentionSpec, Llama3Scaling, RelativeBias, Rope
 from parity import CASES, Case, make_problem, random_weights
 from parity.backends import driver
 from parity.backends.record import record
@@ -19,7 +19,7 @@ from parity.cli.main import main
 from parity.conversion.ulps import FEWER_BITS
 from parity.core.cases import QUICK
 from parity.core.compare import kept_dtype
-from parity.core.stages import run_steps
+from parity.core.stages import run_steps, stage_named
 from parity.core.trace import Reference
 from parity.core.weights import dtype_named
 from parity.diagnosis.diagnose import diagnose, observe
@@ -258,7 +258,7 @@ def test_what_shows_in_later_calls_only_is_not_what_every_call_would_show():
     later = {name: wrong[name] for name in wrong if name.endswith("mask") and not name.startswith("step0")}
     observed |= later
     del observed["step2.output"]  # which agrees, so that nothing would be wrong
-    diagnosis = diagnose({name: x for name, x in observed.items() if "module" not in name}, problem)
+    diagnosis = diagnose({name: x for name, x in observed.items() if not stage_named(name).path}, problem)
     assert not np.array_equal(observed["step0.mask"], wrong["step0.mask"])
     assert (diagnosis.kind, names_of(diagnosis)) == ("unknown", [])
 
@@ -372,6 +372,41 @@ def test_a_maximum_distance_of_the_relative_bias_is_found_as_a_number():
         diagnosis = diagnose({name: observed[name] for name in stages}, problem)
         law = diagnosis.unknowns[0].law
         assert (diagnosis.kind, law.name, law.numbers) == ("law", "max_distance", {"value": 128, "expected": 40})
+
+
+LLAMA = AttentionSpec(64, 4, num_kv_heads=2, rope=Rope(500000.0, scaling=Llama3Scaling(8.0, 64)))
+
+
+def frequencies_times(*factors):
+    """RoPE with other frequencies, which no mistake and no number of the specification gives."""
+
+    def angles(_, original, positions):
+        found = original(positions)
+        return (found * np.array(factors)).astype(found.dtype)
+
+    return Changed({"angles": angles})
+
+
+def test_a_law_hides_no_mistake_after_it():
+    """Neither in other stages, nor in the same ones of later calls."""
+    case = Case("llama", LLAMA, "a prompt, then tokens", seq_len=13, chunks=(12, 1), capacity=14)
+    problem = make_problem(case, "float32")
+    names = ["kv-heads-tiled", "cache-position-off-by-one"]
+    law = frequencies_times(1.0, 0.9, 1.0, 0.93, 1.0, 1.0, 1.0, 1.0)
+    observed = observed_in(problem, [*(mistake(case, name) for name in names[::-1]), law])
+    diagnosis = diagnose({name: x for name, x in observed.items() if "module" not in name}, problem)
+    (unknown,) = diagnosis.unknowns
+    assert (diagnosis.kind, names_of(diagnosis)) == ("law", names)
+    assert (unknown.law.name, unknown.stages) == ("rope frequencies", ("step0.q", "step0.k"))
+    json.dumps(diagnosis.to_dict(), allow_nan=False)
+
+
+def test_numbers_that_fit_one_frequency_by_chance_are_left_out():
+    problem = make_problem(Case("llama", LLAMA, "a prompt", seq_len=12, is_causal=True), "float32")
+    observed = observed_in(problem, [frequencies_times(1.0, 0.9, *[1.0] * 6)])
+    (unknown,) = diagnose({"q": observed["q"]}, problem).unknowns
+    assert [law.name for law in unknown.findings.found] == ["rope frequencies"]
+    assert unknown.law.numbers["used"][1] / unknown.law.numbers["right"][1] == pytest.approx(0.9, rel=1e-4)
 
 
 def test_a_wrong_output_of_the_module_is_not_a_way_to_record_it():

@@ -216,6 +216,12 @@ class Replay:
         """Those of the stages that mistakes do not explain."""
         return [stage for stage in stages if self.verdict(stage, mistakes).ratio > 1.0]
 
+    def explained(self, stages: Sequence[str], mistakes: Mistakes, added: Mistakes) -> list[str]:
+        """Those of the stages that are wrong with some mistakes, and right with more."""
+        wrong = self.wrong(stages, mistakes) if added else []
+        still = self.wrong(wrong, (*mistakes, *added))
+        return [stage for stage in wrong if stage not in still]
+
     def allowed(self, stage: str, mistakes: Mistakes, kind: str = "") -> dict[str, float]:
         """The budget of a stage of the layer with mistakes in it."""
         key = (stage, mistakes, kind)

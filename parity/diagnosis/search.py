@@ -11,6 +11,7 @@ import numpy as np
 
 from parity.core.compare import norms_of
 from parity.core.stages import stage_named
+from parity.diagnosis.assumptions import assumption
 from parity.diagnosis.mistakes import Mistake
 from parity.diagnosis.replay import Mistakes, Replay, Verdict
 from parity.diagnosis.verdicts import Explanation, Unknown
@@ -99,7 +100,12 @@ def search(replay: Replay, clock: Clock, begin: Mistakes = ()) -> Found:
                 count += len(choice.mistakes)
             if not path.unexplained:
                 break
-            unknowns.append(_unknown(replay, path.unexplained, found, clock))
+            unknown = _unknown(replay, path.unexplained, found, clock)
+            assumed = assumption(replay, unknown, of_part, found)
+            unknowns.append(
+                unknown.explaining(replay.explained(of_part, found, assumed), [law.about for law in assumed])
+            )
+            found = (*found, *assumed)
             of_part = of_part[of_part.index(path.unexplained) + 1 :]
         of_stages = found if part == "" else of_stages
         if unknowns:  # the paths of a module have the same in them

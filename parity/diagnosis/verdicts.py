@@ -70,6 +70,7 @@ class Unknown:
         ratio: error / budget.
         findings: where it differs, and by what law; None of a stage that cannot be compared.
         nearest: what lessens its error most, without explaining it: in words, with the error that is left.
+        stages: all stages that the same law explains, in order.
     """
 
     stage: str
@@ -77,6 +78,15 @@ class Unknown:
     ratio: float
     findings: Findings | None = None
     nearest: tuple[tuple[str, float], ...] = ()
+    stages: tuple[str, ...] = ()
+
+    def explaining(self, stages: Sequence[str], words: Sequence[str]) -> Unknown:
+        """The same as plain data, with the stages that a law explains, and that law first if they are several."""
+        if self.findings is None:
+            return self
+        laws = self.findings.plain().found
+        laws = sorted(laws, key=lambda law: law.words not in words) if len(stages) > 1 else laws
+        return replace(self, findings=replace(self.findings, found=tuple(laws)), stages=tuple(stages) or (self.stage,))
 
     @property
     def where(self) -> str:
@@ -98,7 +108,7 @@ class Unknown:
     def headline(self) -> str:
         """The simplest law, or that nothing explains the stage."""
         if self.law is not None:
-            return f"{self.stage} differs by a law: {self.law.words}"
+            return f"{_listed(self.stages or (self.stage,), 'differs', 'differ')} by a law: {self.law.words}"
         return f"{self.stage} differs, and no mistake known here explains it"
 
     @property
@@ -109,7 +119,7 @@ class Unknown:
     def lines(self, *, still: bool) -> list[str]:
         """The headline, and all else that was found."""
         return [
-            self.headline.replace(" differs", " still differs", 1) if still else self.headline,
+            self.headline.replace(" differ", " still differ", 1) if still else self.headline,
             *([f"  where     {self.where}"] if self.where else []),
             *(f"  {'law' if self.law is None else 'or law':9} {law}" for law in self._other_laws),
             *(f"  sign      {sign}" for sign in (self.findings.signs if self.findings else ())),
@@ -203,6 +213,8 @@ class Diagnosis:
         """The fields as JSON takes them."""
         told = asdict(replace(self, taken={}))
         del told["taken"]
+        for unknown, given in zip(self.unknowns, told["unknowns"], strict=True):
+            given["findings"] = None if unknown.findings is None else unknown.findings.to_dict()
         told = {**told, "unexplained": self.unexplained, "nearest": self.nearest}
         told |= {"headline": self.headline, "text": str(self)}
         return {name: finite(value) for name, value in told.items()}

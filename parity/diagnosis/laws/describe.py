@@ -66,6 +66,9 @@ IMPLIED_BY = {
 }
 """Laws that are not told beside one that says the same in a plainer way."""
 
+OF_SCALING = {"rope factor", "rope low_freq_factor", "rope high_freq_factor", "rope beta_fast", "rope beta_slow"}
+"""Laws of numbers of RoPE's scaling that are fitted."""
+
 PLAIN = 4
 """So many fitted numbers a law has at most beside which no part of the layer is looked for that would say the same."""
 
@@ -131,7 +134,8 @@ def describe(
         if recomputed is not None and all(law.parameters > PLAIN for law in found):
             found += parts(seen, recomputed)
         signs = [*_nan(seen), *weights_signs(seen), *([] if seen.stage.is_exact else rounding_signs(seen))]
-    return Findings(place, tuple(sorted(_unlike(found), key=lambda law: law.parameters)), tuple(signs))
+    found = sorted(_unlike(_not_by_chance(found)), key=lambda law: law.parameters)
+    return Findings(place, tuple(found), tuple(signs))
 
 
 def _gain(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float]) -> Law | None:
@@ -142,6 +146,24 @@ def _gain(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float]
     x = expected[known]
     factor = float((actual[known] * x).sum() / (x * x).sum())
     return Law("gain", f"on the whole the values are {factor:.8g} times what they should be", {"factor": factor}, 1)
+
+
+def _not_by_chance(laws: list[Law]) -> list[Law]:
+    """The laws without fitted numbers of RoPE's scaling that nobody wrote, if its frequencies are known exactly.
+
+    Where a scaling moves one frequency, any of its numbers can be fitted to that one.
+    """
+    names = [law.name for law in laws]
+    if "rope frequencies" not in names:
+        return laws
+    of_scaling = [law for law in laws if law.name in OF_SCALING]
+    most = 2 if len(of_scaling) > 1 else 3
+    return [law for law in laws if law not in of_scaling or _digits(law.numbers["value"]) <= most]
+
+
+def _digits(number: float) -> int:
+    """How many digits a number has, without zeros at its ends."""
+    return len(f"{number:.12e}".partition("e")[0].replace(".", "").strip("-0"))
 
 
 def _unlike(laws: list[Law]) -> Iterator[Law]:

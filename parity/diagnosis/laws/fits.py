@@ -14,6 +14,7 @@ from mha_spec.scaling import Scaling
 from parity.diagnosis.laws.record import Law, Seen
 from parity.diagnosis.laws.rotation import as_form
 from parity.diagnosis.laws.words import said
+from parity.diagnosis.mistakes.record import Changed, instead
 
 Recompute = Callable[[AttentionSpec], np.ndarray]
 """Computes the stage with another specification, from the same stages before it; TimeoutError if no time is left."""
@@ -140,8 +141,21 @@ class _Tried:
                 if self.number.name == "theta" and each is not None and self.number.right is not None:
                     words += as_form(each, self.number.right)
                 numbers = {"value": each, "expected": self.number.right}
-                return Law(self.number.name, words, numbers, 0 if each is None else 1)
+                change = _made_in_reference(self.seen, self.number.made(each))
+                return Law(self.number.name, words, numbers, 0 if each is None else 1, change)
         return None
+
+
+def _made_in_reference(seen: Seen, made: AttentionSpec) -> Changed | None:
+    """The layer that has what another specification has, where one method of the reference reads that."""
+    if seen.problem is None:
+        return None
+    right = vars(seen.problem.spec)
+    differ = [name for name, value in vars(made).items() if value != right[name]]
+    values = {"rope": made.rope, "scale": 1.0 / made.score_scale, "relative_bias": made.relative_bias}
+    if len(differ) != 1 or differ[0] not in values or values[differ[0]] is None:
+        return None
+    return Changed({differ[0]: instead(lambda: values[differ[0]])})
 
 
 # ---- The numbers -----------------------------------------------------------------------------------------------------

@@ -46,7 +46,8 @@ def _told(again: _Again, problem: Problem) -> Iterator[Law]:
         "mask": changes.masks_and_biases(problem),
         "product": changes.products(problem),
     }
-    found = (Law(name, words) for name, group in groups.items() for words, change in group if again.explains(change))
+    tried = ((name, words, change) for name, group in groups.items() for words, change in group)
+    found = (Law(name, words, change=change) for name, words, change in tried if again.explains(change))
     told = list(islice(found, MOST_TOLD))
     yield from told
     if not told:
@@ -90,7 +91,8 @@ class _Again:
             times = self._fitted(name) if times is None and self.seen.is_enough(1) else times
             if times is not None:
                 words = f"{name} would be {said(times)} times what it is"
-                yield Law("multiple", words, {"weight": name, "factor": times}, int(times not in TIMES))
+                numbers = {"weight": name, "factor": times}
+                yield Law("multiple", words, numbers, int(times not in TIMES), changes.multiple(name, times))
 
     def _fitted(self, name: str) -> float | None:
         """By Gauss and Newton, as long as each step takes most of the error away."""
@@ -126,4 +128,4 @@ class _Again:
         if self.explains(changes.meeting(nearest)):
             whose = {"scores": "keys", "context": "values"}[seen.stage.quantity]
             words = f"query heads 0 … {size - 1} would use the {whose} of key/value heads {listed(nearest.tolist())}"
-            yield Law("heads", words, {"heads": nearest.tolist()}, size)
+            yield Law("heads", words, {"heads": nearest.tolist()}, size, changes.meeting(nearest))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from parity.core.compare import finite
 from parity.core.problem import Problem
 from parity.core.stages import Stage
+from parity.diagnosis.mistakes.record import Change
 
 LEAST_GAIN = 0.5
 """The share of the error, root mean square, that a law may leave. A law with half as many numbers as there are elements
@@ -51,12 +52,14 @@ class Law:
         words: the same for a person, with the numbers.
         numbers: what was found, by name, as JSON takes it.
         parameters: how many numbers were fitted: the fewer, the simpler.
+        change: makes it in the reference, in every call; None if it is a law of this stage alone. JSON leaves it out.
     """
 
     name: str
     words: str
     numbers: dict[str, Any] = field(default_factory=dict)
     parameters: int = 0
+    change: Change | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,16 @@ class Findings:
         """The laws in words, the simplest first."""
         return tuple(law.words for law in self.found)
 
+    def plain(self) -> Findings:
+        """The same as plain data, without what makes the laws in the reference."""
+        return replace(self, found=tuple(replace(law, change=None) for law in self.found))
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
-        return {name: finite(value) for name, value in asdict(self).items()}
+        told = asdict(self.plain())
+        for law in told["found"]:
+            del law["change"]
+        return {name: finite(value) for name, value in told.items()}
 
 
 @dataclass(frozen=True)

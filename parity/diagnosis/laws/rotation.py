@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from parity.core.reference.rope import frequencies, pairs
 from parity.diagnosis.laws.record import Law, Seen
 from parity.diagnosis.laws.words import listed, said
+from parity.diagnosis.mistakes.record import Changed
 
 OFFSETS = np.arange(-4096, 4097)
 """Offsets of positions that are looked for."""
@@ -55,6 +57,19 @@ class _Turning:
         wrong = np.zeros((found.shape[0], found.shape[1], 1, 1), bool)
         wrong[np.ix_(seen.box[0], seen.box[1])] = True
         return np.where(wrong, found, seen.expected)
+
+    def made(self, used: np.ndarray, offset: float = 0.0, amplitude: float = 1.0) -> Changed:
+        """The same in the reference, for queries and keys in every call."""
+        more = used - self.right
+
+        def angles(layer: Any, original: Any, positions: np.ndarray) -> np.ndarray:
+            found = original(positions)
+            return (found + positions[:, None, :, None] * more + offset * used).astype(found.dtype)
+
+        changed = Changed({"angles": angles})
+        if amplitude == 1.0:
+            return changed
+        return Changed({**changed.in_reference, "attention_factor": lambda _, original: original() * amplitude})
 
 
 def rotations(seen: Seen) -> Iterator[Law]:
@@ -121,7 +136,7 @@ def _offset(seen: Seen, turning: _Turning) -> Iterator[Law]:
     offset = int(min(OFFSETS[nearest], key=abs))
     if offset and seen.holds(turning.turned(seen, turning.right, offset)):
         words = f"RoPE's positions would be {abs(offset)} too {'high' if offset > 0 else 'low'}"
-        yield Law("rope offset", words, {"offset": offset}, 1)
+        yield Law("rope offset", words, {"offset": offset}, 1, turning.made(turning.right, offset))
 
 
 def _forms(seen: Seen, turning: _Turning) -> Iterator[Law]:
@@ -140,17 +155,18 @@ def _forms(seen: Seen, turning: _Turning) -> Iterator[Law]:
     }
     plain = 1.0 / rope.attention_factor  # which comes with the scaling
     if seen.holds(turning.turned(seen, 0.0 * turning.right, 0.0, plain), plain):
-        yield Law("rope missing", "RoPE would be missing")
+        yield Law("rope missing", "RoPE would be missing", change=turning.made(0.0 * turning.right, 0.0, plain))
     if seen.holds(turning.turned(seen, -turning.right)):
-        yield Law("rope reversed", "RoPE would rotate the other way")
+        yield Law("rope reversed", "RoPE would rotate the other way", change=turning.made(-turning.right))
     if rope.scaling is not None and seen.holds(turning.turned(seen, theta ** (-2 * i / d), 0.0, plain), plain):
-        yield Law("rope unscaled", "RoPE's frequencies would not be scaled")
+        unscaled = turning.made(theta ** (-2 * i / d), 0.0, plain)
+        yield Law("rope unscaled", "RoPE's frequencies would not be scaled", change=unscaled)
     for form, exponent in forms.items():
         if seen.holds(turning.turned(seen, theta**-exponent)):
             same = {"i / d": theta**0.5, "4 i / d": theta**2}.get(form)
             as_if = "" if same is None else f", or theta would be {said(same)} (the spec says {said(theta)})"
             words = f"RoPE's frequencies would be theta ** -({form}), and not theta ** -(2 i / d){as_if}"
-            yield Law("rope exponent", words, {"theta": theta, "exponent": form})
+            yield Law("rope exponent", words, {"theta": theta, "exponent": form}, 0, turning.made(theta**-exponent))
 
 
 def _scaled(seen: Seen, turning: _Turning) -> Iterator[Law]:
@@ -160,7 +176,7 @@ def _scaled(seen: Seen, turning: _Turning) -> Iterator[Law]:
         if value and seen.holds(turning.turned(seen, times * turning.right)):
             how = "multiplied" if abs(factor) > 1.0 else "divided"
             words = f"RoPE's positions would be {how} by {said(value)}"
-            yield Law("rope scaling", words, {"factor": 1.0 / times}, 1)
+            yield Law("rope scaling", words, {"factor": 1.0 / times}, 1, turning.made(times * turning.right))
             return
 
 
@@ -179,7 +195,7 @@ def _theta(seen: Seen, turning: _Turning) -> Iterator[Law]:
     for value in _rounded(math.exp(logarithm)):
         if seen.holds(turning.turned(seen, value**-share)):
             words = f"RoPE's theta would be {said(value)} (the spec says {said(right)}){as_form(value, right)}"
-            yield Law("rope theta", words, {"theta": value, "expected": right}, 1)
+            yield Law("rope theta", words, {"theta": value, "expected": right}, 1, turning.made(value**-share))
             return
 
 
@@ -198,7 +214,8 @@ def _fewer(seen: Seen, turning: _Turning) -> Iterator[Law]:
     for which, words in ((np.arange(count) < kept, "first"), (np.arange(count) >= count - kept, "last")):
         if 0 < kept < count and seen.holds(turning.turned(seen, np.where(which, turning.right, 0.0))):
             text = f"RoPE would rotate only the {words} {kept} of {count} pairs"
-            yield Law("rope partial", text, {"pairs": kept, "which": words}, 1)
+            used = np.where(which, turning.right, 0.0)
+            yield Law("rope partial", text, {"pairs": kept, "which": words}, 1, turning.made(used))
 
 
 def _any_frequencies(seen: Seen, turning: _Turning) -> Iterator[Law]:
@@ -208,7 +225,8 @@ def _any_frequencies(seen: Seen, turning: _Turning) -> Iterator[Law]:
         used, right = turning.used.tolist(), turning.right.tolist()
         words = f"RoPE's frequencies would be {listed(used)} (and should be {listed(right)})"
         words += f", and cosines and sines {said(times)} times what they should be" if times != 1.0 else ""
-        yield Law("rope frequencies", words, {"used": used, "right": right, "amplitude": times}, count)
+        numbers = {"used": used, "right": right, "amplitude": times}
+        yield Law("rope frequencies", words, numbers, count, turning.made(turning.used, 0.0, times))
 
 
 def _rounded(x: float) -> Iterator[float]:
