@@ -6,9 +6,11 @@ So a bug of no known name hides no other: neither one after it, nor the same one
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from parity.core.stages import stage_named
+from parity.diagnosis.laws.changes import having
 from parity.diagnosis.laws.record import Law
 from parity.diagnosis.mistakes import Mistake
 from parity.diagnosis.mistakes.record import Change, Override
@@ -54,20 +56,12 @@ class _Alone:
         def turned(layer: Any, original: Any, name: str, *inputs: Any) -> Any:
             if name != quantity:
                 return original(name, *inputs)
-            before = dict(vars(layer))
-            for method, override in change.in_reference.items():
-                vars(layer)[method] = _bound(override, layer, getattr(layer, method))
-            try:
+            changed = change.in_reference.items()
+            methods = {method: partial(override, layer, getattr(layer, method)) for method, override in changed}
+            with having(layer, **methods):
                 return original(name, *inputs)
-            finally:
-                vars(layer).clear()
-                vars(layer).update(before)
 
         self.in_reference: dict[str, Override] = {"turned": turned}
-
-
-def _bound(override: Override, layer: Any, original: Any) -> Any:
-    return lambda *inputs: override(layer, original, *inputs)
 
 
 def _mistake(law: Law, change: Change) -> Mistake:

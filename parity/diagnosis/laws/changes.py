@@ -209,9 +209,9 @@ def masks_and_biases(problem: Problem) -> Iterator[Part]:
 def _all_of(layer: Any, original: Any, values: Values) -> dict[str, np.ndarray]:
     """What causality and padding hide both."""
     none = np.zeros((1, 1), bool)
-    with _having(layer, is_later=lambda *_: none):
+    with having(layer, is_later=lambda *_: none):
         padding = original(values)["mask"]
-    with _having(layer, is_padding=lambda *_: none):
+    with having(layer, is_padding=lambda *_: none):
         return {"mask": padding & original(values)["mask"]}
 
 
@@ -303,14 +303,14 @@ def meeting(order: np.ndarray, method: str = "") -> Changed:
         return Changed({"per_query_head": lambda _, __, x: heads(x)})
 
     def override(layer: Any, original: Any, values: Values) -> Any:
-        with _having(layer, per_query_head=heads):
+        with having(layer, per_query_head=heads):
             return original(values)
 
     return Changed({method: override})
 
 
 @contextmanager
-def _having(layer: Any, **methods: Any) -> Iterator[None]:
+def having(layer: Any, **methods: Any) -> Iterator[None]:
     """A layer that has other methods for a while."""
     before = {name: vars(layer)[name] for name in methods if name in vars(layer)}
     vars(layer).update(methods)
