@@ -510,8 +510,9 @@ def test_a_module_of_equinox_takes_one_sequence_and_is_mapped():
 
 
 def test_a_module_of_linen_needs_its_parameters():
-    with pytest.raises(TypeError, match=r"a module of flax.linen must be given as a function .*, got MultiHeadDot"):
+    with pytest.raises(TypeError) as caught:
         examine(flax.linen.MultiHeadDotProductAttention(4))
+    assert caught.value.argument == "params"
 
 
 @pytest.mark.parametrize("swap", [False, True], ids=["BNTH", "BTNH"])
@@ -806,7 +807,7 @@ def test_clean_answers_exit_0_and_a_false_declaration_1(capsys):
         (["own_attention:number"], "must be callable, got int"),
         (["own_attention:Wide"], "must need no arguments, got own_attention:Wide(width)"),
         (["own_attention:attention", "--mask-name", "masque"], "mask must be a parameter of"),
-        (["own_attention:attention", "--axes", "BTE", "--d-model", "0"], "d_model must be at least 1"),
+        (["own_attention:attention", "--axes", "BTE", "--d-model", "0"], "--d-model must be at least 1"),
         (["own_attention:attention", "--questions", "colour"], "a question must be one of"),
         (["own_attention:attention", "--questions", "masked keys"], "did you mean 'masked key'?"),
         (["own_attention:attention", "--dtypes", "int8"], "--dtypes must be of float32, bfloat16, float16"),

@@ -501,7 +501,7 @@ def test_tests_that_cannot_tell_are_refused(project, capsys, tmp_path, tests, me
         (("--only", "padding*"), "--only must leave a mistake that can be planted in mine.attention:attention"),
         (("--jobs", "0"), "--jobs must be at least 1"),
         (("--timeout", "0"), "--timeout must be above 0, got 0"),
-        (("--mask-true", "hides"), "mask_true must be what True does in the mask"),
+        (("--mask-true", "hides"), "--mask-true must be what True does in the mask"),
         (("--mask-name", "veil"), "mask must be a parameter of mine.attention:attention"),
     ],
 )

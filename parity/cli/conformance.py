@@ -7,7 +7,14 @@ import fnmatch
 
 from parity.cli.help import Page
 from parity.cli.messages import refusal
-from parity.cli.options import add_json_option, check_names, flag_of, name_list
+from parity.cli.options import (
+    add_json_option,
+    add_params_option,
+    check_names,
+    flag_of,
+    name_list,
+    named_by_flags,
+)
 
 PAGE = Page(
     "an attention's conventions, and the promises it breaks",
@@ -33,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--framework", choices=("torch", "jax", "ttnn"), help="of a function, where its module has more than one"
     )
+    add_params_option(parser)
     parser.add_argument("--axes", choices=("BNTH", "BTNH", "BTE"), help="of the inputs, where they cannot be inferred")
     parser.add_argument("--d-model", type=int, metavar="E", help="width of a layer's inputs")
     parser.add_argument("--num-heads", type=int, metavar="N", help="of a layer")
@@ -47,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Examine, and print the matrix."""
     from parity.conformance.answers import exit_status
+    from parity.conformance.discover import load_params
     from parity.conformance.examine import examine_peers, examine_target
     from parity.conformance.peers import PEERS
     from parity.conformance.subjects import DTYPES
@@ -57,8 +66,12 @@ def run(options: argparse.Namespace) -> int:
 
     if options.peers == (options.target is not None):
         raise ValueError("either a subject must be given as pkg.module:callable, or --peers")
-    claims = ("framework", "axes", "d_model", "num_heads", "num_kv_heads", "mask_name", "mask_true", "causal_name")
-    declared = {name: value for name in (*claims, "causal") if (value := getattr(options, name)) is not None}
+    heads, mask = ("d_model", "num_heads", "num_kv_heads"), ("mask_name", "mask_true", "causal_name", "causal")
+    declared = {
+        name: value
+        for name in ("framework", "params", "axes", *heads, *mask)
+        if (value := getattr(options, name)) is not None
+    }
     flags = {flag_of(name): value for name, value in declared.items()}
     check_names("--dtypes", options.dtypes, DTYPES)
     if options.peers:
@@ -72,7 +85,10 @@ def run(options: argparse.Namespace) -> int:
     else:
         if options.only != "*":
             raise refusal("--only", "come with --peers", f"--only {options.only}")
-        found = [examine_target(options.target, options.questions, options.dtypes, **declared)]
+        with named_by_flags(("framework", "params", "axes", *heads, *mask)):
+            if options.params is not None:
+                declared["params"] = load_params(options.params)
+            found = [examine_target(options.target, options.questions, options.dtypes, **declared)]
 
     def again(subject: str, question: str) -> str:
         given = f"--peers --only {subject}" if options.peers else options.target

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, in_flags, layer_options, pairs_of_layers
 from parity.cli.messages import refusal
-from parity.cli.options import add_json_option
+from parity.cli.options import add_json_option, add_params_option, named_by_flags
 from parity.cli.paths import is_trace
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--framework", choices=("torch", "jax", "ttnn"), help="of a function, where it cannot be inferred"
     )
+    add_params_option(parser)
     parser.add_argument(
         "--not-causal", action="store_true", help="with a function, or with --ranks: every token sees every other"
     )
@@ -81,7 +82,8 @@ def run(options: argparse.Namespace) -> int:
         if options.framework or options.not_causal or options.layouts:
             raise refusal("recordings", "come with --weights alone", f"{' '.join(options.files)} with more")
         return taps.diagnose(options)
-    of_function = {"--weights": options.weights, "--framework": options.framework, "--not-causal": options.not_causal}
+    of_function = {"--weights": options.weights, "--framework": options.framework}
+    of_function |= {"--params": options.params, "--not-causal": options.not_causal}
     is_function = len(options.files) == 1 and ":" in options.files[0] and not Path(options.files[0]).exists()
     if not is_function and (given := [flag for flag, value in of_function.items() if value]):
         raise refusal(", ".join(given), "come with PKG.MODULE:CALLABLE", " ".join(options.files))
@@ -188,7 +190,8 @@ def _words_of(diagnosis: Diagnosis) -> str:
 def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
     """A function, probe inputs with the weights that it should have, and its framework."""
     from parity.backends import FRAMEWORKS, why_missing
-    from parity.conformance.discover import framework_of, load_callable
+    from parity.conformance.discover import framework_of, load_callable, load_params, made
+    from parity.conformance.functional import check_has_weights
     from parity.conversion.convert import load
     from parity.conversion.verify import probe_case
     from parity.core.problem import make_problem
@@ -198,6 +201,9 @@ def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
     function = load_callable(options.files[0])
     if isinstance(function, type):
         raise refusal(options.files[0], "be a function or a layer that was made", "the class")
+    with named_by_flags(("params",)):
+        function = made(function, options.files[0], options.params and load_params(options.params))
+        check_has_weights(function, options.files[0])
     framework = options.framework or framework_of(function)
     if framework is None:
         raise ValueError(f"--framework must say whose arrays {options.files[0]} takes, one of {list(FRAMEWORKS)}")

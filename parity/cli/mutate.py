@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from parity.cli.help import Page
 from parity.cli.messages import refusal
-from parity.cli.options import add_json_option, name_list
+from parity.cli.options import add_json_option, add_params_option, name_list, named_by_flags
 
 PAGE = Page(
     "would your tests notice? plant known mistakes in your own attention",
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, metavar="SECONDS", help="of one run; ten times the first, at least 60, by default"
     )
     parser.add_argument("--framework", choices=("torch", "jax"), help="of a function, where its module has both")
+    add_params_option(parser)
     parser.add_argument("--axes", choices=("BNTH", "BTNH", "BTE"), help="of the inputs, where they cannot be inferred")
     parser.add_argument("--mask-name", metavar="NAME", help="the parameter that takes the mask")
     parser.add_argument("--mask-true", choices=("hides", "shows"), help="what True in a mask does")
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plant the mistakes, and print what became of them."""
+    from parity.conformance.discover import load_params
     from parity.mutating.mistakes import planted_in
     from parity.mutating.run import Status, Suite, mutate
     from parity.mutating.view import view_of
@@ -55,7 +57,9 @@ def run(options: argparse.Namespace) -> int:
         raise refusal("--timeout", "be above 0", f"{options.timeout:g}")
     wanted = _wanted(options.only, options.skip)
     claims = ("framework", "axes", "mask_name", "mask_true", "padding_true", "causal_name", "causal")
-    view = view_of(options.subject, **{name: getattr(options, name) for name in claims})
+    with named_by_flags((*claims, "params")):
+        params = None if options.params is None else load_params(options.params)
+        view = view_of(options.subject, params=params, **{name: getattr(options, name) for name in claims})
     fit, reasons = planted_in(view)
     names = [name for name in fit if name in wanted]
     left_out = {name: reason for name, reason in reasons.items() if name in wanted}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from parity.cli.messages import refusal
 
@@ -11,6 +13,29 @@ from parity.cli.messages import refusal
 def flag_of(name: str) -> str:
     """An option as one types it: `--head-dim` for `head_dim`."""
     return f"--{name.replace('_', '-')}"
+
+
+@contextmanager
+def named_by_flags(names: Collection[str]) -> Iterator[None]:
+    """Raise refusals with the flags of some arguments instead of their names."""
+    from mha_spec import Refusal
+
+    def rename(name: str, value: Any) -> tuple[str, Any]:
+        return flag_of(name) if name in names else name, value
+
+    try:
+        yield
+    except Refusal as error:
+        raise error.renamed(rename) from error
+
+
+def add_params_option(parser: argparse.ArgumentParser) -> None:
+    """The option for the weights of a function that takes them as an argument."""
+    parser.add_argument(
+        "--params",
+        metavar="PKG.MODULE:NAME",
+        help="weights of a function that takes them, attention(params, x): a mapping or a function that returns one",
+    )
 
 
 def name_list(text: str) -> list[str]:

@@ -6,7 +6,7 @@ import copy
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -15,6 +15,8 @@ import numpy as np
 
 from mha_spec import Refusal, WrongType
 from parity.conformance.calls import Failed, Refused, fresh_copies, run
+from parity.conformance.functional import WithParams, arrays_in, check_has_weights, linen_module, with_params
+from parity.conformance.signatures import HEADS, WIDTHS, parameters_of, required, roles_of
 from parity.conformance.subjects import (
     AXES,
     BATCH,
@@ -27,51 +29,45 @@ from parity.conformance.subjects import (
     Subject,
 )
 
-ROLES = {
-    "key": ("key_", "key", "keys", "k", "inputs_k", "key_states"),
-    "value": ("value", "values", "v", "inputs_v", "value_states"),
-    "mask": ("mask", "attn_mask", "attention_mask"),
-    "is_causal": ("is_causal", "causal", "use_causal_mask"),
-    "need_weights": ("need_weights", "return_weights", "return_attention_scores", "output_attentions"),
-    "padding": ("key_padding_mask",),
-    "lengths": ("key_padding_lengths", "key_value_seq_lengths"),
-    "training": ("training", "train"),
-    "deterministic": ("deterministic",),
-    "dropout": ("dropout_p", "dropout_rate", "dropout"),
-    "rng": ("dropout_rng", "rng"),
-}
-"""The names that a parameter may have, by what it is for."""
-
-NO_MASKS = (
-    *("scale", "softmax_scale", "bias", "attn_bias", "positions", "position_ids", "position_embeddings"),
-    *(
-        "enable_gqa",
-        "average_attn_weights",
-        "inference",
-        "rngs",
-        "decode",
-        "cache",
-        "new_lengths",
-        "theta",
-        "rope_theta",
-    ),
-)
-"""Parameters that are asked nothing, and are no mask either."""
-
-WIDTHS = ("d_model", "embed_dim", "in_features", "query_size", "hidden_size", "dim")
-HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
+OF_LIBRARY = {**{name: name for name in FRAMEWORKS}, "jaxlib": "jax"}
+"""Frameworks by the top-level package of what they define."""
 
 
 def load_callable(target: str) -> Any:
-    """What `pkg.module:callable` names, from the working directory or the environment.
+    """The callable that `pkg.module:callable` names, in the current folder or the environment.
 
     Raises:
         ValueError: if it is no such name, or there is nothing callable by it.
         ImportError: if the module cannot be imported.
     """
+    found = _load(target, "the subject", "callable")
+    if not callable(found):
+        raise Refusal("the subject", "be callable", f"{type(found).__name__} for {target!r}")
+    return found
+
+
+def load_params(target: str) -> Any:
+    """The weights that `pkg.module:NAME` names: a mapping or another tree of arrays, or what a function returns.
+
+    Raises:
+        ValueError: if it is no such name, or there are no arrays by it.
+        ImportError: if the module cannot be imported.
+    """
+    found = _load(target, "params", "NAME")
+    if callable(found) and not any(True for _ in arrays_in(found)):
+        try:
+            found = found()
+        except Exception as error:  # whatever a user's function raises
+            raise Refusal("params", "be made without arguments", f"{type(error).__name__}: {error}") from error
+    if not any(True for _ in arrays_in(found)):
+        raise Refusal("params", "be a mapping or another tree of arrays", f"{type(found).__name__} for {target!r}")
+    return found
+
+
+def _load(target: str, argument: str, kind: str) -> Any:
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute:
-        raise Refusal("the subject", "be given as pkg.module:callable", repr(target))
+        raise Refusal(argument, f"be given as pkg.module:{kind}", repr(target))
     folder = str(FilePath.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -83,8 +79,6 @@ def load_callable(target: str) -> Any:
         if not hasattr(found, name):
             raise Refusal(module_name, "have what was named", f"no {name!r} for {target!r}")
         found = getattr(found, name)
-    if not callable(found):
-        raise Refusal("the subject", "be callable", f"{type(found).__name__} for {target!r}")
     return found
 
 
@@ -94,6 +88,7 @@ def subject_of(
     *,
     framework: str | None = None,
     axes: str | None = None,
+    params: Any = None,
     d_model: int | None = None,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
@@ -109,6 +104,8 @@ def subject_of(
         name: what to call it; its own name when absent.
         framework: `torch`, `jax` or `ttnn`, where the kind of module or the function's own imports do not tell.
         axes: of its inputs, one of `AXES`.
+        params: weights of a function that takes them, `attention(params, x)`, or of a module of flax.linen or its
+            `apply`: a mapping or another tree of arrays.
         d_model: width of a layer's inputs.
         num_heads: its query heads, for a mask (B * N, T, S).
         mask_name, causal_name: names of its parameters; `""` says that it has none.
@@ -130,7 +127,7 @@ def subject_of(
         if number is not None and number < 1:
             raise Refusal(what, "be at least 1", {what: number})
     name = name or name_of(target)
-    target = made(target, name)
+    target = made(target, name, params)
     library = _library(target)
     framework = framework or framework_of(target)
     if framework not in FRAMEWORKS:
@@ -160,58 +157,37 @@ def subject_of(
         causal=causal,
         num_kv_heads=num_kv_heads,
     )
+    if isinstance(target, WithParams) and axes is None:
+        return _of_functional(subject, target, d_model)
     if axes is None and library is None:
-        return _with_axes(subject)
+        try:
+            return _with_axes(subject)
+        except Refusal as error:
+            raise _with_remedy(error, target, d_model) from error
     return subject if d_model or not subject.is_layer else _with_width(subject, _widths(target, library))
 
 
-def roles_of(
-    name: str,
-    parameters: Mapping[str, inspect.Parameter] | None,
-    *,
-    mask_name: str | None = None,
-    causal_name: str | None = None,
-) -> dict[str, str]:
-    """What the parameters of a user's attention are for: their names, by the keys of `ROLES`.
+def _of_functional(subject: Subject, target: WithParams, d_model: int | None) -> Subject:
+    """A function of weights: a layer of a width that its weights show, unless it takes split heads."""
+    try:
+        return _with_width(subject, [d_model] if d_model else _widths(target, None))
+    except Refusal:
+        if d_model or "value" not in subject.takes:
+            raise
+        return _with_axes(subject)
 
-    Args:
-        name: of the attention, for the messages.
-        parameters: of its call, see `parameters_of`.
-        mask_name, causal_name: names that are declared; `""` says that it has none.
+
+def _with_remedy(error: Refusal, target: Any, d_model: int | None) -> Refusal:
+    """The refusal of a function that takes no plain call, with the declaration that would help.
 
     Raises:
-        ValueError: if a name that is declared is none of them, or one may be a mask by a name that is not known.
+        ValueError: if the function takes its weights, which are missing.
     """
-    declared = {"mask": mask_name, "is_causal": causal_name}
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in (parameters or {}).values())
-    for role, wanted in declared.items():
-        if wanted and parameters is not None and wanted not in parameters and not takes_any:
-            raise Refusal(role, f"be a parameter of {name}", {role: wanted}, hint=f"there are {', '.join(parameters)}")
-    roles: dict[str, str] = {}
-    for role, names in ROLES.items():
-        found = next((known for known in names if known in (parameters or ())), "")
-        if found := found if declared.get(role) is None else declared[role]:
-            roles[role] = found
-    if mask_name is None and "mask" not in roles:
-        _check_for_a_mask(name, parameters, roles)
-    return roles
-
-
-def _check_for_a_mask(name: str, parameters: Mapping[str, inspect.Parameter] | None, roles: Mapping[str, str]) -> None:
-    """Refuse to examine without a mask what may take one by a name that is not known."""
-    if parameters is None:
-        unknown = ["parameters that cannot be seen"]
-    else:
-        unknown = [  # what is required and not given fails by itself
-            str(parameter)
-            for parameter in parameters.values()
-            if parameter.name not in {*roles.values(), *NO_MASKS}
-            and (parameter.default is not parameter.empty or parameter.kind is parameter.VAR_KEYWORD)
-        ]
-    if unknown:
-        raise Refusal(
-            "mask_name", f"say which parameter of {name} is the mask, or '' for none (--mask-name)", ", ".join(unknown)
-        )
+    check_has_weights(target, error.argument, str(error.got))
+    if d_model is None:
+        error.remedy = {"d_model": "E"}
+        error.hint = "sets the width of the inputs"
+    return error
 
 
 def name_of(target: Any) -> str:
@@ -219,18 +195,17 @@ def name_of(target: Any) -> str:
     return str(getattr(target, "__qualname__", type(target).__name__))
 
 
-def made(target: Any, name: str) -> Any:
-    """The module that a class or factory makes; anything else as it is."""
+def made(target: Any, name: str, params: Any = None) -> Any:
+    """The module that a class or factory makes; a function of weights with `params`; anything else as it is."""
+    if params is not None:
+        return with_params(target, params, name)
+    if linen_module(target):
+        rule = "be given: a module of flax.linen has no weights of its own"
+        raise WrongType("params", rule, type(target).__name__, remedy={"params": "pkg.module:NAME"})
     parameters = parameters_of(target)
-    required = [
-        parameter
-        for parameter in (parameters or {}).values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
     if inspect.isclass(target):
-        if required:
-            raise WrongType("a class", "need no arguments", f"{name}({', '.join(p.name for p in required)})")
+        if missing := required(parameters or {}):
+            raise WrongType("a class", "need no arguments", f"{name}({', '.join(missing)})")
         return target()
     if parameters is not None and not parameters and inspect.isroutine(target):
         made = target()
@@ -240,20 +215,12 @@ def made(target: Any, name: str) -> Any:
     return target
 
 
-def parameters_of(target: Any) -> Mapping[str, inspect.Parameter] | None:
-    """The parameters of a call, or None where a compiled function does not tell."""
-    if not inspect.isclass(target) and hasattr(target, "forward") and not inspect.isroutine(target):
-        target = target.forward
-    elif not inspect.isclass(target) and not inspect.isroutine(target) and hasattr(type(target), "__call__"):  # noqa: B004
-        target = target if hasattr(target, "func") else target.__call__
-    try:
-        return inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        return None
-
-
 def framework_of(target: Any) -> str | None:
-    """Whose arrays a function or module takes, one of `FRAMEWORKS`, or None if it cannot be seen."""
+    """The framework whose arrays a function or module takes, one of `FRAMEWORKS`; None if it cannot be seen."""
+    if isinstance(target, WithParams) and (found := _only(map(type, arrays_in(target.params)))):
+        return found
+    if linen_module(target):
+        return "jax"
     library = _library(target)
     return {"flax": "jax", "equinox": "jax"}.get(library or "", library) or _imported(target)
 
@@ -261,12 +228,6 @@ def framework_of(target: Any) -> str | None:
 def _library(target: Any) -> str | None:
     """The library whose module it is: `torch`, `flax` or `equinox`."""
     for kind in type(target).__mro__:
-        if kind.__module__.startswith("flax.linen") and kind.__name__ == "Module":
-            raise WrongType(
-                "a module of flax.linen",
-                "be given as a function that applies it to its parameters",
-                type(target).__name__,
-            )
         library = kind.__module__.split(".")[0]
         if library in ("torch", "flax", "equinox") and kind.__name__ == "Module":
             return library
@@ -274,19 +235,23 @@ def _library(target: Any) -> str | None:
 
 
 def _imported(target: Any) -> str | None:
-    """The one of the frameworks that a function's own module uses."""
+    """The framework that a function's own module uses, or else the modules whose functions it uses."""
     function = inspect.unwrap(getattr(target, "func", target))
     if not hasattr(function, "__globals__") and inspect.isfunction(getattr(type(function), "__call__", None)):  # noqa: B004
         function = type(function).__call__
-    own = (getattr(function, "__module__", None) or "").split(".")[0]
-    if own in FRAMEWORKS or own == "torch._C":
-        return own
-    modules = {
-        (value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None) or "").split(".")[0]
-        for value in getattr(function, "__globals__", {}).values()
-    }
-    found = [framework for framework in FRAMEWORKS if framework in modules]
-    return found[0] if len(found) == 1 else None
+    if found := _only([function]):
+        return found
+    used = [*getattr(function, "__globals__", {}).values()]
+    names = {each.__name__ if inspect.ismodule(each) else getattr(each, "__module__", None) for each in used}
+    further = [vars(sys.modules[name]).values() for name in names if name in sys.modules and name != "builtins"]
+    return _only(used) or _only(each for values in further for each in values)
+
+
+def _only(used: Iterable[Any]) -> str | None:
+    """The one framework to which some modules, types or functions belong."""
+    names = [each.__name__ if inspect.ismodule(each) else getattr(each, "__module__", None) for each in used]
+    found = {OF_LIBRARY.get(name.split(".")[0]) for name in names if isinstance(name, str)} - {None}
+    return found.pop() if len(found) == 1 else None
 
 
 def _size(target: Any, names: Sequence[str]) -> int | None:
@@ -298,6 +263,8 @@ def _widths(target: Any, library: str | None) -> list[int]:
     told = _size(target, WIDTHS)
     if library == "torch":
         shapes = [tuple(parameter.shape) for parameter in target.parameters()]
+    elif isinstance(target, WithParams):
+        shapes = [tuple(leaf.shape) for leaf in arrays_in(target.params)]
     else:
         import jax
 
@@ -318,10 +285,8 @@ def _with_width(subject: Subject, widths: Sequence[int]) -> Subject:
             reasons.append(str(error))
             continue
         return found
-    raise ValueError(
-        f"d_model must be declared where no width seen in its parameters is taken, got {subject.name}"
-        + (f" with {widths[0]}: {reasons[0]}" if reasons else "")
-    )
+    got = f"{subject.name}{f' with {widths[0]}: {reasons[0]}' if reasons else ''}"
+    raise Refusal("d_model", "be declared if no width seen in its parameters is taken", got)
 
 
 @dataclass
@@ -388,7 +353,7 @@ class _AsCall:
                 return jax.tree.map(cast, self.target)
             fresh = fresh_copies(self.target, cast)
             return lambda *args, **named: fresh()(*args, **named)
-        return self.target
+        return self.target.in_dtype(path.dtype, self.framework) if isinstance(self.target, WithParams) else self.target
 
     def _call(self, function: Callable[..., Any], query: Any, key: Any, value: Any, named: dict[str, Any]) -> Any:
         def direct(query: Any, key: Any, value: Any) -> Any:

@@ -48,7 +48,7 @@ def examine(
     framework = target.framework if isinstance(target, Subject) else declared.get("framework")
     if not isinstance(target, Subject):
         declared["name"] = declared.get("name") or name_of(target)
-        target = made(target, declared["name"])
+        target = made(target, declared["name"], declared.pop("params", None))
         framework = framework or framework_of(target)
     known = TTNN_DTYPES if framework == "ttnn" else DTYPES
     if unknown := [dtype for dtype in dtypes or () if dtype not in known]:

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from parity.conformance.signatures import BIASES, LEAVES, PACKED, PROJECTIONS
 from parity.mutating.calls import Call, Function, library_of
 from parity.mutating.compare import Unfit
-from parity.mutating.view import BIASES, PACKED, PROJECTIONS
 
-LEAVES = {"weight": "weight", "kernel": "weight", "w": "weight", "bias": "bias", "b": "bias"}
 PACKED_PROJECTION = "qkv_proj"
 Arrays = dict[str, Any]
 Path = tuple[Any, ...]
@@ -52,9 +51,9 @@ def held_in(call: Call) -> Held:
         Unfit: if it has none by a name that is known, or those of several layers.
     """
     carrier = _carrier(call)
-    places = _projections({path: [str(word) for word in path] for path in carrier.leaves})
+    places = _projections({path: ".".join(map(str, path)).split(".") for path in carrier.leaves})
     library = "" if call.owner is None else library_of(call.owner)
-    kernels = {leaf: str(places[leaf][-1]) for leaf in places if leaf.endswith(".weight")}
+    kernels = {leaf: str(places[leaf][-1]).split(".")[-1] for leaf in places if leaf.endswith(".weight")}
     out_first = {
         leaf
         for leaf, name in kernels.items()
@@ -153,15 +152,17 @@ def _carrier(call: Call) -> _Carrier:
         if library == "torch":
             return _of_torch(call)
         if library == "equinox":
-            return _of_equinox(call)
+            return _of_tree(call.owner, call.of)
         if library == "linen":
             return _of_linen(call)
         if library == "nnx":
             return _of_nnx(call)
         raise Unfit("it is a module of no library whose weights can be changed here")
-    mapping = call.get("weights")
-    if mapping is not None:
-        return _of_mapping(call, mapping)
+    weights = call.get("weights")
+    if weights is not None and call.view.framework == "jax" and not hasattr(weights, "shape"):
+        return _of_tree(weights, lambda tree: call.but(weights=tree))
+    if weights is not None:
+        return _of_mapping(call, weights)
     data = {call.view.roles.get(role) for role in ("query", "key", "value")}
     others = {name: call.named(name) for name in (*call.view.order, *call.kwargs) if name not in data}
     given = {name: x for name, x in others.items() if hasattr(x, "shape")}
@@ -227,17 +228,18 @@ def _replaced(places: list[tuple[Callable[[Any, Any], None], Any, Any, Any]]) ->
             put(name, before)
 
 
-def _of_equinox(call: Call) -> _Carrier:
+def _of_tree(tree: Any, call_with: Callable[[Any], Call]) -> _Carrier:
+    """A tree of JAX, such as a module of Equinox or a mapping that holds others."""
     import jax
 
-    flat, form = jax.tree_util.tree_flatten_with_path(call.owner)
+    flat, form = jax.tree_util.tree_flatten_with_path(tree)
     words = [
         tuple(getattr(key, "name", getattr(key, "key", getattr(key, "idx", ""))) for key in path) for path, _ in flat
     ]
 
     def run(function: Function, changed: Mapping[Path, Any]) -> Any:
         leaves = [changed.get(path, x) for path, (_, x) in zip(words, flat, strict=True)]
-        return function(call.of(jax.tree_util.tree_unflatten(form, leaves)))
+        return function(call_with(jax.tree_util.tree_unflatten(form, leaves)))
 
     return _Carrier({path: x for path, (_, x) in zip(words, flat, strict=True) if hasattr(x, "shape")}, run)
 
@@ -266,16 +268,11 @@ def _of_linen(call: Call) -> _Carrier:
 
 
 def _of_mapping(call: Call, mapping: Any) -> _Carrier:
-    """Of a mapping that may hold others, its names perhaps with dots in them."""
+    """A mapping that may hold others; its names may have dots in them."""
     paths = dict(_paths(mapping)) if isinstance(mapping, Mapping) else {}
     if not paths:
         raise Unfit(f"its weights are no mapping of arrays by name but {type(mapping).__name__}")
-    split = {tuple(".".join(map(str, path)).split(".")): path for path in paths}
-
-    def run(function: Function, changed: Mapping[Path, Any]) -> Any:
-        return function(call.but(weights=_changed(mapping, {split[path]: x for path, x in changed.items()})))
-
-    return _Carrier({words: paths[path] for words, path in split.items()}, run)
+    return _Carrier(paths, lambda function, changed: function(call.but(weights=_changed(mapping, changed))))
 
 
 def _paths(mapping: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:

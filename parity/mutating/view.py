@@ -12,52 +12,12 @@ import numpy as np
 
 from mha_spec import Refusal
 from parity.conformance.calls import Failed, Refused, run
-from parity.conformance.discover import framework_of, load_callable, parameters_of, roles_of, subject_of
+from parity.conformance.discover import framework_of, load_callable, subject_of
 from parity.conformance.examination import Examination
+from parity.conformance.functional import linen_module, weights_parameter, with_params
 from parity.conformance.questions.masks import causal as asks_causal
+from parity.conformance.signatures import BIASES, PACKED, PROJECTIONS, Parameters, parameters_of, roles_of
 from parity.conformance.subjects import NUM_KV_HEADS, Subject
-
-MORE_ROLES = {
-    "bias": ("attn_bias", "score_bias", "position_bias", "bias"),
-    "positions": ("positions", "position_ids", "input_pos"),
-    "cos": ("cos",),
-    "sin": ("sin",),
-    "position_embeddings": ("position_embeddings",),
-    "cache": ("cache", "kv_cache", "past_key_values", "past_key_value", "layer_past"),
-    "window": ("window_size", "sliding_window", "window"),
-    "soft_cap": ("soft_cap", "softcap", "logits_soft_cap"),
-    "sinks": ("sinks",),
-    "weights": ("weights", "params"),
-    "scale": ("scale", "softmax_scale", "sm_scale"),
-    "theta": ("theta", "rope_theta"),
-}
-"""Parameters that mistakes need beside those of `conformance`, by what they are for."""
-
-PROJECTIONS = {
-    f"{name[0]}_proj": (
-        *(f"{name[0]}_proj", f"w{name[0]}", f"w_{name[0]}", f"{name[0]}_weight", f"{name[0]}_kernel", f"{name[0]}_lin"),
-        *(name, f"{name}_proj", f"to_{name[0]}", f"linear_{name[0]}", f"{name[0]}_linear", name[0]),
-    )
-    for name in ("query", "key", "value")
-} | {
-    "out_proj": (
-        *("out_proj", "o_proj", "wo", "w_o", "o_weight", "out_weight", "o_kernel", "out_kernel", "to_out", "out_lin"),
-        *("output_proj", "linear_out", "out_linear", "dense", "out", "proj", "c_proj", "o"),
-    )
-}
-"""What a projection may be called, in small letters: a parameter, a key of `weights` or an attribute of a module."""
-
-PACKED = (
-    *("qkv_proj", "qkv", "wqkv", "w_qkv", "qkv_weight", "qkv_kernel", "to_qkv", "c_attn", "in_proj", "in_proj_weight"),
-    *("query_key_value", "w_pack", "qkv_linear"),
-)
-"""What the projection of queries, keys and values may be called that is one."""
-
-BIASES = {f"{name}_proj": (f"b{name}", f"b_{name}", f"{name}_bias", f"{name}_proj_bias") for name in "qkv"} | {
-    "out_proj": ("bo", "b_o", "o_bias", "out_bias", "out_proj_bias", "o_proj_bias"),
-    "qkv_proj": ("bqkv", "b_qkv", "qkv_bias", "qkv_proj_bias", "in_proj_bias"),
-}
-"""What the bias of a projection may be called as a parameter."""
 
 WORDS = {
     "mask": "mask",
@@ -157,7 +117,8 @@ class View:
 def place_of(module: Any, attribute: str) -> tuple[Any, str, bool]:
     """Where mistakes are planted for a dotted name of a module: the holder, the name in it, whether it is a method.
 
-    Of a class that is its `forward` or `__call__`, and of a module that was made, that of its class.
+    Of a class that is its `forward` or `__call__`, and of a module that was made, or the `apply` of one of linen, that
+    of its class.
 
     Raises:
         AttributeError: if there is no such name.
@@ -166,6 +127,8 @@ def place_of(module: Any, attribute: str) -> tuple[Any, str, bool]:
     for name in attribute.split("."):
         holder, found = found, getattr(found, name)
     last = attribute.rpartition(".")[2]
+    if module_of_linen := linen_module(found):
+        return type(module_of_linen), "__call__", True
     if inspect.isclass(found) or not (inspect.isroutine(found) or hasattr(found, "__wrapped__")):
         owner = found if inspect.isclass(found) else type(found)
         return owner, "forward" if hasattr(owner, "forward") else "__call__", True
@@ -177,6 +140,7 @@ def view_of(
     *,
     framework: str | None = None,
     axes: str | None = None,
+    params: Any = None,
     mask_name: str | None = None,
     mask_true: str | None = None,
     padding_true: str | None = None,
@@ -199,10 +163,11 @@ def view_of(
     if parameters is None:
         raise Refusal(target, "be a function whose parameters can be seen", type(function).__name__)
     parameters = dict(list(parameters.items())[is_method:])
-    roles = _roles(target, parameters, mask_name, causal_name)
-    framework = framework or _framework(found, holder if is_method else None)
+    roles = _roles(target, holder if is_method else function, parameters, mask_name, causal_name)
+    taken = found if params is None else with_params(found, params, target)
+    framework = framework or _framework(taken, holder if is_method else None)
     if framework not in ("torch", "jax"):
-        raise ValueError(f"framework must be declared as torch or jax (--framework) where it cannot be seen: {target}")
+        raise Refusal("framework", "be declared as torch or jax if it cannot be seen", target)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     has_weights, left = is_method or "weights" in roles, parameters.keys() - {*roles.values()}
     plain = View(
@@ -220,11 +185,12 @@ def view_of(
     )
     declared = {"axes": axes, "mask_name": mask_name, "mask_true": mask_true, "causal_name": causal_name}
     try:
-        subject = subject_of(found, target, framework=framework, causal=causal, **declared)  # type: ignore[arg-type]
+        subject = subject_of(taken, target, framework=framework, causal=causal, **declared)  # type: ignore[arg-type]
         found_out = _examined(plain, subject)
     except (ValueError, TypeError, Refused, Failed) as error:
         if not axes and {"key", "value"} <= roles.keys() and not plain.projections:
-            raise ValueError(f"axes must be declared (--axes) where they cannot be found out: {error}") from error
+            raise Refusal("axes", "be declared if they cannot be found out", str(error)) from error
+        error = error.renamed(_in_flags) if isinstance(error, Refusal) else error
         return replace(plain, axes=axes or "BTE", note=str(error).split("\n")[0])
     if mask_true and mask_true != found_out.mask_true:
         seen = found_out.mask_true or "neither"
@@ -234,25 +200,29 @@ def view_of(
     return found_out
 
 
+def _in_flags(name: str, value: Any) -> tuple[str, Any]:
+    """Names of declarations as the command line has them."""
+    return f"--{name.replace('_', '-')}" if name in ("params", "d_model", "mask_name", "framework") else name, value
+
+
 def _roles(
     target: str,
-    parameters: Mapping[str, inspect.Parameter],
+    function: Any,
+    parameters: Parameters,
     mask_name: str | None,
     causal_name: str | None,
 ) -> dict[str, str]:
+    """Parameters by role; `query` is the first that has no other role and is no projection."""
     if not parameters:
         raise Refusal(target, "take queries or what they are made of", "no parameters")
-    more = {role: next((n for n in names if n in parameters), "") for role, names in MORE_ROLES.items()}
-    more = {role: name for role, name in more.items() if name}
-    known = {*more.values(), *(name for names in PROJECTIONS.values() for name in names)}
-    left = {name: parameter for name, parameter in parameters.items() if name not in known or name in ("key", "value")}
-    beside = known - {"query", "q"}  # weights may come first
-    left |= {name: parameters[name] for name in ("k", "v", "query") if name in parameters}
-    return {
-        "query": next((name for name in parameters if name not in beside), next(iter(parameters))),
-        **more,
-        **roles_of(target, left, mask_name=mask_name, causal_name=causal_name),
-    }
+    projections = {name for names in PROJECTIONS.values() for name in names}
+    inputs = {"query", "key", "value", "k", "v"}
+    others = {name: each for name, each in parameters.items() if name not in projections - inputs}
+    roles = roles_of(target, others, mask_name=mask_name, causal_name=causal_name)
+    if weights := weights_parameter(function, parameters):
+        roles["weights"] = weights
+    known = {*projections, *roles.values()} - {"query", "q"}
+    return {"query": next((name for name in parameters if name not in known), next(iter(parameters))), **roles}
 
 
 def _framework(found: Any, owner: Any) -> str | None:

@@ -9,16 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from parity.conformance.discover import HEADS
+from parity.conformance.signatures import HEAD_DIMS, HEADS, KV_HEADS, PROJECTIONS
 from parity.mutating.calls import Call, Planted, Run, taken
 from parity.mutating.compare import Unfit
 from parity.mutating.held import PACKED_PROJECTION, Arrays, Held, held_in
 from parity.mutating.mistakes.rope import has_rope
 from parity.mutating.packed import candidates, parts_of, unpacked
-from parity.mutating.view import PROJECTIONS
-
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
-HEAD_DIMS = ("head_dim", "head_size", "d_head", "d_k")
 
 
 @dataclass(frozen=True)

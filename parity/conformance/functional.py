@@ -1,0 +1,170 @@
+"""Functions of weights and inputs, `attention(params, x)`: detection, and calls with weights of a user."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mha_spec import Refusal, WrongType
+from parity.conformance.signatures import Parameters, parameters_of, required, role_names
+from parity.conformance.subjects import BATCH, HEAD_DIM, NUM_HEADS
+
+
+@dataclass(frozen=True)
+class WithParams:
+    """A function of weights and inputs with its weights: a function of inputs.
+
+    Attributes:
+        func: takes the weights and inputs.
+        params: the weights, a mapping or another tree of arrays.
+        name: the parameter that takes them.
+        signature: of `func`.
+    """
+
+    func: Callable[..., Any]
+    params: Any
+    name: str
+    signature: inspect.Signature
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        others = [parameter for name, parameter in self.signature.parameters.items() if name != self.name]
+        return self.signature.replace(parameters=others)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if self.name == next(iter(self.signature.parameters)):
+            return self.func(self.params, *args, **named)
+        return self.func(*args, **{self.name: self.params}, **named)
+
+    def in_dtype(self, dtype: str, framework: str) -> WithParams:
+        """Copy with floating-point weights in a dtype of a framework."""
+        if framework == "jax":
+            import jax
+            import jax.numpy as jnp
+
+            def cast(leaf: Any) -> Any:
+                is_floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+                return jnp.asarray(leaf, dtype) if is_floating else leaf
+
+            return WithParams(self.func, jax.tree.map(cast, self.params), self.name, self.signature)
+        if framework == "torch":
+            import torch
+
+            def convert(leaf: Any) -> Any:
+                leaf = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+                is_floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+                return leaf.detach().to(getattr(torch, dtype)) if is_floating else leaf
+
+            return WithParams(self.func, _mapped(self.params, convert), self.name, self.signature)
+        return self
+
+
+def with_params(target: Any, params: Any, name: str) -> WithParams:
+    """Function of inputs, made of a function of weights and inputs.
+
+    Args:
+        target: the function, or a module of flax.linen or its `apply`.
+        params: its weights; those of flax.linen with or without `{"params": …}`.
+        name: of the function, for messages.
+
+    Raises:
+        ValueError: if there are no arrays in `params`, or no parameter takes them.
+        TypeError: if the target is a module that has its weights, or a class.
+    """
+    if not any(True for _ in arrays_in(params)):
+        raise Refusal("params", "be a mapping or another tree of arrays", type(params).__name__)
+    if module := linen_module(target):
+        is_whole = isinstance(params, Mapping) and "params" in params
+        signature = inspect.signature(type(module).__call__)
+        return WithParams(_apply_of(module), params if is_whole else {"params": params}, "self", signature)
+    if inspect.isclass(target):
+        raise WrongType("params", "come with a function that takes them", f"the class {name}")
+    parameters = parameters_of(target)
+    if parameters is None:
+        raise Refusal("params", "come with a function whose parameters can be seen", name)
+    if len(required(parameters)) < 2:
+        raise Refusal("params", "come with a function of weights and inputs", f"{name}({', '.join(parameters)})")
+    found = weights_parameter(target, parameters) or next(iter(parameters))
+    return WithParams(target, params, found, inspect.Signature(list(parameters.values())))
+
+
+def linen_module(target: Any) -> Any:
+    """The module of flax.linen that a target is, or whose `apply` it is; None if there is none."""
+    if inspect.ismethod(target) and target.__name__ == "apply":
+        target = target.__self__
+    kinds = [] if inspect.isclass(target) else type(target).__mro__
+    is_linen = any(kind.__module__.startswith("flax.linen") and kind.__name__ == "Module" for kind in kinds)
+    return target if is_linen else None
+
+
+def _apply_of(module: Any) -> Callable[..., Any]:
+    def apply(variables: Any, *args: Any, **named: Any) -> Any:
+        import jax
+
+        return module.apply(variables, *args, rngs={"dropout": jax.random.key(0)}, **named)
+
+    return apply
+
+
+def weights_parameter(function: Any, parameters: Parameters) -> str:
+    """Name of the parameter that takes the weights; empty if there is none.
+
+    A parameter is known by its name, or because the function looks up a name in it.
+    """
+    if linen_module(function):
+        return next(iter(parameters))
+    roles, names = role_names(parameters), required(parameters)
+    if found := roles.get("weights"):
+        return found
+    if len(names) < 2 or inspect.isclass(function):
+        return ""
+    unknown = [name for name in names if name not in roles.values()]
+    return next((name for name in unknown if _looks_up_a_name(function, names, name)), "")
+
+
+def check_has_weights(target: Any, name: str, why: str = "") -> None:
+    """Refuse a function that must be called with its weights.
+
+    Raises:
+        ValueError: if the function has a required parameter for its weights.
+    """
+    parameters = parameters_of(target) or {}
+    if (found := weights_parameter(target, parameters)) and found in required(parameters):
+        rule = f"be given: {name} takes its weights as {found}"
+        raise Refusal("params", rule, why, remedy={"params": "pkg.module:NAME"})
+
+
+def _looks_up_a_name(function: Callable[..., Any], names: Sequence[str], name: str) -> bool:
+    """Whether a call with an empty mapping fails because the function misses a key in it."""
+    x = np.zeros((BATCH, NUM_HEADS, NUM_HEADS * HEAD_DIM), np.float32)
+    try:
+        function(*({} if each == name else x for each in names))
+    except KeyError as error:
+        return isinstance(next(iter(error.args), None), str)
+    except Exception:  # whatever such inputs raise
+        return False
+    return False
+
+
+def arrays_in(tree: Any) -> Iterator[Any]:
+    """The arrays in a mapping or another tree, in order."""
+    if hasattr(tree, "shape"):
+        yield tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for each in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from arrays_in(each)
+    elif "jax" in sys.modules:
+        yield from (leaf for leaf in sys.modules["jax"].tree.leaves(tree) if hasattr(leaf, "shape"))
+
+
+def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, Mapping):
+        return {name: _mapped(each, change) for name, each in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_mapped(each, change) for each in tree)
+    return change(tree)
