@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mha_spec import Refusal
-
 if TYPE_CHECKING:
     from parity.core.compare import Comparison
     from parity.diagnosis.diagnose import Diagnosis
@@ -159,6 +157,7 @@ class _Controller(_Recorder):
 
     def check(self) -> None:
         """Refuse what cannot be written before the tests run, not after them."""
+        from mha_spec import Refusal
         from parity.files.target import check_writable
 
         suffix = self.path.suffix.lower()
