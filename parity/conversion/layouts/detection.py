@@ -231,10 +231,7 @@ def find_spec(
     if len(of_qkv) not in (0, 3):
         raise Refusal("q_proj, k_proj and v_proj", "all have a bias, or none", str(of_qkv))
     told = {name: shapes[name] for name in names_of(present, shapes)}
-    axes = {name: len(tensor.groups()) for tensor in present for name in matches(tensor.name, shapes)}
-    if any(len(shape) != axes[name] for name, shape in told.items()):
-        raise DoesNotFit(f"shapes must be those of a layer in {layout.name}, got {told}")
-    _check_sizes(told, layout)
+    _check_shapes(told, present, layout)
     widths = _widths(present, shapes)
     fitting, reasons = [], []
     for heads, kv_heads, features in _head_counts(present, shapes, layout, num_heads, num_kv_heads, head_dim):
@@ -252,6 +249,8 @@ def find_spec(
                 rope=rope,
             )
         except ValueError as error:
+            if isinstance(error, TypeError):  # whatever the heads
+                raise
             reasons.append(str(error))
             continue
         if shapes_of(present, spec, layout) != told:
@@ -377,12 +376,15 @@ def divisors(number: int) -> list[int]:
     return small + [number // each for each in reversed(small) if each * each != number]
 
 
-def _check_sizes(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> None:
-    """Refuse sizes that no layer has, before heads of so many features are tried.
+def _check_shapes(shapes: Mapping[str, tuple[int, ...]], present: Collection[Tensor], layout: Layout) -> None:
+    """Refuse shapes that no layer has, before heads of so many features are tried.
 
     Raises:
-        DoesNotFit: if one is 0 or beyond `MAX_SIZE`.
+        DoesNotFit: if one has another number of axes, or a size is 0 or beyond `MAX_SIZE`.
     """
+    axes = {name: len(tensor.groups()) for tensor in present for name in matches(tensor.name, shapes)}
+    if any(len(shape) != axes[name] for name, shape in shapes.items()):
+        raise DoesNotFit(f"shapes must be those of a layer in {layout.name}, got {dict(shapes)}")
     rule = f"shapes must be those of a layer in {layout.name}, of sizes from 1 to {MAX_SIZE}"
     for name, shape in shapes.items():
         if not all(1 <= size <= MAX_SIZE for size in shape):
