@@ -401,6 +401,21 @@ def test_a_law_hides_no_mistake_after_it():
     json.dumps(diagnosis.to_dict(), allow_nan=False)
 
 
+def test_a_law_is_not_assumed_that_an_earlier_call_contradicts():
+    """Each new token is turned as by a factor of its own, and those of the prompt are right."""
+    spec = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
+    case = Case("steps", spec, "a prompt, then tokens", seq_len=6, chunks=(4, 1, 1), capacity=8)
+    factors = np.array([1.0, 1.0, 1.0, 1.0, 0.625, 0.5])
+    turned = Changed({"turned": lambda _, f, name, x, positions: f(name, x, positions * factors[positions])})
+    problem = make_problem(case, "float32")
+    names = [f"step{step}.q" for step in range(3)]
+    observed = observed_in(problem, [turned])
+    given = {name: observed[name] for name in names}
+    given["step0.v"] = observed["step0.v"] * np.linspace(0.5, 2.0, 8, dtype=np.float32)
+    found = diagnose(given, problem).unknowns[1:]
+    assert [(each.stage, each.law.numbers["value"]) for each in found] == [(names[1], 1.6), (names[2], 2.0)]
+
+
 def test_numbers_that_fit_one_frequency_by_chance_are_left_out():
     problem = make_problem(Case("llama", LLAMA, "a prompt", seq_len=12, is_causal=True), "float32")
     observed = observed_in(problem, [frequencies_times(1.0, 0.9, *[1.0] * 6)])

@@ -5,7 +5,7 @@ So a bug of no known name hides no other: neither one after it, nor the same one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,22 +18,24 @@ from parity.diagnosis.replay import Mistakes, Replay
 from parity.diagnosis.verdicts import Unknown
 
 
-def assumption(replay: Replay, unknown: Unknown, stages: Sequence[str], found: Mistakes) -> Mistakes:
+def assumption(replay: Replay, unknown: Unknown, found: Mistakes) -> Mistakes:
     """Make the law of a stage a mistake in the layer.
 
     Args:
         replay: the reference, and what was observed.
         unknown: the stage, with its laws.
-        stages: those that are judged, in order.
         found: the mistakes that are there already.
 
     Returns:
         One mistake that explains the stage and spoils no stage that is right; nothing if no law makes one.
     """
-    wrong = replay.wrong(stages, found)
-    right = [stage for stage in stages if stage not in wrong]
+    quantity = stage_named(unknown.stage).quantity
+    path = stage_named(unknown.stage).path
+    of_path = [stage for stage in replay.stages if stage_named(stage).path == path]  # earlier ones, too
+    wrong = replay.wrong(of_path, found)
+    right = [stage for stage in of_path if stage not in wrong]
     for law in () if unknown.findings is None else unknown.findings.found:
-        for change in _changes(law, stage_named(unknown.stage).quantity):
+        for change in _changes(law, quantity):
             made = (*found, _mistake(law, change))
             if replay.verdict(unknown.stage, made).ratio <= 1.0 and not replay.wrong(right, made):
                 return made[len(found) :]

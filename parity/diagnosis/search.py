@@ -101,7 +101,7 @@ def search(replay: Replay, clock: Clock, begin: Mistakes = ()) -> Found:
             if not path.unexplained:
                 break
             unknown = _unknown(replay, path.unexplained, found, clock)
-            assumed = assumption(replay, unknown, of_part, found)
+            assumed = assumption(replay, unknown, found)
             unknowns.append(
                 unknown.explaining(replay.explained(of_part, found, assumed), [law.about for law in assumed])
             )
