@@ -142,7 +142,7 @@ def test_convert_writes_what_it_did_as_json(source, tmp_path):
     content = json.loads((tmp_path / "r.json").read_text())
     assert content.pop("path") == str(tmp_path / "b.npz")
     others = {"heads_from", "left_out", "unconverted", "optimizer_state", "not_carried", "dequantised", "missing"}
-    others |= {"joined"}
+    others |= {"joined", "metadata_left_out"}
     assert content.keys() == {"format", "source", "layers", "spec", "kept", "dropped", *others}
     assert not any(content[name] for name in others)
     assert content["format"] == 1
@@ -321,6 +321,7 @@ def test_inspect_writes_json(source, tmp_path):
             "dtype": "float32",
             "is_stacked": False,
             "packing": "",
+            "unread": [],
         }
     ]
 
@@ -550,18 +551,19 @@ def test_a_config_that_does_not_fit_tells_nothing(source, tmp_path, capsys, othe
 
 
 @pytest.mark.parametrize(
-    "rope",
+    ("rope", "drop"),
     [
-        {"rope_scaling": {"rope_type": "llama3"}},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500}},
-        {"partial_rotary_factor": 0.25},
-        {"rope_theta": float("inf")},
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 500}}, "rope_type"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ({"rope_theta": float("inf")}, "rope_theta"),
     ],
 )
-def test_rope_that_a_specification_cannot_say_is_not_taken_from_a_config(source, tmp_path, capsys, rope):
+def test_rope_that_a_specification_cannot_say_is_not_taken_from_a_config(source, tmp_path, capsys, rope, drop):
     config_beside(tmp_path / "source.safetensors", **rope)
     arguments = [source, str(tmp_path / "b.npz"), "--from", "transformers.LLaMA", "--prefix", PREFIX]
-    assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 0
+    assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 2
+    assert main(["convert", *arguments, "--to", "meta.LLaMA", "--drop", drop]) == 0
     assert "(from config.json): " in capsys.readouterr().out
 
 
@@ -578,6 +580,7 @@ def test_rope_that_is_not_read_is_named_once_by_every_command(source, tmp_path, 
     config_beside(tmp_path / "source.safetensors", **ROPE_NOT_CARRIED[words])
     layer = [source, "--from", "transformers.LLaMA", "--prefix", PREFIX]
     convert = ["convert", source, str(tmp_path / "b.npz"), *layer[1:], "--to", "meta.LLaMA"]
+    convert += ["--drop", words.partition("=")[0]]
     commands = [
         [*convert, "--json", str(tmp_path / "c.json")],
         ["inspect", source],

@@ -356,7 +356,9 @@ def test_what_a_target_does_not_carry_is_refused_or_dropped(gemma, llama, capsys
     assert "say nothing of rope=Rope(theta=10000.0); --drop rope leaves it out" in out
     assert not target.exists()
     said(capsys, "convert", llama, target, "--to", "flax.nnx", "--drop", "rope")
-    assert "hold the same attention in all 2 layers: 2 the same, bit for bit" in said(capsys, "verify", llama, target)
+    out = said(capsys, "verify", llama, target, status=2)
+    assert "hold the same weights in all 2 layers: 2 the same, bit for bit" in out
+    assert f"not compared: rope (left out when {target} was written)" in out
     out = said(capsys, "convert", gemma, tmp_path / "b.npz", "--to", "meta.LLaMA", status=2)
     assert "it has no names for ['k_norm.weight', 'q_norm.weight']" in out
     out = said(capsys, "convert", gemma, tmp_path / "b.npz", "--to", "canonical", "--drop", "ropes", status=2)
@@ -413,9 +415,9 @@ def test_scaling_of_rope_is_not_lost_on_the_way(llama, capsys, tmp_path):
     with open_layers(target) as layers:
         assert layers[0].spec.rope == replace(specs_of(folder)[0].spec.rope, scaling=None)
         assert layers[0].dropped == ("rope.scaling",)
-    out = said(capsys, "verify", folder, target)
+    out = said(capsys, "verify", folder, target, status=2)
     assert "bit for bit" in out
-    assert f"{target} was told to leave out rope.scaling: that is not compared" in out
+    assert f"not compared: rope.scaling (left out when {target} was written)" in out
 
 
 def test_biases_are_filled_only_when_asked(llama, capsys, tmp_path):
@@ -635,7 +637,10 @@ def test_layers_beyond_the_last_are_left_as_they_are(llama, capsys, tmp_path):
         assert [label for label, *_ in layers_in(folder)] == ["layers.0.self_attn", "layers.1.self_attn"]
     out = said(capsys, "convert", folder, tmp_path / "c.safetensors", "--to", "canonical")
     assert out.startswith("2 attention layers")
-    assert "bit for bit" in said(capsys, "verify", folder, tmp_path / "c.safetensors")
+    out = said(capsys, "verify", folder, tmp_path / "c.safetensors", status=2)
+    assert "not compared: layers.{i}.self_attn" in out
+    layers = ("--prefix", "layers.{i}.self_attn")
+    assert "bit for bit" in said(capsys, "verify", folder, tmp_path / "c.safetensors", *layers)
     out = said(capsys, "run", "--model", folder, "--backends", "torch")
     assert "others of layers.{i}.self_attn" in out
 
@@ -652,7 +657,8 @@ def test_layers_that_the_file_lacks_are_named(llama, capsys, tmp_path):
     words = f"not in {tmp_path / 'part'}, which by its config.json should have them: layers.1.self_attn"
     assert words in said(capsys, "run", "--backends", "torch", "--model", tmp_path / "part")
     for command in ("verify", "diagnose"):  # which refuse other numbers of layers
-        assert words in said(capsys, command, llama, tmp_path / "part", status=2)
+        out = said(capsys, command, llama, tmp_path / "part", status=2)
+        assert f"not compared: layers.1.self_attn (not in {tmp_path / 'part'}" in out
     assert "should have them" not in said(capsys, "run", "--backends", "torch", "--model", llama)
 
 

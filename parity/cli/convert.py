@@ -83,6 +83,7 @@ def run(options: argparse.Namespace) -> int:
     for what, names in (
         ("not in the file, which by its config.json should have them", converted.missing),
         ("left out, since they are not tensors", converted.left_out),
+        ("metadata of the source that the target does not hold", converted.metadata_left_out),
         (f"kept in {converted.source}, since --prefix does not name them", converted.unconverted),
         ("kept in the old layout, which an optimizer will take for the new one", converted.optimizer_state),
         (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from parity.cli.help import Page
-from parity.cli.layers import add_layer_options, in_flags, layer_options, pairs_of_layers
+from parity.cli.layers import add_layer_options, in_flags, layer_options, pairs_of_layers, status_of
 from parity.cli.messages import refusal
 from parity.cli.options import add_json_option, add_params_option, named_by_flags
 from parity.cli.paths import is_trace
@@ -111,21 +111,22 @@ def _diagnose_weights(options: argparse.Namespace, out: Console) -> int:
 
     shown: tuple[Any, Any] | None = None
     with pairs_of_layers(options) as pairs:
-        for one, other in pairs:
+        for one, other in pairs.layers:
             layers = (*one.load(), *other.load())
             weights = compare_weights(*layers)
             if shown is None or not weights.same:
                 shown = weights, Diagnosis("none") if weights.same else diagnose_weights(*layers)
             if not weights.same:
-                if len(pairs) > 1:
-                    first = f"{one.label} and {other.label} are the first of {len(pairs)} layers that differ"
+                if len(pairs.layers) > 1:
+                    first = f"{one.label} and {other.label} are the first of {len(pairs.layers)} layers that differ"
                     out.print(first, soft_wrap=True)
                 break
     weights, diagnosis = cast(Any, shown)  # there is a layer
     print_weights(weights, diagnosis, out)
     if options.json is not None:
-        write_json(options.json, {"format": 1, **diagnosis.to_dict(), "weights": weights.to_dict()})
-    return 0 if weights.same else 1
+        told = {"weights": weights.to_dict(), "not_compared": [each.to_dict() for each in pairs.not_compared]}
+        write_json(options.json, {"format": 1, **diagnosis.to_dict(), **told})
+    return status_of(weights.same, pairs)
 
 
 def _are_traces(files: Sequence[str]) -> bool:

@@ -8,13 +8,14 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parity.cli.messages import refusal, warn
 from parity.cli.options import flag_of
 
 if TYPE_CHECKING:
     from parity.conversion.layers import Layer
+    from parity.conversion.not_compared import NotCompared
 
 HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
@@ -89,11 +90,29 @@ def in_flags(options: argparse.Namespace) -> Iterator[None]:
         raise (TypeError if isinstance(error, TypeError) else ValueError)(text) from None
 
 
+class Pairs(NamedTuple):
+    """Layers of two files that belong together.
+
+    Attributes:
+        layers: those of the first file, each with its counterpart.
+        not_compared: what a comparison of them leaves out.
+    """
+
+    layers: list[tuple[Any, Any]]
+    not_compared: list[NotCompared]
+
+
+def status_of(same: bool, pairs: Pairs) -> int:
+    """The exit status of a comparison: 0 only if everything was compared, and is the same."""
+    return (2 if any(each.is_open for each in pairs.not_compared) else 0) if same else 1
+
+
 @contextmanager
-def pairs_of_layers(options: argparse.Namespace) -> Iterator[list[tuple[Any, Any]]]:
+def pairs_of_layers(options: argparse.Namespace) -> Iterator[Pairs]:
     """The layers of two open files that belong together; what is given once is said of both."""
-    from parity.conversion.layers import open_layers
+    from parity.conversion.layers import open_model
     from parity.conversion.metadata import tells_layout
+    from parity.conversion.not_compared import by_reason, find_not_compared, of_files
 
     def each(flag: str, values: list[str]) -> list[str | None]:
         if len(values) > 2:
@@ -106,19 +125,22 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[list[tuple[Any, Any
         layouts = [None if told and not all(tell) else layouts[0] for told in tell]
     with ExitStack() as stack:
         with in_flags(options):
-            one, other = (
-                stack.enter_context(open_layers(path, layout, prefix=prefix, **layer_options(options)))
+            opened = [
+                stack.enter_context(open_model(path, layout, prefix=prefix, **layer_options(options)))
                 for path, layout, prefix in zip(options.files, layouts, prefixes, strict=True)
-            )
-        other = _in_order_of(one, other)
+            ]
+        one, other = opened[0].layers, _in_order_of(opened[0].layers, opened[1].layers)
         places = [[layer.place for layer in layers] for layers in (one, other)]
         if places[0] != places[1] and not len(one) == len(other) == 1:
+            for words in by_reason(of_files(options.files, opened)):
+                warn(f"not compared: {words}")
             counts = " and ".join(f"{len(layers)} ({layers[0].label}, …)" for layers in (one, other))
             raise refusal("both files", "have layers of the same numbers to be compared", str(counts))
-        for path, layers in zip(options.files, (one, other), strict=True):
-            if dropped := sorted({name for layer in layers for name in layer.dropped}):
-                warn(f"{path} was told to leave out {', '.join(dropped)}: that is not compared")
-        yield [(_restored(each, beside), _restored(beside, each)) for each, beside in zip(one, other, strict=True)]
+        pairs = list(zip(one, other, strict=True))
+        left_out = find_not_compared(pairs, options.files, opened)
+        for words in by_reason(left_out):
+            warn(f"not compared: {words}")
+        yield Pairs([(_restored(each, beside), _restored(beside, each)) for each, beside in pairs], left_out)
 
 
 def _in_order_of(layers: list[Layer], others: list[Layer]) -> list[Layer]:

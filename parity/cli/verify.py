@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from parity.cli.help import Page
-from parity.cli.layers import add_layer_options, pairs_of_layers
+from parity.cli.layers import add_layer_options, pairs_of_layers, status_of
 from parity.cli.messages import warn
 from parity.cli.options import add_json_option
 
@@ -13,7 +13,8 @@ PAGE = Page(
     "do two files hold the same attention?",
     "Say whether two files hold the same attention, whatever their layouts: their tensors are compared one by one, "
     "and where they differ what is computed with them, stage by stage; layer by layer where {i} in --prefix, or a "
-    "stack, stands for many. What --from and --prefix say once holds for both files; said twice, for each in turn.",
+    "stack, stands for many. Parts that cannot be compared are named; then the exit status is not 0. What --from and "
+    "--prefix say once holds for both files; said twice, for each in turn.",
     "mha-parity verify model.safetensors flax.safetensors --from transformers.LLaMA \\\n"
     "      --from flax.nnx --prefix model.layers.0.self_attn --num-heads 32",
     "the same attention",
@@ -47,10 +48,10 @@ def run(options: argparse.Namespace) -> int:
     diagnosis = Diagnosis("none")
     quantised: dict[str, set[str]] = {path: set() for path in options.files}
     with pairs_of_layers(options) as pairs:
-        for one, other in pairs:
+        for one, other in pairs.layers:
             layers = (*one.load(), *other.load())
             weights, stages = compare_weights(*layers), verify(*layers)
-            if len(pairs) > 1:
+            if len(pairs.layers) > 1:
                 stages = [replace(each, case=one.label) for each in stages]
             for path, layer in zip(options.files, (one, other), strict=True):
                 quantised[path].update(layer.quantised)
@@ -60,9 +61,10 @@ def run(options: argparse.Namespace) -> int:
     for path, kinds in quantised.items():
         if kinds:
             warn(f"{path} is quantised, {', '.join(sorted(kinds))}: compared is what is left of its weights")
-    print_verdicts(verdicts, diagnosis, options.files, console())
+    print_verdicts(verdicts, diagnosis, options.files, console(), pairs.not_compared)
     if options.json is not None:
         results = [each.to_dict() for verdict in verdicts for each in verdict.stages]
         told = {"results": results, "layers": [each.to_dict() for each in verdicts], "diagnosis": diagnosis.to_dict()}
+        told["not_compared"] = [each.to_dict() for each in pairs.not_compared]
         write_json(options.json, {"format": 1, **told})
-    return 0 if all(verdict.weights.same for verdict in verdicts) else 1
+    return status_of(all(verdict.weights.same for verdict in verdicts), pairs)

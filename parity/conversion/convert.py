@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,22 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec, Refusal, Rope, WrongType
-from parity.conversion.layers import Layer, TensorCache, layers_under, open_layers
+from parity.conversion.converted import Converted
+from parity.conversion.layers import Layer, TensorCache, key_in_words, layers_under, open_layers
 from parity.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
 from parity.conversion.layouts.detection import DoesNotFit, tensors_for
-from parity.conversion.layouts.layout import DROPPABLE, UNSAID, Tensor, check_carried, lost_in, shapes_of, without
+from parity.conversion.layouts.layout import (
+    CARRIED,
+    DROPPABLE,
+    UNSAID,
+    Tensor,
+    check_carried,
+    lost_in,
+    shapes_of,
+    without,
+)
 from parity.conversion.layouts.views import form_for
-from parity.conversion.metadata import ENTRY, Heads, concrete_prefix, metadata_of, sources, what_is_known
+from parity.conversion.metadata import ENTRY, Heads, concrete_prefix, metadata_of, sources, what_is_known, with_source
 from parity.conversion.prefixes import fitting_prefixes, join
 from parity.conversion.ranks import norms_to_join, open_checkpoint, write_ranks
 from parity.core.weights import Weights
@@ -129,49 +139,6 @@ OPTIMIZER_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer",
 """What torch's optimizers keep for each weight, in its shape; optax keeps such things under the weights' names."""
 
 
-@dataclass(frozen=True)
-class Converted:
-    """What `convert_file` did.
-
-    Attributes:
-        source: name of the layout that the layers were in.
-        layers: prefixes of the layers that were converted, those of a stack with an index in brackets.
-        spec: theirs, if they have the same.
-        kept, dropped: names of the other tensors.
-        heads_from: the file that the heads come from, if it was neither the caller nor the source itself.
-        left_out: names of what is not a tensor, such as numbers and text, and is not in the target.
-        unconverted: prefixes of other layers in the source's layout, which are in the target as they were.
-        optimizer_state: names of an optimizer's tensors for the layers, which are in the target in the old layout.
-        not_carried: what the source says of attention that is not read from it; if it is of RoPE, the specification
-            has none.
-        path: what was written: the file, or the index of its shards.
-        missing: paths of attention layers that the model has, by its configuration, and the file has not; of models
-            with several parts with the part.
-        dequantised: names of the source's tensors that are quantised there, and written as what they stand for.
-        joined: names of norms over the width of all heads in files of ranks, each of which has the weights of its own:
-            their mean squares are those of all ranks.
-    """
-
-    source: str
-    layers: list[str]
-    spec: AttentionSpec | None
-    kept: list[str]
-    dropped: list[str]
-    heads_from: str = ""
-    left_out: list[str] = field(default_factory=list)
-    unconverted: list[str] = field(default_factory=list)
-    optimizer_state: list[str] = field(default_factory=list)
-    not_carried: list[str] = field(default_factory=list)
-    path: str = ""
-    missing: list[str] = field(default_factory=list)
-    dequantised: list[str] = field(default_factory=list)
-    joined: list[str] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them."""
-        return asdict(self)
-
-
 def convert_file(
     source_path: str | os.PathLike[str],
     target_path: str | os.PathLike[str],
@@ -223,10 +190,10 @@ def convert_file(
             carry what layers compute.
     """
     target_layout, target_path = find_layout(target, "target"), target_path if ranks else _file_in(target_path)
-    if unknown := sorted(set(drop) - {*DROPPABLE}):
-        raise Refusal("drop", f"name some of {', '.join(DROPPABLE)}", ", ".join(unknown))
     with open_checkpoint(source_path) as file:
         known, cache = what_is_known(file, heads), TensorCache(file)
+        if unknown := sorted(set(drop) - {*DROPPABLE} - known.attention_keys):
+            raise Refusal("drop", f"name some of {', '.join(DROPPABLE)}", ", ".join(unknown))
         found = sources(file, known, prefix, source, source_path, "source")
         known = known.without_unsaid(file.infos, [layout for _, layout in found]) if UNSAID in drop else known
         if to_prefix is not None and len(found) > 1:
@@ -254,7 +221,10 @@ def convert_file(
 
         specs = list(dict.fromkeys(layer.spec for layer in layers))
         ignored = _ignored(layers, known.ignored, target_layout)
-        metadata = plan.metadata(None if len(found) > 1 else to, kept, ignored)
+        unread = {name: value for layer in layers for name, value in layer.unread.items()}
+        metadata = plan.metadata(None if len(found) > 1 else to, kept, ignored, {**known.unread, **unread}, drop)
+        suffix = Path(target_path if target_layout.ranks is None or not ranks else target_layout.ranks.file).suffix
+        metadata, lost = with_source(metadata, file, suffix)
         options = {"max_shard_bytes": max_shard_bytes, "overwrite": force, "source": source_path}
         written_to = _write(plan, read, metadata, ranks, options)
         shapes = {file.infos[name].shape for name in plan.prefixes_of}
@@ -270,11 +240,12 @@ def convert_file(
             optimizer_state=[
                 name for name in kept if name.rpartition(".")[2] in OPTIMIZER_STATE and file.infos[name].shape in shapes
             ],
-            not_carried=list(known.beside.not_carried) if any(layer.model is None for layer in layers) else [],
+            not_carried=[key_in_words(*each) for each in unread.items()],
             path=str(written_to),
             missing=known.missing([layer.label for layer in layers], file),
             dequantised=[name for name in file.quantised if name not in dropped],
             joined=norms_to_join(plan.layout, plan.specs, ranks or 1),
+            metadata_left_out=lost,
         )
 
 
@@ -345,19 +316,30 @@ class _Plan:
             for index, layer in enumerate(group)
         }
 
-    def metadata(self, prefix: str | None, kept: Collection[str], ignored: Collection[str]) -> dict[str, str]:
+    def metadata(
+        self,
+        prefix: str | None,
+        kept: Collection[str],
+        ignored: Collection[str],
+        unread: Mapping[str, Any],
+        drop: Collection[str],
+    ) -> dict[str, str]:
         """What is written of the layers beside their tensors.
 
         Args:
             prefix: of all of them; None where there are several.
             kept: the names of the other tensors.
             ignored: names (with wildcards) under the prefix of a layer in the source that are none of its weights.
+            unread: keys about attention that are in no specification, with their values.
+            drop: what may be left out.
         """
         layers = [layer for group in self.layers.values() for layer in group]
         lost = {name for layer in layers for name in (*layer.dropped, *_lost(layer, self.layout))}
+        lost |= set() if {*CARRIED} <= {*self.layout.carries} else {*unread} & {*drop}
         under = [concrete_prefix(prefix or "", name) for name in kept]
         has_others = any(at is not None and at[0] not in self.layers for at in under)
-        return metadata_of(self.layout, self.specs, prefix, lost, ignored if kept else (), has_others=has_others)
+        ignored = ignored if kept else ()
+        return metadata_of(self.layout, self.specs, prefix, lost, ignored, unread, has_others=has_others)
 
     @cached_property
     def own(self) -> set[str]:
@@ -440,7 +422,8 @@ def _written(layer: Layer, target: Layout, drop: Collection[str], *, fill_bias: 
         if not fill_bias:
             raise DoesNotFit(f"{error}; fill_bias=True adds biases of zeros") from None
         spec = filled
-    check_carried(spec, target, () if layer.heads_from == "config.json" else ("rope",))
+    unread = {name: value for name, value in layer.unread.items() if name not in drop}
+    check_carried(spec, target, () if layer.heads_from == "config.json" else ("rope",), unread)
     return spec
 
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from parity.conversion.layers import TensorCache, layers_under
+from parity.conversion.layers import TensorCache, key_in_words, layers_under
 from parity.conversion.layouts import LAYOUTS
 from parity.conversion.layouts.detection import DoesNotFit, HeadsDoNotFit
 from parity.conversion.metadata import what_is_known
@@ -33,6 +33,7 @@ class Found:
         dtype: of their tensors.
         is_stacked: they are one array on a leading axis.
         packing: the order of heads in packed tensors, which no shape shows.
+        unread: keys about attention beside the file that are in no specification, with their values.
     """
 
     prefix: str
@@ -42,6 +43,7 @@ class Found:
     dtype: str
     is_stacked: bool = False
     packing: str = ""
+    unread: tuple[str, ...] = ()
 
 
 def find_layers(file: TensorFile, **heads: Any) -> list[Found]:
@@ -71,10 +73,11 @@ def find_layers(file: TensorFile, **heads: Any) -> list[Found]:
                 kind = tuple(sorted((name, info.shape, info.dtype.name) for name, info in infos.items()))
                 alike.setdefault(kind, []).append(concrete)
             for first, *others in alike.values():
-                is_stacked, size, among = False, 1, found
+                is_stacked, size, among, unread = False, 1, found, known.unread_of(first, "")
                 try:
                     layers = layers_under(TensorCache(file), first, layout, known, "")
                     is_stacked, size, spec = layers[0].index is not None, len(layers), layers[0].spec
+                    unread = layers[0].unread
                     words = f"{spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}"
                     words += f" ({layers[0].heads_from})" if layers[0].heads_from else ""
                 except ValueError as error:
@@ -85,6 +88,7 @@ def find_layers(file: TensorFile, **heads: Any) -> list[Found]:
                     words = str(error).removeprefix(f"{first}: ")
                 dtype = file.infos[prefixes[first]].dtype.name
                 count = (1 + len(others)) * size
-                among.append(Found(prefix, count, layout.name, words, dtype, is_stacked, layout.packing))
+                keys = tuple(key_in_words(*each) for each in unread.items())
+                among.append(Found(prefix, count, layout.name, words, dtype, is_stacked, layout.packing, keys))
     fitting = {each.prefix for each in found}
     return found + [each for each in of_other_heads if each.prefix not in fitting]

@@ -7,9 +7,9 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,9 +18,9 @@ from parity.conversion.layouts import Layout, Tensor
 from parity.conversion.layouts.detection import DoesNotFit, find_tensors, shorten, stack_size
 from parity.conversion.layouts.views import lay_out, read_out
 from parity.conversion.metadata import ENTRY, Known, concrete_prefix, sources, what_is_known
-from parity.conversion.model_config import Beside, is_of_rope
+from parity.conversion.model_config import is_of_rope
 from parity.conversion.not_carried import NotCarriedWarning
-from parity.conversion.prefixes import either, fitting_prefixes
+from parity.conversion.prefixes import either, fitting_prefixes, numbered
 from parity.conversion.ranks import open_checkpoint
 from parity.core.weights import Weights, is_finite, is_floating, weight_shapes
 from parity.core.words import some_of
@@ -44,6 +44,45 @@ def open_layers(
     Warns:
         NotCarriedWarning: likewise, or if all layers are asked for, and a configuration tells of others.
     """
+    with open_model(path, layout, prefix=prefix, **heads) as found:
+        if found.missing:
+            words = f"not in {path}, which by its config.json should have them: {some_of(found.missing)}"
+            warnings.warn(words, NotCarriedWarning, stacklevel=3)
+        if found.others:
+            words = f"not read, for the config.json of {path} does not tell of them: others of {some_of(found.others)}"
+            warnings.warn(words, NotCarriedWarning, stacklevel=3)
+        yield found.layers
+
+
+class OpenLayers(NamedTuple):
+    """The attention layers of an open file.
+
+    Attributes:
+        layers: in the order of their numbers.
+        missing: paths of layers that the file should have, by the configuration beside it or its own metadata.
+        others: prefixes of layers that the configuration does not describe.
+    """
+
+    layers: list[Layer]
+    missing: list[str]
+    others: list[str]
+
+
+@contextmanager
+def open_model(
+    path: str | os.PathLike[str], layout: str | None = None, *, prefix: str | None = None, **heads: Any
+) -> Iterator[OpenLayers]:
+    """The attention layers of a file as `open_layers` has them, and what is not among them.
+
+    Args:
+        path, layout, prefix, heads: as `open_layers` takes them.
+
+    Raises:
+        As `load`.
+
+    Warns:
+        NotCarriedWarning: as `load`.
+    """
     with open_checkpoint(path) as file:
         known, cache = what_is_known(file, heads), TensorCache(file)
         layers = [
@@ -51,25 +90,20 @@ def open_layers(
             for each, of_layout in sources(file, known, prefix, layout, path, "layout")
             for layer in sorted(layers_under(cache, each, of_layout, known, path), key=lambda layer: layer.place)
         ]
-        if prefix is None:
-            _warn_of_others(file, known, layers, path)
-        yield layers
+        missing = known.missing([layer.label for layer in layers], file)
+        if prefix is not None:  # of the layers that are asked for
+            missing = [each for each in missing if f".{prefix}".endswith(f".{numbered(each)}") and "{i}" in prefix]
+        yield OpenLayers(layers, missing, _others(file, known, layers) if prefix is None else [])
 
 
-def _warn_of_others(file: TensorFile, known: Known, layers: list[Layer], path: str | os.PathLike[str]) -> None:
-    """Name the layers that the configuration of a model tells of and its file has not, and the other way round."""
-    if missing := known.missing([layer.label for layer in layers], file):
-        words = f"not in {path}, which by its config.json should have them: {some_of(missing)}"
-        warnings.warn(words, NotCarriedWarning, stacklevel=4)
+def _others(file: TensorFile, known: Known, layers: list[Layer]) -> list[str]:
+    """The prefixes of layers that the configuration of a model does not describe."""
     if not any(layer.model is not None for layer in layers):
-        return
+        return []
     own = {name for layer in layers for name in layer.sources}
     rest = {name: info.shape for name, info in file.infos.items() if name not in own}
     unread = set(known.beside.sections) - set(known.beside.parts)  # parts of families that are not known
-    others = [each for each in fitting_prefixes(rest, layers[0].layout) if not sections_named(each, unread)]
-    if others:
-        words = f"not read, for the config.json of {path} does not tell of them: others of {some_of(others)}"
-        warnings.warn(words, NotCarriedWarning, stacklevel=4)
+    return [each for each in fitting_prefixes(rest, layers[0].layout) if not sections_named(each, unread)]
 
 
 @dataclass(frozen=True)
@@ -81,7 +115,6 @@ class Layer:
         prefix: what the names of its tensors begin with.
         numbers: those in the prefix that `{i}` stood for.
         index: of the layer in a stack, if it is in one.
-        axis: of the stack.
         layout: that it is in.
         spec: the layer.
         heads_from: the file that its heads come from, if it was neither the caller nor the file itself.
@@ -89,6 +122,10 @@ class Layer:
         dropped: what it computed that its file does not say: see `parity.conversion.layouts.layout.DROPPABLE`.
         written: what is written of it in another layout, if it is not the same.
         model: the layer of the model that it is, by the configuration beside the file.
+        axis: of the stack.
+        unread: keys about attention beside the file that its specification does not have, with their values.
+        overridden: the theta of RoPE that a file says, if the caller says another one.
+        values: the configuration beside the file.
     """
 
     file: TensorCache
@@ -103,6 +140,9 @@ class Layer:
     written: AttentionSpec | None = None
     model: ModelLayer | None = None
     axis: int = 0
+    unread: Mapping[str, Any] = field(default_factory=dict)
+    overridden: float | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def to_spec(self) -> AttentionSpec:
@@ -252,32 +292,72 @@ def layers_under(
         if len(dtypes) > 1 or not is_floating(next(iter(infos.values())).dtype):
             raise Refusal(concrete or path, "have one floating-point dtype", str(dtypes))
         if entry:
-            words = "no stack" if each[0][0] is None else f"a stack of {len(each)}"
-            each = [one for one in each if one[0] == int(entry[2])]
-            if not each:
-                raise Refusal("prefix", f"be that of a layer in {path}", f"prefix={prefix!r} of {words}")
+            each = _entry_of(each, int(entry[2]), prefix, path)
         layers += [
             Layer(
-                file, concrete, numbers, i, layout, spec, origin, held, known.dropped, None, known.layer_at(label), axis
+                file,
+                concrete,
+                numbers,
+                i,
+                layout,
+                spec,
+                origin,
+                held,
+                known.dropped,
+                None,
+                known.layer_at(label),
+                axis,
+                known.unread_of(label, origin),
+                known.overridden(label),
+                known.beside.values,
             )
             for i, spec, origin in each
             for label in [concrete if i is None else f"{concrete}[{i}]"]
         ]
     for layer in layers:
         _check_values(layer)
-    if known.beside.not_carried and any(layer.model is None for layer in layers):
-        warnings.warn(_not_carried(known.beside), NotCarriedWarning, stacklevel=3)
+    _warn_of_unread(layers, known)
     return layers
 
 
-def _not_carried(beside: Beside) -> str:
-    """What others tell of a model and no specification here has, and how it can be said."""
-    words = f"{beside.origin} says {', '.join(beside.not_carried)}, which is not read into a specification"
-    if any(map(is_of_rope, beside.not_carried)):
+def _entry_of(
+    stack: list[tuple[int | None, AttentionSpec, str]], index: int, prefix: str, path: str | os.PathLike[str]
+) -> list[tuple[int | None, AttentionSpec, str]]:
+    """The layer of a stack that has an index.
+
+    Raises:
+        Refusal: if it is no stack, or has no such layer.
+    """
+    found = [each for each in stack if each[0] == index]
+    if not found:
+        words = "no stack" if stack[0][0] is None else f"a stack of {len(stack)}"
+        raise Refusal("prefix", f"be that of a layer in {path}", f"prefix={prefix!r} of {words}")
+    return found
+
+
+def _warn_of_unread(layers: list[Layer], known: Known) -> None:
+    """Name what is said of layers and is in none of their specifications."""
+    unread = {name: value for layer in layers for name, value in layer.unread.items()}
+    if unread:
+        warnings.warn(_not_carried(unread, known), NotCarriedWarning, stacklevel=4)
+
+
+def _not_carried(unread: Mapping[str, Any], known: Known) -> str:
+    """What is said of a model and no specification here has, and how a caller can say it."""
+    origin = known.beside.origin or "the metadata"
+    words = f"{origin} says {', '.join(key_in_words(*each) for each in unread.items())}"
+    words += ", which is not read into a specification"
+    if any(map(is_of_rope, unread)):
         words += ": RoPE is left out; pass rope=Rope(…) to parity.load, or --rope-theta for plain RoPE"
-    if not all(map(is_of_rope, beside.not_carried)):
+    if not all(map(is_of_rope, unread)):
         words += "; parity.load takes a whole spec=…"
     return words
+
+
+def key_in_words(name: str, value: Any) -> str:
+    """A key of a configuration with its value, which is cut off if it is long."""
+    text = str(value) if isinstance(value, str | int | float) else repr(value)
+    return name if value is None else f"{name}={text if len(text) <= 80 else f'{text[:80]}…'}"
 
 
 def _check_values(layer: Layer) -> None:

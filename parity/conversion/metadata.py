@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -17,10 +18,12 @@ from parity.conversion.layouts import LAYOUTS, Layout, find_layout, find_spec
 from parity.conversion.layouts.layout import DROPPABLE, UNSAID
 from parity.conversion.model_config import HEADS, Beside, beside, is_of_rope
 from parity.conversion.prefixes import either, fitting_prefixes, numbered
-from parity.conversion.ranks import open_checkpoint
+from parity.conversion.ranks import NORMS, SAID, open_checkpoint
 from parity.core.weights import FORMAT, read_spec
 from parity.files import TensorFile
+from parity.files.reading import SUFFIXES
 from parity.files.tensor_file import parse_json
+from parity.files.writing import COMPUTED
 from parity.models.specs import ModelLayer, sections_named
 
 Heads = dict[str, Any]
@@ -40,6 +43,8 @@ class Known:
         specs: of each layer by its label, in the file's own metadata.
         dropped: what layers computed that the file does not say, by its own metadata.
         ignored: names (with wildcards) under the prefix of a layer that are none of its weights, likewise.
+        unread: keys about attention of its source that are in no specification, with their values, likewise.
+        rope: of all layers, in the file's own metadata or of a model without a known family
         beside: what others tell of the model, where the caller says nothing of its heads.
     """
 
@@ -48,6 +53,8 @@ class Known:
     specs: Mapping[str, AttentionSpec] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    unread: Mapping[str, Any] = field(default_factory=dict)
+    rope: Rope | None = None
     beside: Beside = field(default_factory=Beside)
 
     @cached_property
@@ -81,13 +88,49 @@ class Known:
         """
         found = {id(self.layer_at(label)) for label in labels if not ENTRY.fullmatch(label)}
         parts = {name for name, layers in self.beside.parts.items() if any(id(layer) in found for layer in layers)}
-        there = {id(self.layer_at(prefix)) for prefix in _all_prefixes(file.infos)}
-        return [
+        prefixes = set(_all_prefixes(file.infos))
+        there = {id(self.layer_at(prefix)) for prefix in prefixes}
+        return [label for label in self.specs if label.partition("[")[0] not in prefixes] + [
             f"{path} of {section}" if len(self.beside.parts) > 1 else path
             for path, layers in self._paths.items()
             for section, layer in layers.items()
             if section in parts and layer.spec is not None and path == layer.path and id(layer) not in there
         ]
+
+    def unread_of(self, label: str, origin: str) -> dict[str, Any]:
+        """The keys about attention, with their values, that the specification of a layer does not have.
+
+        Args:
+            label: of the layer.
+            origin: of its heads, as `spec_at` and `find_spec` return it.
+        """
+        is_said = self.said.get("rope") is not None
+        if self.layer_at(label) is not None:
+            return {
+                key: value for key, value in self.beside.unread_of_known.items() if not (is_said and is_of_rope(key))
+            }
+        named = sections_named(label, self.beside.sections)
+        others = [f"{name}." for name in self.beside.sections if named and name not in named]
+        unread = {
+            name: value
+            for name, value in {**self.unread, **self.beside.unread}.items()
+            if not (name.startswith(tuple(others)) or name in self.dropped or (is_said and is_of_rope(name)))
+        }
+        if not origin and "rope" in self.beside.heads:  # its heads do not fit, so that nothing of it was taken
+            unread["rope_theta"] = self.beside.heads["rope"].theta
+        return unread
+
+    def overridden(self, label: str) -> float | None:
+        """The theta of RoPE that a file says of a layer, if the caller says another one."""
+        layer, said = self.layer_at(label), self.said.get("rope")
+        spec = self.specs.get(label) or (layer.spec if layer is not None else None)
+        rope = self.rope if spec is None else spec.rope
+        return rope.theta if said is not None and rope is not None and rope.theta != said.theta else None
+
+    @property
+    def attention_keys(self) -> set[str]:
+        """All keys that `unread_of` may return."""
+        return {*self.unread, *self.beside.unread, *self.beside.unread_of_known, "rope_theta"}
 
     def without_unsaid(self, names: Iterable[str], layouts: Iterable[Layout]) -> Known:
         """The same of layers without what no specification says, if any of a file's names is of that."""
@@ -143,16 +186,21 @@ def what_is_known(file: TensorFile, said: Heads) -> Known:
         saved = _with_rope(saved, said.get("rope"), str(file.path), may_have_none=True)
     if spec is not None or own:
         dropped, ignored = (_names(file, what) if own else () for what in ("dropped", "ignored"))
-        if unknown := sorted({*dropped} - {*DROPPABLE}):
+        unread = _unread(file) if own else {}
+        if unknown := sorted({*dropped} - {*DROPPABLE} - {*unread}):
             raise Refusal(file.path, f"name some of {', '.join(DROPPABLE)} as dropped", ", ".join(unknown))
-        return Known(merged, spec or saved, own if spec is None and "" not in own else {}, dropped, ignored)
+        if spec is not None:
+            dropped, unread = tuple(name for name in dropped if name not in unread), {}
+        if spec is not None or said.get("rope") is not None:  # which says what was dropped
+            dropped = tuple(name for name in dropped if name != "rope")
+        specs = own if spec is None and "" not in own else {}
+        return Known(merged, spec or saved, specs, dropped, ignored, unread, own[""].rope if saved else None)
     has_counts = any(count is not None for count in counts)
     found = beside(file, is_told=has_counts)
     heads = {name: value for name, value in found.heads.items() if said.get(name) is None}
     if has_counts:
         heads = {name: value for name, value in heads.items() if name == "rope"}  # counts of two origins do not mix
-    not_carried = tuple(name for name in found.not_carried if said.get("rope") is None or not is_of_rope(name))
-    return Known(merged, beside=replace(found, heads=heads, not_carried=not_carried))
+    return Known(merged, rope=found.heads.get("rope"), beside=replace(found, heads=heads))
 
 
 def _contradicted(spec: AttentionSpec, said: Heads) -> list[str]:
@@ -191,6 +239,14 @@ def _names(file: TensorFile, what: str) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise Refusal(file.path, f"hold a list of names as {what} in its metadata", repr(names))
     return tuple(names)
+
+
+def _unread(file: TensorFile) -> dict[str, Any]:
+    """The keys that were not read when a file of ours was written."""
+    held = parse_json(file.metadata.get("unread", "{}").encode())
+    if not isinstance(held, dict):
+        raise Refusal(file.path, "hold values by name as unread in its metadata", f"{held!r:.80}")
+    return held
 
 
 def _own_specs(file: TensorFile) -> dict[str, AttentionSpec]:
@@ -323,6 +379,7 @@ def metadata_of(
     prefix: str | None,
     dropped: Collection[str] = (),
     ignored: Collection[str] = (),
+    unread: Mapping[str, Any] | None = None,
     *,
     has_others: bool = False,
 ) -> dict[str, str]:
@@ -334,9 +391,16 @@ def metadata_of(
         prefix: of all of them, `{i}` standing for numbers; None where there are several.
         dropped: what they computed that the file does not say.
         ignored: names (with wildcards) under the prefix of a layer that are none of its weights.
+        unread: keys about attention that are in no specification, with their values. Fields that are None are then not
+            written, because they may be what such a key says.
         has_others: there are layers of other kinds under such prefixes: each label is then said.
     """
     different = list(dict.fromkeys(specs.values()))
+    fields = {label: json.loads(spec.to_json()) for label, spec in specs.items()}
+    if unread:
+        fields = {
+            label: {name: value for name, value in each.items() if value is not None} for label, each in fields.items()
+        }
     # transformers 4 refuses files of another format than "pt"; `load_weights` knows canonical ones by ours.
     form = FORMAT if layout.name == "canonical" and not prefix else "pt"
     metadata = {"format": form, "mha_parity": FORMAT, "layout": layout.name, "rope": layout.rope}
@@ -344,13 +408,46 @@ def metadata_of(
         metadata["prefix"] = prefix
     if len(different) == 1 and prefix is not None and not has_others:
         (spec,) = different
-        metadata |= {"spec": spec.to_json(), "num_heads": str(spec.num_heads), "num_kv_heads": str(spec.num_kv_heads)}
+        held = json.dumps(next(iter(fields.values())), sort_keys=True)
+        metadata |= {"spec": held, "num_heads": str(spec.num_heads), "num_kv_heads": str(spec.num_kv_heads)}
         metadata["head_dim"] = str(spec.head_dim)
     else:
-        metadata["specs"] = json.dumps({label: json.loads(spec.to_json()) for label, spec in specs.items()})
+        metadata["specs"] = json.dumps(fields)
     found = {"dropped": dropped, "ignored": ignored}
     metadata |= {what: json.dumps(sorted(names)) for what, names in found.items() if names}
-    return metadata
+    return metadata | ({"unread": json.dumps(unread, sort_keys=True)} if unread else {})
+
+
+OURS = {"format", "mha_parity", "layout", "rope", "prefix", "spec", "specs", "num_heads", "num_kv_heads", "head_dim"}
+OURS |= {"dropped", "ignored", "unread", SAID, NORMS}
+"""Names in metadata that mean something here: values that others have under them are not written."""
+
+MOST_IN_ZIP = 65_000
+"""Bytes of metadata that a file of npz or torch holds, which has them in the comment of an archive."""
+
+
+def with_source(metadata: Mapping[str, str], file: TensorFile, suffix: str) -> tuple[dict[str, str], list[str]]:
+    """Metadata of a target with that of its source, and the entries of the source that the target does not hold.
+
+    Args:
+        metadata: of the target; they precede those of the source.
+        file: the source.
+        suffix: of the target.
+    """
+    others = {name: text for name, text in file.metadata.items() if name not in COMPUTED}
+    theirs = {name: text for name, text in others.items() if metadata.get(name) != text}
+    if _is_ours(file.metadata):
+        theirs = {name: text for name, text in theirs.items() if name not in OURS}
+    is_list = file.format == "gguf"  # whose lists are not read
+    lost = {name for name, text in theirs.items() if name in OURS or (is_list and text.startswith("a list of "))}
+    found = dict(metadata)
+    room = MOST_IN_ZIP - len(json.dumps(found)) if SUFFIXES.get(suffix.lower()) in ("npz", "torch") else math.inf
+    for name, text in sorted(theirs.items(), key=lambda entry: len(entry[1])):
+        size = len(json.dumps({name: text}))
+        if name not in lost and size <= room:
+            found[name] = text
+            room -= size
+    return found, sorted(theirs.keys() - found.keys() | lost & theirs.keys())
 
 
 def _is_ours(metadata: Mapping[str, str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import re
@@ -120,7 +121,9 @@ def _arrays_in(path: Path) -> Path:
 
 def _metadata(folder: Path) -> dict[str, str]:
     with suppress(FileNotFoundError):
-        return text_by_name(parse_json((folder / "_CHECKPOINT_METADATA").read_bytes()).get("custom_metadata"))
+        held = parse_json((folder / "_CHECKPOINT_METADATA").read_bytes()).get("custom_metadata")
+        values = held if isinstance(held, dict) else {}
+        return text_by_name({name: x if isinstance(x, str) else json.dumps(x) for name, x in values.items()})
     return {}
 
 

@@ -183,6 +183,7 @@ def _open_shards(path: Path, folder: Path, names: list[str]) -> TensorFile:
     shard_of: dict[str, TensorFile] = {}
     ignored: list[str] = []
     metadata: dict[str, str] | None = None
+    keys: set[str] = set()
     with ExitStack() as stack:
         for name in names:
             shard = stack.enter_context(open_file(folder / name))
@@ -192,8 +193,10 @@ def _open_shards(path: Path, folder: Path, names: list[str]) -> TensorFile:
                 infos[tensor], shard_of[tensor] = info, shard
             places |= shard.places
             ignored += shard.ignored
+            keys |= shard.metadata.keys() - {"sha256"}
             same = shard.metadata if metadata is None else metadata
             metadata = {key: text for key, text in same.items() if shard.metadata.get(key) == text}
+        ignored += [f"{key} in the metadata of each shard" for key in sorted(keys - (metadata or {}).keys())]
         kind = "+".join(sorted({shard.format for shard in shard_of.values()}))
         fetch = lambda name: shard_of[name].read(name)  # noqa: E731
         release = stack.pop_all().close

@@ -111,9 +111,11 @@ def _comment(metadata: Mapping[str, str]) -> bytes:
 
 
 def _metadata(archive: zipfile.ZipFile) -> dict[str, str]:
-    with suppress(ValueError, RecursionError):  # others' comments are none of ours
-        return text_by_name(parse_json(archive.comment))
-    return {}
+    with suppress(ValueError, RecursionError):
+        if metadata := text_by_name(parse_json(archive.comment)):
+            return metadata
+    text = archive.comment.decode(errors="replace")  # of other programs
+    return {"comment": text} if text else {}
 
 
 # ---- npz -------------------------------------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ def open_npz(path: Path, file: BinaryIO) -> TensorFile:
                 raise ValueError(f"{member.filename} must have {info.nbytes} bytes after its header, as that says")
         infos[member.filename.removesuffix(".npy")] = info
     metadata = _metadata(archive)
-    members = {_dotted(name): name for name in infos} if not metadata else {name: name for name in infos}
+    members = {_dotted(name): name for name in infos} if "sha256" not in metadata else {name: name for name in infos}
     if len(members) < len(infos):
         members = {name: name for name in infos}
     infos = {name: infos[member] for name, member in members.items()}

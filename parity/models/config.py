@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,8 +152,8 @@ class Config:
             self._sections[name] = Config(held, f"{self.where}{name}.")
         return self._sections[name]
 
-    def unread(self, says_nothing: frozenset[str]) -> Iterator[str]:
-        """The keys that could speak of attention and were not read; of a section all that were not."""
+    def unread(self, says_nothing: Collection[str]) -> Iterator[tuple[str, Any]]:
+        """The keys that could speak of attention and were not read, with their values; of a section all unread ones."""
         for name, value in self._values.items():
             if (
                 value is None
@@ -163,7 +163,7 @@ class Config:
             ):
                 continue
             if self.where or (ABOUT_ATTENTION.search(name) and not SAYS_NOTHING.fullmatch(name)):
-                yield f"{self.where}{name}={value!r}"
+                yield f"{self.where}{name}", value
         for section in self._sections.values():
             yield from section.unread(says_nothing)
 

@@ -94,7 +94,23 @@ def specs_of(config: Any, *, part: str | None = None) -> list[ModelLayer]:
         ValueError: if the family is not known, a key is missing, one that could speak of attention is not understood or
             makes layers that no specification has, or there are several parts, and none is named.
     """
-    values = part_of(values_of(config), part)
+    layers, unread = read_layers(values_of(config), part)
+    if unread:
+        family = part_of(values_of(config), part)["model_type"]
+        raise ValueError(
+            f"every key about attention must be understood, and of model_type={family!r} these are not: "
+            f"{', '.join(f'{name}={value!r}' for name, value in unread.items())}"
+        )
+    return layers
+
+
+def read_layers(config: Mapping[str, Any], part: str | None = None) -> tuple[list[ModelLayer], dict[str, Any]]:
+    """The layers as `specs_of` returns them, and the keys about attention that were not read, with their values.
+
+    Raises:
+        As `specs_of`, except for keys that were not read.
+    """
+    values = part_of(config, part)
     family = _family(values, f"{part}." if part else "")
     read = Config(values, defaults=family.defaults)
     _check_fixed(family, read)
@@ -102,13 +118,7 @@ def specs_of(config: Any, *, part: str | None = None) -> list[ModelLayer]:
         layers = [layer for stack in family.stacks for layer in _layers(stack, read)]
     except (ArithmeticError, LookupError) as error:  # heads of no features, numbers that no float holds
         raise Refusal("a configuration", "be that of a model", f"values that are not: {error!r}") from error
-    unread = list(read.unread(family.says_nothing))
-    if unread:
-        raise ValueError(
-            f"every key about attention must be understood, and of model_type={values['model_type']!r} these are not: "
-            f"{', '.join(unread)}"
-        )
-    return layers
+    return layers, dict(read.unread(family.says_nothing))
 
 
 def part_of(config: Mapping[str, Any], part: str | None) -> Mapping[str, Any]:

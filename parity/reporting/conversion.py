@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from parity.conversion.differences import WeightsComparison
     from parity.conversion.inspect import Found
     from parity.conversion.layouts import Layout
+    from parity.conversion.not_compared import NotCompared
     from parity.diagnosis.diagnose import Diagnosis
     from parity.files import TensorFile
 
@@ -93,8 +94,9 @@ def print_inspection(path: str, file: TensorFile, found: list[Found], out: Conso
         table.add_column(column, overflow="fold", no_wrap=column == "prefix")  # one copies it from here
     for layer in found:
         count = f"{layer.layers}, stacked" if layer.is_stacked else str(layer.layers)
-        packed = f"; packed: {layer.packing}" if layer.packing else ""
-        table.add_row(Text(layer.prefix), count, layer.layout, Text(f"{layer.heads}{packed}"))
+        words = layer.heads + (f"; packed: {layer.packing}" if layer.packing else "")
+        words += f"; not understood: {', '.join(layer.unread)}" if layer.unread else ""
+        table.add_row(Text(layer.prefix), count, layer.layout, Text(words))
     if found:
         out.print(table)
 
@@ -146,7 +148,13 @@ class Verdict:
         return f"{self.one} and {self.other} {where}"
 
 
-def print_verdicts(verdicts: list[Verdict], diagnosis: Diagnosis, files: list[str], out: Console) -> None:
+def print_verdicts(
+    verdicts: list[Verdict],
+    diagnosis: Diagnosis,
+    files: list[str],
+    out: Console,
+    not_compared: list[NotCompared],
+) -> None:
     """Print whether two files hold the same attention, in full for one layer, and of many for the first that differs.
 
     Args:
@@ -154,9 +162,10 @@ def print_verdicts(verdicts: list[Verdict], diagnosis: Diagnosis, files: list[st
         diagnosis: of the first layer that differs.
         files: their names.
         out: where to.
+        not_compared: what the comparison leaves out.
     """
     if len(verdicts) == 1:
-        _print_verdict(verdicts[0], diagnosis, files, out)
+        _print_verdict(verdicts[0], diagnosis, files, out, not_compared)
         return
     wrong = [verdict for verdict in verdicts if not verdict.weights.same]
     for verdict in wrong:
@@ -168,22 +177,40 @@ def print_verdicts(verdicts: list[Verdict], diagnosis: Diagnosis, files: list[st
     counts = [f"{kinds['bits']} the same, bit for bit"]
     counts += [f"{kinds[kind]} {words}" for kind, words in others.items() if kinds[kind]]
     counts += [f"{kinds['copy'] + kinds['rounding']} the same up to rounding", f"{len(wrong)} different"]
-    verb, style = ("do NOT hold", "bold red") if wrong else ("hold", "bold green")
-    told = f"{files[0]} and {files[1]} {verb} the same attention in all {len(verdicts)} layers: {'; '.join(counts)}"
-    out.print(Text(told, style=style), soft_wrap=True)
+    claim, style = _claim(not wrong, not_compared)
+    told = f"{files[0]} and {files[1]} {claim} in all {len(verdicts)} layers: {'; '.join(counts)}"
+    out.print(Text(f"{told}{_left_out(not_compared)}", style=style), soft_wrap=True)
     for verdict in (each for each in verdicts if each.weights.kind == "function"):
         out.print(Text(f"{verdict.one}: {verdict.weights.how}"), soft_wrap=True)
 
 
-def _print_verdict(verdict: Verdict, diagnosis: Diagnosis, files: list[str], out: Console) -> None:
+def _print_verdict(
+    verdict: Verdict, diagnosis: Diagnosis, files: list[str], out: Console, not_compared: list[NotCompared]
+) -> None:
     """Print whether two files hold the same attention, and if they do not, why."""
-    if verdict.weights.same:
+    same = verdict.weights.same
+    if same:
         _print_stages(verdict.stages, out)
-        told = f"{files[0]} and {files[1]} hold the same attention: {verdict.weights.how}"
-        out.print(Text(told, style="bold green"), soft_wrap=True)
-        return
-    _print_difference(verdict, diagnosis, out)
-    out.print(Text(f"{files[0]} and {files[1]} do NOT hold the same attention", style="bold red"), soft_wrap=True)
+    else:
+        _print_difference(verdict, diagnosis, out)
+    claim, style = _claim(same, not_compared)
+    told = f"{files[0]} and {files[1]} {claim}{f': {verdict.weights.how}' if same else ''}{_left_out(not_compared)}"
+    out.print(Text(told, style=style), soft_wrap=True)
+
+
+def _claim(same: bool, not_compared: list[NotCompared]) -> tuple[str, str]:
+    """How much a comparison shows, and the style in which it is printed."""
+    if not same:
+        return "do NOT hold the same attention", "bold red"
+    if any(each.is_open for each in not_compared):
+        return "hold the same weights", "bold yellow"
+    return "hold the same attention", "bold green"
+
+
+def _left_out(not_compared: list[NotCompared]) -> str:
+    from parity.conversion.not_compared import by_reason
+
+    return f"; not compared: {', '.join(by_reason(not_compared))}" if not_compared else ""
 
 
 def _print_difference(verdict: Verdict, diagnosis: Diagnosis, out: Console) -> None:

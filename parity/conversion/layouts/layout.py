@@ -185,7 +185,9 @@ class Layout:
             order = "all " + ", then all ".join(holds)
             return f"in each of {self.blocks} blocks {order}" if self.blocks > 1 else order
         words = {"q": "queries", "k": "key", "v": "value", "g": "gate"}
-        return ("each head's " if holds == "qg" else "each group's ") + ", then its ".join(map(words.get, holds))
+        return ("each head's " if holds == "qg" else "each group's ") + ", then its ".join(
+            words[each] for each in holds
+        )
 
     def ignores(self, name: str, others: Iterable[str] = ()) -> bool:
         """Whether a name under the prefix of a layer is not a weight, by the layout or by other patterns."""
@@ -341,18 +343,25 @@ def _norms_of(spec: AttentionSpec) -> list[tuple[str, Norm | None]]:
     return [("qk_norm", spec.qk_norm), ("v_norm", spec.v_norm)]
 
 
-def check_carried(spec: AttentionSpec, layout: Layout, but_for: Collection[str] = ("rope",)) -> None:
+def check_carried(
+    spec: AttentionSpec,
+    layout: Layout,
+    but_for: Collection[str] = ("rope",),
+    unread: Mapping[str, Any] | None = None,
+) -> None:
     """Refuse to lose what a layer computes.
 
     Args:
         spec: the layer.
         layout: of its weights.
         but_for: what may be lost: plain RoPE, which some rotate outside, if nobody but the caller said it.
+        unread: keys about attention that are in no specification, with their values. Only a layout that carries
+            everything may have them.
 
     Raises:
         ValueError: if weights in the layout do not say all of it, nor the module that takes them.
     """
-    lost = lost_in(layout, spec)
+    lost = lost_in(layout, spec) | ({} if {*CARRIED} <= {*layout.carries} else dict(unread or {}))
     if set(lost) - set(but_for):
         got = ", ".join(f"{name}={value}" for name, value in lost.items())
         raise ValueError(
@@ -363,7 +372,7 @@ def check_carried(spec: AttentionSpec, layout: Layout, but_for: Collection[str] 
 
 def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
     """A layer without what some names of `CARRIED` say."""
-    names = set(names)
+    names = set(names) & {*CARRIED}
     changes: dict[str, Any] = dict.fromkeys(names - {"rope.scaling", "latent.factors"})
     if "latent.factors" in names and spec.latent is not None:
         changes["latent"] = replace(spec.latent, q_factor=1.0, kv_factor=1.0)
@@ -375,7 +384,7 @@ def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
 def with_dropped(spec: AttentionSpec, other: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
     """A layer with what another one has of some names of `CARRIED`."""
     names = set(names)
-    changes = {name: getattr(other, name) for name in names - {"rope.scaling", "latent.factors", UNSAID}}
+    changes = {name: getattr(other, name) for name in names & {*CARRIED} - {"rope.scaling", "latent.factors"}}
     changes = {name: value for name, value in changes.items() if not _has_weights(value)}  # which are gone
     if "latent.factors" in names and spec.latent is not None and other.latent is not None:
         changes["latent"] = replace(
