@@ -11,7 +11,8 @@ else it must be finite. The error is that of the elements where both are.
 
 The error is measured in three norms, and the worst ratio decides: the root mean square sees a small error everywhere,
 which the largest element would hide; the maximum sees one wrong element, which the mean would hide; the slope sees what
-is wrong in the same way everywhere, as a gain is, which the noise of single elements would hide.
+is wrong in the same way everywhere, as a gain is, which the noise of single elements would hide. Where these pass, the
+zeros of attention weights are compared, too: a hidden key weighs exactly 0 in every dtype, and no other does.
 
 Tenstorrent's hardware does not compute as IEEE 754 says ("tensix" in `reference.ARITHMETICS`). What it is allowed
 follows from documented facts: float32 enters the matrix engine as TF32, cut off and not rounded, sums are in float32,
@@ -31,6 +32,7 @@ import numpy as np
 
 from parity.core.stages import stage_named
 from parity.core.weights import dtype_named
+from parity.core.zeros import WRONG_ZEROS, largest_zero, with_wrong_zeros, zero_on_one_side
 
 FACTOR = 4.0
 """How many times the error of the same-precision reference is allowed (for a stage of few elements, see `factor`).
@@ -206,7 +208,8 @@ def compare(
     ):  # to its matrix engine NaN is a number: what comes of one is not known
         actual = np.where(np.isnan(expected), np.asarray(np.nan, actual.dtype), actual)
     has_slope = terms is None and not stage_named(stage).is_gradient
-    allowed = NOTHING if exact else budget(expected, same_precision, dtype, terms, arithmetic, has_slope=has_slope)
+    more: dict[str, Any] = {"has_slope": has_slope, "stage": stage}
+    allowed = NOTHING if exact else budget(expected, same_precision, dtype, terms, arithmetic, **more)
     ulps_of = "float32" if exact else kept_dtype(stage, dtype).name
     return measure(actual, expected, allowed, **about, ulps_of=ulps_of)
 
@@ -233,7 +236,8 @@ def measure(
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
     errors, measured = measured_in(actual, expected, allowed)
     ratios = {norm: share(measured[norm], allowed[norm]) for norm in measured}
-    norm = max(ratios, key=ratios.__getitem__)
+    norm = worst_norm(ratios)
+    errors = with_wrong_zeros(errors, actual, expected, allowed) if norm == "zeros" else errors
     worst = np.unravel_index(int(errors.argmax()), errors.shape)
     with np.errstate(over="ignore"):  # an error beside an expected 0 may be beyond counting
         ulps = errors / _spacing(np.nan_to_num(expected), ulps_of)
@@ -255,7 +259,7 @@ def measure(
         mismatched=int(np.count_nonzero(errors > allowed["max"])),
         size=actual.size,
         shape=actual.shape,
-        reason=_what_is_not_finite(actual, expected),
+        reason=_what_is_not_finite(actual, expected) or (WRONG_ZEROS if ratios.get("zeros", 0.0) > 1.0 else ""),
         by_position=_by_position(errors, allowed["max"], stage),
     )
 
@@ -267,7 +271,16 @@ def measured_in(actual: np.ndarray, expected: np.ndarray, norms: Iterable[str]) 
     if "slope" in norms:
         is_finite = math.isfinite(measured["max"])
         measured["slope"] = slope(actual, expected, np.isfinite(expected)) if is_finite else math.inf
+    if "zeros" in norms:
+        measured["zeros"] = float(zero_on_one_side(actual, expected).max(initial=0.0))
     return errors, measured
+
+
+def worst_norm(ratios: Mapping[str, float]) -> str:
+    """The norm that decides: that of the worst share of a budget; the zeros only where nothing else is wrong."""
+    others = {norm: ratio for norm, ratio in ratios.items() if norm != "zeros"}
+    worst = max(others, key=others.__getitem__)
+    return "zeros" if others[worst] <= 1.0 < ratios.get("zeros", 0.0) else worst
 
 
 def slope(actual: np.ndarray, expected: np.ndarray, counted: np.ndarray) -> float:
@@ -343,12 +356,14 @@ def budget(
     same_dtype: str | None = None,
     *,
     has_slope: bool = True,
+    stage: str = "",
 ) -> dict[str, float]:
     """How far a stage may be from float64, by norm: some multiple of the same-precision reference's error, and a floor.
 
     The floor is one unit of rounding of the stage's scale, for a reference that happens to be exact. `same_dtype` is
     what the same-precision reference was computed in; what `SAME_PRECISION` names when absent. The slope is judged if
-    `has_slope` says so, and the arithmetic does not cut numbers off, which is a slope by itself.
+    `has_slope` says so, and the arithmetic does not cut numbers off, which is a slope by itself. For attention weights,
+    which `stage` names, `zeros` is the largest one that may be 0 on one side alone: noise may make it so.
     """
     shrink = unit_of_rounding(dtype) / unit_of_rounding(same_dtype or SAME_PRECISION[dtype])
     known = ~np.isnan(expected)  # what must be NaN has no budget
@@ -357,7 +372,10 @@ def budget(
     if has_slope and arithmetic == "ieee":
         scale["slope"], noise["slope"] = scale["rms"], _slope_noise(expected, same_precision, noise["rms"])
     times, least = factor(int(known.sum()) or 1), floor(dtype, arithmetic)
-    return {norm: times * shrink * noise[norm] + least * scale[norm] for norm in noise}
+    allowed = {norm: times * shrink * noise[norm] + least * scale[norm] for norm in noise}
+    if stage_named(stage).is_attn_weights and not stage_named(stage).is_gradient and arithmetic == "ieee":
+        allowed["zeros"] = largest_zero(expected, same_precision.astype(np.float64), dtype)
+    return allowed
 
 
 def _slope_noise(expected: np.ndarray, same_precision: np.ndarray, noise: float) -> float:
@@ -436,7 +454,8 @@ def share_of(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, flo
     _, error = measured_in(whole_rows(actual, stage), whole_rows(expected, stage), allowed)
     if not math.isfinite(error["rms"]):
         return math.inf, math.inf
-    return error["rms"], max(share(error[norm], allowed[norm]) for norm in error)
+    ratios = {norm: share(error[norm], allowed[norm]) for norm in error}
+    return error["rms"], ratios[worst_norm(ratios)]
 
 
 def _by_position(errors: np.ndarray, allowed: float, stage: str) -> tuple[float, ...]:

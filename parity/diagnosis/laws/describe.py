@@ -10,6 +10,7 @@ from mha_spec import Refusal
 from parity.core.compare import axis_names, errors_of, kept_dtype, slope, whole_rows
 from parity.core.problem import Problem
 from parity.core.stages import stage_named
+from parity.core.zeros import with_wrong_zeros
 from parity.diagnosis.laws.fits import Recompute, fits
 from parity.diagnosis.laws.mixed import dropouts, lost_rows, mixtures
 from parity.diagnosis.laws.orders import orders, other_stages, shifts, transposes
@@ -115,6 +116,9 @@ def describe(
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
     errors = errors_of(actual, expected)
     bad, box = wrong_elements(errors, allowed)
+    if not bad.any():
+        errors = with_wrong_zeros(errors, actual, expected, allowed)
+        bad, box = wrong_elements(errors, allowed)
     gain = _gain(actual, expected, allowed)
     if not bad.any() and gain:
         return Findings(Place("everywhere", wrong=bad.size, size=bad.size), (gain,))
